@@ -1,0 +1,1 @@
+"""Decides: reads the sweep, proposes candidates, journals, records, reports, promotes."""

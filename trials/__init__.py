@@ -1,0 +1,1 @@
+"""Trains and measures one candidate: torch lives here; ray, optuna and mlflow do not."""

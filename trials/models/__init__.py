@@ -1,0 +1,1 @@
+"""The models a workload can name."""

@@ -1,0 +1,185 @@
+"""What came of a trial: one :class:`Measurement`, or a reason why there is none. Standard library only.
+
+Every outcome states its ``consequence``, what the catcher must do with it::
+
+    objective   tell the search the measured value
+    constraint  tell the search "infeasible here", a finished result with a reason
+    fault       the candidate failed by itself; not told; the same fault on the first attempts stops the sweep
+    retry       the infrastructure failed; says nothing about the candidate; run it again on its own budget
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+Phase = Literal["starting", "warmup", "measuring"]
+"""Phases a rank goes through; the cluster adds "placing" before and "releasing" after."""
+
+
+class ProgressSink(Protocol):
+    """Where a runner reports progress. Cheap: called by every rank on every phase change and after every step."""
+
+    def __call__(self, phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None: ...
+
+
+Consequence = Literal["objective", "constraint", "fault", "retry"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBreakdown:
+    """Mean seconds of one measured step on the slowest rank. ``other_s`` is what the named phases leave."""
+
+    data_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    optimizer_s: float = 0.0
+    other_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """What one rank measured. Sequences over steps are in step order; times are this rank's own, in seconds."""
+
+    rank: int
+    world_size: int
+    tokens_per_step: int
+    step_times_s: tuple[float, ...]
+    """Measured steps only, waiting for data included."""
+    breakdown: StepBreakdown
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    num_warmup_steps: int
+    losses: tuple[float, ...]
+    """Mean loss over the global batch, for every step from the first warm-up step on."""
+    grad_norms: tuple[float, ...]
+    """Global gradient norm before the optimiser step, unscaled, for the same steps."""
+    model_flops_per_token: float
+    """Forward and backward, without recomputation."""
+    peak_flops_per_s: float | None = None
+    """The device's dense peak for the matmul dtype, where known."""
+    num_skipped_steps: int = 0
+    """Optimiser steps skipped by loss scaling because of inf or nan."""
+    compile_s: float = 0.0
+    """Seconds of the first step beyond a normal one when graph mode is on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """A gang's measurement: step times are the maximum over ranks, step by step."""
+
+    world_size: int
+    tokens_per_step: int
+    step_times_s: tuple[float, ...]
+    breakdown: StepBreakdown
+    peak_allocated_bytes: tuple[int, ...]
+    """Per rank."""
+    peak_reserved_bytes: tuple[int, ...]
+    num_warmup_steps: int
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    model_flops_per_token: float
+    peak_flops_per_s: float | None = None
+    num_skipped_steps: int = 0
+    compile_s: float = 0.0
+
+    @property
+    def step_time_s(self) -> float:
+        """Median over the measured steps."""
+        return statistics.median(self.step_times_s)
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        """The objective: ``tokens_per_step / (median step time * world_size)``."""
+        return self.tokens_per_step / (self.step_time_s * self.world_size)
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation in 0..1 (Chowdhery et al., arXiv 2204.02311, appendix B); None without a peak."""
+        if self.peak_flops_per_s is None:
+            return None
+        return self.tokens_per_s_per_device * self.model_flops_per_token / self.peak_flops_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Where and how an attempt failed: the earliest root-cause rank; later errors of its peers are ``collateral``."""
+
+    message: str
+    rank: int | None = None
+    node: str | None = None
+    error_type: str | None = None
+    exit_code: int | None = None
+    """Negative for death by that signal, as in ``subprocess``."""
+    log_tail: tuple[str, ...] = ()
+    """Last lines of the rank's own log."""
+    collateral: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The candidate trained and was measured."""
+
+    kind: ClassVar[str] = "measured"
+    consequence: ClassVar[Consequence] = "objective"
+    measurement: Measurement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory:
+    """A rank ran out of device memory."""
+
+    kind: ClassVar[str] = "oom"
+    consequence: ClassVar[Consequence] = "constraint"
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Infeasible:
+    """The runner refused the candidate: no launch of it can work."""
+
+    kind: ClassVar[str] = "infeasible"
+    consequence: ClassVar[Consequence] = "constraint"
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diverged:
+    """The loss or the gradient norm became inf or nan."""
+
+    kind: ClassVar[str] = "diverged"
+    consequence: ClassVar[Consequence] = "constraint"
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedOut:
+    """A phase passed its deadline, or a rank made no progress."""
+
+    kind: ClassVar[str] = "timed_out"
+    consequence: ClassVar[Consequence] = "fault"
+    phase: str
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crashed:
+    """A rank raised, exited or was killed."""
+
+    kind: ClassVar[str] = "crashed"
+    consequence: ClassVar[Consequence] = "fault"
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangLost:
+    """A node, an agent or the controller went away under the gang."""
+
+    kind: ClassVar[str] = "gang_lost"
+    consequence: ClassVar[Consequence] = "retry"
+    evidence: Evidence
+
+
+Outcome = Measured | OutOfMemory | Infeasible | Diverged | TimedOut | Crashed | GangLost
+Failure = OutOfMemory | Infeasible | Diverged | TimedOut | Crashed | GangLost
