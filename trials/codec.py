@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 import types
 import typing
 from collections.abc import Mapping
@@ -125,6 +124,6 @@ def _field_types(cls: Any) -> dict[str, Any]:
 
 
 def _expect(condition: bool, data: Any, cls: Any, path: str) -> Any:
-    if not condition or (isinstance(data, float) and math.isnan(data)):
+    if not condition:
         raise CodecError(f"{path}: expected {getattr(cls, '__name__', cls)}, got {data!r}")
     return data

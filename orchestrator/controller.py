@@ -1,0 +1,184 @@
+"""The controller: pure functions from (state, event) to (state, commands). No clock, no input or output.
+
+Commands are level-triggered: they follow from the state alone, and are repeated until an event shows them done. A
+controller that starts again after a crash therefore needs nothing but the folded state to go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import reduce
+from typing import assert_never
+
+from orchestrator.state import (
+    Attempt,
+    AttemptEnded,
+    AttemptLaunched,
+    Command,
+    ControllerStarted,
+    Event,
+    Finish,
+    Launch,
+    Propose,
+    SearchExhausted,
+    SweepCreated,
+    SweepFinished,
+    SweepState,
+    Tick,
+    Trial,
+    TrialProposed,
+    describe_failure,
+)
+from trials.outcome import Crashed, GangLost, Infeasible, Outcome, TimedOut
+
+SAME_ERROR_LIMIT = 3
+"""The same deterministic error on this many first attempts stops the sweep."""
+
+
+def step(state: SweepState, event: Event) -> tuple[SweepState, tuple[Command, ...]]:
+    """Take one event in; return the new state and what is to be done now."""
+    state = apply(state, event)
+    return state, decide(state)
+
+
+def fold(events: Iterable[Event]) -> SweepState:
+    """The state after ``events``."""
+    return reduce(apply, events, SweepState())
+
+
+def apply(state: SweepState, event: Event) -> SweepState:
+    """The state after ``event``. Events about unknown or stale attempts change nothing but the time."""
+    state = _advance_clock(state, event)
+    match event:
+        case SweepCreated():
+            return replace(state, created=event)
+        case ControllerStarted():
+            return replace(state, epoch=event.epoch)
+        case TrialProposed():
+            return _apply_proposed(state, event)
+        case AttemptLaunched():
+            return _apply_launched(state, event)
+        case AttemptEnded():
+            return _apply_ended(state, event)
+        case SearchExhausted():
+            return replace(state, exhausted=True)
+        case SweepFinished():
+            return replace(state, status=event.status, finish_reason=event.reason)
+        case Tick():
+            return state
+        case _:
+            assert_never(event)
+
+
+def decide(state: SweepState) -> tuple[Command, ...]:
+    """What is to be done in ``state``: launches first, then at most one proposal, or the end."""
+    if state.created is None or state.status != "running":
+        return ()
+    if reason := _reason_to_fail(state):
+        return (Finish(status="failed", reason=reason),)
+    spent = _spent_budget(state)
+    open_trials = [trial for trial in state.trials if _is_open(state, trial) and (trial.is_running or not spent)]
+    launches = tuple(
+        Launch(trial=trial.number, attempt=len(trial.attempts)) for trial in open_trials if not trial.is_running
+    )
+    end = spent or _reason_to_propose_no_more(state)
+    if end and not open_trials:
+        return (Finish(status="finished", reason=end),)
+    if not end and len(open_trials) < state.sweep.max_concurrent:
+        return (*launches, Propose(trial=len(state.trials)))
+    return launches
+
+
+def _advance_clock(state: SweepState, event: Event) -> SweepState:
+    """Time between a controller's end and the next one's start does not count as active."""
+    elapsed = 0.0 if isinstance(event, ControllerStarted | SweepCreated) else max(0.0, event.at_s - state.now_s)
+    return replace(state, now_s=event.at_s, active_s=state.active_s + elapsed)
+
+
+def _apply_proposed(state: SweepState, event: TrialProposed) -> SweepState:
+    trial = Trial(
+        number=event.trial,
+        candidate=event.candidate,
+        origin=event.origin,
+        reason=event.reason,
+        proposed_at_s=event.at_s,
+    )
+    return replace(state, trials=(*state.trials, trial))
+
+
+def _apply_launched(state: SweepState, event: AttemptLaunched) -> SweepState:
+    attempt = Attempt(token=event.token, launched_at_s=event.at_s, ranks=event.ranks, num_devices=event.num_devices)
+    trial = state.trials[event.trial]
+    return _with_trial(state, replace(trial, attempts=(*trial.attempts, attempt)))
+
+
+def _apply_ended(state: SweepState, event: AttemptEnded) -> SweepState:
+    trial = state.trials[event.trial]
+    if not trial.is_running or trial.attempts[-1].token != event.token:
+        return state
+    ended = replace(trial.attempts[-1], outcome=event.outcome, device_seconds=event.device_seconds)
+    state = _with_trial(state, replace(trial, attempts=(*trial.attempts[:-1], ended)))
+    if isinstance(event.outcome, GangLost):
+        return state
+    return replace(state, end_order=(*state.end_order, trial.number))
+
+
+def _with_trial(state: SweepState, trial: Trial) -> SweepState:
+    trials = (*state.trials[: trial.number], trial, *state.trials[trial.number + 1 :])
+    return replace(state, trials=trials)
+
+
+def _is_open(state: SweepState, trial: Trial) -> bool:
+    """Whether the trial still has to be launched, launched again, or waited for."""
+    if trial.outcome is None:
+        return True
+    return isinstance(trial.outcome, GangLost) and trial.num_lost < state.sweep.budget.lost_attempts_per_trial
+
+
+def _spent_budget(state: SweepState) -> str:
+    """Which budget of time is spent, in words; then nothing is launched any more. Empty while some is left."""
+    budget = state.sweep.budget
+    if budget.device_hours is not None and state.device_seconds >= budget.device_hours * 3600:
+        return f"the budget of {budget.device_hours:g} device-hours is spent"
+    if budget.wall_time_s is not None and state.active_s >= budget.wall_time_s:
+        return f"the budget of {budget.wall_time_s:g} s of wall time is spent"
+    return ""
+
+
+def _reason_to_propose_no_more(state: SweepState) -> str:
+    limit = state.sweep.budget.max_trials
+    if limit is not None and len(state.trials) >= limit:
+        return f"the budget of {limit} trials is spent"
+    return "every legal candidate was tried" if state.exhausted else ""
+
+
+def _reason_to_fail(state: SweepState) -> str:
+    outcomes = [_outcome(state, number) for number in state.end_order]
+    first = outcomes[:SAME_ERROR_LIMIT]
+    signatures = {_signature(outcome) for outcome in first}
+    if len(first) == SAME_ERROR_LIMIT and len(signatures) == 1 and None not in signatures:
+        return f"the first {SAME_ERROR_LIMIT} attempts failed with the same error: {describe_failure(first[-1])}"
+    limit = state.sweep.budget.consecutive_failures
+    last = outcomes[-limit:]
+    if len(last) == limit and all(outcome.consequence == "fault" for outcome in last):
+        return f"{limit} trials in a row failed; the last one: {describe_failure(last[-1])}"
+    return ""
+
+
+def _outcome(state: SweepState, number: int) -> Outcome:
+    outcome = state.trials[number].outcome
+    assert outcome is not None, f"trial {number} is listed as ended but has no outcome"
+    return outcome
+
+
+def _signature(outcome: Outcome) -> tuple[str, ...] | None:
+    """What makes two deterministic errors the same; None for outcomes that are no such error."""
+    match outcome:
+        case Crashed() | Infeasible():
+            lines = outcome.evidence.message.strip().splitlines()
+            return (outcome.kind, outcome.evidence.error_type or "", lines[0] if lines else "")
+        case TimedOut():
+            return (outcome.kind, outcome.phase)
+        case _:
+            return None

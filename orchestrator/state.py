@@ -1,0 +1,286 @@
+"""Where a sweep stands: the events of the ledger, the state they fold into, the commands that follow.
+
+::
+
+    trial:    proposed --> running --> measured
+                 ^            |------> oom | infeasible | diverged      (told to the search as constraints)
+                 |            |------> crashed | timed_out              (a fault of the candidate; not told)
+                 +------------+        gang_lost                        (launched again, on its own budget)
+
+    sweep:    running --> finished    (budget spent, or every legal candidate tried)
+                 |------> failed      (the same error on the first attempts, or too many faults in a row)
+
+State is a fold over events and nothing else, so replaying the ledger after a crash gives the state before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from cluster.topology import Device
+from trials.outcome import GangLost, Measured, Measurement, Outcome
+from trials.spec import Candidate, Workload
+
+Origin = Literal["baseline", "sampler"]
+SweepStatus = Literal["running", "finished", "failed"]
+TrialStatus = Literal[
+    "proposed", "running", "measured", "oom", "infeasible", "diverged", "timed_out", "crashed", "gang_lost"
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Limits of a sweep, checked before anything is launched; ``None`` means no limit."""
+
+    max_trials: int | None = None
+    device_hours: float | None = None
+    wall_time_s: float | None = None
+    consecutive_failures: int = 5
+    lost_attempts_per_trial: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepCreated:
+    """First event: everything that stays the same for the life of the sweep."""
+
+    kind: ClassVar[str] = "sweep_created"
+    at_s: float
+    sweep: str
+    spec_hash: str
+    workload: Workload
+    budget: Budget
+    max_concurrent: int
+    num_legal: int
+    hardware: str
+    """The topology's label, e.g. ``1x8 NVIDIA H200``."""
+    fingerprint: Mapping[str, str]
+    """Environment: library versions, driver, host kind. Trials are comparable only where it is equal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerStarted:
+    """A controller took the ledger; ``epoch`` grows by one each time and fences off older ones."""
+
+    kind: ClassVar[str] = "controller_started"
+    at_s: float
+    epoch: int
+    pid: int
+    host: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialProposed:
+    """Trial ``trial`` (0 is the baseline) is to be measured."""
+
+    kind: ClassVar[str] = "trial_proposed"
+    at_s: float
+    trial: int
+    candidate: Candidate
+    origin: Origin
+    reason: str
+    """Why it was proposed, for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptLaunched:
+    """Written before the gang is started."""
+
+    kind: ClassVar[str] = "attempt_launched"
+    at_s: float
+    trial: int
+    attempt: int
+    token: str
+    ranks: tuple[Device, ...]
+    num_devices: int
+    """Devices reserved, possibly more than ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptEnded:
+    """The attempt with this token is over and its devices are free. Unknown or stale tokens change nothing."""
+
+    kind: ClassVar[str] = "attempt_ended"
+    at_s: float
+    trial: int
+    token: str
+    outcome: Outcome
+    device_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchExhausted:
+    """The sampler has no further legal, unmeasured candidate."""
+
+    kind: ClassVar[str] = "search_exhausted"
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepFinished:
+    """Last event."""
+
+    kind: ClassVar[str] = "sweep_finished"
+    at_s: float
+    status: SweepStatus
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time passed. Never stored."""
+
+    kind: ClassVar[str] = "tick"
+    at_s: float
+
+
+LedgerEvent = (
+    SweepCreated | ControllerStarted | TrialProposed | AttemptLaunched | AttemptEnded | SearchExhausted | SweepFinished
+)
+Event = LedgerEvent | Tick
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Propose:
+    """Ask the search for the candidate of this trial."""
+
+    trial: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Start this attempt as soon as devices are free."""
+
+    trial: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """End the sweep: no further command follows."""
+
+    status: SweepStatus
+    reason: str
+
+
+Command = Propose | Launch | Finish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One launch of a trial. ``outcome`` is None while it runs."""
+
+    token: str
+    launched_at_s: float
+    ranks: tuple[Device, ...]
+    num_devices: int
+    outcome: Outcome | None = None
+    device_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A candidate's record."""
+
+    number: int
+    candidate: Candidate
+    origin: Origin
+    reason: str
+    proposed_at_s: float
+    attempts: tuple[Attempt, ...] = ()
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The outcome of the last attempt; None while it runs or has none."""
+        return self.attempts[-1].outcome if self.attempts else None
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self.attempts) and self.attempts[-1].outcome is None
+
+    @property
+    def status(self) -> TrialStatus:
+        if self.outcome is not None:
+            return self.outcome.kind  # type: ignore[return-value]  # outcome kinds are the statuses, by test
+        return "running" if self.attempts else "proposed"
+
+    @property
+    def measurement(self) -> Measurement | None:
+        return self.outcome.measurement if isinstance(self.outcome, Measured) else None
+
+    @property
+    def device_seconds(self) -> float:
+        return sum(attempt.device_seconds for attempt in self.attempts)
+
+    @property
+    def num_lost(self) -> int:
+        """Attempts lost to the infrastructure."""
+        return sum(isinstance(attempt.outcome, GangLost) for attempt in self.attempts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepState:
+    """Everything known about a sweep. Trials are in order of their numbers."""
+
+    created: SweepCreated | None = None
+    epoch: int = 0
+    status: SweepStatus = "running"
+    finish_reason: str = ""
+    trials: tuple[Trial, ...] = ()
+    exhausted: bool = False
+    now_s: float = 0.0
+    active_s: float = 0.0
+    """Seconds during which some controller was at work."""
+    end_order: tuple[int, ...] = field(default=())
+    """Trial numbers in the order in which their attempts ended, lost ones left out."""
+
+    @property
+    def sweep(self) -> SweepCreated:
+        """The first event.
+
+        Raises:
+            LookupError: the ledger is empty.
+        """
+        if self.created is None:
+            raise LookupError("the sweep has not been created yet")
+        return self.created
+
+    @property
+    def device_seconds(self) -> float:
+        """Device time charged so far, ended attempts only."""
+        return sum(trial.device_seconds for trial in self.trials)
+
+    @property
+    def baseline(self) -> Trial | None:
+        return self.trials[0] if self.trials else None
+
+    @property
+    def best(self) -> Trial | None:
+        """The measured trial with the highest tokens/s/p; the lower number on a tie."""
+        measured = [trial for trial in self.trials if trial.measurement]
+        return max(measured, key=_objective, default=None)
+
+    def counts(self) -> dict[str, int]:
+        """Number of trials per status, in order of first appearance."""
+        counts: dict[str, int] = {}
+        for trial in self.trials:
+            counts[trial.status] = counts.get(trial.status, 0) + 1
+        return counts
+
+
+def _objective(trial: Trial) -> tuple[float, int]:
+    assert trial.measurement is not None
+    return trial.measurement.tokens_per_s_per_device, -trial.number
+
+
+def describe_failure(outcome: Any) -> str:
+    """One line for people: what went wrong and where."""
+    evidence = getattr(outcome, "evidence", None)
+    if evidence is None:
+        return ""
+    where = f"rank {evidence.rank}" if evidence.rank is not None else ""
+    if evidence.node:
+        where = f"{where} on {evidence.node}".strip()
+    what = evidence.message.strip().splitlines()[0] if evidence.message.strip() else outcome.kind
+    return f"{where}: {what}" if where else what
