@@ -1,0 +1,31 @@
+"""What the measurements depend on besides the candidate: software versions, hardware, driver."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from pathlib import Path
+
+from cluster.topology import Topology
+
+_PACKAGES = ("torch", "ray", "optuna", "mlflow", "tune-cluster")
+
+
+def fingerprint(topology: Topology) -> dict[str, str]:
+    """Names and versions, flat. Two measurements compare only where these are equal."""
+    first = topology.nodes[0]
+    versions = {package: metadata.version(package) for package in _PACKAGES}
+    return {
+        **versions,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "driver": _driver_version(),
+        "hardware": topology.label,
+        "device_memory_bytes": str(first.device_memory_bytes),
+        "threads_per_device": str(first.threads_per_device),
+    }
+
+
+def _driver_version() -> str:
+    path = Path("/sys/module/nvidia/version")
+    return path.read_text(encoding="ascii").strip() if path.exists() else "none"

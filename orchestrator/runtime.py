@@ -1,0 +1,270 @@
+"""The only loop: executes the controller's commands and turns what happens into events.
+
+Every event is in the ledger before anything follows from it: an attempt is journalled before its gang starts, an
+outcome before the search or MLflow hear of it. The loop may therefore be killed between any two lines.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, assert_never
+from uuid import uuid4
+
+from cluster.base import Cluster, ClusterError, GangEnded, GangLaunch, GangProgress
+from cluster.placement import Placement, place
+from cluster.topology import Device
+from orchestrator.controller import fold, step
+from orchestrator.ledger import Ledger
+from orchestrator.search import Search
+from orchestrator.state import (
+    AttemptEnded,
+    AttemptLaunched,
+    Command,
+    ControllerStarted,
+    Event,
+    Finish,
+    Launch,
+    Propose,
+    SearchExhausted,
+    SweepFinished,
+    SweepState,
+    Tick,
+    Trial,
+    TrialProposed,
+)
+from trials.outcome import Evidence, GangLost, Outcome
+from trials.spec import Candidate
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+"""Longest wait for gang events between two looks at the clock."""
+
+
+class Observer(Protocol):
+    """Watches a sweep, for people; must not raise."""
+
+    def on_state(self, state: SweepState) -> None: ...
+
+    def on_progress(self, trial: int, progress: GangProgress) -> None: ...
+
+
+class Projection(Protocol):
+    """Carries ledger entries to another system, at its own pace; failures stay inside."""
+
+    def sync(self, ledger: Ledger, state: SweepState) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """What a dead controller's attempt left behind."""
+
+    outcome: Outcome
+    device_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How trials of this sweep become gangs."""
+
+    baseline: Candidate
+    isolation: str
+    build: Callable[[Trial, str, str, Placement], GangLaunch]
+    """(trial, attempt id, token, placement) -> launch."""
+    recover: Callable[[Trial], Recovered]
+    """What became of the trial's unended attempt of an earlier controller."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    trial: int
+    placement: Placement
+
+
+class Runtime:
+    """Runs one sweep to its end. The caller holds the ledger and owns the cluster."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        cluster: Cluster,
+        search: Search,
+        recipe: Recipe,
+        projection: Projection,
+        observer: Observer,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._ledger = ledger
+        self._cluster = cluster
+        self._search = search
+        self._recipe = recipe
+        self._projection = projection
+        self._observer = observer
+        self._clock = clock
+        self._running: dict[str, _Running] = {}
+        self._state = fold(ledger.events())
+        self._commands: tuple[Command, ...] = ()
+
+    def run(self) -> SweepState:
+        """Go on from where the ledger stands until the sweep has ended; return its last state.
+
+        Raises:
+            ClusterError: the cluster cannot run any pending trial.
+            LedgerError: an event cannot be stored.
+            KeyboardInterrupt: after killing and recording what was running; submitting again continues.
+        """
+        if self._state.status != "running":
+            return self._finish_projection()
+        self._take_over()
+        try:
+            while self._state.status == "running":
+                if not self._act():
+                    self._projection.sync(self._ledger, self._state)
+                    self._wait(POLL_S)
+        except KeyboardInterrupt:
+            self._interrupt()
+            raise
+        return self._finish_projection()
+
+    def _take_over(self) -> None:
+        """Start an epoch and settle what earlier controllers left running."""
+        self._dispatch(
+            ControllerStarted(at_s=self._clock(), epoch=self._state.epoch + 1, pid=os.getpid(), host=platform.node())
+        )
+        for trial in self._state.trials:
+            if trial.is_running:
+                found = self._recipe.recover(trial)
+                logger.info("trial %d of an earlier controller: %s", trial.number, found.outcome.kind)
+                self._dispatch(
+                    AttemptEnded(
+                        at_s=self._clock(),
+                        trial=trial.number,
+                        token=trial.attempts[-1].token,
+                        outcome=found.outcome,
+                        device_seconds=found.device_seconds,
+                    )
+                )
+
+    def _act(self) -> bool:
+        """Execute the first command that can be executed; its event makes the others anew. False if none can."""
+        return any(self._execute(command) for command in self._commands)
+
+    def _execute(self, command: Command) -> bool:
+        match command:
+            case Propose():
+                self._dispatch(self._propose(command.trial))
+                return True
+            case Launch():
+                return self._launch(self._state.trials[command.trial], command.attempt)
+            case Finish():
+                self._dispatch(SweepFinished(at_s=self._clock(), status=command.status, reason=command.reason))
+                return True
+            case _:
+                assert_never(command)
+
+    def _propose(self, number: int) -> TrialProposed | SearchExhausted:
+        if number == 0:
+            reason = "the present configuration, for comparison"
+            return TrialProposed(
+                at_s=self._clock(), trial=0, candidate=self._recipe.baseline, origin="baseline", reason=reason
+            )
+        suggestion = self._search.ask(number, self._state)
+        if suggestion is None:
+            return SearchExhausted(at_s=self._clock())
+        return TrialProposed(
+            at_s=self._clock(),
+            trial=number,
+            candidate=suggestion.candidate,
+            origin="sampler",
+            reason=suggestion.reason,
+        )
+
+    def _launch(self, trial: Trial, attempt: int) -> bool:
+        layout = trial.candidate.layout
+        topology = self._cluster.topology
+        placement = place(
+            topology, self._free(), world_size=layout.world_size, tp=layout.tp, isolation=self._recipe.isolation
+        )
+        if placement is None:
+            if not self._running:
+                raise ClusterError(
+                    f"trial {trial.number} needs {layout.world_size} devices; the lease has {topology.num_devices} "
+                    f"on {len(topology.nodes)} node(s). Lease more nodes or restrict space.world_size"
+                )
+            return False
+        attempt_id = f"t{trial.number:04d}-a{attempt}-e{self._state.epoch}"
+        token = uuid4().hex
+        launch = self._recipe.build(trial, attempt_id, token, placement)
+        self._dispatch(
+            AttemptLaunched(
+                at_s=self._clock(),
+                trial=trial.number,
+                attempt=attempt,
+                token=token,
+                ranks=placement.ranks,
+                num_devices=len(placement.reserved),
+            )
+        )
+        self._running[attempt_id] = _Running(trial.number, placement)
+        self._cluster.launch(launch)
+        return True
+
+    def _free(self) -> frozenset[Device]:
+        held = {device for running in self._running.values() for device in running.placement.reserved}
+        return frozenset(self._cluster.topology.devices) - held
+
+    def _wait(self, timeout_s: float) -> None:
+        """Take in what the gangs report; a tick when they report no end."""
+        ended = False
+        for event in self._cluster.poll(timeout_s):
+            if event.attempt_id not in self._running:
+                continue
+            if isinstance(event, GangProgress):
+                self._observer.on_progress(self._running[event.attempt_id].trial, event)
+            else:
+                self._record(event)
+                ended = True
+        if not ended:
+            self._dispatch(Tick(at_s=self._clock()))
+
+    def _record(self, event: GangEnded) -> None:
+        running = self._running.pop(event.attempt_id)
+        self._dispatch(
+            AttemptEnded(
+                at_s=self._clock(),
+                trial=running.trial,
+                token=event.token,
+                outcome=event.outcome,
+                device_seconds=event.device_seconds,
+            )
+        )
+
+    def _dispatch(self, event: Event) -> None:
+        if not isinstance(event, Tick):
+            self._ledger.append(event)
+        self._state, self._commands = step(self._state, event)
+        self._observer.on_state(self._state)
+
+    def _interrupt(self) -> None:
+        """Kill what runs and record it as lost, so that its device time is charged and nothing dangles."""
+        for attempt_id in list(self._running):
+            self._cluster.kill(attempt_id, "interrupted by the user")
+        deadline = time.monotonic() + 10.0
+        while self._running and time.monotonic() < deadline:
+            self._wait(POLL_S)
+        self._projection.sync(self._ledger, self._state)
+
+    def _finish_projection(self) -> SweepState:
+        self._projection.sync(self._ledger, self._state)
+        return self._state
+
+
+def lost(reason: str) -> Outcome:
+    """The outcome of an attempt that ended with its controller."""
+    return GangLost(evidence=Evidence(message=reason))

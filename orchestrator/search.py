@@ -1,0 +1,175 @@
+"""Which candidate to measure next. The one module importing optuna.
+
+A sampler only ever chooses from the enumerated legal candidates, never one that was proposed before, and its choice is
+a function of (seed, trial number, state) alone: the Optuna study is rebuilt from the state for every question, so a
+sweep that was interrupted proposes what it would have proposed anyway.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from orchestrator.state import SweepState, Trial
+from trials.codec import digest
+from trials.outcome import Diverged, Infeasible, OutOfMemory
+from trials.spec import Candidate
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.distributions import BaseDistribution
+
+SamplerName = Literal["tpe", "random", "grid"]
+Scalar = str | int | float | bool
+Features = Callable[[Candidate], Mapping[str, Scalar]]
+
+_CONSTRAINTS = {"memory": OutOfMemory, "legality": Infeasible, "numerics": Diverged}
+"""Constraint name -> outcome that violates it. Every told trial sets all of them, as Optuna's samplers require."""
+
+_MAX_DRAWS = 16
+"""Draws from the sampler before its last one is moved to the nearest legal, unseen candidate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """The next candidate and why."""
+
+    candidate: Candidate
+    reason: str
+
+
+class Search:
+    """Proposes legal candidates, each at most once.
+
+    Args:
+        candidates: every legal candidate, in a fixed order.
+        features: flat description of a candidate; knobs that never differ are left out of the search space.
+        sampler: ``tpe`` (Optuna's TPE over the knobs, restricted to legal candidates), ``random``, or ``grid`` (the
+            candidates in their order).
+    """
+
+    def __init__(
+        self, candidates: Sequence[Candidate], *, features: Features, sampler: SamplerName = "tpe", seed: int = 0
+    ) -> None:
+        self._candidates = {candidate.config_key: candidate for candidate in candidates}
+        self._space = _Space([features(candidate) for candidate in candidates])
+        self._points = {key: self._space.encode(features(c)) for key, c in self._candidates.items()}
+        self._features = features
+        self._sampler = sampler
+        self._seed = seed
+
+    def ask(self, trial: int, state: SweepState) -> Suggestion | None:
+        """The candidate for trial number ``trial``; None when every legal one has been proposed."""
+        proposed = {known.candidate.config_key for known in state.trials}
+        unseen = [key for key in self._candidates if key not in proposed]
+        if not unseen:
+            return None
+        if self._sampler == "grid":
+            return Suggestion(self._candidates[unseen[0]], "next in the grid")
+        rng = random.Random(digest([self._seed, trial]))
+        if self._sampler == "random":
+            return Suggestion(self._candidates[rng.choice(unseen)], "drawn at random")
+        return self._ask_tpe(state, unseen, rng)
+
+    def _ask_tpe(self, state: SweepState, unseen: list[str], rng: random.Random) -> Suggestion:
+        study = self._rebuild_study(state, seed=rng.randrange(2**31))
+        by_point = {tuple(self._points[key].items()): key for key in unseen}
+        point: dict[str, int] = {}
+        for _ in range(_MAX_DRAWS):
+            point = study.ask(self._space.distributions()).params
+            key = by_point.get(tuple((name, point[name]) for name in self._space.names))
+            if key is not None:
+                return Suggestion(self._candidates[key], "proposed by TPE")
+        nearest = min(unseen, key=lambda key: (self._space.distance(self._points[key], point), rng.random()))
+        return Suggestion(self._candidates[nearest], "nearest legal candidate to TPE's proposal")
+
+    def _rebuild_study(self, state: SweepState, seed: int) -> optuna.Study:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_num_startup_trials(state))
+        study = optuna.create_study(direction="maximize", sampler=sampler)
+        measured = [t.measurement.tokens_per_s_per_device for t in state.trials if t.measurement]
+        for number in state.end_order:
+            self._tell(study, state.trials[number], worst=min(measured, default=0.0))
+        for trial in state.trials:
+            if trial.outcome is None:
+                self._tell(study, trial, worst=0.0)
+        return study
+
+    def _tell(self, study: optuna.Study, trial: Trial, worst: float) -> None:
+        """Faults and lost gangs say nothing about the candidate and are left out; running trials repel the sampler."""
+        import optuna
+
+        outcome = trial.outcome
+        if outcome is not None and outcome.consequence not in ("objective", "constraint"):
+            return
+        point = self._space.encode(self._features(trial.candidate))
+        if any(value < 0 for value in point.values()):
+            return  # the baseline may lie outside the space
+        objective = trial.measurement.tokens_per_s_per_device if trial.measurement else worst
+        constraints = {name: float(isinstance(outcome, kind)) for name, kind in _CONSTRAINTS.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            study.add_trial(
+                optuna.trial.create_trial(
+                    state=optuna.trial.TrialState.RUNNING if outcome is None else optuna.trial.TrialState.COMPLETE,
+                    value=None if outcome is None else objective,
+                    params=point,
+                    distributions=self._space.distributions(),
+                    constraints=constraints,
+                )
+            )
+
+
+class _Space:
+    """Knobs that differ between candidates; each choice is encoded as its index in sorted order."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Scalar]]) -> None:
+        names = dict.fromkeys(name for row in rows for name in row)
+        choices = {name: sorted({row[name] for row in rows if name in row}, key=_sort_key) for name in names}
+        self._choices = {name: values for name, values in choices.items() if len(values) > 1}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._choices)
+
+    def encode(self, row: Mapping[str, Scalar]) -> dict[str, int]:
+        """Index of each knob's value; -1 for one that no candidate has."""
+        return {
+            name: values.index(row[name]) if row.get(name) in values else -1 for name, values in self._choices.items()
+        }
+
+    def distributions(self) -> dict[str, BaseDistribution]:
+        """Ordered choices (numbers) as integers, others as categories."""
+        from optuna.distributions import CategoricalDistribution, IntDistribution
+
+        return {
+            name: IntDistribution(0, len(values) - 1)
+            if self._is_ordered(name)
+            else CategoricalDistribution(range(len(values)))
+            for name, values in self._choices.items()
+        }
+
+    def distance(self, a: Mapping[str, int], b: Mapping[str, int]) -> float:
+        """Sum over knobs of 0..1: relative index distance for ordered knobs, equal or not for others."""
+        return sum(
+            abs(a[name] - b[name]) / (len(values) - 1) if self._is_ordered(name) else float(a[name] != b[name])
+            for name, values in self._choices.items()
+        )
+
+    def _is_ordered(self, name: str) -> bool:
+        return all(isinstance(value, int | float) and not isinstance(value, bool) for value in self._choices[name])
+
+
+def _sort_key(value: Scalar) -> tuple[str, Scalar]:
+    return ("number" if isinstance(value, int | float) else "text", value)
+
+
+def _num_startup_trials(state: SweepState) -> int:
+    """Random trials before TPE models anything: a third of the budget, between 4 and Optuna's default of 10."""
+    budget = state.sweep.budget.max_trials if state.created else None
+    return max(4, min(10, (budget or 30) // 3))
