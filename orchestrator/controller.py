@@ -73,7 +73,7 @@ def apply(state: SweepState, event: Event) -> SweepState:
 
 def decide(state: SweepState) -> tuple[Command, ...]:
     """What is to be done in ``state``: launches first, then at most one proposal, or the end."""
-    if state.created is None or state.status != "running":
+    if state.created is None or state.is_over:
         return ()
     if reason := _reason_to_fail(state):
         return (Finish(status="failed", reason=reason),)

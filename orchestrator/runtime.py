@@ -119,11 +119,11 @@ class Runtime:
             LedgerError: an event cannot be stored.
             KeyboardInterrupt: after killing and recording what was running; submitting again continues.
         """
-        if self._state.status != "running":
+        if self._state.is_over:
             return self._finish_projection()
         self._take_over()
         try:
-            while self._state.status == "running":
+            while not self._state.is_over:
                 if not self._act():
                     self._projection.sync(self._ledger, self._state)
                     self._wait(POLL_S)

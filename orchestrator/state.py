@@ -247,6 +247,10 @@ class SweepState:
         return self.created
 
     @property
+    def is_over(self) -> bool:
+        return self.status != "running"
+
+    @property
     def device_seconds(self) -> float:
         """Device time charged so far, ended attempts only."""
         return sum(trial.device_seconds for trial in self.trials)

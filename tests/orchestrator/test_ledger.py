@@ -1,0 +1,122 @@
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.controller import fold
+from orchestrator.ledger import Ledger, LedgerError, SweepBusyError
+from tests.orchestrator.story import created, ended, failures, launched, measured, proposed
+
+STORY = [created(), proposed(0), launched(0), ended(0, measured()), proposed(1), launched(1)]
+
+
+def test_events_come_back_as_they_were_in_order(tmp_path):
+    story = [*STORY, *(ended(1, outcome) for outcome in failures().values())]
+    with Ledger(tmp_path) as ledger:
+        entries = [ledger.append(event) for event in story]
+    with Ledger.open_existing(tmp_path) as again:
+        assert [entry.seq for entry in again.entries()] == [entry.seq for entry in entries]
+        assert list(again.events()) == story
+        assert [entry.event for entry in again.entries(after=3)] == story[3:]
+
+
+def test_non_finite_numbers_survive(tmp_path):
+    outcome = measured(grad_norms=(float("inf"), 1.0))
+    with Ledger(tmp_path) as ledger:
+        ledger.append(ended(0, outcome))
+        assert next(ledger.events()).outcome == outcome
+
+
+def test_events_cannot_be_changed_or_deleted(tmp_path):
+    with Ledger(tmp_path) as ledger:
+        ledger.append(created())
+        for statement in ("UPDATE events SET kind = 'x'", "DELETE FROM events"):
+            with pytest.raises(sqlite3.IntegrityError), sqlite3.connect(ledger.path) as db:
+                db.execute(statement)
+            db.close()
+        assert len(list(ledger.events())) == 1
+
+
+def test_cursors_and_documents(tmp_path):
+    with Ledger(tmp_path) as ledger:
+        assert ledger.cursor("mlflow") == 0
+        ledger.advance("mlflow", 4)
+        ledger.advance("mlflow", 7)
+        assert ledger.cursor("mlflow") == 7
+        assert ledger.document("spec") is None
+        ledger.put_document("spec", {"a": [1]})
+        assert ledger.document("spec") == {"a": [1]}
+
+
+def test_only_one_process_holds_a_sweep(tmp_path):
+    with Ledger(tmp_path) as ledger, ledger.hold():
+        code = (
+            "import sys; from pathlib import Path; from orchestrator.ledger import Ledger, SweepBusyError\n"
+            "try:\n    with Ledger(Path(sys.argv[1])).hold(): print('held')\n"
+            "except SweepBusyError as e: print(e)"
+        )
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+        assert str(os.getpid()) in done.stdout
+    with Ledger(tmp_path) as ledger, ledger.hold():
+        pass
+
+
+def test_a_second_ledger_object_in_this_process_is_refused_too(tmp_path):
+    with Ledger(tmp_path) as ledger, ledger.hold():
+        other = Ledger(tmp_path)
+        with pytest.raises(SweepBusyError), other.hold():
+            pass
+        other.close()
+
+
+def test_missing_ledgers_are_not_made_by_reading(tmp_path):
+    with pytest.raises(LookupError):
+        Ledger.open_existing(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_writer_killed_at_any_moment_leaves_whole_events_only(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from orchestrator.ledger import Ledger\n"
+        "from tests.orchestrator.story import created\n"
+        "ledger = Ledger(Path(sys.argv[1]))\n"
+        "for n in range(10**6):\n    ledger.append(created()); print(n, flush=True)"
+    )
+    writer = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert writer.stdout is not None
+    for _ in range(20):
+        last = int(writer.stdout.readline())
+    writer.kill()
+    last = max([last, *(int(line) for line in writer.stdout if line.strip().isdigit())])
+    writer.wait()
+    writer.stdout.close()
+    with Ledger(tmp_path) as ledger:
+        num_events = len(list(ledger.events()))
+        assert num_events in (last + 1, last + 2)
+        ledger.append(proposed(0))
+        assert fold(ledger.events()).trials
+
+
+def test_a_full_disk_is_a_clear_error_and_loses_nothing(tmp_path):
+    with Ledger(tmp_path) as ledger:
+        for event in STORY:
+            ledger.append(event)
+        pages = ledger._db.execute("PRAGMA page_count").fetchone()[0]
+        ledger._db.execute(f"PRAGMA max_page_count = {pages}")
+        with pytest.raises(LedgerError, match="free space"):
+            for _ in range(1000):
+                ledger.append(ended(0, measured(losses=tuple(float(i) for i in range(500)))))
+        assert list(ledger.events())[: len(STORY)] == STORY
+
+
+def test_an_unknown_event_in_the_file_is_named(tmp_path):
+    with Ledger(tmp_path) as ledger:
+        ledger._db.execute("INSERT INTO events (kind, body) VALUES ('x', ?)", (json.dumps({"kind": "x"}),))
+        with pytest.raises(ValueError, match="unknown kind 'x'"):
+            list(ledger.events())
