@@ -1,0 +1,37 @@
+# Two commands: `make sweep` sets up and runs the quickstart sweep, `make test` sets up and runs every check.
+PYTHON ?= python3.11
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: sweep test check clean
+
+sweep: $(VENV)/.run
+	$(VENV)/bin/tune-cluster submit configs/sweeps/quickstart.yaml
+
+test: check
+	$(VENV)/bin/pytest
+
+check: $(VENV)/.test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-cache
+
+# torch comes first, so that nothing else decides which build of it is taken.
+$(VENV)/.torch: constraints.txt
+	@echo "setting up $(VENV): this takes some minutes once"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install "$(TORCH)" --constraint constraints.txt
+	@touch $@
+
+$(VENV)/.run: $(VENV)/.torch pyproject.toml
+	$(PIP) install --editable . --constraint constraints.txt
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.torch pyproject.toml
+	$(PIP) install --editable ".[test]" --constraint constraints.txt
+	@touch $@ $(VENV)/.run
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

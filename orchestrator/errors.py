@@ -1,0 +1,44 @@
+"""Errors that are the user's to fix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+MAX_OTHERS_SHOWN = 5
+
+
+class ConfigError(ValueError):
+    """Something the user wrote cannot be used: where it stands, what is wrong, and how to put it right.
+
+    ``line`` counts from 1 and ``key`` is dotted, as in ``space.precision.0.dtype``; both are None where they do not
+    apply. ``others`` are further problems of the same file; ``str`` lists them below this one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | Path | None = None,
+        line: int | None = None,
+        key: str | None = None,
+        remedy: str | None = None,
+        others: Sequence[ConfigError] = (),
+    ) -> None:
+        self.message = message
+        self.file = None if file is None else str(file)
+        self.line = line
+        self.key = key or None
+        self.remedy = remedy
+        self.others = tuple(others)
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        lines = [self._own_line(), *(other._own_line() for other in self.others[:MAX_OTHERS_SHOWN])]
+        hidden = len(self.others) - MAX_OTHERS_SHOWN
+        return "\n".join([*lines, f"... and {hidden} more"] if hidden > 0 else lines)
+
+    def _own_line(self) -> str:
+        place = ":".join(str(part) for part in (self.file, self.line) if part is not None)
+        text = ": ".join(part for part in (place, self.key, self.message) if part)
+        return f"{text}. {self.remedy}" if self.remedy else text

@@ -1,0 +1,61 @@
+"""Where sweeps are kept on disk."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.errors import ConfigError
+from orchestrator.ledger import FILE_NAME, Ledger
+
+NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,62}"
+"""Names of sweeps and registered configurations: safe in paths, URLs and MLflow."""
+
+
+def check_name(name: str, what: str) -> str:
+    """Return ``name`` if it is safe to become a path.
+
+    Raises:
+        ConfigError: it holds a slash, a space, an upper-case letter or the like.
+    """
+    if re.fullmatch(NAME_PATTERN, name) is None:
+        raise ConfigError(
+            f"{name!r} is no valid {what}",
+            remedy="Use lower-case letters, digits, '.', '_' and '-', beginning with a letter or digit, at most 63.",
+        )
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """The folder that holds all sweeps and, unless the file names another, the MLflow store."""
+
+    path: Path
+
+    @property
+    def default_tracking_uri(self) -> str:
+        return f"sqlite:///{self.path.resolve() / 'mlflow.db'}"
+
+    def sweep_folder(self, name: str) -> Path:
+        return self.path / "sweeps" / check_name(name, "sweep name")
+
+    def sweeps(self) -> list[str]:
+        """Names of all sweeps, the most recently written first."""
+        ledgers = sorted(self.path.glob(f"sweeps/*/{FILE_NAME}"), key=lambda path: path.stat().st_mtime, reverse=True)
+        return [path.parent.name for path in ledgers]
+
+    def open(self, name: str) -> Ledger:
+        """The ledger of an existing sweep.
+
+        Raises:
+            ConfigError: there is no such sweep here.
+        """
+        folder = self.sweep_folder(name)
+        try:
+            return Ledger.open_existing(folder)
+        except LookupError:
+            known = ", ".join(self.sweeps()) or "none"
+            raise ConfigError(
+                f"no sweep {name!r} in {self.path}", remedy=f"Sweeps there: {known}. Use --home for another folder."
+            ) from None

@@ -1,0 +1,116 @@
+"""How fast a trial was and how sure we are: medians, 95 % intervals, comparison of two measurements.
+
+All intervals cover the noise between the steps of one run. Noise between runs (placement, clocks, neighbours) is not
+in them, which is why :func:`compare` also asks for a difference of at least :data:`MIN_DIFFERENCE`, and why the best
+of many trials is measured again before it is trusted in production.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trials.outcome import Measurement
+
+Verdict = Literal["faster", "slower", "tie"]
+
+MIN_DIFFERENCE = 0.01
+"""Relative difference below which two measurements are a tie, however small the spread of their steps."""
+
+_NUM_DRAWS = 4000
+_MIN_TO_RESAMPLE = 5
+"""With fewer samples the range of the resampled medians falls short of 95 %: Student's t of the logarithms is used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A 95 % confidence interval."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A value with its interval; ``ci95`` is None where a single sample says nothing about the noise."""
+
+    value: float
+    ci95: Interval | None
+
+
+def relative_spread(samples: Sequence[float]) -> float:
+    """Inter-quartile range over median; 0 for a single sample."""
+    low, middle, high = np.percentile(samples, (25, 50, 75))
+    return float((high - low) / middle)
+
+
+def median(samples: Sequence[float]) -> Estimate:
+    """Median of positive samples with the interval of the true median.
+
+    Percentile bootstrap (Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13) with a fixed seed, so
+    the same samples always give the same interval.
+    """
+    draws = _median_draws(tuple(samples), 0)
+    return Estimate(float(np.median(samples)), _central95(draws) if draws is not None else None)
+
+
+def tokens_per_s_per_device(measurement: Measurement) -> Estimate:
+    """The objective with its interval."""
+    step_time_s = median(measurement.step_times_s)
+    tokens_per_device = measurement.tokens_per_step / measurement.world_size
+    ci95 = step_time_s.ci95
+    return Estimate(
+        measurement.tokens_per_s_per_device,
+        Interval(tokens_per_device / ci95.high, tokens_per_device / ci95.low) if ci95 else None,
+    )
+
+
+def speed_ratio(a: Measurement, b: Measurement) -> Estimate:
+    """How many times faster ``a`` is than ``b`` in tokens/s/p, resampling both independently."""
+    value = a.tokens_per_s_per_device / b.tokens_per_s_per_device
+    draws_a, draws_b = _median_draws(a.step_times_s, 0), _median_draws(b.step_times_s, 1)
+    if draws_a is None or draws_b is None:
+        return Estimate(value, None)
+    scale = (a.tokens_per_step / a.world_size) / (b.tokens_per_step / b.world_size)
+    return Estimate(value, _central95(scale * draws_b / draws_a))
+
+
+def compare(a: Measurement, b: Measurement) -> Verdict:
+    """Whether ``a`` is faster than ``b``; a difference inside the noise is a tie."""
+    return verdict(speed_ratio(a, b))
+
+
+def verdict(ratio: Estimate) -> Verdict:
+    """What a speed ratio shows: its interval leaves out 1 and the difference is worth mentioning, or it is a tie."""
+    if ratio.ci95 is None:
+        return "tie"
+    if ratio.ci95.low > 1 and ratio.value >= 1 + MIN_DIFFERENCE:
+        return "faster"
+    if ratio.ci95.high < 1 and ratio.value <= 1 / (1 + MIN_DIFFERENCE):
+        return "slower"
+    return "tie"
+
+
+@lru_cache(maxsize=4096)
+def _median_draws(samples: tuple[float, ...], seed: int) -> NDArray[np.float64] | None:
+    """Draws from the distribution of the median's estimate, shape (num_draws,); None for a single sample."""
+    if len(samples) < 2:
+        return None
+    rng = np.random.default_rng(seed)
+    values = np.asarray(samples, dtype=np.float64)
+    if len(values) >= _MIN_TO_RESAMPLE:
+        return np.asarray(np.median(rng.choice(values, size=(_NUM_DRAWS, len(values))), axis=1))
+    logs = np.log(values)
+    standard_error = logs.std(ddof=1) / np.sqrt(len(logs))
+    shifts = standard_error * rng.standard_t(len(logs) - 1, size=_NUM_DRAWS)
+    return np.asarray(np.median(values) * np.exp(np.clip(shifts, -50.0, 50.0)))
+
+
+def _central95(draws: NDArray[np.float64]) -> Interval:
+    low, high = np.percentile(draws, (2.5, 97.5))
+    return Interval(float(low), float(high))

@@ -1,0 +1,139 @@
+"""The result of a sweep as a value and as JSON: winner, baseline, how sure the difference is, what it cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, get_args
+from urllib.parse import urlsplit, urlunsplit
+
+from orchestrator import statistics
+from orchestrator.state import SweepState, SweepStatus, Trial, TrialStatus
+from orchestrator.statistics import Estimate, Interval, Verdict
+from trials.codec import to_json
+
+try:
+    from orchestrator.space import flat_params, short_name
+except ImportError:  # TEMPORARY until space.py is there
+    from orchestrator.candidates import knob_values
+    from orchestrator.knob_text import plain
+
+    def short_name(candidate: Any) -> str:
+        c = candidate
+        return f"dp{c.layout.dp} tp{c.layout.tp} z{c.layout.zero_stage} mbs{c.micro_batch_size} {c.precision.level}"
+
+    def flat_params(candidate: Any) -> Any:
+        return {name: plain(value) for name, value in knob_values(candidate).items()}
+
+ENDED: tuple[TrialStatus, ...] = tuple(s for s in get_args(TrialStatus) if s not in ("proposed", "running"))
+"""Statuses a trial can end in, in the order they are reported."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A measured trial in short."""
+
+    trial: Trial
+    speed: Estimate
+    """tokens/s/p with its 95 % interval."""
+
+    def to_json(self) -> dict[str, Any]:
+        candidate = self.trial.candidate
+        return {
+            "trial": self.trial.number,
+            "config": {"short_name": short_name(candidate), **to_json(candidate)},
+            "tokens_per_s_per_device": self.speed.value,
+            "ci95": interval_json(self.speed.ci95),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speedup:
+    """The winner against the baseline. ``tie`` and ``slower`` mean: keep what you have."""
+
+    ratio: Estimate
+    verdict: Verdict
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ratio": self.ratio.value, "ci95": interval_json(self.ratio.ci95), "verdict": self.verdict}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Where a sweep stands or how it ended."""
+
+    sweep: str
+    state: SweepStatus
+    reason: str
+    best: Result | None
+    """The trial with the highest median; the baseline itself where nothing beat it."""
+    baseline: Result | None
+    speedup: Speedup | None
+    trials: dict[str, int]
+    """Number of trials per status they ended in, and in ``total``."""
+    device_hours: float
+    tracking_uri: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON form of ``report --json``."""
+        return {
+            "sweep": self.sweep,
+            "state": self.state,
+            "reason": self.reason,
+            "best": self.best.to_json() if self.best else None,
+            "baseline": self.baseline.to_json() if self.baseline else None,
+            "speedup": self.speedup.to_json() if self.speedup else None,
+            "trials": self.trials,
+            "device_hours": self.device_hours,
+            "tracking_uri": self.tracking_uri,
+        }
+
+
+def summarize(state: SweepState, tracking_uri: str) -> Summary:
+    """The result so far.
+
+    Raises:
+        LookupError: the sweep has not been created yet.
+    """
+    counts = state.counts()
+    return Summary(
+        sweep=state.sweep.sweep,
+        state=state.status,
+        reason=state.finish_reason,
+        best=result(state.best),
+        baseline=result(state.baseline),
+        speedup=speedup(state.best, state.baseline),
+        trials={**{status: counts.get(status, 0) for status in ENDED}, "total": len(state.trials)},
+        device_hours=state.device_seconds / 3600,
+        tracking_uri=public_uri(tracking_uri),
+    )
+
+
+def result(trial: Trial | None) -> Result | None:
+    """The trial's result; None where it was not measured."""
+    if trial is None or trial.measurement is None:
+        return None
+    return Result(trial=trial, speed=statistics.tokens_per_s_per_device(trial.measurement))
+
+
+def speedup(trial: Trial | None, baseline: Trial | None) -> Speedup | None:
+    """How ``trial`` compares with ``baseline``; None unless both were measured."""
+    if trial is None or baseline is None or trial.measurement is None or baseline.measurement is None:
+        return None
+    if trial.number == baseline.number:
+        return Speedup(ratio=Estimate(1.0, Interval(1.0, 1.0)), verdict="tie")
+    ratio = statistics.speed_ratio(trial.measurement, baseline.measurement)
+    return Speedup(ratio=ratio, verdict=statistics.verdict(ratio))
+
+
+def interval_json(ci95: Interval | None) -> list[float] | None:
+    """``[low, high]``; null where the interval is unknown."""
+    return [ci95.low, ci95.high] if ci95 and math.isfinite(ci95.high) else None
+
+
+def public_uri(uri: str) -> str:
+    """The URI without user name and password."""
+    parts = urlsplit(uri)
+    if "@" not in parts.netloc:
+        return uri
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

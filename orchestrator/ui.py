@@ -1,0 +1,128 @@
+"""Looking at a sweep in the browser: the MLflow server as a child process, and deep links into its pages."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from urllib.parse import quote, urlencode
+
+from orchestrator.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PORT = 5000
+_TRIALS_FILTER = "tags.`tc.sweep` = '{sweep}' AND tags.`tc.kind` = 'trial'"
+_STARTUP_S = 120.0
+
+
+def run_url(base: str, experiment_id: str, run_id: str, tab: str = "") -> str:
+    """The page of one run; ``tab`` may name an artifact, as in ``artifacts/report.html``."""
+    path = "/".join(part for part in (run_id, tab) if part)
+    return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs/{path}?workflowType=machine_learning"
+
+
+def trials_url(base: str, experiment_id: str, sweep: str) -> str:
+    """The trials of a sweep as a flat list, fastest first."""
+    query = {
+        "searchFilter": _TRIALS_FILTER.format(sweep=sweep),
+        "orderByKey": "metrics.`tokens_per_s_per_device`",
+        "orderByAsc": "false",
+        "workflowType": "machine_learning",
+    }
+    return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs?{urlencode(query, quote_via=quote)}"
+
+
+def serve(
+    uri: str,
+    host: str = "127.0.0.1",
+    port: int = DEFAULT_PORT,
+    *,
+    artifacts: Path | None = None,
+    on_ready: Callable[[str], None] = lambda base: None,
+) -> int:
+    """Run ``mlflow server`` on the store at ``uri`` until Ctrl-C or SIGTERM; return its exit status, 0 when asked.
+
+    ``on_ready`` is called with the server's address once it answers.
+
+    Raises:
+        ConfigError: ``uri`` is a server already, the port is taken, or the server does not come up.
+    """
+    if uri.startswith(("http://", "https://")):
+        raise ConfigError("the tracking URI names a running server", key="tracking.uri", remedy="Open it in a browser.")
+    base = f"http://{host}:{port}"
+    with _server(_command(uri, host, port, artifacts)) as server, _terminate_on_signals():
+        try:
+            _wait_until_up(server, base)
+            on_ready(base)
+            return server.wait()
+        except KeyboardInterrupt:
+            return 0
+
+
+def _command(uri: str, host: str, port: int, artifacts: Path | None) -> list[str]:
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, "--host", host]
+    command += ["--port", str(port), "--workers", "1"]
+    return [*command, "--artifacts-destination", str(artifacts)] if artifacts else command
+
+
+@contextmanager
+def _server(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """The server in a session of its own, so that all its processes can be ended together."""
+    env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    server = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
+    try:
+        yield server
+    finally:
+        _end(server)
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    for sign, patience_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+        try:
+            os.killpg(server.pid, sign)
+            server.wait(patience_s)
+        except ProcessLookupError:
+            break
+        except subprocess.TimeoutExpired:
+            continue
+    server.wait()
+
+
+@contextmanager
+def _terminate_on_signals() -> Iterator[None]:
+    """SIGTERM ends the server as Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _wait_until_up(server: subprocess.Popen[bytes], base: str) -> None:
+    deadline = time.monotonic() + _STARTUP_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise ConfigError(
+                f"mlflow server ended with status {server.returncode} before answering at {base}",
+                remedy="Its own message stands above; a taken port is the usual cause: choose another with --port.",
+            )
+        try:
+            with urllib.request.urlopen(f"{base}/health", timeout=2.0):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise ConfigError(f"mlflow server did not answer at {base} within {_STARTUP_S:g} s")

@@ -1,0 +1,186 @@
+"""YAML files read the safe way, remembering on which line every key stands."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from orchestrator.errors import ConfigError
+
+MAX_FILE_BYTES = 256 * 1024
+MAX_NODES = 20_000
+"""Nodes after aliases are expanded; a file of nested aliases ("billion laughs") goes far beyond."""
+MAX_DEPTH = 40
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YamlSource:
+    """A parsed file. ``lines`` gives the line (from 1) of the key or list item at a path."""
+
+    file: Path
+    data: Any
+    lines: dict[KeyPath, int]
+
+    def locate(self, path: KeyPath) -> tuple[KeyPath, int]:
+        """The longest part of ``path`` that stands in the file, and its line."""
+        while path and path not in self.lines:
+            path = path[:-1]
+        return path, self.lines.get(path, 1)
+
+    def error(self, path: KeyPath, message: str, remedy: str | None = None) -> ConfigError:
+        """A :class:`ConfigError` at ``path``, which may name a key that is missing from the file."""
+        _, line = self.locate(path)
+        return ConfigError(message, file=self.file, line=line, key=dotted(path), remedy=remedy)
+
+
+def dotted(path: KeyPath) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def read_yaml(file: str | Path) -> YamlSource:
+    """Read one YAML document with the meaning of ``yaml.safe_load``, and stricter.
+
+    Duplicate keys, keys that are not text (merge keys ``<<`` too), several documents, alias bombs and oversized or
+    deep files are refused.
+    Unlike YAML 1.1, ``1e-3`` is a number.
+
+    Raises:
+        ConfigError: for anything that keeps the file from being read.
+    """
+    file = Path(file)
+    text = _read_text(file)
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            raise ConfigError("the file is empty", file=file, line=1, remedy="See docs/sweep-file.md for an example.")
+        builder = _Builder(file=file, loader=loader)
+        data = builder.build(node, ())
+    except yaml.YAMLError as error:
+        raise _syntax_error(file, error) from None
+    except RecursionError:
+        raise _too_deep(file, 1) from None
+    return YamlSource(file=file, data=data, lines=builder.lines)
+
+
+def _read_text(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            raw = stream.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"cannot be read: {reason}", file=file, remedy="Check the path and its permissions."
+        ) from None
+    if len(raw) > MAX_FILE_BYTES:
+        raise ConfigError(f"larger than {MAX_FILE_BYTES // 1024} KiB", file=file, remedy="Is this the right file?")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise ConfigError("not UTF-8 text", file=file, line=line, remedy="Save the file as UTF-8.") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that takes ``1e-3`` for a number, as YAML 1.2 does."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Builder:
+    """Turns composed nodes into plain values. Aliases are expanded, so every path has its own line."""
+
+    file: Path
+    loader: _Loader
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    num_nodes: int = 0
+
+    def build(self, node: yaml.Node, path: KeyPath, line: int | None = None) -> Any:
+        line = node.start_mark.line + 1 if line is None else line
+        self.lines.setdefault(path, line)
+        self._count(line, len(path))
+        if isinstance(node, yaml.MappingNode):
+            return self._build_mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.build(item, (*path, i)) for i, item in enumerate(node.value)]
+        try:
+            return self.loader.construct_object(node)
+        except (ValueError, OverflowError) as error:
+            raise ConfigError(str(error), file=self.file, line=line, key=dotted(path), remedy="Quote text.") from None
+
+    def _build_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        self._refuse_duplicates(node, path)
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = self._key(key_node, path)
+            line = key_node.start_mark.line + 1
+            self.lines[(*path, key)] = line
+            result[key] = self.build(value_node, (*path, key), line)
+        return result
+
+    def _refuse_duplicates(self, node: yaml.MappingNode, path: KeyPath) -> None:
+        first_lines: dict[str, int] = {}
+        for key_node, _ in node.value:
+            key = self._key(key_node, path)
+            line = key_node.start_mark.line + 1
+            if key in first_lines:
+                raise ConfigError(
+                    f"the key stands twice, first on line {first_lines[key]}",
+                    file=self.file,
+                    line=line,
+                    key=dotted((*path, key)),
+                    remedy="Keep one of them.",
+                )
+            first_lines[key] = line
+
+    def _key(self, node: yaml.Node, path: KeyPath) -> str:
+        if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:str":
+            return str(node.value)
+        shown = repr(node.value) if isinstance(node, yaml.ScalarNode) else "a list or mapping"
+        raise ConfigError(
+            f"a key must be text, got {shown}",
+            file=self.file,
+            line=node.start_mark.line + 1,
+            key=dotted(path),
+            remedy="Quote the key, or check the indentation; merge keys (<<) are not supported.",
+        )
+
+    def _count(self, line: int, depth: int) -> None:
+        self.num_nodes += 1
+        if depth > MAX_DEPTH:
+            raise _too_deep(self.file, line)
+        if self.num_nodes > MAX_NODES:
+            raise ConfigError(
+                f"more than {MAX_NODES} values once its aliases are expanded",
+                file=self.file,
+                line=line,
+                remedy="Remove the nested aliases.",
+            )
+
+
+def _too_deep(file: Path, line: int) -> ConfigError:
+    return ConfigError(
+        f"nested deeper than {MAX_DEPTH} levels", file=file, line=line, remedy="Check brackets and aliases."
+    )
+
+
+def _syntax_error(file: Path, error: yaml.YAMLError) -> ConfigError:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    line = mark.line + 1 if mark is not None else 1
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "the text cannot be parsed"
+    remedy = "Check indentation, quotes and brackets near this line."
+    if "\\t" in problem:
+        problem, remedy = "a tab is used for indentation", "Indent with spaces."
+    if "document" in problem:
+        remedy = "Keep one document: remove '---' separators."
+    return ConfigError(f"not valid YAML: {problem}", file=file, line=line, remedy=remedy)
