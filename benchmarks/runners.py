@@ -22,9 +22,7 @@ def no_op(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:  #
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     progress("starting")
-    dist.init_process_group(
-        "gloo", init_method=os.environ["TUNE_CLUSTER_RENDEZVOUS"], rank=rank, world_size=world_size
-    )
+    dist.init_process_group("gloo", init_method=os.environ["TUNE_CLUSTER_RENDEZVOUS"], rank=rank, world_size=world_size)
     total = torch.ones(1)
     dist.all_reduce(total)
     if total.item() != world_size:

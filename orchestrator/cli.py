@@ -86,9 +86,13 @@ def submit(file: Path, home: Path, as_json: bool) -> None:
     from orchestrator import report, service
     from orchestrator.home import Home
 
-    with report.LiveView(quiet=False) as view:
+    with report.LiveView() as view:
         result = service.submit(file, Home(home), observer=view)
-    _print(as_json, result.summary.to_json(), lambda: report.render_report(result.state, result.summary))
+    _print(
+        as_json,
+        result.summary.to_json(),
+        lambda: report.render_report(result.state, result.summary, recorded=result.recorded),
+    )
     if result.state.status == "failed":
         click.echo(f"error: the sweep failed: {result.state.finish_reason}", err=True)
         sys.exit(EXIT_FAILED)
@@ -105,10 +109,10 @@ def plan(file: Path, as_json: bool) -> None:
     Example:
       tune-cluster plan configs/sweeps/quickstart.yaml
     """
-    from orchestrator import report, service
+    from orchestrator import report_plan, service
 
     made = service.plan(file)
-    _print(as_json, made.to_json(), lambda: report.render_plan(made))
+    _print(as_json, made.to_json(), lambda: report_plan.render_plan(made))
 
 
 @main.command()
@@ -148,7 +152,11 @@ def report_command(sweep: str, home: Path, as_json: bool) -> None:
     from orchestrator.home import Home
 
     result = service.load(sweep, Home(home))
-    _print(as_json, result.summary.to_json(), lambda: report.render_report(result.state, result.summary))
+    _print(
+        as_json,
+        result.summary.to_json(),
+        lambda: report.render_report(result.state, result.summary, recorded=result.recorded),
+    )
 
 
 @main.command()
@@ -185,11 +193,11 @@ def promote(sweep: str, name: str, trial: int | None, force: bool, home: Path, a
     Example:
       tune-cluster promote quickstart --name llama-quickstart
     """
-    from orchestrator import report, service
+    from orchestrator import report_promotion, service
     from orchestrator.home import Home
 
-    promoted = service.promote(sweep, Home(home), name=name, trial=trial, force=force)
-    _print(as_json, promoted, lambda: report.render_promotion(promoted))
+    promoted = service.promote(name, Home(home), sweep=sweep, trial=trial, force=force)
+    _print(as_json, promoted, lambda: report_promotion.render_promotion(promoted))
 
 
 @main.command()
@@ -205,11 +213,11 @@ def show(reference: str, home: Path, tracking_uri: str | None, as_json: bool) ->
     Example:
       tune-cluster show llama-quickstart@production
     """
-    from orchestrator import report, service
+    from orchestrator import report_promotion, service
     from orchestrator.home import Home
 
     shown = service.show(reference, Home(home), tracking_uri=tracking_uri)
-    _print(as_json, shown, lambda: report.render_recipe(shown))
+    _print(as_json, shown, lambda: report_promotion.render_recipe(shown))
 
 
 def _print(as_json: bool, body: Any, render: Callable[[], Any]) -> None:

@@ -37,7 +37,7 @@ from orchestrator.state import (
     Trial,
     TrialProposed,
 )
-from trials.outcome import Evidence, GangLost, Outcome
+from trials.outcome import Outcome
 from trials.spec import Candidate
 
 logger = logging.getLogger(__name__)
@@ -123,14 +123,17 @@ class Runtime:
             return self._finish_projection()
         self._take_over()
         try:
-            while not self._state.is_over:
-                if not self._act():
-                    self._projection.sync(self._ledger, self._state)
-                    self._wait(POLL_S)
+            self._loop()
         except KeyboardInterrupt:
             self._interrupt()
             raise
         return self._finish_projection()
+
+    def _loop(self) -> None:
+        while not self._state.is_over:
+            if not self._act():
+                self._projection.sync(self._ledger, self._state)
+                self._wait(POLL_S)
 
     def _take_over(self) -> None:
         """Start an epoch and settle what earlier controllers left running."""
@@ -198,8 +201,8 @@ class Runtime:
                     f"on {len(topology.nodes)} node(s). Lease more nodes or restrict space.world_size"
                 )
             return False
-        attempt_id = f"t{trial.number:04d}-a{attempt}-e{self._state.epoch}"
         token = uuid4().hex
+        attempt_id = f"t{trial.number:04d}-a{attempt}-{token[:8]}"
         launch = self._recipe.build(trial, attempt_id, token, placement)
         self._dispatch(
             AttemptLaunched(
@@ -263,8 +266,3 @@ class Runtime:
     def _finish_projection(self) -> SweepState:
         self._projection.sync(self._ledger, self._state)
         return self._state
-
-
-def lost(reason: str) -> Outcome:
-    """The outcome of an attempt that ended with its controller."""
-    return GangLost(evidence=Evidence(message=reason))

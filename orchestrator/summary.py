@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, get_args
-from urllib.parse import urlsplit, urlunsplit
+from typing import Any, Self, get_args
 
 from orchestrator import statistics
+from orchestrator.ledger import Ledger
+from orchestrator.mlflow_urls import public_uri
+from orchestrator.space import short_name
 from orchestrator.state import SweepState, SweepStatus, Trial, TrialStatus
 from orchestrator.statistics import Estimate, Interval, Verdict
 from trials.codec import to_json
-
-try:
-    from orchestrator.space import flat_params, short_name
-except ImportError:  # TEMPORARY until space.py is there
-    from orchestrator.candidates import knob_values
-    from orchestrator.knob_text import plain
-
-    def short_name(candidate: Any) -> str:
-        c = candidate
-        return f"dp{c.layout.dp} tp{c.layout.tp} z{c.layout.zero_stage} mbs{c.micro_batch_size} {c.precision.level}"
-
-    def flat_params(candidate: Any) -> Any:
-        return {name: plain(value) for name, value in knob_values(candidate).items()}
 
 ENDED: tuple[TrialStatus, ...] = tuple(s for s in get_args(TrialStatus) if s not in ("proposed", "running"))
 """Statuses a trial can end in, in the order they are reported."""
@@ -56,6 +45,20 @@ class Speedup:
 
     def to_json(self) -> dict[str, Any]:
         return {"ratio": self.ratio.value, "ci95": interval_json(self.ratio.ci95), "verdict": self.verdict}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """Where MLflow holds a sweep: the experiment and the sweep's own run."""
+
+    experiment_id: str
+    run_id: str
+
+    @classmethod
+    def of(cls, ledger: Ledger) -> Self | None:
+        """As noted in the ledger when the sweep was first written to MLflow; None before that."""
+        noted = ledger.document("mlflow")
+        return cls(experiment_id=noted["experiment_id"], run_id=noted["run_id"]) if noted else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,11 +132,3 @@ def speedup(trial: Trial | None, baseline: Trial | None) -> Speedup | None:
 def interval_json(ci95: Interval | None) -> list[float] | None:
     """``[low, high]``; null where the interval is unknown."""
     return [ci95.low, ci95.high] if ci95 and math.isfinite(ci95.high) else None
-
-
-def public_uri(uri: str) -> str:
-    """The URI without user name and password."""
-    parts = urlsplit(uri)
-    if "@" not in parts.netloc:
-        return uri
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

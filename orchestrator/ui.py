@@ -1,10 +1,11 @@
-"""Looking at a sweep in the browser: the MLflow server as a child process, and deep links into its pages."""
+"""Looking at sweeps in the browser: the MLflow server as a child process, until interrupted."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,34 +13,15 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
-from urllib.parse import quote, urlencode
 
 from orchestrator.errors import ConfigError
+from orchestrator.mlflow_urls import artifact_folder
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 5000
-_TRIALS_FILTER = "tags.`tc.sweep` = '{sweep}' AND tags.`tc.kind` = 'trial'"
 _STARTUP_S = 120.0
-
-
-def run_url(base: str, experiment_id: str, run_id: str, tab: str = "") -> str:
-    """The page of one run; ``tab`` may name an artifact, as in ``artifacts/report.html``."""
-    path = "/".join(part for part in (run_id, tab) if part)
-    return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs/{path}?workflowType=machine_learning"
-
-
-def trials_url(base: str, experiment_id: str, sweep: str) -> str:
-    """The trials of a sweep as a flat list, fastest first."""
-    query = {
-        "searchFilter": _TRIALS_FILTER.format(sweep=sweep),
-        "orderByKey": "metrics.`tokens_per_s_per_device`",
-        "orderByAsc": "false",
-        "workflowType": "machine_learning",
-    }
-    return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs?{urlencode(query, quote_via=quote)}"
 
 
 def serve(
@@ -47,8 +29,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = DEFAULT_PORT,
     *,
-    artifacts: Path | None = None,
-    on_ready: Callable[[str], None] = lambda base: None,
+    on_ready: Callable[[str], None] | None = None,
 ) -> int:
     """Run ``mlflow server`` on the store at ``uri`` until Ctrl-C or SIGTERM; return its exit status, 0 when asked.
 
@@ -60,25 +41,40 @@ def serve(
     if uri.startswith(("http://", "https://")):
         raise ConfigError("the tracking URI names a running server", key="tracking.uri", remedy="Open it in a browser.")
     base = f"http://{host}:{port}"
-    with _server(_command(uri, host, port, artifacts)) as server, _terminate_on_signals():
+    _check_port(host, port)
+    with _server(_command(uri, host, port)) as server, _terminate_on_signals():
         try:
             _wait_until_up(server, base)
-            on_ready(base)
+            if on_ready:
+                on_ready(base)
             return server.wait()
         except KeyboardInterrupt:
             return 0
 
 
-def _command(uri: str, host: str, port: int, artifacts: Path | None) -> list[str]:
+def _check_port(host: str, port: int) -> None:
+    """Refuse a taken port: another server would answer there in the place of ours."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror}", remedy="Choose another with --port."
+            ) from None
+
+
+def _command(uri: str, host: str, port: int) -> list[str]:
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, "--host", host]
     command += ["--port", str(port), "--workers", "1"]
+    artifacts = artifact_folder(uri)
     return [*command, "--artifacts-destination", str(artifacts)] if artifacts else command
 
 
 @contextmanager
 def _server(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     """The server in a session of its own, so that all its processes can be ended together."""
-    env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     server = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
     try:
         yield server
@@ -102,7 +98,7 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 def _terminate_on_signals() -> Iterator[None]:
     """SIGTERM ends the server as Ctrl-C does."""
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
@@ -118,7 +114,7 @@ def _wait_until_up(server: subprocess.Popen[bytes], base: str) -> None:
         if server.poll() is not None:
             raise ConfigError(
                 f"mlflow server ended with status {server.returncode} before answering at {base}",
-                remedy="Its own message stands above; a taken port is the usual cause: choose another with --port.",
+                remedy="Its own message stands above.",
             )
         try:
             with urllib.request.urlopen(f"{base}/health", timeout=2.0):

@@ -1,0 +1,108 @@
+"""Milliseconds of orchestration per no-op trial, and seconds from dispatch to a gang's first all-reduce.
+
+Ours is complete: ask (TPE), ledger, fork of a 2-rank gang with its first all-reduce, tell, MLflow. The peers, in the
+same run on the same machine:
+
+* Ray Tune + OptunaSearch with a function trainable: a fresh process per trial, like ours; no gang, no MLflow.
+* the same with ``reuse_actors=True``: one warm process per slot; no gang, no MLflow, nothing isolated.
+* Ray Train's TorchTrainer (gloo, 2 workers), for the gang.
+
+    python -m benchmarks.overhead --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+WORLD_SIZE = 2
+NUM_KNOBS = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    parser.add_argument("--trials", type=int, default=40, help="no-op trials per measurement")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats; medians are reported")
+    args = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ |= {"RAY_TRAIN_V2_ENABLED": "1", "RAY_AIR_NEW_OUTPUT": "0", "RAY_DEDUP_LOGS": "0"}
+    warnings.simplefilter("ignore")
+    with _stdout_for_result() as out:
+        result = measure(args.trials, args.repeats)
+        print(json.dumps(result, indent=None if args.json else 2), file=out)
+
+
+def measure(num_trials: int, repeats: int) -> dict[str, Any]:
+    """All figures; every peer's repeats alternate with ours, so that a noisy minute hits both."""
+    from benchmarks import overhead_ours, overhead_ray
+
+    concurrency: dict[str, dict[str, float]] = {}
+    with overhead_ours.cluster() as ours:
+        for slots in (1, 2):
+            rows: dict[str, list[float]] = {"ours": [], "ray_tune": [], "ray_tune_reuse": []}
+            for _ in range(repeats):
+                rows["ours"].append(overhead_ours.no_op_trial_ms(ours, num_trials, slots))
+                rows["ray_tune"].append(overhead_ray.no_op_trial_ms(num_trials, slots, reuse=False))
+                rows["ray_tune_reuse"].append(overhead_ray.no_op_trial_ms(num_trials, slots, reuse=True))
+                _progress(slots, rows)
+            concurrency[str(slots)] = _with_ratios({name: statistics.median(row) for name, row in rows.items()})
+        gang = {
+            "ours": _median(lambda: overhead_ours.gang_start_s(ours), 3 * repeats),
+            "torch_trainer": _median(overhead_ray.gang_start_s, repeats),
+        }
+    gang["ratio"] = gang["torch_trainer"] / gang["ours"]
+    return {"no_op_trial_ms": concurrency["2"], "gang_start_s": gang, "concurrency": concurrency}
+
+
+def _with_ratios(row: dict[str, float]) -> dict[str, float]:
+    return {
+        **row,
+        "ratio": row["ray_tune"] / row["ours"],
+        "ratio_reuse": row["ray_tune_reuse"] / row["ours"],
+    }
+
+
+def _median(sample: Callable[[], float], repeats: int) -> float:
+    return statistics.median(sample() for _ in range(repeats))
+
+
+def _progress(slots: int, rows: dict[str, list[float]]) -> None:
+    last = ", ".join(f"{name} {row[-1]:.0f} ms" for name, row in rows.items())
+    print(f"concurrency {slots}: {last}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _stdout_for_result() -> Iterator[Any]:
+    """Ray prints on stdout; keep ours for the result."""
+    logging.disable(logging.WARNING)
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)
+        yield out
+
+
+def temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="tc-bench-", ignore_cleanup_errors=True)
+
+
+def clock_ms(run: Callable[[], None], count: int) -> float:
+    """Wall milliseconds per item of ``run``, which handles ``count`` of them."""
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e3 / count
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Our side of ``overhead.py``: the real runtime, ledger, search, tracking and Ray cluster, over a runner that does
+nothing but form its gang."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from benchmarks.overhead import NUM_KNOBS, WORLD_SIZE, clock_ms, temporary_folder
+from benchmarks.runners import STAMP
+from cluster.base import Cluster, GangEnded, GangLaunch
+from cluster.connect import connect
+from cluster.placement import Placement, place
+from orchestrator.controller import fold
+from orchestrator.ledger import Ledger
+from orchestrator.runtime import Recipe, Runtime
+from orchestrator.search import Search
+from orchestrator.state import Budget, SweepCreated, SweepState, Trial
+from orchestrator.tracking import Tracker
+from trials.outcome import Measured
+from trials.spec import Candidate, Layout, LlamaModel, Loader, TextData, Workload
+
+RUNNER = "benchmarks.runners:no_op"
+MODEL = LlamaModel(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, ffn_hidden_size=128)
+WORKLOAD = Workload(model=MODEL, data=TextData(), seq_length=64, global_batch_size=64)
+LAYOUT = Layout(dp_replicate=WORLD_SIZE)
+
+
+@contextmanager
+def cluster() -> Iterator[Cluster]:
+    """Embedded Ray with room for two gangs, its fork server warmed up by one no-op gang."""
+    with temporary_folder() as folder, connect("ray", workdir=Path(folder), devices_per_node=2 * WORLD_SIZE) as lease:
+        gang_start_s(lease)
+        yield lease
+
+
+def no_op_trial_ms(lease: Cluster, num_trials: int, slots: int) -> float:
+    """Wall milliseconds per trial of a whole sweep, from an empty ledger to the last run in MLflow."""
+    with temporary_folder() as folder:
+        tracker = Tracker(f"sqlite:///{folder}/mlflow.db", "overhead")
+        tracker.prepare()
+        with Ledger(Path(folder)) as ledger, ledger.hold():
+            ledger.append(_created(num_trials, slots, lease))
+            runtime = Runtime(
+                ledger=ledger,
+                cluster=lease,
+                search=Search(_candidates(), features=_features, sampler="tpe"),
+                recipe=Recipe(baseline=Candidate(layout=LAYOUT), isolation="device", build=_launch, recover=_never),
+                projection=tracker,
+                observer=_Nobody(),
+            )
+            wall_ms = clock_ms(runtime.run, num_trials)
+            _check(ledger, num_trials)
+    return wall_ms
+
+
+def gang_start_s(lease: Cluster) -> float:
+    """Seconds from dispatch to the first all-reduce of a 2-rank gang."""
+    with temporary_folder() as folder:
+        stamp = Path(folder) / "stamp"
+        placement = place(
+            lease.topology, frozenset(lease.topology.devices), world_size=WORLD_SIZE, tp=1, isolation="device"
+        )
+        assert placement is not None, "the lease holds two gangs"
+        attempt_id = f"gang-{time.time_ns()}"
+        launch = GangLaunch(
+            attempt_id=attempt_id, token="t", runner=RUNNER, spec={}, placement=placement, env={STAMP: str(stamp)}
+        )
+        start = time.time()
+        lease.launch(launch)
+        while not any(isinstance(event, GangEnded) for event in lease.poll(1.0)):
+            pass
+        return float(stamp.read_text(encoding="ascii")) - start
+
+
+def _created(num_trials: int, slots: int, lease: Cluster) -> SweepCreated:
+    return SweepCreated(
+        at_s=time.time(),
+        sweep="overhead",
+        spec_hash="0" * 64,
+        workload=WORKLOAD,
+        budget=Budget(max_trials=num_trials),
+        max_concurrent=slots,
+        num_legal=len(_candidates()),
+        hardware=lease.topology.label,
+        fingerprint={},
+    )
+
+
+def _candidates() -> list[Candidate]:
+    """A few hundred distinct candidates of one layout, so that TPE has something to choose from."""
+    return [
+        Candidate(layout=LAYOUT, micro_batch_size=mbs, loader=Loader(num_workers=workers, prefetch_factor=prefetch))
+        for mbs, workers, prefetch in product(range(1, 9), range(1, 9), range(1, 9))
+    ]
+
+
+def _features(candidate: Candidate) -> dict[str, int]:
+    """As many knobs as the peers sample."""
+    values = (candidate.micro_batch_size, candidate.loader.num_workers, candidate.loader.prefetch_factor)
+    return {f"k{i}": values[i % len(values)] for i in range(NUM_KNOBS)}
+
+
+def _launch(trial: Trial, attempt_id: str, token: str, placement: Placement) -> GangLaunch:
+    return GangLaunch(attempt_id=attempt_id, token=token, runner=RUNNER, spec={"t": trial.number}, placement=placement)
+
+
+def _never(trial: Trial) -> Any:
+    raise AssertionError(f"a fresh sweep left trial {trial.number} behind")
+
+
+def _check(ledger: Ledger, num_trials: int) -> None:
+    state = fold(ledger.events())
+    measured = sum(isinstance(trial.outcome, Measured) for trial in state.trials)
+    if measured != num_trials or ledger.cursor("mlflow") == 0:
+        raise RuntimeError(f"{measured} of {num_trials} trials measured: {state.counts()}")
+
+
+class _Nobody:
+    def on_state(self, state: SweepState) -> None:
+        """Nobody watches."""
+
+    def on_progress(self, trial: int, progress: Any) -> None:
+        """Nobody watches."""

@@ -1,0 +1,182 @@
+"""One node's part of a backend: owns the nursery, hands attempts to it and collects what becomes of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import uuid4
+
+from cluster.base import ClusterError
+from cluster.guardian import kill_marked
+from cluster.messages import Lines, NodeEvent, NodeGone, NodeLaunch, RankFailure, Stop, line
+from trials.codec import from_json
+
+logger = logging.getLogger(__name__)
+
+PRELOAD = ("torch", "torch.distributed", "trials.worker")
+AGENT_VARIABLE = "TUNE_CLUSTER_AGENT"
+READY_TIMEOUT_S = 180.0
+CHUNK = 1 << 16
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attempt:
+    token: str
+    connection: socket.socket
+    lines: Lines = field(default_factory=Lines)
+
+
+class Agent:
+    """Starts and ends ranks on this host. ``launch`` and ``stop`` may be called while another thread is in ``poll``.
+
+    Args:
+        node: its name, used in messages.
+        workdir: takes the nursery's log.
+        preload: modules the nursery imports once for all ranks.
+        search_path: appended to ``sys.path`` there, so that runners are found as in the controller.
+        env: added to the environment of every process.
+
+    Raises:
+        ClusterError: the nursery does not start.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: str,
+        workdir: Path,
+        preload: Sequence[str] = PRELOAD,
+        search_path: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._node = node
+        self._preload = tuple(preload)
+        self._search_path = tuple(search_path)
+        self._env = dict(env or {})
+        self._log_path = workdir / f"nursery-{node}.log"
+        self._id = uuid4().hex
+        self._lock = threading.RLock()
+        self._selector = selectors.DefaultSelector()
+        self._attempts: dict[str, _Attempt] = {}
+        self._is_closed = False
+        self._start_nursery()
+
+    def launch(self, launch: NodeLaunch) -> None:
+        """Start the ranks of one attempt; their end comes as :class:`NodeGone`."""
+        ours, theirs = socket.socketpair()
+        with self._lock, theirs:
+            self._attempts[launch.attempt_id] = _Attempt(token=launch.token, connection=ours)
+            self._selector.register(ours, selectors.EVENT_READ, launch.attempt_id)
+            with contextlib.suppress(ConnectionError):  # a dead nursery is noticed, and replaced, by poll()
+                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+                ours.sendall(line(launch))
+
+    def stop(self, attempt_id: str, order: Stop) -> None:
+        """Have the attempt's ranks killed; unknown attempts are ignored."""
+        with self._lock:
+            if attempt := self._attempts.get(attempt_id):
+                with contextlib.suppress(ConnectionError):
+                    attempt.connection.sendall(line(order))
+
+    def poll(self, timeout_s: float) -> list[NodeEvent]:
+        """Wait up to ``timeout_s`` for something to happen; return the events in their order."""
+        events: list[NodeEvent] = []
+        for key, _ in self._selector.select(timeout_s):
+            with self._lock:
+                if key.fileobj is self._control:
+                    events += self._replace_nursery()
+                elif isinstance(key.data, str) and key.data in self._attempts:
+                    events += self._receive(key.data)
+        return events
+
+    def close(self) -> None:
+        """End every process of this agent. Idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for attempt_id in list(self._attempts):
+                self._forget(attempt_id)
+            self._selector.unregister(self._control)
+            self._control.close()
+            self._nursery.wait()
+            self._selector.close()
+
+    def _start_nursery(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "cluster.nursery", str(theirs.fileno()), json.dumps(self._search_path)]
+        environment = {"OPENBLAS_NUM_THREADS": "1", **os.environ, **self._env, AGENT_VARIABLE: self._id}
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, self._log_path.open("ab") as log:
+            self._nursery = subprocess.Popen(
+                [*command, *self._preload],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in the terminal is the controller's to handle
+                env=environment,
+            )
+        self._await_ready()
+        self._selector.register(self._control, selectors.EVENT_READ)
+
+    def _await_ready(self) -> None:
+        self._control.settimeout(READY_TIMEOUT_S)
+        try:
+            message = self._control.recv(CHUNK)
+        except TimeoutError:
+            message = b""
+        self._control.settimeout(None)
+        if not message:
+            self._nursery.kill()
+            self._nursery.wait()
+            raise ClusterError(f"the fork server on {self._node} does not start; see {self._log_path}")
+        for problem in json.loads(message)["problems"]:
+            logger.warning("fork server on %s: %s", self._node, problem)
+
+    def _receive(self, attempt_id: str) -> list[NodeEvent]:
+        attempt = self._attempts[attempt_id]
+        try:
+            chunk = attempt.connection.recv(CHUNK)
+        except ConnectionError:
+            chunk = b""
+        events: list[NodeEvent] = [from_json(NodeEvent, message) for message in attempt.lines.feed(chunk)]
+        if not chunk:
+            events.append(self._lost(attempt_id, "the attempt's warden process died"))
+        if any(isinstance(event, NodeGone) for event in events):
+            self._forget(attempt_id)
+        return events
+
+    def _replace_nursery(self) -> list[NodeEvent]:
+        """The nursery died: make sure of its descendants, end its attempts, start another."""
+        self._selector.unregister(self._control)
+        self._control.close()
+        code = self._nursery.wait()
+        kill_marked(AGENT_VARIABLE, self._id)
+        reason = f"the fork server on {self._node} died with code {code}; see {self._log_path}"
+        logger.warning("%s", reason)
+        events: list[NodeEvent] = [self._lost(attempt_id, reason) for attempt_id in self._attempts]
+        for attempt_id in list(self._attempts):
+            self._forget(attempt_id)
+        self._start_nursery()
+        return events
+
+    def _lost(self, attempt_id: str, reason: str) -> NodeGone:
+        failure = RankFailure(rank=None, node=self._node, category="lost", message=reason, at_s=time.time())
+        return NodeGone(attempt_id=attempt_id, token=self._attempts[attempt_id].token, results=(failure,))
+
+    def _forget(self, attempt_id: str) -> None:
+        attempt = self._attempts.pop(attempt_id)
+        self._selector.unregister(attempt.connection)
+        attempt.connection.close()

@@ -1,0 +1,96 @@
+"""Gangs on this host, without Ray."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+from uuid import uuid4
+
+from cluster.agent import PRELOAD, Agent
+from cluster.base import GangEvent, GangLaunch
+from cluster.guardian import LEASE_VARIABLE, Guardian
+from cluster.messages import Stop, node_launch, rendezvous_file
+from cluster.topology import Node, Topology, discover_node
+from cluster.tracker import GangTracker
+
+
+class LocalCluster:
+    """A :class:`cluster.base.Cluster` of one node: this host.
+
+    Args:
+        workdir: takes a folder per attempt, named by its id, with each rank's log and result.
+        node: what to offer; by default what :func:`discover_node` finds.
+        preload: modules the fork server imports once for all ranks.
+    """
+
+    def __init__(self, workdir: Path, node: Node | None = None, *, preload: Sequence[str] = PRELOAD) -> None:
+        self._workdir = workdir.absolute()
+        self._node = node or discover_node()
+        self._tracker = GangTracker(stop=self._stop)
+        self._is_closed = False
+        lease = uuid4().hex
+        self._guardian = Guardian(lease)
+        try:
+            self._agent = Agent(
+                node=self._node.name,
+                workdir=self._workdir,
+                preload=preload,
+                search_path=sys.path,
+                env={LEASE_VARIABLE: lease},
+            )
+        except BaseException:
+            self._guardian.close()
+            raise
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(nodes=(self._node,))
+
+    def launch(self, launch: GangLaunch) -> None:
+        directory = str(self._workdir / launch.attempt_id)
+        self._tracker.launched(launch, log_dir=directory, now_s=time.monotonic())
+        self._agent.launch(
+            node_launch(launch, node=self._node, directory=directory, env=single_node_env(directory))
+        )
+
+    def poll(self, timeout_s: float) -> Sequence[GangEvent]:
+        deadline_s = time.monotonic() + timeout_s
+        events: list[GangEvent] = []
+        while not events:
+            left_s = deadline_s - time.monotonic()
+            for event in self._agent.poll(max(0.0, left_s)):
+                events += self._tracker.handle(self._node.name, event, now_s=time.monotonic())
+            if left_s <= 0:
+                break
+        return events
+
+    def kill(self, attempt_id: str, reason: str) -> None:
+        self._tracker.kill(attempt_id, reason)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._agent.close()
+            self._guardian.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _stop(self, node: str, attempt_id: str, order: Stop) -> None:
+        del node  # there is but one
+        self._agent.stop(attempt_id, order)
+
+
+def single_node_env(directory: str) -> dict[str, str]:
+    """What ranks that share a node are told: meet at a file, talk over loopback unless the user says otherwise."""
+    return {
+        "TUNE_CLUSTER_RENDEZVOUS": rendezvous_file(directory).as_uri(),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }

@@ -1,0 +1,176 @@
+"""What controller, agent, warden and rank tell each other, as JSON lines made by :mod:`trials.codec`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cluster.base import Deadlines, GangLaunch
+from cluster.topology import Node
+from trials.codec import to_json
+from trials.outcome import Phase, RankReport
+
+PHASES: tuple[Phase, ...] = ("starting", "warmup", "measuring")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSuccess:
+    """The runner returned."""
+
+    kind: ClassVar[str] = "success"
+    rank: int
+    report: RankReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailure:
+    """Why a rank has no report. ``rank`` is None when it concerns a whole node or gang.
+
+    ``category`` is a class of :func:`trials.failure.classify`, or one of the cluster's own: ``exit`` (ended without
+    a report), ``deadline``, ``lost`` (node, agent or controller), ``stopped`` (killed because a peer had failed).
+    """
+
+    kind: ClassVar[str] = "failure"
+    rank: int | None
+    node: str
+    category: str
+    message: str
+    at_s: float
+    """Wall-clock time of the failure."""
+    error_type: str | None = None
+    exit_code: int | None = None
+    phase: str = "starting"
+    log_tail: tuple[str, ...] = ()
+
+
+RankResult = RankSuccess | RankFailure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgress:
+    """A rank's report on the way."""
+
+    kind: ClassVar[str] = "progress"
+    phase: Phase
+    step: int
+    step_time_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A rank's place on its node."""
+
+    rank: int
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLaunch:
+    """The part of a gang that runs on one node."""
+
+    kind: ClassVar[str] = "launch"
+    attempt_id: str
+    token: str
+    runner: str
+    spec: Mapping[str, Any]
+    node: str
+    directory: str
+    """Absolute path of the attempt's folder."""
+    slots: tuple[Slot, ...]
+    world_size: int
+    deadlines: Deadlines
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment of every rank, beside torchrun's per-rank variables."""
+    num_threads: int = 1
+    cuda_devices: tuple[int, ...] | None = None
+    """Of the ranks on this node, by local rank, counted among the devices visible to the agent; None without GPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Kill the gang's ranks on this node; ``is_cause`` when this, and no failure elsewhere, is why it ends."""
+
+    kind: ClassVar[str] = "stop"
+    reason: str
+    is_cause: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeProgress:
+    """What the slowest rank on the node has reached."""
+
+    kind: ClassVar[str] = "node_progress"
+    attempt_id: str
+    token: str
+    phase: Phase
+    step: int
+    step_time_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFailing:
+    """The ranks on this node are being killed: so must be those on the others."""
+
+    kind: ClassVar[str] = "node_failing"
+    attempt_id: str
+    token: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGone:
+    """No process of the gang is left on this node. Sent once per :class:`NodeLaunch`."""
+
+    kind: ClassVar[str] = "node_gone"
+    attempt_id: str
+    token: str
+    results: tuple[RankResult, ...]
+
+
+NodeEvent = NodeProgress | NodeFailing | NodeGone
+
+
+def line(message: Any) -> bytes:
+    """One message as a line of JSON."""
+    return json.dumps(to_json(message), separators=(",", ":")).encode() + b"\n"
+
+
+class Lines:
+    """Cuts what arrives on a pipe or socket into JSON lines."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> Iterator[Any]:
+        """Yield the messages completed by ``chunk``."""
+        *complete, self._rest = (self._rest + chunk).split(b"\n")
+        for text in complete:
+            yield json.loads(text)
+
+
+def node_launch(launch: GangLaunch, *, node: Node, directory: str, env: Mapping[str, str]) -> NodeLaunch:
+    """The part of ``launch`` placed on ``node``; ``env`` holds what the backend adds, ``launch.env`` goes over it."""
+    ranks = [rank for rank, device in enumerate(launch.placement.ranks) if device.node == node.name]
+    indices = tuple(launch.placement.ranks[rank].index for rank in ranks)
+    return NodeLaunch(
+        attempt_id=launch.attempt_id,
+        token=launch.token,
+        runner=launch.runner,
+        spec=launch.spec,
+        node=node.name,
+        directory=directory,
+        slots=tuple(Slot(rank=rank, local_rank=i) for i, rank in enumerate(ranks)),
+        world_size=len(launch.placement.ranks),
+        deadlines=launch.deadlines,
+        env={**env, **launch.env},
+        num_threads=node.threads_per_device,
+        cuda_devices=indices if node.device_kind == "cuda" else None,
+    )
+
+
+def rendezvous_file(directory: str) -> Path:
+    """Where the ranks of a gang on one node meet."""
+    return Path(directory) / "rendezvous"

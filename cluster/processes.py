@@ -1,0 +1,75 @@
+"""What Linux offers to keep a tree of processes in hand: reaping orphans, dying with the parent, killing all."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+from collections.abc import Container
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent dies, so that none can escape by detaching."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies.
+
+    The signal is sent when the parent *thread* that forked ends: use it only below single-threaded parents, or where
+    that thread is known to last.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def children() -> list[int]:
+    """Pids of this single-threaded process's children, adopted ones included."""
+    pid = os.getpid()
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def kill_descendants() -> None:
+    """Kill and reap every descendant of this process, which must have called :func:`adopt_orphans`.
+
+    Orphans surface as children when their parents die; that ``waitpid`` finds no child any more is the kernel's word
+    that no descendant exists.
+    """
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            for pid in children():
+                kill(pid)
+            os.waitpid(-1, 0)
+
+
+def kill(pid: int) -> None:
+    """SIGKILL a child that has not been reaped."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def close_inherited(keep: Container[int]) -> None:
+    """Close every file descriptor above standard error but those in ``keep``: for use right after a fork."""
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        if fd > 2 and fd not in keep:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def make_preferred_oom_victim() -> None:
+    """Have the kernel's out-of-memory killer choose this process before the ones that watch it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("800")

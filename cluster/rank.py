@@ -1,0 +1,123 @@
+"""One rank's process, from the fork to its exit: set the scene, call the runner, report."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cluster.messages import NodeLaunch, RankFailure, RankProgress, RankResult, RankSuccess, Slot, line
+from cluster.processes import close_inherited, die_with_parent, make_preferred_oom_victim
+from trials.codec import from_json, to_json
+from trials.failure import classify
+from trials.outcome import Phase, ProgressSink, RankReport
+
+Runner = Callable[[Mapping[str, Any], ProgressSink], Any]
+
+
+def rank_main(launch: NodeLaunch, slot: Slot, pipe: int, warden_pid: int) -> NoReturn:
+    """Run one rank in this freshly forked process; never returns, so that nothing of the parent runs again."""
+    code = 1
+    try:
+        _set_scene(launch, slot, pipe, warden_pid)
+        code = _run(launch, slot, pipe)
+    except BaseException:  # nothing above could hear of it but the log
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _set_scene(launch: NodeLaunch, slot: Slot, pipe: int, warden_pid: int) -> None:
+    os.setpgid(0, 0)
+    die_with_parent(warden_pid)
+    make_preferred_oom_victim()
+    close_inherited(keep=(pipe,))
+    log = os.open(Path(launch.directory) / f"rank{slot.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    faulthandler.enable(file=2)
+    os.environ.update(
+        {
+            "RANK": str(slot.rank),
+            "WORLD_SIZE": str(launch.world_size),
+            "LOCAL_RANK": str(slot.local_rank),
+            "LOCAL_WORLD_SIZE": str(len(launch.slots)),
+            "OMP_NUM_THREADS": str(launch.num_threads),
+            **_visible_devices(launch),
+            **launch.env,
+        }
+    )
+    if (torch := sys.modules.get("torch")) is not None:  # read OMP_NUM_THREADS before the fork
+        torch.set_num_threads(launch.num_threads)
+
+
+def _visible_devices(launch: NodeLaunch) -> dict[str, str]:
+    """As with torchrun, each rank sees the gang's devices on its node, at index ``LOCAL_RANK`` its own."""
+    if launch.cuda_devices is None:
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else None
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[i] if names else str(i) for i in launch.cuda_devices)}
+
+
+def _run(launch: NodeLaunch, slot: Slot, pipe: int) -> int:
+    phase: Phase = "starting"
+
+    def progress(new_phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None:
+        nonlocal phase
+        phase = new_phase
+        _write(pipe, line(RankProgress(phase=new_phase, step=step, step_time_s=step_time_s)))
+
+    try:
+        report = resolve(launch.runner)(launch.spec, progress)
+        result: RankResult = RankSuccess(rank=slot.rank, report=from_json(RankReport, report))
+    except BaseException as error:
+        traceback.print_exc()
+        result = _failure(error, launch, slot, phase)
+    _store(launch, slot, result)
+    _write(pipe, line(result))
+    return 0 if isinstance(result, RankSuccess) else 1
+
+
+def resolve(runner: str) -> Runner:
+    """The function ``module:function`` names."""
+    module, _, function = runner.partition(":")
+    found: Runner = getattr(importlib.import_module(module), function)
+    return found
+
+
+def _failure(error: BaseException, launch: NodeLaunch, slot: Slot, phase: Phase) -> RankFailure:
+    cls = type(error)
+    return RankFailure(
+        rank=slot.rank,
+        node=launch.node,
+        category=str(classify(error)) if isinstance(error, Exception) else "exception",
+        message=str(error) or cls.__name__,
+        at_s=time.time(),
+        error_type=cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}",
+        phase=phase,
+    )
+
+
+def _store(launch: NodeLaunch, slot: Slot, result: RankResult) -> None:
+    """Keep the result on disk before telling, so that it outlives the controller."""
+    path = Path(launch.directory) / f"rank{slot.rank}.json"
+    beside = path.with_suffix(".json.new")
+    beside.write_bytes(line({"token": launch.token, "result": to_json(result)}))
+    beside.replace(path)
+
+
+def _write(pipe: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(pipe, data) :]

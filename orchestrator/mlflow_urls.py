@@ -1,0 +1,60 @@
+"""Addresses in MLflow: tracking URIs, where artifacts go, deep links into the pages of its server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import quote, urlencode, urlsplit, urlunsplit
+
+_SQLITE = "sqlite:///"
+_VIEW = {"workflowType": "machine_learning"}
+"""Without it MLflow opens on its GenAI pages, where runs are hard to find."""
+
+
+def public_uri(uri: str) -> str:
+    """The URI without user name and password."""
+    parts = urlsplit(uri)
+    if "@" not in parts.netloc:
+        return uri
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """The file of an SQLite store; None for any other store."""
+    return Path(uri.removeprefix(_SQLITE)).absolute() if uri.startswith(_SQLITE) else None
+
+
+def artifact_folder(uri: str) -> Path | None:
+    """Where a store without a server keeps artifacts, beside its database; None where a server decides."""
+    path = sqlite_path(uri)
+    return path.parent / "mlartifacts" if path else None
+
+
+def run_url(base: str, experiment_id: str, run_id: str, tab: str = "") -> str:
+    """The page of one run; ``tab`` may name an artifact, as in ``artifacts/report.html``."""
+    path = "/".join(part for part in (run_id, tab) if part)
+    return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs/{path}?{urlencode(_VIEW)}"
+
+
+def trials_url(base: str, experiment_id: str, sweep: str) -> str:
+    """The trials of a sweep as a flat list, fastest first."""
+    query = {
+        "searchFilter": f"tags.`tc.sweep` = '{sweep}' AND tags.`tc.kind` = 'trial'",
+        "orderByKey": "metrics.`tokens_per_s_per_device`",
+        "orderByAsc": "false",
+        **_VIEW,
+    }
+    return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs?{urlencode(query, quote_via=quote)}"
+
+
+def experiments_url(base: str) -> str:
+    """The list of all experiments."""
+    return f"{base.rstrip('/')}/#/experiments?{urlencode(_VIEW)}"
+
+
+def sweep_links(base: str, experiment_id: str, run_id: str, sweep: str) -> dict[str, str]:
+    """What to open first: the sweep's own page, its report, its trials."""
+    return {
+        "sweep": run_url(base, experiment_id, run_id),
+        "report": run_url(base, experiment_id, run_id, "artifacts/report.html"),
+        "trials": trials_url(base, experiment_id, sweep),
+    }

@@ -1,0 +1,152 @@
+"""The plan of a sweep: what may be tried, what may not, and why. Shown before anything runs; no side effects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.topology import Topology
+from orchestrator.errors import ConfigError
+from orchestrator.rules import Case, Rule, Violation, check, rules_for, violations
+from orchestrator.space import Space, flat_params, make_space, short_name
+from orchestrator.sweep import SweepSpec
+from trials.spec import Candidate
+
+NUM_EXAMPLES = 3
+"""Rejected candidates kept per rule; the others are only counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """A candidate left out, and the first rule it breaks."""
+
+    candidate: Candidate
+    rule_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a sweep will choose from."""
+
+    baseline: Candidate
+    candidates: tuple[Candidate, ...]
+    """Legal candidates of the space in a fixed order; the baseline is among them only if the space spans it."""
+    num_rejected: Mapping[str, int]
+    """Rejected candidates by the first rule they break, most first."""
+    examples: tuple[Rejection, ...]
+    """Up to ``NUM_EXAMPLES`` per rule."""
+    num_duplicates: int
+    """Combinations of choices that come to the same candidate as another one."""
+    product_size: int
+    """All combinations: candidates + rejected + duplicates."""
+    device_hours: float | None = None
+    """Estimated cost of the sweep; None until trials have been measured."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "baseline": describe(self.baseline),
+            "num_legal": len(self.candidates),
+            "num_duplicates": self.num_duplicates,
+            "product_size": self.product_size,
+            "device_hours": self.device_hours,
+            "rejected": [
+                {
+                    "rule": rule_id,
+                    "count": count,
+                    "examples": [
+                        {**describe(example.candidate), "reason": example.reason}
+                        for example in self.examples
+                        if example.rule_id == rule_id
+                    ],
+                }
+                for rule_id, count in self.num_rejected.items()
+            ],
+            "candidates": [describe(candidate) for candidate in self.candidates],
+        }
+
+
+def describe(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "config_key": candidate.config_key,
+        "short_name": short_name(candidate),
+        "params": flat_params(candidate),
+    }
+
+
+def make_plan(spec: SweepSpec, topology: Topology | None = None) -> Plan:
+    """Sort the space into legal and rejected. Without a topology, rules about hardware are not applied.
+
+    Raises:
+        ConfigError: when the baseline cannot run on this topology, or no candidate is legal.
+    """
+    workload = spec.to_workload()
+    baseline = spec.baseline_candidate
+    broken = check(baseline, workload, topology)
+    if broken:
+        raise ConfigError(
+            f"cannot run here: {broken[0].reason}", key="baseline", remedy="Correct the baseline or lease more nodes."
+        )
+    space = make_space(spec)
+    sorter = _Sorter(rules=rules_for(spec.filters), spec=spec, topology=topology)
+    candidates = tuple(sorter.legal(space))
+    if not candidates:
+        raise _nothing_left(sorter)
+    counts = sorted(sorter.counts.items(), key=lambda item: -item[1])
+    return Plan(
+        baseline=baseline,
+        candidates=candidates,
+        num_rejected=dict(counts),
+        examples=tuple(sorter.examples),
+        num_duplicates=space.num_duplicates,
+        product_size=space.product_size,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sorter:
+    """Judges layouts first: one bad layout rejects all its completions without building them."""
+
+    rules: tuple[Rule, ...]
+    spec: SweepSpec
+    topology: Topology | None
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: list[Rejection] = field(default_factory=list)
+
+    def legal(self, space: Space) -> Iterator[Candidate]:
+        on_layout = [rule for rule in self.rules if rule.reads == "layout"]
+        on_candidate = [rule for rule in self.rules if rule.reads != "layout"]
+        workload = self.spec.to_workload()
+        for frame in space.frames:
+            broken = self._first(on_layout, Case(candidate=frame, workload=workload, topology=self.topology))
+            if broken is not None:
+                self._reject(frame, broken, len(space.rest))
+                continue
+            for candidate in space.completions(frame):
+                case = Case(candidate=candidate, workload=workload, topology=self.topology)
+                broken = self._first(on_candidate, case)
+                if broken is None:
+                    yield candidate
+                else:
+                    self._reject(candidate, broken, 1)
+
+    @staticmethod
+    def _first(rules: Iterable[Rule], case: Case) -> Violation | None:
+        return next(violations(rules, case), None)
+
+    def _reject(self, candidate: Candidate, broken: Violation, count: int) -> None:
+        self.counts[broken.rule_id] = self.counts.get(broken.rule_id, 0) + count
+        if sum(example.rule_id == broken.rule_id for example in self.examples) < NUM_EXAMPLES:
+            self.examples.append(Rejection(candidate=candidate, rule_id=broken.rule_id, reason=broken.reason))
+
+
+def _nothing_left(sorter: _Sorter) -> ConfigError:
+    rule_id = max(sorter.counts, key=lambda name: sorter.counts[name])
+    reason = next(example.reason for example in sorter.examples if example.rule_id == rule_id)
+    total = sum(sorter.counts.values())
+    return ConfigError(
+        f"no legal candidate: rule {rule_id} removed {sorter.counts[rule_id]} of {total}, e.g. {reason}",
+        key="space",
+        remedy="Add choices that satisfy it.",
+    )

@@ -1,0 +1,262 @@
+"""The result of a sweep for people: on the terminal, as HTML for the browser, as Markdown for MLflow."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Protocol
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator import report_format as fmt
+from orchestrator.mlflow_urls import run_url
+from orchestrator.report_live import LiveView
+from orchestrator.report_table import trial_table
+from orchestrator.space import diff, short_name
+from orchestrator.state import SweepState, Trial
+from orchestrator.summary import ENDED, Recorded, Result, Summary
+
+__all__ = [
+    "LiveView",
+    "Standing",
+    "by_speed",
+    "changed_knobs",
+    "headline",
+    "render_report",
+    "render_status",
+    "report_html",
+    "report_markdown",
+]
+
+MAX_TRIALS = 20
+_HTML_WIDTH = 132
+
+
+def render_report(
+    state: SweepState,
+    summary: Summary,
+    *,
+    recorded: Recorded | None = None,
+    max_trials: int | None = MAX_TRIALS,
+    for_page: bool = False,
+) -> RenderableType:
+    """The whole result: winner against baseline, what changed, trials by speed, failures, where to look next."""
+    parts: list[RenderableType] = [_title(state, summary), _result_panel(summary)]
+    if summary.best and summary.baseline and summary.best.trial.number != 0:
+        parts.append(_section("What changed", _changes(summary.baseline.trial, summary.best.trial)))
+    parts.append(_section(_trials_heading(summary), _trials(state, max_trials)))
+    if failures := _failures(state):
+        parts.append(_section("Not measured", failures))
+    if not for_page:
+        parts += [_section("Recorded", _recorded(summary, recorded)), _section("Next", _next(summary))]
+    return Group(*parts)
+
+
+class Standing(Protocol):
+    """A sweep's state, and the same in short."""
+
+    @property
+    def state(self) -> SweepState: ...
+
+    @property
+    def summary(self) -> Summary: ...
+
+
+def render_status(sweeps: Sequence[Standing]) -> RenderableType:
+    """Where each sweep stands, in a few lines."""
+    if not sweeps:
+        return Text("no sweeps yet")
+    parts: list[RenderableType] = []
+    for sweep in sweeps:
+        parts += [_title(sweep.state, sweep.summary), Text(f"  {headline(sweep.summary)}")]
+        if running := [trial for trial in sweep.state.trials if trial.is_running]:
+            parts.append(Text("  running: " + " ".join(fmt.trial_id(t.number) for t in running), style="cyan"))
+        parts.append(Text(f"  {_cost(sweep.summary)}", style="dim"))
+    return Group(*parts)
+
+
+def headline(summary: Summary) -> str:
+    """The result in one sentence."""
+    best, compared = summary.best, summary.speedup
+    if best is None:
+        return "Nothing was measured."
+    winner = f"{fmt.trial_id(best.trial.number)} at {fmt.rate(best.speed.value)} tokens/s/p"
+    if compared is None:
+        return f"Fastest: {winner}; the baseline was not measured."
+    if compared.verdict == "faster":
+        return f"{compared.ratio.value:.2f}x the speed of your present configuration: {winner}."
+    if best.trial.number == 0:
+        return f"Keep what you have: nothing measured is faster than your present configuration ({winner})."
+    return f"Keep what you have: {winner} does not differ from your present configuration by more than the noise."
+
+
+def report_html(state: SweepState, summary: Summary) -> str:
+    """The report as one self-contained page."""
+    console = Console(record=True, width=_HTML_WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(render_report(state, summary, max_trials=None, for_page=True))
+    return console.export_html(inline_styles=True)
+
+
+def report_markdown(state: SweepState, summary: Summary) -> str:
+    """The result in Markdown; the first line is the result."""
+    lines = [f"**{headline(summary)}**", ""]
+    if summary.best:
+        lines += _markdown_results(summary)
+    if summary.best and summary.baseline and summary.best.trial.number != 0:
+        lines += ["", "What changed: " + "; ".join(f"`{c[0]}` {c[1]} → {c[2]}" for c in _changed(summary))]
+    reason = f": {summary.reason}" if summary.reason else ""
+    return "\n".join([*lines, "", f"{state.sweep.hardware} · {summary.state}{reason} · {_cost(summary)}"])
+
+
+def _title(state: SweepState, summary: Summary) -> RenderableType:
+    style = {"finished": "green", "failed": "red", "running": "cyan"}[summary.state]
+    title = Text.assemble((summary.sweep, "bold"), f" on {state.sweep.hardware}: ", (summary.state, style))
+    return title.append(f", {summary.reason}" if summary.reason else "")
+
+
+def _result_panel(summary: Summary) -> RenderableType:
+    faster = summary.speedup is not None and summary.speedup.verdict == "faster"
+    lines: list[RenderableType] = [Text(headline(summary), style="bold green" if faster else "bold")]
+    if summary.speedup and summary.best and summary.best.trial.number != 0:
+        lines.append(Text(f"95 % confidence: {fmt.ratio_interval(summary.speedup.ratio.ci95)}", style="dim"))
+    grid = Table.grid(padding=(0, 2))
+    for label, result in _winner_and_baseline(summary):
+        grid.add_row(Text(label, style="dim"), *_result_cells(result))
+    return Panel(
+        Group(*lines, Text(""), grid), box=box.ROUNDED, border_style="green" if faster else "dim", padding=(0, 1)
+    )
+
+
+def _winner_and_baseline(summary: Summary) -> list[tuple[str, Result]]:
+    pairs = [("winner", summary.best), ("baseline", summary.baseline)]
+    if summary.best and summary.best.trial.number == 0:
+        pairs = pairs[1:]
+    return [(label, result) for label, result in pairs if result]
+
+
+def _result_cells(result: Result) -> list[Text]:
+    return [
+        Text(fmt.trial_id(result.trial.number)),
+        Text(short_name(result.trial.candidate)),
+        Text(f"{fmt.rate(result.speed.value)} tokens/s/p", style="bold"),
+        Text(f"({fmt.interval(result.speed.ci95)})", style="dim"),
+    ]
+
+
+def _section(heading: str, body: RenderableType) -> RenderableType:
+    return Group(Text(""), Text(heading, style="bold"), Padding(body, (0, 0, 0, 2)))
+
+
+def _changes(baseline: Trial, best: Trial) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    for knob, before, after in changed_knobs(baseline, best):
+        grid.add_row(Text(knob), Text(before, style="dim"), Text("→", style="dim"), Text(after, style="green"))
+    return grid
+
+
+def changed_knobs(before: Trial, after: Trial) -> list[tuple[str, str, str]]:
+    """(knob, value before, value after) of every knob that differs."""
+    changed = diff(after.candidate, before.candidate)
+    return [(knob, _value(old), _value(new)) for knob, (old, new) in changed.items()]
+
+
+def _value(value: object) -> str:
+    return {True: "on", False: "off", None: fmt.DASH}[value] if isinstance(value, bool | None) else str(value)
+
+
+def _changed(summary: Summary) -> list[tuple[str, str, str]]:
+    assert summary.baseline is not None and summary.best is not None
+    return changed_knobs(summary.baseline.trial, summary.best.trial)
+
+
+def _trials_heading(summary: Summary) -> str:
+    return f"Trials ({_cost(summary)})"
+
+
+def _cost(summary: Summary) -> str:
+    counts = ", ".join(f"{summary.trials[s]} {fmt.status_words(s)}" for s in ENDED if summary.trials[s])
+    total = f"{summary.trials['total']} trial{'s' if summary.trials['total'] != 1 else ''}"
+    return "; ".join((f"{total}: {counts}" if counts else total, fmt.device_time(summary.device_hours * 3600)))
+
+
+def _trials(state: SweepState, max_trials: int | None) -> RenderableType:
+    """Measured ones by speed, then the others by number; the baseline is never left out."""
+    ordered = by_speed(state)
+    shown = ordered if max_trials is None else [t for i, t in enumerate(ordered) if i < max_trials or t.number == 0]
+    table = trial_table(state, shown)
+    notes = ["≈ inside the noise of the two measurements"] if _has_tie(state, shown) else []
+    if len(shown) < len(ordered):
+        notes.append(f"{len(ordered) - len(shown)} more in MLflow and in `report --json`")
+    return Group(table, *[Text(note, style="dim") for note in notes])
+
+
+def by_speed(state: SweepState) -> list[Trial]:
+    """All trials: measured ones from fast to slow, then the others in order of their numbers."""
+
+    def key(trial: Trial) -> tuple[float, int]:
+        return (-trial.measurement.tokens_per_s_per_device if trial.measurement else 0.0, trial.number)
+
+    return sorted(state.trials, key=key)
+
+
+def _has_tie(state: SweepState, trials: Sequence[Trial]) -> bool:
+    compared = [fmt.versus_baseline(trial, state) for trial in trials]
+    return any(c is not None and c.verdict == "tie" for c in compared)
+
+
+def _failures(state: SweepState) -> RenderableType | None:
+    """Trials that were not measured, by kind, with the evidence of the first of each."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="yellow")
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold", ratio=1)
+    for status in ENDED[1:]:
+        if trials := [trial for trial in state.trials if trial.status == status]:
+            grid.add_row(fmt.status_words(status), _numbers(trials), Text(fmt.failure(trials[0]), style="dim"))
+    return grid if grid.rows else None
+
+
+def _numbers(trials: Sequence[Trial]) -> str:
+    shown = " ".join(fmt.trial_id(trial.number) for trial in trials[:4])
+    return f"{shown} +{len(trials) - 4}" if len(trials) > 4 else shown
+
+
+def _recorded(summary: Summary, recorded: Recorded | None) -> RenderableType:
+    uri = summary.tracking_uri
+    if recorded is None:
+        return Text(f"MLflow  {uri}  (nothing recorded there yet)", overflow="fold")
+    lines = [Text(f"MLflow  {uri}", overflow="fold")]
+    if uri.startswith("http"):
+        url = run_url(uri, recorded.experiment_id, recorded.run_id, "artifacts/report.html")
+        lines.append(Text(url, style=f"link {url}", overflow="fold"))
+    return Group(*lines)
+
+
+def _next(summary: Summary) -> RenderableType:
+    grid = Table.grid(padding=(0, 3))
+    name = summary.sweep
+    worth = summary.speedup is not None and summary.speedup.verdict == "faster"
+    grid.add_row(Text(f"tune-cluster ui {name}"), Text("look at every trial in the browser", style="dim"))
+    grid.add_row(Text(f"tune-cluster report {name} --json"), Text("the same result for scripts", style="dim"))
+    note = "make the winner the production configuration" if worth else "refused unless forced: not shown to be faster"
+    grid.add_row(Text(f"tune-cluster promote {name} --name NAME"), Text(note, style="dim"))
+    return grid
+
+
+def _markdown_results(summary: Summary) -> list[str]:
+    rows = ["| | trial | configuration | tokens/s/p | 95 % interval |", "|---|---|---|---|---|"]
+    for label, result in _winner_and_baseline(summary):
+        cells = (
+            label,
+            fmt.trial_id(result.trial.number),
+            f"`{short_name(result.trial.candidate)}`",
+            fmt.rate(result.speed.value),
+            fmt.interval(result.speed.ci95),
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows

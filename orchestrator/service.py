@@ -1,0 +1,254 @@
+"""What the commands do, without the command line: wires file, plan, ledger, cluster, search and tracking together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+from cluster.base import GangLaunch
+from cluster.connect import connect, describe
+from cluster.placement import Placement
+from cluster.recovery import recover
+from cluster.topology import Topology
+from orchestrator import promotion, ui
+from orchestrator.controller import fold
+from orchestrator.errors import ConfigError
+from orchestrator.fingerprint import fingerprint
+from orchestrator.home import Home
+from orchestrator.ledger import Ledger
+from orchestrator.mlflow_urls import experiments_url, sweep_links
+from orchestrator.plan import Plan, make_plan
+from orchestrator.runtime import Observer, Recipe, Recovered, Runtime
+from orchestrator.search import Search
+from orchestrator.space import flat_params
+from orchestrator.state import Budget, SweepCreated, SweepState, Trial
+from orchestrator.summary import Recorded, Summary, summarize
+from orchestrator.sweep import SweepSpec, load_sweep
+from orchestrator.tracking import Tracker
+from trials.codec import to_json
+from trials.spec import TrialSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Where a sweep stands, and the same in short."""
+
+    state: SweepState
+    summary: Summary
+    recorded: Recorded | None
+    """Where MLflow holds it; None until something has been written there."""
+
+
+class _ClusterOptions(TypedDict):
+    kind: Any
+    address: str | None
+    num_nodes: int
+    devices_per_node: int | None
+    device_memory_bytes: int | None
+    device: Any
+
+
+def plan(file: Path) -> Plan:
+    """What the file would try, on the hardware as far as it is known without starting anything."""
+    spec = load_sweep(file)
+    return make_plan(spec, describe(**_cluster_options(spec)))
+
+
+def submit(file: Path, home: Home, observer: Observer) -> Result:
+    """Run the sweep to its end, or go on with it; a finished one is only read.
+
+    Raises:
+        ConfigError: the file, or a sweep of this name with another content.
+        ClusterError: no cluster, or no lease.
+        LedgerError: the ledger cannot be written, or another controller holds it.
+    """
+    spec = load_sweep(file)
+    make_plan(spec, describe(**_cluster_options(spec)))  # refuse what cannot work before anything is started
+    if spec.name in home.sweeps():
+        found = _attach(spec, home)
+        if found.state.is_over:
+            return found
+    folder = home.sweep_folder(spec.name)
+    attempts = _attempts(folder)
+    with connect(workdir=attempts, **_cluster_options(spec)) as cluster:
+        made = make_plan(spec, cluster.topology)
+        uri = spec.tracking.uri or home.default_tracking_uri
+        with Ledger(folder) as ledger, ledger.hold():
+            _create(ledger, spec, made, cluster.topology, file, uri)
+            runtime = Runtime(
+                ledger=ledger,
+                cluster=cluster,
+                search=Search(
+                    made.candidates, features=flat_params, sampler=spec.search.sampler, seed=spec.search.seed
+                ),
+                recipe=_Launcher(spec, cluster.topology, attempts).recipe(),
+                projection=Tracker(uri, spec.tracking.experiment),
+                observer=observer,
+            )
+            runtime.run()
+            return _standing(ledger)
+
+
+def load(name: str, home: Home) -> Result:
+    """Read where a sweep stands.
+
+    Raises:
+        ConfigError: there is no such sweep.
+    """
+    with home.open(name) as ledger:
+        return _standing(ledger)
+
+
+def promote(name: str, home: Home, *, sweep: str, trial: int | None, force: bool) -> dict[str, Any]:
+    """Register a configuration of ``sweep`` as ``name``@production; see :func:`orchestrator.promotion.promote`."""
+    with home.open(sweep) as ledger:
+        tracker = Tracker(_tracking_uri(ledger))
+        return promotion.promote(ledger=ledger, tracker=tracker, name=name, trial=trial, force=force).to_json()
+
+
+def show(reference: str, home: Home, *, tracking_uri: str | None) -> dict[str, Any]:
+    """The recipe registered as ``reference`` (NAME@ALIAS or NAME@VERSION)."""
+    return promotion.show(Tracker(tracking_uri or home.default_tracking_uri), reference)
+
+
+def serve_ui(home: Home, sweep: str | None, *, port: int, announce: Callable[[dict[str, str]], None]) -> int:
+    """Serve the MLflow UI until interrupted; ``announce`` gets the links once it answers."""
+    uri, recorded = home.default_tracking_uri, None
+    if sweep is not None:
+        with home.open(sweep) as ledger:
+            uri, recorded = _tracking_uri(ledger), _standing(ledger).recorded
+
+    def ready(base: str) -> None:
+        if sweep is None or recorded is None:
+            announce({"experiments": experiments_url(base)})
+        else:
+            announce(sweep_links(base, recorded.experiment_id, recorded.run_id, sweep))
+
+    return ui.serve(uri, port=port, on_ready=ready)
+
+
+def _standing(ledger: Ledger) -> Result:
+    state = fold(ledger.events())
+    return Result(state, summarize(state, _tracking_uri(ledger)), Recorded.of(ledger))
+
+
+def _tracking_uri(ledger: Ledger) -> str:
+    return str(ledger.document("tracking")["uri"])
+
+
+def _attach(spec: SweepSpec, home: Home) -> Result:
+    """The sweep of this name as it stands.
+
+    Raises:
+        ConfigError: it has another content.
+        LedgerError: another controller is at work on it.
+    """
+    found = load(spec.name, home)
+    if found.state.sweep.spec_hash != spec.spec_hash:
+        raise ConfigError(
+            f"the sweep {spec.name!r} was started with another content",
+            key="name",
+            remedy=f"Give this one another name, or use another --home than {home.path}.",
+        )
+    with home.open(spec.name) as ledger, ledger.hold():
+        return found
+
+
+def _create(ledger: Ledger, spec: SweepSpec, made: Plan, topology: Topology, file: Path, uri: str) -> None:
+    """Write the first event, unless this sweep goes on; then the hardware must be the same."""
+    prints = fingerprint(topology)
+    state = fold(ledger.events())
+    if state.created is not None:
+        _check_hardware(state.created, prints)
+        return
+    ledger.put_document("sweep_yaml", {"text": file.read_text(encoding="utf-8")})
+    ledger.put_document("spec", spec.to_json())
+    ledger.put_document("tracking", {"uri": uri})
+    ledger.append(
+        SweepCreated(
+            at_s=time.time(),
+            sweep=spec.name,
+            spec_hash=spec.spec_hash,
+            workload=spec.to_workload(),
+            budget=Budget(
+                max_trials=spec.budget.max_trials,
+                device_hours=spec.budget.device_hours,
+                wall_time_s=spec.budget.wall_time_s,
+                consecutive_failures=spec.budget.consecutive_failures,
+            ),
+            max_concurrent=spec.search.max_concurrent,
+            num_legal=len(made.candidates),
+            hardware=topology.label,
+            fingerprint=prints,
+        )
+    )
+
+
+def _check_hardware(created: SweepCreated, prints: dict[str, str]) -> None:
+    changed = [name for name, value in created.fingerprint.items() if prints.get(name) != value]
+    if changed:
+        what = ", ".join(f"{name} {created.fingerprint[name]} -> {prints.get(name)}" for name in changed)
+        raise ConfigError(
+            f"the sweep {created.sweep!r} was measured in another environment ({what}); results would not compare",
+            remedy="Submit it under another name.",
+        )
+
+
+def _attempts(folder: Path) -> Path:
+    return folder / "attempts"
+
+
+def _cluster_options(spec: SweepSpec) -> _ClusterOptions:
+    cluster = spec.cluster
+    return {
+        "kind": cluster.kind,
+        "address": cluster.address,
+        "num_nodes": cluster.num_nodes,
+        "devices_per_node": cluster.devices_per_node,
+        "device_memory_bytes": cluster.device_memory_bytes,
+        "device": cluster.device,
+    }
+
+
+class _Launcher:
+    """Turns trials of one sweep into gangs."""
+
+    def __init__(self, spec: SweepSpec, topology: Topology, attempts: Path) -> None:
+        self._spec = spec
+        self._device = topology.nodes[0].device_kind
+        self._attempts = attempts
+
+    def recipe(self) -> Recipe:
+        return Recipe(
+            baseline=self._spec.baseline_candidate,
+            isolation=self._spec.cluster.isolation,
+            build=self._build,
+            recover=self._recover,
+        )
+
+    def _build(self, trial: Trial, attempt_id: str, token: str, placement: Placement) -> GangLaunch:
+        memory_limit_bytes = self._spec.cluster.device_memory_bytes
+        spec = TrialSpec(
+            workload=self._spec.to_workload(),
+            candidate=trial.candidate,
+            protocol=self._spec.to_protocol(),
+            device=self._device,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+        return GangLaunch(
+            attempt_id=attempt_id,
+            token=token,
+            runner=self._spec.runner,
+            spec=to_json(spec),
+            placement=placement,
+            deadlines=self._spec.to_deadlines(),
+        )
+
+    def _recover(self, trial: Trial) -> Recovered:
+        attempt = trial.attempts[-1]
+        found = recover(self._attempts, attempt.token, len(attempt.ranks))
+        held_s = max(0.0, found.ended_at_s - attempt.launched_at_s) if found.ended_at_s else 0.0
+        return Recovered(outcome=found.outcome, device_seconds=held_s * attempt.num_devices)

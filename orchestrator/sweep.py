@@ -1,0 +1,155 @@
+"""The user's sweep file, parsed once and strictly into a :class:`SweepSpec`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+
+from cluster.base import Deadlines
+from orchestrator.candidates import build_candidate, canonical_recompute
+from orchestrator.knob_types import Section, fault
+from orchestrator.rules import Filters, check
+from orchestrator.sweep_errors import refuse_secrets, to_config_error
+from orchestrator.sweep_knobs import BaselineSection, PatternSection, SpaceSection
+from orchestrator.sweep_sections import (
+    BudgetSection,
+    ClusterSection,
+    DeadlinesSection,
+    MeasureSection,
+    ModelSection,
+    SearchSection,
+    TrackingSection,
+    WorkloadSection,
+    check_runner,
+)
+from orchestrator.sweep_types import Identifier
+from orchestrator.yaml_source import YamlSource, read_yaml
+from trials.codec import digest
+from trials.spec import Candidate, Protocol, Workload
+
+
+class SweepSpec(Section):
+    """One sweep, as the user described it."""
+
+    name: Identifier = Field(description="Name of the sweep; names its folder and its records.")
+    workload: WorkloadSection = Field(description="What is trained.")
+    cluster: ClusterSection = Field(default=ClusterSection(), description="Where trials run.")
+    space: SpaceSection = Field(description="What may be changed.")
+    baseline: BaselineSection = Field(default=BaselineSection(), description="What is used today; always trial 0.")
+    search: SearchSection = Field(default=SearchSection(), description="In what order candidates are tried.")
+    measure: MeasureSection = Field(default=MeasureSection(), description="How a trial is measured.")
+    budget: BudgetSection = Field(default=BudgetSection(), description="When to stop.")
+    deadlines: DeadlinesSection = Field(default=DeadlinesSection(), description="How long a trial may take.")
+    runner: Annotated[str, AfterValidator(check_runner)] = Field(
+        default="trials.worker:run_rank", description="Function every rank runs, as module:function."
+    )
+    tracking: TrackingSection = Field(default=TrackingSection(), description="Where results are recorded.")
+
+    @model_validator(mode="after")
+    def _legal_baseline(self) -> Self:
+        """The user's own filters do not apply: one may run today what one does not want to be proposed."""
+        broken = check(self.baseline_candidate, self.to_workload())
+        if broken:
+            raise fault("baseline", f"not a legal configuration: {broken[0].reason}", "Correct the baseline.")
+        return self
+
+    @property
+    def baseline_candidate(self) -> Candidate:
+        """The baseline in canonical form."""
+        return build_candidate(self.baseline.values(), self.workload.model.num_layers)
+
+    @property
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """Values to try of every knob, as written."""
+        return self.space.choices(self.baseline.values())
+
+    @property
+    def filters(self) -> Filters:
+        """The user's restrictions in canonical form."""
+        return Filters(
+            forbid=tuple(self._canonical(pattern) for pattern in self.space.forbid),
+            require=tuple(self._canonical(pattern) for pattern in self.space.require),
+            world_size=self.space.world_size,
+        )
+
+    def _canonical(self, pattern: PatternSection) -> dict[str, tuple[Any, ...]]:
+        accepted = pattern.accepted()
+        if "recompute" in accepted:
+            num_layers = self.workload.model.num_layers
+            accepted["recompute"] = tuple(canonical_recompute(value, num_layers) for value in accepted["recompute"])
+        return accepted
+
+    def to_workload(self) -> Workload:
+        workload = self.workload
+        return Workload(
+            model=workload.model.to_model(),
+            data=workload.data.to_data(),
+            seq_length=workload.seq_length,
+            global_batch_size=workload.global_batch_size,
+            optimizer=workload.optimizer.to_optimizer(),
+            seed=workload.seed,
+        )
+
+    def to_protocol(self) -> Protocol:
+        return self.measure.to_protocol()
+
+    def to_deadlines(self) -> Deadlines:
+        return self.deadlines.to_deadlines()
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of an equivalent sweep file: everything written out, paths absolute, the model in place."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Back from :meth:`to_json`. Does not look whether the training text is still there."""
+        return cls.model_validate(data, context={"check_files": False})
+
+    @property
+    def spec_hash(self) -> str:
+        """SHA-256 of :meth:`to_json`: equal for files that mean the same."""
+        return digest(self.to_json())
+
+
+def load_sweep(path: str | Path) -> SweepSpec:
+    """Read and check a sweep file.
+
+    Raises:
+        ConfigError: for anything wrong with the file, the model file or the training text it names.
+    """
+    source = _read(path)
+    data = _with_model(source)
+    try:
+        return SweepSpec.model_validate(data, context={"folder": source.file.parent})
+    except ValidationError as error:
+        raise to_config_error(error, source, SweepSpec) from None
+
+
+def _read(path: str | Path) -> YamlSource:
+    source = read_yaml(path)
+    if not isinstance(source.data, dict):
+        raise source.error((), "expected a mapping of keys to values", "See docs/sweep-file.md for an example.")
+    refuse_secrets(source)
+    return source
+
+
+def _with_model(source: YamlSource) -> dict[str, Any]:
+    """The data of the file, with the content of ``workload.model`` where that names another file."""
+    workload = source.data.get("workload")
+    reference = workload.get("model") if isinstance(workload, dict) else None
+    if not isinstance(workload, dict) or not isinstance(reference, str):
+        return dict(source.data)
+    file = source.file.parent / reference
+    if "\0" in reference or not file.is_file():
+        raise source.error(
+            ("workload", "model"), f"there is no model file {file}", "The path is relative to the sweep file."
+        )
+    model = _read(file)
+    try:
+        ModelSection.model_validate(model.data)
+    except ValidationError as error:
+        raise to_config_error(error, model, ModelSection) from None
+    return {**source.data, "workload": {**workload, "model": model.data}}

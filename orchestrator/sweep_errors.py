@@ -1,0 +1,134 @@
+"""What pydantic found wrong, told to the user: file, line, key, and how to put it right."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from orchestrator.errors import ConfigError
+from orchestrator.yaml_source import KeyPath, YamlSource
+
+SEE_DOCS = "See docs/sweep-file.md."
+_CREDENTIAL_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/@]+@")
+_SECRET_VALUE = re.compile(
+    r"-----BEGIN |\b(AKIA[0-9A-Z]{16}|gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_\w{20,}|sk-[\w-]{20,}|xox[abp]-\S{10,})"
+)
+_SECRET_KEY = re.compile(r"(^|[_-])(password|passwd|secret|token|api[_-]?key|credentials?)$", re.IGNORECASE)
+
+
+def refuse_secrets(source: YamlSource) -> None:
+    """Raise a :class:`ConfigError`, which does not repeat the secret, where the file seems to hold one."""
+    for path, value in _leaves(source.data, ()):
+        key = next((part for part in reversed(path) if isinstance(part, str)), "")
+        if isinstance(value, str) and (_CREDENTIAL_URL.search(value) or _SECRET_VALUE.search(value)):
+            raise source.error(path, "the value holds a credential", "Keep secrets in the environment, not in files.")
+        if value is not None and _SECRET_KEY.search(key):
+            raise source.error(path, "secrets do not belong here", "Keep secrets in the environment, not in files.")
+
+
+def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(item, (*path, key))
+    else:
+        yield path, value
+
+
+def to_config_error(error: ValidationError, source: YamlSource, model: type[BaseModel]) -> ConfigError:
+    """The first problem of the file, in the order of lines, carrying the others."""
+    found: dict[tuple[int, str, str], ConfigError] = {}
+    for details in error.errors(include_url=False):
+        one = _translate(details, source, model)
+        found.setdefault((one.line or 0, one.key or "", one.message), one)
+    first, *others = (found[order] for order in sorted(found))
+    return ConfigError(
+        first.message, file=first.file, line=first.line, key=first.key, remedy=first.remedy, others=others
+    )
+
+
+def _translate(details: ErrorDetails, source: YamlSource, model: type[BaseModel]) -> ConfigError:
+    kind, context = details["type"], details.get("ctx", {})
+    path = details["loc"]
+    if kind == "sweep_fault":
+        path, _ = source.locate(path)
+        key = (context["key"],) if context["key"] else ()
+        return source.error((*path, *key), context["text"], context["remedy"])
+    if kind == "missing":
+        return source.error(path, "missing", f"Add {path[-1]!r}.")
+    if kind == "extra_forbidden":
+        return source.error(path, "unknown key", _nearest(str(path[-1]), _keys_at(model, path[:-1])))
+    path, _ = source.locate(path)
+    return source.error(path, *_describe(details))
+
+
+def _nearest(key: str, valid: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(key.lower(), valid, n=1, cutoff=0.5)
+    suggestion = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{suggestion}Keys here: {', '.join(valid)}."
+
+
+def _keys_at(model: type[BaseModel], path: KeyPath) -> tuple[str, ...]:
+    """Keys allowed in the section at ``path``, which may pass through lists."""
+    for part in path:
+        if isinstance(part, str):
+            field = next(
+                (f for name, f in model.model_fields.items() if part in (name, f.alias)),
+                None,
+            )
+            model = _section_in(field.annotation) or model if field is not None else model
+    return tuple(field.alias or name for name, field in model.model_fields.items())
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section class somewhere inside a type such as ``Annotated[tuple[Section, ...]] | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    inner = (_section_in(argument) for argument in typing.get_args(annotation))
+    return next((section for section in inner if section is not None), None)
+
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "tuple_type": "a list",
+}
+_BOUNDS = {
+    "greater_than": ("gt", "more than"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "less than"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def _describe(details: ErrorDetails) -> tuple[str, str]:
+    """Message and remedy of one of pydantic's own errors."""
+    kind, context, value = details["type"], details.get("ctx", {}), details["input"]
+    shown = _show(value)
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        return f"{shown} is out of range", f"Use {words} {context[name]}."
+    if kind == "literal_error":
+        return f"expected {context['expected']}, got {shown}", "Use one of these."
+    if kind not in _EXPECTED:
+        return f"{details['msg'][:1].lower()}{details['msg'][1:]}, got {shown}", SEE_DOCS
+    message = f"expected {_EXPECTED[kind]}, got {shown}"
+    if kind == "string_type":
+        return message, "Put text in quotes."
+    return message, "Write it without quotes." if isinstance(value, str) and value else SEE_DOCS
+
+
+def _show(value: Any) -> str:
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

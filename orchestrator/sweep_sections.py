@@ -1,0 +1,214 @@
+"""The sections of a sweep file. Descriptions feed the JSON Schema and ``docs/sweep-file.md``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
+from pydantic_core import CoreSchema
+
+from cluster.base import Deadlines
+from orchestrator.knob_types import Section, fault
+from orchestrator.sweep_types import ByteSize, Duration, Positive, Size, check_text, resolve
+from trials.spec import AdamW, LlamaModel, Protocol, TextData
+
+_RUNNER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+class ModelSection(Section):
+    """Shape of a Llama-style decoder."""
+
+    kind: Literal["llama"] = Field(description="Model family.")
+    hidden_size: Size = Field(description="Width of the residual stream.")
+    num_layers: Size = Field(description="Number of transformer blocks.")
+    num_heads: Size = Field(description="Query heads; must divide hidden_size.")
+    num_kv_heads: Size = Field(description="Key and value heads; must divide num_heads.")
+    ffn_hidden_size: Size = Field(description="Inner width of the SwiGLU feed-forward.")
+    vocab_size: Size = Field(default=256, ge=256, description="Number of token ids; byte-level text needs 256.")
+    rope_theta: Positive = Field(default=10000.0, description="Base of the rotary position embedding.")
+    norm_eps: Positive = Field(default=1e-5, description="Epsilon of RMSNorm.")
+
+    @model_validator(mode="after")
+    def _divisible(self) -> ModelSection:
+        hidden, heads = self.hidden_size, self.num_heads
+        if hidden % heads:
+            raise fault("num_heads", f"{heads} does not divide hidden_size {hidden}", "Change one of them.")
+        if hidden // heads % 2:
+            raise fault("num_heads", f"hidden_size {hidden} / {heads} heads is odd", "Rotary embedding needs it even.")
+        if heads % self.num_kv_heads:
+            raise fault("num_kv_heads", f"{self.num_kv_heads} does not divide num_heads {heads}", "Change one of them.")
+        return self
+
+    def to_model(self) -> LlamaModel:
+        return LlamaModel(**self.model_dump(exclude={"kind"}))
+
+
+class DataSection(Section):
+    """Byte-level tokens of text files."""
+
+    kind: Literal["text"] = Field(default="text", description="How the data is read.")
+    path: str | None = Field(
+        default=None, description="File or folder, relative to the sweep file; null: the Python standard library."
+    )
+    pattern: str = Field(default="*.py", min_length=1, description="Which files of a folder, searched recursively.")
+
+    _resolve = field_validator("path")(resolve)
+
+    @model_validator(mode="after")
+    def _readable(self, info: ValidationInfo) -> DataSection:
+        if self.path is not None and (info.context or {}).get("check_files", True):
+            check_text(Path(self.path), self.pattern)
+        return self
+
+    def to_data(self) -> TextData:
+        return TextData(path=self.path, pattern=self.pattern)
+
+
+class OptimizerSection(Section):
+    """AdamW."""
+
+    kind: Literal["adamw"] = Field(default="adamw", description="Which optimiser.")
+    lr: Positive = Field(default=AdamW().lr, description="Learning rate, constant.")
+    beta1: float = Field(default=AdamW().beta1, ge=0, lt=1, description="Decay of the first moment.")
+    beta2: float = Field(default=AdamW().beta2, ge=0, lt=1, description="Decay of the second moment.")
+    eps: Positive = Field(default=AdamW().eps, description="Term added to the denominator.")
+    weight_decay: float = Field(default=AdamW().weight_decay, ge=0, description="Decoupled weight decay.")
+
+    def to_optimizer(self) -> AdamW:
+        return AdamW(**self.model_dump(exclude={"kind"}))
+
+
+class _OrPath:
+    """Annotation: the schema also allows a path; the loader puts the file's content in its place."""
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [handler(schema), {"type": "string"}]}
+
+
+class WorkloadSection(Section):
+    """What is trained, the same for every trial."""
+
+    model: Annotated[ModelSection, _OrPath()] = Field(
+        description="The model: a mapping, or the path of a YAML file with that mapping, relative to the sweep file."
+    )
+    data: DataSection = Field(default=DataSection(), description="The training text.")
+    seq_length: Size = Field(description="Tokens per sequence.")
+    global_batch_size: Size = Field(description="Sequences per optimiser step over all ranks.")
+    optimizer: OptimizerSection = Field(default=OptimizerSection(), description="The optimiser.")
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of weights and data order.")
+
+
+class ClusterSection(Section):
+    """Where trials run."""
+
+    kind: Literal["ray", "local"] = Field(
+        default="ray", description="ray: a Ray cluster, or one started here; local: this host without Ray."
+    )
+    address: str | None = Field(default=None, description="Address of a running Ray cluster; null starts one here.")
+    num_nodes: Size = Field(default=1, description="Nodes to lease.")
+    devices_per_node: Size | None = Field(default=None, description="Devices per node; null: all there are.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is a GPU.")
+    device_memory_bytes: ByteSize | None = Field(
+        default=None,
+        alias="device_memory",
+        description='Memory a rank may use, like "2GiB"; null: what the device has. Stands in for device memory on '
+        "machines without GPU.",
+    )
+    isolation: Literal["node", "device"] = Field(
+        default="node", description="node: a trial has its nodes to itself; device: small trials share a node."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ClusterSection:
+        if self.kind == "local" and self.address is not None:
+            raise fault("address", "a local cluster has no address", "Remove it, or use kind: ray.")
+        return self
+
+
+class SearchSection(Section):
+    """In what order candidates are tried."""
+
+    sampler: Literal["tpe", "random", "grid"] = Field(
+        default="tpe", description="tpe: tree-structured Parzen estimator; random; grid: every candidate in order."
+    )
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of the sampler.")
+    max_concurrent: Size = Field(default=1, description="Trials running at the same time.")
+
+
+class MeasureSection(Section):
+    """How a trial is measured."""
+
+    min_warmup_steps: int = Field(
+        default=Protocol().min_warmup_steps, ge=1, le=10**6, description="Steps dropped at the start, at least."
+    )
+    max_warmup_steps: int = Field(
+        default=Protocol().max_warmup_steps, ge=1, le=10**6, description="Steps dropped at the start, at most."
+    )
+    warmup_tolerance: Positive = Field(
+        default=Protocol().warmup_tolerance,
+        description="Warm-up ends when two step times in a row differ by at most this share.",
+    )
+    num_steps: int = Field(default=Protocol().num_steps, ge=1, le=10**6, description="Steps measured.")
+    max_steps: int = Field(
+        default=Protocol().max_steps, ge=1, le=10**6, description="Steps measured at most, while times spread."
+    )
+    max_relative_spread: Positive = Field(
+        default=Protocol().max_relative_spread,
+        description="Inter-quartile range over median above which more steps are measured.",
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> MeasureSection:
+        for low, high in (("min_warmup_steps", "max_warmup_steps"), ("num_steps", "max_steps")):
+            if getattr(self, low) > getattr(self, high):
+                message = f"{getattr(self, high)} is below {low} {getattr(self, low)}"
+                raise fault(high, message, f"Raise {high} or lower {low}.")
+        return self
+
+    def to_protocol(self) -> Protocol:
+        return Protocol(**self.model_dump())
+
+
+class BudgetSection(Section):
+    """When to stop, whichever comes first."""
+
+    max_trials: Size = Field(default=50, description="Trials in total, the baseline included.")
+    device_hours: Positive | None = Field(default=None, description="Device-hours spent; null: no limit.")
+    wall_time_s: Duration | None = Field(
+        default=None, alias="wall_time", description='Time since the start, like "10m" or "2h"; null: no limit.'
+    )
+    consecutive_failures: Size = Field(default=5, description="Failed trials in a row.")
+
+
+class DeadlinesSection(Section):
+    """Seconds a trial may spend before it is killed."""
+
+    starting_s: Positive = Field(default=Deadlines().starting_s, description="From launch until all ranks train.")
+    warmup_s: Positive = Field(default=Deadlines().warmup_s, description="In warm-up.")
+    measuring_s: Positive = Field(default=Deadlines().measuring_s, description="In the measured steps.")
+    stall_s: Positive = Field(default=Deadlines().stall_s, description="Between two signs of progress of any rank.")
+
+    def to_deadlines(self) -> Deadlines:
+        return Deadlines(**self.model_dump())
+
+
+class TrackingSection(Section):
+    """Where results are recorded in MLflow."""
+
+    uri: str | None = Field(
+        default=None,
+        pattern=r"^(https?://|sqlite:///|file:///)\S+$",
+        description="MLflow tracking URI (http, https, sqlite or file), without credentials; null: a SQLite store "
+        "in the home folder of tune-cluster.",
+    )
+    experiment: str | None = Field(
+        default=None, min_length=1, max_length=200, description="Experiment; null: named after model and hardware."
+    )
+
+
+def check_runner(value: str) -> str:
+    if _RUNNER.fullmatch(value) is None:
+        raise fault(None, f"{value[:80]!r} does not name a function", "Write module:function.")
+    return value

@@ -1,0 +1,102 @@
+"""Types of single values in a sweep file: names, durations, sizes, and files the user points at."""
+
+from __future__ import annotations
+
+import os
+import re
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationInfo, WithJsonSchema
+
+from orchestrator.knob_types import fault
+
+MAX_PATHS_SEARCHED = 10_000
+IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Positive = Annotated[float, Field(gt=0)]
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)(B|kB|MB|GB|TB|KiB|MiB|GiB|TiB)")
+_BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def _parse_duration(value: Any) -> float:
+    match = _DURATION.fullmatch(value) if isinstance(value, str) else None
+    if match is None or float(match[1]) == 0:
+        raise fault(None, f"expected a duration with its unit, got {value!r}", 'Write it like "90s", "10m" or "2h".')
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def _parse_size(value: Any) -> int:
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None or float(match[1]) == 0:
+        raise fault(None, f"expected a size with its unit, got {value!r}", 'Write it like "512MiB" or "80GB".')
+    return int(float(match[1]) * _BYTES[match[2]])
+
+
+Duration = Annotated[
+    float,
+    BeforeValidator(_parse_duration),
+    PlainSerializer(lambda seconds: f"{seconds:.12f}".rstrip("0").rstrip(".") + "s"),
+    WithJsonSchema({"type": "string", "pattern": f"^{_DURATION.pattern}$"}),
+]
+ByteSize = Annotated[
+    int,
+    BeforeValidator(_parse_size),
+    PlainSerializer(lambda size: f"{size}B"),
+    WithJsonSchema({"type": "string", "pattern": f"^{_SIZE.pattern}$"}),
+]
+
+
+def _identifier(value: str) -> str:
+    if IDENTIFIER.fullmatch(value) is None:
+        raise fault(
+            None,
+            f"{value[:80]!r} is not a valid name",
+            "Use 1 to 63 lower-case letters, digits, '.', '_' or '-', starting with a letter or digit.",
+        )
+    return value
+
+
+Identifier = Annotated[
+    str, AfterValidator(_identifier), WithJsonSchema({"type": "string", "pattern": f"^{IDENTIFIER.pattern}$"})
+]
+
+
+def resolve(value: str | None, info: ValidationInfo) -> str | None:
+    """Make a path absolute, from the folder of the sweep file."""
+    if value is None:
+        return None
+    if not value or "\0" in value:
+        raise fault(None, "not a path", "Name a file or folder, or leave the key out.")
+    folder = Path((info.context or {}).get("folder", "."))
+    return os.path.normpath(folder.absolute() / value)
+
+
+def check_text(path: Path, pattern: str) -> None:
+    """Raise a fault unless ``path`` is a readable file with text, or a folder holding one that matches."""
+    remedy = "Check the path (relative to the sweep file) and its permissions."
+    try:
+        if path.is_dir():
+            path = _first_match(path, pattern)
+        with path.open("rb") as stream:
+            has_text = bool(stream.read(1))
+    except OSError as error:
+        raise fault("path", f"{path} cannot be read: {error.strerror or error}", remedy) from None
+    if not has_text:
+        raise fault("path", f"{path} is empty", remedy)
+
+
+def _first_match(folder: Path, pattern: str) -> Path:
+    try:
+        matches = islice(folder.rglob(pattern), MAX_PATHS_SEARCHED)
+        found = next((file for file in matches if file.is_file() and file.stat().st_size), None)
+    except (ValueError, NotImplementedError) as error:
+        raise fault("pattern", f"{pattern!r} cannot be used: {error}", "Use a pattern like '*.txt'.") from None
+    if found is None:
+        raise fault("pattern", f"no file with text in {folder} matches {pattern!r}", "Change pattern or path.")
+    return found

@@ -1,0 +1,383 @@
+"""Projection of the ledger into MLflow, and the model registry. The one module importing mlflow, and only when used.
+
+One experiment per model and hardware; a parent run per sweep; a child run per trial, with further attempts of a trial
+as tags. Runs are found again by their tags, metrics carry the events' own times, so writing an entry twice changes
+nothing. MLflow being away only delays: entries wait in the ledger behind the cursor.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator import tracking_content as content
+from orchestrator.controller import apply, fold
+from orchestrator.ledger import Entry, Ledger
+from orchestrator.mlflow_urls import artifact_folder, public_uri, sqlite_path
+from orchestrator.report import report_html, report_markdown
+from orchestrator.state import AttemptEnded, AttemptLaunched, SweepCreated, SweepFinished, SweepState, Trial
+from orchestrator.summary import Recorded, summarize
+from trials.codec import to_json
+from trials.outcome import GangLost
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param, RunTag
+    from mlflow.entities.model_registry import ModelVersion
+
+logger = logging.getLogger(__name__)
+
+CURSOR = "mlflow"
+"""Name of the ledger's cursor and of the document that says where MLflow holds the sweep."""
+_NOTE = "mlflow.note.content"
+_FIRST_RETRY_S, _LAST_RETRY_S = 2.0, 120.0
+_SETTINGS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    # The outbox repeats what failed; the client's own minutes of retries would hold up the sweep.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """A version in the model registry."""
+
+    name: str
+    version: str
+    run_id: str
+    source: str
+    """Where its files are, ``runs:/<run_id>/<folder>``."""
+    tags: Mapping[str, str]
+    aliases: tuple[str, ...] = ()
+
+
+class Tracker:
+    """Carries one sweep's ledger into the MLflow store at ``uri``, and speaks to its model registry.
+
+    Args:
+        uri: a tracking URI: ``sqlite:///...`` or the address of a server.
+        experiment: name of the experiment; None derives it from the sweep's model and hardware.
+    """
+
+    def __init__(self, uri: str, experiment: str | None = None) -> None:
+        self.uri = uri
+        self._experiment = experiment
+        self._client: MlflowClient | None = None
+        self._experiment_ids: dict[str, str] = {}
+        self._runs: dict[str, dict[str, str]] = {}
+        self._folded: tuple[int, SweepState] | None = None
+        self._failures = 0
+        self._retry_at_s = 0.0
+
+    def prepare(self) -> None:
+        """Connect and create the store's tables where they are missing; takes seconds the first time.
+
+        Raises:
+            Exception: whatever MLflow raises when the store cannot be reached.
+        """
+        self._mlflow()
+
+    def sync(self, ledger: Ledger, state: SweepState) -> int:
+        """Write every entry behind the cursor; return how many were written.
+
+        An error of MLflow is logged, once per outage, and leaves the cursor where it is; the next calls do nothing
+        until a growing pause is over. When ``state`` is over there is no pause.
+        """
+        if time.monotonic() < self._retry_at_s and not state.is_over:
+            return 0
+        done = 0
+        for entry in ledger.entries(after=ledger.cursor(CURSOR)):
+            after = self._fold_to(ledger, entry)
+            try:
+                self.project(entry, after)
+                self._note_place(ledger, after)
+            except Exception as error:
+                self._note_failure(error)
+                return done
+            ledger.advance(CURSOR, entry.seq)
+            self._folded = (entry.seq, after)
+            self._failures, self._retry_at_s = 0, 0.0
+            done += 1
+        return done
+
+    def project(self, entry: Entry, state: SweepState) -> None:
+        """Write one entry; ``state`` is the fold up to and including it. Repeating it changes nothing."""
+        match entry.event:
+            case SweepCreated():
+                self._ensure_sweep(state)
+            case AttemptLaunched():
+                self._project_launched(entry.event, state)
+            case AttemptEnded():
+                self._project_ended(entry.event, state)
+            case SweepFinished():
+                self._project_finished(entry.event, state)
+            case _:
+                pass
+
+    def find_run(self, state: SweepState, trial: int | None) -> str | None:
+        """The run of a trial, or of the sweep itself for None; None where MLflow has none."""
+        return self._sweep_runs(state).get("sweep" if trial is None else str(trial))
+
+    def recorded(self, state: SweepState) -> Recorded | None:
+        """Where the sweep is recorded."""
+        run_id = self.find_run(state, None)
+        return Recorded(experiment_id=self._experiment_id(state), run_id=run_id) if run_id else None
+
+    # ---- the sweep ----
+
+    def _ensure_sweep(self, state: SweepState) -> str:
+        created = state.sweep
+        known = self._sweep_runs(state)
+        if "sweep" not in known:
+            run = self._mlflow().create_run(
+                self._experiment_id(state), _ms(created.at_s), content.sweep_tags(created), run_name=created.sweep
+            )
+            known["sweep"] = run.info.run_id
+            self._log(known["sweep"], created.at_s, params=content.sweep_params(created))
+        return known["sweep"]
+
+    def _project_finished(self, event: SweepFinished, state: SweepState) -> None:
+        run_id = self._ensure_sweep(state)
+        summary = summarize(state, self.uri)
+        note = report_markdown(state, summary)
+        self._put_text(run_id, note, "report.md")
+        self._put_text(run_id, report_html(state, summary), "report.html")
+        self._put_json(run_id, summary.to_json(), "summary.json")
+        self._log(
+            run_id, event.at_s, tags={_NOTE: note, "tc.state": event.status, "tc.reason": content.scrub(event.reason)}
+        )
+        self._end(run_id, "FINISHED" if event.status == "finished" else "FAILED", event.at_s)
+
+    # ---- trials ----
+
+    def _ensure_trial(self, state: SweepState, trial: Trial) -> str:
+        known = self._sweep_runs(state)
+        if str(trial.number) not in known:
+            tags = content.trial_tags(state.sweep, trial, self._ensure_sweep(state))
+            at_ms = _ms(trial.attempts[0].launched_at_s)
+            name = content.trial_name(trial)
+            run = self._mlflow().create_run(self._experiment_id(state), at_ms, tags, run_name=name)
+            known[str(trial.number)] = run.info.run_id
+        return known[str(trial.number)]
+
+    def _project_launched(self, event: AttemptLaunched, state: SweepState) -> None:
+        trial = state.trials[event.trial]
+        run_id = self._ensure_trial(state, trial)
+        if event.attempt:
+            self._log(run_id, event.at_s, tags=content.attempt_tags(trial))
+            self._mlflow().update_run(run_id, status="RUNNING")
+
+    def _project_ended(self, event: AttemptEnded, state: SweepState) -> None:
+        trial = state.trials[event.trial]
+        if trial.is_running or not trial.attempts or trial.attempts[-1].token != event.token:
+            return
+        run_id = self._ensure_trial(state, trial)
+        self._log(
+            run_id,
+            event.at_s,
+            metrics=content.trial_metrics(state, trial),
+            params=content.trial_params(trial),
+            tags={**content.attempt_tags(trial), _NOTE: content.trial_note(state, trial)},
+        )
+        self._put_json(run_id, content.trial_record(state, trial), "trial.json")
+        if tail := content.log_tail(trial):
+            self._put_text(run_id, tail, "log_tail.txt")
+        self._end(run_id, "FINISHED" if trial.measurement else "FAILED", event.at_s)
+        if not isinstance(event.outcome, GangLost):
+            self._update_sweep(event, state, trial)
+
+    def _update_sweep(self, event: AttemptEnded, state: SweepState, trial: Trial) -> None:
+        """The curve of the best so far over trial numbers; the note when the result changes."""
+        if state.best is None or state.best.measurement is None:
+            return
+        changed = trial.number in (0, state.best.number)
+        self._log(
+            self._ensure_sweep(state),
+            event.at_s,
+            metrics={content.BEST: state.best.measurement.tokens_per_s_per_device},
+            step=trial.number,
+            tags={_NOTE: report_markdown(state, summarize(state, self.uri))} if changed else {},
+        )
+
+    # ---- the model registry ----
+
+    def register(
+        self, name: str, run_id: str, files: Mapping[str, str], folder: str, tags: Mapping[str, str], description: str
+    ) -> Registered:
+        """Put ``files`` (name -> text) into ``folder`` of the run's artifacts and make a model version of it."""
+        client = self._mlflow()
+        for file_name, text in files.items():
+            self._put_text(run_id, text, f"{folder}/{file_name}")
+        if not client.search_registered_models(filter_string=f"name = '{name}'"):
+            client.create_registered_model(name, description="Training configurations promoted by tune-cluster.")
+        tags = {key: value[: content.MAX_TAG_CHARS] for key, value in tags.items()}
+        version = client.create_model_version(
+            name, f"runs:/{run_id}/{folder}", run_id, tags=tags, description=description
+        )
+        return _registered(version)
+
+    def set_alias(self, name: str, alias: str, version: str) -> None:
+        self._mlflow().set_registered_model_alias(name, alias, version)
+
+    def model_version(self, name: str, *, alias: str | None = None, version: str | None = None) -> Registered | None:
+        """The version with this alias or number; None where there is none."""
+        from mlflow.exceptions import MlflowException
+
+        client = self._mlflow()
+        try:
+            if alias is not None:
+                version = str(client.get_model_version_by_alias(name, alias).version)
+            return _registered(client.get_model_version(name, str(version)))
+        except MlflowException as error:
+            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                return None
+            raise
+
+    def read_model_file(self, registered: Registered, file_name: str) -> str:
+        """The text of a file of a model version.
+
+        Raises:
+            LookupError: the version does not point into its run's artifacts, or the file is not there.
+        """
+        prefix = f"runs:/{registered.run_id}/"
+        if not registered.source.startswith(prefix):
+            raise LookupError(f"its source {registered.source} is not in the run it names")
+        artifact = f"{registered.source.removeprefix(prefix)}/{file_name}"
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                path = self._mlflow().download_artifacts(registered.run_id, artifact, folder)
+            except OSError as error:
+                raise LookupError(f"its artifact {artifact} cannot be read: {error}") from None
+            return Path(path).read_text(encoding="utf-8")
+
+    # ---- the store ----
+
+    def _mlflow(self) -> MlflowClient:
+        """The client; the first call imports MLflow and brings the store's tables into being."""
+        if self._client is None:
+            for variable, value in _SETTINGS.items():
+                os.environ.setdefault(variable, value)
+            from mlflow import MlflowClient
+
+            for noisy in ("mlflow", "alembic"):
+                logging.getLogger(noisy).setLevel(logging.WARNING)
+            if path := sqlite_path(self.uri):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+            client.search_experiments(max_results=1)
+            self._client = client
+        return self._client
+
+    def _experiment_id(self, state: SweepState) -> str:
+        name = self._experiment or content.experiment_name(state.sweep)
+        if name not in self._experiment_ids:
+            found = self._mlflow().get_experiment_by_name(name)
+            self._experiment_ids[name] = str(found.experiment_id) if found else self._create_experiment(name)
+        return self._experiment_ids[name]
+
+    def _create_experiment(self, name: str) -> str:
+        folder = artifact_folder(self.uri)
+        location = (folder / content.slug(name)).as_uri() if folder else None
+        return str(self._mlflow().create_experiment(name, artifact_location=location))
+
+    def _sweep_runs(self, state: SweepState) -> dict[str, str]:
+        """Run ids of the sweep: ``sweep`` for the parent, the trial's number for a trial. Searched for once."""
+        identity = content.sweep_id(state.sweep)
+        if identity not in self._runs:
+            self._runs[identity] = self._search_runs(self._experiment_id(state), identity)
+        return self._runs[identity]
+
+    def _search_runs(self, experiment_id: str, identity: str) -> dict[str, str]:
+        found: dict[str, str] = {}
+        token = None
+        while True:
+            page = self._mlflow().search_runs(
+                [experiment_id], f"tags.`tc.sweep_id` = '{identity}'", max_results=1000, page_token=token
+            )
+            for run in page:
+                found[run.data.tags.get("tc.trial", "sweep")] = run.info.run_id
+            token = page.token
+            if not token:
+                return found
+
+    def _log(
+        self,
+        run_id: str,
+        at_s: float,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        params: Mapping[str, str] | None = None,
+        tags: Mapping[str, str] | None = None,
+        step: int = 0,
+    ) -> None:
+        """One synchronous batch. Metrics carry the event's time: MLflow stores equal ones once."""
+        from mlflow.entities import Metric, Param, RunTag
+
+        batch_metrics: list[Metric] = [Metric(k, v, _ms(at_s), step) for k, v in (metrics or {}).items()]
+        batch_params: list[Param] = [Param(k, v) for k, v in (params or {}).items()]
+        batch_tags: list[RunTag] = [RunTag(k, v[: content.MAX_TAG_CHARS]) for k, v in (tags or {}).items()]
+        self._mlflow().log_batch(run_id, batch_metrics, batch_params, batch_tags, synchronous=True)
+
+    def _put_text(self, run_id: str, text: str, artifact: str) -> None:
+        self._mlflow().log_text(run_id, text, artifact)
+
+    def _put_json(self, run_id: str, value: Any, artifact: str) -> None:
+        self._put_text(run_id, json.dumps(value, indent=1), artifact)
+
+    def _end(self, run_id: str, status: str, at_s: float) -> None:
+        self._mlflow().set_terminated(run_id, status, _ms(at_s))
+
+    # ---- the outbox ----
+
+    def _fold_to(self, ledger: Ledger, entry: Entry) -> SweepState:
+        """The state up to and including ``entry``, from the last one folded where that is the one before it."""
+        if self._folded and self._folded[0] == entry.seq - 1:
+            return apply(self._folded[1], entry.event)
+        return fold(earlier.event for earlier in ledger.entries() if earlier.seq <= entry.seq)
+
+    def _note_place(self, ledger: Ledger, state: SweepState) -> None:
+        if self._failures == 0 and ledger.document(CURSOR) is not None:
+            return
+        if recorded := self.recorded(state):
+            ledger.put_document(CURSOR, to_json(recorded))
+
+    def _note_failure(self, error: Exception) -> None:
+        """Warn once per outage, forget what may not have been stored, and wait longer each time."""
+        if self._failures == 0:
+            why = content.scrub(str(error)).strip().splitlines()
+            logger.warning(
+                "MLflow at %s does not take results (%s: %s); the sweep goes on, they follow later",
+                public_uri(self.uri),
+                type(error).__name__,
+                why[0] if why else "no message",
+            )
+        logger.debug("MLflow error", exc_info=error)
+        self._runs.clear()
+        self._experiment_ids.clear()
+        self._retry_at_s = time.monotonic() + min(_LAST_RETRY_S, _FIRST_RETRY_S * 2**self._failures)
+        self._failures += 1
+
+
+def _registered(version: ModelVersion) -> Registered:
+    return Registered(
+        name=version.name,
+        version=str(version.version),
+        run_id=version.run_id or "",
+        source=version.source or "",
+        tags=dict(version.tags),
+        aliases=tuple(version.aliases),
+    )
+
+
+def _ms(at_s: float) -> int:
+    return round(at_s * 1000)

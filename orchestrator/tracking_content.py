@@ -1,0 +1,197 @@
+"""What MLflow is told about a sweep, as plain values: names, params, tags, metrics, notes. Free of MLflow itself.
+
+Every value follows from the ledger alone, so that a replay writes the same again.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from orchestrator import report_format as fmt
+from orchestrator.space import flat_params, short_name
+from orchestrator.state import SweepCreated, SweepState, Trial, describe_failure
+from orchestrator.statistics import relative_spread, tokens_per_s_per_device
+from trials.codec import digest, to_json
+from trials.outcome import Evidence, Measurement
+
+OBJECTIVE = "tokens_per_s_per_device"
+BEST = f"best_{OBJECTIVE}"
+MAX_PARAM_CHARS = 6000
+MAX_TAG_CHARS = 5000
+_MAX_RUN_NAME_CHARS = 200
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
+_MIN_SECRET_CHARS = 6
+_URL_PASSWORD = re.compile(r"(?<=://)[^/\s@]+@")
+
+
+def experiment_name(created: SweepCreated) -> str:
+    """One experiment per model and hardware: ``llama-h128-l4 on 1x2 AMD EPYC 7B13``."""
+    model = created.workload.model
+    name = f"{model.kind}-h{model.hidden_size}-l{model.num_layers} on {created.hardware}"
+    return re.sub(r"\s+", " ", re.sub(r"[^A-Za-z0-9 ._-]", " ", name)).strip()
+
+
+def slug(name: str) -> str:
+    """The name as a folder: lower case, no spaces."""
+    return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-.")
+
+
+def sweep_id(created: SweepCreated) -> str:
+    """Identity of a sweep across machines: two sweeps of one name started at different times are different."""
+    return digest([created.sweep, created.spec_hash, created.at_s])[:16]
+
+
+def sweep_tags(created: SweepCreated) -> dict[str, str]:
+    environment = {f"tc.env.{key}": value for key, value in created.fingerprint.items()}
+    return _common_tags(created) | {"tc.kind": "sweep", "tc.spec_hash": created.spec_hash} | environment
+
+
+def sweep_params(created: SweepCreated) -> dict[str, str]:
+    """The workload and the budget, flat: ``model.hidden_size``, ``budget.max_trials``."""
+    values = {"workload": created.workload, "budget": created.budget, "num_legal": created.num_legal}
+    flat = dict(_flatten(to_json(values)))
+    return {key.removeprefix("workload."): text for key, text in flat.items()}
+
+
+def trial_name(trial: Trial) -> str:
+    """``t014 dp2 z3 mbs4``: the only thing MLflow's default tables show of a run."""
+    return f"{fmt.trial_id(trial.number)} {short_name(trial.candidate)}"[:_MAX_RUN_NAME_CHARS]
+
+
+def trial_tags(created: SweepCreated, trial: Trial, parent_run_id: str) -> dict[str, str]:
+    return _common_tags(created) | {
+        "mlflow.parentRunId": parent_run_id,
+        "tc.kind": "trial",
+        "tc.trial": str(trial.number),
+        "tc.origin": trial.origin,
+        "tc.reason": trial.reason,
+        "tc.config_key": trial.candidate.config_key,
+        **attempt_tags(trial),
+    }
+
+
+def attempt_tags(trial: Trial) -> dict[str, str]:
+    """Where the last attempt runs, and how the earlier ones ended."""
+    attempt = trial.attempts[-1]
+    nodes = dict.fromkeys(device.node for device in attempt.ranks)
+    ended = {f"tc.attempt.{i}": _ended_words(a.outcome) for i, a in enumerate(trial.attempts) if a.outcome is not None}
+    return {
+        "tc.state": trial.status,
+        "tc.attempts": str(len(trial.attempts)),
+        "tc.attempt_token": attempt.token,
+        "tc.nodes": ", ".join(nodes),
+        **ended,
+    }
+
+
+def trial_params(trial: Trial) -> dict[str, str]:
+    """The knobs, flat, as text."""
+    return {key: str(value)[:MAX_PARAM_CHARS] for key, value in flat_params(trial.candidate).items()}
+
+
+def trial_metrics(state: SweepState, trial: Trial) -> dict[str, float]:
+    """Single values with their units in the name; not-finite ones are left out."""
+    values: dict[str, float | None] = {"device_s": trial.device_seconds}
+    if trial.measurement:
+        values |= _measured_metrics(trial.measurement)
+        compared = fmt.versus_baseline(trial, state)
+        values["speedup"] = compared.ratio.value if compared else None
+    return {key: float(value) for key, value in values.items() if value is not None and math.isfinite(value)}
+
+
+def trial_record(state: SweepState, trial: Trial) -> dict[str, Any]:
+    """Everything known about the trial, raw: candidate, attempts, step times, losses."""
+    return {
+        "sweep": state.sweep.sweep,
+        "trial": trial.number,
+        "short_name": short_name(trial.candidate),
+        "config_key": trial.candidate.config_key,
+        "workload": to_json(state.sweep.workload),
+        "candidate": to_json(trial.candidate),
+        "attempts": scrub_all(to_json(trial.attempts)),
+    }
+
+
+def trial_note(state: SweepState, trial: Trial) -> str:
+    """Markdown; the first line is the result."""
+    name = f"`{short_name(trial.candidate)}`"
+    if trial.measurement is None:
+        return f"**{fmt.status_words(trial.status)}** — {name}\n\n{scrub(fmt.failure(trial))}"
+    speed = tokens_per_s_per_device(trial.measurement)
+    compared = fmt.versus_baseline(trial, state)
+    against = f", {fmt.versus(compared)} the baseline ({fmt.ratio_interval(compared.ratio.ci95)})" if compared else ""
+    return f"**{fmt.rate(speed.value)} tokens/s/p**{against} — {name}\n\n95 % interval {fmt.interval(speed.ci95)}"
+
+
+def log_tail(trial: Trial) -> str | None:
+    """Last lines of the failed rank's log with the collateral errors; None where there are none."""
+    evidence: Evidence | None = getattr(trial.outcome, "evidence", None)
+    if evidence is None or not (evidence.log_tail or evidence.collateral):
+        return None
+    collateral = ["", "--- errors of other ranks ---", *evidence.collateral] if evidence.collateral else []
+    return scrub("\n".join([*evidence.log_tail, *collateral]) + "\n")
+
+
+def scrub(text: str) -> str:
+    """``text`` without the values of this process's secret-looking variables and without passwords in URLs."""
+    for name, value in os.environ.items():
+        if _SECRET_NAME.search(name) and len(value) >= _MIN_SECRET_CHARS:
+            text = text.replace(value, "***")
+    return _URL_PASSWORD.sub("***@", text)
+
+
+def scrub_all(value: Any) -> Any:
+    """:func:`scrub` on every string of a JSON value."""
+    if isinstance(value, str):
+        return scrub(value)
+    if isinstance(value, list):
+        return [scrub_all(item) for item in value]
+    return {key: scrub_all(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _common_tags(created: SweepCreated) -> dict[str, str]:
+    return {
+        "tc.sweep": created.sweep,
+        "tc.sweep_id": sweep_id(created),
+        "tc.hardware": created.hardware,
+        "mlflow.source.name": "tune-cluster",
+        "mlflow.source.type": "LOCAL",
+    }
+
+
+def _ended_words(outcome: Any) -> str:
+    """``gang_lost: rank 3 on n1: node died``."""
+    why = scrub(describe_failure(outcome))
+    return f"{outcome.kind}: {why}"[:MAX_TAG_CHARS] if why else str(outcome.kind)
+
+
+def _measured_metrics(measurement: Measurement) -> dict[str, float | None]:
+    speed = tokens_per_s_per_device(measurement)
+    breakdown: dict[str, float] = to_json(measurement.breakdown)
+    return {
+        OBJECTIVE: speed.value,
+        f"{OBJECTIVE}_ci95_low": speed.ci95.low if speed.ci95 else None,
+        f"{OBJECTIVE}_ci95_high": speed.ci95.high if speed.ci95 else None,
+        "step_time_s": measurement.step_time_s,
+        "step_time_spread": relative_spread(measurement.step_times_s),
+        **breakdown,
+        "peak_memory_bytes": max(measurement.peak_allocated_bytes, default=None),
+        "peak_reserved_bytes": max(measurement.peak_reserved_bytes, default=None),
+        "mfu": measurement.mfu,
+        "final_loss": measurement.losses[-1] if measurement.losses else None,
+        "num_skipped_steps": measurement.num_skipped_steps,
+        "compile_s": measurement.compile_s,
+        "num_measured_steps": len(measurement.step_times_s),
+    }
+
+
+def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flatten(item, f"{prefix}.{key}" if prefix else key)
+    elif value is not None:
+        yield prefix, str(value)[:MAX_PARAM_CHARS]

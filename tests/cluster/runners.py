@@ -1,0 +1,134 @@
+"""Runners for gangs of the tests: small, with real gloo where ranks must meet."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from trials.codec import to_json
+from trials.outcome import RankReport, StepBreakdown
+
+
+def report(step_times_s=(0.1, 0.2), **changes):
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    values = {
+        "rank": rank,
+        "world_size": world_size,
+        "tokens_per_step": 64,
+        "step_times_s": tuple(step_times_s),
+        "breakdown": StepBreakdown(forward_s=0.1 * (rank + 1)),
+        "peak_allocated_bytes": 100 + rank,
+        "peak_reserved_bytes": 200 + rank,
+        "num_warmup_steps": 1,
+        "losses": (3.0, 2.0 + rank),
+        "grad_norms": (1.0, 1.0),
+        "model_flops_per_token": 6.0,
+    }
+    return to_json(RankReport(**{**values, **changes}))
+
+
+def join():
+    dist.init_process_group(
+        "gloo",
+        init_method=os.environ["TUNE_CLUSTER_RENDEZVOUS"],
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    return dist.get_rank()
+
+
+def all_reduce():
+    total = torch.ones(4)
+    dist.all_reduce(total)
+    return total[0].item()
+
+
+def noop(spec, progress):
+    return report()
+
+
+def ok(spec, progress):
+    progress("starting")
+    rank = join()
+    total = all_reduce()
+    progress("warmup", step=1)
+    for step in (1, 2):
+        progress("measuring", step=step, step_time_s=0.1 * step)
+    times = spec.get("step_times_s", [[0.1, 0.2]] * dist.get_world_size())[rank]
+    return report(times, model_flops_per_token=total)
+
+
+def environment(spec, progress):
+    """Fails with what the rank sees, for the test to read."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "EXTRA")
+    seen = {name: os.environ.get(name) for name in names}
+    seen |= {"threads": torch.get_num_threads(), "ray": "ray" in sys.modules}
+    if os.environ["RANK"] == "0":
+        raise ValueError(repr(seen))
+    time.sleep(600)
+
+
+def raises(spec, progress):
+    """One rank raises while the others wait for it."""
+    rank = join()
+    all_reduce()
+    if rank == spec["rank"]:
+        print("about to fail")
+        raise ValueError("no good")
+    all_reduce()
+    return report()
+
+
+def out_of_memory(spec, progress):
+    rank = join()
+    all_reduce()
+    if rank == spec["rank"]:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+    all_reduce()
+    return report()
+
+
+def hangs(spec, progress):
+    """One rank stops making progress in its second measured step; its peers wait in the collective."""
+    rank = join()
+    all_reduce()
+    progress("measuring", step=1)
+    if rank != spec["rank"]:
+        progress("measuring", step=2)
+        all_reduce()
+    time.sleep(600)
+
+
+def hangs_at_start(spec, progress):
+    time.sleep(600)
+
+
+def dies(spec, progress):
+    rank = join()
+    all_reduce()
+    if rank == spec["rank"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    all_reduce()
+    return report()
+
+
+def leaves(spec, progress):
+    """Exits past every handler."""
+    os._exit(7)
+
+
+def spawns(spec, progress):
+    """Leaves a detached grandchild, orphaned, in a session of its own and without the rank's environment."""
+    script = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)"
+    subprocess.run([sys.executable, "-S", "-c", script], check=True, env={"MARK": spec["mark"]})
+    if os.fork() == 0:  # forked without exec: looks like the nursery itself
+        os.setsid()
+        time.sleep(600)
+    progress("warmup", step=1)
+    if spec["then"] == "hang":
+        time.sleep(600)
+    return report()

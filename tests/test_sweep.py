@@ -1,0 +1,171 @@
+"""Whole sweeps: the real runtime, real gangs on this host, a real MLflow store."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from orchestrator import service
+from orchestrator.home import Home
+from orchestrator.ledger import Ledger
+from orchestrator.report import LiveView
+from orchestrator.state import AttemptEnded, TrialProposed
+from tests import sweeps
+from trials.outcome import Measured
+
+pytestmark = pytest.mark.slow
+
+
+def submit(file, home):
+    with LiveView() as view:
+        return service.submit(file, Home(home), observer=view)
+
+
+def command(*arguments, home, **options):
+    return subprocess.Popen(
+        [Path(sys.executable).with_name("tune-cluster"), *arguments, "--home", home],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def processes_mentioning(text):
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                told = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+            except OSError:
+                continue
+            if text.encode() in told:
+                found.append((int(folder.name), told[:200]))
+    return found
+
+
+def eventually_gone(text, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while (left := processes_mentioning(text)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+def test_a_sweep_measures_records_and_is_only_read_the_second_time(tmp_path):
+    file = sweeps.write(tmp_path)
+    result = submit(file, tmp_path / "home")
+    assert result.state.status == "finished"
+    assert [trial.status for trial in result.state.trials] == ["measured"] * 4
+    assert result.state.trials[0].candidate.layout.dp_replicate == 2
+    keys = [trial.candidate.config_key for trial in result.state.trials]
+    assert len(set(keys)) == 4
+    assert result.state.device_seconds > 0
+    again = submit(file, tmp_path / "home")
+    assert again.state == result.state
+
+
+def test_every_kind_of_failure_has_its_outcome_and_the_sweep_goes_on(tmp_path):
+    file = sweeps.write(
+        tmp_path,
+        runner="tests.faulty_runner:run_rank",
+        space={"dp_replicate": [2], "micro_batch_size": [1, 2, 4], "recompute": ["none", "full"]},
+        budget={"max_trials": 6, "consecutive_failures": 6},
+        deadlines={"starting_s": 20, "stall_s": 3},
+    )
+    result = submit(file, tmp_path / "home")
+    found = {
+        (trial.candidate.micro_batch_size, trial.candidate.recompute.kind): trial.outcome
+        for trial in result.state.trials
+    }
+    assert result.state.status == "finished"
+    assert found[1, "none"].kind == "measured"
+    assert found[1, "full"].kind == "diverged"
+    assert found[2, "none"].kind == "crashed"
+    assert "a fault of this candidate" in found[2, "none"].evidence.message
+    assert found[4, "none"].kind == "crashed"
+    assert found[4, "none"].evidence.exit_code == -signal.SIGKILL
+    assert found[4, "none"].evidence.rank == 1
+    assert eventually_gone(str(tmp_path)) == []
+
+
+def test_a_hang_ends_at_its_deadline_and_too_little_memory_is_an_out_of_memory(tmp_path):
+    hang = sweeps.write(
+        tmp_path,
+        file_name="hang.yaml",
+        name="hang",
+        runner="tests.faulty_runner:run_rank",
+        space={"dp_replicate": [1], "micro_batch_size": [8]},
+        baseline={"dp_replicate": 2, "micro_batch_size": 1},
+        deadlines={"starting_s": 3},
+    )
+    result = submit(hang, tmp_path / "home")
+    assert [trial.status for trial in result.state.trials] == ["measured", "timed_out"]
+    small = sweeps.write(
+        tmp_path,
+        file_name="oom.yaml",
+        name="oom",
+        workload={"seq_length": 1024, "global_batch_size": 64},
+        space={"dp_replicate": [1], "micro_batch_size": [1, 64]},
+        baseline={"dp_replicate": 1, "micro_batch_size": 1},
+        cluster={"device_memory": "200MiB"},
+    )
+    result = submit(small, tmp_path / "home")
+    assert [trial.status for trial in result.state.trials] == ["measured", "oom"]
+
+
+def test_the_same_error_on_the_first_three_attempts_stops_the_sweep_with_it(tmp_path):
+    file = sweeps.write(tmp_path, runner="tests.faulty_runner:always_raises")
+    process = command("submit", file, "--json", home=tmp_path / "home")
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1, stderr
+    body = json.loads(stdout)
+    assert body["state"] == "failed"
+    assert body["trials"]["crashed"] == 3
+    assert "a mistake in the user's own code" in stderr
+    assert "Traceback" not in stderr.split("a mistake")[0] or "ZeroDivisionError" in stderr
+
+
+@pytest.mark.fault
+def test_a_controller_killed_at_any_moment_continues_and_measures_nothing_twice(tmp_path):
+    """SIGKILL at random moments until the sweep is through; then every trial is there once, as without kills."""
+    file = sweeps.write(tmp_path, budget={"max_trials": 5})
+    undisturbed = submit(file, tmp_path / "calm")
+    home = tmp_path / "home"
+    rng = random.Random(0)
+    num_kills = 0
+    for _ in range(12):
+        process = command("submit", file, "--json", home=home)
+        try:
+            process.communicate(timeout=rng.uniform(2.0, 9.0) if num_kills < 4 else 120)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            num_kills += 1
+            assert eventually_gone(str(home)) == []
+            continue
+        assert process.returncode == 0
+        break
+    assert num_kills >= 2
+    with Ledger.open_existing(home / "sweeps" / "tiny") as ledger:
+        events = list(ledger.events())
+    proposals = [event.candidate for event in events if isinstance(event, TrialProposed)]
+    assert proposals == [trial.candidate for trial in undisturbed.state.trials]
+    measured = [e.trial for e in events if isinstance(e, AttemptEnded) and isinstance(e.outcome, Measured)]
+    assert sorted(measured) == list(range(5))
+
+
+def test_another_file_under_the_same_name_is_refused_and_nothing_changes(tmp_path):
+    home = tmp_path / "home"
+    submit(sweeps.write(tmp_path, budget={"max_trials": 1}), home)
+    before = (home / "sweeps" / "tiny" / "ledger.sqlite").read_bytes()
+    process = command("submit", sweeps.write(tmp_path, budget={"max_trials": 2}), home=home)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "another name" in stderr
+    assert (home / "sweeps" / "tiny" / "ledger.sqlite").read_bytes() == before

@@ -1,0 +1,109 @@
+"""What can go wrong in a rank, and how to tell which kind an error is. Imports no torch.
+
+::
+
+    InfeasibleSpec (ValueError)      no launch of this specification can work
+    DataError (ValueError)           the training data cannot be read, or is too short
+    NonFiniteLoss (ArithmeticError)  the loss or the gradient norm became inf or nan
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from typing import Literal
+
+FailureClass = Literal["oom", "infeasible", "diverged", "data", "connection", "error"]
+
+
+class InfeasibleSpec(ValueError):
+    """The runner refuses the specification: retrying cannot help. The message names the rule and the remedy."""
+
+
+class DataError(ValueError):
+    """The training data cannot be read or is too short. The message names the path and the remedy."""
+
+
+class NonFiniteLoss(ArithmeticError):
+    """Training diverged. The message names the step and the value."""
+
+
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "defaultcpuallocator: can't allocate memory",
+    "defaultcpuallocator: not enough memory",
+    "std::bad_alloc",
+    "cannot allocate memory",
+    "cublas_status_alloc_failed",
+)
+"""Lower-case message parts: CUDA, torch's CPU allocator, C++, mmap and fork, cuBLAS."""
+
+_CONNECTION = (
+    "connection closed by peer",
+    "connection reset",
+    "connection refused",
+    "connection was closed",
+    "read error",
+    "write error",
+    "broken pipe",
+    "socket timeout",
+    "socket closed",
+    "timed out waiting",
+    "wait timeout",
+    "collective operation timeout",
+    "ncclremoteerror",
+    "nccl communicator was aborted",
+    "remote process exited",
+)
+"""Lower-case message parts by which gloo, the stores and NCCL report that a *peer* went away or never came."""
+
+_BY_TYPE_NAME: dict[str, FailureClass] = {
+    "InfeasibleSpec": "infeasible",
+    "DataError": "data",
+    "NonFiniteLoss": "diverged",
+    "OutOfMemoryError": "oom",
+    "MemoryError": "oom",
+    "DistNetworkError": "connection",
+    "DistStoreError": "connection",
+}
+
+
+def classify(error: BaseException) -> FailureClass:
+    """Say what kind of failure ``error`` is, looking through its chain of causes.
+
+    The innermost error with a kind of its own wins. "connection" means collateral: some peer of the gang failed first,
+    so it counts only when nothing in the chain says more; "error" is everything not recognised.
+    """
+    kinds = [_classify_one(link) for link in _chain(error)]
+    for kind in reversed(kinds):
+        if kind not in ("connection", "error"):
+            return kind
+    return "connection" if "connection" in kinds else "error"
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _classify_one(error: BaseException) -> FailureClass:
+    for cls in type(error).__mro__:
+        if cls.__name__ in _BY_TYPE_NAME and not _is_memory_message(error):
+            return _BY_TYPE_NAME[cls.__name__]
+    if _is_memory_message(error):
+        return "oom"
+    message = str(error).lower()
+    if isinstance(error, ConnectionError) or any(part in message for part in _CONNECTION):
+        return "connection"
+    return "error"
+
+
+def _is_memory_message(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    message = str(error).lower()
+    return any(part in message for part in _OUT_OF_MEMORY)

@@ -1,0 +1,99 @@
+"""Peak memory of a rank, and a limit under which allocation fails inside the rank."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+class PeakMemory:
+    """Peak bytes from construction on.
+
+    On CUDA what the caching allocator handed out and what it reserved. On the CPU, which has no such allocator, both
+    are the growth of the peak resident set over the resident set at construction: coarse, as it includes the pages of
+    code first touched since.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            _reset_peak_resident()
+            self._baseline_bytes = resident_bytes()
+
+    def allocated_bytes(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return max(0, peak_resident_bytes() - self._baseline_bytes)
+
+    def reserved_bytes(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self._device)
+        return self.allocated_bytes()
+
+
+def limit_memory(limit_bytes: int) -> None:
+    """Let this process allocate at most ``limit_bytes`` more host memory; beyond, allocation fails as out of memory.
+
+    Uses RLIMIT_DATA, which on Linux counts private writable mappings and so leaves files and libraries alone. It is
+    inherited by processes forked later. Where the system has no such figure the limit is not set, with a warning.
+    """
+    data_bytes = _status_bytes("VmData")
+    if data_bytes is None:
+        logger.warning("no VmData in %s: the memory limit of %d bytes is not enforced", _STATUS, limit_bytes)
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = data_bytes + limit_bytes
+    soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def limit_device_memory(device: torch.device, limit_bytes: int) -> None:
+    """Let this rank use at most ``limit_bytes``: of host memory for a CPU rank, of its device for a CUDA rank."""
+    if device.type == "cpu":
+        limit_memory(limit_bytes)
+        return
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), device)
+
+
+def resident_bytes() -> int:
+    """Resident set of this process now."""
+    return _status_bytes("VmRSS") or _rusage_peak_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """Largest resident set since the last reset, or since the start where the system cannot reset it."""
+    return _status_bytes("VmHWM") or _rusage_peak_bytes()
+
+
+def _reset_peak_resident() -> None:
+    try:
+        _CLEAR_REFS.write_text("5")  # proc(5): resets the peak resident set
+    except OSError as error:
+        logger.warning("cannot reset the peak resident set (%s): memory peaks may be too high", error)
+
+
+def _status_bytes(field: str) -> int | None:
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    return None
+
+
+def _rusage_peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

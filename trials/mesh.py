@@ -1,0 +1,88 @@
+"""Who this rank is, the gang's process group, and the device mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trials.spec import AXES, Layout
+
+RENDEZVOUS_VARIABLE = "TUNE_CLUSTER_RENDEZVOUS"
+"""Environment variable with an ``init_method`` URL (``file:///...`` or ``tcp://host:port``); without it, torchrun's."""
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+"""The last resort against a peer that hangs: longer than any launcher's own deadline, which should come first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankIdentity:
+    """This process's place in the gang, from torchrun's environment variables."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def from_env(cls) -> RankIdentity:
+        env = os.environ
+        return cls(
+            rank=int(env.get("RANK", "0")),
+            world_size=int(env.get("WORLD_SIZE", "1")),
+            local_rank=int(env.get("LOCAL_RANK", "0")),
+        )
+
+
+def select_device(kind: str, identity: RankIdentity) -> torch.device:
+    """The device this rank computes on; a CUDA rank takes the one of its local rank."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RuntimeError('the trial asks for device "cuda" but this process sees no CUDA device; check the driver')
+    device = torch.device("cuda", identity.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextlib.contextmanager
+def process_group(identity: RankIdentity, device: torch.device) -> Iterator[None]:
+    """Join the gang, and leave it when the body succeeds.
+
+    After an error the group is left alone: destroying it could wait for collectives that no peer will join. The
+    process is expected to exit, which is what tells the peers.
+    """
+    _init_process_group(identity, device)
+    yield
+    dist.destroy_process_group()
+
+
+def _init_process_group(identity: RankIdentity, device: torch.device) -> None:
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    rendezvous = os.environ.get(RENDEZVOUS_VARIABLE)
+    size = {"rank": identity.rank, "world_size": identity.world_size}
+    if rendezvous is None and identity.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), timeout=COLLECTIVE_TIMEOUT, **size)
+    else:
+        dist.init_process_group(backend, init_method=rendezvous or "env://", timeout=COLLECTIVE_TIMEOUT, **size)
+
+
+def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
+    """Mesh over the axes of degree above 1, outer to inner; None for a single rank.
+
+    Axes of degree 1 are left out because every axis costs a process group to connect.
+    """
+    degrees = {axis: getattr(layout, axis) for axis in AXES if getattr(layout, axis) > 1}
+    if not degrees:
+        return None
+    return init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+
+
+def data_parallel_rank(layout: Layout, rank: int) -> int:
+    """Which part of the global batch ``rank`` reads; tensor-parallel peers read the same part."""
+    return rank // layout.tp

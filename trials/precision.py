@@ -1,0 +1,129 @@
+"""Mixed precision: autocast, 16-bit parameters with fp32 masters, and loss scaling."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from trials.failure import InfeasibleSpec
+from trials.spec import LossScale, Precision
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MIN_CAPABILITY = {"bfloat16": (8, 0), "float16": (7, 0)}
+"""CUDA compute capability with tensor cores for the type: Ampere, Volta."""
+
+
+def check_device(precision: Precision, device: torch.device) -> None:
+    """Refuse a 16-bit type the CUDA device has no fast path for.
+
+    Raises:
+        InfeasibleSpec: naming the device and what it lacks.
+    """
+    wanted = _MIN_CAPABILITY.get(precision.dtype)
+    if device.type != "cuda" or wanted is None:
+        return
+    have = torch.cuda.get_device_capability(device)
+    if have < wanted:
+        name = torch.cuda.get_device_name(device)
+        raise InfeasibleSpec(f"{precision.dtype} needs compute capability {wanted}, {name} has {have}; use another type")
+
+
+def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """The context of the forward pass: autocast for O1, else nothing."""
+    if precision.level != "O1":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=_DTYPES[precision.dtype])
+
+
+def parameter_dtype(precision: Precision, *, sharded: bool) -> torch.dtype:
+    """Type the parameters are stored in. FSDP stores fp32 and casts when gathering, so its shards are the masters."""
+    return _DTYPES[precision.dtype] if keeps_masters(precision, sharded=sharded) else torch.float32
+
+
+def keeps_masters(precision: Precision, *, sharded: bool) -> bool:
+    """Whether the optimiser has to keep fp32 copies of 16-bit parameters."""
+    return precision.level == "O2" and not sharded
+
+
+def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
+    """FSDP2's form of O2: gather and compute in 16 bits, reduce gradients in fp32."""
+    if precision.level != "O2":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=_DTYPES[precision.dtype], reduce_dtype=torch.float32)
+
+
+class LossScaler:
+    """The schedule of :class:`~trials.spec.LossScale`.
+
+    Torch's own scaler shrinks at the first overflow; this one after ``backoff_interval`` in a row, and it is told
+    about overflows instead of looking for them, so that all ranks agree whatever the layout.
+    """
+
+    def __init__(self, config: LossScale) -> None:
+        self.config = config
+        self.scale = config.initial
+        self.num_skipped = 0
+        self._num_finite = 0
+        self._num_overflowed = 0
+
+    def update(self, *, finite: bool) -> None:
+        """Take in whether the step's gradients were finite."""
+        self.num_skipped += not finite
+        if not self.config.dynamic:
+            return
+        self._num_finite = self._num_finite + 1 if finite else 0
+        self._num_overflowed = 0 if finite else self._num_overflowed + 1
+        if self._num_finite == self.config.growth_interval:
+            self._rescale(self.config.growth_factor)
+        elif self._num_overflowed == self.config.backoff_interval:
+            self._rescale(self.config.backoff_factor)
+
+    def _rescale(self, factor: float) -> None:
+        rescaled = self.scale * factor
+        # Growth is bounded by fp32, in which the scaled loss is computed.
+        if 0.0 < rescaled < torch.finfo(torch.float32).max and math.isfinite(rescaled):
+            self.scale = rescaled
+        self._num_finite = self._num_overflowed = 0
+
+
+class MasterAdamW(torch.optim.Optimizer):
+    """AdamW over fp32 copies of 16-bit parameters.
+
+    Composes with ``ZeroRedundancyOptimizer``: each rank's instance is given, and keeps masters of, its own partition.
+    Gradients are divided by ``grad_scale()`` after the cast to fp32, where small ones do not underflow.
+    """
+
+    def __init__(self, params: Any, *, grad_scale: Callable[[], float], **hyper: Any) -> None:
+        super().__init__(params, {"grad_scale": grad_scale, **hyper})
+        self._grad_scale = grad_scale
+        self._parameters: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
+        self._masters = [p.detach().float() for p in self._parameters]
+        self._inner = torch.optim.AdamW(group_by_kind(self._masters), **hyper)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        inverse = 1.0 / self._grad_scale()
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float().mul_(inverse)
+        self._inner.step()
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            parameter.copy_(master)
+            master.grad = None
+
+
+def group_by_kind(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
+    """Optimiser parameter groups of one tensor kind each: plain, or distributed over one mesh.
+
+    The multi-tensor optimiser kernels refuse a mixture, which tensor parallelism makes of norms and projections.
+    """
+    groups: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [{"params": members} for members in groups.values()]
