@@ -31,9 +31,7 @@ def connect(
             from cluster.local import LocalCluster
 
             _require_one_node(num_nodes)
-            node = discover_node(
-                device=device, num_devices=devices_per_node, device_memory_bytes=device_memory_bytes
-            )
+            node = discover_node(device=device, num_devices=devices_per_node, device_memory_bytes=device_memory_bytes)
             return LocalCluster(workdir, node)
         from cluster.ray_cluster import RayCluster
 

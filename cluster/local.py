@@ -53,9 +53,7 @@ class LocalCluster:
     def launch(self, launch: GangLaunch) -> None:
         directory = str(self._workdir / launch.attempt_id)
         self._tracker.launched(launch, log_dir=directory, now_s=time.monotonic())
-        self._agent.launch(
-            node_launch(launch, node=self._node, directory=directory, env=single_node_env(directory))
-        )
+        self._agent.launch(node_launch(launch, node=self._node, directory=directory, env=single_node_env(directory)))
 
     def poll(self, timeout_s: float) -> Sequence[GangEvent]:
         deadline_s = time.monotonic() + timeout_s

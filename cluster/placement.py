@@ -20,9 +20,7 @@ class Placement:
         return tuple(dict.fromkeys(device.node for device in self.ranks))
 
 
-def place(
-    topology: Topology, free: frozenset[Device], *, world_size: int, tp: int, isolation: str
-) -> Placement | None:
+def place(topology: Topology, free: frozenset[Device], *, world_size: int, tp: int, isolation: str) -> Placement | None:
     """Choose devices for ``world_size`` ranks, or None while not enough are free.
 
     Tensor-parallel groups (``tp`` consecutive ranks) never span nodes. With ``isolation="node"`` whole free nodes are

@@ -61,7 +61,9 @@ class GangTracker:
             for node in sorted(gang.waiting):
                 self._stop(node, attempt_id, Stop(reason=reason, is_cause=True))
 
-    def node_lost(self, node: str, reason: str, *, now_s: float, attempts: Iterable[str] | None = None) -> list[GangEvent]:
+    def node_lost(
+        self, node: str, reason: str, *, now_s: float, attempts: Iterable[str] | None = None
+    ) -> list[GangEvent]:
         """Give up on a node's part of its gangs (or of ``attempts`` only) and kill the rest of them."""
         events: list[GangEvent] = []
         for attempt_id in list(self._gangs if attempts is None else attempts):

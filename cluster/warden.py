@@ -266,9 +266,7 @@ class Warden:
 
     def _finish(self) -> None:
         results = tuple(self._with_log(rank.result) for rank in self._ranks if rank.result is not None)
-        gone = NodeGone(
-            attempt_id=self._launch.attempt_id, token=self._launch.token, results=(*results, *self._notes)
-        )
+        gone = NodeGone(attempt_id=self._launch.attempt_id, token=self._launch.token, results=(*results, *self._notes))
         self._agent.setblocking(True)
         with contextlib.suppress(ConnectionError):
             self._agent.sendall(b"".join(self._outbox) + line(gone))

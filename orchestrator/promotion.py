@@ -129,7 +129,6 @@ def build_recipe(state: SweepState, chosen: Result, compared: Speedup | None, *,
         "config_key": candidate.config_key,
         "short_name": short_name(candidate),
         "candidate": to_json(candidate),
-        "workload": to_json(state.sweep.workload),
         "evidence": {
             "sweep": state.sweep.sweep,
             "sweep_id": sweep_id(state.sweep),
@@ -141,6 +140,7 @@ def build_recipe(state: SweepState, chosen: Result, compared: Speedup | None, *,
             "hardware": state.sweep.hardware,
             "fingerprint": dict(state.sweep.fingerprint),
         },
+        "workload": to_json(state.sweep.workload),
     }
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Protocol
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
@@ -26,15 +25,15 @@ __all__ = [
     "Standing",
     "by_speed",
     "changed_knobs",
+    "cost",
     "headline",
     "render_report",
     "render_status",
-    "report_html",
     "report_markdown",
+    "winner_and_baseline",
 ]
 
 MAX_TRIALS = 20
-_HTML_WIDTH = 132
 
 
 def render_report(
@@ -43,17 +42,17 @@ def render_report(
     *,
     recorded: Recorded | None = None,
     max_trials: int | None = MAX_TRIALS,
-    for_page: bool = False,
 ) -> RenderableType:
     """The whole result: winner against baseline, what changed, trials by speed, failures, where to look next."""
     parts: list[RenderableType] = [_title(state, summary), _result_panel(summary)]
     if summary.best and summary.baseline and summary.best.trial.number != 0:
         parts.append(_section("What changed", _changes(summary.baseline.trial, summary.best.trial)))
+    if summary.best:
+        parts.append(_section("Where the step time goes", _breakdown(summary)))
     parts.append(_section(_trials_heading(summary), _trials(state, max_trials)))
     if failures := _failures(state):
         parts.append(_section("Not measured", failures))
-    if not for_page:
-        parts += [_section("Recorded", _recorded(summary, recorded)), _section("Next", _next(summary))]
+    parts += [_section("Recorded", _recorded(summary, recorded)), _section("Next", _next(summary))]
     return Group(*parts)
 
 
@@ -76,7 +75,7 @@ def render_status(sweeps: Sequence[Standing]) -> RenderableType:
         parts += [_title(sweep.state, sweep.summary), Text(f"  {headline(sweep.summary)}")]
         if running := [trial for trial in sweep.state.trials if trial.is_running]:
             parts.append(Text("  running: " + " ".join(fmt.trial_id(t.number) for t in running), style="cyan"))
-        parts.append(Text(f"  {_cost(sweep.summary)}", style="dim"))
+        parts.append(Text(f"  {cost(sweep.summary)}", style="dim"))
     return Group(*parts)
 
 
@@ -95,13 +94,6 @@ def headline(summary: Summary) -> str:
     return f"Keep what you have: {winner} does not differ from your present configuration by more than the noise."
 
 
-def report_html(state: SweepState, summary: Summary) -> str:
-    """The report as one self-contained page."""
-    console = Console(record=True, width=_HTML_WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    console.print(render_report(state, summary, max_trials=None, for_page=True))
-    return console.export_html(inline_styles=True)
-
-
 def report_markdown(state: SweepState, summary: Summary) -> str:
     """The result in Markdown; the first line is the result."""
     lines = [f"**{headline(summary)}**", ""]
@@ -110,7 +102,7 @@ def report_markdown(state: SweepState, summary: Summary) -> str:
     if summary.best and summary.baseline and summary.best.trial.number != 0:
         lines += ["", "What changed: " + "; ".join(f"`{c[0]}` {c[1]} → {c[2]}" for c in _changed(summary))]
     reason = f": {summary.reason}" if summary.reason else ""
-    return "\n".join([*lines, "", f"{state.sweep.hardware} · {summary.state}{reason} · {_cost(summary)}"])
+    return "\n".join([*lines, "", f"{state.sweep.hardware} · {summary.state}{reason} · {cost(summary)}"])
 
 
 def _title(state: SweepState, summary: Summary) -> RenderableType:
@@ -125,14 +117,15 @@ def _result_panel(summary: Summary) -> RenderableType:
     if summary.speedup and summary.best and summary.best.trial.number != 0:
         lines.append(Text(f"95 % confidence: {fmt.ratio_interval(summary.speedup.ratio.ci95)}", style="dim"))
     grid = Table.grid(padding=(0, 2))
-    for label, result in _winner_and_baseline(summary):
+    for label, result in winner_and_baseline(summary):
         grid.add_row(Text(label, style="dim"), *_result_cells(result))
     return Panel(
         Group(*lines, Text(""), grid), box=box.ROUNDED, border_style="green" if faster else "dim", padding=(0, 1)
     )
 
 
-def _winner_and_baseline(summary: Summary) -> list[tuple[str, Result]]:
+def winner_and_baseline(summary: Summary) -> list[tuple[str, Result]]:
+    """(label, result) of what was measured; the baseline alone where it is the fastest."""
     pairs = [("winner", summary.best), ("baseline", summary.baseline)]
     if summary.best and summary.best.trial.number == 0:
         pairs = pairs[1:]
@@ -174,11 +167,22 @@ def _changed(summary: Summary) -> list[tuple[str, str, str]]:
     return changed_knobs(summary.baseline.trial, summary.best.trial)
 
 
+def _breakdown(summary: Summary) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    for label, result in winner_and_baseline(summary):
+        measurement = result.trial.measurement
+        assert measurement is not None
+        shares = [Text.assemble((name, "dim"), f" {share:.0%}") for name, share in fmt.breakdown(measurement)]
+        grid.add_row(Text(label, style="dim"), Text(fmt.milliseconds(measurement.step_time_s)), *shares)
+    return grid
+
+
 def _trials_heading(summary: Summary) -> str:
-    return f"Trials ({_cost(summary)})"
+    return f"Trials ({cost(summary)})"
 
 
-def _cost(summary: Summary) -> str:
+def cost(summary: Summary) -> str:
+    """Trials by outcome, and the device time they took."""
     counts = ", ".join(f"{summary.trials[s]} {fmt.status_words(s)}" for s in ENDED if summary.trials[s])
     total = f"{summary.trials['total']} trial{'s' if summary.trials['total'] != 1 else ''}"
     return "; ".join((f"{total}: {counts}" if counts else total, fmt.device_time(summary.device_hours * 3600)))
@@ -250,7 +254,7 @@ def _next(summary: Summary) -> RenderableType:
 
 def _markdown_results(summary: Summary) -> list[str]:
     rows = ["| | trial | configuration | tokens/s/p | 95 % interval |", "|---|---|---|---|---|"]
-    for label, result in _winner_and_baseline(summary):
+    for label, result in winner_and_baseline(summary):
         cells = (
             label,
             fmt.trial_id(result.trial.number),

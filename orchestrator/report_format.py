@@ -8,6 +8,7 @@ from orchestrator.space import short_name
 from orchestrator.state import SweepState, Trial, describe_failure
 from orchestrator.statistics import Interval, relative_spread
 from orchestrator.summary import Speedup, speedup
+from trials.codec import to_json
 from trials.outcome import Measurement
 
 STATUS_WORDS = {
@@ -81,6 +82,18 @@ def num_bytes(value: float) -> str:
 def peak_memory(measurement: Measurement) -> str:
     """The largest peak over ranks, reserved by the allocator where that is known."""
     return num_bytes(max((*measurement.peak_reserved_bytes, *measurement.peak_allocated_bytes), default=0))
+
+
+def breakdown(measurement: Measurement) -> list[tuple[str, float]]:
+    """(phase, its share of the step time) in the order of the step; shares sum to 1."""
+    parts = {name.removesuffix("_s"): max(0.0, s) for name, s in to_json(measurement.breakdown).items()}
+    total = sum(parts.values())
+    return [(name, seconds / total) for name, seconds in parts.items()] if total else []
+
+
+def milliseconds(seconds: float) -> str:
+    """``72.3 ms``; seconds from one second on."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def duration(seconds: float) -> str:

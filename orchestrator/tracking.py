@@ -21,7 +21,8 @@ from orchestrator import tracking_content as content
 from orchestrator.controller import apply, fold
 from orchestrator.ledger import Entry, Ledger
 from orchestrator.mlflow_urls import artifact_folder, public_uri, sqlite_path
-from orchestrator.report import report_html, report_markdown
+from orchestrator.report import report_markdown
+from orchestrator.report_html import report_html
 from orchestrator.state import AttemptEnded, AttemptLaunched, SweepCreated, SweepFinished, SweepState, Trial
 from orchestrator.summary import Recorded, summarize
 from trials.codec import to_json
@@ -101,6 +102,8 @@ class Tracker:
             try:
                 self.project(entry, after)
                 self._note_place(ledger, after)
+                if isinstance(entry.event, SweepFinished):
+                    self._put_sweep_file(ledger, after)
             except Exception as error:
                 self._note_failure(error)
                 return done
@@ -157,6 +160,10 @@ class Tracker:
             run_id, event.at_s, tags={_NOTE: note, "tc.state": event.status, "tc.reason": content.scrub(event.reason)}
         )
         self._end(run_id, "FINISHED" if event.status == "finished" else "FAILED", event.at_s)
+
+    def _put_sweep_file(self, ledger: Ledger, state: SweepState) -> None:
+        if document := ledger.document("sweep_yaml"):
+            self._put_text(self._ensure_sweep(state), content.scrub(document["text"]), "sweep.yaml")
 
     # ---- trials ----
 

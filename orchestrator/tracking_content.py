@@ -75,16 +75,17 @@ def trial_tags(created: SweepCreated, trial: Trial, parent_run_id: str) -> dict[
 
 
 def attempt_tags(trial: Trial) -> dict[str, str]:
-    """Where the last attempt runs, and how the earlier ones ended."""
+    """Where the last attempt runs or ran and what came of it; how earlier ones were lost."""
     attempt = trial.attempts[-1]
-    nodes = dict.fromkeys(device.node for device in attempt.ranks)
-    ended = {f"tc.attempt.{i}": _ended_words(a.outcome) for i, a in enumerate(trial.attempts) if a.outcome is not None}
+    lost = {f"tc.attempt.{i}": _ended_words(a.outcome) for i, a in enumerate(trial.attempts[:-1])}
+    failed = attempt.outcome is not None and trial.measurement is None
     return {
         "tc.state": trial.status,
         "tc.attempts": str(len(trial.attempts)),
         "tc.attempt_token": attempt.token,
-        "tc.nodes": ", ".join(nodes),
-        **ended,
+        "tc.nodes": ", ".join(dict.fromkeys(device.node for device in attempt.ranks)),
+        **({"tc.failure": _ended_words(attempt.outcome)} if failed else {}),
+        **lost,
     }
 
 

@@ -131,26 +131,42 @@ def test_the_same_error_on_the_first_three_attempts_stops_the_sweep_with_it(tmp_
     assert "Traceback" not in stderr.split("a mistake")[0] or "ZeroDivisionError" in stderr
 
 
+def num_events(home):
+    if not (home / "sweeps" / "tiny" / "ledger.sqlite").exists():
+        return 0
+    with Ledger.open_existing(home / "sweeps" / "tiny") as ledger:
+        return len(list(ledger.events()))
+
+
+def kill_after(process, home, target, delay_s):
+    """SIGKILL the controller some moments after its ledger holds ``target`` events; False if it ended before."""
+    while num_events(home) < target:
+        if process.poll() is not None:
+            return False
+        time.sleep(0.02)
+    time.sleep(delay_s)
+    process.kill()
+    process.communicate()
+    return process.returncode == -signal.SIGKILL
+
+
 @pytest.mark.fault
-def test_a_controller_killed_at_any_moment_continues_and_measures_nothing_twice(tmp_path):
-    """SIGKILL at random moments until the sweep is through; then every trial is there once, as without kills."""
-    file = sweeps.write(tmp_path, budget={"max_trials": 5})
-    undisturbed = submit(file, tmp_path / "calm")
+@pytest.mark.parametrize("kind", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+def test_a_controller_killed_at_any_moment_continues_and_measures_nothing_twice(tmp_path, kind):
+    """SIGKILL along the way; then every trial is there once, as without kills, and no process is left."""
+    file = sweeps.write(tmp_path, budget={"max_trials": 5}, cluster={"kind": kind})
+    undisturbed = submit(sweeps.write(tmp_path, "calm.yaml", budget={"max_trials": 5}), tmp_path / "calm")
     home = tmp_path / "home"
     rng = random.Random(0)
     num_kills = 0
-    for _ in range(12):
+    for target in (2, 4, 7, 11) if kind == "local" else (4, 9):
         process = command("submit", file, "--json", home=home)
-        try:
-            process.communicate(timeout=rng.uniform(2.0, 9.0) if num_kills < 4 else 120)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            num_kills += 1
-            assert eventually_gone(str(home)) == []
-            continue
-        assert process.returncode == 0
-        break
+        num_kills += kill_after(process, home, target, rng.uniform(0.0, 0.4))
+        assert eventually_gone(str(home)) == []
+    process = command("submit", file, "--json", home=home)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert json.loads(stdout)["trials"]["measured"] == 5
     assert num_kills >= 2
     with Ledger.open_existing(home / "sweeps" / "tiny") as ledger:
         events = list(ledger.events())
@@ -158,6 +174,7 @@ def test_a_controller_killed_at_any_moment_continues_and_measures_nothing_twice(
     assert proposals == [trial.candidate for trial in undisturbed.state.trials]
     measured = [e.trial for e in events if isinstance(e, AttemptEnded) and isinstance(e.outcome, Measured)]
     assert sorted(measured) == list(range(5))
+    assert eventually_gone(str(home)) == []
 
 
 def test_another_file_under_the_same_name_is_refused_and_nothing_changes(tmp_path):
