@@ -3,14 +3,16 @@ nothing but form its gang."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.overhead import NUM_KNOBS, WORLD_SIZE, clock_ms, temporary_folder
+from benchmarks.overhead import WORLD_SIZE, clock_ms, temporary_folder
 from benchmarks.runners import STAMP
 from cluster.base import Cluster, GangEnded, GangLaunch
 from cluster.connect import connect
@@ -22,7 +24,18 @@ from orchestrator.search import Search
 from orchestrator.state import Budget, SweepCreated, SweepState, Trial
 from orchestrator.tracking import Tracker
 from trials.outcome import Measured
-from trials.spec import Candidate, Layout, LlamaModel, Loader, TextData, Workload
+from trials.spec import (
+    Candidate,
+    FullRecompute,
+    Kernels,
+    Layout,
+    LlamaModel,
+    Loader,
+    NoRecompute,
+    Precision,
+    TextData,
+    Workload,
+)
 
 RUNNER = "benchmarks.runners:no_op"
 MODEL = LlamaModel(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, ffn_hidden_size=128)
@@ -91,18 +104,41 @@ def _created(num_trials: int, slots: int, lease: Cluster) -> SweepCreated:
     )
 
 
-def _candidates() -> list[Candidate]:
-    """A few hundred distinct candidates of one layout, so that TPE has something to choose from."""
-    return [
-        Candidate(layout=LAYOUT, micro_batch_size=mbs, loader=Loader(num_workers=workers, prefetch_factor=prefetch))
-        for mbs, workers, prefetch in product(range(1, 9), range(1, 9), range(1, 9))
-    ]
+@functools.cache
+def _candidates() -> tuple[Candidate, ...]:
+    """A full product of as many knobs as the peers sample, all of it legal, so that TPE has as much to choose from."""
+    layouts = [LAYOUT, replace(LAYOUT, replicate_with="fsdp2")]
+    layouts += [Layout(dp_shard=WORLD_SIZE, zero_stage=stage) for stage in (1, 2, 3)]
+    precisions = [Precision(), *(Precision(level=level, dtype="bfloat16") for level in ("O1", "O2"))]
+    recomputes = [NoRecompute(), FullRecompute(num_layers=1), FullRecompute(num_layers=2)]
+    kernels = [Kernels(), Kernels(compile="block"), Kernels(compile="block", backend="aot_eager")]
+    return tuple(
+        Candidate(
+            layout=layout,
+            micro_batch_size=mbs,
+            recompute=recompute,
+            precision=precision,
+            loader=Loader(num_workers=workers, prefetch_factor=prefetch),
+            kernels=kernel,
+        )
+        for layout, mbs, recompute, precision, workers, prefetch, kernel in product(
+            layouts, (1, 2, 4), recomputes, precisions, (1, 2, 3), (1, 2, 4), kernels
+        )
+    )
 
 
-def _features(candidate: Candidate) -> dict[str, int]:
-    """As many knobs as the peers sample."""
-    values = (candidate.micro_batch_size, candidate.loader.num_workers, candidate.loader.prefetch_factor)
-    return {f"k{i}": values[i % len(values)] for i in range(NUM_KNOBS)}
+def _features(candidate: Candidate) -> dict[str, int | str]:
+    layout, loader = candidate.layout, candidate.loader
+    return {
+        "dp_shard": layout.dp_shard,
+        "layout": f"{layout.replicate_with} {layout.zero_stage}",
+        "micro_batch_size": candidate.micro_batch_size,
+        "recompute": candidate.recompute.num_layers if isinstance(candidate.recompute, FullRecompute) else 0,
+        "precision": candidate.precision.level,
+        "num_workers": loader.num_workers,
+        "prefetch_factor": loader.prefetch_factor,
+        "compile": f"{candidate.kernels.compile} {candidate.kernels.backend}",
+    }
 
 
 def _launch(trial: Trial, attempt_id: str, token: str, placement: Placement) -> GangLaunch:

@@ -23,7 +23,8 @@ SETTLE_S = 0.02
 def marked_processes(variable: str, value: str) -> list[int]:
     """Pids of all living processes that were started with ``variable=value``, without the calling one."""
     mark = f"{variable}={value}".encode()
-    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _carries(pid, mark)]
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if _carries(pid, mark)]
 
 
 def _carries(pid: int, mark: bytes) -> bool:

@@ -103,7 +103,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     with contextlib.suppress(ConnectionError):
-        control.send(json.dumps({"problems": problems, "num_threads": len(os.listdir("/proc/self/task"))}).encode())
+        control.send(json.dumps({"problems": problems}).encode())
         Nursery(control).serve()
     kill_descendants()
 

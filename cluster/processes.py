@@ -62,8 +62,7 @@ def kill(pid: int) -> None:
 
 def close_inherited(keep: Container[int]) -> None:
     """Close every file descriptor above standard error but those in ``keep``: for use right after a fork."""
-    for name in os.listdir("/proc/self/fd"):
-        fd = int(name)
+    for fd in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
         if fd > 2 and fd not in keep:
             with contextlib.suppress(OSError):
                 os.close(fd)

@@ -72,19 +72,19 @@ def _visible_devices(launch: NodeLaunch) -> dict[str, str]:
 
 
 def _run(launch: NodeLaunch, slot: Slot, pipe: int) -> int:
-    phase: Phase = "starting"
+    reached: Phase = "starting"
 
-    def progress(new_phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None:
-        nonlocal phase
-        phase = new_phase
-        _write(pipe, line(RankProgress(phase=new_phase, step=step, step_time_s=step_time_s)))
+    def progress(phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None:
+        nonlocal reached
+        reached = phase
+        _write(pipe, line(RankProgress(phase=phase, step=step, step_time_s=step_time_s)))
 
     try:
         report = resolve(launch.runner)(launch.spec, progress)
         result: RankResult = RankSuccess(rank=slot.rank, report=from_json(RankReport, report))
     except BaseException as error:
         traceback.print_exc()
-        result = _failure(error, launch, slot, phase)
+        result = _failure(error, launch, slot, reached)
     _store(launch, slot, result)
     _write(pipe, line(result))
     return 0 if isinstance(result, RankSuccess) else 1

@@ -127,7 +127,7 @@ class Warden:
                 self._selector.unregister(self._agent)
                 self._stop("the agent is gone")
             for message in self._lines.feed(chunk):
-                order = from_json(Stop, message)
+                order: Stop = from_json(Stop, message)
                 if order.is_cause:
                     self._note("lost", order.reason)
                 self._stop(order.reason)
@@ -170,12 +170,12 @@ class Warden:
     def _unreported(self, rank: _Rank, exit_code: int) -> RankFailure:
         if self._is_stopping and exit_code == -signal.SIGKILL:
             return self._failure(rank, "stopped", "killed because the gang was ending")
-        how = f"exited with code {exit_code}"
+        how = f"exited with code {exit_code} without a report"
         if exit_code < 0:
             how = f"was killed by signal {-exit_code} ({_signal_name(-exit_code)})"
         if exit_code == -signal.SIGKILL:
-            how += ", sent by nobody here: often the kernel out of host memory"
-        return self._failure(rank, "exit", f"rank {rank.slot.rank} {how} without a report", exit_code)
+            how += " that nobody here sent, as the kernel does when host memory runs out"
+        return self._failure(rank, "exit", f"rank {rank.slot.rank} {how}", exit_code)
 
     def _failure(self, rank: _Rank, category: str, message: str, exit_code: int | None = None) -> RankFailure:
         return RankFailure(

@@ -12,16 +12,16 @@ from orchestrator.state import SweepState, Trial
 from orchestrator.summary import ENDED, Summary
 
 _STYLE = """
-:root { color-scheme: light dark; --line: #8884; --dim: #7a7f87; --good: #1a7f37; --bar: #4c8bf5 }
-body { font: 14px/1.5 system-ui, sans-serif; margin: 24px; max-width: 1100px }
+:root { color-scheme: light dark; --line: #8884; --dim: #7a7f87; --good: #1a7f37; --bar: #4c8bf540 }
+body { font: 13px/1.5 system-ui, sans-serif; margin: 16px; max-width: 1000px }
 h1 { font-size: 20px; margin: 0 } h2 { font-size: 15px; margin: 28px 0 6px } p { margin: 2px 0 }
 .dim { color: var(--dim) } .faster { color: var(--good) } .num { text-align: right; font-variant-numeric: tabular-nums }
 .result { font-size: 17px; font-weight: 600; margin-top: 14px }
-table { border-collapse: collapse } th, td { padding: 3px 14px 3px 0; text-align: left; white-space: nowrap }
+table { border-collapse: collapse } th, td { padding: 3px 10px 3px 0; text-align: left; white-space: nowrap }
 th { border-bottom: 1px solid var(--line); font-weight: 600 } td.wrap { white-space: normal }
-code { font: 13px ui-monospace, monospace } tr.best td { font-weight: 600 }
-.bar { display: inline-block; height: 9px; border-radius: 2px; background: var(--bar) } td.chart { width: 22% }
-.stack { display: flex; height: 16px; width: 300px; border-radius: 3px; overflow: hidden }
+code { font: 12px ui-monospace, monospace } tr.best td { font-weight: 600 }
+.bar { background: linear-gradient(90deg, var(--bar) var(--share), transparent 0); padding-left: 4px; background-clip: padding-box; border-right: 10px solid transparent }
+.stack { display: flex; height: 14px; width: 260px; border-radius: 3px; overflow: hidden }
 """
 _PHASE_COLORS = {
     "data": "#d97706",
@@ -37,7 +37,7 @@ def report_html(state: SweepState, summary: Summary) -> str:
     body = [_heading(state, summary), _results(summary)]
     if summary.best and summary.baseline and summary.best.trial.number != 0:
         body.append(_changes(summary.baseline.trial, summary.best.trial))
-    body += [_trials(state, summary), _failures(state)]
+    body += [_breakdown(summary), _trials(state, summary), _failures(state)]
     title = escape(f"{summary.sweep}: {headline(summary)}")
     page = f"<title>{title}</title><style>{_STYLE}</style><body>{''.join(body)}</body>"
     return f'<!doctype html><html lang="en"><meta charset="utf-8">{page}</html>\n'
@@ -56,19 +56,27 @@ def _heading(state: SweepState, summary: Summary) -> str:
 def _results(summary: Summary) -> str:
     rows = []
     for label, result in winner_and_baseline(summary):
-        measurement = result.trial.measurement
-        assert measurement is not None
         rows.append(
             _row(
                 f'<td class="dim">{label}</td>',
                 f"<td>{fmt.trial_id(result.trial.number)}</td><td><code>{escape(short_name(result.trial.candidate))}</code></td>",
                 f'<td class="num"><b>{fmt.rate(result.speed.value)}</b> tokens/s/p</td>',
                 f'<td class="num dim">{fmt.interval(result.speed.ci95)}</td>',
-                f"<td>{_stack(fmt.breakdown(measurement))}</td>",
             )
         )
+    return f"<table>{''.join(rows)}</table>" if rows else ""
+
+
+def _breakdown(summary: Summary) -> str:
+    rows = []
+    for label, result in winner_and_baseline(summary):
+        measurement = result.trial.measurement
+        assert measurement is not None
+        step = f'<td class="num">{fmt.milliseconds(measurement.step_time_s)}</td>'
+        rows.append(_row(f'<td class="dim">{label}</td>{step}<td>{_stack(fmt.breakdown(measurement))}</td>'))
     keys = " ".join(f'<span style="color:{color}">■</span> {name}' for name, color in _PHASE_COLORS.items())
-    return f'<table>{"".join(rows)}</table><p class="dim">step time: {keys}</p>' if rows else ""
+    table = f'<table>{"".join(rows)}</table><p class="dim">{keys}</p>'
+    return f"<h2>Where the step time goes</h2>{table}" if rows else ""
 
 
 def _stack(parts: Iterable[tuple[str, float]]) -> str:
@@ -88,25 +96,26 @@ def _changes(before: Trial, after: Trial) -> str:
 
 
 def _trials(state: SweepState, summary: Summary) -> str:
-    heads = ("trial", "configuration", "state", "tokens/s/p", "spread", "speed-up", "memory", "")
-    head = "".join(f'<th class="{"num" if 3 <= i <= 6 else ""}">{name}</th>' for i, name in enumerate(heads))
+    heads = ("trial", "configuration", "state", "tokens/s/p", "spread", "speed-up", "memory")
+    head = "".join(f'<th class="{"num" if i >= 3 else ""}">{name}</th>' for i, name in enumerate(heads))
     top = summary.best.speed.value if summary.best else 1.0
     rows = "".join(_trial(state, trial, top) for trial in by_speed(state))
     return f"<h2>Trials</h2><table style='width:100%'><tr>{head}</tr>{rows}</table>"
 
 
 def _trial(state: SweepState, trial: Trial, top: float) -> str:
-    name = escape(short_name(trial.candidate))
+    """A row; the shade behind the configuration is as long as the trial is fast."""
+    speed = trial.measurement.tokens_per_s_per_device if trial.measurement else 0.0
+    name = f"<code>{escape(short_name(trial.candidate))}</code>"
     cells = [
-        f"<td>{fmt.trial_id(trial.number)}</td><td><code>{name}</code></td><td>{fmt.status_words(trial.status)}</td>"
+        f"<td>{fmt.trial_id(trial.number)}</td>",
+        f'<td class="bar" style="--share:{100 * speed / top:.1f}%">{name}</td>',
+        f"<td>{fmt.status_words(trial.status)}</td>",
     ]
     if trial.measurement:
-        compared = fmt.versus_baseline(trial, state)
-        speed = trial.measurement.tokens_per_s_per_device
-        versus = "baseline" if trial.number == 0 else fmt.versus(compared)
+        versus = "baseline" if trial.number == 0 else fmt.versus(fmt.versus_baseline(trial, state))
         numbers = (fmt.rate(speed), fmt.spread(trial.measurement), versus, fmt.peak_memory(trial.measurement))
         cells += [f'<td class="num">{text}</td>' for text in numbers]
-        cells.append(f'<td class="chart"><span class="bar" style="width:{100 * speed / top:.1f}%"></span></td>')
     kind = ' class="best"' if state.best and state.best.number == trial.number else ""
     return f"<tr{kind}>{''.join(cells)}</tr>"
 

@@ -82,8 +82,8 @@ class LiveView:
 
     def on_state(self, state: SweepState) -> None:
         self._state = state
-        for number in [n for n in self._progress if not state.trials[n].is_running]:
-            del self._progress[number]
+        running = {trial.number for trial in state.trials if trial.is_running}
+        self._progress = {number: latest for number, latest in self._progress.items() if number in running}
         self._show()
 
     def on_progress(self, trial: int, progress: GangProgress) -> None:

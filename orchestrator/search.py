@@ -7,6 +7,7 @@ sweep that was interrupted proposes what it would have proposed anyway.
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -57,14 +58,15 @@ class Search:
         self._candidates = {candidate.config_key: candidate for candidate in candidates}
         self._space = _Space([features(candidate) for candidate in candidates])
         self._points = {key: self._space.encode(features(c)) for key, c in self._candidates.items()}
+        self._keys = {tuple(point.values()): key for key, point in self._points.items()}
         self._features = features
         self._sampler = sampler
         self._seed = seed
 
     def ask(self, trial: int, state: SweepState) -> Suggestion | None:
         """The candidate for trial number ``trial``; None when every legal one has been proposed."""
-        proposed = {known.candidate.config_key for known in state.trials}
-        unseen = [key for key in self._candidates if key not in proposed]
+        seen = {known.candidate.config_key for known in state.trials}
+        unseen = [key for key in self._candidates if key not in seen]
         if not unseen:
             return None
         if self._sampler == "grid":
@@ -76,12 +78,12 @@ class Search:
 
     def _ask_tpe(self, state: SweepState, unseen: list[str], rng: random.Random) -> Suggestion:
         study = self._rebuild_study(state, seed=rng.randrange(2**31))
-        by_point = {tuple(self._points[key].items()): key for key in unseen}
+        seen = {trial.candidate.config_key for trial in state.trials}
         point: dict[str, int] = {}
         for _ in range(_MAX_DRAWS):
-            point = study.ask(self._space.distributions()).params
-            key = by_point.get(tuple((name, point[name]) for name in self._space.names))
-            if key is not None:
+            point = study.ask(self._space.distributions).params
+            key = self._keys.get(tuple(point[name] for name in self._space.names))
+            if key is not None and key not in seen:
                 return Suggestion(self._candidates[key], "proposed by TPE")
         nearest = min(unseen, key=lambda key: (self._space.distance(self._points[key], point), rng.random()))
         return Suggestion(self._candidates[nearest], "nearest legal candidate to TPE's proposal")
@@ -119,7 +121,7 @@ class Search:
                     state=optuna.trial.TrialState.RUNNING if outcome is None else optuna.trial.TrialState.COMPLETE,
                     value=None if outcome is None else objective,
                     params=point,
-                    distributions=self._space.distributions(),
+                    distributions=self._space.distributions,
                     constraints=constraints,
                 )
             )
@@ -143,6 +145,7 @@ class _Space:
             name: values.index(row[name]) if row.get(name) in values else -1 for name, values in self._choices.items()
         }
 
+    @functools.cached_property
     def distributions(self) -> dict[str, BaseDistribution]:
         """Ordered choices (numbers) as integers, others as categories."""
         from optuna.distributions import CategoricalDistribution, IntDistribution

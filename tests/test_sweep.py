@@ -138,6 +138,16 @@ def num_events(home):
         return len(list(ledger.events()))
 
 
+def recorded_trials(home):
+    """(trial, status) of every trial run in the sweep's MLflow store."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(Home(home).default_tracking_uri)
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    runs = client.search_runs(experiments, "tags.`tc.kind` = 'trial'")
+    return sorted((run.data.tags["tc.trial"], run.info.status) for run in runs)
+
+
 def kill_after(process, home, target, delay_s):
     """SIGKILL the controller some moments after its ledger holds ``target`` events; False if it ended before."""
     while num_events(home) < target:
@@ -175,6 +185,7 @@ def test_a_controller_killed_at_any_moment_continues_and_measures_nothing_twice(
     measured = [e.trial for e in events if isinstance(e, AttemptEnded) and isinstance(e.outcome, Measured)]
     assert sorted(measured) == list(range(5))
     assert eventually_gone(str(home)) == []
+    assert recorded_trials(home) == [(str(trial), "FINISHED") for trial in range(5)]
 
 
 def test_another_file_under_the_same_name_is_refused_and_nothing_changes(tmp_path):

@@ -1,0 +1,205 @@
+import io
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console, RenderableType
+
+from cluster.base import GangProgress
+from orchestrator import report
+from orchestrator.controller import fold
+from orchestrator.report_html import report_html
+from orchestrator.report_live import LiveView, eta_s, render_live
+from orchestrator.report_promotion import render_promotion, render_recipe
+from orchestrator.state import Budget, SweepState
+from orchestrator.summary import Recorded, summarize
+from tests.orchestrator.long_story import START_S, all_kinds, events, speeds, state
+from tests.orchestrator.story import created, failures, launched, measured, proposed
+
+
+def text(renderable: RenderableType, width: int = 100) -> str:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(renderable)
+    return console.export_text()
+
+
+def full_report(sweep: SweepState, uri: str = "sqlite:////home/mlflow.db", **options: object) -> str:
+    return text(report.render_report(sweep, summarize(sweep, uri), **options))
+
+
+def progress(phase: str, step: int) -> GangProgress:
+    return GangProgress(attempt_id="a", token="t", phase=phase, step=step)
+
+
+def test_the_report_tells_winner_changes_failures_and_what_to_do_next():
+    shown = full_report(state(all_kinds()))
+    assert "1.25x the speed of your present configuration: t001 at 3,200 tokens/s/p" in shown
+    assert re.search(r"winner +t001 .* 3,200 tokens/s/p", shown)
+    assert re.search(r"baseline +t000 .* 2,560 tokens/s/p", shown)
+    assert re.search(r"dp_replicate +2 +→ +1", shown)
+    assert re.search(r"zero_stage +0 +→ +2", shown)
+    assert re.search(r"out of memory +t003 +rank 0 on host: boom", shown)
+    assert re.search(r"gang lost +t008 +rank 0 on host: boom", shown)
+    for command in ("ui story", "report story", "promote story --name"):
+        assert f"tune-cluster {command}" in shown
+
+
+def test_trials_are_sorted_by_speed_with_failures_last():
+    rows = re.findall(
+        r"^ +(t\d{3}) +\S.*(?:measured|oom|out of memory|infeasible)", full_report(state(all_kinds())), re.M
+    )
+    assert rows[:4] == ["t001", "t000", "t002", "t003"]
+
+
+def test_a_tie_says_keep_what_you_have():
+    shown = full_report(state(speeds(0.1, 0.0999)))
+    assert "Keep what you have: t001" in shown
+    assert "≈1.00x" in shown
+    assert "refused unless forced" in shown
+
+
+def test_a_baseline_nothing_beats_says_keep_what_you_have():
+    assert "Keep what you have: nothing measured is faster" in full_report(state(speeds(0.1, 0.2)))
+
+
+def test_nothing_measured_is_said():
+    assert "Nothing was measured." in full_report(state(failures().values()))
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_rows_stay_on_one_line(width: int):
+    sweep = state(all_kinds())
+    shown = text(report.render_report(sweep, summarize(sweep, "")), width)
+    table = shown[shown.index("trial ") : shown.index("Not measured")].splitlines()
+    assert len([line for line in table if line.strip()]) == 2 + len(sweep.trials)
+    assert max(map(len, shown.splitlines())) <= width
+
+
+def test_long_sweeps_are_cut_but_keep_the_baseline():
+    shown = full_report(state(speeds(0.2, *(0.1 + 0.002 * i for i in range(30)))), max_trials=5)
+    assert re.search(r"t000 .* baseline", shown)
+    assert "25 more in MLflow" in shown
+
+
+def test_a_server_gets_a_deep_link():
+    shown = full_report(
+        state(speeds(0.1, 0.05)), "http://u:secret@host:5000", recorded=Recorded(experiment_id="3", run_id="abc")
+    ).replace("\n  ", "")
+    assert "http://host:5000/#/experiments/3/runs/abc/artifacts/report.html?workflowType=machine_learning" in shown
+    assert "secret" not in shown
+
+
+def test_status_lists_every_sweep():
+    sweep = state(speeds(0.1, 0.05), finished=False)
+    shown = text(report.render_status([SimpleNamespace(state=sweep, summary=summarize(sweep, ""))] * 2))
+    assert shown.count("2.00x the speed of your present configuration") == 2
+    assert shown.count("running") == 2
+    assert text(report.render_status([])) == "no sweeps yet\n"
+
+
+def test_live_shows_phase_budget_and_what_is_left():
+    sweep = fold(events([*speeds(0.1, 0.08, 0.09), *[measured()] * 3])[:13])
+    assert sweep.trials[3].is_running
+    shown = text(render_live(sweep, {3: progress("measuring", 5)}, sweep.now_s + 2.0))
+    assert re.search(r"t003 .*measuring 5", shown)
+    assert "best t001  3,200 tokens/s/p" in shown
+    assert "3 of 6 trials" in shown
+    assert re.search(r"about \d+ s left", shown)
+
+
+def test_live_before_the_first_event():
+    assert "starting" in text(render_live(SweepState(), {}, 0.0))
+
+
+def test_live_hides_rows_beyond_its_limit():
+    shown = text(render_live(state(speeds(*(0.1 + 0.01 * i for i in range(30))), finished=False), {}, START_S))
+    assert "... and 18 more" in shown
+    assert len(re.findall(r"^ *t\d{3}", shown, re.M)) == 12
+
+
+def test_eta_keeps_to_every_budget():
+    def left(**budget: float) -> float | None:
+        story = events(speeds(0.1, 0.1), finished=False)
+        story[0] = replace(story[0], budget=Budget(**budget), num_legal=99)
+        return eta_s(fold(story), START_S + 29.0)
+
+    assert left(max_trials=4) == pytest.approx(29.0)
+    assert left(max_trials=100, wall_time_s=35.0) == pytest.approx(6.0)
+    assert left(max_trials=100, device_hours=4 / 3600) == pytest.approx(29.0)
+    assert eta_s(fold([created()]), 1.0) is None
+
+
+def test_without_a_terminal_every_ended_trial_is_one_line():
+    out = io.StringIO()
+    story = events([*speeds(0.1, 0.08), failures()["oom"]])
+    with LiveView(Console(file=out, width=60)) as view:
+        for count in range(1, len(story) + 1):
+            view.on_state(fold(story[:count]))
+            view.on_progress(0, progress("warmup", 1))
+    lines = out.getvalue().splitlines()
+    assert [line[:4] for line in lines] == ["t000", "t001", "t002"]
+    assert lines[0].endswith("baseline")
+    assert "1.25x vs baseline  best so far" in lines[1]
+    assert lines[2].endswith("out of memory  rank 0 on host: boom")
+
+
+def test_going_on_repeats_no_line():
+    out = io.StringIO()
+    with LiveView(Console(file=out)) as view:
+        view.on_state(state(speeds(0.1, 0.08), finished=False))
+    assert out.getvalue() == "continuing after 2 trials\n"
+
+
+def test_on_a_terminal_the_table_is_drawn_in_place():
+    out = io.StringIO()
+    with LiveView(Console(file=out, width=100, force_terminal=True)) as view:
+        view.on_state(fold([created(), proposed(0), launched(0)]))
+        view.on_progress(0, progress("warmup", 2))
+    assert "t000" in out.getvalue()
+    assert "\x1b[" in out.getvalue()
+
+
+def test_drawing_never_stops_a_sweep():
+    class Broken(io.StringIO):
+        def write(self, _text: str) -> int:
+            raise OSError("no terminal any more")
+
+    with LiveView(Console(file=Broken())) as view:
+        view.on_state(state(speeds(0.1), finished=False))
+
+
+def test_the_page_is_self_contained_and_escaped():
+    sweep = state([*speeds(0.1, 0.08), failures("<script>alert(1)</script>")["crashed"]])
+    page = report_html(sweep, summarize(sweep, ""))
+    assert "1.25x the speed" in page
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "http" not in page
+
+
+def test_markdown_begins_with_the_result():
+    sweep = state(speeds(0.1, 0.08))
+    lines = report.report_markdown(sweep, summarize(sweep, "")).splitlines()
+    assert lines[0] == "**1.25x the speed of your present configuration: t001 at 3,200 tokens/s/p.**"
+    assert any(line.startswith("| winner | t001 |") for line in lines)
+
+
+def test_promotions_and_recipes_read_well():
+    evidence = {
+        "tokens_per_s_per_device": 3200.0,
+        "speedup": {"ratio": 1.25},
+        "trial": 1,
+        "sweep": "story",
+        "hardware": "1x2 CPU",
+        "forced": True,
+    }
+    recipe = {"short_name": "z2x2 mbs1 O0", "evidence": evidence, "candidate": {"micro_batch_size": 1}}
+    promoted = {"name": "m", "version": "2", "previous_version": "1", "is_new": True, "recipe": recipe}
+    shown = text(render_promotion(promoted))
+    assert "m@production is now version 2" in shown
+    assert "by force" in shown
+    assert "already" in text(render_promotion({**promoted, "is_new": False}))
+    shown = text(render_recipe({"name": "m", "version": "2", "aliases": ["production"], **recipe}))
+    assert "@production" in shown
+    assert "micro_batch_size: 1" in shown
