@@ -15,17 +15,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from uuid import uuid4
 
 from cluster.base import ClusterError
-from cluster.guardian import kill_marked
+from cluster.guardian import SELF_CLEANING_VARIABLE
 from cluster.messages import Lines, NodeEvent, NodeGone, NodeLaunch, RankFailure, Stop, line
 from trials.codec import from_json
 
 logger = logging.getLogger(__name__)
 
 PRELOAD = ("torch", "torch.distributed", "trials.worker")
-AGENT_VARIABLE = "TUNE_CLUSTER_AGENT"
 READY_TIMEOUT_S = 180.0
 CHUNK = 1 << 16
 
@@ -65,22 +63,22 @@ class Agent:
         self._search_path = tuple(search_path)
         self._env = dict(env or {})
         self._log_path = workdir / f"nursery-{node}.log"
-        self._id = uuid4().hex
         self._lock = threading.RLock()
         self._selector = selectors.DefaultSelector()
         self._attempts: dict[str, _Attempt] = {}
         self._is_closed = False
         self._start_nursery()
+        self._spare: socket.socket | None = self._connect()
+        """To a warden that waits for its launch: forking it is off the way from launch to first step."""
 
     def launch(self, launch: NodeLaunch) -> None:
         """Start the ranks of one attempt; their end comes as :class:`NodeGone`."""
-        ours, theirs = socket.socketpair()
-        with self._lock, theirs:
-            self._attempts[launch.attempt_id] = _Attempt(token=launch.token, connection=ours)
-            self._selector.register(ours, selectors.EVENT_READ, launch.attempt_id)
-            with contextlib.suppress(ConnectionError):  # a dead nursery is noticed, and replaced, by poll()
-                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-                ours.sendall(line(launch))
+        with self._lock:
+            connection, self._spare = self._spare or self._connect(), None
+            self._attempts[launch.attempt_id] = _Attempt(token=launch.token, connection=connection)
+            self._selector.register(connection, selectors.EVENT_READ, launch.attempt_id)
+            with contextlib.suppress(ConnectionError):  # poll() notices a dead warden, and a dead nursery
+                connection.sendall(line(launch))
 
     def stop(self, attempt_id: str, order: Stop) -> None:
         """Have the attempt's ranks killed; unknown attempts are ignored."""
@@ -95,9 +93,12 @@ class Agent:
         for key, _ in self._selector.select(timeout_s):
             with self._lock:
                 if key.fileobj is self._control:
-                    events += self._replace_nursery()
+                    self._replace_nursery()
                 elif isinstance(key.data, str) and key.data in self._attempts:
                     events += self._receive(key.data)
+        with self._lock:
+            if self._spare is None and not self._is_closed and any(isinstance(event, NodeGone) for event in events):
+                self._spare = self._connect()
         return events
 
     def close(self) -> None:
@@ -106,17 +107,16 @@ class Agent:
             if self._is_closed:
                 return
             self._is_closed = True
-            for attempt_id in list(self._attempts):
-                self._forget(attempt_id)
-            self._selector.unregister(self._control)
-            self._control.close()
+            for attempt in self._attempts.values():
+                _end(attempt.connection)
+            self._disconnect()
             self._nursery.wait()
             self._selector.close()
 
     def _start_nursery(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "cluster.nursery", str(theirs.fileno()), json.dumps(self._search_path)]
-        environment = {"OPENBLAS_NUM_THREADS": "1", **os.environ, **self._env, AGENT_VARIABLE: self._id}
+        environment = {"OPENBLAS_NUM_THREADS": "1", **os.environ, **self._env, SELF_CLEANING_VARIABLE: "1"}
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         with theirs, self._log_path.open("ab") as log:
             self._nursery = subprocess.Popen(
@@ -158,25 +158,41 @@ class Agent:
             self._forget(attempt_id)
         return events
 
-    def _replace_nursery(self) -> list[NodeEvent]:
-        """The nursery died: make sure of its descendants, end its attempts, start another."""
-        self._selector.unregister(self._control)
-        self._control.close()
-        code = self._nursery.wait()
-        kill_marked(AGENT_VARIABLE, self._id)
-        reason = f"the fork server on {self._node} died with code {code}; see {self._log_path}"
-        logger.warning("%s", reason)
-        events: list[NodeEvent] = [self._lost(attempt_id, reason) for attempt_id in self._attempts]
-        for attempt_id in list(self._attempts):
-            self._forget(attempt_id)
+    def _replace_nursery(self) -> None:
+        """The nursery died: start another. Wardens, and with them running gangs, do not depend on it."""
+        logger.warning("the fork server on %s died with code %d", self._node, self._nursery.wait())
+        self._disconnect()
         self._start_nursery()
-        return events
 
     def _lost(self, attempt_id: str, reason: str) -> NodeGone:
         failure = RankFailure(rank=None, node=self._node, category="lost", message=reason, at_s=time.time())
         return NodeGone(attempt_id=attempt_id, token=self._attempts[attempt_id].token, results=(failure,))
 
+    def _connect(self) -> socket.socket:
+        """Have the nursery fork a warden, and return the socket that leads to it."""
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.suppress(ConnectionError):
+            socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+        return ours
+
+    def _disconnect(self) -> None:
+        """Let go of the nursery, which makes it end."""
+        if self._spare is not None:
+            self._spare.close()
+            self._spare = None
+        self._selector.unregister(self._control)
+        self._control.close()
+
     def _forget(self, attempt_id: str) -> None:
         attempt = self._attempts.pop(attempt_id)
         self._selector.unregister(attempt.connection)
         attempt.connection.close()
+
+
+def _end(connection: socket.socket) -> None:
+    """Have the warden at the other end kill its ranks, and wait until it has."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(CHUNK):
+            pass
+    connection.close()

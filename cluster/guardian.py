@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,47 +17,55 @@ import time
 from pathlib import Path
 
 LEASE_VARIABLE = "TUNE_CLUSTER_LEASE"
+SELF_CLEANING_VARIABLE = "TUNE_CLUSTER_SELF_CLEANING"
+GRACE_S = 5.0
 SETTLE_S = 0.02
 """Pause between two looks at processes that were sent SIGKILL."""
 
 
-def marked_processes(variable: str, value: str) -> list[int]:
-    """Pids of all living processes that were started with ``variable=value``, without the calling one."""
-    mark = f"{variable}={value}".encode()
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in pids if _carries(pid, mark)]
-
-
-def _carries(pid: int, mark: bytes) -> bool:
-    if pid == os.getpid():
-        return False
+def environment_of(pid: int) -> list[bytes]:
+    """The ``NAME=value`` entries a process was started with; none if it is gone, a zombie or not ours to read."""
     try:
-        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # gone, or not ours to read
-        return False
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
 
 
-def kill_marked(variable: str, value: str) -> int:
-    """Kill all marked processes and wait until none is left; return how many were found."""
-    killed: set[int] = set()
-    while found := marked_processes(variable, value):
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        killed.update(found)
+def marked_processes(lease: str) -> dict[int, bool]:
+    """Pids of all processes of the lease but the calling one -> whether they clean up by themselves."""
+    mark, self_cleaning = f"{LEASE_VARIABLE}={lease}".encode(), f"{SELF_CLEANING_VARIABLE}=1".encode()
+    found = {}
+    for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
+        entries = environment_of(pid)
+        if mark in entries and pid != os.getpid():
+            found[pid] = self_cleaning in entries
+    return found
+
+
+def kill_marked(lease: str) -> None:
+    """End all processes of the lease and wait until none is left.
+
+    Fork servers and what they forked get :data:`GRACE_S` to end by themselves, as they do when their agent is gone:
+    they know their descendants, even those that have dropped the mark.
+    """
+    patience_s = time.monotonic() + GRACE_S
+    while found := marked_processes(lease):
+        for pid, is_self_cleaning in found.items():
+            if not is_self_cleaning or time.monotonic() > patience_s:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(SETTLE_S)
-    return len(killed)
 
 
 class Guardian:
-    """The controller's handle on its guardian process."""
+    """The controller's handle on its guardian process, which also removes the folder ``remove`` at the end."""
 
-    def __init__(self, lease: str) -> None:
+    def __init__(self, lease: str, *, remove: Path | None = None) -> None:
         watched, self._pipe = os.pipe()
         environment = {key: value for key, value in os.environ.items() if key != LEASE_VARIABLE}
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, lease, str(watched)],
+                [sys.executable, "-I", "-S", __file__, lease, str(watched), *([str(remove)] if remove else [])],
                 pass_fds=[watched],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -74,10 +83,12 @@ class Guardian:
 
 
 def main() -> None:
-    lease, pipe = sys.argv[1], int(sys.argv[2])
+    lease, pipe, folders = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
     while os.read(pipe, 1):
         pass
-    kill_marked(LEASE_VARIABLE, lease)
+    kill_marked(lease)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -58,10 +58,9 @@ class Nursery:
         message, fds, _, _ = socket.recv_fds(self._control, 1, 1)
         if not message:
             return False
-        nursery_pid = os.getpid()
         warden = os.fork()
         if warden == 0:
-            _run_warden(fds[0], nursery_pid)
+            _run_warden(fds[0])
         self._wardens[warden] = fds[0]
         self._selector.register(os.pidfd_open(warden), selectors.EVENT_READ, warden)
         return True
@@ -82,10 +81,10 @@ class Nursery:
         os.close(fd)
 
 
-def _run_warden(fd: int, nursery_pid: int) -> None:
+def _run_warden(fd: int) -> None:
     code = 1
     try:
-        warden_main(fd, nursery_pid)
+        warden_main(fd)
         code = 0
     except BaseException:
         traceback.print_exc()

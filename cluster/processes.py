@@ -71,4 +71,4 @@ def close_inherited(keep: Container[int]) -> None:
 def make_preferred_oom_victim() -> None:
     """Have the kernel's out-of-memory killer choose this process before the ones that watch it."""
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("800")
+        Path("/proc/self/oom_score_adj").write_text("1000")

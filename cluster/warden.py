@@ -33,7 +33,7 @@ from cluster.messages import (
     Stop,
     line,
 )
-from cluster.processes import adopt_orphans, close_inherited, die_with_parent, kill_descendants
+from cluster.processes import adopt_orphans, close_inherited, kill_descendants
 from cluster.rank import rank_main
 from cluster.watch import RankClock, due_at_s, overdue_reason
 from trials.codec import from_json
@@ -72,8 +72,10 @@ class Warden:
         self._reported: tuple[int, int] = (0, 0)
 
     def run(self) -> None:
-        """Run the attempt to its end."""
-        self._launch = self._receive_launch()
+        """Wait for an attempt and run it to its end."""
+        if (launch := self._receive_launch()) is None:
+            return
+        self._launch = launch
         self._agent.setblocking(False)
         self._selector.register(self._agent, selectors.EVENT_READ, self._hear)
         self._start()
@@ -84,11 +86,12 @@ class Warden:
         kill_descendants()
         self._finish()
 
-    def _receive_launch(self) -> NodeLaunch:
+    def _receive_launch(self) -> NodeLaunch | None:
+        """None if the agent goes away without having one."""
         while chunk := self._agent.recv(CHUNK):
             for message in self._lines.feed(chunk):
                 return from_json(NodeLaunch, message)
-        raise SystemExit("the agent is gone")
+        return None
 
     def _start(self) -> None:
         try:
@@ -133,6 +136,8 @@ class Warden:
                 self._stop(order.reason)
 
     def _read(self, rank: _Rank) -> None:
+        if rank.pipe < 0:  # drained by _reap() in the same round
+            return
         chunk = os.read(rank.pipe, CHUNK)
         if not chunk:
             self._selector.unregister(rank.pipe)
@@ -166,6 +171,7 @@ class Warden:
                     self._read(rank)
         if rank.pipe >= 0:
             self._selector.unregister(rank.pipe)
+            rank.pipe = -1
 
     def _unreported(self, rank: _Rank, exit_code: int) -> RankFailure:
         if self._is_stopping and exit_code == -signal.SIGKILL:
@@ -278,9 +284,8 @@ class Warden:
         return RankFailure(**{name: getattr(result, name) for name in RankFailure.__slots__} | {"log_tail": tail})
 
 
-def warden_main(fd: int, nursery_pid: int) -> None:
+def warden_main(fd: int) -> None:
     """Run a warden in this freshly forked process."""
-    die_with_parent(nursery_pid)
     close_inherited(keep=(fd,))
     adopt_orphans()
     Warden(socket.socket(fileno=fd)).run()

@@ -61,10 +61,10 @@ def build_layout(values: Mapping[str, Any]) -> Layout:
 def canonical_layout(layout: Layout) -> Layout:
     """``zero_stage`` needs a shard group, sequence parallelism a tp group, ``replicate_with`` replicas.
 
-    With ZeRO-2 and ZeRO-3 the sharding engine also replicates, so ``replicate_with`` says nothing there.
+    ZeRO-1 always works on DDP, and FSDP2, which does ZeRO-2 and ZeRO-3, also replicates: no choice of engine there.
     """
     zero_stage = layout.zero_stage if layout.dp_shard > 1 else 0
-    has_engine_choice = layout.dp_replicate > 1 and zero_stage in (0, 1)
+    has_engine_choice = layout.dp_replicate > 1 and zero_stage == 0
     return dataclasses.replace(
         layout,
         zero_stage=zero_stage,

@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from orchestrator.knob_types import CompileValue, Degree, PrecisionValue, RecomputeValue
-from trials.spec import Candidate, NoRecompute, Precision
+from trials.spec import Candidate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """One thing to turn. ``default`` is what a baseline that leaves the knob out uses.
+    """One thing to turn. ``default``, as it would stand in a file, is for a baseline that leaves the knob out.
 
     ``part`` is the field of Candidate it belongs to; ``read`` gets its value back from a candidate.
     """
@@ -77,7 +77,8 @@ KNOBS: tuple[Knob, ...] = (
         default="auto",
         part="layout",
         read=lambda c: c.layout.replicate_with,
-        description="Engine of `dp_replicate` where there is a choice; auto: ddp with tp 1, fsdp2 otherwise.",
+        description="Engine of `dp_replicate` without sharding; auto: ddp where tp is 1, fsdp2 otherwise. "
+        "ZeRO-1 always uses DDP, ZeRO-2 and 3 always FSDP2.",
         resolved_type=Literal["ddp", "fsdp2"],
     ),
     Knob(
@@ -91,7 +92,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="recompute",
         type=RecomputeValue,
-        default=NoRecompute(),
+        default="none",
         part="recompute",
         read=lambda c: c.recompute,
         description="none, full, or {full: n}: keep only the inputs of the first n layers and recompute the rest.",
@@ -99,7 +100,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         name="precision",
         type=PrecisionValue,
-        default=Precision(),
+        default="O0",
         part="precision",
         read=lambda c: c.precision,
         description="O0 (fp32), O1 (autocast) or O2 (16-bit parameters, fp32 masters), both with bfloat16; "

@@ -85,9 +85,8 @@ def make_plan(spec: SweepSpec, topology: Topology | None = None) -> Plan:
     baseline = spec.baseline_candidate
     broken = check(baseline, workload, topology)
     if broken:
-        raise ConfigError(
-            f"cannot run here: {broken[0].reason}", key="baseline", remedy="Correct the baseline or lease more nodes."
-        )
+        message = f"cannot run here: {broken[0].reason}"
+        raise spec.error(("baseline",), message, "Correct the baseline or lease more devices.")
     space = make_space(spec)
     sorter = _Sorter(rules=rules_for(spec.filters), spec=spec, topology=topology)
     candidates = tuple(sorter.legal(space))
@@ -145,8 +144,8 @@ def _nothing_left(sorter: _Sorter) -> ConfigError:
     rule_id = max(sorter.counts, key=lambda name: sorter.counts[name])
     reason = next(example.reason for example in sorter.examples if example.rule_id == rule_id)
     total = sum(sorter.counts.values())
-    return ConfigError(
-        f"no legal candidate: rule {rule_id} removed {sorter.counts[rule_id]} of {total}, e.g. {reason}",
-        key="space",
-        remedy="Add choices that satisfy it.",
+    return sorter.spec.error(
+        ("space",),
+        f"no legal candidate: rule {rule_id} removed {sorter.counts[rule_id]} of {total}, for example: {reason}",
+        "Add choices that satisfy it.",
     )

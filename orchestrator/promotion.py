@@ -63,22 +63,8 @@ def promote(*, ledger: Ledger, tracker: Tracker, name: str, trial: int | None = 
     if not proven and not force:
         raise _not_faster(chosen, compared)
     recipe = build_recipe(state, chosen, compared, forced=not proven)
-    run_id = _recorded_run(ledger, tracker, state, chosen.trial)
-    current = tracker.model_version(name, alias=PRODUCTION)
-    if current and current.run_id == run_id and current.tags.get("config_key") == recipe["config_key"]:
-        return _promotion(current, recipe, previous=None, is_new=False)
-    version = tracker.register(
-        name,
-        run_id,
-        _files(recipe),
-        _FOLDER,
-        _tags(state, chosen, compared, recipe),
-        _describe(chosen, compared, recipe),
-    )
-    if current:
-        tracker.set_alias(name, PREVIOUS, current.version)
-    tracker.set_alias(name, PRODUCTION, version.version)
-    return _promotion(version, recipe, previous=current, is_new=True)
+    with tracker.reached():
+        return _register(ledger, tracker, name, state, chosen, compared, recipe)
 
 
 def show(tracker: Tracker, reference: str) -> dict[str, Any]:
@@ -91,13 +77,14 @@ def show(tracker: Tracker, reference: str) -> dict[str, Any]:
     check_name(name, "registered name")
     which = which or PRODUCTION
     selector = {"version": which} if which.isdigit() else {"alias": which}
-    registered = tracker.model_version(name, **selector)
-    if registered is None:
-        raise ConfigError(f"the registry has no {name}@{which}", remedy="Promote a sweep first, or name a version.")
-    try:
-        recipe: dict[str, Any] = json.loads(tracker.read_model_file(registered, _JSON))
-    except (LookupError, ValueError) as error:
-        raise ConfigError(f"{name}@{which} cannot be read: {error}", remedy="Promote the sweep again.") from None
+    with tracker.reached():
+        registered = tracker.model_version(name, **selector)
+        if registered is None:
+            raise ConfigError(f"the registry has no {name}@{which}", remedy="Promote a sweep first, or name a version.")
+        try:
+            recipe: dict[str, Any] = json.loads(tracker.read_model_file(registered, _JSON))
+        except (LookupError, ValueError) as error:
+            raise ConfigError(f"{name}@{which} cannot be read: {error}", remedy="Promote the sweep again.") from None
     verify(recipe, registered)
     return {"name": name, "version": registered.version, "aliases": list(registered.aliases), **recipe}
 
@@ -142,6 +129,27 @@ def build_recipe(state: SweepState, chosen: Result, compared: Speedup | None, *,
         },
         "workload": to_json(state.sweep.workload),
     }
+
+
+def _register(
+    ledger: Ledger,
+    tracker: Tracker,
+    name: str,
+    state: SweepState,
+    chosen: Result,
+    compared: Speedup | None,
+    recipe: Mapping[str, Any],
+) -> Promotion:
+    run_id = _recorded_run(ledger, tracker, state, chosen.trial)
+    current = tracker.model_version(name, alias=PRODUCTION)
+    if current and current.run_id == run_id and current.tags.get("config_key") == recipe["config_key"]:
+        return _promotion(current, recipe, previous=None, is_new=False)
+    tags, description = _tags(state, chosen, compared, recipe), _describe(chosen, compared, recipe)
+    version = tracker.register(name, run_id, _files(recipe), _FOLDER, tags, description)
+    if current:
+        tracker.set_alias(name, PREVIOUS, current.version)
+    tracker.set_alias(name, PRODUCTION, version.version)
+    return _promotion(version, recipe, previous=current, is_new=True)
 
 
 def _choose(state: SweepState, trial: int | None) -> Result:

@@ -20,7 +20,8 @@ h1 { font-size: 20px; margin: 0 } h2 { font-size: 15px; margin: 28px 0 6px } p {
 table { border-collapse: collapse } th, td { padding: 3px 10px 3px 0; text-align: left; white-space: nowrap }
 th { border-bottom: 1px solid var(--line); font-weight: 600 } td.wrap { white-space: normal }
 code { font: 12px ui-monospace, monospace } tr.best td { font-weight: 600 }
-.bar { background: linear-gradient(90deg, var(--bar) var(--share), transparent 0); padding-left: 4px; background-clip: padding-box; border-right: 10px solid transparent }
+.bar { background: linear-gradient(90deg, var(--bar) var(--share), transparent 0);
+  padding-left: 4px; background-clip: padding-box; border-right: 10px solid transparent }
 .stack { display: flex; height: 14px; width: 260px; border-radius: 3px; overflow: hidden }
 """
 _PHASE_COLORS = {

@@ -2,7 +2,8 @@
 
 A rule answers with a one-line reason, or None when it has nothing against the candidate. Rules that need to know
 the hardware are silent while the topology is unknown. Sources: the divisibility rules are those of the Megatron and
-PyTorch tensor-parallel layouts; engine rules are combinations the runner cannot train.
+PyTorch tensor-parallel layouts; engine rules are combinations the runner cannot train (``trials/legality.py``, with
+which a test compares them).
 """
 
 from __future__ import annotations
@@ -113,12 +114,6 @@ def _zero1_with_tp(case: Case) -> str | None:
     return None
 
 
-def _zero1_needs_ddp(case: Case) -> str | None:
-    if case.layout.zero_stage == 1 and case.layout.replicate_with != "ddp":
-        return "zero_stage 1 works on top of DDP only; use replicate_with ddp or auto, or zero_stage 2 or 3"
-    return None
-
-
 def _tp_in_node(case: Case) -> str | None:
     if case.topology is None:
         return None
@@ -169,7 +164,6 @@ RULES: tuple[Rule, ...] = (
     Rule(id="sp-seq-length", reads="layout", check=_sp_sequence),
     Rule(id="ddp-with-tp", reads="layout", check=_ddp_with_tp),
     Rule(id="zero1-with-tp", reads="layout", check=_zero1_with_tp),
-    Rule(id="zero1-needs-ddp", reads="layout", check=_zero1_needs_ddp),
     Rule(id="global-batch", reads="layout", check=_global_batch),
     Rule(id="amp-dtype", reads="candidate", check=_amp_dtype),
 )

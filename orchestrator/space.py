@@ -65,7 +65,7 @@ def make_space(spec: SweepSpec) -> Space:
     choices = spec.choices
     size = math.prod(len(values) for values in choices.values())
     if size > MAX_PRODUCT_SIZE:
-        raise _too_large(size, choices)
+        raise _too_large(spec, size, choices)
     num_layers = spec.workload.model.num_layers
     rest = _products(
         {
@@ -77,8 +77,8 @@ def make_space(spec: SweepSpec) -> Space:
     )
     layouts = _distinct(_settings(choices, "layout"), build_layout)
     frames = tuple(
-        Candidate(layout=layout, micro_batch_size=size, **rest[0])
-        for layout, size in product(layouts, choices["micro_batch_size"])
+        Candidate(layout=layout, micro_batch_size=micro_batch_size, **rest[0])
+        for layout, micro_batch_size in product(layouts, choices["micro_batch_size"])
     )
     return Space(frames=frames, rest=rest, product_size=size)
 
@@ -104,13 +104,13 @@ def _products(parts: Mapping[str, tuple[Any, ...]]) -> tuple[dict[str, Any], ...
     return tuple(dict(zip(parts, values, strict=True)) for values in product(*parts.values()))
 
 
-def _too_large(size: int, choices: Mapping[str, tuple[Any, ...]]) -> ConfigError:
+def _too_large(spec: SweepSpec, size: int, choices: Mapping[str, tuple[Any, ...]]) -> ConfigError:
     largest = sorted(choices, key=lambda name: len(choices[name]), reverse=True)[:3]
     shown = ", ".join(f"{name} ({len(choices[name])})" for name in largest)
-    return ConfigError(
+    return spec.error(
+        ("space",),
         f"the choices span {size:,} combinations, more than {MAX_PRODUCT_SIZE:,}",
-        key="space",
-        remedy=f"Shorten the longest lists: {shown}.",
+        f"Shorten the longest lists: {shown}.",
     )
 
 

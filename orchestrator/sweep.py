@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from cluster.base import Deadlines
 from orchestrator.candidates import build_candidate, canonical_recompute
+from orchestrator.errors import ConfigError
 from orchestrator.knob_types import Section, fault
 from orchestrator.rules import Filters, check
 from orchestrator.sweep_errors import refuse_secrets, to_config_error
@@ -26,7 +27,7 @@ from orchestrator.sweep_sections import (
     check_runner,
 )
 from orchestrator.sweep_types import Identifier
-from orchestrator.yaml_source import YamlSource, read_yaml
+from orchestrator.yaml_source import KeyPath, YamlSource, dotted, read_yaml
 from trials.codec import digest
 from trials.spec import Candidate, Protocol, Workload
 
@@ -47,6 +48,21 @@ class SweepSpec(Section):
         default="trials.worker:run_rank", description="Function every rank runs, as module:function."
     )
     tracking: TrackingSection = Field(default=TrackingSection(), description="Where results are recorded.")
+
+    _source: YamlSource | None = PrivateAttr(default=None)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both mean the same, wherever they were read from."""
+        return isinstance(other, SweepSpec) and self.to_json() == other.to_json()
+
+    def __hash__(self) -> int:
+        return hash(self.spec_hash)
+
+    def error(self, path: KeyPath, message: str, remedy: str) -> ConfigError:
+        """A problem with the key at ``path``, located in the file this was read from."""
+        if self._source is None:
+            return ConfigError(message, key=dotted(path), remedy=remedy)
+        return self._source.error(path, message, remedy)
 
     @model_validator(mode="after")
     def _legal_baseline(self) -> Self:
@@ -123,9 +139,11 @@ def load_sweep(path: str | Path) -> SweepSpec:
     source = _read(path)
     data = _with_model(source)
     try:
-        return SweepSpec.model_validate(data, context={"folder": source.file.parent})
+        spec = SweepSpec.model_validate(data, context={"folder": source.file.parent})
     except ValidationError as error:
         raise to_config_error(error, source, SweepSpec) from None
+    spec._source = source
+    return spec
 
 
 def _read(path: str | Path) -> YamlSource:

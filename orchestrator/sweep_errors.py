@@ -57,7 +57,7 @@ def _translate(details: ErrorDetails, source: YamlSource, model: type[BaseModel]
     path = details["loc"]
     if kind == "sweep_fault":
         path, _ = source.locate(path)
-        key = (context["key"],) if context["key"] else ()
+        key = context["key"].split(".") if context["key"] else ()
         return source.error((*path, *key), context["text"], context["remedy"])
     if kind == "missing":
         return source.error(path, "missing", f"Add {path[-1]!r}.")

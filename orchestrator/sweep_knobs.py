@@ -22,12 +22,13 @@ def _patterns(*, resolved: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {"world_size": (_choices(Size) | None, Field(default=None, description=_WORLD_SIZE))}
     for knob in KNOBS:
         value_type = (knob.resolved_type or knob.type) if resolved else knob.type
-        fields[knob.name] = (_choices(value_type) | None, Field(default=None, description=knob.description))
+        fields[knob.name] = (_choices(value_type), Field(default=None, description=knob.description))
     return fields
 
 
 _SINGLE: dict[str, Any] = {
-    knob.name: (knob.type, Field(default=knob.default, description=knob.description)) for knob in KNOBS
+    knob.name: (knob.type, Field(default=knob.default, validate_default=True, description=knob.description))
+    for knob in KNOBS
 }
 _BaselineKnobs: Any = create_model("_BaselineKnobs", __base__=Section, **_SINGLE)
 _PatternKnobs: Any = create_model("_PatternKnobs", __base__=Section, **_patterns(resolved=True))

@@ -26,7 +26,9 @@ class ModelSection(Section):
     num_heads: Size = Field(description="Query heads; must divide hidden_size.")
     num_kv_heads: Size = Field(description="Key and value heads; must divide num_heads.")
     ffn_hidden_size: Size = Field(description="Inner width of the SwiGLU feed-forward.")
-    vocab_size: Size = Field(default=256, ge=256, description="Number of token ids; byte-level text needs 256.")
+    vocab_size: int = Field(
+        default=256, ge=256, le=2**31 - 1, description="Number of token ids; bytes need 256."
+    )
     rope_theta: Positive = Field(default=10000.0, description="Base of the rotary position embedding.")
     norm_eps: Positive = Field(default=1e-5, description="Epsilon of RMSNorm.")
 
@@ -55,12 +57,6 @@ class DataSection(Section):
     pattern: str = Field(default="*.py", min_length=1, description="Which files of a folder, searched recursively.")
 
     _resolve = field_validator("path")(resolve)
-
-    @model_validator(mode="after")
-    def _readable(self, info: ValidationInfo) -> DataSection:
-        if self.path is not None and (info.context or {}).get("check_files", True):
-            check_text(Path(self.path), self.pattern)
-        return self
 
     def to_data(self) -> TextData:
         return TextData(path=self.path, pattern=self.pattern)
@@ -98,6 +94,12 @@ class WorkloadSection(Section):
     global_batch_size: Size = Field(description="Sequences per optimiser step over all ranks.")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="The optimiser.")
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of weights and data order.")
+
+    @model_validator(mode="after")
+    def _enough_text(self, info: ValidationInfo) -> WorkloadSection:
+        if self.data.path is not None and (info.context or {}).get("check_files", True):
+            check_text(Path(self.data.path), self.data.pattern, num_bytes=self.seq_length + 1)
+        return self
 
 
 class ClusterSection(Section):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import re
-from itertools import islice
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Va
 
 from orchestrator.knob_types import fault
 
-MAX_PATHS_SEARCHED = 10_000
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
+"""As in ``trials/data.py``, which cannot be imported here."""
 IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -77,26 +79,28 @@ def resolve(value: str | None, info: ValidationInfo) -> str | None:
     return os.path.normpath(folder.absolute() / value)
 
 
-def check_text(path: Path, pattern: str) -> None:
-    """Raise a fault unless ``path`` is a readable file with text, or a folder holding one that matches."""
-    remedy = "Check the path (relative to the sweep file) and its permissions."
+def check_text(root: Path, pattern: str, *, num_bytes: int) -> None:
+    """Raise a fault unless ``root``, or the files in it that match, can be read and hold ``num_bytes``."""
+    remedy = "Check the path (relative to the sweep file), its permissions and the pattern."
+    found = 0
+    path = root
     try:
-        if path.is_dir():
-            path = _first_match(path, pattern)
-        with path.open("rb") as stream:
-            has_text = bool(stream.read(1))
+        for path in _files(root, pattern):
+            with path.open("rb") as stream:
+                found += len(stream.read(num_bytes - found))
+            if found >= num_bytes:
+                return
     except OSError as error:
-        raise fault("path", f"{path} cannot be read: {error.strerror or error}", remedy) from None
-    if not has_text:
-        raise fault("path", f"{path} is empty", remedy)
+        raise fault("data.path", f"{path} cannot be read: {error.strerror or error}", remedy) from None
+    where = f"files matching {pattern!r} in {root}" if root.is_dir() else str(root)
+    raise fault("data.path", f"{where} hold {found} bytes, fewer than a sequence and its target ({num_bytes})", remedy)
 
 
-def _first_match(folder: Path, pattern: str) -> Path:
-    try:
-        matches = islice(folder.rglob(pattern), MAX_PATHS_SEARCHED)
-        found = next((file for file in matches if file.is_file() and file.stat().st_size), None)
-    except (ValueError, NotImplementedError) as error:
-        raise fault("pattern", f"{pattern!r} cannot be used: {error}", "Use a pattern like '*.txt'.") from None
-    if found is None:
-        raise fault("pattern", f"no file with text in {folder} matches {pattern!r}", "Change pattern or path.")
-    return found
+def _files(root: Path, pattern: str) -> Iterator[Path]:
+    """The files the runner reads, in its order."""
+    if not root.is_dir():
+        yield root
+        return
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(set(folders) - SKIPPED_FOLDERS)
+        yield from (Path(folder, name) for name in sorted(names) if fnmatch.fnmatch(name, pattern))

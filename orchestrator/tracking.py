@@ -11,16 +11,17 @@ import json
 import logging
 import os
 import tempfile
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator import tracking_content as content
-from orchestrator.controller import apply, fold
+from orchestrator.errors import ConfigError
 from orchestrator.ledger import Entry, Ledger
 from orchestrator.mlflow_urls import artifact_folder, public_uri, sqlite_path
+from orchestrator.outbox import Outbox
 from orchestrator.report import report_markdown
 from orchestrator.report_html import report_html
 from orchestrator.state import AttemptEnded, AttemptLaunched, SweepCreated, SweepFinished, SweepState, Trial
@@ -38,13 +39,12 @@ logger = logging.getLogger(__name__)
 CURSOR = "mlflow"
 """Name of the ledger's cursor and of the document that says where MLflow holds the sweep."""
 _NOTE = "mlflow.note.content"
-_FIRST_RETRY_S, _LAST_RETRY_S = 2.0, 120.0
 _SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     # The outbox repeats what failed; the client's own minutes of retries would hold up the sweep.
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
 
@@ -67,7 +67,8 @@ class Tracker:
 
     Args:
         uri: a tracking URI: ``sqlite:///...`` or the address of a server.
-        experiment: name of the experiment; None derives it from the sweep's model and hardware.
+        experiment: name of the experiment; None derives it from the sweep's model and hardware. Once a sweep is
+            recorded it stays where it is, whatever is said here.
     """
 
     def __init__(self, uri: str, experiment: str | None = None) -> None:
@@ -76,17 +77,31 @@ class Tracker:
         self._client: MlflowClient | None = None
         self._experiment_ids: dict[str, str] = {}
         self._runs: dict[str, dict[str, str]] = {}
-        self._folded: tuple[int, SweepState] | None = None
-        self._failures = 0
-        self._retry_at_s = 0.0
+        self._outbox = Outbox(CURSOR, on_outage=self._warn)
 
     def prepare(self) -> None:
         """Connect and create the store's tables where they are missing; takes seconds the first time.
 
         Raises:
-            Exception: whatever MLflow raises when the store cannot be reached.
+            ConfigError: the store cannot be reached.
         """
-        self._mlflow()
+        with self.reached():
+            self._mlflow()
+
+    @contextmanager
+    def reached(self) -> Iterator[None]:
+        """Turn what MLflow raises inside into a ConfigError that says how to go on. Not needed around :meth:`sync`."""
+        import requests
+        from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import SQLAlchemyError
+
+        try:
+            yield
+        except (MlflowException, SQLAlchemyError, requests.RequestException, OSError) as error:
+            raise ConfigError(
+                f"the MLflow store {public_uri(self.uri)} cannot be used: {content.first_line(error)}",
+                remedy="Check that it is reachable and may be written, then try again.",
+            ) from error
 
     def sync(self, ledger: Ledger, state: SweepState) -> int:
         """Write every entry behind the cursor; return how many were written.
@@ -94,24 +109,9 @@ class Tracker:
         An error of MLflow is logged, once per outage, and leaves the cursor where it is; the next calls do nothing
         until a growing pause is over. When ``state`` is over there is no pause.
         """
-        if time.monotonic() < self._retry_at_s and not state.is_over:
-            return 0
-        done = 0
-        for entry in ledger.entries(after=ledger.cursor(CURSOR)):
-            after = self._fold_to(ledger, entry)
-            try:
-                self.project(entry, after)
-                self._note_place(ledger, after)
-                if isinstance(entry.event, SweepFinished):
-                    self._put_sweep_file(ledger, after)
-            except Exception as error:
-                self._note_failure(error)
-                return done
-            ledger.advance(CURSOR, entry.seq)
-            self._folded = (entry.seq, after)
-            self._failures, self._retry_at_s = 0, 0.0
-            done += 1
-        return done
+        if recorded := Recorded.of(ledger):
+            self._experiment_ids[self._experiment_name(state)] = recorded.experiment_id
+        return self._outbox.deliver(ledger, lambda *entry: self._write(ledger, *entry), urgent=state.is_over)
 
     def project(self, entry: Entry, state: SweepState) -> None:
         """Write one entry; ``state`` is the fold up to and including it. Repeating it changes nothing."""
@@ -143,7 +143,10 @@ class Tracker:
         known = self._sweep_runs(state)
         if "sweep" not in known:
             run = self._mlflow().create_run(
-                self._experiment_id(state), _ms(created.at_s), content.sweep_tags(created), run_name=created.sweep
+                self._experiment_id(state),
+                _ms(created.at_s),
+                _tags(content.sweep_tags(created)),
+                run_name=created.sweep,
             )
             known["sweep"] = run.info.run_id
             self._log(known["sweep"], created.at_s, params=content.sweep_params(created))
@@ -156,21 +159,19 @@ class Tracker:
         self._put_text(run_id, note, "report.md")
         self._put_text(run_id, report_html(state, summary), "report.html")
         self._put_json(run_id, summary.to_json(), "summary.json")
-        self._log(
-            run_id, event.at_s, tags={_NOTE: note, "tc.state": event.status, "tc.reason": content.scrub(event.reason)}
-        )
+        self._log(run_id, event.at_s, tags={_NOTE: note, "tc.state": event.status, "tc.reason": event.reason})
         self._end(run_id, "FINISHED" if event.status == "finished" else "FAILED", event.at_s)
 
     def _put_sweep_file(self, ledger: Ledger, state: SweepState) -> None:
         if document := ledger.document("sweep_yaml"):
-            self._put_text(self._ensure_sweep(state), content.scrub(document["text"]), "sweep.yaml")
+            self._put_text(self._ensure_sweep(state), document["text"], "sweep.yaml")
 
     # ---- trials ----
 
     def _ensure_trial(self, state: SweepState, trial: Trial) -> str:
         known = self._sweep_runs(state)
         if str(trial.number) not in known:
-            tags = content.trial_tags(state.sweep, trial, self._ensure_sweep(state))
+            tags = _tags(content.trial_tags(state.sweep, trial, self._ensure_sweep(state)))
             at_ms = _ms(trial.attempts[0].launched_at_s)
             name = content.trial_name(trial)
             run = self._mlflow().create_run(self._experiment_id(state), at_ms, tags, run_name=name)
@@ -227,9 +228,8 @@ class Tracker:
             self._put_text(run_id, text, f"{folder}/{file_name}")
         if not client.search_registered_models(filter_string=f"name = '{name}'"):
             client.create_registered_model(name, description="Training configurations promoted by tune-cluster.")
-        tags = {key: value[: content.MAX_TAG_CHARS] for key, value in tags.items()}
         version = client.create_model_version(
-            name, f"runs:/{run_id}/{folder}", run_id, tags=tags, description=description
+            name, f"runs:/{run_id}/{folder}", run_id, tags=_tags(tags), description=description
         )
         return _registered(version)
 
@@ -238,9 +238,9 @@ class Tracker:
 
     def model_version(self, name: str, *, alias: str | None = None, version: str | None = None) -> Registered | None:
         """The version with this alias or number; None where there is none."""
+        client = self._mlflow()
         from mlflow.exceptions import MlflowException
 
-        client = self._mlflow()
         try:
             if alias is not None:
                 version = str(client.get_model_version_by_alias(name, alias).version)
@@ -260,11 +260,14 @@ class Tracker:
         if not registered.source.startswith(prefix):
             raise LookupError(f"its source {registered.source} is not in the run it names")
         artifact = f"{registered.source.removeprefix(prefix)}/{file_name}"
+        client = self._mlflow()
+        from mlflow.exceptions import MlflowException
+
         with tempfile.TemporaryDirectory() as folder:
             try:
-                path = self._mlflow().download_artifacts(registered.run_id, artifact, folder)
-            except OSError as error:
-                raise LookupError(f"its artifact {artifact} cannot be read: {error}") from None
+                path = client.download_artifacts(registered.run_id, artifact, folder)
+            except (OSError, MlflowException) as error:
+                raise LookupError(f"its artifact {artifact} cannot be read: {content.first_line(error)}") from None
             return Path(path).read_text(encoding="utf-8")
 
     # ---- the store ----
@@ -285,8 +288,11 @@ class Tracker:
             self._client = client
         return self._client
 
+    def _experiment_name(self, state: SweepState) -> str:
+        return self._experiment or content.experiment_name(state.sweep)
+
     def _experiment_id(self, state: SweepState) -> str:
-        name = self._experiment or content.experiment_name(state.sweep)
+        name = self._experiment_name(state)
         if name not in self._experiment_ids:
             found = self._mlflow().get_experiment_by_name(name)
             self._experiment_ids[name] = str(found.experiment_id) if found else self._create_experiment(name)
@@ -332,11 +338,11 @@ class Tracker:
 
         batch_metrics: list[Metric] = [Metric(k, v, _ms(at_s), step) for k, v in (metrics or {}).items()]
         batch_params: list[Param] = [Param(k, v) for k, v in (params or {}).items()]
-        batch_tags: list[RunTag] = [RunTag(k, v[: content.MAX_TAG_CHARS]) for k, v in (tags or {}).items()]
+        batch_tags: list[RunTag] = [RunTag(k, v) for k, v in _tags(tags or {}).items()]
         self._mlflow().log_batch(run_id, batch_metrics, batch_params, batch_tags, synchronous=True)
 
     def _put_text(self, run_id: str, text: str, artifact: str) -> None:
-        self._mlflow().log_text(run_id, text, artifact)
+        self._mlflow().log_text(run_id, content.scrub(text), artifact)
 
     def _put_json(self, run_id: str, value: Any, artifact: str) -> None:
         self._put_text(run_id, json.dumps(value, indent=1), artifact)
@@ -346,33 +352,25 @@ class Tracker:
 
     # ---- the outbox ----
 
-    def _fold_to(self, ledger: Ledger, entry: Entry) -> SweepState:
-        """The state up to and including ``entry``, from the last one folded where that is the one before it."""
-        if self._folded and self._folded[0] == entry.seq - 1:
-            return apply(self._folded[1], entry.event)
-        return fold(earlier.event for earlier in ledger.entries() if earlier.seq <= entry.seq)
+    def _write(self, ledger: Ledger, entry: Entry, state: SweepState) -> None:
+        try:
+            self.project(entry, state)
+            if isinstance(entry.event, SweepFinished):
+                self._put_sweep_file(ledger, state)
+            if ledger.document(CURSOR) is None and (recorded := self.recorded(state)):
+                ledger.put_document(CURSOR, to_json(recorded))
+        except Exception:
+            self._runs.clear()  # what was being written may or may not be there: search again
+            self._experiment_ids.clear()
+            raise
 
-    def _note_place(self, ledger: Ledger, state: SweepState) -> None:
-        if self._failures == 0 and ledger.document(CURSOR) is not None:
-            return
-        if recorded := self.recorded(state):
-            ledger.put_document(CURSOR, to_json(recorded))
-
-    def _note_failure(self, error: Exception) -> None:
-        """Warn once per outage, forget what may not have been stored, and wait longer each time."""
-        if self._failures == 0:
-            why = content.scrub(str(error)).strip().splitlines()
-            logger.warning(
-                "MLflow at %s does not take results (%s: %s); the sweep goes on, they follow later",
-                public_uri(self.uri),
-                type(error).__name__,
-                why[0] if why else "no message",
-            )
-        logger.debug("MLflow error", exc_info=error)
-        self._runs.clear()
-        self._experiment_ids.clear()
-        self._retry_at_s = time.monotonic() + min(_LAST_RETRY_S, _FIRST_RETRY_S * 2**self._failures)
-        self._failures += 1
+    def _warn(self, error: Exception) -> None:
+        logger.warning(
+            "MLflow at %s does not take results (%s: %s); the sweep goes on, they follow later",
+            public_uri(self.uri),
+            type(error).__name__,
+            content.first_line(error),
+        )
 
 
 def _registered(version: ModelVersion) -> Registered:
@@ -384,6 +382,11 @@ def _registered(version: ModelVersion) -> Registered:
         tags=dict(version.tags),
         aliases=tuple(version.aliases),
     )
+
+
+def _tags(tags: Mapping[str, str]) -> dict[str, str]:
+    """Fit for MLflow: no secrets, not too long."""
+    return {key: content.scrub(value)[: content.MAX_TAG_CHARS] for key, value in tags.items()}
 
 
 def _ms(at_s: float) -> int:

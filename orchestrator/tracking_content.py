@@ -121,7 +121,7 @@ def trial_note(state: SweepState, trial: Trial) -> str:
     """Markdown; the first line is the result."""
     name = f"`{short_name(trial.candidate)}`"
     if trial.measurement is None:
-        return f"**{fmt.status_words(trial.status)}** — {name}\n\n{scrub(fmt.failure(trial))}"
+        return f"**{fmt.status_words(trial.status)}** — {name}\n\n{fmt.failure(trial)}"
     speed = tokens_per_s_per_device(trial.measurement)
     compared = fmt.versus_baseline(trial, state)
     against = f", {fmt.versus(compared)} the baseline ({fmt.ratio_interval(compared.ratio.ci95)})" if compared else ""
@@ -134,7 +134,7 @@ def log_tail(trial: Trial) -> str | None:
     if evidence is None or not (evidence.log_tail or evidence.collateral):
         return None
     collateral = ["", "--- errors of other ranks ---", *evidence.collateral] if evidence.collateral else []
-    return scrub("\n".join([*evidence.log_tail, *collateral]) + "\n")
+    return "\n".join([*evidence.log_tail, *collateral]) + "\n"
 
 
 def scrub(text: str) -> str:
@@ -143,6 +143,12 @@ def scrub(text: str) -> str:
         if _SECRET_NAME.search(name) and len(value) >= _MIN_SECRET_CHARS:
             text = text.replace(value, "***")
     return _URL_PASSWORD.sub("***@", text)
+
+
+def first_line(error: Exception) -> str:
+    """An error in one line without secrets."""
+    lines = scrub(str(error)).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def scrub_all(value: Any) -> Any:
@@ -166,8 +172,8 @@ def _common_tags(created: SweepCreated) -> dict[str, str]:
 
 def _ended_words(outcome: Any) -> str:
     """``gang_lost: rank 3 on n1: node died``."""
-    why = scrub(describe_failure(outcome))
-    return f"{outcome.kind}: {why}"[:MAX_TAG_CHARS] if why else str(outcome.kind)
+    why = describe_failure(outcome)
+    return f"{outcome.kind}: {why}" if why else str(outcome.kind)
 
 
 def _measured_metrics(measurement: Measurement) -> dict[str, float | None]:

@@ -64,7 +64,15 @@ class StepBatches(Dataset[Tensor]):
     """
 
     def __init__(
-        self, tokens: Tensor, *, seq_length: int, global_batch_size: int, dp_rank: int, dp: int, seed: int, num_steps: int
+        self,
+        tokens: Tensor,
+        *,
+        seq_length: int,
+        global_batch_size: int,
+        dp_rank: int,
+        dp: int,
+        seed: int,
+        num_steps: int,
     ) -> None:
         if len(tokens) < seq_length + 1:
             raise DataError(f"the text has {len(tokens)} bytes, fewer than seq_length + 1 = {seq_length + 1}; add text")

@@ -94,5 +94,7 @@ def _knobs(model: LlamaModel, candidate: Candidate) -> Iterator[str]:
     recompute, loader = candidate.recompute, candidate.loader
     if isinstance(recompute, FullRecompute) and not 0 < recompute.num_layers <= model.num_layers:
         yield f"recompute of {recompute.num_layers} layers is outside 1..{model.num_layers}"
-    if (loader.num_workers == 0) != (loader.prefetch_factor == 0) or min(loader.num_workers, loader.prefetch_factor) < 0:
+    if (loader.num_workers == 0) != (loader.prefetch_factor == 0) or min(
+        loader.num_workers, loader.prefetch_factor
+    ) < 0:
         yield "prefetch_factor is 0 exactly when num_workers is 0"

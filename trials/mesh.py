@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trials.spec import AXES, Layout
@@ -65,11 +66,13 @@ def process_group(identity: RankIdentity, device: torch.device) -> Iterator[None
 def _init_process_group(identity: RankIdentity, device: torch.device) -> None:
     backend = "gloo" if device.type == "cpu" else "nccl"
     rendezvous = os.environ.get(RENDEZVOUS_VARIABLE)
-    size = {"rank": identity.rank, "world_size": identity.world_size}
-    if rendezvous is None and identity.world_size == 1 and "MASTER_ADDR" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), timeout=COLLECTIVE_TIMEOUT, **size)
-    else:
-        dist.init_process_group(backend, init_method=rendezvous or "env://", timeout=COLLECTIVE_TIMEOUT, **size)
+    rank, world_size = identity.rank, identity.world_size
+    store, url = None, rendezvous or "env://"
+    if rendezvous is None and world_size == 1 and "MASTER_ADDR" not in os.environ:
+        store, url = HashStore(), None  # alone: nobody to meet
+    dist.init_process_group(
+        backend, init_method=url, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+    )
 
 
 def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ def parallelize(spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device) 
         assert mesh is not None
         apply_fsdp(model, mesh, layout, candidate.precision)
     model.to_empty(device=device)
+    model.build_rotary_table(device)
     init_parameters(model, workload.seed)
     return apply_ddp(model, candidate, device) if uses_ddp(layout) else model
 
@@ -108,6 +110,8 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, layout: Layout, precision: Precis
 
     ZeRO stage 3 frees gathered weights after the forward pass, except the root's, which the backward needs at once.
     """
+    # The head's tensor-parallel output is a view; FSDP warns of writing to it, and the loss only reads it.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     policy = mixed_precision_policy(precision)
     parts: list[nn.Module] = [*model.layers.values(), model]
     if layout.zero_stage == 0:
@@ -124,9 +128,7 @@ def apply_ddp(model: Llama, candidate: Candidate, device: torch.device) -> nn.Mo
     """Replicate over all ranks (DDP excludes tensor parallelism); ranks are equal already, so nothing is sent."""
     options: dict[str, Any] = {"device_ids": [device.index]} if device.type == "cuda" else {}
     assert candidate.layout.tp == 1
-    return DistributedDataParallel(
-        model, init_sync=False, broadcast_buffers=False, gradient_as_bucket_view=True, **options
-    )
+    return DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=True, **options)
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:

@@ -31,7 +31,9 @@ def check_device(precision: Precision, device: torch.device) -> None:
     have = torch.cuda.get_device_capability(device)
     if have < wanted:
         name = torch.cuda.get_device_name(device)
-        raise InfeasibleSpec(f"{precision.dtype} needs compute capability {wanted}, {name} has {have}; use another type")
+        raise InfeasibleSpec(
+            f"{precision.dtype} needs compute capability {wanted}, {name} has {have}; use another type"
+        )
 
 
 def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:

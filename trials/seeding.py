@@ -34,8 +34,7 @@ def initial_value(name: str, size: torch.Size, std: float, seed: int) -> Tensor:
 
 @torch.no_grad()
 def init_parameters(model: Llama, seed: int) -> None:
-    """Fill the parameters and buffers of a model that has just left the meta device, sharded or not."""
-    model.reset_buffers()
+    """Fill the parameters of a model that has just left the meta device, sharded or not."""
     for wrapped_name, parameter in model.named_parameters():
         name = plain_name(wrapped_name)
         full = initial_value(name, parameter.shape, model.init_std(name), seed)

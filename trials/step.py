@@ -74,12 +74,12 @@ class Trainer:
     def _accumulate(self, batch: Tensor, marker: Marker) -> Tensor:
         """Forward and backward over all micro-batches; only the last one reduces gradients. Gives the mean loss."""
         total = torch.zeros((), device=self.device)
-        for i, rows in enumerate(batch.split(self.micro_batch_size)):
+        for i, rows in enumerate(torch.split(batch, self.micro_batch_size)):
             set_gradient_sync(self.model, i == self.num_microbatches - 1)
             with autocast(self.precision, self.device):
                 loss = next_token_loss(self.model(rows[:, :-1]), rows[:, 1:]) / self.num_microbatches
             marker.mark("forward")
-            (loss * self._scale).backward()
+            torch.autograd.backward(loss * self._scale)
             total += loss.detach()
             marker.mark("backward")
         return total

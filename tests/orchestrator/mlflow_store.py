@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
+import sqlite3
 import tempfile
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 
@@ -21,5 +22,6 @@ def _template() -> Path:
 def new_store(folder: Path) -> str:
     """The tracking URI of a fresh store in ``folder``."""
     path = folder / "mlflow.db"
-    shutil.copyfile(_template(), path)
+    with closing(sqlite3.connect(_template())) as template, closing(sqlite3.connect(path)) as copy:
+        template.backup(copy)
     return f"sqlite:///{path}"

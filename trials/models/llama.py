@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention. The head count follows the projections, so it is right under tensor parallelism."""
+    """Causal grouped-query attention. The head count follows from the projections: tensor parallelism splits them."""
 
     def __init__(self, shape: LlamaModel) -> None:
         super().__init__()
@@ -90,24 +90,24 @@ class Llama(nn.Module):
         self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.num_layers)})
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.output = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
-        self.rope: Tensor
-        self.register_buffer("rope", torch.empty(2, seq_length, self.head_size), persistent=False)
+        # A plain attribute, not a buffer: DDP sends buffers around at every step.
+        self.rope: Tensor | None = None
 
     @property
     def head_size(self) -> int:
         return self.shape.hidden_size // self.shape.num_heads
 
     def forward(self, tokens: Tensor) -> Tensor:
+        assert self.rope is not None, "build_rotary_table() comes before the first forward pass"
         h = self.tok_embeddings(tokens)
         for layer in self.layers.values():
             h = layer(h, self.rope)
         logits: Tensor = self.output(self.norm(h))
         return logits
 
-    def reset_buffers(self) -> None:
-        """Recompute the rotary table: ``to_empty`` leaves it undefined, and it is no parameter."""
-        table = rotary_table(self.seq_length, self.head_size, self.shape.rope_theta)
-        self.rope = table.to(device=self.rope.device)
+    def build_rotary_table(self, device: torch.device) -> None:
+        """Compute the rotary table; apart from construction, which happens on the meta device."""
+        self.rope = rotary_table(self.seq_length, self.head_size, self.shape.rope_theta).to(device)
 
     def init_std(self, name: str) -> float:
         """Standard deviation for the initial values of parameter ``name``; 0 stands for a gain of ones.
@@ -133,4 +133,5 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Turn the pairs ``(i, i + head_size / 2)`` of ``x [B, S, H, head_size]`` by their position's angles."""
     cos, sin = (table[None, :, None].to(x.dtype) for table in rope)
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    turned = torch.cat([-second, first], dim=-1)
+    return torch.addcmul(x * cos, turned, sin)

@@ -1,0 +1,121 @@
+"""Gangs of gloo ranks for tests: forked from a server that has torch imported, many trials per gang."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import time
+import traceback
+import warnings
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from trials.codec import from_json, to_json
+from trials.failure import classify
+from trials.outcome import RankReport
+from trials.spec import TrialSpec
+
+START = multiprocessing.get_context("forkserver")
+START.set_forkserver_preload(["pytest", "trials.worker", "tests.trials.gang"])
+
+
+@dataclasses.dataclass(frozen=True)
+class RankFailure:
+    kind: str
+    type_name: str
+    message: str
+    rank: int = -1
+
+
+Result = RankReport | RankFailure
+
+
+def run_gang(specs: list[TrialSpec], tmp_path: Path, *, timeout_s: float = 120.0, **options: Any) -> list[Result]:
+    """Run trials of one world size one after the other in one gang; per trial rank 0's report, or the root cause.
+
+    A failed trial ends its gang, as in production; the next trial starts with a fresh one. Reports of all ranks must
+    agree on losses and norms.
+    """
+    results: list[Result] = []
+    while len(results) < len(specs):
+        results += _run_until_failure(specs[len(results) :], tmp_path / f"from-{len(results)}", timeout_s, options)
+    return results
+
+
+def _run_until_failure(specs: list[TrialSpec], folder: Path, timeout_s: float, options: dict[str, Any]) -> list[Result]:
+    folder.mkdir(parents=True)
+    world_size = specs[0].candidate.layout.world_size
+    encoded = [to_json(spec) for spec in specs]
+    pipes, processes = [], []
+    for rank in range(world_size):
+        ours, theirs = START.Pipe(duplex=False)
+        process = START.Process(target=_rank_main, args=(rank, world_size, encoded, folder, theirs, options))
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return _collect(pipes, len(specs), timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _collect(pipes: list[Connection], num_specs: int, timeout_s: float) -> list[Result]:
+    results: list[Result] = []
+    for _ in range(num_specs):
+        result = _fold([_receive(pipe, timeout_s, rank) for rank, pipe in enumerate(pipes)])
+        results.append(result)
+        if isinstance(result, RankFailure):
+            break
+    return results
+
+
+def _receive(pipe: Connection, timeout_s: float, rank: int) -> Result:
+    if not wait([pipe], timeout_s):
+        return RankFailure("connection", "Silent", f"nothing within {timeout_s} s", rank)
+    try:
+        outcome, value = pipe.recv()
+    except EOFError:
+        return RankFailure("error", "Died", "the process ended without a word", rank)
+    if outcome == "report":
+        return from_json(RankReport, value)
+    return RankFailure(*value, rank)
+
+
+def _fold(results: list[Result]) -> Result:
+    failures = [result for result in results if isinstance(result, RankFailure)]
+    if failures:
+        return min(failures, key=lambda failure: failure.kind == "connection")
+    first = results[0]
+    for other in results:
+        assert isinstance(first, RankReport) and isinstance(other, RankReport)
+        assert (other.losses, other.grad_norms) == (first.losses, first.grad_norms)
+    return first
+
+
+def _rank_main(
+    rank: int, world_size: int, specs: list[Any], folder: Path, pipe: Connection, options: dict[str, Any]
+) -> None:
+    import torch
+
+    from trials import worker
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    if "before" in options:
+        options["before"]()
+    for i, spec in enumerate(specs):
+        os.environ["TUNE_CLUSTER_RENDEZVOUS"] = f"file://{folder}/{i}"
+        # Dynamo warns of what it does to itself while tracing.
+        warnings.simplefilter("error" if spec["candidate"]["kernels"]["compile"] == "off" else "ignore")
+        try:
+            pipe.send(("report", worker.run_rank(spec, lambda phase, **_: None)))
+        except BaseException as error:
+            message = "".join(traceback.format_exception(error))[-3000:]
+            pipe.send(("failure", (classify(error), type(error).__name__, message)))
+            time.sleep(1.0)  # lets the peers find their own words before this process is gone
+            os._exit(1)
