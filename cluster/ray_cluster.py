@@ -240,7 +240,6 @@ def _private_ray(node: Node) -> Iterator[None]:
     folder = Path(tempfile.mkdtemp(prefix="tune-"))  # Ray puts sockets there: the path must stay short
     guardian = Guardian(lease, remove=folder)
     settings = {
-        LEASE_VARIABLE: lease,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -249,21 +248,31 @@ def _private_ray(node: Node) -> Iterator[None]:
     }
     try:
         with _settings(settings), _loopback_only(), _quiet():
-            ray.init(
-                address="local",
-                num_cpus=node.num_devices,
-                num_gpus=node.num_devices if node.device_kind == "cuda" else 0,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=str(folder),
-            )
-            yield
-            ray.shutdown()
+            try:
+                with environment({LEASE_VARIABLE: lease}):  # only while Ray starts: what else we start is not its own
+                    _start_ray(node, folder)
+            except Exception as error:
+                raise ClusterError(f"cannot start a private Ray on this host: {first_line(error)}") from error
+            try:
+                yield
+            finally:
+                ray.shutdown()
     finally:
         guardian.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_ray(node: Node, folder: Path) -> None:
+    ray.init(
+        address="local",
+        num_cpus=node.num_devices,
+        num_gpus=node.num_devices if node.device_kind == "cuda" else 0,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=OBJECT_STORE_BYTES,
+        _temp_dir=str(folder),
+    )
 
 
 @contextlib.contextmanager

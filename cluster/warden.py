@@ -17,6 +17,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cluster.gang import COLLATERAL
 from cluster.messages import (
@@ -69,16 +70,19 @@ class Warden:
         self._notes: list[RankFailure] = []
         self._kill_at_s: float | None = None
         self._is_stopping = False
+        self._is_orphaned = False
         self._reported: tuple[int, int] = (0, 0)
 
     def run(self) -> None:
         """Wait for an attempt and run it to its end."""
-        if (launch := self._receive_launch()) is None:
-            return
-        self._launch = launch
+        while not (messages := self._receive()):
+            if self._is_orphaned:
+                return
+        self._launch: NodeLaunch = from_json(NodeLaunch, messages.pop(0))
         self._agent.setblocking(False)
         self._selector.register(self._agent, selectors.EVENT_READ, self._hear)
         self._start()
+        self._obey(messages)
         while any(rank.is_running for rank in self._ranks):
             for key, events in self._selector.select(self._patience_s()):
                 key.data(events)
@@ -86,12 +90,14 @@ class Warden:
         kill_descendants()
         self._finish()
 
-    def _receive_launch(self) -> NodeLaunch | None:
-        """None if the agent goes away without having one."""
-        while chunk := self._agent.recv(CHUNK):
-            for message in self._lines.feed(chunk):
-                return from_json(NodeLaunch, message)
-        return None
+    def _receive(self) -> list[Any]:
+        """Messages that have come from the agent, if any is complete."""
+        try:
+            chunk = self._agent.recv(CHUNK)
+        except ConnectionError:
+            chunk = b""
+        self._is_orphaned = not chunk
+        return list(self._lines.feed(chunk))
 
     def _start(self) -> None:
         try:
@@ -122,18 +128,17 @@ class Warden:
         if events & selectors.EVENT_WRITE:
             self._flush()
         if events & selectors.EVENT_READ:
-            try:
-                chunk = self._agent.recv(CHUNK)
-            except ConnectionError:
-                chunk = b""
-            if not chunk:
+            self._obey(self._receive())
+            if self._is_orphaned:
                 self._selector.unregister(self._agent)
                 self._stop("the agent is gone")
-            for message in self._lines.feed(chunk):
-                order: Stop = from_json(Stop, message)
-                if order.is_cause:
-                    self._note("lost", order.reason)
-                self._stop(order.reason)
+
+    def _obey(self, messages: list[Any]) -> None:
+        for message in messages:
+            order: Stop = from_json(Stop, message)
+            if order.is_cause:
+                self._note("lost", order.reason)
+            self._stop(order.reason)
 
     def _read(self, rank: _Rank) -> None:
         if rank.pipe < 0:  # drained by _reap() in the same round

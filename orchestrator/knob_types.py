@@ -65,13 +65,13 @@ class LossScaleSection(Section):
         default=LossScale().growth_factor, gt=1, description="Growth after enough finite steps."
     )
     growth_interval: int = Field(
-        default=LossScale().growth_interval, ge=1, description="Finite steps in a row before growth."
+        default=LossScale().growth_interval, ge=1, le=2**31 - 1, description="Finite steps in a row before growth."
     )
     backoff_factor: float = Field(
         default=LossScale().backoff_factor, gt=0, lt=1, description="Shrinking after overflow."
     )
     backoff_interval: int = Field(
-        default=LossScale().backoff_interval, ge=1, description="Overflowing steps in a row before it."
+        default=LossScale().backoff_interval, ge=1, le=2**31 - 1, description="Overflowing steps in a row before it."
     )
     dynamic: bool = Field(default=LossScale().dynamic, description="false keeps `initial` for the whole run.")
 

@@ -19,7 +19,9 @@ def _choices(value_type: Any) -> Any:
 
 
 def _patterns(*, resolved: bool) -> dict[str, Any]:
-    fields: dict[str, Any] = {"world_size": (_choices(Size) | None, Field(default=None, description=_WORLD_SIZE))}
+    """Fields for the knobs; ``resolved``: for a pattern, which compares with what ``auto`` came to."""
+    sizes = _choices(Size) if resolved else _choices(Size) | None
+    fields: dict[str, Any] = {"world_size": (sizes, Field(default=None, description=_WORLD_SIZE))}
     for knob in KNOBS:
         value_type = (knob.resolved_type or knob.type) if resolved else knob.type
         fields[knob.name] = (_choices(value_type), Field(default=None, description=knob.description))

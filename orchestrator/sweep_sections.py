@@ -26,9 +26,7 @@ class ModelSection(Section):
     num_heads: Size = Field(description="Query heads; must divide hidden_size.")
     num_kv_heads: Size = Field(description="Key and value heads; must divide num_heads.")
     ffn_hidden_size: Size = Field(description="Inner width of the SwiGLU feed-forward.")
-    vocab_size: int = Field(
-        default=256, ge=256, le=2**31 - 1, description="Number of token ids; bytes need 256."
-    )
+    vocab_size: int = Field(default=256, ge=256, le=2**31 - 1, description="Number of token ids; bytes need 256.")
     rope_theta: Positive = Field(default=10000.0, description="Base of the rotary position embedding.")
     norm_eps: Positive = Field(default=1e-5, description="Epsilon of RMSNorm.")
 

@@ -109,7 +109,7 @@ class Tracker:
         An error of MLflow is logged, once per outage, and leaves the cursor where it is; the next calls do nothing
         until a growing pause is over. When ``state`` is over there is no pause.
         """
-        if recorded := Recorded.of(ledger):
+        if ledger.cursor(CURSOR) > 0 and (recorded := Recorded.of(ledger)):
             self._experiment_ids[self._experiment_name(state)] = recorded.experiment_id
         return self._outbox.deliver(ledger, lambda *entry: self._write(ledger, *entry), urgent=state.is_over)
 
@@ -357,7 +357,7 @@ class Tracker:
             self.project(entry, state)
             if isinstance(entry.event, SweepFinished):
                 self._put_sweep_file(ledger, state)
-            if ledger.document(CURSOR) is None and (recorded := self.recorded(state)):
+            if isinstance(entry.event, SweepCreated) and (recorded := self.recorded(state)):
                 ledger.put_document(CURSOR, to_json(recorded))
         except Exception:
             self._runs.clear()  # what was being written may or may not be there: search again

@@ -96,6 +96,9 @@ _Loader.add_implicit_resolver(
 )
 
 
+_PLAIN_COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
+
 @dataclass(slots=True, kw_only=True)
 class _Builder:
     """Turns composed nodes into plain values. Aliases are expanded, so every path has its own line."""
@@ -109,6 +112,10 @@ class _Builder:
         line = node.start_mark.line + 1 if line is None else line
         self.lines.setdefault(path, line)
         self._count(line, len(path))
+        if not isinstance(node, yaml.ScalarNode) and node.tag not in _PLAIN_COLLECTIONS:
+            raise ConfigError(
+                f"the tag {node.tag} is not supported", file=self.file, line=line, key=dotted(path), remedy="Remove it."
+            )
         if isinstance(node, yaml.MappingNode):
             return self._build_mapping(node, path)
         if isinstance(node, yaml.SequenceNode):

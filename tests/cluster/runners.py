@@ -1,16 +1,22 @@
-"""Runners for gangs of the tests: small, with real gloo where ranks must meet."""
+"""Runners for gangs of the tests: small, with real gloo where ranks must meet.
+
+Every process leaves a file named by its pid in ``spec["pids"]``, for the tests to see that it is gone.
+"""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from trials.codec import to_json
 from trials.outcome import RankReport, StepBreakdown
+
+FOREVER_S = 600
 
 
 def report(step_times_s=(0.1, 0.2), **changes):
@@ -31,7 +37,8 @@ def report(step_times_s=(0.1, 0.2), **changes):
     return to_json(RankReport(**{**values, **changes}))
 
 
-def join():
+def join(spec):
+    sign_in(spec)
     dist.init_process_group(
         "gloo",
         init_method=os.environ["TUNE_CLUSTER_RENDEZVOUS"],
@@ -39,6 +46,11 @@ def join():
         world_size=int(os.environ["WORLD_SIZE"]),
     )
     return dist.get_rank()
+
+
+def sign_in(spec):
+    if "pids" in spec:
+        Path(spec["pids"], str(os.getpid())).touch()
 
 
 def all_reduce():
@@ -53,11 +65,12 @@ def noop(spec, progress):
 
 def ok(spec, progress):
     progress("starting")
-    rank = join()
+    rank = join(spec)
     total = all_reduce()
     progress("warmup", step=1)
     for step in (1, 2):
         progress("measuring", step=step, step_time_s=0.1 * step)
+        all_reduce()
     times = spec.get("step_times_s", [[0.1, 0.2]] * dist.get_world_size())[rank]
     return report(times, model_flops_per_token=total)
 
@@ -69,12 +82,12 @@ def environment(spec, progress):
     seen |= {"threads": torch.get_num_threads(), "ray": "ray" in sys.modules}
     if os.environ["RANK"] == "0":
         raise ValueError(repr(seen))
-    time.sleep(600)
+    time.sleep(FOREVER_S)
 
 
 def raises(spec, progress):
     """One rank raises while the others wait for it."""
-    rank = join()
+    rank = join(spec)
     all_reduce()
     if rank == spec["rank"]:
         print("about to fail")
@@ -84,7 +97,7 @@ def raises(spec, progress):
 
 
 def out_of_memory(spec, progress):
-    rank = join()
+    rank = join(spec)
     all_reduce()
     if rank == spec["rank"]:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
@@ -94,21 +107,22 @@ def out_of_memory(spec, progress):
 
 def hangs(spec, progress):
     """One rank stops making progress in its second measured step; its peers wait in the collective."""
-    rank = join()
+    rank = join(spec)
     all_reduce()
     progress("measuring", step=1)
     if rank != spec["rank"]:
         progress("measuring", step=2)
         all_reduce()
-    time.sleep(600)
+    time.sleep(FOREVER_S)
 
 
 def hangs_at_start(spec, progress):
-    time.sleep(600)
+    sign_in(spec)
+    time.sleep(FOREVER_S)
 
 
 def dies(spec, progress):
-    rank = join()
+    rank = join(spec)
     all_reduce()
     if rank == spec["rank"]:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -118,17 +132,31 @@ def dies(spec, progress):
 
 def leaves(spec, progress):
     """Exits past every handler."""
-    os._exit(7)
+    if os.environ["RANK"] == "0":
+        os._exit(7)
+    time.sleep(FOREVER_S)
 
 
 def spawns(spec, progress):
-    """Leaves a detached grandchild, orphaned, in a session of its own and without the rank's environment."""
-    script = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)"
-    subprocess.run([sys.executable, "-S", "-c", script], check=True, env={"MARK": spec["mark"]})
-    if os.fork() == 0:  # forked without exec: looks like the nursery itself
-        os.setsid()
-        time.sleep(600)
+    """Leaves two orphans in sessions of their own: one without our environment, one forked without exec."""
+    sign_in(spec)
+    script = (
+        "import os, sys, time\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    open(os.path.join(sys.argv[1], str(os.getpid())), 'w').close()\n"
+        f"    time.sleep({FOREVER_S})\n"
+    )
+    subprocess.run([sys.executable, "-S", "-c", script, spec["pids"]], check=True, env={})
+    if os.fork() == 0:
+        if os.fork() == 0:
+            os.setsid()
+            sign_in(spec)
+            time.sleep(FOREVER_S)
+        os._exit(0)
+    while len(list(Path(spec["pids"]).iterdir())) < 3 * int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
     progress("warmup", step=1)
     if spec["then"] == "hang":
-        time.sleep(600)
+        time.sleep(FOREVER_S)
     return report()

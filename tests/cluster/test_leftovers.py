@@ -1,0 +1,139 @@
+"""Nothing survives a controller that closes, or that is killed; a backend survives its own helpers' death."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.guardian import LEASE_VARIABLE, Guardian, environment_of, marked_processes
+from cluster.local import LocalCluster
+from cluster.topology import discover_node
+from tests.cluster.gangs import PRELOAD, end_of, launch, living, run, wait_for_pids, wait_until
+from trials.outcome import GangLost, Measured
+
+BACKENDS = ["local", pytest.param("ray", marks=pytest.mark.ray)]
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
+
+
+@pytest.fixture
+def controller(request, tmp_path):
+    """A controller process with a running gang of six processes."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.cluster.controller", request.param, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    with process:
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.kill()
+
+
+def lease_of(pid):
+    (entry,) = [entry for entry in environment_of(pid) if entry.startswith(f"{LEASE_VARIABLE}=".encode())]
+    return entry.partition(b"=")[2].decode()
+
+
+def any_marked(folder):
+    """A lease that runs in ``folder``, found through a rank."""
+    for pid in living(folder):
+        if any(entry.startswith(LEASE_VARIABLE.encode()) for entry in environment_of(pid)):
+            return lease_of(pid)
+    raise AssertionError("no process carries a lease")
+
+
+def guardians_of(lease):
+    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if lease.encode() in read(path)]
+
+
+def read(path):
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.parametrize("controller", BACKENDS, indirect=True)
+def test_a_killed_controller_leaves_nothing(controller, tmp_path):
+    lease = any_marked(tmp_path / "pids")
+    assert len(living(tmp_path / "pids")) == 6
+    controller.kill()
+    controller.wait()
+    wait_until(lambda: not guardians_of(lease), "the guardian to finish")
+    assert marked_processes(lease) == {}
+    assert living(tmp_path / "pids") == []
+
+
+@pytest.mark.parametrize("controller", BACKENDS, indirect=True)
+def test_close_with_a_running_gang_leaves_nothing(controller, tmp_path):
+    lease = any_marked(tmp_path / "pids")
+    output, _ = controller.communicate("close\n")
+    assert controller.returncode == 0
+    assert output == "", "standard output belongs to the caller"
+    assert living(tmp_path / "pids") == []
+    assert marked_processes(lease) == {}
+    assert guardians_of(lease) == []
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    with LocalCluster(tmp_path / "work", discover_node(num_devices=2), preload=PRELOAD) as cluster:
+        yield cluster
+
+
+def helpers(folder):
+    """Pids of the fork server and of the warden above the ranks that signed in."""
+    rank = living(folder)[0]
+    warden = parent(rank)
+    return parent(warden), warden
+
+
+def parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_gangs_outlive_the_fork_server(cluster, pids):
+    gang = launch(cluster, "hangs_at_start", spec={"pids": pids})
+    wait_for_pids(pids, 2)
+    nursery, _ = helpers(pids)
+    os.kill(nursery, signal.SIGKILL)
+    assert isinstance(run(cluster, "ok").outcome, Measured), "there is a new one"
+    assert len(living(pids)) == 2
+    cluster.kill(gang.attempt_id, "enough")
+    assert end_of(cluster, gang).outcome.evidence.message == "enough"
+    assert living(pids) == []
+
+
+def test_a_dead_warden_loses_its_gang_and_leaves_nothing(cluster, pids):
+    gang = launch(cluster, "spawns", spec={"pids": pids, "then": "hang"})
+    wait_for_pids(pids, 6)
+    ranks = [pid for pid in living(pids) if any(b"SELF_CLEANING" in entry for entry in environment_of(pid))]
+    nursery_children = {parent(pid) for pid in ranks}
+    warden = next(pid for pid in nursery_children if parent(pid) != 1 and pid not in ranks)
+    os.kill(warden, signal.SIGKILL)
+    end = end_of(cluster, gang)
+    assert living(pids) == []
+    assert isinstance(end.outcome, GangLost)
+    assert "warden" in end.outcome.evidence.message
+
+
+def test_the_guardian_ends_what_carries_its_mark_and_spares_the_rest():
+    sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    guardian = Guardian("lease-under-test")
+    marked = subprocess.Popen(sleep, env={LEASE_VARIABLE: "lease-under-test"})
+    other = subprocess.Popen(sleep, env={LEASE_VARIABLE: "another-lease"})
+    try:
+        wait_until(lambda: marked_processes("lease-under-test") == {marked.pid: False}, "the marked process")
+        guardian.close()
+        assert marked.wait() == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
