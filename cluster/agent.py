@@ -74,6 +74,8 @@ class Agent:
     def launch(self, launch: NodeLaunch) -> None:
         """Start the ranks of one attempt; their end comes as :class:`NodeGone`."""
         with self._lock:
+            if self._nursery.poll() is not None:
+                self._replace_nursery()
             connection, self._spare = self._spare or self._connect(), None
             self._attempts[launch.attempt_id] = _Attempt(token=launch.token, connection=connection)
             self._selector.register(connection, selectors.EVENT_READ, launch.attempt_id)

@@ -126,7 +126,12 @@ def _describe(details: ErrorDetails) -> tuple[str, str]:
     message = f"expected {_EXPECTED[kind]}, got {shown}"
     if kind == "string_type":
         return message, "Put text in quotes."
-    return message, "Write it without quotes." if isinstance(value, str) and value else SEE_DOCS
+    return message, "Write it without quotes." if _is_quoted(value) else SEE_DOCS
+
+
+def _is_quoted(value: Any) -> bool:
+    """Whether text would be a number or a truth value without its quotes."""
+    return isinstance(value, str) and re.fullmatch(r"[-+]?[\d.]+([eE][-+]?\d+)?|true|false", value.strip()) is not None
 
 
 def _show(value: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Literal
 FailureClass = Literal["oom", "infeasible", "diverged", "data", "connection", "error"]
 
 
-class InfeasibleSpec(ValueError):
+class InfeasibleSpec(ValueError):  # noqa: N818  # named like the outcome it leads to
     """The runner refuses the specification: retrying cannot help. The message names the rule and the remedy."""
 
 
@@ -24,7 +24,7 @@ class DataError(ValueError):
     """The training data cannot be read or is too short. The message names the path and the remedy."""
 
 
-class NonFiniteLoss(ArithmeticError):
+class NonFiniteLoss(ArithmeticError):  # noqa: N818  # says what was found
     """Training diverged. The message names the step and the value."""
 
 

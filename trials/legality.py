@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trials.failure import InfeasibleSpec
-from trials.spec import Candidate, FullRecompute, Layout, LlamaModel, Precision, TrialSpec, Workload
+from trials.spec import Candidate, FullRecompute, Layout, LlamaModel, Precision, Protocol, TrialSpec, Workload
 
 
 def check(spec: TrialSpec) -> None:
@@ -14,7 +14,7 @@ def check(spec: TrialSpec) -> None:
     Raises:
         InfeasibleSpec: naming every rule broken.
     """
-    problems = list(violations(spec.workload, spec.candidate))
+    problems = [*violations(spec.workload, spec.candidate), *_protocol(spec.protocol)]
     if problems:
         raise InfeasibleSpec("; ".join(problems))
 
@@ -27,6 +27,13 @@ def violations(workload: Workload, candidate: Candidate) -> Iterator[str]:
     yield from _batch(workload, candidate)
     yield from _precision(candidate.precision)
     yield from _knobs(workload.model, candidate)
+
+
+def _protocol(protocol: Protocol) -> Iterator[str]:
+    if not 0 <= protocol.min_warmup_steps <= protocol.max_warmup_steps:
+        yield f"min_warmup_steps {protocol.min_warmup_steps} is outside 0..max_warmup_steps {protocol.max_warmup_steps}"
+    if not 1 <= protocol.num_steps <= protocol.max_steps:
+        yield f"num_steps {protocol.num_steps} is outside 1..max_steps {protocol.max_steps}"
 
 
 def uses_ddp(layout: Layout) -> bool:

@@ -53,7 +53,7 @@ class StepClock:
     def _now(self) -> Any:
         if self._device.type == "cpu":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -83,7 +83,7 @@ class Recording:
 
 def is_stable(times_s: list[float], protocol: Protocol) -> bool:
     """Whether warm-up may end after steps of these times."""
-    if len(times_s) < max(protocol.min_warmup_steps, 0):
+    if len(times_s) < protocol.min_warmup_steps:
         return False
     if len(times_s) >= protocol.max_warmup_steps:
         return True

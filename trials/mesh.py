@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trials.spec import AXES, Layout
@@ -67,9 +66,11 @@ def _init_process_group(identity: RankIdentity, device: torch.device) -> None:
     backend = "gloo" if device.type == "cpu" else "nccl"
     rendezvous = os.environ.get(RENDEZVOUS_VARIABLE)
     rank, world_size = identity.rank, identity.world_size
-    store, url = None, rendezvous or "env://"
+    store: dist.Store | None = None
+    url: str | None = rendezvous or "env://"
     if rendezvous is None and world_size == 1 and "MASTER_ADDR" not in os.environ:
-        store, url = HashStore(), None  # alone: nobody to meet
+        # Alone there is nobody to meet.
+        store, url = dist.HashStore(), None  # type: ignore[attr-defined]
     dist.init_process_group(
         backend, init_method=url, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
     )

@@ -54,7 +54,7 @@ class RankReport:
     losses: tuple[float, ...]
     """Mean loss over the global batch, for every step from the first warm-up step on."""
     grad_norms: tuple[float, ...]
-    """Global gradient norm before the optimiser step, unscaled, for the same steps."""
+    """Global gradient norm before the optimiser step, unscaled, for the same steps; 0 for a skipped one."""
     model_flops_per_token: float
     """Forward and backward, without recomputation."""
     peak_flops_per_s: float | None = None

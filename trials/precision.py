@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -88,8 +87,8 @@ class LossScaler:
 
     def _rescale(self, factor: float) -> None:
         rescaled = self.scale * factor
-        # Growth is bounded by fp32, in which the scaled loss is computed.
-        if 0.0 < rescaled < torch.finfo(torch.float32).max and math.isfinite(rescaled):
+        # The scaled loss is computed in fp32, which bounds the scale.
+        if 0.0 < rescaled < torch.finfo(torch.float32).max:
             self.scale = rescaled
         self._num_finite = self._num_overflowed = 0
 

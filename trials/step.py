@@ -33,7 +33,7 @@ class StepResult:
     loss: float
     """Mean over the global batch."""
     grad_norm: float
-    """Global, unscaled; inf or nan when the step was skipped."""
+    """Global, unscaled; 0 when the step was skipped."""
     skipped: bool
 
 
@@ -109,7 +109,7 @@ class Trainer:
             raise NonFiniteLoss(f"step {step}: gradient norm is {grad_norm}, loss {loss}; try a lower learning rate")
         if self.scaler is not None:
             self.scaler.update(finite=finite)
-        return StepResult(loss=loss, grad_norm=grad_norm, skipped=not finite)
+        return StepResult(loss=loss, grad_norm=grad_norm if finite else 0.0, skipped=not finite)
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # noqa: F401  # optimisers import it at first use; here a fork server does it once for all ranks
+import torch._dynamo  # optimisers import it at first use; here a fork server does it once for all ranks
 
 from trials import flops
 from trials.codec import from_json, to_json

@@ -88,22 +88,21 @@ def cluster(tmp_path):
         yield cluster
 
 
-def helpers(folder):
-    """Pids of the fork server and of the warden above the ranks that signed in."""
-    rank = living(folder)[0]
-    warden = parent(rank)
-    return parent(warden), warden
-
-
 def parent(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return int(stat(pid)[1])
+
+
+def stat(pid):
+    """The fields of ``/proc/<pid>/stat`` from the process's state on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def test_gangs_outlive_the_fork_server(cluster, pids):
     gang = launch(cluster, "hangs_at_start", spec={"pids": pids})
     wait_for_pids(pids, 2)
-    nursery, _ = helpers(pids)
+    nursery = parent(parent(living(pids)[0]))
     os.kill(nursery, signal.SIGKILL)
+    wait_until(lambda: stat(nursery)[0] == "Z", "the fork server's death")
     assert isinstance(run(cluster, "ok").outcome, Measured), "there is a new one"
     assert len(living(pids)) == 2
     cluster.kill(gang.attempt_id, "enough")
@@ -114,9 +113,8 @@ def test_gangs_outlive_the_fork_server(cluster, pids):
 def test_a_dead_warden_loses_its_gang_and_leaves_nothing(cluster, pids):
     gang = launch(cluster, "spawns", spec={"pids": pids, "then": "hang"})
     wait_for_pids(pids, 6)
-    ranks = [pid for pid in living(pids) if any(b"SELF_CLEANING" in entry for entry in environment_of(pid))]
-    nursery_children = {parent(pid) for pid in ranks}
-    warden = next(pid for pid in nursery_children if parent(pid) != 1 and pid not in ranks)
+    wait_until(lambda: len({parent(pid) for pid in living(pids)}) == 1, "the warden to adopt the orphans")
+    warden = parent(living(pids)[0])
     os.kill(warden, signal.SIGKILL)
     end = end_of(cluster, gang)
     assert living(pids) == []

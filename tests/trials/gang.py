@@ -27,6 +27,8 @@ class RankFailure:
     type_name: str
     message: str
     rank: int = -1
+    collateral: tuple[str, ...] = ()
+    """Kinds of the other ranks' failures."""
 
 
 Result = RankReport | RankFailure
@@ -89,7 +91,8 @@ def _receive(pipe: Connection, timeout_s: float, rank: int) -> Result:
 def _fold(results: list[Result]) -> Result:
     failures = [result for result in results if isinstance(result, RankFailure)]
     if failures:
-        return min(failures, key=lambda failure: failure.kind == "connection")
+        root = min(failures, key=lambda failure: failure.kind == "connection")
+        return dataclasses.replace(root, collateral=tuple(other.kind for other in failures if other is not root))
     first = results[0]
     for other in results:
         assert isinstance(first, RankReport) and isinstance(other, RankReport)

@@ -1,0 +1,116 @@
+"""Small parts without processes: clocks, JSON lines, discovery, the choice of a backend."""
+
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster import topology
+from cluster.base import ClusterError, Deadlines
+from cluster.connect import connect, describe
+from cluster.messages import Lines, RankProgress, Stop, line
+from cluster.ray_agent import interface_of
+from cluster.topology import DeviceError, discover_node, path_safe
+from cluster.watch import RankClock, due_at_s, overdue_reason
+from trials.codec import from_json
+
+DEADLINES = Deadlines(starting_s=10, warmup_s=20, measuring_s=30, stall_s=5)
+
+
+def test_before_its_first_report_only_the_starting_deadline_counts():
+    assert due_at_s(RankClock(entered_at_s=100), DEADLINES) == 110
+
+
+def test_a_report_starts_the_stall_clock_and_a_new_phase_its_own():
+    clock = RankClock(entered_at_s=0)
+    clock.advance(RankProgress(phase="warmup", step=1, step_time_s=None), 8.0)
+    assert due_at_s(clock, DEADLINES) == 13.0
+    assert "no progress for 5 s in phase warmup at step 1" in overdue_reason(clock, DEADLINES)
+    for now_s in (12.0, 16.0, 20.0, 24.0):
+        clock.advance(RankProgress(phase="warmup", step=2, step_time_s=0.1), now_s)
+    assert due_at_s(clock, DEADLINES) == 28.0, "the phase began at 8"
+    assert "phase warmup took longer than 20 s" in overdue_reason(clock, DEADLINES)
+
+
+@given(st.lists(st.text(), max_size=5), st.integers(1, 7))
+def test_lines_survive_any_cut(reasons, size):
+    orders = [Stop(reason=reason, is_cause=True) for reason in reasons]
+    data = b"".join(line(order) for order in orders)
+    lines, found = Lines(), []
+    for start in range(0, len(data), size):
+        found += [from_json(Stop, message) for message in lines.feed(data[start : start + size])]
+    assert found == orders
+
+
+def test_this_host_is_described():
+    node = discover_node(device="cpu")
+    assert node.num_devices == topology.num_usable_cores()
+    assert node.threads_per_device == 1
+    assert node.device_memory_bytes * node.num_devices <= topology.usable_memory_bytes()
+    assert node.device_name
+
+
+def test_overrides_win_over_what_is_found():
+    node = discover_node(device="cpu", num_devices=1, device_memory_bytes=5, name="x")
+    assert (node.name, node.num_devices, node.device_memory_bytes) == ("x", 1, 5)
+    assert node.threads_per_device == topology.num_usable_cores()
+
+
+@pytest.fixture
+def gpus(tmp_path, monkeypatch):
+    """A host whose nvidia-smi lists two GPUs."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771'\necho 'NVIDIA H200, 143771'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_gpus_are_found(gpus):
+    node = discover_node()
+    assert (node.device_kind, node.num_devices, node.device_name) == ("cuda", 2, "NVIDIA H200")
+    assert node.device_memory_bytes == 143771 << 20
+    assert discover_node(device="cpu").device_kind == "cpu"
+
+
+def test_only_visible_gpus_count(gpus, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert discover_node().num_devices == 1
+    with pytest.raises(DeviceError, match="has 1 GPU"):
+        discover_node(num_devices=2)
+
+
+def test_asking_for_gpus_without_any_names_the_remedy(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ClusterError, match="use device: cpu"):
+        describe("local", device="cuda")
+
+
+def test_describe_starts_nothing_and_knows_what_it_can():
+    found = describe("ray", devices_per_node=3, device="cpu")
+    assert found is not None
+    assert found.num_devices == 3
+    assert describe("ray", address="10.0.0.1:6379") is None
+    with pytest.raises(ClusterError, match="2 nodes"):
+        describe("local", num_nodes=2)
+
+
+def test_an_address_where_nobody_listens_is_told_at_once(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(ClusterError, match=f"nothing answers at 127.0.0.1:{port}.*ray start"):
+        connect("ray", workdir=tmp_path, address=f"127.0.0.1:{port}")
+    with pytest.raises(ClusterError, match="host:port"):
+        connect("ray", workdir=tmp_path, address="head")
+
+
+def test_names_become_safe_for_paths():
+    assert path_safe("../a b/c") == "a-b-c"
+    assert path_safe("..") == "node"
+
+
+def test_the_loopback_interface_has_the_loopback_address():
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") is None

@@ -1,0 +1,134 @@
+"""What real gangs do besides training right: start values, overflow, memory limits, failures."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.trials.gang import RankFailure, run_gang
+from tests.trials.tiny import SHAPE, WORKLOAD, tiny_spec
+from trials.failure import DataError
+from trials.outcome import RankReport
+from trials.spec import AdamW, Layout, LossScale, Precision, TextData
+
+pytestmark = pytest.mark.slow
+
+OVERFLOWING = LossScale(initial=2.0**60, backoff_factor=2.0**-24, backoff_interval=1)
+O1_FP16 = Precision(level="O1", dtype="float16", loss_scale=OVERFLOWING)
+O2_FP16 = Precision(level="O2", dtype="float16", loss_scale=OVERFLOWING)
+DDP2 = Layout(dp_replicate=2)
+ZERO3 = Layout(dp_shard=2, zero_stage=3)
+TP2_SP = Layout(tp=2, sequence_parallel=True)
+
+
+def _check_initial_values() -> None:
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from trials import step
+    from trials.seeding import initial_value, plain_name
+
+    parallelize = step.parallelize
+
+    def checked(spec, mesh, device):
+        model = parallelize(spec, mesh, device)
+        llama = getattr(model, "module", model)
+        names = [plain_name(name) for name, _ in llama.named_parameters()]
+        assert len(names) == 3 + 9 * SHAPE.num_layers
+        for name, parameter in zip(names, llama.parameters(), strict=True):
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            wanted = initial_value(name, whole.shape, llama.init_std(name), spec.workload.seed)
+            assert torch.equal(whole, wanted), name
+        return model
+
+    step.parallelize = checked
+
+
+def test_every_sharding_starts_from_the_same_values(tmp_path: Path) -> None:
+    layouts = [DDP2, ZERO3, Layout(dp_replicate=2, replicate_with="fsdp2"), Layout(tp=2), TP2_SP]
+    results = run_gang([tiny_spec(layout) for layout in layouts], tmp_path, before=_check_initial_values)
+    assert [result for result in results if isinstance(result, RankFailure)] == []
+
+
+def test_sharding_on_two_axes_starts_from_the_same_values(tmp_path: Path) -> None:
+    layouts = [dataclasses.replace(TP2_SP, dp_shard=2, zero_stage=3), dataclasses.replace(ZERO3, dp_replicate=2)]
+    results = run_gang([tiny_spec(layout) for layout in layouts], tmp_path, before=_check_initial_values)
+    assert [result for result in results if isinstance(result, RankFailure)] == []
+
+
+@pytest.mark.parametrize("precision", [O1_FP16, O2_FP16], ids=["O1", "O2"])
+def test_overflow_skips_steps_on_all_ranks_alike(precision: Precision, tmp_path: Path) -> None:
+    alone = run_gang([tiny_spec(precision=precision)], tmp_path / "1")
+    layouts = [DDP2, ZERO3, TP2_SP, Layout(dp_shard=2, zero_stage=1)]
+    results = alone + run_gang([tiny_spec(layout, precision=precision) for layout in layouts], tmp_path / "2")
+    for result in results:
+        assert isinstance(result, RankReport), result
+        assert 0 < result.num_skipped_steps < 5
+        assert result.grad_norms.count(0.0) == result.num_skipped_steps
+        assert result.losses[-1] < result.losses[0]
+
+
+def test_a_scale_that_never_fits_is_divergence(tmp_path: Path) -> None:
+    scale = LossScale(initial=2.0**100, dynamic=False)
+    spec = tiny_spec(precision=Precision(level="O1", dtype="float16", loss_scale=scale))
+    (result,) = run_gang([spec], tmp_path)
+    assert isinstance(result, RankFailure)
+    assert result.kind == "diverged" and "skipped all 5 steps" in result.message
+
+
+def test_a_wild_learning_rate_is_divergence(tmp_path: Path) -> None:
+    workload = dataclasses.replace(WORKLOAD, optimizer=AdamW(lr=1e30))
+    (result,) = run_gang([tiny_spec(DDP2, workload=workload)], tmp_path)
+    assert isinstance(result, RankFailure)
+    assert result.kind == "diverged" and "step 2: loss is" in result.message
+    assert set(result.collateral) <= {"diverged", "connection"}
+
+
+def test_a_memory_limit_makes_allocation_fail_in_the_rank(tmp_path: Path) -> None:
+    shape = dataclasses.replace(SHAPE, hidden_size=1024, ffn_hidden_size=4096, num_layers=4)
+    large = tiny_spec(workload=dataclasses.replace(WORKLOAD, model=shape))
+    refused, allowed = run_gang(
+        [
+            dataclasses.replace(large, memory_limit_bytes=64 << 20),
+            dataclasses.replace(large, memory_limit_bytes=8 << 30),
+        ],
+        tmp_path,
+    )
+    assert isinstance(refused, RankFailure) and refused.kind == "oom", refused
+    assert isinstance(allowed, RankReport), allowed
+    parameter_and_state_bytes = 16 * 4 * (2 * 1024**2 + 2 * 1024 * 512 + 3 * 1024 * 4096)
+    assert parameter_and_state_bytes < allowed.peak_allocated_bytes < 8 << 30
+
+
+def _break_rank_one() -> None:
+    from trials import step
+
+    train = step.Trainer.step
+
+    def broken(self, batch, marker):
+        if os.environ["RANK"] == "1":
+            raise MemoryError("out of luck")
+        return train(self, batch, marker)
+
+    step.Trainer.step = broken
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("layout", [DDP2, ZERO3, TP2_SP], ids=["ddp", "zero3", "tp"])
+def test_the_root_cause_stands_out_from_collateral(layout: Layout, tmp_path: Path) -> None:
+    (result,) = run_gang([tiny_spec(layout)], tmp_path, before=_break_rank_one, timeout_s=30)
+    assert isinstance(result, RankFailure)
+    assert (result.kind, result.rank, result.collateral) == ("oom", 1, ("connection",)), result
+
+
+def test_user_errors_come_back_as_such(tmp_path: Path) -> None:
+    missing = dataclasses.replace(WORKLOAD, data=TextData(path=str(tmp_path / "missing")))
+    infeasible, no_data = run_gang(
+        [tiny_spec(Layout(dp_shard=2)), tiny_spec(DDP2, workload=missing)],
+        tmp_path,
+    )
+    assert isinstance(infeasible, RankFailure) and infeasible.kind == "infeasible"
+    assert isinstance(no_data, RankFailure) and no_data.kind == "data" and DataError.__name__ in no_data.message
