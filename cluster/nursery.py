@@ -19,8 +19,14 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from cluster.processes import adopt_orphans, children, kill, kill_descendants
+from cluster.base import Deadlines
+from cluster.messages import NodeLaunch, RankFailure, RankProgress, RankSuccess, Slot
+from cluster.processes import adopt_orphans, children, collapse_pages, kill, kill_descendants
 from cluster.warden import warden_main
+from trials.codec import CodecError, from_json
+from trials.outcome import RankReport, StepBreakdown
+
+MESSAGES = (NodeLaunch, Slot, Deadlines, RankProgress, RankSuccess, RankFailure, RankReport, StepBreakdown)
 
 
 def preload(modules: Sequence[str]) -> list[str]:
@@ -99,8 +105,12 @@ def main() -> None:
     sys.path.extend(entry for entry in json.loads(sys.argv[2]) if entry not in sys.path)
     adopt_orphans()
     problems = preload(sys.argv[3:])
+    for cls in MESSAGES:  # an empty message is no message, but its types are looked up and remembered
+        with contextlib.suppress(CodecError):
+            from_json(cls, {})
     gc.collect()
     gc.freeze()
+    collapse_pages()
     with contextlib.suppress(ConnectionError):
         control.send(json.dumps({"problems": problems}).encode())
         Nursery(control).serve()

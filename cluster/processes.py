@@ -11,6 +11,8 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_MADV_COLLAPSE = 25
+_HUGE_PAGE_BYTES = 2 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -72,3 +74,20 @@ def make_preferred_oom_victim() -> None:
     """Have the kernel's out-of-memory killer choose this process before the ones that watch it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def collapse_pages() -> None:
+    """Move this process's heap into huge pages, where the kernel can (Linux 6.1).
+
+    Forking and ending a process costs time per page mapped: with torch's 140 MiB of heap this takes three quarters
+    off a fork, and half off a child's life.
+    """
+    for mapping in Path("/proc/self/maps").read_text().splitlines():
+        span, access, _, _, _, *name = mapping.split()
+        if access != "rw-p" or name not in ([], ["[heap]"]):
+            continue
+        start, end = (int(bound, 16) for bound in span.split("-"))
+        start = -(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        size = end // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES - start
+        if size > 0:
+            _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_COLLAPSE)

@@ -24,7 +24,9 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
 
 def load_tokens(data: TextData) -> Tensor:
-    """The files' bytes one after the other in path order, as a uint8 vector of at most ``MAX_TEXT_BYTES``.
+    """The files' bytes one after the other, as a uint8 vector of at most ``MAX_TEXT_BYTES``.
+
+    A folder's own files come first, by name, then its sub-folders' by name; installed packages are left out.
 
     Raises:
         DataError: when nothing can be read.

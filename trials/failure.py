@@ -91,11 +91,11 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _classify_one(error: BaseException) -> FailureClass:
-    for cls in type(error).__mro__:
-        if cls.__name__ in _BY_TYPE_NAME and not _is_memory_message(error):
-            return _BY_TYPE_NAME[cls.__name__]
     if _is_memory_message(error):
         return "oom"
+    for cls in type(error).__mro__:
+        if cls.__name__ in _BY_TYPE_NAME:
+            return _BY_TYPE_NAME[cls.__name__]
     message = str(error).lower()
     if isinstance(error, ConnectionError) or any(part in message for part in _CONNECTION):
         return "connection"

@@ -7,6 +7,7 @@ import datetime
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,7 @@ def _init_process_group(identity: RankIdentity, device: torch.device) -> None:
     backend = "gloo" if device.type == "cpu" else "nccl"
     rendezvous = os.environ.get(RENDEZVOUS_VARIABLE)
     rank, world_size = identity.rank, identity.world_size
-    store: dist.Store | None = None
+    store: Any = None
     url: str | None = rendezvous or "env://"
     if rendezvous is None and world_size == 1 and "MASTER_ADDR" not in os.environ:
         # Alone there is nobody to meet.

@@ -61,7 +61,7 @@ def test_the_default_text_is_the_standard_library() -> None:
     assert b"import" in bytes(tokens[:100_000].tolist())
 
 
-def test_files_are_read_in_path_order(tmp_path: Path) -> None:
+def test_files_are_read_in_a_fixed_order(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     for name, text in {"b/x.txt": "3", "a.txt": "1", "c.txt": "2", "c.md": "no"}.items():
         (tmp_path / name).write_text(text)

@@ -83,7 +83,7 @@ def test_a_wild_learning_rate_is_divergence(tmp_path: Path) -> None:
     workload = dataclasses.replace(WORKLOAD, optimizer=AdamW(lr=1e30))
     (result,) = run_gang([tiny_spec(DDP2, workload=workload)], tmp_path)
     assert isinstance(result, RankFailure)
-    assert result.kind == "diverged" and "step 2: loss is" in result.message
+    assert result.kind == "diverged" and "step 2: " in result.message
     assert set(result.collateral) <= {"diverged", "connection"}
 
 
