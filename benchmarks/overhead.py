@@ -29,6 +29,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 WORLD_SIZE = 2
 NUM_KNOBS = 8
+SLOTS = (1, 2)
+NO_OP = ("ours", "ray_tune", "ray_tune_reuse")
 
 
 def main() -> None:
@@ -46,25 +48,37 @@ def main() -> None:
 
 
 def measure(num_trials: int, repeats: int) -> dict[str, Any]:
-    """All figures; every peer's repeats alternate with ours, so that a noisy minute hits both."""
-    from benchmarks import overhead_ours, overhead_ray
-
-    concurrency: dict[str, dict[str, float]] = {}
-    with overhead_ours.cluster() as ours:
-        for slots in (1, 2):
-            rows: dict[str, list[float]] = {"ours": [], "ray_tune": [], "ray_tune_reuse": []}
-            for _ in range(repeats):
-                rows["ours"].append(overhead_ours.no_op_trial_ms(ours, num_trials, slots))
-                rows["ray_tune"].append(overhead_ray.no_op_trial_ms(num_trials, slots, reuse=False))
-                rows["ray_tune_reuse"].append(overhead_ray.no_op_trial_ms(num_trials, slots, reuse=True))
-                _progress(slots, rows)
-            concurrency[str(slots)] = _with_ratios({name: statistics.median(row) for name, row in rows.items()})
-        gang = {
-            "ours": _median(lambda: overhead_ours.gang_start_s(ours), 3 * repeats),
-            "torch_trainer": _median(overhead_ray.gang_start_s, repeats),
-        }
+    """All figures; repeats of ours and of the peers alternate, so that a noisy minute hits both."""
+    rows: dict[str, list[float]] = {}
+    for repeat in range(repeats):
+        for name, figure in (*_sample_ours(num_trials), *_sample_peers(num_trials)):
+            rows.setdefault(name, []).append(figure)
+            print(f"repeat {repeat + 1} of {repeats}: {name} {figure:.4g}", file=sys.stderr, flush=True)
+    medians = {name: statistics.median(row) for name, row in rows.items()}
+    by_slots = {slots: _with_ratios({name: medians[f"{name}@{slots}"] for name in NO_OP}) for slots in SLOTS}
+    gang = {name: medians[name] for name in ("ours", "torch_trainer")}
     gang["ratio"] = gang["torch_trainer"] / gang["ours"]
-    return {"no_op_trial_ms": concurrency["2"], "gang_start_s": gang, "concurrency": concurrency}
+    return {"no_op_trial_ms": by_slots[2], "gang_start_s": gang, "no_op_trial_ms_by_concurrency": by_slots}
+
+
+def _sample_ours(num_trials: int) -> Iterator[tuple[str, float]]:
+    from benchmarks import overhead_ours
+
+    with overhead_ours.cluster() as lease:
+        for slots in SLOTS:
+            yield f"ours@{slots}", overhead_ours.no_op_trial_ms(lease, num_trials, slots)
+        yield "ours", statistics.median(overhead_ours.gang_start_s(lease) for _ in range(5))
+
+
+def _sample_peers(num_trials: int) -> Iterator[tuple[str, float]]:
+    """In a Ray of their own: a lease holds all of a node."""
+    from benchmarks import overhead_ray
+
+    with overhead_ray.cluster():
+        for slots in SLOTS:
+            yield f"ray_tune@{slots}", overhead_ray.no_op_trial_ms(num_trials, slots, reuse=False)
+            yield f"ray_tune_reuse@{slots}", overhead_ray.no_op_trial_ms(num_trials, slots, reuse=True)
+        yield "torch_trainer", overhead_ray.gang_start_s()
 
 
 def _with_ratios(row: dict[str, float]) -> dict[str, float]:
@@ -73,15 +87,6 @@ def _with_ratios(row: dict[str, float]) -> dict[str, float]:
         "ratio": row["ray_tune"] / row["ours"],
         "ratio_reuse": row["ray_tune_reuse"] / row["ours"],
     }
-
-
-def _median(sample: Callable[[], float], repeats: int) -> float:
-    return statistics.median(sample() for _ in range(repeats))
-
-
-def _progress(slots: int, rows: dict[str, list[float]]) -> None:
-    last = ", ".join(f"{name} {row[-1]:.0f} ms" for name, row in rows.items())
-    print(f"concurrency {slots}: {last}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -1,12 +1,26 @@
-"""The peers of ``overhead.py``: Ray Tune with OptunaSearch, and TorchTrainer. Needs a running ``ray.init``."""
+"""The peers of ``overhead.py``: Ray Tune with OptunaSearch, and TorchTrainer."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.overhead import NUM_KNOBS, WORLD_SIZE, clock_ms, temporary_folder
+
+
+@contextmanager
+def cluster() -> Iterator[None]:
+    """A private Ray on this host, with as many slots as ours has devices."""
+    import ray
+
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=2 * WORLD_SIZE)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def no_op_trial_ms(num_trials: int, slots: int, *, reuse: bool) -> float:

@@ -43,7 +43,7 @@ class Home:
     def sweeps(self) -> list[str]:
         """Names of all sweeps, the most recently written first."""
         ledgers = sorted(self.path.glob(f"sweeps/*/{FILE_NAME}"), key=lambda path: path.stat().st_mtime, reverse=True)
-        return [path.parent.name for path in ledgers]
+        return [path.parent.name for path in ledgers if _is_begun(path.parent)]
 
     def open(self, name: str) -> Ledger:
         """The ledger of an existing sweep.
@@ -59,3 +59,12 @@ class Home:
             raise ConfigError(
                 f"no sweep {name!r} in {self.path}", remedy=f"Sweeps there: {known}. Use --home for another folder."
             ) from None
+
+
+def _is_begun(folder: Path) -> bool:
+    """Whether the ledger's first event was written; a controller may have been killed before."""
+    try:
+        Ledger.open_existing(folder).close()
+    except LookupError:
+        return False
+    return True

@@ -65,14 +65,17 @@ class Ledger:
 
     @classmethod
     def open_existing(cls, folder: Path) -> Self:
-        """Open for reading what must be there already.
+        """Open what must be there already.
 
         Raises:
-            LookupError: there is no ledger in ``folder``.
+            LookupError: there is no ledger in ``folder``, or its first event was never written.
         """
-        if not (folder / FILE_NAME).exists():
-            raise LookupError(f"no sweep in {folder}")
-        return cls(folder)
+        if (folder / FILE_NAME).exists():
+            ledger = cls(folder)
+            if next(ledger.entries(), None) is not None:
+                return ledger
+            ledger.close()
+        raise LookupError(f"no sweep in {folder}")
 
     @contextmanager
     def hold(self) -> Iterator[None]:

@@ -147,12 +147,7 @@ def _attach(spec: SweepSpec, home: Home) -> Result:
         LedgerError: another controller is at work on it.
     """
     found = load(spec.name, home)
-    if found.state.sweep.spec_hash != spec.spec_hash:
-        raise ConfigError(
-            f"the sweep {spec.name!r} was started with another content",
-            key="name",
-            remedy=f"Give this one another name, or use another --home than {home.path}.",
-        )
+    _check_same(found.state.sweep, spec)
     with home.open(spec.name) as ledger, ledger.hold():
         return found
 
@@ -162,6 +157,7 @@ def _create(ledger: Ledger, spec: SweepSpec, made: Plan, topology: Topology, fil
     prints = fingerprint(topology)
     state = fold(ledger.events())
     if state.created is not None:
+        _check_same(state.created, spec)
         _check_hardware(state.created, prints)
         return
     ledger.put_document("sweep_yaml", {"text": file.read_text(encoding="utf-8")})
@@ -185,6 +181,15 @@ def _create(ledger: Ledger, spec: SweepSpec, made: Plan, topology: Topology, fil
             fingerprint=prints,
         )
     )
+
+
+def _check_same(created: SweepCreated, spec: SweepSpec) -> None:
+    if created.spec_hash != spec.spec_hash:
+        raise ConfigError(
+            f"the sweep {spec.name!r} was started with another content",
+            key="name",
+            remedy="Give this one another name, or keep it in another folder with --home.",
+        )
 
 
 def _check_hardware(created: SweepCreated, prints: dict[str, str]) -> None:

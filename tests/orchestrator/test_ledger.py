@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.controller import fold
+from orchestrator.home import Home
 from orchestrator.ledger import Ledger, LedgerError, SweepBusyError
 from tests.orchestrator.story import created, ended, failures, launched, measured, proposed
 
@@ -77,6 +78,13 @@ def test_missing_ledgers_are_not_made_by_reading(tmp_path):
     with pytest.raises(LookupError):
         Ledger.open_existing(tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+def test_a_ledger_whose_controller_died_before_the_first_event_is_no_sweep_yet(tmp_path):
+    Ledger(tmp_path / "sweeps" / "begun").close()
+    with pytest.raises(LookupError):
+        Ledger.open_existing(tmp_path / "sweeps" / "begun")
+    assert Home(tmp_path).sweeps() == []
 
 
 def test_a_writer_killed_at_any_moment_leaves_whole_events_only(tmp_path):
