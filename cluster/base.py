@@ -43,8 +43,6 @@ class GangLaunch:
     """The trial's specification as JSON, opaque to the cluster."""
     placement: Placement
     deadlines: Deadlines = Deadlines()
-    memory_limit_bytes: int | None = None
-    """Host memory a CPU rank may allocate beyond what the fresh process holds; more is an out-of-memory."""
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -87,6 +85,11 @@ class Cluster(Protocol):
     @property
     def topology(self) -> Topology:
         """What the lease holds. Constant for the life of the lease in this backend contract."""
+        ...
+
+    @property
+    def lost_nodes(self) -> frozenset[str]:
+        """Names of nodes of the topology that went away; gangs launched on them end at once."""
         ...
 
     def launch(self, launch: GangLaunch) -> None:

@@ -50,6 +50,10 @@ class LocalCluster:
     def topology(self) -> Topology:
         return Topology(nodes=(self._node,))
 
+    @property
+    def lost_nodes(self) -> frozenset[str]:
+        return frozenset()
+
     def launch(self, launch: GangLaunch) -> None:
         directory = str(self._workdir / launch.attempt_id)
         self._tracker.launched(launch, log_dir=directory, now_s=time.monotonic())

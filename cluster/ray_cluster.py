@@ -116,6 +116,10 @@ class RayCluster:
     def topology(self) -> Topology:
         return self._topology
 
+    @property
+    def lost_nodes(self) -> frozenset[str]:
+        return frozenset(self._lost)
+
     def launch(self, launch: GangLaunch) -> None:
         directory = self._workdir / launch.attempt_id
         nodes = launch.placement.nodes

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.gang import fold
-from cluster.messages import RankResult
+from cluster.gang import COLLATERAL, fold
+from cluster.messages import RankFailure, RankResult
 from trials.codec import CodecError, from_json
 from trials.outcome import Evidence, GangLost, Outcome
 
@@ -22,9 +22,11 @@ class Remains:
 
 
 def recover(attempts: Path, token: str, world_size: int) -> Remains:
-    """The outcome of the attempt with this token, if every rank had stored its result; else ``GangLost``.
+    """The outcome of the attempt with this token, if it is known; else ``GangLost``.
 
-    ``attempts`` is the folder the backend worked in. Results of other launches (other tokens) do not count.
+    It is known when every rank had stored its report, or some rank why it failed: its peers were killed for it.
+    ``attempts`` is the folder the backend worked in; what ranks stored on other hosts is not found. Results of other
+    launches (other tokens) do not count.
     """
     folder = next((path for path in attempts.glob(f"*-{token[:8]}") if path.is_dir()), None)
     if folder is None:
@@ -32,7 +34,7 @@ def recover(attempts: Path, token: str, world_size: int) -> Remains:
     ended_at_s = max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
     results = [_result(folder / f"rank{rank}.json", token) for rank in range(world_size)]
     complete = [result for result in results if result is not None]
-    if len(complete) < world_size:
+    if len(complete) < world_size and not any(_is_root_cause(result) for result in complete):
         return Remains(_lost("the controller ended while the gang was running"), ended_at_s)
     return Remains(fold(complete), ended_at_s)
 
@@ -48,5 +50,9 @@ def _result(path: Path, token: str) -> RankResult | None:
     return result
 
 
+def _is_root_cause(result: RankResult) -> bool:
+    return isinstance(result, RankFailure) and result.category not in COLLATERAL
+
+
 def _lost(message: str) -> Outcome:
-    return GangLost(evidence=Evidence(message=message))
+    return GangLost(evidence=Evidence(message=message), by_controller=True)

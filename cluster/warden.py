@@ -249,6 +249,7 @@ class Warden:
         slowest = min(self._ranks, key=lambda rank: rank.clock.position).clock
         if slowest.position > self._reported and len(self._ranks) == len(self._launch.slots):
             self._reported = slowest.position
+            os.utime(self._launch.directory)  # shows for how long it held its devices, should the controller die
             self._tell(
                 NodeProgress(
                     attempt_id=self._launch.attempt_id,

@@ -49,7 +49,7 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
         except OSError as error:
             click.echo(f"error: {error.filename or ''}: {error.strerror or error}".replace(": :", ":"), err=True)
         except KeyboardInterrupt:
-            click.echo("interrupted; the same submit continues where it stopped", err=True)
+            click.echo("interrupted; a sweep goes on where it stopped when it is submitted again", err=True)
             sys.exit(EXIT_INTERRUPTED)
         sys.exit(EXIT_USER)
 
@@ -85,8 +85,9 @@ def submit(file: Path, home: Path, as_json: bool) -> None:
     """
     from orchestrator import report, service
     from orchestrator.home import Home
+    from orchestrator.signals import interrupt_on_sigterm
 
-    with report.LiveView() as view:
+    with interrupt_on_sigterm(), report.LiveView() as view:
         result = service.submit(file, Home(home), observer=view)
     _print(
         as_json,
@@ -175,7 +176,9 @@ def ui(sweep: str | None, port: int, home: Path, as_json: bool) -> None:
     from orchestrator import service
     from orchestrator.home import Home
 
-    service.serve_ui(Home(home), sweep, port=port, announce=lambda links: _announce(links, as_json))
+    if service.serve_ui(Home(home), sweep, port=port, announce=lambda links: _announce(links, as_json)):
+        click.echo("error: the MLflow server ended by itself; its own message stands above", err=True)
+        sys.exit(EXIT_FAILED)
 
 
 @main.command()

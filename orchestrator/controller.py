@@ -76,7 +76,8 @@ def decide(state: SweepState) -> tuple[Command, ...]:
     if state.created is None or state.is_over:
         return ()
     if reason := _reason_to_fail(state):
-        return (Finish(status="failed", reason=reason),)
+        is_busy = any(trial.is_running for trial in state.trials)
+        return () if is_busy else (Finish(status="failed", reason=reason),)
     spent = _spent_budget(state)
     open_trials = [trial for trial in state.trials if _is_open(state, trial) and (trial.is_running or not spent)]
     launches = tuple(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.errors import ConfigError
-from orchestrator.ledger import FILE_NAME, Ledger
+from orchestrator.ledger import FILE_NAME, Ledger, LedgerError
 
+logger = logging.getLogger(__name__)
+
+_STORE = "mlflow.db"
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,62}"
 """Names of sweeps and registered configurations: safe in paths, URLs and MLflow."""
 
@@ -35,7 +39,12 @@ class Home:
 
     @property
     def default_tracking_uri(self) -> str:
-        return f"sqlite:///{self.path.resolve() / 'mlflow.db'}"
+        return f"sqlite:///{self.path.resolve() / _STORE}"
+
+    @property
+    def has_store(self) -> bool:
+        """Whether something was recorded in the home's own MLflow store."""
+        return (self.path / _STORE).exists()
 
     def sweep_folder(self, name: str) -> Path:
         return self.path / "sweeps" / check_name(name, "sweep name")
@@ -66,5 +75,8 @@ def _is_begun(folder: Path) -> bool:
     try:
         Ledger.open_existing(folder).close()
     except LookupError:
+        return False
+    except LedgerError as error:
+        logger.warning("%s is left out: %s", folder.name, error)
         return False
     return True

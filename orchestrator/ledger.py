@@ -1,7 +1,7 @@
 """The ledger: a sweep's events, append-only, in SQLite. The one source of truth.
 
 Everything else is a projection: the state is a fold over the events, Optuna's study is rebuilt from the state, and
-MLflow is fed from the events behind a cursor, so that either may be lost without losing a result.
+MLflow is fed from the events behind a cursor, so that neither being away loses a result.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Ledger:
         """
         if (folder / FILE_NAME).exists():
             ledger = cls(folder)
-            if next(ledger.entries(), None) is not None:
+            if ledger._is_begun():
                 return ledger
             ledger.close()
         raise LookupError(f"no sweep in {folder}")
@@ -111,8 +111,7 @@ class Ledger:
         with self._errors("read"):
             rows = self._db.execute("SELECT seq, body FROM events WHERE seq > ? ORDER BY seq", (after,)).fetchall()
         for seq, body in rows:
-            event: LedgerEvent = from_json(LedgerEvent, json.loads(body))
-            yield Entry(seq, event)
+            yield Entry(seq, self._decode(seq, body))
 
     def events(self) -> Iterator[LedgerEvent]:
         """All events in order."""
@@ -148,6 +147,19 @@ class Ledger:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _is_begun(self) -> bool:
+        with self._errors("read"):
+            return self._db.execute("SELECT 1 FROM events LIMIT 1").fetchone() is not None
+
+    def _decode(self, seq: int, body: str) -> LedgerEvent:
+        try:
+            event: LedgerEvent = from_json(LedgerEvent, json.loads(body))
+        except ValueError as error:
+            raise LedgerError(
+                f"event {seq} of {self.path} is not understood, another version wrote it: {error}"
+            ) from None
+        return event
 
     @contextmanager
     def _errors(self, action: str) -> Iterator[None]:

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
+from orchestrator.errors import ConfigError
+
+URI_PATTERN = r"^(https?://|sqlite:////)\S+$"
+"""Tracking URIs taken: a server, or an SQLite file by its absolute path."""
 _SQLITE = "sqlite:///"
 _VIEW = {"workflowType": "machine_learning"}
 """Without it MLflow opens on its GenAI pages, where runs are hard to find."""
+
+
+def check_tracking_uri(uri: str) -> str:
+    """Return ``uri`` if it names a store that can be used.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if re.match(URI_PATTERN, uri) is None:
+        raise ConfigError(
+            f"{public_uri(uri)!r} is no tracking URI", remedy="Use http(s)://host:port or sqlite:////absolute/path.db."
+        )
+    return uri
 
 
 def public_uri(uri: str) -> str:

@@ -60,5 +60,5 @@ class Outbox:
         if self._num_failures == 0:
             self._on_outage(error)
         logger.debug("delivery to %s failed", self._name, exc_info=error)
-        self._retry_at_s = time.monotonic() + min(_LAST_RETRY_S, _FIRST_RETRY_S * 2**self._num_failures)
+        self._retry_at_s = time.monotonic() + min(_LAST_RETRY_S, _FIRST_RETRY_S * 2 ** min(self._num_failures, 10))
         self._num_failures += 1

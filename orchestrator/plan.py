@@ -41,8 +41,6 @@ class Plan:
     """Combinations of choices that come to the same candidate as another one."""
     product_size: int
     """All combinations: candidates + rejected + duplicates."""
-    device_hours: float | None = None
-    """Estimated cost of the sweep; None until trials have been measured."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -50,7 +48,6 @@ class Plan:
             "num_legal": len(self.candidates),
             "num_duplicates": self.num_duplicates,
             "product_size": self.product_size,
-            "device_hours": self.device_hours,
             "rejected": [
                 {
                     "rule": rule_id,

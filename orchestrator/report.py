@@ -242,14 +242,20 @@ def _recorded(summary: Summary, recorded: Recorded | None) -> RenderableType:
 
 
 def _next(summary: Summary) -> RenderableType:
-    grid = Table.grid(padding=(0, 3))
+    """Three commands, each whole on a line of its own, ready to be copied."""
     name = summary.sweep
     worth = summary.speedup is not None and summary.speedup.verdict == "faster"
-    grid.add_row(Text(f"tune-cluster ui {name}"), Text("look at every trial in the browser", style="dim"))
-    grid.add_row(Text(f"tune-cluster report {name} --json"), Text("the same result for scripts", style="dim"))
     note = "make the winner the production configuration" if worth else "refused unless forced: not shown to be faster"
-    grid.add_row(Text(f"tune-cluster promote {name} --name NAME"), Text(note, style="dim"))
-    return grid
+    commands = {
+        f"tune-cluster ui {name}": "look at every trial in the browser",
+        f"tune-cluster report {name} --json": "the same result for scripts",
+        f"tune-cluster promote {name} --name NAME": note,
+    }
+    width = max(len(command) for command in commands)
+    lines = [Text.assemble(f"{command:<{width}}   ", (why, "dim")) for command, why in commands.items()]
+    for text in lines:
+        text.no_wrap, text.overflow = True, "ellipsis"
+    return Group(*lines)
 
 
 def _markdown_results(summary: Summary) -> list[str]:

@@ -11,7 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, assert_never
 from uuid import uuid4
 
@@ -36,12 +36,15 @@ from orchestrator.state import (
     Tick,
     Trial,
     TrialProposed,
+    describe_failure,
 )
-from trials.outcome import Outcome
+from trials.outcome import GangLost, Outcome
 from trials.spec import Candidate
 
 logger = logging.getLogger(__name__)
 
+MAX_LOST_IN_A_ROW = 5
+"""Attempts lost one after another, whatever their trials, before the cluster is taken to be broken."""
 POLL_S = 0.5
 """Longest wait for gang events between two looks at the clock."""
 
@@ -108,6 +111,8 @@ class Runtime:
         self._observer = observer
         self._clock = clock
         self._running: dict[str, _Running] = {}
+        self._num_lost_in_a_row = 0
+        self._is_interrupted = False
         self._state = fold(ledger.events())
         self._commands: tuple[Command, ...] = ()
 
@@ -115,7 +120,8 @@ class Runtime:
         """Go on from where the ledger stands until the sweep has ended; return its last state.
 
         Raises:
-            ClusterError: the cluster cannot run any pending trial.
+            ClusterError: the cluster cannot run any pending trial, or loses one attempt after another; mended, the
+                same sweep goes on.
             LedgerError: an event cannot be stored.
             KeyboardInterrupt: after killing and recording what was running; submitting again continues.
         """
@@ -196,10 +202,7 @@ class Runtime:
         )
         if placement is None:
             if not self._running:
-                raise ClusterError(
-                    f"trial {trial.number} needs {layout.world_size} devices; the lease has {topology.num_devices} "
-                    f"on {len(topology.nodes)} node(s). Lease more nodes or restrict space.world_size"
-                )
+                raise self._unplaceable(trial)
             return False
         token = uuid4().hex
         attempt_id = f"t{trial.number:04d}-a{attempt}-{token[:8]}"
@@ -218,9 +221,19 @@ class Runtime:
         self._cluster.launch(launch)
         return True
 
+    def _unplaceable(self, trial: Trial) -> ClusterError:
+        lost = ", ".join(sorted(self._cluster.lost_nodes))
+        topology = self._cluster.topology
+        return ClusterError(
+            f"trial {trial.number} needs {trial.candidate.layout.world_size} devices; the lease has "
+            f"{topology.num_devices} on {len(topology.nodes)} node(s){f', of which {lost} went away' if lost else ''}. "
+            "Mend the cluster and submit again, or restrict space.world_size"
+        )
+
     def _free(self) -> frozenset[Device]:
         held = {device for running in self._running.values() for device in running.placement.reserved}
-        return frozenset(self._cluster.topology.devices) - held
+        lost = self._cluster.lost_nodes
+        return frozenset(d for d in self._cluster.topology.devices if d not in held and d.node not in lost)
 
     def _wait(self, timeout_s: float) -> None:
         """Take in what the gangs report; a tick when they report no end."""
@@ -238,15 +251,24 @@ class Runtime:
 
     def _record(self, event: GangEnded) -> None:
         running = self._running.pop(event.attempt_id)
+        outcome = event.outcome
+        if isinstance(outcome, GangLost) and self._is_interrupted:
+            outcome = replace(outcome, by_controller=True)
         self._dispatch(
             AttemptEnded(
                 at_s=self._clock(),
                 trial=running.trial,
                 token=event.token,
-                outcome=event.outcome,
+                outcome=outcome,
                 device_seconds=event.device_seconds,
             )
         )
+        self._num_lost_in_a_row = self._num_lost_in_a_row + 1 if isinstance(outcome, GangLost) else 0
+        if self._num_lost_in_a_row >= MAX_LOST_IN_A_ROW and not self._is_interrupted:
+            raise ClusterError(
+                f"{MAX_LOST_IN_A_ROW} attempts in a row were lost, the last one: {describe_failure(outcome)}. "
+                "Mend the cluster and submit again"
+            )
 
     def _dispatch(self, event: Event) -> None:
         if not isinstance(event, Tick):
@@ -256,6 +278,7 @@ class Runtime:
 
     def _interrupt(self) -> None:
         """Kill what runs and record it as lost, so that its device time is charged and nothing dangles."""
+        self._is_interrupted = True
         for attempt_id in list(self._running):
             self._cluster.kill(attempt_id, "interrupted by the user")
         deadline = time.monotonic() + 10.0

@@ -19,7 +19,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.fingerprint import fingerprint
 from orchestrator.home import Home
 from orchestrator.ledger import Ledger
-from orchestrator.mlflow_urls import experiments_url, sweep_links
+from orchestrator.mlflow_urls import check_tracking_uri, experiments_url, sweep_links
 from orchestrator.plan import Plan, make_plan
 from orchestrator.runtime import Observer, Recipe, Recovered, Runtime
 from orchestrator.search import Search
@@ -69,15 +69,14 @@ def submit(file: Path, home: Home, observer: Observer) -> Result:
     make_plan(spec, describe(**_cluster_options(spec)))  # refuse what cannot work before anything is started
     if spec.name in home.sweeps():
         found = _attach(spec, home)
-        if found.state.is_over:
+        if found is not None:
             return found
     folder = home.sweep_folder(spec.name)
     attempts = _attempts(folder)
     with connect(workdir=attempts, **_cluster_options(spec)) as cluster:
         made = make_plan(spec, cluster.topology)
-        uri = spec.tracking.uri or home.default_tracking_uri
         with Ledger(folder) as ledger, ledger.hold():
-            _create(ledger, spec, made, cluster.topology, file, uri)
+            _create(ledger, spec, made, cluster.topology, file)
             runtime = Runtime(
                 ledger=ledger,
                 cluster=cluster,
@@ -85,11 +84,11 @@ def submit(file: Path, home: Home, observer: Observer) -> Result:
                     made.candidates, features=flat_params, sampler=spec.search.sampler, seed=spec.search.seed
                 ),
                 recipe=_Launcher(spec, cluster.topology, attempts).recipe(),
-                projection=Tracker(uri, spec.tracking.experiment),
+                projection=Tracker(_tracking_uri(ledger, home), spec.tracking.experiment),
                 observer=observer,
             )
             runtime.run()
-            return _standing(ledger)
+            return _standing(ledger, home)
 
 
 def load(name: str, home: Home) -> Result:
@@ -99,27 +98,29 @@ def load(name: str, home: Home) -> Result:
         ConfigError: there is no such sweep.
     """
     with home.open(name) as ledger:
-        return _standing(ledger)
+        return _standing(ledger, home)
 
 
 def promote(name: str, home: Home, *, sweep: str, trial: int | None, force: bool) -> dict[str, Any]:
     """Register a configuration of ``sweep`` as ``name``@production; see :func:`orchestrator.promotion.promote`."""
-    with home.open(sweep) as ledger:
-        tracker = Tracker(_tracking_uri(ledger))
+    with home.open(sweep) as ledger, ledger.hold():
+        tracker = Tracker(_tracking_uri(ledger, home))
         return promotion.promote(ledger=ledger, tracker=tracker, name=name, trial=trial, force=force).to_json()
 
 
 def show(reference: str, home: Home, *, tracking_uri: str | None) -> dict[str, Any]:
     """The recipe registered as ``reference`` (NAME@ALIAS or NAME@VERSION)."""
-    return promotion.show(Tracker(tracking_uri or home.default_tracking_uri), reference)
+    return promotion.show(Tracker(check_tracking_uri(tracking_uri) if tracking_uri else _store(home)), reference)
 
 
 def serve_ui(home: Home, sweep: str | None, *, port: int, announce: Callable[[dict[str, str]], None]) -> int:
     """Serve the MLflow UI until interrupted; ``announce`` gets the links once it answers."""
-    uri, recorded = home.default_tracking_uri, None
-    if sweep is not None:
+    recorded = None
+    if sweep is None:
+        uri = _store(home)
+    else:
         with home.open(sweep) as ledger:
-            uri, recorded = _tracking_uri(ledger), _standing(ledger).recorded
+            uri, recorded = _tracking_uri(ledger, home), _standing(ledger, home).recorded
 
     def ready(base: str) -> None:
         if sweep is None or recorded is None:
@@ -130,29 +131,47 @@ def serve_ui(home: Home, sweep: str | None, *, port: int, announce: Callable[[di
     return ui.serve(uri, port=port, on_ready=ready)
 
 
-def _standing(ledger: Ledger) -> Result:
+def _standing(ledger: Ledger, home: Home) -> Result:
     state = fold(ledger.events())
-    return Result(state, summarize(state, _tracking_uri(ledger)), Recorded.of(ledger))
+    return Result(state, summarize(state, _tracking_uri(ledger, home)), Recorded.of(ledger))
 
 
-def _tracking_uri(ledger: Ledger) -> str:
-    return str(ledger.document("tracking")["uri"])
+def _tracking_uri(ledger: Ledger, home: Home) -> str:
+    """Where the sweep is recorded: the store its file named when it was created, else that of the home."""
+    return ledger.document("tracking")["uri"] or home.default_tracking_uri
 
 
-def _attach(spec: SweepSpec, home: Home) -> Result:
-    """The sweep of this name as it stands.
+def _store(home: Home) -> str:
+    """The home's own MLflow store.
+
+    Raises:
+        ConfigError: nothing was ever recorded there.
+    """
+    if not home.has_store:
+        raise ConfigError(
+            f"there is no MLflow store in {home.path}", remedy="Submit a sweep first, or use --home for another folder."
+        )
+    return home.default_tracking_uri
+
+
+def _attach(spec: SweepSpec, home: Home) -> Result | None:
+    """The sweep of this name if it is over, with MLflow brought up to date; None if it is to go on.
 
     Raises:
         ConfigError: it has another content.
         LedgerError: another controller is at work on it.
     """
-    found = load(spec.name, home)
-    _check_same(found.state.sweep, spec)
-    with home.open(spec.name) as ledger, ledger.hold():
-        return found
+    with home.open(spec.name) as ledger:
+        state = fold(ledger.events())
+        _check_same(state.sweep, spec)
+        with ledger.hold():
+            if not state.is_over:
+                return None
+            Tracker(_tracking_uri(ledger, home)).sync(ledger, state)
+            return _standing(ledger, home)
 
 
-def _create(ledger: Ledger, spec: SweepSpec, made: Plan, topology: Topology, file: Path, uri: str) -> None:
+def _create(ledger: Ledger, spec: SweepSpec, made: Plan, topology: Topology, file: Path) -> None:
     """Write the first event, unless this sweep goes on; then the hardware must be the same."""
     prints = fingerprint(topology)
     state = fold(ledger.events())
@@ -161,8 +180,7 @@ def _create(ledger: Ledger, spec: SweepSpec, made: Plan, topology: Topology, fil
         _check_hardware(state.created, prints)
         return
     ledger.put_document("sweep_yaml", {"text": file.read_text(encoding="utf-8")})
-    ledger.put_document("spec", spec.to_json())
-    ledger.put_document("tracking", {"uri": uri})
+    ledger.put_document("tracking", {"uri": spec.tracking.uri})
     ledger.append(
         SweepCreated(
             at_s=time.time(),

@@ -61,7 +61,7 @@ class SweepCreated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerStarted:
-    """A controller took the ledger; ``epoch`` grows by one each time and fences off older ones."""
+    """A controller took the ledger, whose lock keeps others out; ``epoch`` grows by one each time."""
 
     kind: ClassVar[str] = "controller_started"
     at_s: float
@@ -215,8 +215,9 @@ class Trial:
 
     @property
     def num_lost(self) -> int:
-        """Attempts lost to the infrastructure."""
-        return sum(isinstance(attempt.outcome, GangLost) for attempt in self.attempts)
+        """Attempts lost to the infrastructure; those that ended with their controller do not count."""
+        outcomes = [attempt.outcome for attempt in self.attempts]
+        return sum(isinstance(outcome, GangLost) and not outcome.by_controller for outcome in outcomes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from pydantic_core import CoreSchema
 
 from cluster.base import Deadlines
 from orchestrator.knob_types import Section, fault
+from orchestrator.mlflow_urls import URI_PATTERN
 from orchestrator.sweep_types import ByteSize, Duration, Positive, Size, check_text, resolve
 from trials.spec import AdamW, LlamaModel, Protocol, TextData
 
@@ -177,7 +178,9 @@ class BudgetSection(Section):
     max_trials: Size = Field(default=50, description="Trials in total, the baseline included.")
     device_hours: Positive | None = Field(default=None, description="Device-hours spent; null: no limit.")
     wall_time_s: Duration | None = Field(
-        default=None, alias="wall_time", description='Time since the start, like "10m" or "2h"; null: no limit.'
+        default=None,
+        alias="wall_time",
+        description='Time with a controller at work, like "10m" or "2h"; null: no limit.',
     )
     consecutive_failures: Size = Field(default=5, description="Failed trials in a row.")
 
@@ -199,9 +202,9 @@ class TrackingSection(Section):
 
     uri: str | None = Field(
         default=None,
-        pattern=r"^(https?://|sqlite:///|file:///)\S+$",
-        description="MLflow tracking URI (http, https, sqlite or file), without credentials; null: a SQLite store "
-        "in the home folder of tune-cluster.",
+        pattern=URI_PATTERN,
+        description="MLflow tracking URI without credentials, http(s)://host:port or sqlite:////absolute/path.db; "
+        "null: a SQLite store in the home folder of tune-cluster.",
     )
     experiment: str | None = Field(
         default=None, min_length=1, max_length=200, description="Experiment; null: named after model and hardware."

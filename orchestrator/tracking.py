@@ -91,13 +91,14 @@ class Tracker:
     @contextmanager
     def reached(self) -> Iterator[None]:
         """Turn what MLflow raises inside into a ConfigError that says how to go on. Not needed around :meth:`sync`."""
+        _apply_settings()
         import requests
         from mlflow.exceptions import MlflowException
         from sqlalchemy.exc import SQLAlchemyError
 
         try:
             yield
-        except (MlflowException, SQLAlchemyError, requests.RequestException, OSError) as error:
+        except (MlflowException, SQLAlchemyError, requests.RequestException, OSError, ImportError) as error:
             raise ConfigError(
                 f"the MLflow store {public_uri(self.uri)} cannot be used: {content.first_line(error)}",
                 remedy="Check that it is reachable and may be written, then try again.",
@@ -275,8 +276,7 @@ class Tracker:
     def _mlflow(self) -> MlflowClient:
         """The client; the first call imports MLflow and brings the store's tables into being."""
         if self._client is None:
-            for variable, value in _SETTINGS.items():
-                os.environ.setdefault(variable, value)
+            _apply_settings()
             from mlflow import MlflowClient
 
             for noisy in ("mlflow", "alembic"):
@@ -359,7 +359,7 @@ class Tracker:
                 self._put_sweep_file(ledger, state)
             if isinstance(entry.event, SweepCreated) and (recorded := self.recorded(state)):
                 ledger.put_document(CURSOR, to_json(recorded))
-        except Exception:
+        except BaseException:
             self._runs.clear()  # what was being written may or may not be there: search again
             self._experiment_ids.clear()
             raise
@@ -371,6 +371,12 @@ class Tracker:
             type(error).__name__,
             content.first_line(error),
         )
+
+
+def _apply_settings() -> None:
+    """Before the first import of mlflow, which reads some of them then; the user's own settings stand."""
+    for variable, value in _SETTINGS.items():
+        os.environ.setdefault(variable, value)
 
 
 def _registered(version: ModelVersion) -> Registered:

@@ -13,10 +13,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import artifact_folder
+from orchestrator.signals import interrupt_on_sigterm
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def serve(
         raise ConfigError("the tracking URI names a running server", key="tracking.uri", remedy="Open it in a browser.")
     base = f"http://{host}:{port}"
     _check_port(host, port)
-    with _server(_command(uri, host, port)) as server, _terminate_on_signals():
+    with _server(_command(uri, host, port)) as server, interrupt_on_sigterm():
         try:
             _wait_until_up(server, base)
             if on_ready:
@@ -92,20 +92,6 @@ def _end(server: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             continue
     server.wait()
-
-
-@contextmanager
-def _terminate_on_signals() -> Iterator[None]:
-    """SIGTERM ends the server as Ctrl-C does."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _wait_until_up(server: subprocess.Popen[bytes], base: str) -> None:

@@ -110,6 +110,9 @@ def test_a_full_disk_stops_with_one_message(tmp_path):
     assert "ledger.sqlite" in done.stderr
     assert "free space" in done.stderr
     assert "Traceback" not in done.stderr
+    again = run("submit", sweeps.write(tmp_path, budget={"max_trials": 1}), "--home", tmp_path / "home", "--json")
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.stdout)["trials"]["measured"] == 1
 
 
 def test_unknown_sweeps_and_registered_names(tmp_path):
@@ -120,6 +123,9 @@ def test_unknown_sweeps_and_registered_names(tmp_path):
         ("promote", "nothing", "--name", "x"),
         ("status", "../../etc"),
         ("ui", "nothing"),
+        ("ui",),
+        ("show", "nothing@production"),
+        ("show", "nothing@production", "--tracking-uri", "postgresql://host/db"),
     ):
         result = run(*arguments, "--home", home)
         assert result.exit_code == 2, result.output

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
 Phase = Literal["starting", "warmup", "measuring"]
-"""Phases a rank goes through; the cluster adds "placing" before and "releasing" after."""
+"""Phases a rank goes through."""
 
 
 class ProgressSink(Protocol):
@@ -179,6 +179,8 @@ class GangLost:
     kind: ClassVar[str] = "gang_lost"
     consequence: ClassVar[Consequence] = "retry"
     evidence: Evidence
+    by_controller: bool = False
+    """The controller ended or was interrupted: the attempt counts against no budget of lost attempts."""
 
 
 Outcome = Measured | OutOfMemory | Infeasible | Diverged | TimedOut | Crashed | GangLost

@@ -17,9 +17,9 @@ from orchestrator.state import (
     Tick,
     TrialStatus,
 )
-from tests.orchestrator.story import created, ended, failures, launched, measured, proposed
+from tests.orchestrator.story import created, ended, evidence, failures, launched, measured, proposed
 from trials.codec import from_json, to_json
-from trials.outcome import Outcome
+from trials.outcome import GangLost, Outcome
 
 
 def test_a_sweep_asks_for_the_baseline_first_and_ends_when_the_trials_are_spent():
@@ -119,6 +119,24 @@ def test_stale_and_repeated_results_change_nothing():
     assert again.device_seconds == pytest.approx(2.0)
 
 
+def test_attempts_that_ended_with_their_controller_are_on_no_budget():
+    lost = GangLost(evidence=evidence(), by_controller=True)
+    events = [created(budget=Budget(max_trials=1, lost_attempts_per_trial=2)), proposed(0)]
+    for attempt in range(5):
+        events += [launched(0, attempt), ended(0, lost, attempt)]
+    assert decide(fold(events)) == (Launch(trial=0, attempt=5),)
+
+
+def test_a_failing_sweep_waits_for_the_gangs_beside():
+    crash = failures("always")["crashed"]
+    busy = [created(budget=Budget(max_trials=9), max_concurrent=2), *_whole(0, crash), proposed(1), launched(1)]
+    busy += [*_whole(2, crash), *_whole(3, crash)]
+    assert decide(fold(busy)) == ()
+    (command,) = decide(fold([*busy, ended(1, measured())]))
+    assert isinstance(command, Finish)
+    assert command.status == "failed"
+
+
 def test_nothing_follows_after_the_end():
     end = SweepFinished(at_s=9.0, status="finished", reason="enough")
     assert decide(fold([created(), *_whole(0, measured()), end])) == ()
@@ -139,6 +157,7 @@ def test_any_course_of_outcomes_ends_measures_no_candidate_twice_and_conserves_d
     num_ended = 0
     for _ in range(200):
         if any(isinstance(command, Finish) for command in commands):
+            assert not any(trial.is_running for trial in state.trials), "a gang would be abandoned"
             break
         if commands:
             command = commands[0]

@@ -126,5 +126,5 @@ def test_a_full_disk_is_a_clear_error_and_loses_nothing(tmp_path):
 def test_an_unknown_event_in_the_file_is_named(tmp_path):
     with Ledger(tmp_path) as ledger:
         ledger._db.execute("INSERT INTO events (kind, body) VALUES ('x', ?)", (json.dumps({"kind": "x"}),))
-        with pytest.raises(ValueError, match="unknown kind 'x'"):
+        with pytest.raises(LedgerError, match="unknown kind 'x'"):
             list(ledger.events())

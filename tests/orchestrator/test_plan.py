@@ -89,7 +89,6 @@ def test_json(tmp_path):
     _, plan = full_plan(tmp_path, topology(2))
     data = json.loads(json.dumps(plan.to_json()))
     assert data["num_legal"] == len(data["candidates"]) == len(plan.candidates)
-    assert data["device_hours"] is None
     assert data["candidates"][0]["config_key"] == plan.candidates[0].config_key
     assert sum(entry["count"] for entry in data["rejected"]) == sum(plan.num_rejected.values())
     assert all(entry["examples"][0]["reason"] for entry in data["rejected"])
