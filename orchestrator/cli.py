@@ -96,6 +96,8 @@ def submit(file: Path, home: Path, as_json: bool) -> None:
     )
     if result.state.status == "failed":
         click.echo(f"error: the sweep failed: {result.state.finish_reason}", err=True)
+        for line in result.state.last_words:
+            click.echo(f"  | {line}", err=True)
         sys.exit(EXIT_FAILED)
 
 

@@ -266,6 +266,12 @@ class SweepState:
         measured = [trial for trial in self.trials if trial.measurement]
         return max(measured, key=_objective, default=None)
 
+    @property
+    def last_words(self) -> tuple[str, ...]:
+        """Last log lines of the failing rank of the last attempt that ended; empty where it was measured."""
+        outcome = self.trials[self.end_order[-1]].outcome if self.end_order else None
+        return () if outcome is None or isinstance(outcome, Measured) else outcome.evidence.log_tail
+
     def counts(self) -> dict[str, int]:
         """Number of trials per status, in order of first appearance."""
         counts: dict[str, int] = {}

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from cluster.base import ClusterError
+from cluster.connect import connect
 from orchestrator import service
 from orchestrator.home import Home
 from orchestrator.ledger import Ledger
 from orchestrator.report import LiveView
 from orchestrator.state import AttemptEnded, TrialProposed
+from orchestrator.tracking import Tracker
 from tests import sweeps
 from trials.outcome import Measured
 
@@ -128,7 +131,9 @@ def test_the_same_error_on_the_first_three_attempts_stops_the_sweep_with_it(tmp_
     assert body["state"] == "failed"
     assert body["trials"]["crashed"] == 3
     assert "a mistake in the user's own code" in stderr
-    assert "Traceback" not in stderr
+    lines = stderr.splitlines()
+    assert not any(line.startswith("Traceback") for line in lines)
+    assert any(line.startswith("  | ") and "always_raises" in line for line in lines), "the rank's last words"
     assert body["best"] is None
 
 
@@ -187,6 +192,70 @@ def test_a_controller_killed_at_any_moment_continues_and_measures_nothing_twice(
     assert sorted(measured) == list(range(5))
     assert eventually_gone(str(home)) == []
     assert recorded_trials(home) == [(str(trial), "FINISHED") for trial in range(5)]
+
+
+class LosingCluster:
+    """A backend around a real one, whose gangs are lost soon after their launch."""
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def launch(self, launch):
+        self._inner.launch(launch)
+        self._inner.kill(launch.attempt_id, "the cable was pulled")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self._inner.close()
+
+
+@pytest.mark.fault
+def test_a_cluster_that_loses_every_gang_stops_the_sweep_which_then_goes_on(tmp_path, monkeypatch):
+    file = sweeps.write(tmp_path, budget={"max_trials": 3})
+    with monkeypatch.context() as broken:
+        broken.setattr(service, "connect", lambda **options: LosingCluster(connect(**options)))
+        with pytest.raises(ClusterError, match=r"5 attempts in a row.*the cable was pulled"):
+            submit(file, tmp_path / "home")
+    assert not service.load("tiny", Home(tmp_path / "home")).state.is_over
+    result = submit(file, tmp_path / "home")
+    assert result.state.status == "finished"
+    assert result.state.trials[2].status == "measured"
+
+
+@pytest.mark.fault
+def test_sigterm_ends_in_good_order_and_the_next_submit_goes_on(tmp_path):
+    home = tmp_path / "home"
+    file = sweeps.write(tmp_path, measure={"num_steps": 400, "max_steps": 400}, budget={"max_trials": 1})
+    process = command("submit", file, home=home)
+    while num_events(home) < 4:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    time.sleep(1.0)
+    process.terminate()
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "submitted again" in stderr
+    assert eventually_gone(str(home)) == []
+    state = service.load("tiny", Home(home)).state
+    assert state.trials[0].status == "gang_lost"
+    assert state.trials[0].num_lost == 0
+    assert state.device_seconds >= 1.0
+    assert [trial.status for trial in submit(file, home).state.trials] == ["measured"]
+
+
+def test_mlflow_away_is_caught_up_with_by_submitting_again(tmp_path, monkeypatch):
+    file = sweeps.write(tmp_path, budget={"max_trials": 2})
+    with monkeypatch.context() as away:
+        away.setattr(Tracker, "sync", lambda self, ledger, state: 0)
+        submit(file, tmp_path / "home")
+    result = submit(file, tmp_path / "home")
+    assert result.recorded is not None
+    assert recorded_trials(tmp_path / "home") == [("0", "FINISHED"), ("1", "FINISHED")]
 
 
 def test_another_file_under_the_same_name_is_refused_and_nothing_changes(tmp_path):
