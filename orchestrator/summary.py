@@ -78,14 +78,17 @@ class Summary:
     tracking_uri: str
 
     def to_json(self) -> dict[str, Any]:
-        """The documented JSON form of ``report --json``."""
+        """The documented JSON form of ``submit --json`` and ``report --json``."""
+        compared = self.speedup
         return {
             "sweep": self.sweep,
             "state": self.state,
             "reason": self.reason,
             "best": self.best.to_json() if self.best else None,
             "baseline": self.baseline.to_json() if self.baseline else None,
-            "speedup": self.speedup.to_json() if self.speedup else None,
+            "speedup": compared.ratio.value if compared else None,
+            "speedup_ci95": interval_json(compared.ratio.ci95) if compared else None,
+            "verdict": compared.verdict if compared else None,
             "trials": self.trials,
             "device_hours": self.device_hours,
             "tracking_uri": self.tracking_uri,
