@@ -125,8 +125,10 @@ def _result_panel(summary: Summary) -> RenderableType:
 
 
 def winner_and_baseline(summary: Summary) -> list[tuple[str, Result]]:
-    """(label, result) of what was measured; the baseline alone where it is the fastest."""
-    pairs = [("winner", summary.best), ("baseline", summary.baseline)]
+    """(label, result) of what was measured; the baseline alone where it is the fastest. Only what was shown to be
+    faster is called the winner."""
+    is_winner = summary.speedup is not None and summary.speedup.verdict == "faster"
+    pairs = [("winner" if is_winner else "fastest", summary.best), ("baseline", summary.baseline)]
     if summary.best and summary.best.trial.number == 0:
         pairs = pairs[1:]
     return [(label, result) for label, result in pairs if result]

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from cluster.topology import Device
+from trials.codec import digest, to_json
 from trials.outcome import GangLost, Measured, Measurement, Outcome
 from trials.spec import Candidate, Workload
 
@@ -57,6 +58,10 @@ class SweepCreated:
     """The topology's label, e.g. ``1x8 NVIDIA H200``."""
     fingerprint: Mapping[str, str]
     """Environment: library versions, driver, host kind. Trials are comparable only where it is equal."""
+
+    def trial_key(self, candidate: Candidate) -> str:
+        """Identity of a measurement: SHA-256 of candidate, workload and environment. Equal keys compare."""
+        return digest([candidate.config_key, to_json(self.workload), dict(self.fingerprint)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

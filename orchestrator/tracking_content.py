@@ -70,6 +70,7 @@ def trial_tags(created: SweepCreated, trial: Trial, parent_run_id: str) -> dict[
         "tc.origin": trial.origin,
         "tc.reason": trial.reason,
         "tc.config_key": trial.candidate.config_key,
+        "tc.trial_key": created.trial_key(trial.candidate),
         **attempt_tags(trial),
     }
 

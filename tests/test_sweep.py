@@ -17,7 +17,7 @@ from orchestrator import service
 from orchestrator.home import Home
 from orchestrator.ledger import Ledger
 from orchestrator.report import LiveView
-from orchestrator.state import AttemptEnded, TrialProposed
+from orchestrator.state import AttemptEnded, AttemptLaunched, TrialProposed
 from orchestrator.tracking import Tracker
 from tests import sweeps
 from trials.outcome import Measured
@@ -71,6 +71,31 @@ def test_a_sweep_measures_records_and_is_only_read_the_second_time(tmp_path):
     assert result.state.device_seconds > 0
     again = submit(file, tmp_path / "home")
     assert again.state == result.state
+
+
+def test_small_gangs_run_side_by_side_on_disjoint_devices(tmp_path):
+    file = sweeps.write(
+        tmp_path,
+        cluster={"isolation": "device"},
+        search={"max_concurrent": 2},
+        space={"dp_replicate": [1]},
+        baseline={"dp_replicate": 1},
+        measure={"num_steps": 40, "max_steps": 40},
+        budget={"max_trials": 3},
+    )
+    result = submit(file, tmp_path / "home")
+    assert [trial.status for trial in result.state.trials] == ["measured"] * 3
+    with Ledger.open_existing(tmp_path / "home" / "sweeps" / "tiny") as ledger:
+        events = list(ledger.events())
+    running, most = {}, 0
+    for event in events:
+        if isinstance(event, AttemptLaunched):
+            assert not set(event.ranks) & {device for ranks in running.values() for device in ranks}
+            running[event.trial] = event.ranks
+        elif isinstance(event, AttemptEnded):
+            del running[event.trial]
+        most = max(most, len(running))
+    assert most == 2
 
 
 def test_every_kind_of_failure_has_its_outcome_and_the_sweep_goes_on(tmp_path):
