@@ -15,6 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import click
 
+from orchestrator.invocation import DEFAULT_HOME, HOME_VARIABLE, Invocation
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -25,10 +27,10 @@ EXIT_INTERRUPTED = 130
 _home_option = click.option(
     "--home",
     type=click.Path(file_okay=False, path_type=Path),
-    envvar="TUNE_CLUSTER_HOME",
-    default=Path("tune-cluster-runs"),
+    envvar=HOME_VARIABLE,
+    default=DEFAULT_HOME,
     show_default=True,
-    help="Folder of all sweeps and of the local MLflow store (or TUNE_CLUSTER_HOME).",
+    help=f"Folder of all sweeps and of the local MLflow store (or {HOME_VARIABLE}).",
 )
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 
@@ -92,7 +94,9 @@ def submit(file: Path, home: Path, as_json: bool) -> None:
     _print(
         as_json,
         result.summary.to_json(),
-        lambda: report.render_report(result.state, result.summary, recorded=result.recorded),
+        lambda: report.render_report(
+            result.state, result.summary, recorded=result.recorded, invocation=Invocation.current(home)
+        ),
     )
     if result.state.status == "failed":
         click.echo(f"error: the sweep failed: {result.state.finish_reason}", err=True)
@@ -158,7 +162,9 @@ def report_command(sweep: str, home: Path, as_json: bool) -> None:
     _print(
         as_json,
         result.summary.to_json(),
-        lambda: report.render_report(result.state, result.summary, recorded=result.recorded),
+        lambda: report.render_report(
+            result.state, result.summary, recorded=result.recorded, invocation=Invocation.current(home)
+        ),
     )
 
 
@@ -202,7 +208,7 @@ def promote(sweep: str, name: str, trial: int | None, force: bool, home: Path, a
     from orchestrator.home import Home
 
     promoted = service.promote(name, Home(home), sweep=sweep, trial=trial, force=force)
-    _print(as_json, promoted, lambda: report_promotion.render_promotion(promoted))
+    _print(as_json, promoted, lambda: report_promotion.render_promotion(promoted, Invocation.current(home)))
 
 
 @main.command()

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator import report_format as fmt
+from orchestrator.invocation import PLAIN, Invocation
 from orchestrator.mlflow_urls import run_url
 from orchestrator.report_live import LiveView
 from orchestrator.report_table import trial_table
@@ -42,6 +43,7 @@ def render_report(
     *,
     recorded: Recorded | None = None,
     max_trials: int | None = MAX_TRIALS,
+    invocation: Invocation = PLAIN,
 ) -> RenderableType:
     """The whole result: winner against baseline, what changed, trials by speed, failures, where to look next."""
     parts: list[RenderableType] = [_title(state, summary), _result_panel(summary)]
@@ -52,7 +54,7 @@ def render_report(
     parts.append(_section(_trials_heading(summary), _trials(state, max_trials)))
     if failures := _failures(state):
         parts.append(_section("Not measured", failures))
-    parts += [_section("Recorded", _recorded(summary, recorded)), _section("Next", _next(summary))]
+    parts += [_section("Recorded", _recorded(summary, recorded)), _section("Next", _next(summary, invocation))]
     return Group(*parts)
 
 
@@ -243,15 +245,15 @@ def _recorded(summary: Summary, recorded: Recorded | None) -> RenderableType:
     return Group(*lines)
 
 
-def _next(summary: Summary) -> RenderableType:
+def _next(summary: Summary, invocation: Invocation) -> RenderableType:
     """Three commands, each whole on a line of its own, ready to be copied."""
     name = summary.sweep
     worth = summary.speedup is not None and summary.speedup.verdict == "faster"
     note = "make the winner the production configuration" if worth else "refused unless forced: not shown to be faster"
     commands = {
-        f"tune-cluster ui {name}": "look at every trial in the browser",
-        f"tune-cluster report {name} --json": "the same result for scripts",
-        f"tune-cluster promote {name} --name NAME": note,
+        invocation.command("ui", name): "look at every trial in the browser",
+        invocation.command("report", name, "--json"): "the same result for scripts",
+        invocation.command("promote", name, "--name", "NAME"): note,
     }
     width = max(len(command) for command in commands)
     lines = [Text.assemble(f"{command:<{width}}   ", (why, "dim")) for command, why in commands.items()]

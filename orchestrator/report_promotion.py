@@ -10,9 +10,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from orchestrator import report_format as fmt
+from orchestrator.invocation import PLAIN, Invocation
 
 
-def render_promotion(promoted: Mapping[str, Any]) -> RenderableType:
+def render_promotion(promoted: Mapping[str, Any], invocation: Invocation = PLAIN) -> RenderableType:
     """The outcome of a promotion, from its JSON form."""
     where = f"{promoted['name']}@production"
     if not promoted["is_new"]:
@@ -22,7 +23,7 @@ def render_promotion(promoted: Mapping[str, Any]) -> RenderableType:
     lines = [first, _evidence(promoted["recipe"])]
     if promoted["previous_version"]:
         lines.append(Text(f"{promoted['name']}@previous is version {promoted['previous_version']}.", style="dim"))
-    lines.append(Text(f"tune-cluster show {where}"))
+    lines.append(Text(invocation.command("show", where)))
     return Group(*lines)
 
 

@@ -1,6 +1,7 @@
 import io
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from rich.console import Console, RenderableType
 from cluster.base import GangProgress
 from orchestrator import report
 from orchestrator.controller import fold
+from orchestrator.invocation import Invocation
 from orchestrator.report_html import report_html
 from orchestrator.report_live import LiveView, eta_s, render_live
 from orchestrator.report_promotion import render_promotion, render_recipe
@@ -30,6 +32,17 @@ def full_report(sweep: SweepState, uri: str = "sqlite:////home/mlflow.db", **opt
 
 def progress(phase: str, step: int) -> GangProgress:
     return GangProgress(attempt_id="a", token="t", phase=phase, step=step)
+
+
+def test_shown_commands_can_be_typed_as_they_stand(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/some where/tune-cluster"])
+    monkeypatch.setenv("PATH", "/nowhere")
+    called = Invocation.current(Path("other"))
+    assert called.command("ui", "x") == "'/some where/tune-cluster' ui x --home other"
+    monkeypatch.setenv("TUNE_CLUSTER_HOME", "other")
+    assert Invocation.current(Path("other")).options == ()
+    monkeypatch.setattr("sys.argv", ["/some/pytest"])
+    assert Invocation.current(Path("tune-cluster-runs")).command("status") == "tune-cluster status"
 
 
 def test_the_report_tells_winner_changes_failures_and_what_to_do_next():

@@ -1,0 +1,38 @@
+"""How this program was called, so that the commands it shows can be typed as they stand."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+PROGRAM = "tune-cluster"
+HOME_VARIABLE = "TUNE_CLUSTER_HOME"
+DEFAULT_HOME = Path("tune-cluster-runs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invocation:
+    """What to type for this program, and the options every command needs."""
+
+    program: str = PROGRAM
+    options: tuple[str, ...] = ()
+
+    @classmethod
+    def current(cls, home: Path) -> Self:
+        """As this process was called: by its path where it is not on PATH, and with ``--home`` where that matters."""
+        is_on_path = shutil.which(PROGRAM) is not None or Path(sys.argv[0]).name != PROGRAM
+        is_implied = str(home) in (str(DEFAULT_HOME), os.environ.get(HOME_VARIABLE))
+        return cls(program=PROGRAM if is_on_path else sys.argv[0], options=() if is_implied else ("--home", str(home)))
+
+    def command(self, *words: str) -> str:
+        """One line for the shell."""
+        return " ".join([shlex.quote(self.program), *words, *(shlex.quote(option) for option in self.options)])
+
+
+PLAIN = Invocation()
+"""As the documents show it."""
