@@ -45,9 +45,9 @@ LAYOUT = Layout(dp_replicate=WORLD_SIZE)
 
 @contextmanager
 def cluster() -> Iterator[Cluster]:
-    """Embedded Ray with room for two gangs, its fork server warmed up by one no-op gang."""
+    """Embedded Ray with room for two gangs, everything imported by a short sweep, as the peers' modules are too."""
     with temporary_folder() as folder, connect("ray", workdir=Path(folder), devices_per_node=2 * WORLD_SIZE) as lease:
-        gang_start_s(lease)
+        no_op_trial_ms(lease, num_trials=4, slots=1)
         yield lease
 
 

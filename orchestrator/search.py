@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import random
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -78,12 +77,12 @@ class Search:
 
     def _ask_tpe(self, state: SweepState, unseen: list[str], rng: random.Random) -> Suggestion:
         study = self._rebuild_study(state, seed=rng.randrange(2**31))
-        seen = {trial.candidate.config_key for trial in state.trials}
+        remaining = set(unseen)
         point: dict[str, int] = {}
         for _ in range(_MAX_DRAWS):
             point = study.ask(self._space.distributions).params
-            key = self._keys.get(tuple(point[name] for name in self._space.names))
-            if key is not None and key not in seen:
+            key = self._keys.get(tuple(point[name] for name in self._space.names), "")
+            if key in remaining:
                 return Suggestion(self._candidates[key], "proposed by TPE")
         nearest = min(unseen, key=lambda key: (self._space.distance(self._points[key], point), rng.random()))
         return Suggestion(self._candidates[nearest], "nearest legal candidate to TPE's proposal")
@@ -114,17 +113,15 @@ class Search:
             return  # the baseline may lie outside the space
         objective = trial.measurement.tokens_per_s_per_device if trial.measurement else worst
         constraints = {name: float(isinstance(outcome, kind)) for name, kind in _CONSTRAINTS.items()}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            study.add_trial(
-                optuna.trial.create_trial(
-                    state=optuna.trial.TrialState.RUNNING if outcome is None else optuna.trial.TrialState.COMPLETE,
-                    value=None if outcome is None else objective,
-                    params=point,
-                    distributions=self._space.distributions,
-                    constraints=constraints,
-                )
+        study.add_trial(
+            optuna.trial.create_trial(
+                state=optuna.trial.TrialState.RUNNING if outcome is None else optuna.trial.TrialState.COMPLETE,
+                value=None if outcome is None else objective,
+                params=point,
+                distributions=self._space.distributions,
+                constraints=constraints,
             )
+        )
 
 
 class _Space:

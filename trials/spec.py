@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -167,11 +168,17 @@ class Candidate:
     @property
     def config_key(self) -> str:
         """SHA-256 of the canonical JSON: equal exactly for equal candidates."""
-        return digest(self)
+        return _config_key(self)
 
     def num_microbatches(self, global_batch_size: int) -> int:
         """Micro-batches per optimiser step on each data-parallel rank (gradient accumulation steps)."""
         return global_batch_size // (self.micro_batch_size * self.layout.dp)
+
+
+@functools.lru_cache(maxsize=2**17)
+def _config_key(candidate: Candidate) -> str:
+    """Asked for every trial of a sweep at every proposal, so worth keeping."""
+    return digest(candidate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
