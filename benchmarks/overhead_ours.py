@@ -26,13 +26,12 @@ from orchestrator.tracking import Tracker
 from trials.outcome import Measured
 from trials.spec import (
     Candidate,
-    FullRecompute,
     Kernels,
     Layout,
     LlamaModel,
     Loader,
-    NoRecompute,
     Precision,
+    Recompute,
     TextData,
     Workload,
 )
@@ -110,7 +109,7 @@ def _candidates() -> tuple[Candidate, ...]:
     layouts = [LAYOUT, replace(LAYOUT, replicate_with="fsdp2")]
     layouts += [Layout(dp_shard=WORLD_SIZE, zero_stage=stage) for stage in (1, 2, 3)]
     precisions = [Precision(), *(Precision(level=level, dtype="bfloat16") for level in ("O1", "O2"))]
-    recomputes = [NoRecompute(), FullRecompute(num_layers=1), FullRecompute(num_layers=2)]
+    recomputes = [Recompute(), Recompute(full=((1,),)), Recompute(full=((2,),))]
     kernels = [Kernels(), Kernels(compile="block"), Kernels(compile="block", backend="aot_eager")]
     return tuple(
         Candidate(
@@ -133,7 +132,7 @@ def _features(candidate: Candidate) -> dict[str, int | str]:
         "dp_shard": layout.dp_shard,
         "layout": f"{layout.replicate_with} {layout.zero_stage}",
         "micro_batch_size": candidate.micro_batch_size,
-        "recompute": candidate.recompute.num_layers if isinstance(candidate.recompute, FullRecompute) else 0,
+        "recompute": sum(map(sum, candidate.recompute.full)),
         "precision": candidate.precision.level,
         "num_workers": loader.num_workers,
         "prefetch_factor": loader.prefetch_factor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from cluster.findings import merge_findings
 from cluster.messages import RankFailure, RankResult, RankSuccess
 from trials.outcome import (
     Crashed,
@@ -110,5 +111,7 @@ def _merge(reports: Sequence[RankReport]) -> Outcome:
             peak_flops_per_s=first.peak_flops_per_s,
             num_skipped_steps=first.num_skipped_steps,
             compile_s=max(report.compile_s for report in reports),
+            samples_per_step=first.samples_per_step,
+            findings=merge_findings([report.findings for report in reports]),
         )
     )

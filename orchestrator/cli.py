@@ -123,6 +123,47 @@ def plan(file: Path, as_json: bool) -> None:
 
 
 @main.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--trial",
+    "trials",
+    multiple=True,
+    help="baseline (the default), a number or name as plan shows it, or knobs to change in the baseline. Repeatable.",
+)
+@click.option("--max-device-memory", metavar="SIZE", help='Like "80GB"; default: device_memory of FILE.')
+@click.option(
+    "--fragmentation",
+    type=click.FloatRange(0.0, 1.0),
+    default=0.05,
+    show_default=True,
+    help="Share of its live memory that the allocator holds beyond it.",
+)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Whose memory; default: device of FILE, else cuda.")
+@click.option("--exact", is_flag=True, help="Simulate all layers instead of computing them from few.")
+@_home_option
+@_json_option
+@reports_errors
+def dryrun(file: Path, trials: tuple[str, ...], home: Path, as_json: bool, **options: Any) -> None:
+    """Predict the memory, FLOPs and collectives of trials of FILE, on this machine, whatever the world's size.
+
+    \b
+    Examples:
+      tune-cluster dryrun configs/sweeps/quickstart.yaml
+      tune-cluster dryrun configs/sweeps/quickstart.yaml --trial 3 --trial '{tp: 2, dp_replicate: 8}' \\
+        --device cuda --max-device-memory 80GB
+    """
+    from orchestrator import dryrun_command, report_dryrun
+    from orchestrator.home import Home
+
+    with report_dryrun.progress() as progress:
+        verdicts = dryrun_command.dry_run(file, Home(home), trials=trials, progress=progress, **options)
+    body = [verdict.to_json() for verdict in verdicts]
+    _print(as_json, body, lambda: report_dryrun.render_dry_runs(verdicts))
+    if any(verdict.failed for verdict in verdicts):
+        sys.exit(EXIT_USER)
+
+
+@main.command()
 @click.argument("sweep", required=False)
 @_home_option
 @_json_option

@@ -1,27 +1,17 @@
-"""Types of single knob values as they stand in a sweep file: validation, JSON Schema, and the way back to YAML."""
+"""What the types of knob values are made of: validation, JSON Schema, and the way back to YAML."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
-    PlainSerializer,
-    WithJsonSchema,
-    model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
-
-from trials.spec import FullRecompute, LossScale, NoRecompute, Precision, Recompute
-
-EVERY_LAYER = 2**31 - 1
-"""Layers meant by a plain ``recompute: full``; the canonical form clips it to the model's depth."""
 
 
 class Section(BaseModel):
@@ -36,124 +26,62 @@ def fault(key: str | None, message: str, remedy: str) -> PydanticCustomError:
     return PydanticCustomError("sweep_fault", "{text}", context)
 
 
-class ShortForms:
-    """Annotation: also take one of a few plain words, standing for the mappings in ``expand``."""
+def show(value: Any) -> str:
+    """A value of the file in an error message."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
-    def __init__(self, expand: Mapping[str, Mapping[str, Any]]) -> None:
+
+class ShortForms:
+    """Annotation: also take one of a few plain words, standing for the mappings in ``expand``.
+
+    ``others`` are words that something around it takes, for the message.
+    """
+
+    def __init__(
+        self, expand: Mapping[str, Mapping[str, Any]], *, others: tuple[str, ...] = (), remedy: str | None = None
+    ) -> None:
         self.expand = expand
+        self.words = ", ".join((*others, *expand))
+        self.remedy = remedy or f"Write one of {self.words}, or a mapping."
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self._widen, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"anyOf": [{"enum": list(self.expand)}, handler(schema)]}
+        inner = handler(schema)
+        return {"anyOf": [{"enum": list(self.expand)}, inner]} if self.expand else inner
 
     def _widen(self, value: Any) -> Any:
         if isinstance(value, str) and value in self.expand:
             return self.expand[value]
-        if isinstance(value, Mapping | BaseModel | Precision | NoRecompute | FullRecompute):
+        if isinstance(value, Mapping | BaseModel):
             return value
-        choices = ", ".join(self.expand)
-        raise fault(None, f"expected one of {choices} or a mapping, got {value!r}", f"Write one of {choices}.")
+        choices = f"one of {self.words}" if "," in self.words else self.words
+        raise fault(None, f"expected {choices} or a mapping, got {show(value)}", self.remedy)
 
 
-class LossScaleSection(Section):
-    """Loss scaling for float16."""
+class Word:
+    """Annotation: also take one word, which means ``value`` whatever the rest of the type makes of mappings.
 
-    initial: float = Field(default=LossScale().initial, gt=0, description="Scale at the start.")
-    growth_factor: float = Field(
-        default=LossScale().growth_factor, gt=1, description="Growth after enough finite steps."
-    )
-    growth_interval: int = Field(
-        default=LossScale().growth_interval, ge=1, le=2**31 - 1, description="Finite steps in a row before growth."
-    )
-    backoff_factor: float = Field(
-        default=LossScale().backoff_factor, gt=0, lt=1, description="Shrinking after overflow."
-    )
-    backoff_interval: int = Field(
-        default=LossScale().backoff_interval, ge=1, le=2**31 - 1, description="Overflowing steps in a row before it."
-    )
-    dynamic: bool = Field(default=LossScale().dynamic, description="false keeps `initial` for the whole run.")
+    YAML 1.1 reads a bare ``off`` as false; where the word is ``off`` it can only mean that.
+    """
 
+    def __init__(self, word: str, value: Any) -> None:
+        self.spellings = (word, False) if word == "off" else (word,)
+        self.value = value
 
-class PrecisionSection(Section):
-    """Mixed precision, long form."""
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(self._take, handler(source))
 
-    level: Literal["O0", "O1", "O2"] = Field(
-        description="O0: fp32. O1: autocast. O2: 16-bit parameters with fp32 master weights."
-    )
-    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None, description="16-bit type of O1 and O2; left out: bfloat16."
-    )
-    loss_scale: LossScaleSection | None = Field(
-        default=None, description="Loss scaling, float16 only; left out: dynamic from 2^15."
-    )
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        inner = handler(schema)
+        return {"anyOf": [{"enum": list(self.spellings)}, *inner.get("anyOf", [inner])]}
 
-    @model_validator(mode="after")
-    def _consistent(self) -> PrecisionSection:
-        if self.level == "O0" and self.dtype not in (None, "float32"):
-            raise fault("dtype", f"O0 is float32, not {self.dtype}", "Use O1 or O2, or leave dtype out.")
-        if self.level != "O0" and self.dtype == "float32":
-            raise fault("dtype", f"{self.level} needs a 16-bit type", "Use bfloat16 or float16, or level O0.")
-        if self.loss_scale is not None and self.dtype != "float16":
-            raise fault("loss_scale", "loss scaling is for float16 only", "Leave it out or set dtype: float16.")
-        return self
-
-    def to_precision(self) -> Precision:
-        dtype = self.dtype or ("float32" if self.level == "O0" else "bfloat16")
-        scale = self.loss_scale or LossScaleSection()
-        loss_scale = LossScale(**scale.model_dump()) if dtype == "float16" else None
-        return Precision(level=self.level, dtype=dtype, loss_scale=loss_scale)
+    def _take(self, value: Any, handler: Callable[[Any], Any]) -> Any:
+        return self.value if any(value is word or value == word for word in self.spellings) else handler(value)
 
 
-class RecomputeSection(Section):
-    """Recompute of the first layers only."""
-
-    full: int = Field(ge=0, le=EVERY_LAYER, description="Number of first layers to recompute fully.")
-
-    def to_recompute(self) -> Recompute:
-        return FullRecompute(num_layers=self.full) if self.full else NoRecompute()
-
-
-def _write_precision(value: Precision) -> Any:
-    if value.dtype != "float16":
-        return {"level": value.level, "dtype": value.dtype}
-    scale = value.loss_scale or LossScale()
-    return {
-        "level": value.level,
-        "dtype": value.dtype,
-        "loss_scale": {name: getattr(scale, name) for name in LossScaleSection.model_fields},
-    }
-
-
-def _write_recompute(value: Recompute) -> Any:
-    if isinstance(value, NoRecompute):
-        return "none"
-    return "full" if value.num_layers == EVERY_LAYER else {"full": value.num_layers}
-
-
-def _off_is_false(value: Any) -> Any:
-    """YAML 1.1 reads a bare ``off`` as false; here it can only mean the word."""
-    return "off" if value is False else value
-
-
-PrecisionValue = Annotated[
-    PrecisionSection,
-    ShortForms({level: {"level": level} for level in ("O0", "O1", "O2")}),
-    AfterValidator(PrecisionSection.to_precision),
-    PlainSerializer(_write_precision),
-]
-RecomputeValue = Annotated[
-    RecomputeSection,
-    ShortForms({"none": {"full": 0}, "full": {"full": EVERY_LAYER}}),
-    AfterValidator(RecomputeSection.to_recompute),
-    PlainSerializer(_write_recompute),
-]
-CompileValue = Annotated[
-    Literal["off", "block"],
-    BeforeValidator(_off_is_false),
-    WithJsonSchema({"enum": ["off", "block", False]}),
-]
 Degree = Annotated[int, Field(ge=1, le=2**20)]
 
 

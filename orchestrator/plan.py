@@ -115,9 +115,10 @@ class _Sorter:
         on_candidate = [rule for rule in self.rules if rule.reads != "layout"]
         workload = self.spec.to_workload()
         for frame in space.frames:
-            broken = self._first(on_layout, Case(candidate=frame, workload=workload, topology=self.topology))
+            first = next(space.completions(frame))
+            broken = self._first(on_layout, Case(candidate=first, workload=workload, topology=self.topology))
             if broken is not None:
-                self._reject(frame, broken, len(space.rest))
+                self._reject(first, broken, space.num_completions(frame))
                 continue
             for candidate in space.completions(frame):
                 case = Case(candidate=candidate, workload=workload, topology=self.topology)

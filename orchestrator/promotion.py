@@ -20,7 +20,7 @@ from orchestrator.home import check_name
 from orchestrator.ledger import Ledger
 from orchestrator.space import short_name
 from orchestrator.state import SweepState, Trial
-from orchestrator.summary import Result, Speedup, interval_json, result, speedup
+from orchestrator.summary import Result, Speedup, interval_json, result, speed_unit, speedup
 from orchestrator.tracking import Registered, Tracker
 from orchestrator.tracking_content import sweep_id
 from trials.codec import CodecError, digest, from_json, to_json
@@ -121,6 +121,7 @@ def build_recipe(state: SweepState, chosen: Result, compared: Speedup | None, *,
             "sweep_id": sweep_id(state.sweep),
             "trial": chosen.trial.number,
             "tokens_per_s_per_device": chosen.speed.value,
+            "unit": speed_unit(state.sweep.workload),
             "ci95": interval_json(chosen.speed.ci95),
             "speedup": compared.to_json() if compared else None,
             "forced": forced,
@@ -216,7 +217,7 @@ def _tags(state: SweepState, chosen: Result, compared: Speedup | None, recipe: M
 
 def _describe(chosen: Result, compared: Speedup | None, recipe: Mapping[str, Any]) -> str:
     """Markdown: the registry's pages show this, not the artifact."""
-    speed = f"**{fmt.rate(chosen.speed.value)} tokens/s/p** ({fmt.interval(chosen.speed.ci95)})"
+    speed = f"**{fmt.rate(chosen.speed.value)} {recipe['evidence']['unit']}** ({fmt.interval(chosen.speed.ci95)})"
     against = (
         f", {compared.ratio.value:.2f}x the baseline ({fmt.ratio_interval(compared.ratio.ci95)})" if compared else ""
     )

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator import report_format as fmt
+from orchestrator.findings_text import findings_lines
 from orchestrator.invocation import PLAIN, Invocation
 from orchestrator.mlflow_urls import run_url
 from orchestrator.report_live import LiveView
@@ -20,6 +21,7 @@ from orchestrator.report_table import trial_table
 from orchestrator.space import diff, short_name
 from orchestrator.state import SweepState, Trial
 from orchestrator.summary import ENDED, Recorded, Result, Summary
+from trials.findings import Findings
 
 __all__ = [
     "LiveView",
@@ -27,6 +29,7 @@ __all__ = [
     "by_speed",
     "changed_knobs",
     "cost",
+    "found_out",
     "headline",
     "render_report",
     "render_status",
@@ -51,6 +54,8 @@ def render_report(
         parts.append(_section("What changed", _changes(summary.baseline.trial, summary.best.trial)))
     if summary.best:
         parts.append(_section("Where the step time goes", _breakdown(summary)))
+        if lines := _findings(summary):
+            parts.append(_section("Found out", lines))
     parts.append(_section(_trials_heading(summary), _trials(state, max_trials)))
     if failures := _failures(state):
         parts.append(_section("Not measured", failures))
@@ -86,7 +91,7 @@ def headline(summary: Summary) -> str:
     best, compared = summary.best, summary.speedup
     if best is None:
         return "Nothing was measured."
-    winner = f"{fmt.trial_id(best.trial.number)} at {fmt.rate(best.speed.value)} tokens/s/p"
+    winner = f"{fmt.trial_id(best.trial.number)} at {fmt.rate(best.speed.value)} {summary.unit}"
     if compared is None:
         return f"Fastest: {winner}; the baseline was not measured."
     if compared.verdict == "faster":
@@ -103,6 +108,8 @@ def report_markdown(state: SweepState, summary: Summary) -> str:
         lines += _markdown_results(summary)
     if summary.best and summary.baseline and summary.best.trial.number != 0:
         lines += ["", "What changed: " + "; ".join(f"`{c[0]}` {c[1]} → {c[2]}" for c in _changed(summary))]
+    for label, result in winner_and_baseline(summary):
+        lines += [f"- {label}: {line}" for line in findings_lines(found_out(result))]
     reason = f": {summary.reason}" if summary.reason else ""
     return "\n".join([*lines, "", f"{state.sweep.hardware} · {summary.state}{reason} · {cost(summary)}"])
 
@@ -120,7 +127,7 @@ def _result_panel(summary: Summary) -> RenderableType:
         lines.append(Text(f"95 % confidence: {fmt.ratio_interval(summary.speedup.ratio.ci95)}", style="dim"))
     grid = Table.grid(padding=(0, 2))
     for label, result in winner_and_baseline(summary):
-        grid.add_row(Text(label, style="dim"), *_result_cells(result))
+        grid.add_row(Text(label, style="dim"), *_result_cells(result, summary.unit))
     return Panel(
         Group(*lines, Text(""), grid), box=box.ROUNDED, border_style="green" if faster else "dim", padding=(0, 1)
     )
@@ -136,11 +143,11 @@ def winner_and_baseline(summary: Summary) -> list[tuple[str, Result]]:
     return [(label, result) for label, result in pairs if result]
 
 
-def _result_cells(result: Result) -> list[Text]:
+def _result_cells(result: Result, unit: str) -> list[Text]:
     return [
         Text(fmt.trial_id(result.trial.number)),
         Text(short_name(result.trial.candidate)),
-        Text(f"{fmt.rate(result.speed.value)} tokens/s/p", style="bold"),
+        Text(f"{fmt.rate(result.speed.value)} {unit}", style="bold"),
         Text(f"({fmt.interval(result.speed.ci95)})", style="dim"),
     ]
 
@@ -179,6 +186,22 @@ def _breakdown(summary: Summary) -> RenderableType:
         shares = [Text.assemble((name, "dim"), f" {share:.0%}") for name, share in fmt.breakdown(measurement)]
         grid.add_row(Text(label, style="dim"), Text(fmt.milliseconds(measurement.step_time_s)), *shares)
     return grid
+
+
+def _findings(summary: Summary) -> RenderableType | None:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold", ratio=1)
+    for label, result in winner_and_baseline(summary):
+        for i, line in enumerate(findings_lines(found_out(result))):
+            grid.add_row(Text("" if i else label, style="dim"), Text(line))
+    return grid if grid.rows else None
+
+
+def found_out(result: Result) -> Findings:
+    """What the runner found out while measuring the trial."""
+    assert result.trial.measurement is not None
+    return result.trial.measurement.findings
 
 
 def _trials_heading(summary: Summary) -> str:
@@ -263,7 +286,7 @@ def _next(summary: Summary, invocation: Invocation) -> RenderableType:
 
 
 def _markdown_results(summary: Summary) -> list[str]:
-    rows = ["| | trial | configuration | tokens/s/p | 95 % interval |", "|---|---|---|---|---|"]
+    rows = [f"| | trial | configuration | {summary.unit} | 95 % interval |", "|---|---|---|---|---|"]
     for label, result in winner_and_baseline(summary):
         cells = (
             label,

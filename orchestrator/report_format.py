@@ -87,6 +87,8 @@ def peak_memory(measurement: Measurement) -> str:
 def breakdown(measurement: Measurement) -> list[tuple[str, float]]:
     """(phase, its share of the step time) in the order of the step; shares sum to 1."""
     parts = {name.removesuffix("_s"): max(0.0, s) for name, s in to_json(measurement.breakdown).items()}
+    if not parts["bubble"]:
+        del parts["bubble"]  # no pipeline
     total = sum(parts.values())
     return [(name, seconds / total) for name, seconds in parts.items()] if total else []
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from orchestrator import report_format as fmt
-from orchestrator.report import by_speed, changed_knobs, cost, headline, winner_and_baseline
+from orchestrator.findings_text import findings_lines
+from orchestrator.report import by_speed, changed_knobs, cost, found_out, headline, winner_and_baseline
 from orchestrator.space import short_name
 from orchestrator.state import SweepState, Trial
 from orchestrator.summary import ENDED, Summary
@@ -28,6 +29,7 @@ _PHASE_COLORS = {
     "data": "#d97706",
     "forward": "#4c8bf5",
     "backward": "#7c5cd6",
+    "bubble": "#e11d48",
     "optimizer": "#0d9488",
     "other": "#9ca3af",
 }
@@ -38,7 +40,7 @@ def report_html(state: SweepState, summary: Summary) -> str:
     body = [_heading(state, summary), _results(summary)]
     if summary.best and summary.baseline and summary.best.trial.number != 0:
         body.append(_changes(summary.baseline.trial, summary.best.trial))
-    body += [_breakdown(summary), _trials(state, summary), _failures(state)]
+    body += [_breakdown(summary), _findings(summary), _trials(state, summary), _failures(state)]
     title = escape(f"{summary.sweep}: {headline(summary)}")
     page = f"<title>{title}</title><style>{_STYLE}</style><body>{''.join(body)}</body>"
     return f'<!doctype html><html lang="en"><meta charset="utf-8">{page}</html>\n'
@@ -61,7 +63,7 @@ def _results(summary: Summary) -> str:
             _row(
                 f'<td class="dim">{label}</td>',
                 f"<td>{fmt.trial_id(result.trial.number)}</td><td><code>{escape(short_name(result.trial.candidate))}</code></td>",
-                f'<td class="num"><b>{fmt.rate(result.speed.value)}</b> tokens/s/p</td>',
+                f'<td class="num"><b>{fmt.rate(result.speed.value)}</b> {summary.unit}</td>',
                 f'<td class="num dim">{fmt.interval(result.speed.ci95)}</td>',
             )
         )
@@ -78,6 +80,15 @@ def _breakdown(summary: Summary) -> str:
     keys = " ".join(f'<span style="color:{color}">■</span> {name}' for name, color in _PHASE_COLORS.items())
     table = f'<table>{"".join(rows)}</table><p class="dim">{keys}</p>'
     return f"<h2>Where the step time goes</h2>{table}" if rows else ""
+
+
+def _findings(summary: Summary) -> str:
+    rows = [
+        _row(f'<td class="dim">{"" if i else label}</td><td class="wrap">{escape(line)}</td>')
+        for label, result in winner_and_baseline(summary)
+        for i, line in enumerate(findings_lines(found_out(result)))
+    ]
+    return f"<h2>Found out</h2><table>{''.join(rows)}</table>" if rows else ""
 
 
 def _stack(parts: Iterable[tuple[str, float]]) -> str:
@@ -97,7 +108,7 @@ def _changes(before: Trial, after: Trial) -> str:
 
 
 def _trials(state: SweepState, summary: Summary) -> str:
-    heads = ("trial", "configuration", "state", "tokens/s/p", "spread", "speed-up", "memory")
+    heads = ("trial", "configuration", "state", summary.unit, "spread", "speed-up", "memory")
     head = "".join(f'<th class="{"num" if i >= 3 else ""}">{name}</th>' for i, name in enumerate(heads))
     top = summary.best.speed.value if summary.best else 1.0
     rows = "".join(_trial(state, trial, top) for trial in by_speed(state))

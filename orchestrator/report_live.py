@@ -17,6 +17,7 @@ from orchestrator import report_format as fmt
 from orchestrator.report_table import trial_table
 from orchestrator.space import short_name
 from orchestrator.state import SweepState, Trial
+from orchestrator.summary import speed_unit
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +124,9 @@ def trial_line(state: SweepState, trial: Trial) -> str:
         result = fmt.status_words(trial.status)
         tail = f"  {fmt.failure(trial)}"
     else:
+        unit = speed_unit(state.sweep.workload)
         best = state.best is not None and state.best.number == trial.number
-        result = f"{fmt.rate(measurement.tokens_per_s_per_device)} tokens/s/p {fmt.spread(measurement)}"
+        result = f"{fmt.rate(measurement.tokens_per_s_per_device)} {unit} {fmt.spread(measurement)}"
         tail = "  baseline" if trial.number == 0 else f"  {fmt.versus(fmt.versus_baseline(trial, state))} vs baseline"
         tail += "  best so far" if best and trial.number else ""
     return f"{fmt.trial_id(trial.number)}  {short_name(trial.candidate)}  {result}{tail}"
@@ -173,6 +175,6 @@ def _footer(state: SweepState, now_s: float) -> RenderableType:
         best = Text.assemble(
             ("best ", "bold"),
             (fmt.trial_id(state.best.number), "bold green"),
-            f"  {fmt.rate(_speed(state.best))} tokens/s/p",
+            f"  {fmt.rate(_speed(state.best))} {speed_unit(state.sweep.workload)}",
         )
     return Group(best, Text("  ·  ".join(parts), style="dim"))

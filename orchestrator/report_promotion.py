@@ -37,7 +37,7 @@ def render_recipe(shown: Mapping[str, Any]) -> RenderableType:
 
 def _evidence(recipe: Mapping[str, Any]) -> Text:
     evidence = recipe["evidence"]
-    speed = f"{fmt.rate(evidence['tokens_per_s_per_device'])} tokens/s/p"
+    speed = f"{fmt.rate(evidence['tokens_per_s_per_device'])} {evidence.get('unit', 'tokens/s/p')}"
     compared = evidence["speedup"]
     against = f", {compared['ratio']:.2f}x the baseline" if compared else ""
     source = f"{fmt.trial_id(evidence['trial'])} of {evidence['sweep']} on {evidence['hardware']}"

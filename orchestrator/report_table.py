@@ -11,6 +11,7 @@ from rich.text import Text
 
 from orchestrator import report_format as fmt
 from orchestrator.state import SweepState, Trial
+from orchestrator.summary import speed_unit
 
 
 def trial_table(state: SweepState, trials: Sequence[Trial], phases: Mapping[int, str] | None = None) -> RenderableType:
@@ -23,7 +24,7 @@ def trial_table(state: SweepState, trials: Sequence[Trial], phases: Mapping[int,
     table.add_column("trial", no_wrap=True)
     table.add_column("configuration", ratio=1)
     table.add_column("state", no_wrap=True)
-    for heading in ("tokens/s/p", "spread", "speed-up", "memory"):
+    for heading in (speed_unit(state.sweep.workload), "spread", "speed-up", "memory"):
         table.add_column(heading, no_wrap=True, justify="right")
     for trial in trials:
         table.add_row(

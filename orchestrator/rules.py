@@ -1,9 +1,7 @@
 """Legality rules: which candidates cannot work, and why. Pure functions of arithmetic and of what is known.
 
 A rule answers with a one-line reason, or None when it has nothing against the candidate. Rules that need to know
-the hardware are silent while the topology is unknown. Sources: the divisibility rules are those of the Megatron and
-PyTorch tensor-parallel layouts; engine rules are combinations the runner cannot train (``trials/legality.py``, with
-which a test compares them).
+the hardware are silent while the topology is unknown; those of arithmetic are the runner's own.
 """
 
 from __future__ import annotations
@@ -14,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cluster.topology import Topology
-from orchestrator.candidates import knob_values
 from orchestrator.knob_text import show_pattern
-from trials.spec import Candidate, Layout, LlamaModel, Workload
+from orchestrator.knobs import KNOBS
+from trials import legality
+from trials.spec import Candidate, Layout, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +32,8 @@ class Case:
 
 
 Check = Callable[[Case], str | None]
+Pattern = Mapping[str, tuple[Any, ...]]
+_KNOBS = {knob.name: knob for knob in KNOBS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,64 +55,21 @@ class Violation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """The user's own restrictions; values are in canonical form and compared whole.
+    """The user's own restrictions; values are compared whole, in canonical form.
 
     A pattern maps knobs (or ``world_size``) to accepted values and matches when all of them match.
     """
 
-    forbid: tuple[Mapping[str, tuple[Any, ...]], ...] = ()
-    require: tuple[Mapping[str, tuple[Any, ...]], ...] = ()
+    forbid: tuple[Pattern, ...] = ()
+    require: tuple[Pattern, ...] = ()
     world_size: tuple[int, ...] | None = None
     """Allowed world sizes; None allows all."""
 
 
-def _shard_needs_zero(case: Case) -> str | None:
-    layout = case.layout
-    if layout.dp_shard > 1 and layout.zero_stage == 0:
-        return f"dp_shard {layout.dp_shard} shards nothing with zero_stage 0; choose 1, 2 or 3"
-    if layout.dp_shard == 1 and layout.zero_stage > 0:
-        return f"zero_stage {layout.zero_stage} needs dp_shard above 1"
-    return None
-
-
-def _global_batch(case: Case) -> str | None:
-    micro_batch_size, dp, total = case.candidate.micro_batch_size, case.layout.dp, case.workload.global_batch_size
-    if total % (micro_batch_size * dp) == 0:
-        return None
-    return f"global_batch_size {total} is not divisible by micro_batch_size {micro_batch_size} x dp {dp}"
-
-
-def _tp_divides(name: str, size_of: Callable[[LlamaModel], int]) -> Rule:
-    """A rule that ``tp`` divides one size of the model."""
-
-    def check(case: Case) -> str | None:
-        size = size_of(case.workload.model)
-        return None if size % case.layout.tp == 0 else f"{name} {size} is not divisible by tp {case.layout.tp}"
-
-    return Rule(id=f"tp-{name.replace('_', '-')}", reads="layout", check=check)
-
-
-def _sp_needs_tp(case: Case) -> str | None:
-    return "sequence_parallel needs tp above 1" if case.layout.sequence_parallel and case.layout.tp == 1 else None
-
-
-def _sp_sequence(case: Case) -> str | None:
-    if not case.layout.sequence_parallel or case.workload.seq_length % case.layout.tp == 0:
-        return None
-    return f"sequence_parallel: seq_length {case.workload.seq_length} is not divisible by tp {case.layout.tp}"
-
-
-def _ddp_with_tp(case: Case) -> str | None:
-    layout = case.layout
-    if layout.tp > 1 and layout.dp_replicate > 1 and layout.zero_stage == 0 and layout.replicate_with == "ddp":
-        return "DDP cannot wrap tensor-parallel parameters; use replicate_with fsdp2 or auto"
-    return None
-
-
-def _zero1_with_tp(case: Case) -> str | None:
-    if case.layout.zero_stage == 1 and case.layout.tp > 1:
-        return "the ZeRO-1 optimiser cannot hold tensor-parallel parameters; use zero_stage 2 or 3 with tp"
-    return None
+def _of_runner(rule: legality.Rule) -> Rule:
+    """What the runner insists on."""
+    check = rule.check
+    return Rule(id=rule.id, reads=rule.reads, check=lambda case: check(case.workload, case.candidate))
 
 
 def _tp_in_node(case: Case) -> str | None:
@@ -152,19 +110,9 @@ def _amp_dtype(case: Case) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(id="shard-needs-zero", reads="layout", check=_shard_needs_zero),
     Rule(id="tp-in-node", reads="layout", check=_tp_in_node),
     Rule(id="fits-lease", reads="layout", check=_fits_lease),
-    _tp_divides("num_heads", lambda m: m.num_heads),
-    _tp_divides("num_kv_heads", lambda m: m.num_kv_heads),
-    _tp_divides("hidden_size", lambda m: m.hidden_size),
-    _tp_divides("ffn_hidden_size", lambda m: m.ffn_hidden_size),
-    _tp_divides("vocab_size", lambda m: m.vocab_size),
-    Rule(id="sp-needs-tp", reads="layout", check=_sp_needs_tp),
-    Rule(id="sp-seq-length", reads="layout", check=_sp_sequence),
-    Rule(id="ddp-with-tp", reads="layout", check=_ddp_with_tp),
-    Rule(id="zero1-with-tp", reads="layout", check=_zero1_with_tp),
-    Rule(id="global-batch", reads="layout", check=_global_batch),
+    *map(_of_runner, legality.RULES),
     Rule(id="amp-dtype", reads="candidate", check=_amp_dtype),
 )
 """In the order they are reported."""
@@ -212,21 +160,32 @@ def _allowed_world_size(allowed: tuple[int, ...]) -> Check:
     return check
 
 
-def _forbidden(pattern: Mapping[str, tuple[Any, ...]]) -> Check:
+def _forbidden(pattern: Pattern) -> Check:
     def check(case: Case) -> str | None:
-        return f"forbidden: {show_pattern(pattern)}" if matches(pattern, case.candidate) else None
+        return f"forbidden: {show_pattern(pattern)}" if matches(pattern, case) else None
 
     return check
 
 
-def _required(pattern: Mapping[str, tuple[Any, ...]]) -> Check:
+def _required(pattern: Pattern) -> Check:
     def check(case: Case) -> str | None:
-        return None if matches(pattern, case.candidate) else f"required: {show_pattern(pattern)}"
+        return None if matches(pattern, case) else f"required: {show_pattern(pattern)}"
 
     return check
 
 
-def matches(pattern: Mapping[str, tuple[Any, ...]], candidate: Candidate) -> bool:
+def matches(pattern: Pattern, case: Case) -> bool:
     """Whether every knob of the pattern has one of its accepted values."""
-    values = {**knob_values(candidate), "world_size": candidate.layout.world_size}
-    return all(values[name] in accepted for name, accepted in pattern.items())
+    return all(_accepts(name, accepted, case) for name, accepted in pattern.items())
+
+
+def _accepts(name: str, accepted: tuple[Any, ...], case: Case) -> bool:
+    candidate = case.candidate
+    if name == "world_size":
+        return candidate.layout.world_size in accepted
+    knob = _KNOBS[name]
+    value = knob.read(candidate)
+    if knob.resolve is None:
+        return value in accepted
+    resolve, num_layers = knob.resolve, case.workload.num_layers
+    return any(resolve(wanted, candidate, num_layers) == value for wanted in accepted)

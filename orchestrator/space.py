@@ -9,47 +9,65 @@ from itertools import product
 from typing import Any
 
 from orchestrator.candidates import (
+    build_kernels,
     build_layout,
     build_loader,
     canonical_precision,
-    canonical_recompute,
     knob_values,
+    resolve_tp_engine,
+    with_tp_engine,
 )
+from orchestrator.choices import layers_of, resolve_recompute
 from orchestrator.errors import ConfigError
-from orchestrator.knob_text import plain, precision_text
+from orchestrator.knob_text import plain, plain_knob, precision_text, recompute_text, stage_layers_text, steps_text
 from orchestrator.knobs import KNOBS
 from orchestrator.sweep import SweepSpec
-from trials.spec import Candidate, FullRecompute, Kernels, Layout
+from trials.spec import Candidate, Kernels, Layout, Loader, Recompute
 
 MAX_PRODUCT_SIZE = 2_000_000
 """Combinations of choices a sweep may span."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
-    """Distinct canonical values of each part of a candidate; the space is their product.
+class Frame:
+    """What candidates of one layout and micro-batch size share."""
 
-    Canonicalisation works within parts, so removing duplicates part by part removes all of them.
+    layout: Layout
+    micro_batch_size: int
+    recomputes: tuple[Recompute, ...]
+    """Distinct policies, resolved against the layout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """Every distinct candidate once: per frame, the product of its recompute policies and ``rest``.
+
+    What recompute and layers per stage mean depends on the layout, and the engine of tensor parallelism may depend on
+    recompute; all else is canonical part by part, so removing duplicates per frame and part by part removes all.
     """
 
-    frames: tuple[Candidate, ...]
-    """Layout and micro-batch size vary, the rest has the first value of its part."""
+    frames: tuple[Frame, ...]
     rest: tuple[Mapping[str, Any], ...]
-    """Recompute, precision, loader and kernels, as fields of Candidate."""
+    """Precision, loader and kernels, as fields of Candidate."""
     product_size: int
     """Combinations of choices before duplicates are removed."""
 
     def __len__(self) -> int:
-        return len(self.frames) * len(self.rest)
+        return sum(map(self.num_completions, self.frames))
 
     @property
     def num_duplicates(self) -> int:
         return self.product_size - len(self)
 
-    def completions(self, frame: Candidate) -> Iterator[Candidate]:
+    def num_completions(self, frame: Frame) -> int:
+        return len(frame.recomputes) * len(self.rest)
+
+    def completions(self, frame: Frame) -> Iterator[Candidate]:
         """Candidates that share layout and micro-batch size with ``frame``."""
-        for fields in self.rest:
-            yield Candidate(layout=frame.layout, micro_batch_size=frame.micro_batch_size, **fields)
+        layout, micro_batch_size = frame.layout, frame.micro_batch_size
+        for recompute in frame.recomputes:
+            for fields in self.rest:
+                yield Candidate(layout=layout, micro_batch_size=micro_batch_size, recompute=recompute, **fields)
 
     def __iter__(self) -> Iterator[Candidate]:
         for frame in self.frames:
@@ -66,21 +84,33 @@ def make_space(spec: SweepSpec) -> Space:
     size = math.prod(len(values) for values in choices.values())
     if size > MAX_PRODUCT_SIZE:
         raise _too_large(spec, size, choices)
-    num_layers = spec.workload.model.num_layers
+    model = spec.to_workload().model
     rest = _products(
         {
-            "recompute": _distinct(choices["recompute"], lambda value: canonical_recompute(value, num_layers)),
             "precision": _distinct(choices["precision"], canonical_precision),
             "loader": _distinct(_settings(choices, "loader"), build_loader),
-            "kernels": _distinct(choices["compile"], lambda value: Kernels(compile=value)),
+            "kernels": _distinct(_settings(choices, "kernels"), lambda values: build_kernels(values, model)),
         }
     )
-    layouts = _distinct(_settings(choices, "layout"), build_layout)
     frames = tuple(
-        Candidate(layout=layout, micro_batch_size=micro_batch_size, **rest[0])
-        for layout, micro_batch_size in product(layouts, choices["micro_batch_size"])
+        Frame(layout=layout, micro_batch_size=micro_batch_size, recomputes=recomputes)
+        for layout, recomputes in _layouts(choices, model.num_layers).items()
+        for micro_batch_size in choices["micro_batch_size"]
     )
     return Space(frames=frames, rest=rest, product_size=size)
+
+
+def _layouts(choices: Mapping[str, tuple[Any, ...]], num_layers: int) -> dict[Layout, tuple[Recompute, ...]]:
+    """Distinct layouts with the distinct recompute policies that go with each."""
+    found: dict[Layout, dict[Recompute, None]] = {}
+    without_engine = _distinct(_settings(choices, "layout"), lambda values: build_layout(values, num_layers))
+    for layout, engine in product(without_engine, choices["tp_engine"]):
+        present = layers_of(layout, num_layers)
+        for choice in choices["recompute"]:
+            policy = resolve_recompute(choice, present)
+            resolved = resolve_tp_engine(engine, layout, recomputes_communication=policy.communication != ())
+            found.setdefault(with_tp_engine(layout, resolved), {})[policy] = None
+    return {layout: tuple(policies) for layout, policies in found.items()}
 
 
 def enumerate_space(spec: SweepSpec) -> Iterator[tuple[dict[str, Any], Candidate]]:
@@ -115,35 +145,70 @@ def _too_large(spec: SweepSpec, size: int, choices: Mapping[str, tuple[Any, ...]
 
 
 def short_name(candidate: Candidate) -> str:
-    """Compact and different for different candidates, like ``dp2 z3x2 tp2sp mbs4 full O1-bf16 w2``.
+    """Compact and different for different candidates, like ``dp2 z3x2 tp2sp mbs4 full4 O1-bf16 w2``.
 
-    ``dp2f`` replicates with FSDP2, ``full3`` recomputes the first three layers and
-    ``w2p4`` has a prefetch factor of 4.
+    ``pp2 interleavedv2 L5,4/4,3`` is a pipeline with two chunks per rank and uneven layers; ``dp2f`` replicates with
+    FSDP2, ``emb`` shards the embedding, ``cp2u`` is Ulysses, ``tp2splc2`` has sequence parallelism, the local engine
+    and two copies. ``w2p4`` has a prefetch factor of 4.
     """
     words = [*_layout_words(candidate.layout), f"mbs{candidate.micro_batch_size}"]
-    if isinstance(candidate.recompute, FullRecompute):
-        words.append(f"full{candidate.recompute.num_layers}")
+    if candidate.recompute != Recompute():
+        words.append(recompute_text(candidate.recompute, candidate.layout).replace("full:", "full").replace(" ", "+"))
     words.append(precision_text(candidate.precision))
-    loader = candidate.loader
-    if loader.num_workers:
-        words.append(f"w{loader.num_workers}" + (f"p{loader.prefetch_factor}" if loader.prefetch_factor != 2 else ""))
-    if candidate.kernels.compile != "off":
-        words.append("compile")
+    words += _loader_words(candidate.loader)
+    words += _kernel_words(candidate.kernels)
     return " ".join(words)
 
 
 def _layout_words(layout: Layout) -> Iterator[str]:
-    if layout.dp_replicate > 1 or layout.world_size == 1:
+    if layout.pp > 1:
+        yield f"pp{layout.pp}"
+        has_chunks = layout.num_virtual_stages > 1 and layout.schedule != "zbv"
+        yield layout.schedule + (f"v{layout.num_virtual_stages}" if has_chunks else "")
+        if (split := stage_layers_text(layout)) != "even":
+            yield f"L{split}"
+    if layout.dp_replicate > 1 or layout.world_size == 1 or layout.replicate_with == "fsdp2":
         yield f"dp{layout.dp_replicate}" + ("f" if layout.replicate_with == "fsdp2" else "")
     if layout.dp_shard > 1:
         yield f"z{layout.zero_stage}x{layout.dp_shard}"
+    if layout.shard_embedding:
+        yield "emb"
+    if layout.cp > 1:
+        yield f"cp{layout.cp}" + ("u" if layout.cp_method == "ulysses" else "")
     if layout.tp > 1:
-        yield f"tp{layout.tp}" + ("sp" if layout.sequence_parallel else "")
+        engine = "l" if layout.tp_engine == "local" else ""
+        copies = "c2" if layout.num_copies > 1 else ""
+        yield f"tp{layout.tp}" + ("sp" if layout.sequence_parallel else "") + engine + copies
+
+
+def _loader_words(loader: Loader) -> Iterator[str]:
+    if loader.num_workers:
+        yield f"w{loader.num_workers}" + (f"p{loader.prefetch_factor}" if loader.prefetch_factor != 2 else "")
+    if loader.tuning is not None:
+        yield f"w-{plain(loader.tuning)}"
+    flags = {"pin": loader.pin_memory, "keep": loader.persistent_workers, "fullbatch": loader.full_batch}
+    yield from (word for word, is_on in flags.items() if is_on)
+
+
+def _kernel_words(kernels: Kernels) -> Iterator[str]:
+    if kernels.compile != "off":
+        default = Kernels()
+        mode = f"-{kernels.compile_mode}" if kernels.compile_mode != default.compile_mode else ""
+        backend = f"-{kernels.backend}" if kernels.backend != default.backend else ""
+        yield ("compile" if kernels.compile == "block" else "compile-model") + mode + backend
+    if kernels.attention != "auto":
+        yield f"attn-{kernels.attention}"
+    if kernels.matmul_precision != "highest":
+        yield f"matmul-{kernels.matmul_precision}"
+    if kernels.cudnn_tuning_range:
+        yield f"cudnn{steps_text(kernels.cudnn_tuning_range)}"
+    if kernels.memory_format != "nchw":
+        yield kernels.memory_format if kernels.memory_format == "nhwc" else "format-auto"
 
 
 def flat_params(candidate: Candidate) -> dict[str, str | int | float | bool]:
     """Knob values as scalars, plus ``world_size``: parameters of a record, features of a search."""
-    params = {knob.name: plain(knob.read(candidate)) for knob in KNOBS}
+    params = {knob.name: plain_knob(knob.name, knob.read(candidate), candidate) for knob in KNOBS}
     return {"world_size": candidate.layout.world_size, **params}
 
 

@@ -13,6 +13,7 @@ from orchestrator.space import short_name
 from orchestrator.state import SweepState, SweepStatus, Trial, TrialStatus
 from orchestrator.statistics import Estimate, Interval, Verdict
 from trials.codec import to_json
+from trials.spec import LlamaModel, Workload
 
 ENDED: tuple[TrialStatus, ...] = tuple(s for s in get_args(TrialStatus) if s not in ("proposed", "running"))
 """Statuses a trial can end in, in the order they are reported."""
@@ -76,6 +77,8 @@ class Summary:
     """Number of trials per status they ended in, and in ``total``."""
     device_hours: float
     tracking_uri: str
+    unit: str = "tokens/s/p"
+    """Of speeds; samples/s/p for workloads whose samples are no sequences, where both are the same number."""
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON form of ``submit --json`` and ``report --json``."""
@@ -84,6 +87,7 @@ class Summary:
             "sweep": self.sweep,
             "state": self.state,
             "reason": self.reason,
+            "unit": self.unit,
             "best": self.best.to_json() if self.best else None,
             "baseline": self.baseline.to_json() if self.baseline else None,
             "speedup": compared.ratio.value if compared else None,
@@ -112,7 +116,13 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
         trials={**{status: counts.get(status, 0) for status in ENDED}, "total": len(state.trials)},
         device_hours=state.device_seconds / 3600,
         tracking_uri=public_uri(tracking_uri),
+        unit=speed_unit(state.sweep.workload),
     )
+
+
+def speed_unit(workload: Workload) -> str:
+    """What throughput is counted in: samples where they are no sequences."""
+    return "tokens/s/p" if isinstance(workload.model, LlamaModel) else "samples/s/p"
 
 
 def result(trial: Trial | None) -> Result | None:

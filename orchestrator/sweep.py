@@ -9,24 +9,23 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from cluster.base import Deadlines
-from orchestrator.candidates import build_candidate, canonical_recompute
+from orchestrator.candidates import build_candidate
 from orchestrator.errors import ConfigError
 from orchestrator.knob_types import Section, fault
 from orchestrator.rules import Filters, check
 from orchestrator.sweep_errors import refuse_secrets, to_config_error
-from orchestrator.sweep_knobs import BaselineSection, PatternSection, SpaceSection
+from orchestrator.sweep_knobs import BaselineSection, SpaceSection
 from orchestrator.sweep_sections import (
     BudgetSection,
     ClusterSection,
     DeadlinesSection,
     MeasureSection,
-    ModelSection,
     SearchSection,
     TrackingSection,
-    WorkloadSection,
     check_runner,
 )
 from orchestrator.sweep_types import Identifier
+from orchestrator.sweep_workload import MODEL_SECTIONS, WorkloadSection
 from orchestrator.yaml_source import KeyPath, YamlSource, dotted, read_yaml
 from trials.codec import digest
 from trials.spec import Candidate, Protocol, Workload
@@ -75,7 +74,7 @@ class SweepSpec(Section):
     @property
     def baseline_candidate(self) -> Candidate:
         """The baseline in canonical form."""
-        return build_candidate(self.baseline.values(), self.workload.model.num_layers)
+        return build_candidate(self.baseline.values(), self.workload.model.to_model())
 
     @property
     def choices(self) -> dict[str, tuple[Any, ...]]:
@@ -84,26 +83,19 @@ class SweepSpec(Section):
 
     @property
     def filters(self) -> Filters:
-        """The user's restrictions in canonical form."""
+        """The user's restrictions."""
         return Filters(
-            forbid=tuple(self._canonical(pattern) for pattern in self.space.forbid),
-            require=tuple(self._canonical(pattern) for pattern in self.space.require),
+            forbid=tuple(pattern.accepted() for pattern in self.space.forbid),
+            require=tuple(pattern.accepted() for pattern in self.space.require),
             world_size=self.space.world_size,
         )
-
-    def _canonical(self, pattern: PatternSection) -> dict[str, tuple[Any, ...]]:
-        accepted = pattern.accepted()
-        if "recompute" in accepted:
-            num_layers = self.workload.model.num_layers
-            accepted["recompute"] = tuple(canonical_recompute(value, num_layers) for value in accepted["recompute"])
-        return accepted
 
     def to_workload(self) -> Workload:
         workload = self.workload
         return Workload(
             model=workload.model.to_model(),
             data=workload.data.to_data(),
-            seq_length=workload.seq_length,
+            seq_length=workload.tokens_per_sample,
             global_batch_size=workload.global_batch_size,
             optimizer=workload.optimizer.to_optimizer(),
             seed=workload.seed,
@@ -166,8 +158,12 @@ def _with_model(source: YamlSource) -> dict[str, Any]:
             ("workload", "model"), f"there is no model file {file}", "The path is relative to the sweep file."
         )
     model = _read(file)
+    kind = model.data.get("kind")
+    section = MODEL_SECTIONS.get(kind if isinstance(kind, str) else "")
+    if section is None:
+        raise model.error(("kind",), "expected " + ", ".join(MODEL_SECTIONS), "Name the kind of model.")
     try:
-        ModelSection.model_validate(model.data)
+        section.model_validate(model.data)
     except ValidationError as error:
-        raise to_config_error(error, model, ModelSection) from None
+        raise to_config_error(error, model, section) from None
     return {**source.data, "workload": {**workload, "model": model.data}}

@@ -54,17 +54,34 @@ def to_config_error(error: ValidationError, source: YamlSource, model: type[Base
 
 def _translate(details: ErrorDetails, source: YamlSource, model: type[BaseModel]) -> ConfigError:
     kind, context = details["type"], details.get("ctx", {})
-    path = details["loc"]
+    path = _in_file(details["loc"], source)
     if kind == "sweep_fault":
         path, _ = source.locate(path)
-        key = context["key"].split(".") if context["key"] else ()
+        key = [int(part) if part.isdigit() else part for part in context["key"].split(".") if part]
         return source.error((*path, *key), context["text"], context["remedy"])
     if kind == "missing":
         return source.error(path, "missing", f"Add {path[-1]!r}.")
     if kind == "extra_forbidden":
-        return source.error(path, "unknown key", _nearest(str(path[-1]), _keys_at(model, path[:-1])))
+        return source.error(path, "unknown key", _nearest(str(path[-1]), _keys_at(model, details["loc"][:-1])))
+    if kind == "union_tag_not_found":
+        return source.error((*path, "kind"), "missing", "Add 'kind'.")
+    if kind == "union_tag_invalid":
+        message = f"expected {context['expected_tags']}, got {_show(context['tag'])}"
+        return source.error((*path, "kind"), message, "Use one of these.")
     path, _ = source.locate(path)
     return source.error(path, *_describe(details))
+
+
+def _in_file(path: KeyPath, source: YamlSource) -> KeyPath:
+    """``path`` as the file has it: without the kinds of models and data that pydantic puts after the section they stand
+    in, and without the places of single values that stand for a list of one."""
+    if path[:2] in (("workload", "model"), ("workload", "data")):
+        path = (*path[:2], *path[3:])
+    kept: KeyPath = ()
+    for part in path:
+        if isinstance(part, str) or (*kept, part) in source.lines:
+            kept = (*kept, part)
+    return kept
 
 
 def _nearest(key: str, valid: tuple[str, ...]) -> str:
@@ -74,23 +91,28 @@ def _nearest(key: str, valid: tuple[str, ...]) -> str:
 
 
 def _keys_at(model: type[BaseModel], path: KeyPath) -> tuple[str, ...]:
-    """Keys allowed in the section at ``path``, which may pass through lists."""
+    """Keys allowed in the section at ``path``, which may pass through lists and name kinds."""
+    sections = [model]
     for part in path:
-        if isinstance(part, str):
-            field = next(
-                (f for name, f in model.model_fields.items() if part in (name, f.alias)),
-                None,
-            )
-            model = _section_in(field.annotation) or model if field is not None else model
-    return tuple(field.alias or name for name, field in model.model_fields.items())
+        fields = [f for s in sections for name, f in s.model_fields.items() if part in (name, f.alias)]
+        if fields:
+            sections = list(_sections_in(fields[0].annotation)) or sections
+        elif isinstance(part, str):
+            sections = [s for s in sections if _kind_of(s) == part] or sections
+    return tuple(field.alias or name for name, field in sections[0].model_fields.items())
 
 
-def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """The section class somewhere inside a type such as ``Annotated[tuple[Section, ...]] | None``."""
+def _kind_of(section: type[BaseModel]) -> str | None:
+    kind = section.model_fields.get("kind")
+    return next(iter(typing.get_args(kind.annotation)), None) if kind is not None else None
+
+
+def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The section classes inside a type such as ``Annotated[tuple[Section, ...]] | None``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    inner = (_section_in(argument) for argument in typing.get_args(annotation))
-    return next((section for section in inner if section is not None), None)
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from _sections_in(argument)
 
 
 _EXPECTED = {

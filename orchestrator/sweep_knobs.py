@@ -11,7 +11,7 @@ from orchestrator.knob_types import OneOrMany, Section, fault
 from orchestrator.knobs import KNOB_NAMES, KNOBS
 from orchestrator.sweep_types import Size
 
-_WORLD_SIZE = "Allowed numbers of ranks, dp_replicate x dp_shard x tp; left out: any that fits."
+_WORLD_SIZE = "Allowed numbers of ranks, pp x dp_replicate x dp_shard x cp x tp; left out: any that fits."
 
 
 def _choices(value_type: Any) -> Any:
@@ -29,7 +29,10 @@ def _patterns(*, resolved: bool) -> dict[str, Any]:
 
 
 _SINGLE: dict[str, Any] = {
-    knob.name: (knob.type, Field(default=knob.default, validate_default=True, description=knob.description))
+    knob.name: (
+        knob.single_type or knob.type,
+        Field(default=knob.default, validate_default=True, description=knob.description),
+    )
     for knob in KNOBS
 }
 _BaselineKnobs: Any = create_model("_BaselineKnobs", __base__=Section, **_SINGLE)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,9 +47,12 @@ def with_table(docs: str) -> str:
 def _tables(schema: dict[str, Any]) -> Iterator[str]:
     definitions = schema["$defs"]
     yield from _table("Top level", schema, definitions)
-    for path, definition in _sections(schema, definitions, ""):
+    sections = list(_sections(schema, definitions, ""))
+    num_alike = collections.Counter(path for path, _ in sections)
+    for path, definition in sections:
         yield ""
-        yield from _table(f"`{path}`", definition, definitions)
+        kind = f", kind {definition['properties']['kind']['const']}" if num_alike[path] > 1 else ""
+        yield from _table(f"`{path}`{kind}", definition, definitions)
 
 
 def _sections(node: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -56,8 +60,8 @@ def _sections(node: dict[str, Any], definitions: dict[str, Any], prefix: str) ->
     for key, value in node["properties"].items():
         if prefix == "space.":  # its knobs are those of the baseline
             continue
-        name = next((name for name in definitions if f"/{name}" in json.dumps(_without_lists(value))), None)
-        if name is not None and name in definitions:
+        names = [name for name in definitions if f'/{name}"' in json.dumps(_without_lists(value))]
+        for name in names:
             yield prefix + key, definitions[name]
             yield from _sections(definitions[name], definitions, f"{prefix}{key}.")
 
@@ -76,7 +80,7 @@ def _table(title: str, node: dict[str, Any], definitions: dict[str, Any]) -> Ite
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
     for key, value in node["properties"].items():
-        default = "required" if key in required else _default(value)
+        default = "required" if key in required else _default(value, title)
         yield f"| `{key}` | {_type(value)} | {default} | {_cell(_description(value, definitions))} |"
 
 
@@ -86,22 +90,22 @@ def _description(value: dict[str, Any], definitions: dict[str, Any]) -> str:
     return str(value.get("description") or section.get("description", ""))
 
 
-def _default(value: dict[str, Any]) -> str:
+def _default(value: dict[str, Any], title: str) -> str:
     if "default" not in value:
         return ""
     default = value["default"]
     if isinstance(default, dict):
-        return "see below"
+        return "see below" if default else "none"
     if default is None and {"type": "null"} not in value.get("anyOf", []):
-        return "the baseline's"
+        return {"`space`": "the baseline's", "`workload`": "by model"}.get(title, "none")
     return f"`{json.dumps(default)}`"
 
 
 def _type(value: dict[str, Any]) -> str:
     """Short words for a type: ``whole number ≥ 1 or list``."""
-    if "anyOf" in value:
-        kinds = [_type(option) for option in value["anyOf"]]
-        return " or ".join(dict.fromkeys(kinds))
+    if options := value.get("anyOf") or value.get("oneOf"):
+        kinds = [_type(option) for option in options]
+        return " or ".join(dict.fromkeys(kind for kind in " or ".join(kinds).split(" or ")))
     if "$ref" in value:
         return "mapping"
     if "const" in value:
@@ -109,7 +113,9 @@ def _type(value: dict[str, Any]) -> str:
     if "enum" in value:
         return ", ".join(f"`{json.dumps(option).strip(chr(34))}`" for option in value["enum"])
     if value.get("type") == "array":
-        return "list" if "minItems" in value else "list of mappings"
+        return "list of mappings" if "$ref" in value.get("items", {}) and "minItems" not in value else "list"
+    if value.get("type") == "object":
+        return "mapping"
     return _scalar(value)
 
 

@@ -3,102 +3,17 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import Field, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
-from pydantic_core import CoreSchema
+from pydantic import Field, model_validator
 
 from cluster.base import Deadlines
 from orchestrator.knob_types import Section, fault
 from orchestrator.mlflow_urls import URI_PATTERN
-from orchestrator.sweep_types import ByteSize, Duration, Positive, Size, check_text, resolve
-from trials.spec import AdamW, LlamaModel, Protocol, TextData
+from orchestrator.sweep_types import ByteSize, Duration, Positive, Size
+from trials.spec import Protocol
 
 _RUNNER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-
-
-class ModelSection(Section):
-    """Shape of a Llama-style decoder."""
-
-    kind: Literal["llama"] = Field(description="Model family.")
-    hidden_size: Size = Field(description="Width of the residual stream.")
-    num_layers: Size = Field(description="Number of transformer blocks.")
-    num_heads: Size = Field(description="Query heads; must divide hidden_size.")
-    num_kv_heads: Size = Field(description="Key and value heads; must divide num_heads.")
-    ffn_hidden_size: Size = Field(description="Inner width of the SwiGLU feed-forward.")
-    vocab_size: int = Field(default=256, ge=256, le=2**31 - 1, description="Number of token ids; bytes need 256.")
-    rope_theta: Positive = Field(default=10000.0, description="Base of the rotary position embedding.")
-    norm_eps: Positive = Field(default=1e-5, description="Epsilon of RMSNorm.")
-
-    @model_validator(mode="after")
-    def _divisible(self) -> ModelSection:
-        hidden, heads = self.hidden_size, self.num_heads
-        if hidden % heads:
-            raise fault("num_heads", f"{heads} does not divide hidden_size {hidden}", "Change one of them.")
-        if hidden // heads % 2:
-            raise fault("num_heads", f"hidden_size {hidden} / {heads} heads is odd", "Rotary embedding needs it even.")
-        if heads % self.num_kv_heads:
-            raise fault("num_kv_heads", f"{self.num_kv_heads} does not divide num_heads {heads}", "Change one of them.")
-        return self
-
-    def to_model(self) -> LlamaModel:
-        return LlamaModel(**self.model_dump(exclude={"kind"}))
-
-
-class DataSection(Section):
-    """Byte-level tokens of text files."""
-
-    kind: Literal["text"] = Field(default="text", description="How the data is read.")
-    path: str | None = Field(
-        default=None, description="File or folder, relative to the sweep file; null: the Python standard library."
-    )
-    pattern: str = Field(default="*.py", min_length=1, description="Which files of a folder, searched recursively.")
-
-    _resolve = field_validator("path")(resolve)
-
-    def to_data(self) -> TextData:
-        return TextData(path=self.path, pattern=self.pattern)
-
-
-class OptimizerSection(Section):
-    """AdamW."""
-
-    kind: Literal["adamw"] = Field(default="adamw", description="Which optimiser.")
-    lr: Positive = Field(default=AdamW().lr, description="Learning rate, constant.")
-    beta1: float = Field(default=AdamW().beta1, ge=0, lt=1, description="Decay of the first moment.")
-    beta2: float = Field(default=AdamW().beta2, ge=0, lt=1, description="Decay of the second moment.")
-    eps: Positive = Field(default=AdamW().eps, description="Term added to the denominator.")
-    weight_decay: float = Field(default=AdamW().weight_decay, ge=0, description="Decoupled weight decay.")
-
-    def to_optimizer(self) -> AdamW:
-        return AdamW(**self.model_dump(exclude={"kind"}))
-
-
-class _OrPath:
-    """Annotation: the schema also allows a path; the loader puts the file's content in its place."""
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"anyOf": [handler(schema), {"type": "string"}]}
-
-
-class WorkloadSection(Section):
-    """What is trained, the same for every trial."""
-
-    model: Annotated[ModelSection, _OrPath()] = Field(
-        description="The model: a mapping, or the path of a YAML file with that mapping, relative to the sweep file."
-    )
-    data: DataSection = Field(default=DataSection(), description="The training text.")
-    seq_length: Size = Field(description="Tokens per sequence.")
-    global_batch_size: Size = Field(description="Sequences per optimiser step over all ranks.")
-    optimizer: OptimizerSection = Field(default=OptimizerSection(), description="The optimiser.")
-    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of weights and data order.")
-
-    @model_validator(mode="after")
-    def _enough_text(self, info: ValidationInfo) -> WorkloadSection:
-        if self.data.path is not None and (info.context or {}).get("check_files", True):
-            check_text(Path(self.data.path), self.data.pattern, num_bytes=self.seq_length + 1)
-        return self
 
 
 class ClusterSection(Section):

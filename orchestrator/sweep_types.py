@@ -1,11 +1,9 @@
-"""Types of single values in a sweep file: names, durations, sizes, and files the user points at."""
+"""Types of single values in a sweep file: names, durations, sizes, paths."""
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +11,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Va
 
 from orchestrator.knob_types import fault
 
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
-"""As in ``trials/data.py``, which cannot be imported here."""
 IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -77,30 +73,3 @@ def resolve(value: str | None, info: ValidationInfo) -> str | None:
         raise fault(None, "not a path", "Name a file or folder, or leave the key out.")
     folder = Path((info.context or {}).get("folder", "."))
     return os.path.normpath(folder.absolute() / value)
-
-
-def check_text(root: Path, pattern: str, *, num_bytes: int) -> None:
-    """Raise a fault unless ``root``, or the files in it that match, can be read and hold ``num_bytes``."""
-    remedy = "Check the path (relative to the sweep file), its permissions and the pattern."
-    found = 0
-    path = root
-    try:
-        for path in _files(root, pattern):
-            with path.open("rb") as stream:
-                found += len(stream.read(num_bytes - found))
-            if found >= num_bytes:
-                return
-    except OSError as error:
-        raise fault("data.path", f"{path} cannot be read: {error.strerror or error}", remedy) from None
-    where = f"files matching {pattern!r} in {root}" if root.is_dir() else str(root)
-    raise fault("data.path", f"{where} hold {found} bytes, fewer than a sequence and its target ({num_bytes})", remedy)
-
-
-def _files(root: Path, pattern: str) -> Iterator[Path]:
-    """The files the runner reads, in its order."""
-    if not root.is_dir():
-        yield root
-        return
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(set(folders) - SKIPPED_FOLDERS)
-        yield from (Path(folder, name) for name in sorted(names) if fnmatch.fnmatch(name, pattern))

@@ -7,7 +7,6 @@ nothing. MLflow being away only delays: entries wait in the ledger behind the cu
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import tempfile
@@ -15,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from orchestrator import tracking_content as content
 from orchestrator.errors import ConfigError
@@ -159,7 +158,7 @@ class Tracker:
         note = report_markdown(state, summary)
         self._put_text(run_id, note, "report.md")
         self._put_text(run_id, report_html(state, summary), "report.html")
-        self._put_json(run_id, summary.to_json(), "summary.json")
+        self._put_text(run_id, content.json_text(summary.to_json()), "summary.json")
         self._log(run_id, event.at_s, tags={_NOTE: note, "tc.state": event.status, "tc.reason": event.reason})
         self._end(run_id, "FINISHED" if event.status == "finished" else "FAILED", event.at_s)
 
@@ -198,9 +197,8 @@ class Tracker:
             params=content.trial_params(trial),
             tags={**content.attempt_tags(trial), _NOTE: content.trial_note(state, trial)},
         )
-        self._put_json(run_id, content.trial_record(state, trial), "trial.json")
-        if tail := content.log_tail(trial):
-            self._put_text(run_id, tail, "log_tail.txt")
+        for name, text in content.trial_files(state, trial).items():
+            self._put_text(run_id, text, name)
         self._end(run_id, "FINISHED" if trial.measurement else "FAILED", event.at_s)
         if not isinstance(event.outcome, GangLost):
             self._update_sweep(event, state, trial)
@@ -343,9 +341,6 @@ class Tracker:
 
     def _put_text(self, run_id: str, text: str, artifact: str) -> None:
         self._mlflow().log_text(run_id, content.scrub(text), artifact)
-
-    def _put_json(self, run_id: str, value: Any, artifact: str) -> None:
-        self._put_text(run_id, json.dumps(value, indent=1), artifact)
 
     def _end(self, run_id: str, status: str, at_s: float) -> None:
         self._mlflow().set_terminated(run_id, status, _ms(at_s))

@@ -5,6 +5,7 @@ Every value follows from the ledger alone, so that a replay writes the same agai
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -12,11 +13,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from orchestrator import report_format as fmt
+from orchestrator.findings_text import findings_lines, findings_metrics
 from orchestrator.space import flat_params, short_name
 from orchestrator.state import SweepCreated, SweepState, Trial, describe_failure
 from orchestrator.statistics import relative_spread, tokens_per_s_per_device
+from orchestrator.summary import speed_unit
 from trials.codec import digest, to_json
+from trials.findings import Findings
 from trials.outcome import Evidence, Measurement
+from trials.spec import LinearModel, LlamaModel, Model, ResNetModel
 
 OBJECTIVE = "tokens_per_s_per_device"
 BEST = f"best_{OBJECTIVE}"
@@ -30,9 +35,18 @@ _URL_PASSWORD = re.compile(r"(?<=://)[^/\s@]+@")
 
 def experiment_name(created: SweepCreated) -> str:
     """One experiment per model and hardware: ``llama-h128-l4 on 1x2 AMD EPYC 7B13``."""
-    model = created.workload.model
-    name = f"{model.kind}-h{model.hidden_size}-l{model.num_layers} on {created.hardware}"
+    name = f"{_model_name(created.workload.model)} on {created.hardware}"
     return re.sub(r"\s+", " ", re.sub(r"[^A-Za-z0-9 ._-]", " ", name)).strip()
+
+
+def _model_name(model: Model) -> str:
+    match model:
+        case LlamaModel():
+            return f"llama-h{model.hidden_size}-l{model.num_layers}"
+        case ResNetModel():
+            return f"resnet{model.depth}-w{model.width}-i{model.image_size}"
+        case LinearModel():
+            return f"linear-{model.size}-l{model.num_layers}"
 
 
 def slug(name: str) -> str:
@@ -118,6 +132,20 @@ def trial_record(state: SweepState, trial: Trial) -> dict[str, Any]:
     }
 
 
+def trial_files(state: SweepState, trial: Trial) -> dict[str, str]:
+    """Artifacts of an ended trial: name to text."""
+    files = {"trial.json": json_text(trial_record(state, trial))}
+    if trial.measurement and trial.measurement.findings != Findings():
+        files["findings.json"] = json_text(to_json(trial.measurement.findings))
+    if tail := log_tail(trial):
+        files["log_tail.txt"] = tail
+    return files
+
+
+def json_text(value: Any) -> str:
+    return json.dumps(value, indent=1)
+
+
 def trial_note(state: SweepState, trial: Trial) -> str:
     """Markdown; the first line is the result."""
     name = f"`{short_name(trial.candidate)}`"
@@ -126,7 +154,9 @@ def trial_note(state: SweepState, trial: Trial) -> str:
     speed = tokens_per_s_per_device(trial.measurement)
     compared = fmt.versus_baseline(trial, state)
     against = f", {fmt.versus(compared)} the baseline ({fmt.ratio_interval(compared.ratio.ci95)})" if compared else ""
-    return f"**{fmt.rate(speed.value)} tokens/s/p**{against} — {name}\n\n95 % interval {fmt.interval(speed.ci95)}"
+    unit = speed_unit(state.sweep.workload)
+    head = f"**{fmt.rate(speed.value)} {unit}**{against} — {name}\n\n95 % interval {fmt.interval(speed.ci95)}"
+    return "\n".join([head, "", *(f"- {line}" for line in findings_lines(trial.measurement.findings))]).rstrip()
 
 
 def log_tail(trial: Trial) -> str | None:
@@ -181,7 +211,9 @@ def _measured_metrics(measurement: Measurement) -> dict[str, float | None]:
     speed = tokens_per_s_per_device(measurement)
     breakdown: dict[str, float] = to_json(measurement.breakdown)
     return {
+        **findings_metrics(measurement.findings),
         OBJECTIVE: speed.value,
+        "samples_per_s_per_device": measurement.samples_per_s_per_device or None,
         f"{OBJECTIVE}_ci95_low": speed.ci95.low if speed.ci95 else None,
         f"{OBJECTIVE}_ci95_high": speed.ci95.high if speed.ci95 else None,
         "step_time_s": measurement.step_time_s,

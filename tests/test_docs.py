@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli import main
+from orchestrator.knobs import KNOB_NAMES
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -37,3 +38,11 @@ def test_the_readme_names_existing_modules():
     for name in re.findall(r"`([\w./]+\.(?:py|md))`", reading):
         folder = name.rpartition("/")[0] or folder
         assert (ROOT / folder / name.rpartition("/")[2]).exists(), name
+
+
+def test_every_knob_has_its_section():
+    text = (ROOT / "docs" / "knobs.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", text, flags=re.MULTILINE | re.DOTALL))
+    assert set(sections) == set(KNOB_NAMES)
+    frameworks = "| Megatron-LM | torchtitan | DeepSpeed | MindFormers | PaddleNLP | Accelerate |"
+    assert [name for name, body in sections.items() if frameworks not in body] == []

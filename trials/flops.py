@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
-from trials.spec import LlamaModel
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trials.spec import LinearModel, LlamaModel, Model, ResNetModel
 
 
-def num_parameters(model: LlamaModel) -> int:
-    """Parameters of the decoder: embedding, blocks, final norm and the untied head."""
+def num_parameters(model: Model) -> int:
+    """Trained parameters of the model."""
+    match model:
+        case LlamaModel():
+            return _num_decoder_parameters(model)
+        case ResNetModel():
+            return _num_resnet_parameters(model)
+        case LinearModel():
+            return model.num_layers * model.size**2
+
+
+def _num_decoder_parameters(model: LlamaModel) -> int:
+    """Embedding, blocks, final norm and the untied head."""
     embedding = model.vocab_size * model.hidden_size
     return 2 * embedding + model.num_layers * _num_block_parameters(model) + model.hidden_size
 
 
-def model_flops_per_token(model: LlamaModel, seq_length: int) -> float:
-    """Forward and backward FLOPs of one token, recomputed ones excluded: ``6 N + 12 L H Q T``.
+def model_flops_per_token(model: Model, seq_length: int) -> float:
+    """Forward and backward FLOPs of one token (of one sample where samples are no sequences), none recomputed.
+
+    A multiplication and its addition are 2 FLOPs forward and 4 backward.
+    """
+    match model:
+        case LlamaModel():
+            return _decoder_flops_per_token(model, seq_length)
+        case ResNetModel():
+            return 6.0 * _num_resnet_multiplications(model)
+        case LinearModel():
+            return 6.0 * num_parameters(model)
+
+
+def _decoder_flops_per_token(model: LlamaModel, seq_length: int) -> float:
+    """``6 N + 12 L H Q T``.
 
     Chowdhery et al., arXiv 2204.02311, appendix B: N parameters cost 2 FLOPs each forward and 4 backward; attention's
     two matmuls cost ``12 L H Q T`` more, for L layers, ``H Q = hidden_size`` and T = ``seq_length`` (the causal half is
@@ -20,6 +48,61 @@ def model_flops_per_token(model: LlamaModel, seq_length: int) -> float:
     """
     multiplied = num_parameters(model) - model.vocab_size * model.hidden_size
     return 6.0 * multiplied + 12.0 * model.num_layers * model.hidden_size * seq_length
+
+
+@dataclass(frozen=True, slots=True)
+class _Convolution:
+    channels_in: int
+    channels_out: int
+    kernel_size: int
+    output_size: int
+    """Height and width of the output."""
+
+    @property
+    def num_weights(self) -> int:
+        return self.channels_in * self.channels_out * self.kernel_size**2
+
+
+def _convolutions(model: ResNetModel) -> Iterator[_Convolution]:
+    """All of a ResNet v1.5, each followed by a batch norm."""
+    expansion = 1 if model.depth == 18 else 4
+    size = _halved(model.image_size)
+    yield _Convolution(3, model.width, 7, size)
+    size = _halved(size)  # the pooling
+    channels_in = model.width
+    for stage, num_blocks in enumerate(model.blocks_per_stage):
+        channels = model.width << stage
+        for block in range(num_blocks):
+            size_in, size = size, _halved(size) if stage and block == 0 else size
+            if model.depth == 18:
+                yield _Convolution(channels_in, channels, 3, size)
+                yield _Convolution(channels, channels, 3, size)
+            else:
+                yield _Convolution(channels_in, channels, 1, size_in)
+                yield _Convolution(channels, channels, 3, size)
+                yield _Convolution(channels, channels * expansion, 1, size)
+            if block == 0 and (stage or channels_in != channels * expansion):
+                yield _Convolution(channels_in, channels * expansion, 1, size)
+            channels_in = channels * expansion
+
+
+def _halved(size: int) -> int:
+    return (size + 1) // 2
+
+
+def _num_head_weights(model: ResNetModel) -> int:
+    return (model.width << 3) * (1 if model.depth == 18 else 4) * model.num_classes
+
+
+def _num_resnet_parameters(model: ResNetModel) -> int:
+    """Convolutions, two per channel of their batch norms, and the head with its biases."""
+    convolutions = sum(conv.num_weights + 2 * conv.channels_out for conv in _convolutions(model))
+    return convolutions + _num_head_weights(model) + model.num_classes
+
+
+def _num_resnet_multiplications(model: ResNetModel) -> int:
+    """Multiplications of one image's forward pass: every weight at every place of the output."""
+    return sum(conv.num_weights * conv.output_size**2 for conv in _convolutions(model)) + _num_head_weights(model)
 
 
 def peak_flops_per_s(device_name: str, dtype: str) -> float | None:

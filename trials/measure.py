@@ -6,18 +6,18 @@ import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from trials.datasets import Batch
 from trials.outcome import ProgressSink, StepBreakdown
 from trials.spec import Protocol
 from trials.step import StepResult, Trainer, max_over_ranks
 
-PHASES = ("data", "forward", "backward", "optimizer", "other")
+PHASES = ("data", "forward", "backward", "bubble", "optimizer", "other")
 
 
 class StepClock:
@@ -109,12 +109,26 @@ def relative_spread(times_s: list[float]) -> float:
 
 
 class Measurer:
-    """Runs the protocol with a trainer over a stream of batches."""
+    """Runs the protocol with a trainer over a stream of batches.
 
-    def __init__(self, trainer: Trainer, batches: Iterator[Tensor], progress: ProgressSink) -> None:
+    ``memory_format`` is that of the inputs on the device. ``before_step`` is told the number of each step, from 1 on
+    and over warm-up and measuring, before its time starts.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        batches: Iterator[Batch],
+        progress: ProgressSink,
+        *,
+        memory_format: torch.memory_format = torch.preserve_format,
+        before_step: Callable[[int], None] | None = None,
+    ) -> None:
         self._trainer = trainer
         self._batches = batches
         self._progress = progress
+        self._memory_format = memory_format
+        self._before_step = before_step
         self._clock = StepClock(trainer.device)
         self._recording = Recording()
 
@@ -128,6 +142,9 @@ class Measurer:
             recording.warmup_times_s.append(own_s)
             agreed.append(max_over_ranks(own_s, self._trainer.device))
             self._progress("warmup", step=len(agreed), step_time_s=agreed[-1])
+        for part in self._trainer.parts:
+            part.recompute_meter.reset()
+            part.cast_meter.reset()
         self._progress("measuring")
         with _quiet_collector():
             while not is_enough(recording.agreed_times_s, protocol):
@@ -145,12 +162,18 @@ class Measurer:
 
     def _timed_step(self) -> tuple[float, dict[str, float]]:
         clock, results = self._clock, self._recording.results
+        number = len(results) + 1
+        if self._before_step is not None:
+            self._before_step(number)
         clock.start()
-        batch = next(self._batches).to(self._trainer.device, non_blocking=True)
+        inputs, targets = next(self._batches)
+        device = self._trainer.device
+        inputs = inputs.to(device, non_blocking=True, memory_format=self._memory_format)
+        targets = targets.to(device, non_blocking=True)
         clock.mark("data")
-        totals = self._trainer.step(batch, clock)
+        totals = self._trainer.step(inputs, targets, clock)
         timing = clock.stop()
-        results.append(self._trainer.result(totals, step=len(results) + 1))
+        results.append(self._trainer.result(totals, step=number))
         return timing
 
 

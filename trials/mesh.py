@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trials.spec import AXES, Layout
+
+SHARD_AXES = ("dp_shard", "cp")
+"""Ranks of these axes share what ZeRO shards: context-parallel peers hold the same parameters."""
+
+DATA_AXES = ("dp_replicate", *SHARD_AXES)
+"""Gradients are averaged over these axes: each rank has the mean loss of its own samples and positions."""
 
 RENDEZVOUS_VARIABLE = "TUNE_CLUSTER_RENDEZVOUS"
 """Environment variable with an ``init_method`` URL (``file:///...`` or ``tcp://host:port``); without it, torchrun's."""
@@ -80,14 +86,36 @@ def _init_process_group(identity: RankIdentity, device: torch.device) -> None:
 def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
     """Mesh over the axes of degree above 1, outer to inner; None for a single rank.
 
-    Axes of degree 1 are left out because every axis costs a process group to connect.
+    Axes of degree 1 are left out because every axis costs a process group to connect. The flattened meshes that the
+    layout needs are made here too, as making one is a collective operation of the whole gang.
     """
     degrees = {axis: getattr(layout, axis) for axis in AXES if getattr(layout, axis) > 1}
     if not degrees:
         return None
-    return init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+    mesh = init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+    if layout.zero_stage > 0:
+        flat_mesh(mesh, SHARD_AXES)
+    if layout.dp * layout.cp > 1 and (layout.zero_stage <= 1 or layout.shard_embedding):
+        flat_mesh(mesh, DATA_AXES)
+    return mesh
 
 
-def data_parallel_rank(layout: Layout, rank: int) -> int:
-    """Which part of the global batch ``rank`` reads; tensor-parallel peers read the same part."""
-    return rank // layout.tp
+def flat_mesh(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
+    """The one-dimensional mesh over those of ``axes`` that ``mesh`` has, at least one."""
+    present = _present(mesh, axes)
+    if len(present) == 1:
+        return mesh[present[0]]
+    # Gives the same mesh, without connecting anything, when asked again.
+    return mesh[present]._flatten("_".join(present))
+
+
+def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Where FSDP shards, ``[dp_shard * cp]``; with replication around it, ``[dp_replicate, dp_shard * cp]``."""
+    shards = flat_mesh(mesh, SHARD_AXES)
+    if not _present(mesh, ("dp_replicate",)):
+        return shards
+    return DeviceMesh._concatenate([mesh["dp_replicate"], shards])
+
+
+def _present(mesh: DeviceMesh, axes: Sequence[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis in (mesh.mesh_dim_names or ()))

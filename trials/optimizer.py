@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trials.parallel import uses_fsdp
+from trials.data_parallel import uses_fsdp
+from trials.mesh import SHARD_AXES, flat_mesh
 from trials.precision import LossScaler, MasterAdamW, group_by_kind, keeps_masters
 from trials.spec import AdamW, TrialSpec
 
@@ -22,8 +23,13 @@ with warnings.catch_warnings():
 
 def build_optimizer(
     spec: TrialSpec, parameters: list[nn.Parameter], mesh: DeviceMesh | None, scaler: LossScaler | None
-) -> torch.optim.Optimizer:
-    """AdamW, over fp32 masters for 16-bit parameters; under ZeRO stage 1 its states are split over ``dp_shard``."""
+) -> torch.optim.Optimizer | None:
+    """AdamW, over fp32 masters for 16-bit parameters; under ZeRO stage 1 its states are split over ``dp_shard``.
+
+    None for a rank without parameters, as a pipeline stage of no layers may be.
+    """
+    if not parameters:
+        return None
     layout = spec.candidate.layout
     options = _options(spec.workload.optimizer)
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW
@@ -32,7 +38,7 @@ def build_optimizer(
         options["grad_scale"] = lambda: 1.0 if scaler is None else scaler.scale
     if layout.zero_stage == 1:
         assert mesh is not None
-        group = mesh["dp_shard"].get_group()
+        group = flat_mesh(mesh, SHARD_AXES).get_group()
         return ZeroRedundancyOptimizer(parameters, optimizer_class, process_group=group, **options)
     return optimizer_class(group_by_kind(parameters), **options)
 

@@ -11,8 +11,10 @@ Every outcome states its ``consequence``, what the catcher must do with it::
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
+
+from trials.findings import Findings
 
 Phase = Literal["starting", "warmup", "measuring"]
 """Phases a rank goes through."""
@@ -34,6 +36,8 @@ class StepBreakdown:
     data_s: float = 0.0
     forward_s: float = 0.0
     backward_s: float = 0.0
+    bubble_s: float = 0.0
+    """In a pipeline: neither forward nor backward of a micro-batch, waiting for peers and passing tensors on."""
     optimizer_s: float = 0.0
     other_s: float = 0.0
 
@@ -63,6 +67,9 @@ class RankReport:
     """Optimiser steps skipped by loss scaling because of inf or nan."""
     compile_s: float = 0.0
     """Seconds of the first step beyond a normal one when graph mode is on."""
+    samples_per_step: int = 0
+    """Samples (sequences, images) of the global batch."""
+    findings: Findings = field(default_factory=Findings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +90,9 @@ class Measurement:
     peak_flops_per_s: float | None = None
     num_skipped_steps: int = 0
     compile_s: float = 0.0
+    samples_per_step: int = 0
+    findings: Findings = field(default_factory=Findings)
+    """What the runner found out besides; recompute effects are those of the rank where they are largest."""
 
     @property
     def step_time_s(self) -> float:
@@ -93,6 +103,10 @@ class Measurement:
     def tokens_per_s_per_device(self) -> float:
         """The objective: ``tokens_per_step / (median step time * world_size)``."""
         return self.tokens_per_step / (self.step_time_s * self.world_size)
+
+    @property
+    def samples_per_s_per_device(self) -> float:
+        return self.samples_per_step / (self.step_time_s * self.world_size)
 
     @property
     def mfu(self) -> float | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trials.failure import InfeasibleSpec
+from trials.findings import LossScaleState
 from trials.spec import LossScale, Precision
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -31,15 +32,32 @@ def check_device(precision: Precision, device: torch.device) -> None:
     if have < wanted:
         name = torch.cuda.get_device_name(device)
         raise InfeasibleSpec(
-            f"{precision.dtype} needs compute capability {wanted}, {name} has {have}; use another type"
+            f"{precision.dtype} is not fast on {name}: that takes compute capability {_version(wanted)}, the device has"
+            f" {_version(have)}; {_remedy(precision.dtype, have)}"
         )
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def _remedy(dtype: str, have: tuple[int, int]) -> str:
+    """What to use instead of ``dtype`` on a device of this capability."""
+    if dtype == "bfloat16" and have >= _MIN_CAPABILITY["float16"]:
+        return "use float16 with loss scaling, or level O0 (float32)"
+    return "use level O0 (float32)"
+
+
+def compute_dtype(precision: Precision) -> torch.dtype:
+    """Type of what autocast, or O2, computes in 16 bits."""
+    return _DTYPES[precision.dtype]
 
 
 def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """The context of the forward pass: autocast for O1, else nothing."""
     if precision.level != "O1":
         return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=_DTYPES[precision.dtype])
+    return torch.autocast(device.type, dtype=compute_dtype(precision))
 
 
 def parameter_dtype(precision: Precision, *, sharded: bool) -> torch.dtype:
@@ -84,6 +102,15 @@ class LossScaler:
             self._rescale(self.config.growth_factor)
         elif self._num_overflowed == self.config.backoff_interval:
             self._rescale(self.config.backoff_factor)
+
+    def state(self) -> LossScaleState:
+        """Where it stands now."""
+        return LossScaleState(
+            scale=self.scale,
+            num_finite=self._num_finite,
+            num_overflowed=self._num_overflowed,
+            num_skipped=self.num_skipped,
+        )
 
     def _rescale(self, factor: float) -> None:
         rescaled = self.scale * factor

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trials.models.llama import Llama
+from trials.models.base import Initial, TrainModel
+from trials.shards import LocalShard, ShardMap
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -24,24 +25,33 @@ def plain_name(name: str) -> str:
     return name
 
 
-def initial_value(name: str, size: torch.Size, std: float, seed: int) -> Tensor:
-    """The full fp32 value of parameter ``name``: a pure function of its arguments. ``std`` 0 gives ones."""
-    if std == 0.0:
-        return torch.ones(size)
+def initial_value(name: str, size: torch.Size, initial: Initial, seed: int) -> Tensor:
+    """The full fp32 value of parameter ``name``: a pure function of its arguments."""
+    if initial.std == 0.0:
+        return torch.full(size, initial.mean)
     generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
-    return torch.empty(size).normal_(0.0, std, generator=generator)
+    return torch.empty(size).normal_(initial.mean, initial.std, generator=generator)
 
 
 @torch.no_grad()
-def init_parameters(model: Llama, seed: int) -> None:
+def init_parameters(model: TrainModel, seed: int, shard_map: ShardMap) -> None:
     """Fill the parameters of a model that has just left the meta device, sharded or not."""
     for wrapped_name, parameter in model.named_parameters():
         name = plain_name(wrapped_name)
-        full = initial_value(name, parameter.shape, model.init_std(name), seed)
+        shard = shard_map.shards.get(name)
+        full = initial_value(name, _full_size(parameter.shape, shard), model.initial(name), seed)
+        if shard is not None:
+            full = full.chunk(shard.num_shards, shard.dim)[shard.index]
         if isinstance(parameter, DTensor):
             # src_data_rank=None: every rank drew the same full tensor, so none has to be sent.
             full = full.to(parameter.device)
-            shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(shard.to_local())
+            part = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.to_local().copy_(part.to_local())
         else:
             parameter.copy_(full)
+
+
+def _full_size(size: torch.Size, shard: LocalShard | None) -> torch.Size:
+    if shard is None:
+        return size
+    return torch.Size(n * shard.num_shards if dim == shard.dim else n for dim, n in enumerate(size))

@@ -8,8 +8,12 @@ from typing import ClassVar, Literal
 
 from trials.codec import digest
 
-AXES = ("dp_replicate", "dp_shard", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from outer to inner; a rank's coordinates follow this order (``tp`` varies fastest)."""
+
+Counts = tuple[tuple[int, ...], ...]
+"""Numbers of layers, ``counts[chunk][stage]``: one row per chunk (virtual stage of a rank), one column per pipeline
+rank. Without a pipeline that is ``((n,),)``. Where a count is optional, ``()`` stands for none anywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +32,39 @@ class LlamaModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResNetModel:
+    """ResNet v1.5 for images (He et al., arXiv 1512.03385; stride in the 3x3 convolution), batch norm."""
+
+    kind: ClassVar[str] = "resnet"
+    depth: Literal[18, 50] = 50
+    num_classes: int = 1000
+    image_size: int = 224
+    width: int = 64
+    """Channels of the first stage."""
+
+    @property
+    def blocks_per_stage(self) -> tuple[int, ...]:
+        """Residual blocks of the four stages (table 1 of the paper)."""
+        return (2, 2, 2, 2) if self.depth == 18 else (3, 4, 6, 3)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(self.blocks_per_stage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearModel:
+    """A chain of square Linear layers without bias or activation: pure matrix multiplication, as AMP guides time."""
+
+    kind: ClassVar[str] = "linear"
+    num_layers: int = 9
+    size: int = 8192
+
+
+Model = LlamaModel | ResNetModel | LinearModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TextData:
     """Byte-level tokens of text files.
 
@@ -37,6 +74,33 @@ class TextData:
     kind: ClassVar[str] = "text"
     path: str | None = None
     pattern: str = "*.py"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFileData:
+    """Token ids in one flat binary file, little-endian, read through a memory map."""
+
+    kind: ClassVar[str] = "token_file"
+    path: str
+    dtype: Literal["uint8", "uint16", "int32", "int64"] = "uint16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFolderData:
+    """JPEG files in one folder per class; ``None`` means images made up and encoded once, then decoded like files."""
+
+    kind: ClassVar[str] = "image_folder"
+    path: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomData:
+    """Normal vectors and their targets, drawn per step; for workloads that only exercise computation."""
+
+    kind: ClassVar[str] = "random"
+
+
+Data = TextData | TokenFileData | ImageFolderData | RandomData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +119,12 @@ class AdamW:
 class Workload:
     """What is trained, the same for every trial of a sweep."""
 
-    model: LlamaModel
-    data: TextData
+    model: Model
+    data: Data
     seq_length: int
+    """Tokens per sample; 1 where samples are no sequences (images, vectors)."""
     global_batch_size: int
-    """Sequences per optimiser step over all data-parallel ranks."""
+    """Samples (sequences) per optimiser step over all data-parallel ranks."""
     optimizer: AdamW = AdamW()
     seed: int = 0
 
@@ -67,21 +132,45 @@ class Workload:
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.seq_length
 
+    @property
+    def num_layers(self) -> int:
+        """Repeated layers: transformer blocks, residual blocks, linear layers."""
+        return self.model.num_layers
+
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zbv"]
+"""Pipeline schedules. ``zbv``: zero bubble, each rank holds stages r and 2 pp - 1 - r (Qi et al., arXiv 2401.10241)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """How the ranks split the work; every degree resolved.
 
     ``zero_stage`` says what ``dp_shard`` shards: 1 optimiser states, 2 also gradients, 3 also parameters; it is 0
-    exactly when ``dp_shard`` is 1. ``replicate_with`` picks the engine of ``dp_replicate`` where there is a choice.
+    exactly when ``dp_shard`` is 1. ``replicate_with`` picks the engine of plain replication where there is a choice.
+    Canonical form gives knobs without effect their default (``schedule`` without a pipeline, ``tp_engine`` without tp).
     """
 
+    pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
+    cp: int = 1
     tp: int = 1
     zero_stage: Literal[0, 1, 2, 3] = 0
-    sequence_parallel: bool = False
     replicate_with: Literal["ddp", "fsdp2"] = "ddp"
+    shard_embedding: bool = False
+    """Shard embedding and head over all data-parallel ranks as units of their own, whatever the layers do."""
+    sequence_parallel: bool = False
+    tp_engine: Literal["dtensor", "local"] = "dtensor"
+    """``local`` is Megatron's way: plain tensors and explicit collectives."""
+    num_copies: Literal[1, 2] = 1
+    """2 runs each micro-batch as two halves, so that one half's collectives overlap the other's computation."""
+    cp_method: Literal["all_gather", "ulysses"] = "all_gather"
+    schedule: Schedule = "1f1b"
+    num_virtual_stages: int = 1
+    """Chunks of layers per pipeline rank."""
+    stage_layers: Counts = ()
+    """Layers of every stage and chunk; ``()`` exactly when ``pp`` is 1. Stages may be uneven and empty."""
 
     @property
     def dp(self) -> int:
@@ -90,25 +179,34 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoRecompute:
-    """Keep every activation."""
+class SelectiveRecompute:
+    """Outputs of the operators matching ``pattern`` are dropped after the forward pass and computed again.
 
-    kind: ClassVar[str] = "none"
+    ``pattern`` is a regular expression that must match the whole of an operator's path inside its layer, like
+    ``feed_forward\\.mul``, or that of a module, which then stands for all operators in it. It applies to the first
+    ``num_layers`` layers of each chunk and stage.
+    """
+
+    pattern: str
+    num_layers: Counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FullRecompute:
-    """Keep only the input of the first ``num_layers`` layers and recompute the rest in the backward pass."""
+class Recompute:
+    """Which activations are not kept; the default keeps all. Layers count from the start of their chunk.
 
-    kind: ClassVar[str] = "full"
-    num_layers: int
+    The three parts combine: a layer recomputed in full has nothing left for the others.
+    """
 
-
-Recompute = NoRecompute | FullRecompute
+    full: Counts = ()
+    """Layers that keep only their input."""
+    selective: tuple[SelectiveRecompute, ...] = ()
+    communication: Counts = ()
+    """Layers that gather their sequence shards again in the backward pass instead of keeping them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +227,23 @@ class LossScale:
 class Precision:
     """Mixed precision: O0 is fp32, O1 autocast, O2 16-bit parameters with fp32 master weights.
 
-    ``loss_scale`` is set exactly when ``dtype`` is float16.
+    ``loss_scale`` is set exactly when ``dtype`` is float16. ``white`` and ``black`` name operators (as in
+    ``torch.nn.functional``: ``linear``, ``rms_norm``) that O1 runs in 16 bits, or in fp32, whatever autocast says.
     """
 
     level: Literal["O0", "O1", "O2"] = "O0"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     loss_scale: LossScale | None = None
+    white: tuple[str, ...] = ()
+    black: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderTuning:
+    """Hill climbing over workers and prefetch before training, ``tuning_steps`` batches per point."""
+
+    tuning_steps: int = 500
+    max_workers: int = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,14 +252,34 @@ class Loader:
 
     num_workers: int = 0
     prefetch_factor: int = 0
+    pin_memory: bool = False
+    """Page-locked host memory for asynchronous copies; CUDA only."""
+    persistent_workers: bool = False
+    """Keep workers from one epoch to the next."""
+    full_batch: bool = False
+    """Every rank reads the whole global batch and keeps its rows, instead of reading only those."""
+    tuning: LoaderTuning | None = None
+    """Set: find ``num_workers`` and ``prefetch_factor`` first; their own values are then 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """``compile="block"`` compiles each transformer block; ``backend`` is the torch.compile backend used."""
+    """Graph mode, kernel selection and memory format.
 
-    compile: Literal["off", "block"] = "off"
+    ``compile`` says what is compiled, each block or the whole model; ``backend`` and ``compile_mode`` are those of
+    torch.compile.
+    """
+
+    compile: Literal["off", "block", "model"] = "off"
     backend: str = "inductor"
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """Of fp32 matmuls, as in ``torch.set_float32_matmul_precision``."""
+    cudnn_tuning_range: tuple[int, ...] = ()
+    """First and last step in which cuDNN measures its algorithms; later steps use what was found. ``()``: never."""
+    memory_format: Literal["nchw", "nhwc", "auto"] = "nchw"
+    """Of convolutions; auto: by number format, verified by timing both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +288,8 @@ class Candidate:
 
     layout: Layout = Layout()
     micro_batch_size: int = 1
-    """Sequences per data-parallel rank per micro-batch."""
-    recompute: Recompute = NoRecompute()
+    """Samples (sequences) per data-parallel rank per micro-batch."""
+    recompute: Recompute = Recompute()
     precision: Precision = Precision()
     loader: Loader = Loader()
     kernels: Kernels = Kernels()

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from trials.context_parallel import split_sequence
 from trials.failure import NonFiniteLoss
-from trials.gradients import align_gradients, local_square_sum, sum_over_ranks, unscale_gradients
+from trials.findings import Findings, OperatorCast, PatternEffect
+from trials.gradients import Gradients
+from trials.microbatches import Accumulation, Engine, Marker
+from trials.models import loss_of
 from trials.optimizer import build_optimizer
-from trials.parallel import parallelize, set_gradient_sync
-from trials.precision import LossScaler, autocast
+from trials.parallel import parallelize
+from trials.pipeline import Pipeline
+from trials.precision import LossScaler
 from trials.spec import TrialSpec
-
-
-class Marker(Protocol):
-    """Told the name of the phase that has just ended."""
-
-    def mark(self, phase: str) -> None: ...
+from trials.stages import Coordinates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,51 +41,53 @@ class StepResult:
 class Trainer:
     """Model and optimiser of one rank."""
 
-    def __init__(self, spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device) -> None:
+    def __init__(self, spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device, *, place: Coordinates) -> None:
         candidate = spec.candidate
         self.device = device
-        self.world_size = candidate.layout.world_size
-        self.precision = candidate.precision
-        self.micro_batch_size = candidate.micro_batch_size
-        self.num_microbatches = candidate.num_microbatches(spec.workload.global_batch_size)
-        self.model: nn.Module = parallelize(spec, mesh, device)
-        self.parameters = list(self.model.parameters())
+        self.layout = candidate.layout
+        self.place = place
+        self.parts = parallelize(spec, mesh, device, stage=place.pp)
         loss_scale = candidate.precision.loss_scale
         self.scaler = LossScaler(loss_scale) if loss_scale is not None else None
-        self.optimizer: Any = build_optimizer(spec, self.parameters, mesh, self.scaler)
+        loss = loss_of(spec.workload.model)
+        self.engine: Engine
+        if self.layout.pp > 1:
+            assert mesh is not None
+            self.engine = Pipeline(spec, self.parts, mesh, device, loss, self._scale)
+        else:
+            self.engine = Accumulation(self.parts[0], loss, candidate, device, self._scale)
+        self.gradients = Gradients(self.parts, self.layout, mesh, device)
+        self.parameters = [parameter for part in self.parts for parameter in part.model.parameters()]
+        self.optimizer = build_optimizer(spec, self.parameters, mesh, self.scaler)
+        # Of the ranks that compute the loss, tensor-parallel peers compute the same one.
+        self._num_losses = self.layout.world_size // self.layout.pp
 
-    def step(self, batch: Tensor, marker: Marker) -> Tensor:
-        """Train on this rank's rows ``[rows, S + 1]``; gives the gang's ``[loss, grad_norm]``, still on the device.
+    def step(self, inputs: Tensor, targets: Tensor, marker: Marker) -> Tensor:
+        """Train on this rank's rows; gives the gang's ``[loss, grad_norm]``, still on the device.
 
         The norm is reduced before the update, so with loss scaling all ranks skip the same steps. Without it the host
         never waits for the device here.
         """
-        loss = self._accumulate(batch, marker)
-        align_gradients(self.parameters)
-        square_sum = local_square_sum(self.parameters, self.world_size)
-        totals = sum_over_ranks(torch.stack([loss.double() / self.world_size, square_sum]))
-        totals[1] = totals[1].sqrt() / self._scale
+        if self.layout.cp > 1:
+            inputs, targets = (split_sequence(t, self.place.cp, self.layout.cp) for t in (inputs, targets))
+        loss = self.engine.run(inputs, targets, marker)
+        self.gradients.complete()
+        totals = self._totals(loss)
         marker.mark("other")
         if self.scaler is None or self._can_update(self.scaler, totals):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+            self._update()
+        self._clear_gradients()
         marker.mark("optimizer")
         return totals
 
-    def _accumulate(self, batch: Tensor, marker: Marker) -> Tensor:
-        """Forward and backward over all micro-batches; only the last one reduces gradients. Gives the mean loss."""
-        total = torch.zeros((), device=self.device)
-        for i, rows in enumerate(torch.split(batch, self.micro_batch_size)):
-            set_gradient_sync(self.model, i == self.num_microbatches - 1)
-            with autocast(self.precision, self.device):
-                loss = next_token_loss(self.model(rows[:, :-1]), rows[:, 1:]) / self.num_microbatches
-            marker.mark("forward")
-            torch.autograd.backward(loss * self._scale)
-            total += loss.detach()
-            marker.mark("backward")
-        return total
+    def _totals(self, loss: Tensor) -> Tensor:
+        """Loss and norm over the gang; ranks that do not compute the loss give 0."""
+        totals = torch.stack([loss.double() / self._num_losses, self.gradients.square_sum()])
+        if self.layout.world_size > 1:
+            dist.all_reduce(totals)
+        totals[1] = totals[1].sqrt() / self._scale()
+        return totals
 
-    @property
     def _scale(self) -> float:
         return 1.0 if self.scaler is None else self.scaler.scale
 
@@ -92,8 +95,24 @@ class Trainer:
         """Unscale finite gradients; skip the update for others. Every rank decides alike: the totals are the gang's."""
         finite = bool(torch.isfinite(totals[1]))
         if finite:
-            unscale_gradients(self.parameters, scaler.scale)
+            self.gradients.unscale(scaler.scale)
         return finite
+
+    def _update(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def _clear_gradients(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def findings(self, num_steps: int) -> Findings:
+        """What this rank found out over the last ``num_steps`` steps."""
+        return Findings(
+            recompute=merged_effects([part.recompute_meter.effects(num_steps) for part in self.parts]),
+            autocast=merged_casts([part.cast_meter.casts(num_steps) for part in self.parts]),
+            loss_scale=None if self.scaler is None else self.scaler.state(),
+        )
 
     def result(self, totals: Tensor, step: int) -> StepResult:
         """Read what :meth:`step` gave and let the loss scale follow it.
@@ -112,9 +131,28 @@ class Trainer:
         return StepResult(loss=loss, grad_norm=grad_norm if finite else 0.0, skipped=not finite)
 
 
-def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy in fp32 of logits ``[B, S, V]`` against tokens ``[B, S]``."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+def merged_effects(chunks: Iterable[Iterable[PatternEffect]]) -> tuple[PatternEffect, ...]:
+    """A rank's effects over all its chunks, one entry per pattern."""
+    merged: dict[str, PatternEffect] = {}
+    for effect in itertools.chain.from_iterable(chunks):
+        before = merged.get(effect.pattern)
+        if before is not None:
+            effect = PatternEffect(
+                pattern=effect.pattern,
+                num_matches=before.num_matches + effect.num_matches,
+                saved_bytes=before.saved_bytes + effect.saved_bytes,
+                recompute_s=before.recompute_s + effect.recompute_s,
+            )
+        merged[effect.pattern] = effect
+    return tuple(merged.values())
+
+
+def merged_casts(chunks: Iterable[Iterable[OperatorCast]]) -> tuple[OperatorCast, ...]:
+    """A rank's casts over all its chunks, one entry per operator and list."""
+    num_calls: Counter[tuple[str, str]] = Counter()
+    for cast in itertools.chain.from_iterable(chunks):
+        num_calls[cast.name, cast.list] += cast.num_calls
+    return tuple(OperatorCast(name=name, list=list_, num_calls=num) for (name, list_), num in num_calls.items())
 
 
 def max_over_ranks(value: float, device: torch.device) -> float:

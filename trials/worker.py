@@ -8,6 +8,7 @@ Also runs under plain torchrun::
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -18,18 +19,26 @@ from typing import Any
 import torch
 import torch._dynamo  # optimisers import it at first use; here a fork server does it once for all ranks
 
-from trials import flops
 from trials.codec import from_json, to_json
-from trials.data import StepBatches, build_loader, load_tokens
+from trials.datasets import Share, StepBatches, build_dataset
 from trials.failure import NonFiniteLoss
+from trials.findings import LoaderTuningReport
+from trials.graph_metrics import compilations, forget_compilations, graph_report
+from trials.kernel_tuning import KernelTuner
+from trials.kernels import kernel_settings
 from trials.legality import check
+from trials.loader import stream_batches
+from trials.loader_tuning import tune_loader, with_verdict
 from trials.measure import Measurer, Recording
 from trials.memory import PeakMemory, limit_device_memory
-from trials.mesh import RankIdentity, build_mesh, data_parallel_rank, process_group, select_device
+from trials.memory_format import settle_memory_format
+from trials.mesh import RankIdentity, build_mesh, process_group, select_device
 from trials.outcome import Phase, ProgressSink, RankReport
 from trials.precision import check_device
-from trials.spec import TrialSpec
-from trials.step import Trainer
+from trials.rank_report import build_report
+from trials.spec import Loader, Protocol, TrialSpec
+from trials.stages import coordinates, data_parallel_rank
+from trials.step import Trainer, max_over_ranks
 
 
 def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
@@ -52,60 +61,80 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
         raise ValueError(f"the layout needs {wanted} ranks but WORLD_SIZE is {identity.world_size}; launch {wanted}")
     device = select_device(trial.device, identity)
     check_device(trial.candidate.precision, device)
-    with process_group(identity, device):
+    with process_group(identity, device), kernel_settings(trial, device):
         report = _train(trial, identity, device, progress)
     return to_json(report)  # type: ignore[no-any-return]
 
 
+def open_dataset(trial: TrialSpec, rank: int) -> StepBatches:
+    """The rows of ``rank`` in every step."""
+    candidate = trial.candidate
+    share = Share(
+        global_batch_size=trial.workload.global_batch_size,
+        dp_rank=data_parallel_rank(candidate.layout, rank),
+        dp=candidate.layout.dp,
+        seed=trial.workload.seed,
+        full_batch=candidate.loader.full_batch,
+    )
+    return build_dataset(trial.workload, share)
+
+
 def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progress: ProgressSink) -> RankReport:
-    workload, candidate, protocol = trial.workload, trial.candidate, trial.protocol
+    """Build, tune what is to be tuned before training, then warm up and measure."""
+    candidate = trial.candidate
+    kernels = candidate.kernels
     if trial.memory_limit_bytes is not None:
         limit_device_memory(device, trial.memory_limit_bytes)
+    if kernels.compile != "off":
+        forget_compilations()
     memory = PeakMemory(device)
-    trainer = Trainer(trial, build_mesh(candidate.layout, device), device)
-    dataset = StepBatches(
-        load_tokens(workload.data),
-        seq_length=workload.seq_length,
-        global_batch_size=workload.global_batch_size,
-        dp_rank=data_parallel_rank(candidate.layout, identity.rank),
-        dp=candidate.layout.dp,
-        seed=workload.seed,
-        num_steps=protocol.max_warmup_steps + protocol.max_steps,
-    )
-    loader = build_loader(dataset, candidate.loader, pin_memory=device.type == "cuda")
-    recording = Measurer(trainer, iter(loader), progress).run(protocol)
+    place = coordinates(candidate.layout, identity.rank)
+    trainer = Trainer(trial, build_mesh(candidate.layout, device), device, place=place)
+    dataset = open_dataset(trial, identity.rank)
+    pin_memory = candidate.loader.pin_memory and device.type == "cuda"
+    memory_format, format_report = settle_memory_format(trainer, trial, dataset)
+    loader, loader_report = _settle_loader(candidate.loader, dataset, device, pin_memory=pin_memory)
+    batches = stream_batches(dataset, loader, pin_memory=pin_memory)
+    with KernelTuner([part.model for part in trainer.parts], kernels, device) as tuner:
+        measurer = Measurer(trainer, batches, progress, memory_format=memory_format, before_step=tuner.before_step)
+        recording = measurer.run(_warm_until(trial.protocol, tuner.last_step))
     if all(result.skipped for result in recording.results):
         raise NonFiniteLoss(f"loss scaling skipped all {len(recording.results)} steps; lower the initial scale")
-    return _report(trial, identity, device, recording, memory)
+    findings = dataclasses.replace(
+        trainer.findings(len(recording.step_times_s)),
+        graph=graph_report(compilations()) if kernels.compile != "off" else None,
+        loader=_judged(loader_report, recording),
+        kernel_tuning=tuner.report(),
+        memory_format=format_report,
+    )
+    return build_report(trial, identity, device, recording, memory, findings)
 
 
-def _report(
-    trial: TrialSpec, identity: RankIdentity, device: torch.device, recording: Recording, memory: PeakMemory
-) -> RankReport:
-    workload, candidate = trial.workload, trial.candidate
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return RankReport(
-        rank=identity.rank,
-        world_size=identity.world_size,
-        tokens_per_step=workload.tokens_per_step,
-        step_times_s=tuple(recording.step_times_s),
-        breakdown=recording.breakdown(),
-        peak_allocated_bytes=memory.allocated_bytes(),
-        peak_reserved_bytes=memory.reserved_bytes(),
-        num_warmup_steps=len(recording.warmup_times_s),
-        losses=tuple(result.loss for result in recording.results),
-        grad_norms=tuple(result.grad_norm for result in recording.results),
-        model_flops_per_token=flops.model_flops_per_token(workload.model, workload.seq_length),
-        peak_flops_per_s=flops.peak_flops_per_s(name, candidate.precision.dtype),
-        num_skipped_steps=sum(result.skipped for result in recording.results),
-        compile_s=_compile_s(recording) if candidate.kernels.compile != "off" else 0.0,
+def _settle_loader(
+    loader: Loader, dataset: StepBatches, device: torch.device, *, pin_memory: bool
+) -> tuple[Loader, LoaderTuningReport | None]:
+    """The loader to train with: the one asked for, or the one found by climbing."""
+    if loader.tuning is None:
+        return loader, None
+    return tune_loader(
+        dataset, loader, loader.tuning, pin_memory=pin_memory, agree=lambda own_s: max_over_ranks(own_s, device)
     )
 
 
-def _compile_s(recording: Recording) -> float:
-    """Seconds of the first step beyond a normal one."""
-    first_s = (recording.warmup_times_s or recording.step_times_s)[0]
-    return max(0.0, first_s - statistics.median(recording.step_times_s))
+def _judged(report: LoaderTuningReport | None, recording: Recording) -> LoaderTuningReport | None:
+    if report is None:
+        return None
+    step_time_s = statistics.fmean(recording.step_times_s)
+    return with_verdict(report, data_s=recording.breakdown().data_s, step_time_s=step_time_s)
+
+
+def _warm_until(protocol: Protocol, step: int) -> Protocol:
+    """Keep the steps up to this one, in which kernels are being tuned, out of the measurement."""
+    return dataclasses.replace(
+        protocol,
+        min_warmup_steps=max(protocol.min_warmup_steps, step),
+        max_warmup_steps=max(protocol.max_warmup_steps, step),
+    )
 
 
 def main() -> None:

@@ -6,6 +6,17 @@ from typing import Any
 
 from cluster.topology import Device
 from orchestrator.state import AttemptEnded, AttemptLaunched, Budget, SweepCreated, TrialProposed
+from trials.findings import (
+    Findings,
+    GraphReport,
+    KernelTuningReport,
+    LoaderPoint,
+    LoaderTuningReport,
+    LossScaleState,
+    MemoryFormatReport,
+    OperatorCast,
+    PatternEffect,
+)
 from trials.outcome import (
     Crashed,
     Diverged,
@@ -23,6 +34,29 @@ from trials.spec import Candidate, LlamaModel, TextData, Workload
 
 MODEL = LlamaModel(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_hidden_size=128)
 WORKLOAD = Workload(model=MODEL, data=TextData(), seq_length=64, global_batch_size=8)
+
+FOUND = Findings(
+    recompute=(
+        PatternEffect(pattern="nothing", num_matches=0, saved_bytes=0, recompute_s=0.0),
+        PatternEffect(pattern="view", num_matches=4, saved_bytes=0, recompute_s=0.001),
+        PatternEffect(pattern=r"feed_forward\.mul", num_matches=8, saved_bytes=2**20, recompute_s=0.002),
+    ),
+    autocast=(
+        OperatorCast(name="softmax", list="white", num_calls=4),
+        OperatorCast(name="conv2d", list="black", num_calls=0),
+    ),
+    loss_scale=LossScaleState(scale=4096.0, num_finite=3, num_overflowed=0, num_skipped=2),
+    graph=GraphReport(num_graphs=4, num_recompilations=1, compile_s=12.5, reasons=("shape <changed>",)),
+    loader=LoaderTuningReport(
+        points=(LoaderPoint(num_workers=2, prefetch_factor=2, batch_time_s=0.004),),
+        chosen=LoaderPoint(num_workers=2, prefetch_factor=2, batch_time_s=0.004),
+        tuning_time_s=3.0,
+        verdict="Waiting for data is 52 % of the step.",
+    ),
+    kernel_tuning=KernelTuningReport(num_configurations=3, num_lookups=40, num_hits=30),
+    memory_format=MemoryFormatReport(rule="16-bit: nhwc", chosen="nhwc", nchw_s=0.04, nhwc_s=0.03),
+)
+"""One finding of every kind."""
 
 
 def created(**changes: Any) -> SweepCreated:

@@ -37,6 +37,15 @@ FULL = {
     },
     "space": {
         "world_size": [1, 2, 4],
+        "pp": [1, 2],
+        "schedule": ["gpipe"],
+        "num_virtual_stages": [1],
+        "stage_layers": ["even", {"counts": [3, 1]}, {"offset": [-1, 1]}],
+        "cp": [1],
+        "cp_method": ["ulysses"],
+        "tp_engine": ["auto"],
+        "num_copies": [1],
+        "shard_embedding": [False],
         "dp_replicate": [1, 2],
         "dp_shard": [1, 2],
         "zero_stage": [1, 3],
@@ -44,23 +53,41 @@ FULL = {
         "sequence_parallel": [False, True],
         "replicate_with": ["auto"],
         "micro_batch_size": [1, 2],
-        "recompute": ["none", {"full": 2}, "full"],
+        "recompute": ["none", {"full": 2}, "full", {"select": {"feed_forward\\.mul": [2, 1]}}],
         "precision": ["O0", {"level": "O1", "dtype": "float16", "loss_scale": {"initial": 8.0, "dynamic": False}}],
+        "dataloader": ["manual", {"tuning_steps": 9, "max_workers": 2}],
         "num_workers": [0, 2],
         "prefetch_factor": [2, 4],
+        "pin_memory": [False],
+        "persistent_workers": [True],
+        "full_batch": [False],
         "compile": ["off", "block"],
+        "compile_mode": ["default"],
+        "attention": ["auto", "math"],
+        "matmul_precision": ["high"],
+        "cudnn_benchmark": ["off", {"first": 1, "last": 4}],
+        "memory_format": ["nchw", "auto"],
         "forbid": [{"tp": 2, "micro_batch_size": [1, 2]}],
         "require": [{"world_size": [1, 2, 4]}],
     },
     "baseline": {
-        "dp_replicate": 2,
+        "pp": 2,
+        "schedule": "interleaved",
+        "num_virtual_stages": 2,
+        "stage_layers": {"counts": [[2, 0], [1, 1]]},
+        "cp": 1,
+        "cp_method": "all_gather",
+        "tp_engine": "auto",
+        "num_copies": 1,
+        "shard_embedding": False,
+        "dp_replicate": 1,
         "dp_shard": 1,
         "zero_stage": 0,
         "tp": 1,
         "sequence_parallel": False,
-        "replicate_with": "ddp",
+        "replicate_with": "auto",
         "micro_batch_size": 1,
-        "recompute": {"full": 3},
+        "recompute": {"full": [[1, 0], [1, 1]], "select": {"feed_forward\\.mul": 2}, "communication": 0},
         "precision": {
             "level": "O1",
             "dtype": "float16",
@@ -72,10 +99,21 @@ FULL = {
                 "backoff_interval": 1,
                 "dynamic": True,
             },
+            "white": ["softmax"],
+            "black": ["linear"],
         },
+        "dataloader": {"tuning_steps": 100, "max_workers": 4},
         "num_workers": 1,
         "prefetch_factor": 3,
+        "pin_memory": True,
+        "persistent_workers": True,
+        "full_batch": True,
         "compile": "off",
+        "compile_mode": "max-autotune",
+        "attention": "efficient",
+        "matmul_precision": "high",
+        "cudnn_benchmark": {"first": 1, "last": 10},
+        "memory_format": "nhwc",
     },
     "search": {"sampler": "random", "seed": 1, "max_concurrent": 2},
     "measure": {
@@ -91,7 +129,7 @@ FULL = {
     "runner": "trials.worker:run_rank",
     "tracking": {"uri": "http://127.0.0.1:5000", "experiment": "mine"},
 }
-"""Every key a file may hold, none at its default where that can be helped."""
+"""Every key a file with a llama model may hold, none at its default where that can be helped."""
 
 SMALL = {
     "name": "small",
@@ -99,10 +137,36 @@ SMALL = {
     "space": {"micro_batch_size": [1, 2]},
 }
 
+RESNET = {
+    "name": "resnet",
+    "workload": {
+        "model": {"kind": "resnet", "depth": 18, "num_classes": 10, "image_size": 32, "width": 8},
+        "data": {"kind": "image_folder", "path": "images"},
+        "global_batch_size": 16,
+    },
+    "space": {"memory_format": ["nchw", "nhwc", "auto"], "cudnn_benchmark": ["off", {"first": 1, "last": 4}]},
+}
+LINEAR = {
+    "name": "linear",
+    "workload": {
+        "model": {"kind": "linear", "num_layers": 3, "size": 64},
+        "data": {"kind": "random"},
+        "global_batch_size": 16,
+    },
+    "space": {"precision": ["O0", "O1", "O2"]},
+}
+TOKENS = {
+    **SMALL,
+    "workload": {**SMALL["workload"], "data": {"kind": "token_file", "path": "tokens.bin", "dtype": "uint16"}},
+}
+
 
 def write(folder, content):
-    """Write ``content`` (a mapping, text or bytes) and the training text it names; returns the path of the file."""
+    """Write ``content`` (a mapping, text or bytes) and the training data it may name; returns the path of the file."""
     (folder / "text.txt").write_text("x" * 100)
+    (folder / "tokens.bin").write_bytes(bytes(100))
+    (folder / "images" / "cat").mkdir(parents=True, exist_ok=True)
+    (folder / "images" / "cat" / "1.JPEG").write_bytes(b"not looked at")
     path = folder / "sweep.yaml"
     text = content if isinstance(content, str | bytes) else yaml.safe_dump(content, sort_keys=False, width=10**6)
     path.write_bytes(text if isinstance(text, bytes) else text.encode())

@@ -63,7 +63,7 @@ def test_patterns_compare_whole_canonical_values(tmp_path):
     }
     plan = make_plan(load_sweep(write(tmp_path, {**SMALL, "space": space})))
     assert {candidate.precision.dtype for candidate in plan.candidates} == {"float16"}
-    assert {getattr(candidate.recompute, "num_layers", 0) for candidate in plan.candidates} == {0, 2}
+    assert {candidate.recompute.full for candidate in plan.candidates} == {(), ((2,),)}
 
 
 def test_the_baseline_is_exempt_from_the_users_filters_only(tmp_path):

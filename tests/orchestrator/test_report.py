@@ -12,12 +12,14 @@ from orchestrator import report
 from orchestrator.controller import fold
 from orchestrator.invocation import Invocation
 from orchestrator.report_html import report_html
-from orchestrator.report_live import LiveView, eta_s, render_live
+from orchestrator.report_live import LiveView, eta_s, render_live, trial_line
 from orchestrator.report_promotion import render_promotion, render_recipe
 from orchestrator.state import Budget, SweepState
 from orchestrator.summary import Recorded, summarize
 from tests.orchestrator.long_story import START_S, all_kinds, events, speeds, state
-from tests.orchestrator.story import created, failures, launched, measured, proposed
+from tests.orchestrator.story import FOUND, created, failures, launched, measured, proposed
+from trials.outcome import StepBreakdown
+from trials.spec import LinearModel, RandomData, Workload
 
 
 def text(renderable: RenderableType, width: int = 100) -> str:
@@ -196,6 +198,59 @@ def test_markdown_begins_with_the_result():
     lines = report.report_markdown(sweep, summarize(sweep, "")).splitlines()
     assert lines[0] == "**1.25x the speed of your present configuration: t001 at 3,200 tokens/s/p.**"
     assert any(line.startswith("| winner | t001 |") for line in lines)
+
+
+FOUND_WORDS = (
+    "recompute of nothing matches nothing",
+    "recompute of view saves nothing (4 operator calls per step)",
+    r"recompute of feed_forward\.mul saves 1 MiB for 2 ms per step",
+    "white list: softmax ran in 16 bits, 4 calls per step",
+    "black list: conv2d was never met",
+    "loss scale 4096 at the end, 2 steps skipped",
+    "compiled 4 graphs in 12.5 s, 1 recompilations",
+    "data loading: 2 workers with 2 batches ahead",
+    "Waiting for data is 52 % of the step.",
+    "kernel cache: 75% of 40 lookups hit",
+    "memory format nhwc (nchw 40 ms, nhwc 30 ms per step; the rule: 16-bit: nhwc)",
+)
+
+
+def test_findings_are_told_of_winner_and_baseline_everywhere():
+    sweep = state([measured(0.1), measured(0.05, findings=FOUND)])
+    summary = summarize(sweep, "")
+    shown = " ".join(text(report.render_report(sweep, summary), 200).split())
+    page, markdown = report_html(sweep, summary), report.report_markdown(sweep, summary)
+    for words in FOUND_WORDS:
+        assert words in shown
+        assert words in page
+        assert f"- winner: {words}" in markdown
+    assert "shape &lt;changed&gt;" in page
+    assert "Found out" not in full_report(state(speeds(0.1, 0.05)))
+
+
+def test_a_bubble_shows_in_a_pipeline_only():
+    pipeline = StepBreakdown(forward_s=0.02, backward_s=0.05, bubble_s=0.03)
+    sweep = state([measured(0.1), measured(0.05, breakdown=pipeline)])
+    assert re.search(r"winner +50 ms .*bubble 30%", full_report(sweep))
+    assert "bubble 30%" in report_html(sweep, summarize(sweep, ""))
+    assert "bubble" not in full_report(state(speeds(0.1, 0.05)))
+
+
+def test_samples_are_counted_where_they_are_no_sequences():
+    workload = Workload(model=LinearModel(), data=RandomData(), seq_length=1, global_batch_size=512)
+    story = events(speeds(0.1, 0.05))
+    story[0] = replace(story[0], workload=workload)
+    sweep = fold(story)
+    summary = summarize(sweep, "")
+    shown = (
+        full_report(sweep),
+        report_html(sweep, summary),
+        report.report_markdown(sweep, summary),
+        text(render_live(sweep, {}, START_S)),
+        trial_line(sweep, sweep.trials[1]),
+    )
+    assert summary.to_json()["unit"] == "samples/s/p"
+    assert all("samples/s/p" in one and "tokens/s/p" not in one for one in shown)
 
 
 def test_promotions_and_recipes_read_well():

@@ -1,17 +1,19 @@
 """Every rule fires exactly when its arithmetic says so, and agrees with what the runner refuses."""
 
 import dataclasses
+import random
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.candidates import canonicalize
-from orchestrator.rules import RULES, Filters, check, matches
-from tests.orchestrator.candidate_strategies import CANDIDATES, DEGREES, WORKLOADS
+from orchestrator.choices import ALL_LAYERS, RecomputeChoice, StageSplit
+from orchestrator.rules import RULES, Case, Filters, check, matches
+from tests.orchestrator.candidate_strategies import CANDIDATES, DEGREES, OTHER_WORKLOADS, WORKLOADS, random_candidate
 from tests.orchestrator.sweep_files import topology
 from trials import legality
-from trials.spec import Candidate, Layout, LlamaModel, NoRecompute, Precision, TextData, Workload
+from trials.spec import Candidate, Layout, LlamaModel, Precision, Recompute, TextData, Workload
 
 NODES = st.lists(st.integers(1, 8), min_size=1, max_size=4)
 WORKLOAD = Workload(
@@ -28,44 +30,142 @@ def broken(candidate, workload=WORKLOAD, where=None, filters=None):
     return {violation.rule_id for violation in check(candidate, workload, where, filters)}
 
 
-def holds(rule_id, expected):
-    """A property: ``expected(candidate, workload)`` says when the rule is broken."""
-
-    @given(CANDIDATES, WORKLOADS)
-    def test(candidate, workload):
-        assert (rule_id in broken(candidate, workload)) == expected(candidate, workload)
-
-    return test
+def ddp(layout):
+    """DistributedDataParallel reduces the gradients."""
+    replicates = layout.zero_stage == 0 and layout.dp_replicate * layout.cp > 1 and layout.replicate_with == "ddp"
+    return layout.zero_stage == 1 or replicates
 
 
-test_shard_needs_zero = holds("shard-needs-zero", lambda c, w: (c.layout.dp_shard == 1) != (c.layout.zero_stage == 0))
-test_heads = holds("tp-num-heads", lambda c, w: w.model.num_heads % c.layout.tp != 0)
-test_kv_heads = holds("tp-num-kv-heads", lambda c, w: w.model.num_kv_heads % c.layout.tp != 0)
-test_hidden = holds("tp-hidden-size", lambda c, w: w.model.hidden_size % c.layout.tp != 0)
-test_ffn = holds("tp-ffn-hidden-size", lambda c, w: w.model.ffn_hidden_size % c.layout.tp != 0)
-test_vocab = holds("tp-vocab-size", lambda c, w: w.model.vocab_size % c.layout.tp != 0)
-test_sp_needs_tp = holds("sp-needs-tp", lambda c, w: c.layout.sequence_parallel and c.layout.tp < 2)
-test_sp_seq_length = holds("sp-seq-length", lambda c, w: c.layout.sequence_parallel and w.seq_length % c.layout.tp > 0)
-test_zero1_with_tp = holds("zero1-with-tp", lambda c, w: c.layout.zero_stage == 1 and c.layout.tp > 1)
-test_ddp_with_tp = holds(
-    "ddp-with-tp",
-    lambda c, w: (
-        c.layout.tp > 1 and c.layout.zero_stage == 0 and c.layout.dp_replicate > 1 and c.layout.replicate_with == "ddp"
+def micro_batches(candidate, workload):
+    layout = candidate.layout
+    return workload.global_batch_size // (candidate.micro_batch_size * layout.dp_replicate * layout.dp_shard)
+
+
+def wrong_chunks(layout):
+    if layout.pp == 1:
+        return layout.num_virtual_stages != 1
+    allowed = {"1f1b": {1}, "zbv": {2}, "interleaved": {2, 3}, "gpipe": {1, 2, 3}}
+    return layout.num_virtual_stages not in allowed[layout.schedule]
+
+
+def wrong_stages(layout, num_layers=4):
+    if layout.pp == 1:
+        return layout.stage_layers != ()
+    flat = [count for row in layout.stage_layers for count in row]
+    return not fits(layout.stage_layers, layout) or any(count < 0 for count in flat) or sum(flat) != num_layers
+
+
+def fits(counts, layout):
+    return [len(row) for row in counts] == [layout.pp] * layout.num_virtual_stages
+
+
+def wrong_recompute(candidate):
+    layout, recompute = candidate.layout, candidate.recompute
+    present = layout.stage_layers if layout.pp > 1 else ((4,),)
+    for counts in (recompute.full, recompute.communication, *(part.num_layers for part in recompute.selective)):
+        if counts and not fits(counts, layout):
+            return True
+        if counts and fits(present, layout):
+            pairs = [(n, m) for row, most in zip(counts, present, strict=True) for n, m in zip(row, most, strict=True)]
+            if any(n > m for n, m in pairs):
+                return True
+    return False
+
+
+BROKEN_WHEN = {
+    "shard-needs-zero": lambda c, w: (c.layout.dp_shard == 1) != (c.layout.zero_stage == 0),
+    "tp-num-heads": lambda c, w: w.model.num_heads % c.layout.tp != 0,
+    "tp-num-kv-heads": lambda c, w: w.model.num_kv_heads % c.layout.tp != 0,
+    "tp-hidden-size": lambda c, w: w.model.hidden_size % c.layout.tp != 0,
+    "tp-ffn-hidden-size": lambda c, w: w.model.ffn_hidden_size % c.layout.tp != 0,
+    "tp-vocab-size": lambda c, w: w.model.vocab_size % c.layout.tp != 0,
+    "sp-needs-tp": lambda c, w: c.layout.sequence_parallel and c.layout.tp < 2,
+    "sp-seq-length": lambda c, w: c.layout.sequence_parallel and w.seq_length % (c.layout.cp * c.layout.tp) > 0,
+    "zero1-with-tp": lambda c, w: c.layout.zero_stage == 1 and c.layout.tp > 1 and c.layout.tp_engine == "dtensor",
+    "ddp-with-tp": lambda c, w: (
+        ddp(c.layout) and c.layout.zero_stage == 0 and c.layout.tp > 1 and c.layout.tp_engine == "dtensor"
     ),
-)
-test_global_batch = holds(
-    "global-batch",
-    lambda c, w: (
+    "ddp-with-chunks": lambda c, w: ddp(c.layout) and c.layout.num_virtual_stages > 1,
+    "global-batch": lambda c, w: (
         w.global_batch_size
         not in range(0, w.global_batch_size + 1, c.micro_batch_size * c.layout.dp_replicate * c.layout.dp_shard)
     ),
-)
+    "copies": lambda c, w: (
+        c.layout.num_copies == 2
+        and not (c.layout.tp > 1 and c.layout.tp_engine == "local" and c.micro_batch_size in (2, 4, 8))
+    ),
+    "cp-seq-length": lambda c, w: c.layout.cp > 1 and w.seq_length % (2 * c.layout.cp) != 0,
+    "cp-heads": lambda c, w: (
+        c.layout.cp > 1
+        and c.layout.cp_method == "ulysses"
+        and any(heads % (c.layout.cp * c.layout.tp) for heads in (w.model.num_heads, w.model.num_kv_heads))
+    ),
+    "virtual-stages": lambda c, w: wrong_chunks(c.layout),
+    "stage-layers": lambda c, w: wrong_stages(c.layout),
+    "num-microbatches": lambda c, w: (
+        c.layout.pp > 1
+        and (
+            (c.layout.schedule == "1f1b" and micro_batches(c, w) < c.layout.pp)
+            or (c.layout.schedule == "interleaved" and micro_batches(c, w) % max(1, micro_batches(c, w) // c.layout.pp))
+        )
+    ),
+    "shard-embedding": lambda c, w: c.layout.shard_embedding and (ddp(c.layout) or c.layout.dp * c.layout.cp == 1),
+    "recompute-shape": lambda c, w: wrong_recompute(c),
+    "recompute-pattern": lambda c, w: any(p.pattern == "(" or len(p.pattern) > 200 for p in c.recompute.selective),
+    "recompute-with-compile": lambda c, w: (
+        c.kernels.compile != "off" and bool(c.recompute.selective or c.recompute.communication)
+    ),
+    "recompute-communication": lambda c, w: (
+        c.recompute.communication != ()
+        and not (c.layout.tp > 1 and c.layout.sequence_parallel and c.layout.tp_engine == "local")
+    ),
+    "compile-with-zbv": lambda c, w: c.kernels.compile != "off" and c.layout.schedule == "zbv",
+    "compile-model-with-dtensor": lambda c, w: (
+        c.kernels.compile == "model"
+        and c.layout.tp > 1
+        and c.layout.tp_engine == "dtensor"
+        and c.layout.world_size > c.layout.tp
+    ),
+    "amp-lists-with-compile": lambda c, w: c.kernels.compile != "off" and c.precision.white + c.precision.black != (),
+    "cudnn-range": lambda c, w: c.kernels.cudnn_tuning_range not in ((), (1, 4)),
+    "amp-lists": lambda c, w: (
+        (c.precision.level != "O1" and bool(c.precision.white + c.precision.black))
+        or "no name" in c.precision.white + c.precision.black
+        or bool(set(c.precision.white) & set(c.precision.black))
+    ),
+}
 
 
+@settings(max_examples=400, deadline=None)
 @given(CANDIDATES, WORKLOADS)
+def test_every_rule_fires_exactly_when_its_arithmetic_says_so(candidate, workload):
+    found = broken(candidate, workload)
+    for rule_id, expected in BROKEN_WHEN.items():
+        assert (rule_id in found) == bool(expected(candidate, workload)), rule_id
+
+
+def test_every_rule_is_put_to_the_test():
+    awkward = dataclasses.replace(
+        WORKLOAD, seq_length=30, model=dataclasses.replace(WORKLOAD.model, ffn_hidden_size=97)
+    )
+    rng, found = random.Random(0), set()
+    for _ in range(1500):
+        found |= broken(random_candidate(rng), awkward)
+    assert {rule.id for rule in legality.RULES} - found == {"degrees", "model-kind"}
+
+
+@given(CANDIDATES, WORKLOADS | OTHER_WORKLOADS)
 def test_the_planner_rejects_exactly_what_the_runner_refuses(candidate, workload):
-    candidate = canonicalize(candidate, workload.model.num_layers)
+    candidate = canonicalize(candidate, workload.model)
     assert bool(check(candidate, workload)) == bool(list(legality.violations(workload, candidate)))
+
+
+@given(CANDIDATES, OTHER_WORKLOADS)
+def test_model_kind(candidate, workload):
+    layout = candidate.layout
+    found = broken(candidate, workload)
+    assert ("model-kind" in found) == (layout.pp * layout.cp * layout.tp > 1)
+    assert ("shard-embedding" in found) == layout.shard_embedding
 
 
 @given(DEGREES, NODES)
@@ -81,7 +181,7 @@ def test_fits_lease_counts_whole_tensor_parallel_groups(candidate, nodes):
         while free >= layout.tp:
             free -= layout.tp
             groups += 1
-    assert ("fits-lease" in broken(candidate, where=topology(*nodes))) == (groups < layout.dp)
+    assert ("fits-lease" in broken(candidate, where=topology(*nodes))) == (groups * layout.tp < layout.world_size)
 
 
 @given(CANDIDATES, NODES, st.integers(1, 8))
@@ -130,7 +230,7 @@ PATTERNS = st.fixed_dictionaries(
     optional={
         "tp": st.sampled_from([(1,), (2, 4)]),
         "micro_batch_size": st.sampled_from([(1, 2), (8,)]),
-        "recompute": st.just((NoRecompute(),)),
+        "compile": st.just(("block", "model")),
         "world_size": st.sampled_from([(1,), (2, 4, 8)]),
     },
 ).filter(bool)
@@ -140,7 +240,7 @@ def selected(candidate, name):
     return {
         "tp": candidate.layout.tp,
         "micro_batch_size": candidate.micro_batch_size,
-        "recompute": candidate.recompute,
+        "compile": candidate.kernels.compile,
         "world_size": candidate.layout.world_size,
     }[name]
 
@@ -150,15 +250,16 @@ def test_a_pattern_matches_when_all_its_knobs_do(candidate, pattern):
     expected = True
     for name, accepted in pattern.items():
         expected = expected and selected(candidate, name) in accepted
-    assert matches(pattern, candidate) == expected
+    assert matches(pattern, Case(candidate=candidate, workload=WORKLOAD)) == expected
 
 
 @given(CANDIDATES, st.lists(PATTERNS, max_size=3), st.lists(PATTERNS, max_size=3))
 def test_forbid_and_require_are_opposites(candidate, forbid, require):
+    case = Case(candidate=candidate, workload=WORKLOAD)
     found = broken(candidate, filters=Filters(forbid=tuple(forbid), require=tuple(require))) - broken(candidate)
     assert found == {
-        *(f"forbid.{i}" for i, pattern in enumerate(forbid) if matches(pattern, candidate)),
-        *(f"require.{i}" for i, pattern in enumerate(require) if not matches(pattern, candidate)),
+        *(f"forbid.{i}" for i, pattern in enumerate(forbid) if matches(pattern, case)),
+        *(f"require.{i}" for i, pattern in enumerate(require) if not matches(pattern, case)),
     }
 
 
@@ -188,6 +289,28 @@ def test_rule_ids_are_unique():
 
 @given(CANDIDATES, WORKLOADS)
 def test_one_device_runs_every_plain_candidate(candidate, workload):
-    plain = dataclasses.replace(candidate, layout=Layout(), precision=Precision())
+    plain = dataclasses.replace(candidate, layout=Layout(), precision=Precision(), recompute=Recompute())
+    plain = canonicalize(plain, workload.model)
     assume(workload.global_batch_size % plain.micro_batch_size == 0)
     assert broken(plain, workload, topology(1)) == set()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "accepted", "expected"),
+    [
+        ("recompute", RecomputeChoice(full=ALL_LAYERS), True),
+        ("recompute", RecomputeChoice(full=((1, 3),)), True),
+        ("recompute", RecomputeChoice(full=3), True),
+        ("recompute", RecomputeChoice(full=2), False),
+        ("recompute", RecomputeChoice(), False),
+        ("stage_layers", StageSplit(kind="offset", rows=((-1, 1),)), True),
+        ("stage_layers", StageSplit(kind="counts", rows=((1, 3),)), True),
+        ("stage_layers", StageSplit(), False),
+        ("schedule", "gpipe", True),
+        ("tp_engine", "local", False),
+    ],
+)
+def test_patterns_are_resolved_against_the_candidate(pattern, accepted, expected):
+    layout = Layout(pp=2, schedule="gpipe", stage_layers=((1, 3),))
+    case = Case(candidate=Candidate(layout=layout, recompute=Recompute(full=((1, 3),))), workload=WORKLOAD)
+    assert matches({pattern: ("zbv", accepted) if pattern == "schedule" else (accepted,)}, case) == expected

@@ -6,7 +6,7 @@ from orchestrator.controller import fold
 from orchestrator.search import Search
 from orchestrator.state import Budget
 from tests.orchestrator.story import created, ended, failures, launched, measured, proposed
-from trials.spec import Candidate, FullRecompute, Layout, Loader, NoRecompute, Precision
+from trials.spec import Candidate, Layout, Loader, Precision, Recompute
 
 CANDIDATES = [
     Candidate(
@@ -19,7 +19,7 @@ CANDIDATES = [
     for dp, mbs, recompute, precision, workers in product(
         (1, 2),
         (1, 2, 4, 8),
-        (NoRecompute(), FullRecompute(num_layers=2)),
+        (Recompute(), Recompute(full=((2,),))),
         (Precision(), Precision(level="O1", dtype="bfloat16")),
         (0, 1, 2, 3, 4),
     )
@@ -31,7 +31,7 @@ def features(candidate):
     return {
         "dp": candidate.layout.dp,
         "mbs": candidate.micro_batch_size,
-        "recompute": candidate.recompute.kind,
+        "recompute": bool(candidate.recompute.full),
         "amp": candidate.precision.level,
         "workers": candidate.loader.num_workers,
         "constant": 1,
@@ -41,14 +41,14 @@ def features(candidate):
 def step_time(candidate):
     """A smooth made-up machine: larger micro-batches, no recompute and O1 are faster."""
     time_s = 0.1 + 0.2 / candidate.micro_batch_size
-    time_s *= 1.3 if candidate.recompute.kind == "full" else 1.0
+    time_s *= 1.3 if candidate.recompute.full else 1.0
     time_s *= 0.7 if candidate.precision.level == "O1" else 1.0
     return time_s * candidate.layout.dp**-0.9
 
 
 def outcome_of(candidate):
     """Half of the space, everything without recompute, does not fit."""
-    if candidate.recompute.kind == "none":
+    if not candidate.recompute.full:
         return failures()["oom"]
     return measured(step_time(candidate), world_size=candidate.layout.world_size)
 

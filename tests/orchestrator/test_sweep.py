@@ -10,18 +10,48 @@ import pytest
 import yaml
 
 from cluster.base import Deadlines
+from orchestrator.choices import ALL_LAYERS, RecomputeChoice, StageSplit
 from orchestrator.errors import ConfigError
-from orchestrator.knob_types import EVERY_LAYER, LossScaleSection
 from orchestrator.plan import make_plan
 from orchestrator.rules import RULES
+from orchestrator.run_types import LossScaleSection
 from orchestrator.sweep import SweepSpec, load_sweep
 from orchestrator.sweep_schema import DOCS_FILE, SCHEMA_FILE, schema_text, sweep_schema, with_table
-from orchestrator.sweep_sections import DataSection, DeadlinesSection, MeasureSection, ModelSection, OptimizerSection
-from tests.orchestrator.sweep_files import FULL, SMALL, changed, topology, write
-from trials.spec import AdamW, FullRecompute, LlamaModel, LossScale, NoRecompute, Precision, Protocol, TextData
+from orchestrator.sweep_sections import DeadlinesSection, MeasureSection
+from orchestrator.sweep_workload import (
+    ImageFolderSection,
+    LinearSection,
+    LlamaSection,
+    OptimizerSection,
+    ResNetSection,
+    TextSection,
+    TokenFileSection,
+)
+from tests.orchestrator.sweep_files import FULL, LINEAR, RESNET, SMALL, TOKENS, changed, topology, write
+from trials.spec import (
+    AdamW,
+    ImageFolderData,
+    Kernels,
+    Layout,
+    LinearModel,
+    LlamaModel,
+    Loader,
+    LoaderTuning,
+    LossScale,
+    Precision,
+    Protocol,
+    RandomData,
+    Recompute,
+    ResNetModel,
+    SelectiveRecompute,
+    TextData,
+    TokenFileData,
+)
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs/sweeps/quickstart.yaml"
+SHIPPED = sorted((ROOT / "configs/sweeps").glob("*.yaml"))
+EVERY_KEY = (FULL, RESNET, LINEAR, TOKENS)
 
 
 def test_every_key_arrives(tmp_path):
@@ -37,14 +67,105 @@ def test_every_key_arrives(tmp_path):
     assert spec.to_deadlines() == Deadlines(starting_s=10.0, warmup_s=20.0, measuring_s=30.0, stall_s=5.0)
     assert (spec.cluster.device_memory_bytes, spec.budget.wall_time_s) == (2**31, 90.0)
     assert spec.choices["recompute"] == (
-        NoRecompute(), FullRecompute(num_layers=2), FullRecompute(num_layers=EVERY_LAYER)
-    )  # fmt: skip
+        RecomputeChoice(),
+        RecomputeChoice(full=2),
+        RecomputeChoice(full=ALL_LAYERS),
+        RecomputeChoice(select=((r"feed_forward\.mul", ((2, 1),)),)),
+    )
+    assert spec.choices["stage_layers"][1:] == (
+        StageSplit(kind="counts", rows=((3, 1),)),
+        StageSplit(kind="offset", rows=((-1, 1),)),
+    )
     assert spec.choices["precision"][1] == Precision(
         level="O1", dtype="float16", loss_scale=LossScale(initial=8.0, dynamic=False)
     )
     assert spec.filters.world_size == (1, 2, 4)
-    assert spec.baseline_candidate.recompute == FullRecompute(num_layers=3)
-    assert spec.baseline_candidate.loader.prefetch_factor == 3
+    baseline = spec.baseline_candidate
+    assert baseline.layout == Layout(pp=2, schedule="interleaved", num_virtual_stages=2, stage_layers=((2, 0), (1, 1)))
+    assert baseline.recompute == Recompute(
+        full=((1, 0), (1, 1)),
+        selective=(SelectiveRecompute(pattern=r"feed_forward\.mul", num_layers=((2, 0), (0, 0))),),
+    )
+    assert (baseline.precision.white, baseline.precision.black) == (("softmax",), ("linear",))
+    assert baseline.loader == Loader(
+        pin_memory=True,
+        persistent_workers=True,
+        full_batch=True,
+        tuning=LoaderTuning(tuning_steps=100, max_workers=4),
+    )
+    assert baseline.kernels == Kernels(attention="efficient", matmul_precision="high")
+
+
+@pytest.mark.parametrize(
+    ("content", "model", "data"),
+    [
+        (RESNET, ResNetModel(depth=18, num_classes=10, image_size=32, width=8), ImageFolderData),
+        (LINEAR, LinearModel(num_layers=3, size=64), RandomData),
+        (TOKENS, LlamaModel(**{k: v for k, v in SMALL["workload"]["model"].items() if k != "kind"}), TokenFileData),
+    ],
+    ids=["resnet", "linear", "tokens"],
+)
+def test_kinds_of_workloads(tmp_path, content, model, data):
+    workload = load_sweep(write(tmp_path, content)).to_workload()
+    assert workload.model == model
+    assert isinstance(workload.data, data)
+    assert getattr(workload.data, "path", str(tmp_path)).startswith(str(tmp_path))
+    assert workload.seq_length == (32 if isinstance(model, LlamaModel) else 1)
+
+
+def test_the_kind_of_data_follows_from_the_model(tmp_path):
+    for content, data in ((RESNET, ImageFolderData()), (LINEAR, RandomData()), (SMALL, TextData())):
+        bare = changed(content, ("workload", "data"), {})
+        assert load_sweep(write(tmp_path, bare)).to_workload().data == data
+        del bare["workload"]["data"]
+        assert load_sweep(write(tmp_path, bare)).to_workload().data == data
+
+
+def test_kernels_for_convolutions(tmp_path):
+    plan = make_plan(load_sweep(write(tmp_path, RESNET)))
+    assert len(plan.candidates) == 6
+    assert {c.kernels.cudnn_tuning_range for c in plan.candidates} == {(), (1, 4)}
+
+
+@pytest.mark.parametrize(
+    ("written", "same"),
+    [
+        ([4, 0], {"full": [4, 0]}),
+        ([[1, 0], [1, 1]], {"full": [[1, 0], [1, 1]]}),
+        ({"full": "all"}, "full"),
+        ({"full": 0}, "none"),
+        ({"full": [0, 0], "select": {"a": 0}}, "none"),
+        ({"select": {"b": 1, "a": "all"}}, {"select": {"a": "all", "b": 1}}),
+    ],
+)
+def test_spellings_of_recompute(tmp_path, written, same):
+    layout = {"pp": 2, "schedule": "gpipe", "num_virtual_stages": 2 if written == [[1, 0], [1, 1]] else 1}
+    one, other = (
+        load_sweep(write(tmp_path, {**SMALL, "baseline": {**layout, "recompute": value}})) for value in (written, same)
+    )
+    assert one == other
+    assert one.spec_hash == other.spec_hash
+
+
+def test_recompute_of_another_shape_rejects_the_candidate_not_the_file(tmp_path):
+    space = {"pp": [1, 2], "schedule": "gpipe", "recompute": ["none", {"full": [4, 0]}, {"full": [1]}]}
+    plan = make_plan(load_sweep(write(tmp_path, {**SMALL, "space": space})))
+    assert plan.num_rejected == {"recompute-shape": 2}
+    assert [(c.layout.pp, c.recompute.full) for c in plan.candidates] == [
+        (1, ()),
+        (1, ((1,),)),
+        (2, ()),
+        (2, ((2, 0),)),
+    ]
+
+
+def test_auto_takes_the_local_engine_where_it_is_needed(tmp_path):
+    space = {"tp": 2, "sequence_parallel": True, "num_copies": [1, 2], "recompute": ["none", {"communication": "all"}]}
+    space |= {"tp_engine": ["auto", "local"], "micro_batch_size": 2}
+    plan = make_plan(load_sweep(write(tmp_path, {**SMALL, "space": space})))
+    found = {(c.layout.num_copies, c.recompute.communication, c.layout.tp_engine) for c in plan.candidates}
+    assert found == {(1, (), "dtensor"), *((n, r, "local") for n in (1, 2) for r in ((), ((4,),)))}
+    assert (len(plan.candidates), plan.num_duplicates, plan.num_rejected) == (5, 3, {})
 
 
 def test_defaults_are_those_of_the_trial(tmp_path):
@@ -59,8 +180,12 @@ def test_defaults_are_those_of_the_trial(tmp_path):
 @pytest.mark.parametrize(
     ("section", "cls"),
     [
-        (ModelSection, LlamaModel),
-        (DataSection, TextData),
+        (LlamaSection, LlamaModel),
+        (ResNetSection, ResNetModel),
+        (LinearSection, LinearModel),
+        (TextSection, TextData),
+        (TokenFileSection, TokenFileData),
+        (ImageFolderSection, ImageFolderData),
         (OptimizerSection, AdamW),
         (MeasureSection, Protocol),
         (DeadlinesSection, Deadlines),
@@ -101,7 +226,7 @@ def test_durations(tmp_path, text, seconds):
     assert spec.budget.wall_time_s == seconds
 
 
-@pytest.mark.parametrize("content", [FULL, SMALL], ids=["full", "small"])
+@pytest.mark.parametrize("content", [FULL, SMALL, RESNET, LINEAR, TOKENS], ids=lambda content: content["name"])
 def test_json_round_trip(tmp_path, content):
     spec = load_sweep(write(tmp_path, content))
     again = SweepSpec.from_json(json.loads(json.dumps(spec.to_json())))
@@ -159,7 +284,7 @@ def test_the_quickstart_is_what_it_says():
     assert len(plan.candidates) >= 40
     assert {candidate.layout.world_size for candidate in plan.candidates} == {1, 2}
     assert plan.baseline.layout.dp_replicate == 2 and plan.baseline.micro_batch_size == 1
-    assert isinstance(plan.baseline.recompute, FullRecompute) and plan.baseline.precision.level == "O0"
+    assert plan.baseline.recompute.full == ((4,),) and plan.baseline.precision.level == "O0"
     assert spec.budget.max_trials == 14
 
 
@@ -168,7 +293,9 @@ def test_the_shipped_schema_is_up_to_date():
 
 
 @pytest.mark.parametrize(
-    "content", [FULL, SMALL, yaml.safe_load(QUICKSTART.read_text())], ids=["full", "small", "quick"]
+    "content",
+    [FULL, SMALL, RESNET, LINEAR, TOKENS, *(yaml.safe_load(file.read_text()) for file in SHIPPED)],
+    ids=lambda content: content["name"],
 )
 def test_the_schema_accepts_good_files(content):
     jsonschema.Draft202012Validator.check_schema(sweep_schema())
@@ -195,7 +322,7 @@ def test_the_schema_refuses_bad_files(path, value):
 
 
 def test_shipped_files_name_their_schema():
-    for file in (ROOT / "configs/sweeps").glob("*.yaml"):
+    for file in SHIPPED:
         first = file.read_text().splitlines()[0]
         assert first.startswith("# yaml-language-server: $schema=")
         assert (file.parent / first.split("=")[1]).is_file()
@@ -217,7 +344,10 @@ def keys(node):
                 yield from keys(item)
 
 
-@pytest.mark.parametrize("key", sorted(set(keys(FULL))))
+ALL_KEYS = {key for content in EVERY_KEY for key in keys(content)} - {r"feed_forward\.mul"}
+
+
+@pytest.mark.parametrize("key", sorted(ALL_KEYS))
 def test_every_key_is_documented_with_a_meaning(key):
     row = next(line for line in docs().splitlines() if line.startswith(f"| `{key}` |"))
     assert all(cell.strip() for cell in row.strip("|").split("|"))
@@ -225,7 +355,7 @@ def test_every_key_is_documented_with_a_meaning(key):
 
 def test_full_has_every_key_the_models_have():
     documented = set(re.findall(r"^\| `([a-z_0-9]+)` \|", docs().partition("## All keys")[2], flags=re.MULTILINE))
-    assert documented == set(keys(FULL))
+    assert documented == ALL_KEYS
 
 
 def test_every_rule_is_documented():
@@ -236,6 +366,19 @@ def test_the_documented_example_loads(tmp_path):
     example = re.search(r"```yaml\n(.*?)```", docs(), flags=re.DOTALL).group(1)
     spec = load_sweep(write(tmp_path, example))
     assert len(make_plan(spec, topology(2)).candidates) > 20
+
+
+def test_the_documented_richer_knobs_load(tmp_path):
+    _, space = re.findall(r"```yaml\n(.*?)```", docs().partition("## All keys")[0], flags=re.DOTALL)
+    spec = load_sweep(write(tmp_path, {**SMALL, **yaml.safe_load(space)}))
+    assert len(spec.choices["recompute"]) == 3
+    assert spec.choices["compile"] == ("off", "block")
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_shipped_sweeps_leave_something_to_choose_from(file):
+    plan = make_plan(load_sweep(file), topology(4))
+    assert len(plan.candidates) >= 8
 
 
 def test_the_documented_errors_are_what_one_gets(tmp_path):

@@ -13,16 +13,18 @@ from mlflow.entities import Run
 
 from orchestrator import tracking_content as content
 from orchestrator.controller import fold
+from orchestrator.findings_text import findings_metrics
 from orchestrator.ledger import Ledger
 from orchestrator.state import LedgerEvent, SweepState
 from orchestrator.summary import Recorded, summarize
 from orchestrator.tracking import CURSOR, Tracker
 from tests.orchestrator.long_story import START_S, all_kinds, events, fill, speeds
 from tests.orchestrator.mlflow_store import new_store
-from tests.orchestrator.story import ended, evidence, failures, launched, measured
+from tests.orchestrator.story import FOUND, created, ended, evidence, failures, launched, measured
 from trials.codec import from_json
+from trials.findings import Findings
 from trials.outcome import Crashed
-from trials.spec import Candidate
+from trials.spec import Candidate, LinearModel, RandomData, ResNetModel, Workload
 
 
 @pytest.fixture
@@ -270,3 +272,31 @@ def test_secrets_of_the_environment_stay_out(ledger: Ledger, uri: str, tmp_path:
 def test_names_are_safe_in_paths():
     assert content.slug("Llama on 1x2 / AMD: ../x") == "llama-on-1x2-amd-..-x"
     assert content.slug("../..") == ""
+
+
+def test_findings_become_metrics_and_one_artifact(ledger: Ledger, uri: str, tmp_path: Path):
+    recording, state = synced(ledger, uri, events([measured(0.1), measured(0.05, samples_per_step=8, findings=FOUND)]))
+    plain, found = recording.trials
+    assert from_json(Findings, json.loads(recording.artifact(found, "findings.json", tmp_path))) == FOUND
+    assert [file.path for file in recording.client.list_artifacts(plain.info.run_id)] == ["trial.json"]
+    metrics = found.data.metrics
+    assert metrics["recompute_saved_bytes"] == 2**20
+    assert metrics["recompute_s"] == pytest.approx(0.003)
+    assert metrics["num_idle_recompute_patterns"] == 2
+    assert metrics["num_unmet_cast_operators"] == 1
+    assert (metrics["loss_scale"], metrics["num_recompilations"]) == (4096.0, 1.0)
+    assert (metrics["tuned_num_workers"], metrics["loader_tuning_s"]) == (2.0, 3.0)
+    assert (metrics["kernel_cache_hit_rate"], metrics["nhwc_s"]) == (0.75, 0.03)
+    assert metrics["samples_per_s_per_device"] == pytest.approx(8 / 0.05)
+    assert "bubble_s" in metrics
+    assert set(findings_metrics(Findings())) == set()
+    assert "matches nothing" in content.trial_note(state, state.trials[1])
+
+
+def test_experiments_of_other_models_are_named_after_their_shape():
+    for model, name in (
+        (ResNetModel(), "resnet50-w64-i224 on 1x2 test CPU"),
+        (LinearModel(), "linear-8192-l9 on 1x2 test CPU"),
+    ):
+        workload = Workload(model=model, data=RandomData(), seq_length=1, global_batch_size=8)
+        assert content.experiment_name(created(workload=workload)) == name

@@ -1,12 +1,21 @@
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 
 from tests.trials.tiny import SHAPE
 from trials import flops
 from trials.models.llama import Llama
-from trials.spec import LlamaModel
+from trials.models.resnet import ResNet
+from trials.spec import Layout, LinearModel, LlamaModel, ResNetModel
+from trials.stages import Chunk, all_chunks
+
+
+def whole(shape: LlamaModel) -> Chunk:
+    return all_chunks(Layout(), shape.num_layers)[0]
+
 
 LLAMA2_7B = LlamaModel(
     hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=32, ffn_hidden_size=11008, vocab_size=32000
@@ -16,7 +25,7 @@ LLAMA2_7B = LlamaModel(
 @pytest.mark.parametrize("shape", [SHAPE, LLAMA2_7B])
 def test_counts_the_parameters_of_the_model(shape: LlamaModel) -> None:
     with torch.device("meta"):
-        model = Llama(shape, 16)
+        model = Llama(shape, 16, whole(shape))
     assert flops.num_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -29,8 +38,8 @@ def test_flops_match_what_torch_counts() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     shape, length = LlamaModel(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, ffn_hidden_size=128), 32
-    model = Llama(shape, length)
-    model.build_rotary_table(torch.device("cpu"))
+    model = Llama(shape, length, whole(shape))
+    model.materialize(torch.device("cpu"))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     with FlopCounterMode(display=False) as counter:
@@ -41,6 +50,32 @@ def test_flops_match_what_torch_counts() -> None:
     expected = flops.model_flops_per_token(shape, length) - gains
     # Torch's CPU attention kernel may be counted or not, according to the version.
     assert counted == pytest.approx(expected, rel=0.05) or counted == pytest.approx(expected - attention, rel=0.05)
+
+
+@pytest.mark.parametrize(("depth", "size"), [(18, 224), (50, 224), (50, 75)])
+def test_resnet_figures_match_the_model(depth: Literal[18, 50], size: int) -> None:
+    """Torch leaves out the gradient of the image, which nobody needs."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    shape = ResNetModel(depth=depth, image_size=size)
+    with torch.device("meta"):
+        model = ResNet(shape, all_chunks(Layout(), shape.num_layers)[0])
+    assert flops.num_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
+    with FlopCounterMode(display=False) as counter:
+        model(torch.empty(2, 3, size, size, device="meta"))
+    assert counter.get_total_flops() / 2 == pytest.approx(flops.model_flops_per_token(shape, 1) / 3)
+
+
+def test_resnet50_has_the_published_size_and_cost() -> None:
+    shape = ResNetModel()
+    assert flops.num_parameters(shape) == 25_557_032
+    assert flops.model_flops_per_token(shape, 1) / 6 == pytest.approx(4.09e9, rel=1e-3)
+
+
+def test_the_linear_chain_multiplies_its_weights() -> None:
+    shape = LinearModel(num_layers=9, size=8192)
+    assert flops.num_parameters(shape) == 9 * 8192**2
+    assert flops.model_flops_per_token(shape, 1) == 6 * 9 * 8192**2
 
 
 @pytest.mark.parametrize(

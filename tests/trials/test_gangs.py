@@ -22,6 +22,7 @@ O2_FP16 = Precision(level="O2", dtype="float16", loss_scale=OVERFLOWING)
 DDP2 = Layout(dp_replicate=2)
 ZERO3 = Layout(dp_shard=2, zero_stage=3)
 TP2_SP = Layout(tp=2, sequence_parallel=True)
+PP2 = Layout(pp=2, stage_layers=((1, 1),))
 
 
 def _check_initial_values() -> None:
@@ -33,16 +34,16 @@ def _check_initial_values() -> None:
 
     parallelize = step.parallelize
 
-    def checked(spec, mesh, device):
-        model = parallelize(spec, mesh, device)
-        llama = getattr(model, "module", model)
+    def checked(spec, mesh, device, *, stage):
+        parts = parallelize(spec, mesh, device, stage=stage)
+        llama = parts[0].model
         names = [plain_name(name) for name, _ in llama.named_parameters()]
         assert len(names) == 3 + 9 * SHAPE.num_layers
         for name, parameter in zip(names, llama.parameters(), strict=True):
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            wanted = initial_value(name, whole.shape, llama.init_std(name), spec.workload.seed)
+            wanted = initial_value(name, whole.shape, llama.initial(name), spec.workload.seed)
             assert torch.equal(whole, wanted), name
-        return model
+        return parts
 
     step.parallelize = checked
 
@@ -62,8 +63,9 @@ def test_sharding_on_two_axes_starts_from_the_same_values(tmp_path: Path) -> Non
 @pytest.mark.parametrize("precision", [O1_FP16, O2_FP16], ids=["O1", "O2"])
 def test_overflow_skips_steps_on_all_ranks_alike(precision: Precision, tmp_path: Path) -> None:
     alone = run_gang([tiny_spec(precision=precision)], tmp_path / "1")
-    layouts = [DDP2, ZERO3, TP2_SP, Layout(dp_shard=2, zero_stage=1)]
-    results = alone + run_gang([tiny_spec(layout, precision=precision) for layout in layouts], tmp_path / "2")
+    layouts = [DDP2, ZERO3, TP2_SP, Layout(dp_shard=2, zero_stage=1), PP2]
+    specs = [tiny_spec(layout, precision=precision, num_microbatches=layout.pp) for layout in layouts]
+    results = alone + run_gang(specs, tmp_path / "2")
     for result in results:
         assert isinstance(result, RankReport), result
         assert 0 < result.num_skipped_steps < 5
@@ -108,18 +110,19 @@ def _break_rank_one() -> None:
 
     train = step.Trainer.step
 
-    def broken(self, batch, marker):
+    def broken(self, inputs, targets, marker):
         if os.environ["RANK"] == "1":
             raise MemoryError("out of luck")
-        return train(self, batch, marker)
+        return train(self, inputs, targets, marker)
 
     step.Trainer.step = broken
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("layout", [DDP2, ZERO3, TP2_SP], ids=["ddp", "zero3", "tp"])
+@pytest.mark.parametrize("layout", [DDP2, ZERO3, TP2_SP, PP2], ids=["ddp", "zero3", "tp", "pp"])
 def test_the_root_cause_stands_out_from_collateral(layout: Layout, tmp_path: Path) -> None:
-    (result,) = run_gang([tiny_spec(layout)], tmp_path, before=_break_rank_one, timeout_s=30)
+    spec = tiny_spec(layout, num_microbatches=layout.pp)
+    (result,) = run_gang([spec], tmp_path, before=_break_rank_one, timeout_s=30)
     assert isinstance(result, RankFailure)
     assert (result.kind, result.rank, result.collateral) == ("oom", 1, ("connection",)), result
 

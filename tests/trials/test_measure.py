@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from tests.trials.tiny import tiny_spec
 from trials.codec import from_json, to_json
+from trials.failure import InfeasibleSpec
 from trials.measure import PHASES, StepClock, is_enough, is_stable, relative_spread
 from trials.outcome import RankReport
-from trials.spec import Kernels, Protocol, TrialSpec
+from trials.spec import ImageFolderData, Kernels, Protocol, ResNetModel, TrialSpec, Workload
 from trials.worker import run_rank
 
 PROTOCOL = Protocol(min_warmup_steps=2, max_warmup_steps=5, warmup_tolerance=0.2, num_steps=4, max_steps=6)
@@ -61,7 +62,7 @@ def test_spread_does_not_depend_on_the_unit(times_s: list[float], unit: float) -
 def test_phases_add_up_to_the_step() -> None:
     clock = StepClock(torch.device("cpu"))
     clock.start()
-    for phase in ("data", "forward", "backward", "forward", "backward", "other", "optimizer"):
+    for phase in ("data", "forward", "backward", "bubble", "forward", "backward", "other", "optimizer"):
         sum(range(2000))
         clock.mark(phase)
     step_time_s, phases_s = clock.stop()
@@ -104,3 +105,22 @@ def test_compile_time_is_reported_apart(monkeypatch: pytest.MonkeyPatch) -> None
         graph, _ = run_alone(tiny_spec(kernels=Kernels(compile="block", backend="eager")), monkeypatch)
     assert graph.compile_s > max(graph.step_times_s)
     assert graph.losses == pytest.approx(plain.losses, abs=1e-5)
+
+
+def test_steps_that_tune_kernels_are_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = Workload(
+        model=ResNetModel(depth=18, num_classes=10, image_size=32, width=4),
+        data=ImageFolderData(),
+        seq_length=1,
+        global_batch_size=4,
+    )
+    report, _ = run_alone(tiny_spec(workload=images, kernels=Kernels(cudnn_tuning_range=(2, 4))), monkeypatch)
+    found = report.findings.kernel_tuning
+    assert report.num_warmup_steps == 4 and found is not None
+    # Twenty convolutions a step, nine of them like another one; all met again in the three measured steps.
+    assert (found.num_configurations, found.num_lookups, found.num_hits) == (11, 3 * 20, 3 * 20)
+
+
+def test_the_runner_refuses_an_attention_backend_the_cpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InfeasibleSpec, match="use one of: auto, flash, math"):
+        run_alone(tiny_spec(kernels=Kernels(attention="cudnn")), monkeypatch)

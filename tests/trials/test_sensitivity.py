@@ -18,34 +18,70 @@ pytestmark = [pytest.mark.slow, pytest.mark.parity]
 def _gradients_times_four() -> None:
     import torch
 
-    from trials import step
+    from trials import microbatches
 
     backward = torch.autograd.backward
-    step.torch.autograd.backward = lambda loss: backward(4.0 * loss)
+    microbatches.torch.autograd.backward = lambda loss, seed: backward(loss, 4.0 * seed)
 
 
 def _gradients_not_reduced() -> None:
-    from trials import step
+    from trials import microbatches
 
-    set_gradient_sync = step.set_gradient_sync
-    step.set_gradient_sync = lambda model, _enabled: set_gradient_sync(model, False)
+    set_gradient_sync = microbatches.set_gradient_sync
+    microbatches.set_gradient_sync = lambda module, _enabled: set_gradient_sync(module, False)
 
 
 def _partial_sums_taken_for_whole() -> None:
     from torch.distributed.tensor import DTensor
 
-    from trials import step
+    from trials.gradients import Gradients
 
-    def broken(parameters):
-        for parameter in parameters:
-            if isinstance(parameter, DTensor) and parameter.grad.placements != parameter.placements:
+    def broken(self):
+        for parameter in self._tensor_parallel:
+            if parameter.grad.placements != parameter.placements:
                 if any(placement.is_partial() for placement in parameter.grad.placements):
                     local, mesh = parameter.grad.to_local(), parameter.device_mesh
                     parameter.grad = DTensor.from_local(local, mesh, parameter.placements, run_check=False)
                 else:
                     parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
-    step.align_gradients = broken
+    Gradients.complete = broken
+
+
+def _norms_not_summed_over_tp() -> None:
+    from trials import gradients
+
+    gradients._sum_in_place = lambda tensors, group: None
+
+
+def _divided_once_more_by_the_schedule() -> None:
+    """As its default does, for losses that are not divided yet."""
+    from trials import pipeline
+
+    build = pipeline.build_schedule
+
+    def broken(*args):
+        schedule = build(*args)
+        schedule.scale_grads = True
+        return schedule
+
+    pipeline.build_schedule = broken
+
+
+def _reduced_over_dp_without_cp() -> None:
+    from trials import data_parallel
+
+    data_parallel.DATA_AXES = ("dp_replicate", "dp_shard")
+
+
+def _split_backward_loses_sharded_weights() -> None:
+    from trials.pipeline import Stage
+
+    Stage._gather_weights = lambda self: None
+
+
+PIPELINE = Layout(pp=2, stage_layers=((1, 1),))
+ZBV_ZERO3 = Layout(pp=2, dp_shard=2, zero_stage=3, schedule="zbv", num_virtual_stages=2, stage_layers=((1, 0), (1, 0)))
 
 
 @pytest.mark.parametrize(
@@ -54,12 +90,16 @@ def _partial_sums_taken_for_whole() -> None:
         (_gradients_times_four, Layout(dp_shard=2, zero_stage=3)),
         (_gradients_not_reduced, Layout(dp_replicate=2)),
         (_partial_sums_taken_for_whole, Layout(tp=2, sequence_parallel=True)),
+        (_norms_not_summed_over_tp, Layout(tp=2, sequence_parallel=True, tp_engine="local")),
+        (_divided_once_more_by_the_schedule, PIPELINE),
+        (_reduced_over_dp_without_cp, Layout(dp_replicate=2, cp=2)),
+        (_split_backward_loses_sharded_weights, ZBV_ZERO3),
     ],
 )
 def test_the_gradient_norm_catches(bug: Callable[[], None], layout: Layout, tmp_path: Path) -> None:
     (baseline,) = run_gang([tiny_spec()], tmp_path / "1")
-    (right,) = run_gang([tiny_spec(layout)], tmp_path / "2")
-    (wrong,) = run_gang([tiny_spec(layout)], tmp_path / "3", before=bug)
+    (right,) = run_gang([tiny_spec(layout, num_microbatches=layout.pp)], tmp_path / "2")
+    (wrong,) = run_gang([tiny_spec(layout, num_microbatches=layout.pp)], tmp_path / "3", before=bug)
     assert differences(right, baseline)[1] < 1e-5
     assert differences(wrong, baseline)[1] > 1e-4  # ten times the limit
 

@@ -1,17 +1,30 @@
 """A Llama-style decoder: RMSNorm before each sub-layer, rotary positions, grouped-query attention, SwiGLU.
 
-Shape letters: B sequences, S positions, D hidden size, H heads (of this rank under tensor parallelism), V vocabulary.
+Shape letters: B sequences, S positions (of this rank under context parallelism), D hidden size, H heads (of this rank
+under tensor parallelism), V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trials.models.base import Initial, TrainModel
 from trials.spec import LlamaModel
+from trials.stages import Chunk
+
+AttentionCore = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Causal attention of ``q [B, H, S, head_size]``, ``k`` and ``v`` (maybe fewer heads); gives the shape of ``q``."""
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The :data:`AttentionCore` for sequences that are whole on this rank."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
 
 
 class RMSNorm(nn.Module):
@@ -26,30 +39,73 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class Attention(nn.Module):
+Piece = Literal["first", "second", "leave"]
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """What a boundary does, or a choice of positions, when nothing is split."""
+    return x
+
+
+class SubLayer(nn.Module):
+    """Attention or feed-forward, in two segments of similar cost.
+
+    ``enter`` and ``leave`` are where tensor parallelism communicates; they may be told of a collective that was
+    started before. A schedule that runs the pieces one by one does it through the module's own call, so that hooks
+    know where they are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter: Callable[..., Tensor] = unchanged
+        self.leave: Callable[..., Tensor] = unchanged
+
+    def forward(self, x: Any, *args: Any, piece: Piece | None = None, pending: Any = None) -> Any:
+        """The whole, or one piece: ``first`` enters with what is ``pending``, ``second`` stops short of leaving."""
+        if piece == "first":
+            return self.first(self.enter(x, pending), *args)
+        if piece == "second":
+            return self.second(x, *args)
+        if piece == "leave":
+            return self.leave(x, pending)
+        return self.leave(self.second(*self.first(self.enter(x), *args)))
+
+    def first(self, *args: Any) -> tuple[Tensor, ...]:
+        """From the input ``[B, S, D]`` to what the second segment takes."""
+        raise NotImplementedError
+
+    def second(self, *args: Any) -> Tensor:
+        """From the first segment's outputs to the output ``[B, S, D]``."""
+        raise NotImplementedError
+
+
+class Attention(SubLayer):
     """Causal grouped-query attention. The head count follows from the projections: tensor parallelism splits them."""
 
     def __init__(self, shape: LlamaModel) -> None:
         super().__init__()
         self.head_size = shape.hidden_size // shape.num_heads
-        self.grouped = shape.num_kv_heads < shape.num_heads
+        self.core: AttentionCore = causal_attention
         kv_size = shape.num_kv_heads * self.head_size
         self.wq = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
         self.wk = nn.Linear(shape.hidden_size, kv_size, bias=False)
         self.wv = nn.Linear(shape.hidden_size, kv_size, bias=False)
         self.wo = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+    def first(self, x: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
+        """Projections and rotary positions: ``q``, ``k`` and ``v`` as ``[B, H, S, head_size]``."""
         num_sequences, length, _ = x.shape
         q, k, v = (w(x).view(num_sequences, length, -1, self.head_size) for w in (self.wq, self.wk, self.wv))
         q, k = rotate(q, rope), rotate(k, rope)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
-        projected: Tensor = self.wo(out.transpose(1, 2).reshape(num_sequences, length, -1))
+        return tuple(t.transpose(1, 2) for t in (q, k, v))
+
+    def second(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention and the output projection."""
+        projected: Tensor = self.wo(self.core(q, k, v).transpose(1, 2).flatten(2))
         return projected
 
 
-class FeedForward(nn.Module):
+class FeedForward(SubLayer):
     """SwiGLU (Shazeer, arXiv 2002.05202)."""
 
     def __init__(self, shape: LlamaModel) -> None:
@@ -58,13 +114,17 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(shape.ffn_hidden_size, shape.hidden_size, bias=False)
         self.w3 = nn.Linear(shape.hidden_size, shape.ffn_hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+    def first(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The gate before its activation, and what it gates."""
+        return self.w1(x), self.w3(x)
+
+    def second(self, gate: Tensor, up: Tensor) -> Tensor:
+        out: Tensor = self.w2(F.silu(gate) * up)
         return out
 
 
 class Block(nn.Module):
-    """One decoder layer."""
+    """One decoder layer. ``schedule`` is how its sub-layers run."""
 
     def __init__(self, shape: LlamaModel) -> None:
         super().__init__()
@@ -72,53 +132,73 @@ class Block(nn.Module):
         self.attention = Attention(shape)
         self.feed_forward_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.feed_forward = FeedForward(shape)
+        self.schedule: BlockSchedule = one_after_the_other
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        h = x + self.attention(self.attention_norm(x), rope)
-        out: Tensor = h + self.feed_forward(self.feed_forward_norm(h))
-        return out
+        return self.schedule(self, x, rope)
 
 
-class Llama(nn.Module):
-    """Tokens ``[B, S]`` to logits ``[B, S, V]``."""
+BlockSchedule = Callable[[Block, Tensor, Tensor], Tensor]
+"""From a block, hidden states ``[B, S, D]`` and rotary table to the next hidden states."""
 
-    def __init__(self, shape: LlamaModel, seq_length: int) -> None:
+
+def one_after_the_other(block: Block, x: Tensor, rope: Tensor) -> Tensor:
+    """The :data:`BlockSchedule` of a whole micro-batch."""
+    h = x + block.attention(block.attention_norm(x), rope)
+    out: Tensor = h + block.feed_forward(block.feed_forward_norm(h))
+    return out
+
+
+class Llama(TrainModel):
+    """Tokens ``[B, S]`` to logits ``[B, S, V]``.
+
+    A virtual stage that is not the first takes hidden states ``[B, S, D]`` instead; one that is not the last gives
+    them.
+    """
+
+    def __init__(self, shape: LlamaModel, seq_length: int, chunk: Chunk) -> None:
         super().__init__()
         self.shape = shape
         self.seq_length = seq_length
-        self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.num_layers)})
-        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.output = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.hidden_size) if chunk.is_first else None
+        self.layers = nn.ModuleDict({str(i): Block(shape) for i in chunk.layer_ids})
+        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps) if chunk.is_last else None
+        self.output = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False) if chunk.is_last else None
         # A plain attribute, not a buffer: DDP sends buffers around at every step.
         self.rope: Tensor | None = None
+        self.held_positions: Callable[[Tensor], Tensor] = unchanged
+        """Takes along dimension 1 the positions that this rank holds of every sequence."""
 
     @property
     def head_size(self) -> int:
         return self.shape.hidden_size // self.shape.num_heads
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        assert self.rope is not None, "build_rotary_table() comes before the first forward pass"
-        h = self.tok_embeddings(tokens)
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.rope is not None, "materialize() comes before the first forward pass"
+        h = x if self.tok_embeddings is None else self.tok_embeddings(x)
         for layer in self.layers.values():
             h = layer(h, self.rope)
+        if self.norm is None or self.output is None:
+            return h
         logits: Tensor = self.output(self.norm(h))
         return logits
 
-    def build_rotary_table(self, device: torch.device) -> None:
-        """Compute the rotary table; apart from construction, which happens on the meta device."""
-        self.rope = rotary_table(self.seq_length, self.head_size, self.shape.rope_theta).to(device)
+    def materialize(self, device: torch.device) -> None:
+        table = rotary_table(self.seq_length, self.head_size, self.shape.rope_theta)
+        self.rope = self.held_positions(table).to(device)
 
-    def init_std(self, name: str) -> float:
-        """Standard deviation for the initial values of parameter ``name``; 0 stands for a gain of ones.
-
-        Projections into the residual stream are scaled down by ``sqrt(2 L)`` as in GPT-2 (Radford et al., 2019).
-        """
+    def initial(self, name: str) -> Initial:
+        """Projections into the residual stream are scaled down by ``sqrt(2 L)`` as in GPT-2 (Radford et al., 2019)."""
         if name.endswith("norm.weight"):
-            return 0.0
+            return Initial(mean=1.0)
         if name.endswith(("wo.weight", "w2.weight")):
-            return 0.02 / math.sqrt(2 * self.shape.num_layers)
-        return 0.02
+            return Initial(std=0.02 / math.sqrt(2 * self.shape.num_layers))
+        return Initial(std=0.02)
+
+
+def next_token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy in fp32 of logits ``[B, S, V]`` against the tokens ``[B, S]``."""
+    return F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten())
 
 
 def rotary_table(seq_length: int, head_size: int, theta: float) -> Tensor:

@@ -1,0 +1,108 @@
+"""The trials that dry runs are held against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trials.spec import (
+    Candidate,
+    Layout,
+    LlamaModel,
+    Precision,
+    Recompute,
+    SelectiveRecompute,
+    TextData,
+    TrialSpec,
+    Workload,
+)
+
+O1, O2 = Precision(level="O1", dtype="bfloat16"), Precision(level="O2", dtype="bfloat16")
+
+
+def _trial(workload: Workload, micro_batch_size: int, given: dict[str, Any]) -> TrialSpec:
+    knobs = {name: given.pop(name) for name in ("recompute", "precision") if name in given}
+    candidate = Candidate(layout=Layout(**given), micro_batch_size=micro_batch_size, **knobs)
+    return TrialSpec(workload=workload, candidate=candidate)
+
+
+SMALL = Workload(
+    model=LlamaModel(hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=4, ffn_hidden_size=704, vocab_size=4096),
+    data=TextData(),
+    seq_length=256,
+    global_batch_size=8,
+)
+
+
+def _small(micro_batch_size: int = 2, **given: Any) -> TrialSpec:
+    return _trial(SMALL, micro_batch_size, given)
+
+
+_FULL = Recompute(full=((4,),))
+_FEED_FORWARD = Recompute(selective=(SelectiveRecompute(pattern="feed_forward", num_layers=((4,),)),))
+_ZERO2 = {"dp_shard": 2, "zero_stage": 2}
+_ZERO3 = {"dp_shard": 2, "zero_stage": 3}
+_PP2 = {"pp": 2, "stage_layers": ((2, 2),)}
+_PP2_CHUNKS = {"pp": 2, "stage_layers": ((1, 1), (1, 1)), "num_virtual_stages": 2}
+
+FAMILIES: dict[str, TrialSpec] = {
+    "single, fp32": _small(),
+    "single, full recompute": _small(recompute=_FULL),
+    "single, selective recompute": _small(recompute=_FEED_FORWARD),
+    "single, O1 bf16": _small(precision=O1),
+    "single, O1 bf16, full recompute": _small(precision=O1, recompute=_FULL),
+    "single, O2 bf16": _small(precision=O2),
+    "DDP x2": _small(dp_replicate=2),
+    "ZeRO-1 x2": _small(dp_shard=2, zero_stage=1),
+    "ZeRO-2 x2": _small(**_ZERO2),
+    "ZeRO-3 x2": _small(**_ZERO3),
+    "ZeRO-3 x2, full recompute": _small(**_ZERO3, recompute=_FULL),
+    "ZeRO-3 x2, O2 bf16": _small(**_ZERO3, precision=O2),
+    "PP2 1F1B": _small(1, **_PP2),
+    "PP2 GPipe": _small(1, **_PP2, schedule="gpipe"),
+    "PP2 interleaved": _small(1, **_PP2_CHUNKS, schedule="interleaved"),
+    "PP2 ZBV": _small(1, **_PP2_CHUNKS, schedule="zbv"),
+    "TP2 DTensor": _small(tp=2),
+    "TP2 DTensor, sequence parallel": _small(tp=2, sequence_parallel=True),
+    "TP2 local": _small(tp=2, tp_engine="local"),
+    "TP2 local, sequence parallel": _small(tp=2, tp_engine="local", sequence_parallel=True),
+    "CP2 all-gather": _small(cp=2),
+    "CP2 Ulysses": _small(cp=2, cp_method="ulysses"),
+    "ZeRO-3 x2, TP2": _small(**_ZERO3, tp=2),
+    "ZeRO-3 x2, PP2": _small(1, **_ZERO3, **_PP2),
+}
+"""On this machine, real and simulated."""
+
+LLAMA2_13B = LlamaModel(
+    hidden_size=5120, num_layers=40, num_heads=40, num_kv_heads=40, ffn_hidden_size=13824, vocab_size=32000
+)
+
+
+def _large(global_batch_size: int, **given: Any) -> TrialSpec:
+    workload = Workload(model=LLAMA2_13B, data=TextData(), seq_length=4096, global_batch_size=global_batch_size)
+    return _trial(workload, 1, given)
+
+
+_TP8 = {"tp": 8, "sequence_parallel": True}
+_PP4 = {"pp": 4, "stage_layers": ((10, 10, 10, 10),)}
+
+LARGE: dict[str, TrialSpec] = {
+    "13B, DDP x8, O1": _large(8, dp_replicate=8, precision=O1),
+    "13B, ZeRO-3 x64, O2": _large(64, dp_shard=64, zero_stage=3, precision=O2),
+    "13B, ZeRO-3 x64, O2, full recompute": _large(
+        64, dp_shard=64, zero_stage=3, precision=O2, recompute=Recompute(full=((40,),))
+    ),
+    "13B, ZeRO-3 x64, O2, 20 layers recomputed": _large(
+        64, dp_shard=64, zero_stage=3, precision=O2, recompute=Recompute(full=((20,),))
+    ),
+    "13B, ZeRO-3 x8, TP8, O2": _large(8, dp_shard=8, zero_stage=3, precision=O2, **_TP8),
+    "13B, 1024 ranks: ZeRO-3 x32, TP8, PP4, full recompute": _large(
+        32 * 8,
+        dp_shard=32,
+        zero_stage=3,
+        precision=O2,
+        recompute=Recompute(full=((10, 10, 10, 10),)),
+        **_TP8,
+        **_PP4,
+    ),
+}
+"""Simulated only."""

@@ -1,0 +1,210 @@
+"""Our step time against a plain PyTorch loop of the same model: one process, DDP and FSDP2 on two gloo ranks.
+
+Both loops live in the same processes and take turns, a few steps each, so that a noisy moment hits both; the ratio is
+the median over the turns. The plain loop is what one writes by hand: batch, forward, loss, backward, optimiser,
+``loss.item()``. Ours also times phases and reduces loss and gradient norm over the gang; of that the plain loop only
+computes the norm, and only with ``--grad-norm``.
+
+    python -m benchmarks.trial_speed --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trials.spec import Candidate, Layout, LlamaModel, Protocol, TextData, TrialSpec, Workload
+
+MODEL = LlamaModel(hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=4, ffn_hidden_size=704, vocab_size=1024)
+LAYOUTS = {
+    "single": Layout(),
+    "ddp": Layout(dp_replicate=2),
+    "fsdp2": Layout(dp_shard=2, zero_stage=3),
+}
+GOAL = 1.03
+
+
+@dataclass(frozen=True)
+class Plan:
+    turns: int
+    steps: int
+    """Steps per turn and loop."""
+    grad_norm: bool
+    """Whether the plain loop clips gradients, which needs their global norm."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    parser.add_argument("--turns", type=int, default=15, help="turns of each loop; medians are reported")
+    parser.add_argument("--steps", type=int, default=4, help="steps per turn")
+    parser.add_argument("--grad-norm", action="store_true", help="let the plain loop clip gradients too")
+    args = parser.parse_args()
+    plan = Plan(args.turns, args.steps, args.grad_norm)
+    rows = {}
+    for name, layout in LAYOUTS.items():
+        rows[name] = compare(layout, plan)
+        print(f"{name}: ratio {rows[name]['ratio']:.3f}", file=sys.stderr, flush=True)
+    result = {"step_time_ratio": rows, "goal": GOAL, "plain_loop_clips_gradients": plan.grad_norm}
+    print(json.dumps(result, indent=None if args.json else 2))
+
+
+def compare(layout: Layout, plan: Plan) -> dict[str, float]:
+    """Run both loops in one gang; rank 0's figures."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=_rank_main, args=(rank, layout, plan, folder, theirs))
+            for rank in range(layout.world_size)
+        ]
+        for process in ranks:
+            process.start()
+        theirs.close()
+        try:
+            pairs = ours.recv()
+        except EOFError:
+            raise SystemExit("a rank failed; its error stands above") from None
+        for process in ranks:
+            process.join()
+    return _summary(pairs)
+
+
+def _summary(pairs: list[tuple[float, float]]) -> dict[str, float]:
+    ratios = [mine / plain for mine, plain in pairs]
+    first, median, third = statistics.quantiles(ratios, n=4)
+    return {
+        "ratio": median,
+        "ratio_first_quartile": first,
+        "ratio_third_quartile": third,
+        "ours_s": statistics.median(mine for mine, _ in pairs),
+        "plain_s": statistics.median(plain for _, plain in pairs),
+    }
+
+
+def _rank_main(rank: int, layout: Layout, plan: Plan, folder: str, pipe: Any) -> None:
+    import torch
+
+    from trials.mesh import RankIdentity, process_group
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ["TUNE_CLUSTER_RENDEZVOUS"] = f"file://{Path(folder, 'rendezvous')}"
+    identity = RankIdentity(rank=rank, world_size=layout.world_size, local_rank=rank)
+    with process_group(identity, torch.device("cpu")):
+        spec = _spec(layout, plan)
+        mine, plain = _our_turns(spec, rank), _plain_turns(spec, rank, plan)
+        next(mine), next(plain)  # warm up
+        pairs = [_pair(mine, plain, swap=turn % 2 == 1) for turn in range(plan.turns)]
+    if rank == 0:
+        pipe.send(pairs)
+
+
+def _pair(mine: Iterator[float], plain: Iterator[float], *, swap: bool) -> tuple[float, float]:
+    if swap:
+        plain_s = next(plain)
+        return next(mine), plain_s
+    return next(mine), next(plain)
+
+
+def _spec(layout: Layout, plan: Plan) -> TrialSpec:
+    workload = Workload(model=MODEL, data=TextData(), seq_length=128, global_batch_size=8)
+    protocol = Protocol(
+        min_warmup_steps=0, max_warmup_steps=0, num_steps=plan.steps, max_steps=plan.steps, max_relative_spread=1e9
+    )
+    candidate = Candidate(layout=layout, micro_batch_size=8 // layout.dp)
+    return TrialSpec(workload=workload, candidate=candidate, protocol=protocol)
+
+
+def _batches(spec: TrialSpec, rank: int) -> Iterator[Any]:
+    from trials.loader import stream_batches
+    from trials.worker import open_dataset
+
+    return stream_batches(open_dataset(spec, rank), spec.candidate.loader, pin_memory=False)
+
+
+def _our_turns(spec: TrialSpec, rank: int) -> Iterator[float]:
+    """Mean seconds per step of one turn, as the runner measures them."""
+    import torch
+
+    from trials.measure import Measurer
+    from trials.mesh import build_mesh
+    from trials.stages import coordinates
+    from trials.step import Trainer
+
+    device = torch.device("cpu")
+    layout = spec.candidate.layout
+    trainer = Trainer(spec, build_mesh(layout, device), device, place=coordinates(layout, rank))
+    batches = _batches(spec, rank)
+    while True:
+        recording = Measurer(trainer, batches, _ignore_progress).run(spec.protocol)
+        yield statistics.fmean(recording.step_times_s)
+
+
+def _ignore_progress(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _plain_turns(spec: TrialSpec, rank: int, plan: Plan) -> Iterator[float]:
+    """Mean seconds per step of one turn of the loop one writes by hand."""
+    step = _plain_loop(spec, _batches(spec, rank), plan)
+    while True:
+        start = time.perf_counter()
+        for _ in range(plan.steps):
+            step()
+        yield (time.perf_counter() - start) / plan.steps
+
+
+def _plain_loop(spec: TrialSpec, batches: Iterator[Any], plan: Plan) -> Callable[[], float]:
+    import torch
+    import torch.nn.functional as F
+
+    model = _plain_model(spec)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
+
+    def step() -> float:
+        inputs, targets = next(batches)
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        if plan.grad_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def _plain_model(spec: TrialSpec) -> Any:
+    import torch
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    from trials.models.llama import Llama
+    from trials.stages import all_chunks
+
+    layout = spec.candidate.layout
+    model = Llama(MODEL, spec.workload.seq_length, all_chunks(Layout(), MODEL.num_layers)[0])
+    model.materialize(torch.device("cpu"))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    if layout.zero_stage == 3:
+        for layer in model.layers.values():
+            fully_shard(layer)
+        return fully_shard(model)
+    return DistributedDataParallel(model) if layout.dp > 1 else model
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Simulated ranks against real ones, against the world's size, and what becomes of simulations that go wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+
+import pytest
+
+from benchmarks.dryrun_cases import FAMILIES, LARGE
+from benchmarks.dryrun_gang import measured_peaks
+from trials.dryrun.actual import peak_bytes
+from trials.dryrun.child import run_children
+from trials.dryrun.extrapolate import extrapolate, plan_small_runs
+from trials.dryrun.records import RankRun, Reply, Request
+from trials.dryrun.simulate import simulate
+from trials.spec import Layout, LlamaModel, Recompute
+
+TOLERANCE = 0.02
+
+
+def _replies(requests: list[Request], work: object = simulate, timeout_s: float = 120.0) -> list[Reply]:
+    replies = dict(run_children(requests, work, timeout_s=timeout_s, max_children=2))  # type: ignore[arg-type]
+    return [replies[i] for i in range(len(requests))]
+
+
+def _runs(requests: list[Request]) -> list[RankRun]:
+    runs = []
+    for reply in _replies(requests):
+        assert reply.run is not None, reply.failure
+        runs.append(reply.run)
+    return runs
+
+
+@pytest.mark.parametrize("name", ["single, O1 bf16, full recompute", "ZeRO-3 x2", "PP2 1F1B"])
+def test_peak_is_that_of_a_real_run(name: str) -> None:
+    spec = FAMILIES[name]
+    layout = spec.candidate.layout
+    ranks = [stage * layout.world_size // layout.pp for stage in range(layout.pp)]
+    runs = _runs([Request(spec=spec, rank=rank, mode="cpu") for rank in ranks])
+    real = measured_peaks(spec)
+    for rank, run in zip(ranks, runs, strict=True):
+        assert run.peak_bytes == pytest.approx(real[rank], rel=TOLERANCE)
+
+
+def test_extrapolation_meets_the_full_simulation() -> None:
+    """Two kinds of layers, so three small models: twelve layers from four, six and six."""
+    base = FAMILIES["ZeRO-3 x2"]
+    assert isinstance(base.workload.model, LlamaModel)
+    model = dataclasses.replace(base.workload.model, num_layers=20)
+    candidate = dataclasses.replace(base.candidate, recompute=Recompute(full=((8,),)))
+    spec = dataclasses.replace(base, workload=dataclasses.replace(base.workload, model=model), candidate=candidate)
+    plan = plan_small_runs(spec, 0)
+    assert plan is not None and plan.wanted == (12, 8) and len(plan.specs) == 3
+    *small, full = _runs([Request(spec=one, rank=0) for one in (*plan.specs, spec)])
+    made = extrapolate(plan, small)
+    assert made.peak_bytes == pytest.approx(full.peak_bytes, rel=1e-3)
+    assert made.flops == full.flops
+    assert made.collectives == full.collectives
+    assert made.num_parameters == full.num_parameters
+
+
+def test_a_world_of_1024_ranks() -> None:
+    """A stage of Llama2-13B; its shards are a 1024th of nothing but the four stages' share."""
+    spec = LARGE["13B, 1024 ranks: ZeRO-3 x32, TP8, PP4, full recompute"]
+    assert spec.candidate.layout.world_size == 1024
+    plan = plan_small_runs(spec, 3)
+    assert plan is not None
+    run = extrapolate(plan, _runs([Request(spec=one, rank=1000) for one in plan.specs]))
+    model_parameters = 13_015_864_320
+    assert run.num_parameters * 1024 == pytest.approx(model_parameters, rel=0.05)
+    assert 3e9 < run.peak_bytes < 9e9
+    assert {"all_gather", "reduce_scatter", "recv", "send"} <= set(run.collectives)
+
+
+def test_what_a_real_run_refuses_is_refused() -> None:
+    spec = dataclasses.replace(
+        FAMILIES["single, fp32"], candidate=dataclasses.replace(FAMILIES["single, fp32"].candidate, layout=Layout(tp=3))
+    )
+    (reply,) = _replies([Request(spec=spec, rank=0)])
+    assert reply.failure is not None and reply.failure.reason == "infeasible"
+    assert "not divisible by tp 3" in reply.failure.message
+
+
+def _abort(_request: Request) -> RankRun:
+    os.kill(os.getpid(), signal.SIGABRT)
+    raise AssertionError
+
+
+def _hang(_request: Request) -> RankRun:
+    time.sleep(60)
+    raise AssertionError
+
+
+def _leave(_request: Request) -> RankRun:
+    os._exit(7)
+
+
+@pytest.mark.parametrize(
+    ("work", "timeout_s", "kind", "words"),
+    [
+        (_abort, 60.0, "died", "SIGABRT"),
+        (_hang, 0.2, "timeout", "longer than"),
+        (_leave, 60.0, "died", "exit status 7"),
+    ],
+)
+def test_a_child_that_goes_wrong_is_contained(work: object, timeout_s: float, kind: str, words: str) -> None:
+    request = Request(spec=FAMILIES["single, fp32"], rank=0)
+    replies = _replies([request, request, request], work, timeout_s)
+    for reply in replies:
+        assert reply.run is None and reply.failure is not None
+        assert reply.failure.reason == kind and words in reply.failure.message
+
+
+def test_closing_the_iterator_ends_the_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids: list[int] = []
+    fork = os.fork
+
+    def recorded_fork() -> int:
+        pids.append(fork())
+        return pids[-1]
+
+    monkeypatch.setattr(os, "fork", recorded_fork)
+    request = Request(spec=FAMILIES["single, fp32"], rank=0)
+
+    def work(one: Request) -> RankRun:
+        return _leave(one) if one.rank == 0 else _hang(one)
+
+    replies = run_children([request, dataclasses.replace(request, rank=1)], work, timeout_s=60.0, max_children=2)
+    next(replies)
+    replies.close()  # type: ignore[attr-defined]
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def test_unseen_releases_are_inferred_from_addresses() -> None:
+    live = {100: 50}
+    assert peak_bytes(live, [], [(200, 50), (100, -50), (300, 10)]) == 100
+    assert peak_bytes(live, [(120, 40)], [(300, 10)]) == 50, "the first must be gone where the second lies"
+    assert peak_bytes(live, [(200, 50), (200, -50)], [(400, 20)]) == 70, "what was released before does not count"

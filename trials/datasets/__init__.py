@@ -1,0 +1,47 @@
+"""What a workload trains on."""
+
+from __future__ import annotations
+
+from trials.datasets.base import Batch, Share, StepBatches
+from trials.datasets.images import ImageBatches, open_images
+from trials.datasets.text import load_text
+from trials.datasets.tokens import TokenBatches, open_token_file
+from trials.datasets.vectors import VectorBatches
+from trials.failure import InfeasibleSpec
+from trials.spec import (
+    ImageFolderData,
+    LinearModel,
+    LlamaModel,
+    RandomData,
+    ResNetModel,
+    TextData,
+    TokenFileData,
+    Workload,
+)
+
+__all__ = ["Batch", "Share", "StepBatches", "build_dataset"]
+
+
+def build_dataset(workload: Workload, share: Share) -> StepBatches:
+    """Open the workload's data.
+
+    Raises:
+        DataError: it cannot be read, is too small, or does not fit the model.
+        InfeasibleSpec: data of a kind the model cannot train on.
+    """
+    match workload.model, workload.data:
+        case LlamaModel() as model, TextData() as data:
+            return TokenBatches(load_text(data), share, seq_length=workload.seq_length, vocab_size=model.vocab_size)
+        case LlamaModel() as model, TokenFileData() as data:
+            return TokenBatches(
+                open_token_file(data),
+                share,
+                seq_length=workload.seq_length,
+                vocab_size=model.vocab_size,
+                origin=data.path,
+            )
+        case ResNetModel() as model, ImageFolderData() as data:
+            return ImageBatches(open_images(data, model), share, image_size=model.image_size)
+        case LinearModel() as model, RandomData():
+            return VectorBatches(share, size=model.size)
+    raise InfeasibleSpec(f"a {workload.model.kind} model cannot train on data of kind {workload.data.kind}")

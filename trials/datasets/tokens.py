@@ -1,0 +1,72 @@
+"""Sequences of token ids, from text or from a binary file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trials.datasets.base import Batch, Share, StepBatches
+from trials.failure import DataError
+from trials.spec import TokenFileData
+
+
+def open_token_file(data: TokenFileData) -> NDArray[Any]:
+    """The file's ids as a read-only memory map: nothing is read before it is used.
+
+    Raises:
+        DataError: when there is no such file, or its size is no whole number of ids.
+    """
+    path, dtype = Path(data.path), np.dtype(data.dtype).newbyteorder("<")
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes == 0 or num_bytes % dtype.itemsize:
+            raise DataError(
+                f"token file {path} has {num_bytes} bytes, which is no whole number of {data.dtype} ids; check dtype"
+            )
+        return np.memmap(path, dtype=dtype, mode="r")
+    except OSError as error:
+        raise DataError(f"cannot read token file {path}: {error.strerror}; give a flat binary file of ids") from error
+
+
+class TokenBatches(StepBatches):
+    """Tokens and next tokens, both ``[rows, S]``: runs that start anywhere in the data."""
+
+    def __init__(
+        self, ids: NDArray[Any], share: Share, *, seq_length: int, vocab_size: int, origin: str = "the text"
+    ) -> None:
+        """``origin`` names the data in errors.
+
+        Raises:
+            DataError: when the data is shorter than one sequence.
+        """
+        if len(ids) < seq_length + 1:
+            raise DataError(
+                f"{origin} has {len(ids)} tokens, fewer than seq_length + 1 = {seq_length + 1}; add data or shorten"
+            )
+        super().__init__(share, len(ids) // (seq_length * share.global_batch_size))
+        self.ids = ids
+        self.seq_length = seq_length
+        self.vocab_size = vocab_size
+        self.origin = origin
+
+    def read(self, step: int, rows: slice) -> Batch:
+        num_starts = len(self.ids) - self.seq_length
+        starts = torch.randint(num_starts, (self.share.global_batch_size,), generator=self.generator(step))
+        runs = [self.ids[start : start + self.seq_length + 1] for start in starts[rows].tolist()]
+        tokens = torch.from_numpy(np.stack(runs).astype(np.int64))
+        self._check_range(tokens)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def _check_range(self, tokens: torch.Tensor) -> None:
+        """An id beyond the embedding would crash the rank, on CUDA without a usable message."""
+        low, high = (int(value) for value in tokens.aminmax())
+        if low < 0 or high >= self.vocab_size:
+            bad = low if low < 0 else high
+            raise DataError(
+                f"{self.origin} holds token id {bad}, outside the model's 0..{self.vocab_size - 1}; "
+                "check the file's dtype, or raise vocab_size"
+            )

@@ -1,0 +1,95 @@
+"""What a simulated rank is asked and answers; crosses process boundaries as JSON. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trials.spec import TrialSpec
+
+VERSION = 1
+"""Of what is simulated; results of other versions are not comparable."""
+
+Category = Literal["param", "grad", "optimizer", "activation", "temporary", "communication", "input"]
+CATEGORIES: tuple[Category, ...] = (
+    "param",
+    "grad",
+    "optimizer",
+    "activation",
+    "temporary",
+    "communication",
+    "input",
+)
+"""Of live memory. ``param`` counts buffers too, ``optimizer`` fp32 masters; ``activation`` is what the forward pass
+leaves, ``temporary`` what the backward pass and the optimiser allocate on the way; ``communication`` holds gathered
+parameters, buckets and buffers of collectives."""
+
+Mode = Literal["accelerator", "cpu"]
+"""``accelerator``: memory behaviour of CUDA kernels and of its caching allocator's rounding. ``cpu``: exactly what the
+CPU kernels do, to be compared with real runs there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Simulate ``rank`` of the trial's world."""
+
+    spec: TrialSpec
+    rank: int
+    mode: Mode = "accelerator"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """Largest sum of live memory while the rank was at one place of the step."""
+
+    total_bytes: int
+    by_category: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Collectives of one type, of one rank in one step.
+
+    The bytes of a call are those of its larger side on this rank: the output of a gather, the input of a scatter.
+    """
+
+    num_calls: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRun:
+    """One step of one rank in steady state."""
+
+    rank: int
+    num_parameters: int
+    """Elements stored on this rank."""
+    peaks: Mapping[str, Peak]
+    """By place: ``phase/where``, like ``backward 3/0.1 first`` for the third micro-batch, chunk 0, second run of equal
+    layers, first layer of it."""
+    flops: Mapping[str, int]
+    """``forward``, ``backward``, ``recompute``."""
+    collectives: Mapping[str, Traffic] = field(default_factory=dict)
+    cpu_s: float = 0.0
+    """CPU seconds the simulation took."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(peak.total_bytes for peak in self.peaks.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFailure:
+    """A simulation that did not get through."""
+
+    reason: Literal["infeasible", "error", "timeout", "died"]
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """Exactly one of the two."""
+
+    run: RankRun | None = None
+    failure: RunFailure | None = None

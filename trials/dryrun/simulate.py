@@ -1,0 +1,145 @@
+"""One rank of a trial through the real build, forward, backward and optimiser, on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from trials.dryrun import fake
+from trials.dryrun.pipelines import held_sends, static_shapes, tell_shapes
+from trials.dryrun.places import follow
+from trials.dryrun.records import RankRun, Request
+from trials.dryrun.tracker import MemoryTracker, local_part
+from trials.legality import check
+from trials.mesh import build_mesh
+from trials.pipeline import Pipeline
+from trials.precision import LossScaler
+from trials.spec import LinearModel, LlamaModel, TrialSpec
+from trials.stages import coordinates
+from trials.step import Trainer
+
+CUDA_GRANULE_BYTES = 512
+"""What CUDA's caching allocator rounds up to."""
+
+CPU = torch.device("cpu")
+"""Of the fake tensors: operators on fake CUDA tensors abort the process where torch was built without CUDA."""
+
+
+class DryTrainer(Trainer):
+    """The real trainer but for what would read a number: gradients count as finite."""
+
+    def _can_update(self, scaler: LossScaler, totals: Tensor) -> bool:
+        with fake.replaced(torch, "isfinite", lambda _: True):
+            return super()._can_update(scaler, totals)
+
+
+def simulate(request: Request) -> RankRun:
+    """Two steps, of which the second is reported: it sees optimiser states and what the first left.
+
+    Patches torch while it runs, so call it in a process of its own.
+
+    Raises:
+        InfeasibleSpec: for a specification that a real run refuses too.
+    """
+    spec = _eager(request.spec)
+    check(spec)
+    started_s = time.process_time()
+    is_accelerator = request.mode == "accelerator"
+    tracker = MemoryTracker(CUDA_GRANULE_BYTES if is_accelerator else 1)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(fake.fake_process_group(request.rank, spec.candidate.layout.world_size))
+        mesh = build_mesh(spec.candidate.layout, CPU)
+        stack.enter_context(fake.storage_from(mode))
+        stack.enter_context(fake.tracked_resizes(tracker))
+        stack.enter_context(fake.untracked_propagation(tracker))
+        stack.enter_context(fake.ddp_as_buckets(tracker, mode))
+        stack.enter_context(static_shapes())
+        stack.enter_context(held_sends())
+        if is_accelerator:
+            stack.enter_context(fake.fused_rms_norm())
+        return _Simulation(request, spec, mesh, mode, tracker).run(started_s)
+
+
+def _eager(spec: TrialSpec) -> TrialSpec:
+    """Without torch.compile, which would want real tensors; a compiled block keeps at most what an eager one does."""
+    kernels = dataclasses.replace(spec.candidate.kernels, compile="off", memory_format="nchw")
+    return dataclasses.replace(spec, candidate=dataclasses.replace(spec.candidate, kernels=kernels))
+
+
+class _Simulation:
+    def __init__(
+        self, request: Request, spec: TrialSpec, mesh: Any, mode: FakeTensorMode, tracker: MemoryTracker
+    ) -> None:
+        self.request = request
+        self.spec = spec
+        self.mode = mode
+        self.tracker = tracker
+        place = coordinates(spec.candidate.layout, request.rank)
+        with tracker:
+            self.trainer = DryTrainer(spec, mesh, CPU, place=place)
+
+    def run(self, started_s: float) -> RankRun:
+        tracker, trainer = self.tracker, self.trainer
+        self._prepare()
+        with self.mode, tracker:
+            inputs, targets = batch(self.spec)
+            tracker.assign([inputs, targets], "input")
+            self._step(inputs, targets)
+            tracker.settle(("activation", "temporary"), "optimizer")
+            tracker.restart()
+            self._step(inputs, targets)
+        return RankRun(
+            rank=self.request.rank,
+            num_parameters=sum(local_part(parameter).numel() for parameter in trainer.parameters),
+            peaks=tracker.peaks(),
+            flops=dict(tracker.flops),
+            collectives=tracker.collectives(),
+            cpu_s=time.process_time() - started_s,
+        )
+
+    def _prepare(self) -> None:
+        tracker, trainer = self.tracker, self.trainer
+        for part in trainer.parts:
+            tracker.assign(part.model.parameters(), "param")
+            tracker.assign(part.model.buffers(), "param")
+            follow(part, self.spec.candidate.recompute, tracker)
+        tracker.settle(("activation", "temporary"), "optimizer")
+        if isinstance(trainer.engine, Pipeline):
+            tell_shapes(trainer.engine.stages, trainer.parts, self.spec)
+        if trainer.optimizer is not None:
+            trainer.optimizer.register_step_pre_hook(lambda *_: self._enter("optimizer"))
+            trainer.optimizer.register_step_post_hook(lambda *_: self._enter("other"))
+
+    def _enter(self, phase: str) -> None:
+        self.tracker.phase, self.tracker.place = phase, ""
+
+    def mark(self, phase: str) -> None:
+        """As the trainer's marker: told what has ended."""
+        if phase == "backward":
+            self._enter("other")
+            self.tracker.assign((parameter.grad for parameter in self.trainer.parameters), "grad")
+
+    def _step(self, inputs: Tensor, targets: Tensor) -> None:
+        self.trainer.step(inputs, targets, self)
+        gc.collect()
+
+
+def batch(spec: TrialSpec) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of one data-parallel rank: shapes and types as the loader gives them."""
+    model, workload = spec.workload.model, spec.workload
+    rows = workload.global_batch_size // spec.candidate.layout.dp
+    if isinstance(model, LlamaModel):
+        size = (rows, workload.seq_length)
+        return torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
+    if isinstance(model, LinearModel):
+        return torch.zeros(rows, model.size), torch.zeros(rows, model.size)
+    images = torch.zeros(rows, 3, model.image_size, model.image_size)
+    return images, torch.zeros(rows, dtype=torch.long)

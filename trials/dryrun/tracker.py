@@ -1,0 +1,232 @@
+"""Live bytes by category, floating-point operations and collective traffic, seen operator by operator."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
+
+from trials.dryrun.records import CATEGORIES, Category, Peak, Traffic
+
+_WRAPPERS = (DTensor, AsyncCollectiveTensor)
+_COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
+_COLLECTIVES = (
+    ("reduce_scatter", "reduce_scatter"),
+    ("allreduce", "all_reduce"),
+    ("all_reduce", "all_reduce"),
+    ("allgather", "all_gather"),
+    ("all_gather", "all_gather"),
+    ("alltoall", "all_to_all"),
+    ("all_to_all", "all_to_all"),
+    ("broadcast", "broadcast"),
+    ("send", "send"),
+    ("recv", "recv"),
+)
+"""Part of the operator's name to the field's word."""
+
+
+@dataclass(slots=True)
+class _Block:
+    category: Category
+    num_bytes: int
+
+
+class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows every storage from the operator that makes it to its end.
+
+    ``granule_bytes`` is what the allocator rounds sizes up to: 512 for CUDA's caching allocator, 1 for none.
+    """
+
+    def __init__(self, granule_bytes: int = 1) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.granule_bytes = granule_bytes
+        self.live_bytes: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
+        self.total_bytes = 0
+        self.phase = "forward"
+        """What goes on outside of backward passes."""
+        self.place = ""
+        self.flops: Counter[str] = Counter()
+        self._peaks: dict[str, tuple[int, dict[Category, int]]] = {}
+        self._calls: Counter[str] = Counter()
+        self._sent: Counter[str] = Counter()
+        self._blocks: Any = WeakIdKeyDictionary()
+        self._paused = 0
+
+    # What it found
+
+    def peaks(self) -> dict[str, Peak]:
+        """By ``phase/place``, since the last :meth:`restart`."""
+        return {
+            key: Peak(total_bytes=total, by_category={name: size for name, size in sizes.items() if size})
+            for key, (total, sizes) in self._peaks.items()
+        }
+
+    def collectives(self) -> dict[str, Traffic]:
+        return {
+            name: Traffic(num_calls=calls, num_bytes=self._sent[name]) for name, calls in sorted(self._calls.items())
+        }
+
+    def restart(self) -> None:
+        """Forget peaks and counts; what is live stays known."""
+        self._peaks.clear()
+        self.flops.clear()
+        self._calls.clear()
+        self._sent.clear()
+        self._note_peak()
+
+    # What it is told
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing made in the body counts."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def assign(self, tensors: Iterable[Tensor | None], category: Category) -> None:
+        """Move what the tensors occupy on this rank to ``category``, counting it if it was unknown."""
+        for tensor in tensors:
+            if tensor is not None:
+                storage = local_part(tensor).untyped_storage()
+                block = self._blocks.get(storage)
+                if block is None:
+                    self._add(storage, category)
+                elif block.category != category:
+                    self._move(block, category)
+
+    def settle(self, old: Iterable[Category], new: Category) -> None:
+        """Move everything of the ``old`` categories that is live now to ``new``."""
+        for block in list(self._blocks.values()):
+            if block.category in old:
+                self._move(block, new)
+
+    def count_call(self, collective: str, num_bytes: int) -> None:
+        """A collective that is emulated, not run."""
+        self._calls[collective] += 1
+        self._sent[collective] += num_bytes
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage changed its size in place, as FSDP does with gathered parameters."""
+        block = self._blocks.get(storage)
+        if block is not None and not self._paused:
+            if block.num_bytes == 0:
+                block.category = "communication"
+            self._change(block, self._size(storage))
+
+    # What it sees
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, _WRAPPERS) for kind in types):
+            return NotImplemented  # they call again with their local parts
+        kwargs = kwargs or {}
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # as eager; the fake kernel makes a new tensor
+        result = func(*args, **kwargs)
+        if self._paused:
+            return result
+        is_collective = func.namespace in _COLLECTIVE_NAMESPACES
+        category = "communication" if is_collective else self._default_category()
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
+                self._see(leaf, category)
+        if is_collective:
+            self._see_collective(func.__name__, args)
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.flops[self._work()] += count(*args, **kwargs, out_val=result)
+        return result
+
+    def _see(self, tensor: Tensor, category: Category) -> None:
+        storage = tensor.untyped_storage()
+        block = self._blocks.get(storage)
+        if block is None:
+            self._add(storage, category)
+            return
+        size = self._size(storage)
+        if size != block.num_bytes:
+            self._change(block, size)
+
+    def _see_collective(self, name: str, args: Any) -> None:
+        word = next((word for part, word in _COLLECTIVES if part in name), None)
+        if word is None:
+            return
+        sides = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)] for arg in args]
+        self.count_call(word, max((sum(leaf.nbytes for leaf in side) for side in sides), default=0))
+        if word in ("all_gather", "reduce_scatter", "all_to_all", "recv"):
+            self._claim(leaf for side in sides for leaf in side)
+
+    def _claim(self, tensors: Iterable[Tensor]) -> None:
+        """Buffers made for a collective; parameters and gradients that it works on stay what they are."""
+        for tensor in tensors:
+            block = self._blocks.get(tensor.untyped_storage())
+            if block is not None and block.category in ("activation", "temporary"):
+                self._move(block, "communication")
+
+    def _default_category(self) -> Category:
+        if self.phase == "optimizer" or in_backward():
+            return "temporary"
+        return "activation"
+
+    def _work(self) -> str:
+        if not in_backward():
+            return "forward"
+        # Formulas of the backward pass run without recording a graph; what is computed again records one.
+        return "recompute" if torch.is_grad_enabled() else "backward"
+
+    # Bookkeeping
+
+    def _size(self, storage: torch.UntypedStorage) -> int:
+        granule = self.granule_bytes
+        return -(-storage.nbytes() // granule) * granule
+
+    def _add(self, storage: torch.UntypedStorage, category: Category) -> None:
+        block = _Block(category, 0)
+        self._blocks[storage] = block
+        weakref.finalize(storage, self._change, block, 0).atexit = False
+        self._change(block, self._size(storage))
+
+    def _move(self, block: _Block, category: Category) -> None:
+        self.live_bytes[block.category] -= block.num_bytes
+        self.live_bytes[category] += block.num_bytes
+        block.category = category
+
+    def _change(self, block: _Block, num_bytes: int) -> None:
+        growth = num_bytes - block.num_bytes
+        block.num_bytes = num_bytes
+        self.live_bytes[block.category] += growth
+        self.total_bytes += growth
+        if growth > 0:
+            self._note_peak()
+
+    def _note_peak(self) -> None:
+        phase = "backward" if in_backward() else self.phase
+        key = f"{phase}/{self.place}"
+        known = self._peaks.get(key)
+        if known is None or self.total_bytes > known[0]:
+            self._peaks[key] = (self.total_bytes, dict(self.live_bytes))
+
+
+def in_backward() -> bool:
+    """Whether autograd is executing a graph in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What of the tensor this rank stores; no operator is called."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor

@@ -1,0 +1,81 @@
+"""What is predicted of a trial before it runs. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from trials.dryrun.records import RankRun, Traffic
+
+FRAGMENTATION = 0.05
+"""Share of its live memory that an allocator holds beyond it. See docs/dry-run.md for where the figure comes from."""
+
+CUDA_CONTEXT_BYTES = 1 << 30
+"""Device memory of a process that is none of its tensors': CUDA context, cuBLAS workspaces, buffers of NCCL."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageEstimate:
+    """The rank of a pipeline stage; its peers on the other mesh axes are alike."""
+
+    stage: int
+    rank: int
+    peak_bytes: int
+    """Largest sum of live tensors on the device in a step."""
+    peak_by_category: Mapping[str, int]
+    """At the moment of the peak, in bytes; the sum is ``peak_bytes``."""
+    peak_phase: str
+    """``forward``, ``backward``, ``other`` or ``optimizer``."""
+    flops: Mapping[str, int]
+    """Per step: ``forward``, ``backward``, ``recompute``."""
+    collectives: Mapping[str, Traffic]
+    """Per step, by type."""
+    num_parameters: int
+    """Elements stored on the rank."""
+
+    @classmethod
+    def of_run(cls, stage: int, run: RankRun) -> StageEstimate:
+        """The peak over all places of the run."""
+        place, peak = max(run.peaks.items(), key=lambda item: item[1].total_bytes)
+        return cls(
+            stage=stage,
+            rank=run.rank,
+            peak_bytes=peak.total_bytes,
+            peak_by_category=peak.by_category,
+            peak_phase=place.partition("/")[0],
+            flops=run.flops,
+            collectives=run.collectives,
+            num_parameters=run.num_parameters,
+        )
+
+    def needed_bytes(self, fragmentation: float = FRAGMENTATION, context_bytes: int = CUDA_CONTEXT_BYTES) -> int:
+        """Device memory to set aside for the rank: the peak, what the allocator wastes, what is no tensor's."""
+        return round(self.peak_bytes * (1.0 + fragmentation)) + context_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A trial's prediction, one entry per pipeline stage."""
+
+    stages: tuple[StageEstimate, ...]
+    source: Literal["dryrun"] = "dryrun"
+    extrapolated: bool = False
+    """Whether stages were computed from smaller models instead of being run through in full."""
+    cpu_s: float = 0.0
+    """CPU seconds it took to find out."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the stage that needs most."""
+        return max(stage.peak_bytes for stage in self.stages)
+
+    def needed_bytes(self, fragmentation: float = FRAGMENTATION, context_bytes: int = CUDA_CONTEXT_BYTES) -> int:
+        """Of the stage that needs most; see :meth:`StageEstimate.needed_bytes`."""
+        return max(stage.needed_bytes(fragmentation, context_bytes) for stage in self.stages)
+
+    def fits(
+        self, limit_bytes: int, fragmentation: float = FRAGMENTATION, context_bytes: int = CUDA_CONTEXT_BYTES
+    ) -> bool:
+        """Whether every stage stays within ``limit_bytes`` of device memory."""
+        return self.needed_bytes(fragmentation, context_bytes) <= limit_bytes

@@ -1,0 +1,89 @@
+"""cuDNN's choice of algorithms: measured in a range of steps, taken from its cache afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from trials.findings import KernelTuningReport
+from trials.spec import Kernels
+
+
+class KernelTuner:
+    """Switches cuDNN's benchmark mode by step and counts the forward convolutions met.
+
+    A configuration is all that cuDNN's cache is keyed by: sizes, number format, memory format and the convolution's
+    own arguments. A lookup is a call after the range; a hit is one whose configuration was met inside it. cuDNN keeps
+    the first algorithm it chose for a configuration, so one met before the range is not measured in it.
+    """
+
+    def __init__(self, models: Iterable[nn.Module], kernels: Kernels, device: torch.device) -> None:
+        self._range = kernels.cudnn_tuning_range
+        self._has_cudnn = device.type == "cuda" and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+        self._in_graph = kernels.compile != "off"
+        self._before = torch.backends.cudnn.benchmark
+        self._step = 0
+        self._tuned: set[Hashable] = set()
+        self._num_lookups = self._num_hits = 0
+        convolutions = [module for model in models for module in model.modules() if isinstance(module, nn.Conv2d)]
+        # A hook inside a compiled block would become part of its graph.
+        hooked = [] if self._in_graph or not self._range else convolutions
+        self._hooks = [module.register_forward_pre_hook(self._count) for module in hooked]
+
+    def __enter__(self) -> KernelTuner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        torch.backends.cudnn.benchmark = self._before
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def last_step(self) -> int:
+        """Of the range; 0 without one."""
+        return self._range[1] if self._range else 0
+
+    def before_step(self, step: int) -> None:
+        """Told before each step, counting from 1."""
+        self._step = step
+        if self._range and self._has_cudnn:
+            torch.backends.cudnn.benchmark = self._range[0] <= step <= self._range[1]
+
+    def report(self) -> KernelTuningReport | None:
+        """What was counted; None when the knob is off."""
+        if not self._range:
+            return None
+        return KernelTuningReport(
+            num_configurations=len(self._tuned),
+            num_lookups=self._num_lookups,
+            num_hits=self._num_hits,
+            note=self._note(),
+        )
+
+    def _note(self) -> str:
+        if not self._has_cudnn:
+            return "no cuDNN on this device: nothing was tuned, configurations are only counted"
+        return "convolutions inside compiled graphs are not counted" if self._in_graph else ""
+
+    def _count(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        assert isinstance(module, nn.Conv2d)
+        if self._step < self._range[0]:
+            return
+        key = _configuration(module, args[0])
+        if self._step <= self._range[1]:
+            self._tuned.add(key)
+        else:
+            self._num_lookups += 1
+            self._num_hits += key in self._tuned
+
+
+def _configuration(conv: nn.Conv2d, x: torch.Tensor) -> Hashable:
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return x.shape, x.stride(), dtype, conv.weight.shape, conv.stride, conv.padding, conv.dilation, conv.groups

@@ -1,0 +1,234 @@
+"""Legality rules on layouts and batch sizes, and on how they fit the model. Standard library only.
+
+Sources: the divisibility rules are those of the Megatron and PyTorch tensor-parallel layouts, the schedules' rules
+those of ``torch.distributed.pipelining.schedules``; the others are combinations the runner cannot train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from trials.spec import Candidate, Counts, Layout, LlamaModel, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One thing the runner insists on. ``check`` gives a one-line reason, or None.
+
+    ``reads="layout"`` promises to look at the workload, ``layout`` and ``micro_batch_size`` only.
+    """
+
+    id: str
+    reads: Literal["layout", "candidate"]
+    check: Callable[[Workload, Candidate], str | None]
+
+
+def uses_ddp(layout: Layout) -> bool:
+    """Whether gradients are reduced by DistributedDataParallel (plain replication, or under ZeRO-1)."""
+    plain = layout.zero_stage == 0 and layout.dp_replicate * layout.cp > 1 and layout.replicate_with == "ddp"
+    return plain or layout.zero_stage == 1
+
+
+def has_shape(counts: Counts, layout: Layout) -> bool:
+    return len(counts) == layout.num_virtual_stages and all(len(row) == layout.pp for row in counts)
+
+
+def describe_shape(counts: Counts) -> str:
+    return f"{len(counts)} chunks of {'/'.join(str(len(row)) for row in counts) or 0} stages"
+
+
+# ---- degrees and data parallelism ----
+
+
+def _degrees(_workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    degrees = (layout.pp, layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.num_virtual_stages)
+    return None if min(*degrees, candidate.micro_batch_size) >= 1 else "degrees and micro_batch_size start at 1"
+
+
+def _model_kind(workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    if isinstance(workload.model, LlamaModel) or max(layout.pp, layout.cp, layout.tp) == 1:
+        return None
+    return f"model kind {workload.model.kind} runs data-parallel only: pp, cp and tp are for llama"
+
+
+def _shard_needs_zero(_workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    if layout.dp_shard > 1 and layout.zero_stage == 0:
+        return f"dp_shard {layout.dp_shard} shards nothing with zero_stage 0; choose 1, 2 or 3"
+    if layout.dp_shard == 1 and layout.zero_stage > 0:
+        return f"zero_stage {layout.zero_stage} needs dp_shard above 1"
+    return None
+
+
+def _shard_embedding(workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    if not layout.shard_embedding:
+        return None
+    if not isinstance(workload.model, LlamaModel):
+        return f"shard_embedding is for llama, not model kind {workload.model.kind}"
+    if layout.dp * layout.cp == 1 or uses_ddp(layout):
+        return "shard_embedding needs FSDP2: data-parallel ranks, and neither DDP nor ZeRO stage 1"
+    return None
+
+
+def _global_batch(workload: Workload, candidate: Candidate) -> str | None:
+    micro_batch_size, dp, total = candidate.micro_batch_size, candidate.layout.dp, workload.global_batch_size
+    if total % (micro_batch_size * dp) == 0:
+        return None
+    return f"global_batch_size {total} is not divisible by micro_batch_size {micro_batch_size} x dp {dp}"
+
+
+# ---- tensor parallelism ----
+
+
+def _tp_divides(name: str) -> Rule:
+    """A rule that ``tp`` divides one size of the model."""
+
+    def check(workload: Workload, candidate: Candidate) -> str | None:
+        size = getattr(workload.model, name, 0)
+        return (
+            None if size % candidate.layout.tp == 0 else f"{name} {size} is not divisible by tp {candidate.layout.tp}"
+        )
+
+    return Rule(id=f"tp-{name.replace('_', '-')}", reads="layout", check=check)
+
+
+def _sp_needs_tp(_workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    return "sequence_parallel needs tp above 1" if layout.sequence_parallel and layout.tp == 1 else None
+
+
+def _sp_sequence(workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    if not layout.sequence_parallel or workload.seq_length % (layout.cp * layout.tp) == 0:
+        return None
+    parts = f"cp {layout.cp} x tp {layout.tp}" if layout.cp > 1 else f"tp {layout.tp}"
+    return f"sequence_parallel: seq_length {workload.seq_length} is not divisible by {parts}"
+
+
+def _ddp_with_tp(_workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    if layout.tp > 1 and layout.tp_engine == "dtensor" and layout.zero_stage != 1 and uses_ddp(layout):
+        return "DDP cannot wrap tensor-parallel DTensors; use replicate_with fsdp2, or tp_engine local or auto"
+    return None
+
+
+def _zero1_with_tp(_workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    if layout.zero_stage == 1 and layout.tp > 1 and layout.tp_engine == "dtensor":
+        return "the ZeRO-1 optimiser cannot hold tensor-parallel DTensors; use tp_engine local or auto, or zero_stage 2"
+    return None
+
+
+def _copies(_workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    if layout.num_copies == 1:
+        return None
+    if layout.tp == 1 or layout.tp_engine != "local":
+        return "num_copies 2 hides tensor-parallel collectives: it needs tp above 1 and tp_engine local or auto"
+    if candidate.micro_batch_size % 2:
+        return f"num_copies 2 halves the micro-batch: micro_batch_size {candidate.micro_batch_size} is odd"
+    return None
+
+
+# ---- context parallelism ----
+
+
+def _cp_sequence(workload: Workload, candidate: Candidate) -> str | None:
+    """Each rank holds an early and a late piece of every sequence, so that all have the same work."""
+    cp, seq_length = candidate.layout.cp, workload.seq_length
+    if cp == 1 or seq_length % (2 * cp) == 0:
+        return None
+    return f"context parallelism gives each rank two pieces: seq_length {seq_length} is not divisible by 2 x cp {cp}"
+
+
+def _cp_heads(workload: Workload, candidate: Candidate) -> str | None:
+    layout, model = candidate.layout, workload.model
+    if layout.cp == 1 or layout.cp_method != "ulysses" or not isinstance(model, LlamaModel):
+        return None
+    for name, heads in (("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)):
+        if heads % (layout.tp * layout.cp):
+            return f"cp_method ulysses: {name} {heads} is not divisible by tp {layout.tp} x cp {layout.cp}"
+    return None
+
+
+# ---- pipeline ----
+
+
+def _virtual_stages(_workload: Workload, candidate: Candidate) -> str | None:
+    """Interleaving needs several chunks and the V shape exactly two; 1F1B has one; GPipe takes any number."""
+    layout = candidate.layout
+    chunks, schedule = layout.num_virtual_stages, layout.schedule
+    if layout.pp == 1:
+        return None if chunks == 1 else f"num_virtual_stages {chunks} needs pp above 1"
+    if schedule == "1f1b" and chunks != 1:
+        return f"schedule 1f1b has one stage per rank, not {chunks}; use interleaved or gpipe"
+    if schedule == "interleaved" and chunks < 2:
+        return "schedule interleaved needs num_virtual_stages of at least 2"
+    if schedule == "zbv" and chunks != 2:
+        return f"schedule zbv has exactly 2 stages per rank, not {chunks}"
+    return None
+
+
+def _stage_layers(workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    counts = layout.stage_layers
+    if layout.pp == 1:
+        return None if counts == () else "stage_layers needs pp above 1"
+    if not has_shape(counts, layout):
+        wanted = f"{layout.num_virtual_stages} chunks of {layout.pp} stages"
+        return f"stage_layers has {describe_shape(counts)}, the layout {wanted}"
+    if min(map(min, counts)) < 0:
+        return "stage_layers leaves a stage fewer than 0 layers"
+    total = sum(map(sum, counts))
+    return None if total == workload.num_layers else f"stage_layers hold {total} of {workload.num_layers} layers"
+
+
+def _num_microbatches(workload: Workload, candidate: Candidate) -> str | None:
+    """``Schedule1F1B`` and ``ScheduleInterleaved1F1B`` of torch; its other schedules take any number."""
+    layout = candidate.layout
+    number = candidate.num_microbatches(workload.global_batch_size)
+    if layout.pp == 1:
+        return None
+    if layout.schedule == "1f1b" and number < layout.pp:
+        return f"schedule 1f1b needs a micro-batch per stage: {number} for pp {layout.pp}"
+    rounds = max(1, number // layout.pp)
+    if layout.schedule == "interleaved" and number % rounds:
+        return f"schedule interleaved works in {rounds} rounds, which do not divide {number} micro-batches"
+    return None
+
+
+def _ddp_with_chunks(_workload: Workload, candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    if layout.num_virtual_stages > 1 and uses_ddp(layout):
+        return "DDP and ZeRO-1 take one stage per rank; use replicate_with fsdp2 or auto, or zero_stage 2 or 3"
+    return None
+
+
+def _on_layout(name: str, check: Callable[[Workload, Candidate], str | None]) -> Rule:
+    return Rule(id=name, reads="layout", check=check)
+
+
+LAYOUT_RULES: tuple[Rule, ...] = (
+    _on_layout("degrees", _degrees),
+    _on_layout("model-kind", _model_kind),
+    _on_layout("shard-needs-zero", _shard_needs_zero),
+    *map(_tp_divides, ("num_heads", "num_kv_heads", "hidden_size", "ffn_hidden_size", "vocab_size")),
+    _on_layout("sp-needs-tp", _sp_needs_tp),
+    _on_layout("sp-seq-length", _sp_sequence),
+    _on_layout("ddp-with-tp", _ddp_with_tp),
+    _on_layout("zero1-with-tp", _zero1_with_tp),
+    _on_layout("global-batch", _global_batch),
+    _on_layout("copies", _copies),
+    _on_layout("cp-seq-length", _cp_sequence),
+    _on_layout("cp-heads", _cp_heads),
+    _on_layout("virtual-stages", _virtual_stages),
+    _on_layout("stage-layers", _stage_layers),
+    _on_layout("num-microbatches", _num_microbatches),
+    _on_layout("ddp-with-chunks", _ddp_with_chunks),
+    _on_layout("shard-embedding", _shard_embedding),
+)
