@@ -1,7 +1,8 @@
 """How near dry runs come: to real gloo runs on this machine, and, extrapolated, to themselves in full.
 
 * peak memory of every family against the allocator's events in a real run of the same trial (mode ``cpu``)
-* Llama2-13B on up to 1024 ranks, computed from few layers, against the dry run of all layers, and CPU-seconds of both
+* Llama2-13B on up to 1024 ranks, computed from few layers and micro-batches, against the dry run of all, and
+  CPU-seconds of both
 
     python -m benchmarks.dryrun_accuracy --markdown
 """
@@ -39,6 +40,8 @@ class Accuracy:
     reference_bytes: int
     predicted_cpu_s: float
     reference_cpu_s: float = 0.0
+    counts_equal: bool = True
+    """Whether FLOPs and collectives are the same, where both sides count them."""
 
     @property
     def difference(self) -> float:
@@ -103,6 +106,7 @@ def against_full_run(name: str) -> list[Accuracy]:
             reference_bytes=reference.peak_bytes,
             predicted_cpu_s=small.cpu_s / len(small.stages),
             reference_cpu_s=full.cpu_s / len(full.stages),
+            counts_equal=(stage.flops, stage.collectives) == (reference.flops, reference.collectives),
         )
         for stage, reference in zip(small.stages, full.stages, strict=True)
     ]
@@ -131,11 +135,12 @@ def families_table(rows: list[Accuracy]) -> str:
 
 
 def large_table(rows: list[Accuracy]) -> str:
-    out = _Table("case", "stage", "peak GiB", "all layers GiB", "difference", "CPU s", "all layers CPU s")
+    out = _Table("case", "stage", "peak GiB", "exact GiB", "difference", "counts", "CPU s", "exact CPU s")
     for row in rows:
         sizes = f"{row.predicted_bytes / GIB:.3f}", f"{row.reference_bytes / GIB:.3f}"
         times = f"{row.predicted_cpu_s:.1f}", f"{row.reference_cpu_s:.1f}"
-        out.row(row.case, row.stage, *sizes, f"{row.difference:+.2%}", *times)
+        counts = "equal" if row.counts_equal else "differ"
+        out.row(row.case, row.stage, *sizes, f"{row.difference:+.2%}", counts, *times)
     return out.text()
 
 

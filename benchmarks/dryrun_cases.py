@@ -84,6 +84,7 @@ def _large(global_batch_size: int, **given: Any) -> TrialSpec:
 
 _TP8 = {"tp": 8, "sequence_parallel": True}
 _PP4 = {"pp": 4, "stage_layers": ((10, 10, 10, 10),)}
+_PP4_CHUNKS = {"pp": 4, "stage_layers": ((5, 5, 5, 5), (5, 5, 5, 5)), "num_virtual_stages": 2}
 
 LARGE: dict[str, TrialSpec] = {
     "13B, DDP x8, O1": _large(8, dp_replicate=8, precision=O1),
@@ -103,6 +104,13 @@ LARGE: dict[str, TrialSpec] = {
         recompute=Recompute(full=((10, 10, 10, 10),)),
         **_TP8,
         **_PP4,
+    ),
+    "13B, TP8, PP4 GPipe, O2": _large(12, precision=O2, **_TP8, **_PP4, schedule="gpipe"),
+    "13B, ZeRO-2 x8, PP4 interleaved, O2": _large(
+        16 * 8, dp_shard=8, zero_stage=2, precision=O2, **_PP4_CHUNKS, schedule="interleaved"
+    ),
+    "13B, ZeRO-2 x8, PP4 ZBV, O2": _large(
+        16 * 8, dp_shard=8, zero_stage=2, precision=O2, **_PP4_CHUNKS, schedule="zbv"
     ),
 }
 """Simulated only."""

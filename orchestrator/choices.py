@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
+from trials.legality import has_sane_chunks
 from trials.spec import Counts, Layout, Recompute, Schedule, SelectiveRecompute
 from trials.stages import virtual_stage
 
@@ -49,13 +50,15 @@ def resolve_stage_layers(
     split: StageSplit | Counts, *, num_layers: int, pp: int, num_virtual_stages: int, schedule: Schedule
 ) -> Counts:
     """Layers of every chunk and stage; ``()`` without a pipeline. Rows of another shape than the layout's are left as
-    they are: a rule says so."""
+    they are, and far more stages than layers get none: a rule says so."""
     if pp == 1:
         return ()
     if not isinstance(split, StageSplit):
         return split
     if split.kind == "counts":
         return split.rows
+    if not has_sane_chunks(num_layers, pp=pp, num_virtual_stages=num_virtual_stages):
+        return ()
     if split.kind == "even":
         return even_split(num_layers, pp, num_virtual_stages, schedule)
     share = num_layers // (pp * num_virtual_stages)

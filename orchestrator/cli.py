@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 import click
 
 from orchestrator.invocation import DEFAULT_HOME, HOME_VARIABLE, Invocation
+from trials.estimate import FRAGMENTATION
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -107,18 +108,22 @@ def submit(file: Path, home: Path, as_json: bool) -> None:
 
 @main.command()
 @click.argument("file", type=click.Path(path_type=Path))
+@_home_option
 @_json_option
 @reports_errors
-def plan(file: Path, as_json: bool) -> None:
+def plan(file: Path, home: Path, as_json: bool) -> None:
     """Show what FILE would try, and what it rules out and why. Starts nothing.
+
+    What `dryrun` predicted of its candidates before is shown, and those that would not fit are ruled out.
 
     \b
     Example:
       tune-cluster plan configs/sweeps/quickstart.yaml
     """
     from orchestrator import report_plan, service
+    from orchestrator.home import Home
 
-    made = service.plan(file)
+    made = service.plan(file, Home(home))
     _print(as_json, made.to_json(), lambda: report_plan.render_plan(made))
 
 
@@ -130,20 +135,34 @@ def plan(file: Path, as_json: bool) -> None:
     multiple=True,
     help="baseline (the default), a number or name as plan shows it, or knobs to change in the baseline. Repeatable.",
 )
-@click.option("--max-device-memory", metavar="SIZE", help='Like "80GB"; default: device_memory of FILE.')
+@click.option("--all", "all_legal", is_flag=True, help="Every legal candidate, for `plan` and `submit` to use.")
+@click.option(
+    "--limit", type=click.IntRange(1), default=20, show_default=True, help="With --all: only as many, in plan's order."
+)
+@click.option(
+    "--max-device-memory",
+    metavar="SIZE",
+    help='Like "80GB"; default: device_memory of FILE, else that of the GPUs here.',
+)
 @click.option(
     "--fragmentation",
     type=click.FloatRange(0.0, 1.0),
-    default=0.05,
+    default=FRAGMENTATION,
     show_default=True,
     help="Share of its live memory that the allocator holds beyond it.",
 )
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Whose memory; default: device of FILE, else cuda.")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Whose memory; default: what FILE would run on, cuda where that is not known.",
+)
 @click.option("--exact", is_flag=True, help="Simulate all layers instead of computing them from few.")
 @_home_option
 @_json_option
 @reports_errors
-def dryrun(file: Path, trials: tuple[str, ...], home: Path, as_json: bool, **options: Any) -> None:
+def dryrun(
+    file: Path, trials: tuple[str, ...], all_legal: bool, limit: int, home: Path, as_json: bool, **options: Any
+) -> None:
     """Predict the memory, FLOPs and collectives of trials of FILE, on this machine, whatever the world's size.
 
     \b
@@ -151,14 +170,18 @@ def dryrun(file: Path, trials: tuple[str, ...], home: Path, as_json: bool, **opt
       tune-cluster dryrun configs/sweeps/quickstart.yaml
       tune-cluster dryrun configs/sweeps/quickstart.yaml --trial 3 --trial '{tp: 2, dp_replicate: 8}' \\
         --device cuda --max-device-memory 80GB
+      tune-cluster dryrun configs/sweeps/quickstart.yaml --all --limit 50
     """
     from orchestrator import dryrun_command, report_dryrun
     from orchestrator.home import Home
 
     with report_dryrun.progress() as progress:
-        verdicts = dryrun_command.dry_run(file, Home(home), trials=trials, progress=progress, **options)
+        num_legal = limit if all_legal else None
+        verdicts = dryrun_command.dry_run(
+            file, Home(home), trials=trials, num_legal=num_legal, progress=progress, **options
+        )
     body = [verdict.to_json() for verdict in verdicts]
-    _print(as_json, body, lambda: report_dryrun.render_dry_runs(verdicts))
+    _print(as_json, body, lambda: report_dryrun.render_dry_runs(verdicts, as_table=all_legal))
     if any(verdict.failed for verdict in verdicts):
         sys.exit(EXIT_USER)
 

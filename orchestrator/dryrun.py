@@ -46,7 +46,8 @@ def estimate_all(
     cache: DryRunCache | None = None,
     progress: Progress | None = None,
 ) -> list[Estimate | RunFailure]:
-    """Simulate every candidate, one rank per pipeline stage; a failure stands for itself and spoils no other.
+    """Simulate every candidate, one rank per pipeline stage; a failure stands for itself and spoils no other. What
+    is found goes to ``cache`` at once, so that an interruption loses little.
 
     ``exact`` simulates all layers instead of extrapolating from few.
 
@@ -60,12 +61,13 @@ def estimate_all(
     for key, candidate in zip(keys, candidates, strict=True):
         if key not in known and key not in missing:
             missing[key] = _plan(TrialSpec(workload=workload, candidate=candidate), mode, exact, requests)
-    replies = _simulate(requests, progress)
     results: dict[str, Estimate | RunFailure] = dict(known)
-    for key, stages in missing.items():
-        results[key] = made = _combine(stages, replies)
-        if cache is not None and isinstance(made, Estimate):
-            cache.put(key, made)
+    by_key = dict(zip(keys, candidates, strict=True))
+    for replies in _simulate(requests, progress):
+        for key in [key for key, stages in missing.items() if _is_complete(stages, replies)]:
+            results[key] = made = _combine(missing.pop(key), replies)
+            if cache is not None and isinstance(made, Estimate):
+                cache.put(key, by_key[key], made)
     return [results[key] for key in keys]
 
 
@@ -87,6 +89,10 @@ def _plan(spec: TrialSpec, mode: Mode, exact: bool, requests: list[Request]) -> 
     return stages
 
 
+def _is_complete(stages: list[_Stage], replies: dict[int, Reply]) -> bool:
+    return all(number in replies for stage in stages for number in stage.numbers)
+
+
 def _combine(stages: list[_Stage], replies: dict[int, Reply]) -> Estimate | RunFailure:
     made, cpu_s = [], 0.0
     for stage in stages:
@@ -104,17 +110,17 @@ def _combine(stages: list[_Stage], replies: dict[int, Reply]) -> Estimate | RunF
     return Estimate(stages=tuple(made), extrapolated=extrapolated, cpu_s=cpu_s)
 
 
-def _simulate(requests: list[Request], progress: Progress | None) -> dict[int, Reply]:
-    """Replies by the request's number."""
+def _simulate(requests: list[Request], progress: Progress | None) -> Iterator[dict[int, Reply]]:
+    """Replies by the request's number, each time there is one more."""
     replies: dict[int, Reply] = {}
     if not requests:
-        return replies
+        return
     tell = progress or _say_nothing
     tell(0, len(requests))
     for index, reply in _batch(requests):
         replies[index] = reply
         tell(len(replies), len(requests))
-    return replies
+        yield replies
 
 
 def _batch(requests: list[Request]) -> Iterator[tuple[int, Reply]]:

@@ -7,19 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from cluster.base import ClusterError
+from cluster.topology import Topology
 from orchestrator.dryrun import Progress, estimate_all
 from orchestrator.dryrun_cache import DryRunCache
 from orchestrator.errors import ConfigError
+from orchestrator.estimates import KnownEstimates, load_estimates
+from orchestrator.hardware import device_kind, known_topology, memory_limit_bytes
 from orchestrator.home import Home
-from orchestrator.plan import describe, make_plan
+from orchestrator.plan import Plan, describe, make_plan
 from orchestrator.space import short_name
 from orchestrator.sweep import SweepSpec, load_sweep
 from orchestrator.sweep_errors import to_config_error
 from orchestrator.sweep_types import ByteSize
-from orchestrator.yaml_source import YamlSource
+from orchestrator.yaml_source import YamlSource, parse_yaml
 from trials.codec import to_json
 from trials.dryrun.records import Mode, RunFailure
 from trials.estimate import CUDA_CONTEXT_BYTES, FRAGMENTATION, Estimate
@@ -77,26 +80,37 @@ def dry_run(
     home: Home,
     *,
     trials: Sequence[str] = (),
+    num_legal: int | None = None,
     max_device_memory: str | None = None,
     fragmentation: float = FRAGMENTATION,
     device: Device | None = None,
     exact: bool = False,
     progress: Progress | None = None,
 ) -> list[Verdict]:
-    """Estimate trials of the sweep in ``file``; the baseline when none is named.
+    """Estimate trials of the sweep in ``file``: those named and the first ``num_legal`` candidates of its plan; the
+    baseline when neither is given.
 
     Raises:
         ConfigError: for the file, a trial nobody knows or that breaks a rule, or a size without its unit.
     """
     spec = load_sweep(file)
-    names = list(trials) or [BASELINE]
-    candidates = [choose(spec, name) for name in names]
-    limit_bytes = spec.cluster.device_memory_bytes if max_device_memory is None else _size(max_device_memory)
-    on_cpu = (device or spec.cluster.device) == "cpu"
-    mode: Mode = "cpu" if on_cpu else "accelerator"
+    topology = _known_topology(spec)
+    chosen = [(name, choose(spec, name, home)) for name in trials or (() if num_legal else (BASELINE,))]
+    if num_legal:
+        candidates = _plan_here(spec, topology).candidates[:num_legal]
+        chosen += [(short_name(candidate), candidate) for candidate in candidates]
+    kind = device or device_kind(spec, topology)
+    limit_bytes = _limit_bytes(spec, topology, kind) if max_device_memory is None else _size(max_device_memory)
+    mode: Mode = "cpu" if kind == "cpu" else "accelerator"
     workload = spec.to_workload()
-    cache = DryRunCache(home.path / "dryrun")
-    results = estimate_all(workload, candidates, mode=mode, exact=exact, cache=cache, progress=progress)
+    results = estimate_all(
+        workload,
+        [candidate for _, candidate in chosen],
+        mode=mode,
+        exact=exact,
+        cache=DryRunCache(home.dry_runs),
+        progress=progress,
+    )
     return [
         Verdict(
             name=name,
@@ -105,15 +119,36 @@ def dry_run(
             result=result,
             limit_bytes=limit_bytes,
             fragmentation=fragmentation,
-            context_bytes=0 if on_cpu else CUDA_CONTEXT_BYTES,
+            context_bytes=0 if mode == "cpu" else CUDA_CONTEXT_BYTES,
         )
-        for name, candidate, result in zip(names, candidates, results, strict=True)
+        for (name, candidate), result in zip(chosen, results, strict=True)
     ]
 
 
-def choose(spec: SweepSpec, name: str) -> Candidate:
+def _known_topology(spec: SweepSpec) -> Topology | None:
+    """None too where this host is not the hardware asked for: a dry run needs none."""
+    try:
+        return known_topology(spec)
+    except ClusterError:
+        return None
+
+
+def _limit_bytes(spec: SweepSpec, topology: Topology | None, kind: Device) -> int | None:
+    """What this host's GPUs have does not count for a dry run on another kind of device."""
+    return memory_limit_bytes(spec, topology if kind == device_kind(spec, topology) else None)
+
+
+def _plan_here(spec: SweepSpec, topology: Topology | None, known: KnownEstimates | None = None) -> Plan:
+    """The plan as ``tune-cluster plan`` makes it; without hardware where that refuses."""
+    try:
+        return make_plan(spec, topology, known)
+    except ConfigError:
+        return make_plan(spec)
+
+
+def choose(spec: SweepSpec, name: str, home: Home) -> Candidate:
     """The candidate that ``name`` means: ``baseline``, a number or short name of the plan, or knobs to change in the
-    baseline, like ``{tp: 8, pp: 4}``.
+    baseline, like ``{tp: 8, pp: 4}``. A name may also be that of a candidate too large for this hardware.
 
     Raises:
         ConfigError: it means none, or one that breaks a rule.
@@ -122,13 +157,15 @@ def choose(spec: SweepSpec, name: str) -> Candidate:
         return spec.baseline_candidate
     if name.lstrip().startswith("{"):
         return changed_baseline(spec, name)
-    candidates = make_plan(spec).candidates
-    if name.isdecimal() and 1 <= int(name) <= len(candidates):
-        return candidates[int(name) - 1]
-    found = next((candidate for candidate in candidates if short_name(candidate) == name), None)
+    topology = _known_topology(spec)
+    candidates = _plan_here(spec, topology, load_estimates(spec, topology, DryRunCache(home.dry_runs))).candidates
+    if name.isdecimal():
+        found = candidates[int(name) - 1] if len(name) < 10 and 1 <= int(name) <= len(candidates) else None
+    else:
+        found = next((one for one in make_plan(spec).candidates if short_name(one) == name), None)
     if found is None:
         raise ConfigError(
-            f"no trial {name!r} in the plan of {len(candidates)} candidates",
+            f"no trial {_shown(name)} in the plan of {len(candidates)} candidates",
             key="--trial",
             remedy="Give baseline, a number or name as `tune-cluster plan` shows it, or knobs like '{tp: 2}'.",
         )
@@ -136,15 +173,12 @@ def choose(spec: SweepSpec, name: str) -> Candidate:
 
 
 def changed_baseline(spec: SweepSpec, text: str) -> Candidate:
-    """The baseline with the knobs of a YAML mapping.
+    """The baseline with the knobs of a YAML mapping, read as strictly as a sweep file.
 
     Raises:
         ConfigError: naming the knob, or the rule broken.
     """
-    try:
-        knobs = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not a YAML mapping: {text!r}", key="--trial", remedy="Write it like '{tp: 2}'.") from error
+    knobs = _read_knobs(text)
     data = spec.to_json()
     data["baseline"] = {**data["baseline"], **knobs}
     source = YamlSource(file=Path("--trial"), data={"baseline": knobs}, lines={})
@@ -153,7 +187,22 @@ def changed_baseline(spec: SweepSpec, text: str) -> Candidate:
     except ValidationError as error:
         found = to_config_error(error, source, SweepSpec)
         key = (found.key or "").removeprefix("baseline").removeprefix(".")
-        raise ConfigError(f"{text}: {found.message}", file="--trial", key=key, remedy=found.remedy) from None
+        message = f"{_shown(text)}: {found.message}"
+        raise ConfigError(message, file="--trial", key=key, remedy=found.remedy) from None
+
+
+def _read_knobs(text: str) -> dict[str, Any]:
+    try:
+        knobs = parse_yaml(text, Path("--trial")).data
+    except ConfigError as error:
+        message = f"{_shown(text)} is not a YAML mapping of knobs: {error.message}"
+        raise ConfigError(message, file="--trial", key=error.key, remedy="Write it like '{tp: 2}'.") from None
+    assert isinstance(knobs, dict), "YAML that begins with a brace and can be read is a mapping"
+    return knobs
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= 60 else f"{text[:57]!r}..."
 
 
 def _size(text: str) -> int:

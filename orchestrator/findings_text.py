@@ -85,7 +85,7 @@ def _kernel_tuning(report: KernelTuningReport) -> str:
 
 def _memory_format(report: MemoryFormatReport) -> str:
     times = f"nchw {fmt.milliseconds(report.nchw_s)}, nhwc {fmt.milliseconds(report.nhwc_s)}"
-    return f"memory format {report.chosen} ({times} per step; the rule: {report.rule})"
+    return f"memory format {report.chosen} ({times} per micro-batch; the rule: {report.rule})"
 
 
 def findings_metrics(findings: Findings) -> dict[str, float]:

@@ -46,6 +46,11 @@ class Home:
         """Whether something was recorded in the home's own MLflow store."""
         return (self.path / _STORE).exists()
 
+    @property
+    def dry_runs(self) -> Path:
+        """Folder of the estimates kept by dry runs."""
+        return self.path / "dryrun"
+
     def sweep_folder(self, name: str) -> Path:
         return self.path / "sweeps" / check_name(name, "sweep name")
 

@@ -79,7 +79,7 @@ class RecomputeSection(Section):
     a list (one per stage) or a list of such lists (one per chunk)."""
 
     full: CountValue = Field(default=0, description="Layers that keep only their input.")
-    select: dict[str, CountValue] = Field(
+    select: dict[Annotated[str, AfterValidator(_pattern)], CountValue] = Field(
         default={},
         max_length=MAX_PATTERNS,
         description="Pattern of operators whose outputs are not kept, to the layers it applies to. A pattern is a "
@@ -88,12 +88,6 @@ class RecomputeSection(Section):
     communication: CountValue = Field(
         default=0, description="Layers that gather their sequence shards again in the backward pass."
     )
-
-    @model_validator(mode="after")
-    def _patterns(self) -> RecomputeSection:
-        for pattern in self.select:
-            _pattern(pattern)
-        return self
 
     def to_choice(self) -> RecomputeChoice:
         select = tuple(sorted((pattern, count) for pattern, count in self.select.items() if count != 0))

@@ -8,6 +8,7 @@ from typing import Any
 
 from cluster.topology import Topology
 from orchestrator.errors import ConfigError
+from orchestrator.estimates import KnownEstimates
 from orchestrator.rules import Case, Rule, Violation, check, rules_for, violations
 from orchestrator.space import Space, flat_params, make_space, short_name
 from orchestrator.sweep import SweepSpec
@@ -41,10 +42,11 @@ class Plan:
     """Combinations of choices that come to the same candidate as another one."""
     product_size: int
     """All combinations: candidates + rejected + duplicates."""
+    known: KnownEstimates = field(default_factory=KnownEstimates)
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "baseline": describe(self.baseline),
+            "baseline": self._describe(self.baseline),
             "num_legal": len(self.candidates),
             "num_duplicates": self.num_duplicates,
             "product_size": self.product_size,
@@ -53,15 +55,18 @@ class Plan:
                     "rule": rule_id,
                     "count": count,
                     "examples": [
-                        {**describe(example.candidate), "reason": example.reason}
+                        {**self._describe(example.candidate), "reason": example.reason}
                         for example in self.examples
                         if example.rule_id == rule_id
                     ],
                 }
                 for rule_id, count in self.num_rejected.items()
             ],
-            "candidates": [describe(candidate) for candidate in self.candidates],
+            "candidates": [self._describe(candidate) for candidate in self.candidates],
         }
+
+    def _describe(self, candidate: Candidate) -> dict[str, Any]:
+        return {**describe(candidate), **self.known.to_json(candidate)}
 
 
 def describe(candidate: Candidate) -> dict[str, Any]:
@@ -72,8 +77,9 @@ def describe(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def make_plan(spec: SweepSpec, topology: Topology | None = None) -> Plan:
-    """Sort the space into legal and rejected. Without a topology, rules about hardware are not applied.
+def make_plan(spec: SweepSpec, topology: Topology | None = None, known: KnownEstimates | None = None) -> Plan:
+    """Sort the space into legal and rejected. Without a topology, rules about hardware are not applied, and without
+    estimates, which :func:`orchestrator.estimates.load_estimates` finds, that about memory is not.
 
     Raises:
         ConfigError: when the baseline cannot run on this topology, or no candidate is legal.
@@ -85,7 +91,9 @@ def make_plan(spec: SweepSpec, topology: Topology | None = None) -> Plan:
         message = f"cannot run here: {broken[0].reason}"
         raise spec.error(("baseline",), message, "Correct the baseline or lease more devices.")
     space = make_space(spec)
-    sorter = _Sorter(rules=rules_for(spec.filters), spec=spec, topology=topology)
+    known = known or KnownEstimates()
+    rules = (*rules_for(spec.filters), known.rule(baseline))
+    sorter = _Sorter(rules=rules, spec=spec, topology=topology)
     candidates = tuple(sorter.legal(space))
     if not candidates:
         raise _nothing_left(sorter)
@@ -97,6 +105,7 @@ def make_plan(spec: SweepSpec, topology: Topology | None = None) -> Plan:
         examples=tuple(sorter.examples),
         num_duplicates=space.num_duplicates,
         product_size=space.product_size,
+        known=known,
     )
 
 

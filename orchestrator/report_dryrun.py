@@ -41,12 +41,31 @@ def progress() -> Iterator[Progress]:
         yield show
 
 
-def render_dry_runs(verdicts: Sequence[Verdict]) -> RenderableType:
-    """One block per trial: verdict, memory by stage, work by stage."""
+def render_dry_runs(verdicts: Sequence[Verdict], *, as_table: bool = False) -> RenderableType:
+    """One block per trial: verdict, memory by stage, work by stage; or one line per trial."""
+    if as_table:
+        return _overview(verdicts)
     blocks: list[RenderableType] = []
     for verdict in verdicts:
         blocks += [*_block(verdict), Text("")]
     return Group(*blocks[:-1])
+
+
+def _overview(verdicts: Sequence[Verdict]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("configuration", no_wrap=True)
+    for title in ("ranks", "peak", "with margin"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("")
+    for verdict in verdicts:
+        name, ranks, result = short_name(verdict.candidate), str(verdict.candidate.layout.world_size), verdict.result
+        if isinstance(result, RunFailure):
+            table.add_row(name, ranks, "", "", Text(f"no estimate: {result.message}", style="red"))
+            continue
+        needed = result.needed_bytes(verdict.fragmentation, verdict.context_bytes)
+        sizes = num_bytes(result.peak_bytes), num_bytes(needed)
+        table.add_row(name, ranks, *sizes, _word(needed, verdict.limit_bytes))
+    return table
 
 
 def _block(verdict: Verdict) -> Iterator[RenderableType]:

@@ -8,7 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.plan import Plan
+from orchestrator.report_format import num_bytes
 from orchestrator.space import short_name
+from trials.spec import Candidate
 
 MAX_CANDIDATES = 20
 
@@ -20,7 +22,9 @@ def render_plan(plan: Plan) -> RenderableType:
         f" of {plan.product_size} combinations; {sum(plan.num_rejected.values())} rejected, "
         f"{plan.num_duplicates} alike after removing knobs without effect",
     )
-    baseline = Text.assemble("baseline  ", (short_name(plan.baseline), "bold"))
+    memory = _memory(plan, plan.baseline)
+    words = f"  predicted peak {memory[0]}, {memory[1]} with margin" if any(memory) else ""
+    baseline = Text.assemble("baseline  ", (short_name(plan.baseline), "bold"), words)
     parts: list[RenderableType] = [head, baseline, Text(""), _candidates(plan)]
     if plan.num_rejected:
         parts += [Text(""), _rejected(plan)]
@@ -31,11 +35,23 @@ def _candidates(plan: Plan) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, title="candidates", title_justify="left", pad_edge=False)
     table.add_column("#", justify="right")
     table.add_column("configuration", no_wrap=True)
-    for i, candidate in enumerate(plan.candidates[:MAX_CANDIDATES], start=1):
-        table.add_row(str(i), short_name(candidate))
+    shown = plan.candidates[:MAX_CANDIDATES]
+    has_memory = any(map(plan.known.to_json, shown))
+    for title in ("predicted peak", "with margin") if has_memory else ():
+        table.add_column(title, justify="right", no_wrap=True)
+    for i, candidate in enumerate(shown, start=1):
+        table.add_row(str(i), short_name(candidate), *(_memory(plan, candidate) if has_memory else ()))
     if (hidden := len(plan.candidates) - MAX_CANDIDATES) > 0:
         table.add_row("", f"... and {hidden} more (--json lists all)")
     return table
+
+
+def _memory(plan: Plan, candidate: Candidate) -> tuple[str, str]:
+    """Predicted peak, and with margin; empty where they are unknown."""
+    estimate = plan.known.by_candidate.get(candidate)
+    if estimate is None:
+        return "", ""
+    return num_bytes(estimate.peak_bytes), num_bytes(plan.known.needed_bytes(estimate))
 
 
 def _rejected(plan: Plan) -> RenderableType:

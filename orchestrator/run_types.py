@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
 
 from orchestrator.knob_types import Section, ShortForms, Word, fault, show
+from trials.legality import FP32_MAX, FP32_TINY
 from trials.spec import LoaderTuning, LossScale, Precision
 
 
@@ -30,9 +31,9 @@ OperatorNames = Annotated[
 class LossScaleSection(Section):
     """Loss scaling for float16."""
 
-    initial: float = Field(default=LossScale().initial, gt=0, description="Scale at the start.")
+    initial: float = Field(default=LossScale().initial, ge=FP32_TINY, le=FP32_MAX, description="Scale at the start.")
     growth_factor: float = Field(
-        default=LossScale().growth_factor, gt=1, description="Growth after enough finite steps."
+        default=LossScale().growth_factor, gt=1, le=FP32_MAX, description="Growth after enough finite steps."
     )
     growth_interval: int = Field(
         default=LossScale().growth_interval, ge=1, le=2**31 - 1, description="Finite steps in a row before growth."
@@ -88,7 +89,10 @@ class DataloaderSection(Section):
     """Search for the loader's settings before training, by hill climbing."""
 
     tuning_steps: int = Field(
-        default=LoaderTuning().tuning_steps, ge=1, le=10**6, description="Batches read per point tried."
+        default=LoaderTuning().tuning_steps,
+        ge=1,
+        le=10**6,
+        description="Batches read per point tried; a point also ends after 0.4 s.",
     )
     max_workers: int = Field(
         default=LoaderTuning().max_workers, ge=1, le=1024, description="Data-loading processes tried at most."

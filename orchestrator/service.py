@@ -6,17 +6,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from cluster.base import GangLaunch
-from cluster.connect import connect, describe
+from cluster.connect import connect
 from cluster.placement import Placement
 from cluster.recovery import recover
 from cluster.topology import Topology
 from orchestrator import promotion, ui
 from orchestrator.controller import fold
+from orchestrator.dryrun_cache import DryRunCache
 from orchestrator.errors import ConfigError
+from orchestrator.estimates import load_estimates
 from orchestrator.fingerprint import fingerprint
+from orchestrator.hardware import cluster_options, known_topology
 from orchestrator.home import Home
 from orchestrator.ledger import Ledger
 from orchestrator.mlflow_urls import check_tracking_uri, experiments_url, sweep_links
@@ -42,19 +45,15 @@ class Result:
     """Where MLflow holds it; None until something has been written there."""
 
 
-class _ClusterOptions(TypedDict):
-    kind: Any
-    address: str | None
-    num_nodes: int
-    devices_per_node: int | None
-    device_memory_bytes: int | None
-    device: Any
-
-
-def plan(file: Path) -> Plan:
+def plan(file: Path, home: Home) -> Plan:
     """What the file would try, on the hardware as far as it is known without starting anything."""
     spec = load_sweep(file)
-    return make_plan(spec, describe(**_cluster_options(spec)))
+    return _plan(spec, known_topology(spec), home)
+
+
+def _plan(spec: SweepSpec, topology: Topology | None, home: Home) -> Plan:
+    """With what dry runs found out."""
+    return make_plan(spec, topology, load_estimates(spec, topology, DryRunCache(home.dry_runs)))
 
 
 def submit(file: Path, home: Home, observer: Observer) -> Result:
@@ -66,15 +65,15 @@ def submit(file: Path, home: Home, observer: Observer) -> Result:
         LedgerError: the ledger cannot be written, or another controller holds it.
     """
     spec = load_sweep(file)
-    make_plan(spec, describe(**_cluster_options(spec)))  # refuse what cannot work before anything is started
+    _plan(spec, known_topology(spec), home)  # refuse what cannot work before anything is started
     if spec.name in home.sweeps():
         found = _attach(spec, home)
         if found is not None:
             return found
     folder = home.sweep_folder(spec.name)
     attempts = _attempts(folder)
-    with connect(workdir=attempts, **_cluster_options(spec)) as cluster:
-        made = make_plan(spec, cluster.topology)
+    with connect(workdir=attempts, **cluster_options(spec)) as cluster:
+        made = _plan(spec, cluster.topology, home)
         with Ledger(folder) as ledger, ledger.hold():
             _create(ledger, spec, made, cluster.topology, file)
             runtime = Runtime(
@@ -222,18 +221,6 @@ def _check_hardware(created: SweepCreated, prints: dict[str, str]) -> None:
 
 def _attempts(folder: Path) -> Path:
     return folder / "attempts"
-
-
-def _cluster_options(spec: SweepSpec) -> _ClusterOptions:
-    cluster = spec.cluster
-    return {
-        "kind": cluster.kind,
-        "address": cluster.address,
-        "num_nodes": cluster.num_nodes,
-        "devices_per_node": cluster.devices_per_node,
-        "device_memory_bytes": cluster.device_memory_bytes,
-        "device": cluster.device,
-    }
 
 
 class _Launcher:

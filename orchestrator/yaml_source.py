@@ -54,7 +54,11 @@ def read_yaml(file: str | Path) -> YamlSource:
         ConfigError: for anything that keeps the file from being read.
     """
     file = Path(file)
-    text = _read_text(file)
+    return parse_yaml(_read_text(file), file)
+
+
+def parse_yaml(text: str, file: Path) -> YamlSource:
+    """As :func:`read_yaml`, of text that stands in ``file``."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()

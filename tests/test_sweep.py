@@ -108,7 +108,7 @@ def test_every_kind_of_failure_has_its_outcome_and_the_sweep_goes_on(tmp_path):
     )
     result = submit(file, tmp_path / "home")
     found = {
-        (trial.candidate.micro_batch_size, trial.candidate.recompute.kind): trial.outcome
+        (trial.candidate.micro_batch_size, "full" if trial.candidate.recompute.full else "none"): trial.outcome
         for trial in result.state.trials
     }
     assert result.state.status == "finished"

@@ -19,12 +19,20 @@ from trials.models.llama import Block, Llama, causal_attention
 from trials.spec import Layout
 
 
-def apply_context_parallel(model: TrainModel, mesh: DeviceMesh, layout: Layout) -> None:
-    """Replace the attention core by one that works on split sequences, in place. ``mesh`` is the cp one."""
+def apply_context_parallel(model: TrainModel, mesh: DeviceMesh, layout: Layout, dtype: torch.dtype) -> None:
+    """Replace the attention core by one that works on split sequences, in place.
+
+    ``mesh`` is the cp one, ``dtype`` that of attention.
+    """
     assert isinstance(model, Llama), "legality keeps context parallelism to models that have it"
     group = group_of(mesh)
-    # One object for all layers, so that they share compiled code.
-    core = functools.partial(_CORES[layout.cp_method], group=group)
+    # One object for all layers, so that they share compiled code, and the mask.
+    core = functools.partial(ulysses_attention, group=group)
+    if layout.cp_method == "all_gather":
+        masks: list[Tensor] = []
+        core = functools.partial(all_gather_attention, group=group, masks=masks)
+        num_positions = model.seq_length
+        model.on_materialize.append(lambda device: masks.append(causal_mask(group, num_positions, dtype, device)))
     for layer in model.layers.values():
         assert isinstance(layer, Block)
         layer.attention.core = core
@@ -38,22 +46,36 @@ def split_sequence(tensor: Tensor, index: int, cp: int) -> Tensor:
     return torch.cat([pieces[index], pieces[2 * cp - 1 - index]], dim=1)
 
 
-def all_gather_attention(q: Tensor, k: Tensor, v: Tensor, *, group: Group) -> Tensor:
+def causal_mask(group: Group, seq_length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What to add to the scores of this rank's later piece, ``[S / 2 cp, end of the piece]``: 0 or minus infinity.
+
+    Attention keeps its mask for the backward pass: of a boolean one it would keep a copy in its own type per layer.
+    """
+    length = seq_length // (2 * group.size)
+    end = (2 * group.size - group.rank) * length
+    return torch.full((length, end), -torch.inf, dtype=dtype, device=device).triu(end - length + 1)
+
+
+def all_gather_attention(q: Tensor, k: Tensor, v: Tensor, *, group: Group, masks: list[Tensor]) -> Tensor:
     """Causal attention of this rank's ``q [B, H, S / cp, head_size]`` to the keys and values of all ranks.
 
     Each of the two pieces sees only the keys up to its own end. Gathering keeps the few heads of grouped-query
-    attention (as in arXiv 2407.21783).
+    attention (as in arXiv 2407.21783). ``masks`` holds the :func:`causal_mask`.
     """
     keys, values = in_order(communicate("all_gather", torch.stack([k, v])[None], group))
     outputs = []
     for piece, part in zip((group.rank, 2 * group.size - 1 - group.rank), q.chunk(2, dim=2), strict=True):
         end = (piece + 1) * part.shape[2]
-        outputs.append(_attend_to_the_end(part, keys[:, :, :end], values[:, :, :end]))
+        outputs.append(attend_to_the_end(part, keys[:, :, :end], values[:, :, :end], masks[0]))
     return torch.cat(outputs, dim=2)
 
 
-def _attend_to_the_end(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of queries that are the last positions of the keys."""
+def attend_to_the_end(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Causal attention of queries that are the last positions of the keys.
+
+    ``mask`` is for as many keys or more: its last columns are what counts. The functional form without a mask
+    (``causal_lower_right``) can be neither compiled nor run on fake tensors.
+    """
     length, end = q.shape[2], k.shape[2]
     if length == end:
         return causal_attention(q, k, v)
@@ -61,8 +83,7 @@ def _attend_to_the_end(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if num_shared > 1:
         # Fused CUDA kernels that take a mask take no grouped heads.
         k, v = k.repeat_interleave(num_shared, dim=1), v.repeat_interleave(num_shared, dim=1)
-    mask = torch.ones(length, end, dtype=torch.bool, device=q.device).tril(end - length)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, -end:].to(q.dtype))
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, group: Group) -> Tensor:
@@ -85,6 +106,3 @@ def by_holder(x: Tensor, cp: int) -> Tensor:
     """The inverse of :func:`in_order`."""
     early, late = torch.unflatten(x, -2, (2 * cp, -1)).movedim(-3, 0).chunk(2)
     return torch.stack([early, late.flip(0)], dim=-3).flatten(-3, -2)
-
-
-_CORES = {"all_gather": all_gather_attention, "ulysses": ulysses_attention}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -32,8 +31,6 @@ def apply_fsdp(model: TrainModel, mesh: DeviceMesh, layout: Layout, precision: P
 
     ZeRO stage 3 frees gathered weights after the forward pass, except the root's, which the backward needs at once.
     """
-    # The head's tensor-parallel output is a view; FSDP warns of writing to it, and the loss only reads it.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     policy = mixed_precision_policy(precision)
     if layout.shard_embedding:
         for end in _ends(model):

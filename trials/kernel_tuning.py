@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import contextlib
+from collections.abc import Hashable, Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -17,8 +18,8 @@ class KernelTuner:
     """Switches cuDNN's benchmark mode by step and counts the forward convolutions met.
 
     A configuration is all that cuDNN's cache is keyed by: sizes, number format, memory format and the convolution's
-    own arguments. A lookup is a call after the range; a hit is one whose configuration was met inside it. cuDNN keeps
-    the first algorithm it chose for a configuration, so one met before the range is not measured in it.
+    own arguments. A lookup is a call after the range; a hit is one whose configuration was measured. cuDNN keeps the
+    first algorithm it chose for a configuration, so one that was met unmeasured, before the range, stays so.
     """
 
     def __init__(self, models: Iterable[nn.Module], kernels: Kernels, device: torch.device) -> None:
@@ -27,7 +28,9 @@ class KernelTuner:
         self._in_graph = kernels.compile != "off"
         self._before = torch.backends.cudnn.benchmark
         self._step = 0
+        self._measures = False
         self._tuned: set[Hashable] = set()
+        self._met_too_early: set[Hashable] = set()
         self._num_lookups = self._num_hits = 0
         convolutions = [module for model in models for module in model.modules() if isinstance(module, nn.Conv2d)]
         # A hook inside a compiled block would become part of its graph.
@@ -52,8 +55,20 @@ class KernelTuner:
     def before_step(self, step: int) -> None:
         """Told before each step, counting from 1."""
         self._step = step
+        if self._range:
+            self._measure(self._range[0] <= step <= self._range[1])
+
+    @contextlib.contextmanager
+    def before_training(self) -> Iterator[None]:
+        """Measure here too: convolutions run before the first step would fill cuDNN's cache with unmeasured ones."""
+        self._measure(bool(self._range))
+        yield
+        self._measure(False)
+
+    def _measure(self, enabled: bool) -> None:
+        self._measures = enabled
         if self._range and self._has_cudnn:
-            torch.backends.cudnn.benchmark = self._range[0] <= step <= self._range[1]
+            torch.backends.cudnn.benchmark = enabled
 
     def report(self) -> KernelTuningReport | None:
         """What was counted; None when the knob is off."""
@@ -67,17 +82,25 @@ class KernelTuner:
         )
 
     def _note(self) -> str:
+        notes = []
         if not self._has_cudnn:
-            return "no cuDNN on this device: nothing was tuned, configurations are only counted"
-        return "convolutions inside compiled graphs are not counted" if self._in_graph else ""
+            notes.append("no cuDNN on this device: nothing was tuned, configurations are only counted")
+        elif self._in_graph:
+            notes.append("convolutions inside compiled graphs are not counted")
+        if self._met_too_early:
+            notes.append(
+                f"{len(self._met_too_early)} configurations were met before step {self._range[0]} and keep the "
+                "algorithm chosen then, unmeasured; let the range begin at step 1"
+            )
+        return "; ".join(notes)
 
     def _count(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         assert isinstance(module, nn.Conv2d)
-        if self._step < self._range[0]:
-            return
         key = _configuration(module, args[0])
-        if self._step <= self._range[1]:
-            self._tuned.add(key)
+        if self._measures:
+            self._tuned |= {key} - self._met_too_early
+        elif self._step < self._range[0]:
+            self._met_too_early |= {key} - self._tuned
         else:
             self._num_lookups += 1
             self._num_hits += key in self._tuned

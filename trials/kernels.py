@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import torch
 import torch._dynamo
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trials.context_parallel import attend_to_the_end
 from trials.failure import InfeasibleSpec
 from trials.models.base import TrainModel
-from trials.models.llama import Llama
+from trials.models.llama import Llama, causal_attention
 from trials.spec import Kernels, LlamaModel, TrialSpec
 
 ATTENTION_BACKENDS = {
@@ -76,25 +76,37 @@ def _check_attention(spec: TrialSpec, device: torch.device) -> None:
     wanted = spec.candidate.kernels.attention
     model, dtype = spec.workload.model, getattr(torch, spec.candidate.precision.dtype)
     assert isinstance(model, LlamaModel)
-    available = [name for name in ATTENTION_BACKENDS if _runs_attention(name, model, dtype, device)]
+    layout = spec.candidate.layout
+    masked = layout.cp > 1 and layout.cp_method == "all_gather"
+    available = [name for name in ATTENTION_BACKENDS if _runs_attention(name, model, dtype, device, masked=masked)]
     if wanted not in available:
+        masks = " and the mask of split sequences" if masked else ""
         raise InfeasibleSpec(
             f"attention {wanted!r} is not available on this {device.type} device for {dtype} with head size "
-            f"{model.hidden_size // model.num_heads}; use one of: auto, {', '.join(available)}"
+            f"{model.hidden_size // model.num_heads}{masks}; use one of: auto, "
+            f"{', '.join(available)}"
         )
 
 
-def _runs_attention(name: str, model: LlamaModel, dtype: torch.dtype, device: torch.device) -> bool:
-    """Try it, forward and backward: what a backend can do depends on device, build, type and shape."""
+def _runs_attention(
+    name: str, model: LlamaModel, dtype: torch.dtype, device: torch.device, *, masked: bool = False
+) -> bool:
+    """Try it, forward and backward: what a backend can do depends on device, build, type and shape.
+
+    ``masked`` tries what a rank that holds a part of each sequence calls too.
+    """
     head_size = model.hidden_size // model.num_heads
     q, k, v = (
         torch.zeros(1, heads, 16, head_size, dtype=dtype, device=device, requires_grad=True)
         for heads in (model.num_heads, model.num_kv_heads, model.num_kv_heads)
     )
-    grouped = model.num_kv_heads < model.num_heads
+    mask = torch.zeros(8, 16, dtype=dtype, device=device)
     with warnings.catch_warnings(action="ignore"), sdpa_kernel(ATTENTION_BACKENDS[name]):
         try:
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).sum().backward()  # type: ignore[no-untyped-call]
+            out = causal_attention(q, k, v)
+            if masked:
+                out = torch.cat([out, attend_to_the_end(q[:, :, :8], k, v, mask)], dim=2)
+            torch.autograd.backward(out.sum())
         except RuntimeError:
             return False
     return True

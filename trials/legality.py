@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trials.failure import InfeasibleSpec
-from trials.legality_candidate import CANDIDATE_RULES, pattern_problem
-from trials.legality_layout import LAYOUT_RULES, Rule, uses_ddp
+from trials.legality_candidate import CANDIDATE_RULES, FP32_MAX, FP32_TINY
+from trials.legality_layout import LAYOUT_RULES, Rule, has_sane_chunks, uses_ddp
+from trials.legality_pattern import pattern_problem
 from trials.spec import (
     Candidate,
     Data,
@@ -23,7 +24,18 @@ from trials.spec import (
     Workload,
 )
 
-__all__ = ["DATA_OF_MODEL", "RULES", "Rule", "check", "pattern_problem", "uses_ddp", "violations"]
+__all__ = [
+    "DATA_OF_MODEL",
+    "FP32_MAX",
+    "FP32_TINY",
+    "RULES",
+    "Rule",
+    "check",
+    "has_sane_chunks",
+    "pattern_problem",
+    "uses_ddp",
+    "violations",
+]
 
 RULES: tuple[Rule, ...] = (*LAYOUT_RULES, *CANDIDATE_RULES)
 """In the order they are reported."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
-from trials.legality_layout import Rule, describe_shape, has_shape
-from trials.spec import Candidate, Counts, Workload
+from trials.legality_layout import Rule, describe_shape, has_shape, uses_ddp
+from trials.legality_pattern import pattern_problem
+from trials.spec import Candidate, Counts, LossScale, Workload
 
-MAX_PATTERN_CHARS = 200
+FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
+"""Largest finite fp32 number."""
+FP32_TINY = 2.0**-126
+"""Smallest fp32 number whose inverse is one too; a loss scale multiplies and divides in fp32."""
 
 
 def _recompute_shape(workload: Workload, candidate: Candidate) -> str | None:
@@ -32,17 +35,6 @@ def _recompute_patterns(_workload: Workload, candidate: Candidate) -> str | None
     if len(set(patterns)) != len(patterns):
         return "recompute: a pattern stands twice"
     return next((problem for problem in map(pattern_problem, patterns) if problem), None)
-
-
-def pattern_problem(pattern: str) -> str | None:
-    """What is wrong with a selective-recompute pattern; None for a good one."""
-    if not 0 < len(pattern) <= MAX_PATTERN_CHARS:
-        return f"a pattern has 1 to {MAX_PATTERN_CHARS} characters, not {len(pattern)}"
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        return f"the pattern {pattern!r} is no regular expression: {error}"
-    return None
 
 
 def _recompute_with_compile(_workload: Workload, candidate: Candidate) -> str | None:
@@ -79,6 +71,22 @@ def _compile_model_with_dtensor(_workload: Workload, candidate: Candidate) -> st
     return "compile model with tp beside another axis needs tp_engine local: torch cannot trace the DTensor embedding"
 
 
+def _cuda_graphs(workload: Workload, candidate: Candidate) -> str | None:
+    """A CUDA graph replays into the memory it was captured with: the outputs of one micro-batch must be done with
+    before the next one runs, and parameters stay where they are."""
+    kernels, layout = candidate.kernels, candidate.layout
+    if kernels.compile == "off" or kernels.compile_mode != "reduce-overhead":
+        return None
+    if layout.pp > 1:
+        return f"compile_mode reduce-overhead (CUDA graphs) needs pp 1, not {layout.pp}"
+    number = candidate.num_microbatches(workload.global_batch_size)
+    if number > 1:
+        return f"compile_mode reduce-overhead (CUDA graphs) needs one micro-batch per step, not {number}"
+    if layout.dp * layout.cp > 1 and not uses_ddp(layout):
+        return "compile_mode reduce-overhead (CUDA graphs) needs DDP or ZeRO-1: FSDP2 moves the parameters"
+    return None
+
+
 def _amp_lists_with_compile(_workload: Workload, candidate: Candidate) -> str | None:
     if candidate.kernels.compile == "off" or not (candidate.precision.white or candidate.precision.black):
         return None
@@ -101,9 +109,21 @@ def _amp_level(_workload: Workload, candidate: Candidate) -> str | None:
 
 def _loss_scale(_workload: Workload, candidate: Candidate) -> str | None:
     precision = candidate.precision
-    if (precision.dtype == "float16") == (precision.loss_scale is not None):
-        return None
-    return "loss_scale is set exactly when dtype is float16"
+    if (precision.dtype == "float16") != (precision.loss_scale is not None):
+        return "loss_scale is set exactly when dtype is float16"
+    return None if precision.loss_scale is None else _loss_scale_problem(precision.loss_scale)
+
+
+def _loss_scale_problem(scale: LossScale) -> str | None:
+    if not FP32_TINY <= scale.initial <= FP32_MAX:
+        return f"loss_scale: initial {scale.initial:g} is no positive fp32 number with an inverse"
+    if not 1.0 < scale.growth_factor <= FP32_MAX:
+        return f"loss_scale: growth_factor {scale.growth_factor:g} is no fp32 number above 1"
+    if not 0.0 < scale.backoff_factor < 1.0:
+        return f"loss_scale: backoff_factor {scale.backoff_factor:g} is not between 0 and 1"
+    if min(scale.growth_interval, scale.backoff_interval) < 1:
+        return "loss_scale: growth_interval and backoff_interval start at 1"
+    return None
 
 
 def _amp_lists(_workload: Workload, candidate: Candidate) -> str | None:
@@ -152,6 +172,7 @@ CANDIDATE_RULES: tuple[Rule, ...] = (
     _on_candidate("recompute-communication", _recompute_communication),
     _on_candidate("compile-with-zbv", _compile_with_zbv),
     _on_candidate("compile-model-with-dtensor", _compile_model_with_dtensor),
+    _on_candidate("cuda-graphs", _cuda_graphs),
     _on_candidate("amp-lists-with-compile", _amp_lists_with_compile),
     _on_candidate("cudnn-range", _cudnn_range),
     _on_candidate("amp-level", _amp_level),

@@ -159,7 +159,12 @@ def _cp_heads(workload: Workload, candidate: Candidate) -> str | None:
 # ---- pipeline ----
 
 
-def _virtual_stages(_workload: Workload, candidate: Candidate) -> str | None:
+def has_sane_chunks(num_layers: int, *, pp: int, num_virtual_stages: int) -> bool:
+    """Whether stages are about as many as layers; some may be empty, two more per rank than there are layers for."""
+    return pp * num_virtual_stages <= num_layers + 2 * pp
+
+
+def _virtual_stages(workload: Workload, candidate: Candidate) -> str | None:
     """Interleaving needs several chunks and the V shape exactly two; 1F1B has one; GPipe takes any number."""
     layout = candidate.layout
     chunks, schedule = layout.num_virtual_stages, layout.schedule
@@ -171,6 +176,9 @@ def _virtual_stages(_workload: Workload, candidate: Candidate) -> str | None:
         return "schedule interleaved needs num_virtual_stages of at least 2"
     if schedule == "zbv" and chunks != 2:
         return f"schedule zbv has exactly 2 stages per rank, not {chunks}"
+    if not has_sane_chunks(workload.num_layers, pp=layout.pp, num_virtual_stages=chunks):
+        most = (workload.num_layers + 2 * layout.pp) // layout.pp
+        return f"{workload.num_layers} layers on pp {layout.pp} take num_virtual_stages up to {most}, not {chunks}"
     return None
 
 

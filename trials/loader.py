@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -31,7 +32,9 @@ def stream_batches(dataset: StepBatches, loader: Loader, *, pin_memory: bool) ->
     for epoch in itertools.count():
         steps.epoch = epoch
         try:
-            yield from data_loader
+            with _any_number_of_workers():
+                iterator = iter(data_loader)
+            yield from iterator
         except DataError as error:
             # A worker's error arrives with its traceback inside the message.
             raise DataError(str(error).rpartition("DataError: ")[2].strip()) from error
@@ -44,20 +47,27 @@ def build_loader(dataset: StepBatches, loader: Loader, steps: EpochSteps, *, pin
     which takes milliseconds where importing torch anew takes seconds, and die with their rank.
     """
     workers = loader.num_workers
-    # How many workers are too many is measured, not guessed.
-    warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
-    return DataLoader(
-        dataset,
-        batch_size=None,
-        sampler=steps,
-        num_workers=workers,
-        prefetch_factor=loader.prefetch_factor if workers else None,
-        persistent_workers=loader.persistent_workers and workers > 0,
-        multiprocessing_context="fork" if workers else None,
-        worker_init_fn=_DieWithParent(os.getpid()) if workers else None,
-        generator=torch.Generator().manual_seed(dataset.share.seed),
-        pin_memory=pin_memory,
-    )
+    with _any_number_of_workers():
+        return DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=steps,
+            num_workers=workers,
+            prefetch_factor=loader.prefetch_factor if workers else None,
+            persistent_workers=loader.persistent_workers and workers > 0,
+            multiprocessing_context="fork" if workers else None,
+            worker_init_fn=_DieWithParent(os.getpid()) if workers else None,
+            generator=torch.Generator().manual_seed(dataset.share.seed),
+            pin_memory=pin_memory,
+        )
+
+
+@contextlib.contextmanager
+def _any_number_of_workers() -> Iterator[None]:
+    """How many workers are too many is measured; torch guesses, when it is told and when it starts them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+        yield
 
 
 class EpochSteps(Sampler[int]):

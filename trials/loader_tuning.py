@@ -64,7 +64,7 @@ def neighbours(point: Point, max_workers: int) -> list[Point]:
 
 
 def tune_loader(
-    dataset: StepBatches,
+    dataset: StepBatches | None,
     loader: Loader,
     tuning: LoaderTuning,
     *,
@@ -73,13 +73,15 @@ def tune_loader(
 ) -> tuple[Loader, LoaderTuningReport]:
     """Find the loader; the report's verdict is open until the steps are measured.
 
-    All ranks call this together, as they will load together. ``agree`` gives the gang's value (the slowest rank's) of a
-    rank's own, so that all walk the same way.
+    All ranks call this together, as they will load together; those that will not, without a dataset. ``agree`` gives
+    the gang's value (the slowest rank's) of a rank's own, so that all walk the same way.
     """
     start_s = time.perf_counter()
 
     def time_of(point: Point) -> float:
-        own_s = time_batches(dataset, _at(loader, point), tuning.tuning_steps, pin_memory=pin_memory)
+        own_s = 0.0
+        if dataset is not None:
+            own_s = time_batches(dataset, _at(loader, point), tuning.tuning_steps, pin_memory=pin_memory)
         batch_time_s = agree(own_s)
         logger.info("loader: %d workers, prefetch %d: %.3f ms per batch", *point, batch_time_s * 1e3)
         return batch_time_s

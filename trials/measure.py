@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trials.datasets import Batch
 from trials.outcome import ProgressSink, StepBreakdown
@@ -109,7 +110,7 @@ def relative_spread(times_s: list[float]) -> float:
 
 
 class Measurer:
-    """Runs the protocol with a trainer over a stream of batches.
+    """Runs the protocol with a trainer over a stream of batches; None for a rank that reads none.
 
     ``memory_format`` is that of the inputs on the device. ``before_step`` is told the number of each step, from 1 on
     and over warm-up and measuring, before its time starts.
@@ -118,7 +119,7 @@ class Measurer:
     def __init__(
         self,
         trainer: Trainer,
-        batches: Iterator[Batch],
+        batches: Iterator[Batch] | None,
         progress: ProgressSink,
         *,
         memory_format: torch.memory_format = torch.preserve_format,
@@ -166,15 +167,23 @@ class Measurer:
         if self._before_step is not None:
             self._before_step(number)
         clock.start()
-        inputs, targets = next(self._batches)
-        device = self._trainer.device
-        inputs = inputs.to(device, non_blocking=True, memory_format=self._memory_format)
-        targets = targets.to(device, non_blocking=True)
-        clock.mark("data")
-        totals = self._trainer.step(inputs, targets, clock)
+        totals = self._trainer.step(*self._next_batch(), clock)
         timing = clock.stop()
         results.append(self._trainer.result(totals, step=number))
         return timing
+
+    def _next_batch(self) -> tuple[Tensor | None, Tensor | None]:
+        """Inputs and targets on the device, as far as the trainer reads them."""
+        if self._batches is None:
+            return None, None
+        trainer, device = self._trainer, self._trainer.device
+        inputs, targets = next(self._batches)
+        held = (
+            inputs.to(device, non_blocking=True, memory_format=self._memory_format) if trainer.reads_inputs else None,
+            targets.to(device, non_blocking=True) if trainer.reads_targets else None,
+        )
+        self._clock.mark("data")
+        return held
 
 
 @contextlib.contextmanager

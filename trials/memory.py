@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import resource
 from pathlib import Path
@@ -29,6 +30,15 @@ class PeakMemory:
         else:
             _reset_peak_resident()
             self._baseline_bytes = resident_bytes()
+
+    def restart(self) -> None:
+        """Forget the peak so far; what is in use now stays in the account."""
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            _reset_peak_resident()
 
     def allocated_bytes(self) -> int:
         if self._device.type == "cuda":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-import warnings
 from collections.abc import Iterable
 from typing import Literal
 
@@ -37,8 +36,6 @@ def convert(models: Iterable[nn.Module], format_: Format) -> None:
     Weights that FSDP holds stay as they are, because it wants them contiguous; their convolutions follow the format of
     their input.
     """
-    # DDP lays out its buckets like the weights it was built with, and does so again after the first step.
-    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides", category=UserWarning)
     for model in models:
         for parameter in model.parameters():
             if parameter.dim() == 4 and not isinstance(parameter, DTensor):
@@ -51,7 +48,7 @@ def format_by_rule(precision: Precision) -> Format:
 
 
 def settle_memory_format(
-    trainer: Trainer, spec: TrialSpec, dataset: StepBatches
+    trainer: Trainer, spec: TrialSpec, dataset: StepBatches | None
 ) -> tuple[torch.memory_format, MemoryFormatReport | None]:
     """Convert the trainer's models; gives the format its inputs need, and what ``auto`` found out.
 
@@ -64,6 +61,7 @@ def settle_memory_format(
     if wanted != "auto":
         convert(models, wanted)
         return TORCH_FORMATS[wanted], None
+    assert dataset is not None, "no pipeline splits a model with convolutions"
     report = _compare(trainer, spec, dataset[0])
     chosen: Format = "nhwc" if report.chosen == "nhwc" else "nchw"
     convert(models, chosen)

@@ -24,7 +24,7 @@ class Marker(Protocol):
 class Engine(Protocol):
     """Runs all micro-batches of a step."""
 
-    def run(self, inputs: Tensor, targets: Tensor, marker: Marker) -> Tensor:
+    def run(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
         """Forward and backward over this rank's rows; gradients are then averages over data-parallel ranks.
 
         Gives the mean loss of the rows, a scalar; 0 on a rank that does not compute it.
@@ -46,7 +46,8 @@ class Accumulation:
         self._scale = scale
         self._reduces: bool | None = None
 
-    def run(self, inputs: Tensor, targets: Tensor, marker: Marker) -> Tensor:
+    def run(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
+        assert inputs is not None and targets is not None, "it holds the first and the last layer"
         micro_batches = list(
             zip(torch.split(inputs, self._micro_batch_size), torch.split(targets, self._micro_batch_size), strict=True)
         )

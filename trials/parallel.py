@@ -15,7 +15,7 @@ from trials.data_parallel import apply_ddp, apply_fsdp, uses_fsdp
 from trials.kernels import apply_compile
 from trials.legality import uses_ddp
 from trials.models import TrainModel, build_model
-from trials.precision import parameter_dtype
+from trials.precision import compute_dtype, parameter_dtype
 from trials.recompute import RecomputeMeter, apply_recompute
 from trials.seeding import init_parameters
 from trials.shards import ShardMap
@@ -63,7 +63,7 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
         shard_map = apply_tensor_parallel(model, mesh["tp"], layout)
     if layout.cp > 1:
         assert mesh is not None
-        apply_context_parallel(model, mesh["cp"], layout)
+        apply_context_parallel(model, mesh["cp"], layout, compute_dtype(candidate.precision))
     apply_copies(model, layout)
     cast_meter = apply_autocast_lists(model, candidate.precision)
     recompute_meter = apply_recompute(model, candidate.recompute, chunk)

@@ -143,7 +143,7 @@ class Pipeline:
         self.stages = [Stage(part, candidate.layout, mesh, device, context) for part in parts]
         self.schedule = build_schedule(candidate.layout, self.stages, self._num_microbatches, self._scaled_loss)
 
-    def run(self, inputs: Tensor, targets: Tensor, marker: Marker) -> Tensor:
+    def run(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
         self._marker = marker
         for stage in self.stages:
             stage.marker = marker

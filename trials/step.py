@@ -57,35 +57,48 @@ class Trainer:
         else:
             self.engine = Accumulation(self.parts[0], loss, candidate, device, self._scale)
         self.gradients = Gradients(self.parts, self.layout, mesh, device)
+        self.reads_inputs = any(part.chunk.is_first for part in self.parts)
+        self.reads_targets = any(part.chunk.is_last for part in self.parts)
         self.parameters = [parameter for part in self.parts for parameter in part.model.parameters()]
         self.optimizer = build_optimizer(spec, self.parameters, mesh, self.scaler)
         # Of the ranks that compute the loss, tensor-parallel peers compute the same one.
         self._num_losses = self.layout.world_size // self.layout.pp
 
-    def step(self, inputs: Tensor, targets: Tensor, marker: Marker) -> Tensor:
+    def step(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
         """Train on this rank's rows; gives the gang's ``[loss, grad_norm]``, still on the device.
+
+        ``inputs`` and ``targets`` may be None on a rank that does not read them (:attr:`reads_inputs`,
+        :attr:`reads_targets`).
 
         The norm is reduced before the update, so with loss scaling all ranks skip the same steps. Without it the host
         never waits for the device here.
         """
         if self.layout.cp > 1:
-            inputs, targets = (split_sequence(t, self.place.cp, self.layout.cp) for t in (inputs, targets))
+            inputs, targets = (self._held_positions(batch) for batch in (inputs, targets))
         loss = self.engine.run(inputs, targets, marker)
         self.gradients.complete()
-        totals = self._totals(loss)
-        marker.mark("other")
+        totals = self._totals(loss, marker)
         if self.scaler is None or self._can_update(self.scaler, totals):
             self._update()
         self._clear_gradients()
         marker.mark("optimizer")
         return totals
 
-    def _totals(self, loss: Tensor) -> Tensor:
-        """Loss and norm over the gang; ranks that do not compute the loss give 0."""
+    def _held_positions(self, batch: Tensor | None) -> Tensor | None:
+        return None if batch is None else split_sequence(batch, self.place.cp, self.layout.cp)
+
+    def _totals(self, loss: Tensor, marker: Marker) -> Tensor:
+        """Loss and norm over the gang; ranks that do not compute the loss give 0.
+
+        In a pipeline it is here that stages whose work is done wait for the others.
+        """
         totals = torch.stack([loss.double() / self._num_losses, self.gradients.square_sum()])
+        marker.mark("other")
         if self.layout.world_size > 1:
             dist.all_reduce(totals)
+            marker.mark("bubble" if self.layout.pp > 1 else "other")
         totals[1] = totals[1].sqrt() / self._scale()
+        marker.mark("other")
         return totals
 
     def _scale(self) -> float:

@@ -8,11 +8,13 @@ Also runs under plain torchrun::
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +63,23 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
         raise ValueError(f"the layout needs {wanted} ranks but WORLD_SIZE is {identity.world_size}; launch {wanted}")
     device = select_device(trial.device, identity)
     check_device(trial.candidate.precision, device)
-    with process_group(identity, device), kernel_settings(trial, device):
+    with expected_warnings(), process_group(identity, device), kernel_settings(trial, device):
         report = _train(trial, identity, device, progress)
     return to_json(report)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def expected_warnings() -> Iterator[None]:
+    """Ignore what torch warns of in the course of training although it is meant."""
+    with warnings.catch_warnings():
+        for message in (
+            # The head's tensor-parallel output is a view; FSDP warns of writing to it, and the loss only reads it.
+            "FSDP2-wrapped module .* returned a view tensor",
+            # DDP lays out its buckets like the weights it was built with, and does so again after the first step.
+            "Grad strides do not match bucket view strides",
+        ):
+            warnings.filterwarnings("ignore", message=message, category=UserWarning)
+        yield
 
 
 def open_dataset(trial: TrialSpec, rank: int) -> StepBatches:
@@ -90,12 +106,17 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
     memory = PeakMemory(device)
     place = coordinates(candidate.layout, identity.rank)
     trainer = Trainer(trial, build_mesh(candidate.layout, device), device, place=place)
-    dataset = open_dataset(trial, identity.rank)
+    dataset = open_dataset(trial, identity.rank) if trainer.reads_inputs or trainer.reads_targets else None
     pin_memory = candidate.loader.pin_memory and device.type == "cuda"
-    memory_format, format_report = settle_memory_format(trainer, trial, dataset)
     loader, loader_report = _settle_loader(candidate.loader, dataset, device, pin_memory=pin_memory)
-    batches = stream_batches(dataset, loader, pin_memory=pin_memory)
+    batches = None if dataset is None else stream_batches(dataset, loader, pin_memory=pin_memory)
     with KernelTuner([part.model for part in trainer.parts], kernels, device) as tuner:
+        with tuner.before_training():
+            memory_format, format_report = settle_memory_format(trainer, trial, dataset)
+        if format_report is not None:
+            memory.restart()
+            if kernels.compile != "off":
+                forget_compilations()
         measurer = Measurer(trainer, batches, progress, memory_format=memory_format, before_step=tuner.before_step)
         recording = measurer.run(_warm_until(trial.protocol, tuner.last_step))
     if all(result.skipped for result in recording.results):
@@ -103,7 +124,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
     findings = dataclasses.replace(
         trainer.findings(len(recording.step_times_s)),
         graph=graph_report(compilations()) if kernels.compile != "off" else None,
-        loader=_judged(loader_report, recording),
+        loader=_judged(loader_report, recording, device),
         kernel_tuning=tuner.report(),
         memory_format=format_report,
     )
@@ -111,7 +132,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
 
 
 def _settle_loader(
-    loader: Loader, dataset: StepBatches, device: torch.device, *, pin_memory: bool
+    loader: Loader, dataset: StepBatches | None, device: torch.device, *, pin_memory: bool
 ) -> tuple[Loader, LoaderTuningReport | None]:
     """The loader to train with: the one asked for, or the one found by climbing."""
     if loader.tuning is None:
@@ -121,11 +142,13 @@ def _settle_loader(
     )
 
 
-def _judged(report: LoaderTuningReport | None, recording: Recording) -> LoaderTuningReport | None:
+def _judged(report: LoaderTuningReport | None, recording: Recording, device: torch.device) -> LoaderTuningReport | None:
+    """The rank that waits longest for its data decides: the others wait for it in their collectives."""
     if report is None:
         return None
+    data_s = max_over_ranks(recording.breakdown().data_s, device)
     step_time_s = statistics.fmean(recording.step_times_s)
-    return with_verdict(report, data_s=recording.breakdown().data_s, step_time_s=step_time_s)
+    return with_verdict(report, data_s=data_s, step_time_s=step_time_s)
 
 
 def _warm_until(protocol: Protocol, step: int) -> Protocol:

@@ -30,7 +30,7 @@ DEGREES = st.sampled_from([1, 2, 3, 4, 6, 8])
 def random_candidate(rng, *, fitting=False):
     """Drawn by hand: a strategy per field takes a hundred times as long. Only ``fitting`` layers always add up."""
     pp = rng.choice([1, 1, 2, 4])
-    chunks = rng.choice([1, 2, 2, 3])
+    chunks = rng.choice([1, 2, 2, 3, 5])
     good = fitting or rng.random() < 0.7
     schedule = rng.choice(["gpipe", "1f1b", "interleaved", "zbv"])
     if good:
@@ -80,7 +80,7 @@ def split(rng, rows, columns):
 def random_recompute(rng, layout):
     rows, columns = (layout.num_virtual_stages, layout.pp) if layout.pp > 1 else (1, 1)
     patterns = rng.sample([r"feed_forward\.mul", "attention", ".*norm"], rng.choice([0, 0, 1, 2]))
-    patterns += rng.choice([[], [], [], ["("], ["x" * 300]])
+    patterns += rng.choice([[], [], [], ["("], ["x" * 300], [r"(\w*\w*)*!"]])
     return Recompute(
         full=rng.choice([(), counts(rng, rows, columns)]),
         selective=tuple(SelectiveRecompute(pattern=p, num_layers=counts(rng, rows, columns)) for p in patterns),
@@ -93,7 +93,9 @@ def random_precision(rng):
     return Precision(
         level=rng.choice(["O0", "O1", "O2"]),
         dtype=rng.choice(["bfloat16", "float16"]),
-        loss_scale=rng.choice([None, LossScale(), LossScale(initial=8.0), LossScale(dynamic=False)]),
+        loss_scale=rng.choice(
+            [None, LossScale(), LossScale(initial=8.0), LossScale(initial=1e60), LossScale(dynamic=False)]
+        ),
         white=tuple(rng.sample(names, rng.choice([0, 0, 1, 2]))),
         black=tuple(rng.sample(names, rng.choice([0, 0, 0, 2]))),
     )
@@ -113,7 +115,7 @@ def random_loader(rng):
 def random_kernels(rng):
     return Kernels(
         compile=rng.choice(["off", "off", "block", "model"]),
-        compile_mode=rng.choice(["default", "max-autotune"]),
+        compile_mode=rng.choice(["default", "max-autotune", "reduce-overhead"]),
         attention=rng.choice(["auto", "math"]),
         matmul_precision=rng.choice(["highest", "high"]),
         cudnn_tuning_range=rng.choice([(), (), (1, 4), (3, 2), (1,)]),

@@ -211,7 +211,7 @@ FOUND_WORDS = (
     "data loading: 2 workers with 2 batches ahead",
     "Waiting for data is 52 % of the step.",
     "kernel cache: 75% of 40 lookups hit",
-    "memory format nhwc (nchw 40 ms, nhwc 30 ms per step; the rule: 16-bit: nhwc)",
+    "memory format nhwc (nchw 40 ms, nhwc 30 ms per micro-batch; the rule: 16-bit: nhwc)",
 )
 
 

@@ -13,7 +13,7 @@ from orchestrator.rules import RULES, Case, Filters, check, matches
 from tests.orchestrator.candidate_strategies import CANDIDATES, DEGREES, OTHER_WORKLOADS, WORKLOADS, random_candidate
 from tests.orchestrator.sweep_files import topology
 from trials import legality
-from trials.spec import Candidate, Layout, LlamaModel, Precision, Recompute, TextData, Workload
+from trials.spec import Candidate, Kernels, Layout, LlamaModel, LossScale, Precision, Recompute, TextData, Workload
 
 NODES = st.lists(st.integers(1, 8), min_size=1, max_size=4)
 WORKLOAD = Workload(
@@ -44,8 +44,9 @@ def micro_batches(candidate, workload):
 def wrong_chunks(layout):
     if layout.pp == 1:
         return layout.num_virtual_stages != 1
-    allowed = {"1f1b": {1}, "zbv": {2}, "interleaved": {2, 3}, "gpipe": {1, 2, 3}}
-    return layout.num_virtual_stages not in allowed[layout.schedule]
+    allowed = {"1f1b": {1}, "zbv": {2}, "interleaved": {2, 3, 5}, "gpipe": {1, 2, 3, 5}}
+    too_many = layout.pp * layout.num_virtual_stages > 4 + 2 * layout.pp
+    return layout.num_virtual_stages not in allowed[layout.schedule] or too_many
 
 
 def wrong_stages(layout, num_layers=4):
@@ -111,7 +112,9 @@ BROKEN_WHEN = {
     ),
     "shard-embedding": lambda c, w: c.layout.shard_embedding and (ddp(c.layout) or c.layout.dp * c.layout.cp == 1),
     "recompute-shape": lambda c, w: wrong_recompute(c),
-    "recompute-pattern": lambda c, w: any(p.pattern == "(" or len(p.pattern) > 200 for p in c.recompute.selective),
+    "recompute-pattern": lambda c, w: any(
+        p.pattern in ("(", r"(\w*\w*)*!") or len(p.pattern) > 200 for p in c.recompute.selective
+    ),
     "recompute-with-compile": lambda c, w: (
         c.kernels.compile != "off" and bool(c.recompute.selective or c.recompute.communication)
     ),
@@ -125,6 +128,19 @@ BROKEN_WHEN = {
         and c.layout.tp > 1
         and c.layout.tp_engine == "dtensor"
         and c.layout.world_size > c.layout.tp
+    ),
+    "cuda-graphs": lambda c, w: (
+        c.kernels.compile != "off"
+        and c.kernels.compile_mode == "reduce-overhead"
+        and not (
+            c.layout.pp == 1
+            and micro_batches(c, w) <= 1
+            and (c.layout.dp_replicate * c.layout.dp_shard * c.layout.cp == 1 or ddp(c.layout))
+        )
+    ),
+    "loss-scale": lambda c, w: (
+        (c.precision.loss_scale is None) == (c.precision.dtype == "float16")
+        or (c.precision.loss_scale is not None and c.precision.loss_scale.initial > 3.5e38)
     ),
     "amp-lists-with-compile": lambda c, w: c.kernels.compile != "off" and c.precision.white + c.precision.black != (),
     "cudnn-range": lambda c, w: c.kernels.cudnn_tuning_range not in ((), (1, 4)),
@@ -292,6 +308,7 @@ def test_one_device_runs_every_plain_candidate(candidate, workload):
     plain = dataclasses.replace(candidate, layout=Layout(), precision=Precision(), recompute=Recompute())
     plain = canonicalize(plain, workload.model)
     assume(workload.global_batch_size % plain.micro_batch_size == 0)
+    assume(plain.kernels.compile_mode != "reduce-overhead" or plain.micro_batch_size == workload.global_batch_size)
     assert broken(plain, workload, topology(1)) == set()
 
 
@@ -314,3 +331,76 @@ def test_patterns_are_resolved_against_the_candidate(pattern, accepted, expected
     layout = Layout(pp=2, schedule="gpipe", stage_layers=((1, 3),))
     case = Case(candidate=Candidate(layout=layout, recompute=Recompute(full=((1, 3),))), workload=WORKLOAD)
     assert matches({pattern: ("zbv", accepted) if pattern == "schedule" else (accepted,)}, case) == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        (r"(\w*\w*)*!", "repeats a part that repeats"),
+        (r"(?:(?:a+)b?)+", "repeats a part that repeats"),
+        (r"(ab|a)*!", "repeats a part that repeats or branches"),
+        (r"(?:a{1,20}){1,20}b", "repeats a part that repeats"),
+        (r"(?=(a*)*)b", "repeats a part that repeats"),
+        (r"\w*\w*\w*\w*\w*!", "too many repeats in a row"),
+        ("a?" * 40, "too many repeats in a row"),
+        ("(", "no regular expression"),
+        ("", "1 to 200 characters"),
+    ],
+)
+def test_patterns_that_are_refused(pattern, words):
+    assert words in legality.pattern_problem(pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"feed_forward\.mul",
+        ".*norm.*",
+        r"(attention|feed_forward)\.(.*_norm|mul)",
+        "(a*)?b",
+        "(ab){3}",
+        "[ab]+x*",
+        "(?>a*)b",
+    ],
+)
+def test_patterns_that_are_fine(pattern):
+    assert legality.pattern_problem(pattern) is None
+
+
+def test_far_more_stages_than_layers_are_refused_without_laying_them_out():
+    layout = Layout(pp=2, schedule="gpipe", num_virtual_stages=10**6, stage_layers=())
+    reasons = {violation.rule_id: violation.reason for violation in check(Candidate(layout=layout), WORKLOAD)}
+    assert reasons["virtual-stages"] == "4 layers on pp 2 take num_virtual_stages up to 4, not 1000000"
+    most = Layout(pp=2, schedule="gpipe", num_virtual_stages=4, stage_layers=((1, 1), (1, 1), (0, 0), (0, 0)))
+    assert broken(Candidate(layout=dataclasses.replace(most, dp_shard=2, zero_stage=3))) == set()
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        (LossScale(initial=1e60), "initial 1e+60"),
+        (LossScale(initial=1e-60), "initial 1e-60"),
+        (LossScale(growth_factor=1.0), "growth_factor 1"),
+        (LossScale(backoff_factor=1.0), "backoff_factor 1"),
+        (LossScale(backoff_interval=0), "start at 1"),
+        (LossScale(initial=legality.FP32_MAX), None),
+    ],
+)
+def test_loss_scales_are_fp32_numbers(scale, words):
+    candidate = Candidate(precision=Precision(level="O1", dtype="float16", loss_scale=scale))
+    reasons = [violation.reason for violation in check(candidate, WORKLOAD)]
+    assert reasons == [] if words is None else words in reasons[0]
+
+
+def test_cuda_graphs_go_with_one_micro_batch_and_parameters_that_stay():
+    kernels = Kernels(compile="block", compile_mode="reduce-overhead")
+    layout = Layout(dp_replicate=2)
+    whole = Candidate(layout=layout, micro_batch_size=8, kernels=kernels)
+    assert broken(whole) == set()
+    assert broken(dataclasses.replace(whole, micro_batch_size=4)) == {"cuda-graphs"}
+    sharded = dataclasses.replace(whole, layout=Layout(dp_shard=2, zero_stage=2))
+    assert broken(sharded) == {"cuda-graphs"}
+    assert broken(dataclasses.replace(whole, layout=Layout(dp_shard=2, zero_stage=1))) == set()
+    tuned = dataclasses.replace(kernels, compile_mode="max-autotune")
+    assert broken(dataclasses.replace(sharded, kernels=tuned)) == set()
+    assert broken(dataclasses.replace(sharded, kernels=dataclasses.replace(kernels, compile="off"))) == set()

@@ -1,50 +1,59 @@
-"""Profiles tensor-parallel layers large enough for their collectives to take time."""
+"""In which order tensor-parallel layers start collectives, compute, and wait."""
 
 from __future__ import annotations
 
-import dataclasses
-import statistics
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.trials.split_models import build
+from tests.trials.split_models import SEQ_LENGTH, build
 from tests.trials.tiny import SHAPE
 from trials.spec import Layout
 from trials.stages import Chunk
-from trials.trace import load, step_times
 
-LARGE = dataclasses.replace(SHAPE, hidden_size=256, ffn_hidden_size=688, num_heads=8, num_kv_heads=8)
-SEQ_LENGTH = 256
 LAYERS = Chunk(chunk=0, stage=1, virtual_stage=1, layer_ids=(0, 1, 2), is_first=False, is_last=False)
 """Without embedding and head, which have nothing to hide their collectives behind."""
 
 
-def overlaps(layouts: list[Layout], folder: Path) -> list[tuple[float, float]]:
-    """Median overlap of the forward and of the backward pass on this rank, for each layout."""
-    traces = [_profile(layout, folder / f"{i}-{dist.get_rank()}.json") for i, layout in enumerate(layouts)]
-    return [(_overlap(trace, "forward"), _overlap(trace, "backward")) for trace in traces]
+class Order(TorchDispatchMode):
+    """For every collective awaited, in order: whether matrices were multiplied since its start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: list[bool] = []
+        self._in_flight: dict[int, bool] = {}
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            storage = args[0].untyped_storage().data_ptr()
+            if storage in self._in_flight:
+                self.hidden.append(self._in_flight.pop(storage))
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self._in_flight = dict.fromkeys(self._in_flight, True)
+        elif func.namespace == "_c10d_functional" and "wait_tensor" not in func.name():
+            self._in_flight[out.untyped_storage().data_ptr()] = False
+        return out
 
 
-def _overlap(trace: Path, phase: str) -> float:
-    return statistics.median(times.overlap for times in step_times(load(trace), phase))
+def orders(layouts: list[Layout]) -> list[tuple[list[bool], list[bool]]]:
+    """What :class:`Order` saw in the forward and in the backward pass, for each layout."""
+    return [_orders(layout) for layout in layouts]
 
 
-def _profile(layout: Layout, path: Path) -> Path:
-    model, _ = build(layout, LAYERS, LARGE, seq_length=SEQ_LENGTH)
+def _orders(layout: Layout) -> tuple[list[bool], list[bool]]:
+    model, _ = build(layout, LAYERS)
     length = SEQ_LENGTH // layout.tp if layout.sequence_parallel else SEQ_LENGTH
-    hidden = torch.ones(4, length, LARGE.hidden_size, requires_grad=True)
-    schedule = torch.profiler.schedule(wait=1, warmup=1, active=7, repeat=1)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU],
-        schedule=schedule,
-        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
-    ) as profiler:
-        for _ in range(9):
-            with torch.profiler.record_function("forward"):
-                loss = model(hidden).square().mean()
-            with torch.profiler.record_function("backward"):
-                loss.backward()
-            profiler.step()
-    return path
+    hidden = torch.ones(4, length, SHAPE.hidden_size, requires_grad=True)
+    loss, forward = _watched(lambda: model(hidden).square().mean())
+    _, backward = _watched(loss.backward)
+    return forward, backward
+
+
+def _watched(run: Callable[[], Any]) -> tuple[Any, list[bool]]:
+    with Order() as order:
+        result = run()
+    assert not order._in_flight, "everything that was started is awaited"
+    return result, order.hidden

@@ -40,7 +40,7 @@ def build(layout: Layout, chunk: Chunk = WHOLE, shape: LlamaModel = SHAPE, **opt
         if layout.tp > 1:
             shard_map = apply_tensor_parallel(model, mesh["tp"], layout)
         if layout.cp > 1:
-            apply_context_parallel(model, mesh["cp"], layout)
+            apply_context_parallel(model, mesh["cp"], layout, options.get("dtype", torch.float32))
     apply_copies(model, layout)
     if options.get("recompute"):
         apply_recompute(model, Recompute(full=((1,),)), chunk)

@@ -122,7 +122,8 @@ def test_token_files_of_every_type(dtype: str, tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
     path.write_bytes((np.arange(3000) % 200).astype(np.dtype(dtype).newbyteorder("<")).tobytes())
     ids = open_token_file(TokenFileData(path=str(path), dtype=dtype))  # type: ignore[arg-type]
-    rows, _ = TokenBatches(ids, Share(global_batch_size=4), seq_length=8, vocab_size=200)[0]
+    rows, following = TokenBatches(ids, Share(global_batch_size=4), seq_length=8, vocab_size=200)[0]
+    assert rows.is_contiguous() and following.is_contiguous() and torch.equal(rows[:, 1:], following[:, :-1])
     assert rows.dtype == torch.long and bool(((rows[:, 1:] - rows[:, :-1]) % 200 == 1).all())
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 
@@ -13,10 +15,12 @@ from benchmarks.dryrun_cases import FAMILIES, LARGE
 from benchmarks.dryrun_gang import measured_peaks
 from trials.dryrun.actual import peak_bytes
 from trials.dryrun.child import run_children
-from trials.dryrun.extrapolate import extrapolate, plan_small_runs
+from trials.dryrun.extrapolate import Plan, extrapolate, plan_small_runs
+from trials.dryrun.microbatches import enough_microbatches, with_microbatches
 from trials.dryrun.records import RankRun, Reply, Request
 from trials.dryrun.simulate import simulate
-from trials.spec import Layout, LlamaModel, Recompute
+from trials.legality import violations
+from trials.spec import Layout, LlamaModel, Recompute, TrialSpec
 
 TOLERANCE = 0.02
 
@@ -45,21 +49,66 @@ def test_peak_is_that_of_a_real_run(name: str) -> None:
         assert run.peak_bytes == pytest.approx(real[rank], rel=TOLERANCE)
 
 
-def test_extrapolation_meets_the_full_simulation() -> None:
-    """Two kinds of layers, so three small models: twelve layers from four, six and six."""
-    base = FAMILIES["ZeRO-3 x2"]
-    assert isinstance(base.workload.model, LlamaModel)
-    model = dataclasses.replace(base.workload.model, num_layers=20)
-    candidate = dataclasses.replace(base.candidate, recompute=Recompute(full=((8,),)))
-    spec = dataclasses.replace(base, workload=dataclasses.replace(base.workload, model=model), candidate=candidate)
-    plan = plan_small_runs(spec, 0)
-    assert plan is not None and plan.wanted == (12, 8) and len(plan.specs) == 3
+def _assert_extrapolation_is_exact(spec: TrialSpec, plan: Plan) -> None:
+    """For stage 0."""
     *small, full = _runs([Request(spec=one, rank=0) for one in (*plan.specs, spec)])
     made = extrapolate(plan, small)
     assert made.peak_bytes == pytest.approx(full.peak_bytes, rel=1e-3)
     assert made.flops == full.flops
     assert made.collectives == full.collectives
     assert made.num_parameters == full.num_parameters
+
+
+def test_layers_are_extrapolated() -> None:
+    """Two kinds of them, so three small models."""
+    base = FAMILIES["ZeRO-3 x2"]
+    assert isinstance(base.workload.model, LlamaModel)
+    model = dataclasses.replace(base.workload.model, num_layers=13)
+    candidate = dataclasses.replace(base.candidate, recompute=Recompute(full=((5,),)))
+    spec = dataclasses.replace(base, workload=dataclasses.replace(base.workload, model=model), candidate=candidate)
+    plan = plan_small_runs(spec, 0)
+    assert plan is not None and plan.wanted == (8, 5) and plan.lengths == ((3, 3), (4, 3), (3, 4))
+    _assert_extrapolation_is_exact(spec, plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "simulated"),
+    [
+        ("ZeRO-3 x2", {}, 3),
+        ("PP2 1F1B", {"dp_replicate": 2}, 3),
+        ("PP2 interleaved", {"dp_shard": 2, "zero_stage": 3}, 6),
+    ],
+)
+def test_micro_batches_are_extrapolated(name: str, changes: dict[str, int], simulated: int) -> None:
+    base = FAMILIES[name]
+    layout = dataclasses.replace(base.candidate.layout, **changes)  # type: ignore[arg-type]
+    spec = with_microbatches(
+        dataclasses.replace(base, candidate=dataclasses.replace(base.candidate, layout=layout)), 10
+    )
+    plan = plan_small_runs(spec, 0)
+    assert plan is not None and plan.num_microbatches == simulated and len(plan.specs) == 1
+    _assert_extrapolation_is_exact(spec, plan)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zbv"])
+def test_the_schedule_takes_so_few_micro_batches(schedule: Any) -> None:
+    chunks = 2 if schedule in ("interleaved", "zbv") else 1
+    base = FAMILIES["PP2 1F1B"]
+    assert isinstance(base.workload.model, LlamaModel)
+    model = dataclasses.replace(base.workload.model, num_layers=4 * chunks)
+    layout = Layout(pp=4, stage_layers=((1,) * 4,) * chunks, num_virtual_stages=chunks, schedule=schedule)
+    candidate = dataclasses.replace(base.candidate, layout=layout)
+    workload = dataclasses.replace(base.workload, model=model)
+    trials = [with_microbatches(TrialSpec(workload=workload, candidate=candidate), wanted) for wanted in range(4, 40)]
+    legal = [spec for spec in trials if _is_legal(spec)]
+    assert len(legal) > 10
+    for spec, stage in itertools.product(legal, range(4)):
+        number = enough_microbatches(layout, stage, candidate.num_microbatches(spec.workload.global_batch_size))
+        assert _is_legal(with_microbatches(spec, number))
+
+
+def _is_legal(spec: TrialSpec) -> bool:
+    return not list(violations(spec.workload, spec.candidate))
 
 
 def test_a_world_of_1024_ranks() -> None:

@@ -14,7 +14,7 @@ from trials.kernel_tuning import KernelTuner
 from trials.kernels import ATTENTION_BACKENDS, kernel_settings
 from trials.memory_format import choose, convert, format_by_rule
 from trials.models.linear import Layer
-from trials.spec import Kernels, Precision, TrialSpec
+from trials.spec import Kernels, Layout, Precision, TrialSpec
 
 CPU = torch.device("cpu")
 
@@ -82,6 +82,38 @@ def test_convolutions_are_counted_by_configuration() -> None:
     assert report is not None
     assert (report.num_configurations, report.num_lookups, report.num_hits) == (2, 4, 2)
     assert report.hit_rate == 0.5 and "no cuDNN" in report.note
+
+
+def test_configurations_met_before_the_range_are_not_tuned() -> None:
+    net, x = Net(), torch.zeros(1, 3, 8, 8)
+    for measured_before, expected in ((False, (0, 2, 0)), (True, (2, 2, 2))):
+        with KernelTuner([net], Kernels(cudnn_tuning_range=(2, 2)), CPU) as tuner:
+            if measured_before:
+                with tuner.before_training():
+                    net(x)
+            for step in (1, 2, 3):
+                tuner.before_step(step)
+                net(x)
+        report = tuner.report()
+        assert report is not None
+        assert (report.num_configurations, report.num_lookups, report.num_hits) == expected
+        assert ("2 configurations were met before step 2" in report.note) != measured_before
+
+
+def test_an_explicit_attention_backend_must_take_the_mask_of_split_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As flash cannot on CUDA."""
+
+    def without_mask(*args: Any) -> torch.Tensor:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr("trials.kernels.attend_to_the_end", without_mask)
+    kernels = Kernels(attention="flash")
+    for layout in (Layout(), Layout(cp=2, cp_method="ulysses")):
+        with kernel_settings(tiny_spec(layout, kernels=kernels), CPU):
+            pass
+    wanted = "head size 8 and the mask of split sequences; use one of: auto, "
+    with pytest.raises(InfeasibleSpec, match=wanted), kernel_settings(tiny_spec(Layout(cp=2), kernels=kernels), CPU):
+        pass
 
 
 @pytest.mark.parametrize("change", ["dtype", "format", "autocast", "none"])

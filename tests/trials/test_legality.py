@@ -20,12 +20,10 @@ from trials.spec import (
     Protocol,
     Recompute,
     ResNetModel,
-    SelectiveRecompute,
     TrialSpec,
 )
 
 ZBV = Layout(pp=2, schedule="zbv", num_virtual_stages=2, stage_layers=((1, 1), (0, 0)))
-MUL = SelectiveRecompute(pattern=r"feed_forward\.mul", num_layers=((1, 1), (0, 0)))
 
 
 def with_workload(**changes: Any) -> TrialSpec:
@@ -67,7 +65,6 @@ ODD_LENGTH = dataclasses.replace(WORKLOAD, seq_length=15)
         (tiny_spec(Layout(pp=2, schedule="gpipe", stage_layers=((1, 2),))), "stage_layers hold 3 of 2 layers"),
         (tiny_spec(Layout(pp=2, schedule="gpipe")), "stage_layers has 0 chunks of 0 stages"),
         (tiny_spec(ZBV, kernels=Kernels(compile="block")), "which a compiled graph does not allow"),
-        (tiny_spec(ZBV, recompute=Recompute(selective=(MUL,))), "zbv runs every backward in two passes"),
         (tiny_spec(ZBV, recompute=Recompute(full=((1, 0),))), "full has 1 chunks of 2 stages"),
         (tiny_spec(Layout(cp=3)), "seq_length 16 is not divisible by 2 x cp 3"),
         (tiny_spec(Layout(cp=4, cp_method="ulysses")), "num_kv_heads 2 is not divisible by tp 1 x cp 4"),

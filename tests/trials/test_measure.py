@@ -13,6 +13,7 @@ from tests.trials.tiny import tiny_spec
 from trials.codec import from_json, to_json
 from trials.failure import InfeasibleSpec
 from trials.measure import PHASES, StepClock, is_enough, is_stable, relative_spread
+from trials.memory import PeakMemory
 from trials.outcome import RankReport
 from trials.spec import ImageFolderData, Kernels, Protocol, ResNetModel, TrialSpec, Workload
 from trials.worker import run_rank
@@ -114,11 +115,27 @@ def test_steps_that_tune_kernels_are_warm_up(monkeypatch: pytest.MonkeyPatch) ->
         seq_length=1,
         global_batch_size=4,
     )
-    report, _ = run_alone(tiny_spec(workload=images, kernels=Kernels(cudnn_tuning_range=(2, 4))), monkeypatch)
+    kernels = Kernels(cudnn_tuning_range=(1, 4))
+    report, _ = run_alone(tiny_spec(workload=images, kernels=kernels), monkeypatch)
     found = report.findings.kernel_tuning
     assert report.num_warmup_steps == 4 and found is not None
     # Twenty convolutions a step, nine of them like another one; all met again in the three measured steps.
     assert (found.num_configurations, found.num_lookups, found.num_hits) == (11, 3 * 20, 3 * 20)
+    # Comparing memory formats runs them all before the first step.
+    kernels = Kernels(cudnn_tuning_range=(2, 4), memory_format="auto")
+    report, _ = run_alone(tiny_spec(workload=images, kernels=kernels), monkeypatch)
+    found = report.findings.kernel_tuning
+    assert found is not None and found.num_hits == found.num_lookups == 3 * 20
+    assert found.num_configurations > 11 and "before step" not in found.note
+
+
+def test_a_peak_can_be_forgotten_but_not_what_is_in_use() -> None:
+    memory = PeakMemory(torch.device("cpu"))
+    kept, passing = torch.ones(16 << 20), torch.ones(64 << 20)
+    assert memory.allocated_bytes() > 0.9 * (kept.nbytes + passing.nbytes)
+    del passing
+    memory.restart()
+    assert 0.5 * kept.nbytes < memory.allocated_bytes() < 2 * kept.nbytes
 
 
 def test_the_runner_refuses_an_attention_backend_the_cpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

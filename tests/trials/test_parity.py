@@ -201,6 +201,12 @@ def matrix() -> dict[str, TrialSpec]:
     for name, layout in MORE_LAYOUTS.items():
         spec = tiny_spec(layout, workload=WORKLOAD, num_microbatches=max(2, layout.pp))
         specs[name] = dataclasses.replace(spec, protocol=THREE_STEPS)
+    knobs: dict[str, dict[str, Any]] = {
+        "full-batch": {"loader": Loader(full_batch=True)},
+        "math": {"kernels": Kernels(attention="math")},
+        "high": {"kernels": Kernels(matmul_precision="high")},
+    }
+    specs |= {f"ddp/m2/O0/{name}": changed(specs["ddp/m2/O0"], **knob) for name, knob in knobs.items()}
     specs["ddp/m2/O0/workers"] = changed(specs["ddp/m2/O0"], loader=Loader(num_workers=1, prefetch_factor=2))
     return specs
 
@@ -253,7 +259,10 @@ def test_trains_like_a_single_process(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parity
-@pytest.mark.parametrize(("name", "reference"), [("m2/full/O0", "m2/O0"), ("ddp/m2/O0/workers", "ddp/m2/O0")])
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [("m2/full/O0", "m2/O0"), ("ddp/m2/O0/workers", "ddp/m2/O0"), ("ddp/m2/O0/full-batch", "ddp/m2/O0")],
+)
 def test_same_arithmetic_is_bit_exact(name: str, reference: str) -> None:
     all_results = results(MATRIX[name].candidate.layout.world_size)
     assert not isinstance(all_results[name], RankFailure)

@@ -82,6 +82,19 @@ def test_masters_divide_by_the_scale_in_fp32() -> None:
     assert parameter.item() == pytest.approx(0.99, abs=1e-3)
 
 
+def test_masters_have_the_memory_format_the_weights_train_in() -> None:
+    """Which is settled after the optimiser is built; others would keep the update off the multi-tensor path."""
+    parameter = torch.nn.Parameter(torch.randn(4, 3, 3, 3, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([parameter], grad_scale=lambda: 1.0, lr=1e-2)
+    parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    (master,) = optimizer._masters
+    assert optimizer._inner is not None
+    states = [state for state in optimizer._inner.state[master].values() if state.dim() == 4]
+    assert len(states) == 2 and {t.stride() for t in (master, *states)} == {parameter.stride()}
+
+
 @pytest.mark.parametrize(
     ("dtype", "capability", "remedy"),
     [

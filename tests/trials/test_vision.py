@@ -19,7 +19,8 @@ from torch import Tensor
 from tests.trials.gang import Result, run_gang
 from tests.trials.test_parity import differences
 from tests.trials.tiny import FIVE_STEPS
-from trials.models.resnet import BatchNorm, ResNet, in_backward
+from trials.models.resnet import BatchNorm, ResNet
+from trials.operators import in_backward
 from trials.outcome import RankReport
 from trials.spec import (
     AdamW,
@@ -74,6 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
     "single/O2/nhwc/recompute": {"precision": O2, "kernels": NHWC, "recompute": HALF},
     "single/blocks/recompute": {"kernels": graph("block"), "recompute": FULL},
     "single/model/nhwc": {"kernels": graph("model", memory_format="nhwc")},
+    "single/model/auto": {"kernels": graph("model", memory_format="auto")},
     "ddp": {"layout": DDP},
     "ddp/nhwc/recompute": {"layout": DDP, "kernels": NHWC, "recompute": FULL},
     "ddp/auto/O1": {"layout": DDP, "kernels": Kernels(memory_format="auto"), "precision": BF16},
@@ -152,6 +154,10 @@ def test_compiled_runs_report_their_graphs() -> None:
         assert isinstance(result, RankReport)
         found = result.findings.graph
         assert found is not None and found.num_graphs >= 1 and result.compile_s == found.compile_s > 0.0
+    compared = results(1)["single/model/auto"]
+    assert isinstance(compared, RankReport) and compared.findings.graph is not None
+    # Comparing memory formats compiles the model for both; that is no recompilation of training.
+    assert (compared.findings.graph.num_graphs, compared.findings.graph.num_recompilations) == (1, 0)
     linear, blocks = (results(1)[name] for name in ("linear/blocks", "single/blocks/recompute"))
     assert isinstance(linear, RankReport) and linear.findings.graph is not None
     # The first layer's input needs no gradient, the others' do.

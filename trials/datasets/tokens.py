@@ -59,7 +59,8 @@ class TokenBatches(StepBatches):
         runs = [self.ids[start : start + self.seq_length + 1] for start in starts[rows].tolist()]
         tokens = torch.from_numpy(np.stack(runs).astype(np.int64))
         self._check_range(tokens)
-        return tokens[:, :-1], tokens[:, 1:]
+        # Views of the whole could not be pinned, nor copied asynchronously.
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def _check_range(self, tokens: torch.Tensor) -> None:
         """An id beyond the embedding would crash the rank, on CUDA without a usable message."""

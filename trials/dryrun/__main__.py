@@ -6,6 +6,7 @@ of stdout is ``{"index": i, "reply": {...}}``.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ def main() -> None:
     from trials.dryrun.simulate import simulate
 
     torch.set_num_threads(1)
+    gc.freeze()  # torch's own objects are many; no collection in a child need look at them
     replies = run_children(requests, simulate, timeout_s=body["timeout_s"], max_children=body["max_children"])
     for index, reply in replies:
         out.write(json.dumps({"index": index, "reply": to_json(reply)}) + "\n")

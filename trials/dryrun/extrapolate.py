@@ -1,4 +1,6 @@
-"""From runs with few layers to the run with all: every quantity is affine in the lengths of the layer runs.
+"""From runs with few layers and micro-batches to the run with all.
+
+Every quantity is affine in the lengths of the layer runs; for micro-batches see :mod:`trials.dryrun.microbatches`.
 
 At one place of the step (:mod:`trials.dryrun.places`) memory is a constant plus so much per layer of each kind; the
 peak is then the largest over all places, at the real number of layers. Standard library only.
@@ -11,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from trials.dryrun.records import Peak, RankRun, Traffic
+from trials.dryrun.microbatches import enough_microbatches, grown, with_microbatches
+from trials.dryrun.records import Growth, Peak, RankRun, Traffic
 from trials.dryrun.runs import NUM_NAMED, Kind, Run, runs_of_stage
-from trials.spec import Counts, Recompute, ResNetModel, TrialSpec
+from trials.spec import Counts, Layout, Recompute, ResNetModel, TrialSpec
 
-SMALL, LARGER = 2 * NUM_NAMED, 2 * NUM_NAMED + 2
-"""Layers of a run in the smallest model, which has every named place, and in those it is compared with."""
+SMALL, LARGER = 2 * NUM_NAMED + 1, 2 * NUM_NAMED + 2
+"""Layers of a run in the smallest model, which has every place, and in those it is compared with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +27,16 @@ class Plan:
     """Small trials to run instead of a large one.
 
     ``lengths[i]`` holds the length of layer runs in ``specs[i]``, group by group; ``wanted`` those of the large trial.
-    The first spec is the base, and each other one is longer in one group.
+    The first spec is the base, and each other one is longer in one group. All have ``num_microbatches``.
     """
 
     specs: tuple[TrialSpec, ...]
     lengths: tuple[tuple[int, ...], ...]
     wanted: tuple[int, ...]
+    layout: Layout
+    """Of the large trial."""
+    num_microbatches: int
+    wanted_microbatches: int
 
 
 def plan_small_runs(spec: TrialSpec, stage: int) -> Plan | None:
@@ -40,19 +47,43 @@ def plan_small_runs(spec: TrialSpec, stage: int) -> Plan | None:
     candidate = spec.candidate
     if isinstance(spec.workload.model, ResNetModel):
         return None  # its blocks differ
-    runs = list(runs_of_stage(candidate.layout, candidate.recompute, stage, spec.workload.num_layers))
-    groups = sorted({(run.kind, run.length) for run in runs if run.length > LARGER})
-    if not groups:
+    layout = candidate.layout
+    wanted_microbatches = candidate.num_microbatches(spec.workload.global_batch_size)
+    num_microbatches = enough_microbatches(layout, stage, wanted_microbatches)
+    runs = list(runs_of_stage(layout, candidate.recompute, stage, spec.workload.num_layers))
+    # ZeRO-1 deals out whole parameters, so that a rank's share of the states is not affine.
+    groups = sorted({(run.kind, run.length) for run in runs if run.length > LARGER and layout.zero_stage != 1})
+    if _cost_of_small_runs(runs, groups, num_microbatches) >= sum(run.length for run in runs) * wanted_microbatches:
         return None
+    spec = with_microbatches(spec, num_microbatches)
     base = (SMALL,) * len(groups)
     longer = [tuple(LARGER if i == j else SMALL for j in range(len(groups))) for i in range(len(groups))]
     lengths = (base, *longer)
-    specs = tuple(_resized(spec, stage, runs, dict(zip(groups, chosen, strict=True))) for chosen in lengths)
-    return Plan(specs=specs, lengths=lengths, wanted=tuple(length for _, length in groups))
+    return Plan(
+        specs=tuple(_resized(spec, stage, runs, dict(zip(groups, chosen, strict=True))) for chosen in lengths),
+        lengths=lengths,
+        wanted=tuple(length for _, length in groups),
+        layout=layout,
+        num_microbatches=num_microbatches,
+        wanted_microbatches=wanted_microbatches,
+    )
+
+
+def _cost_of_small_runs(runs: Sequence[Run], groups: Sequence[tuple[Kind, int]], num_microbatches: int) -> int:
+    """Layers times micro-batches of all of them together."""
+    rest = sum(run.length for run in runs if (run.kind, run.length) not in groups)
+    num_in_groups = sum((run.kind, run.length) in groups for run in runs)
+    base = rest + SMALL * num_in_groups
+    return ((1 + len(groups)) * base + (LARGER - SMALL) * num_in_groups) * num_microbatches
 
 
 def extrapolate(plan: Plan, runs: Sequence[RankRun]) -> RankRun:
     """The large trial's run from those of the plan's specs, in their order."""
+    return grown(_lengthened(plan, runs), plan.layout, plan.num_microbatches, plan.wanted_microbatches)
+
+
+def _lengthened(plan: Plan, runs: Sequence[RankRun]) -> RankRun:
+    """With all layers, but still few micro-batches."""
     base, *longer = runs
     steps = [larger[i] - plan.lengths[0][i] for i, larger in enumerate(plan.lengths[1:])]
     extra = [wanted - small for wanted, small in zip(plan.wanted, plan.lengths[0], strict=True)]
@@ -67,14 +98,19 @@ def extrapolate(plan: Plan, runs: Sequence[RankRun]) -> RankRun:
         return {name: fit(partial(_entry, read, name)) for name in names}
 
     places = [place for place in base.peaks if all(place in run.peaks for run in longer)]
-    calls = fit_all(lambda run: {name: traffic.num_calls for name, traffic in run.collectives.items()})
-    sizes = fit_all(lambda run: {name: traffic.num_bytes for name, traffic in run.collectives.items()})
+
+    def fit_traffic(read: Callable[[RankRun], Mapping[str, Traffic]]) -> dict[str, Traffic]:
+        calls = fit_all(lambda run: {name: traffic.num_calls for name, traffic in read(run).items()})
+        sizes = fit_all(lambda run: {name: traffic.num_bytes for name, traffic in read(run).items()})
+        return {name: Traffic(num_calls=calls[name], num_bytes=sizes[name]) for name in calls}
+
     return RankRun(
         rank=base.rank,
         num_parameters=fit(lambda run: run.num_parameters),
         peaks={place: _peak_at(place, fit, fit_all) for place in places},
         flops=fit_all(lambda run: run.flops),
-        collectives={name: Traffic(num_calls=calls[name], num_bytes=sizes[name]) for name in calls},
+        collectives=fit_traffic(lambda run: run.collectives),
+        growth=Growth(collectives=fit_traffic(lambda run: run.growth.collectives)),
         cpu_s=sum(run.cpu_s for run in runs),
     )
 

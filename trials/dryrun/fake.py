@@ -107,6 +107,16 @@ def _do_nothing(*_: Any, **__: Any) -> None:
     pass
 
 
+class _Reducer:
+    """What pipelines call of DDP's reducer: before the last backward pass, of which :class:`Replica` hears by hooks.
+
+    As ``no_sync`` switches reduction off and back on around each earlier one, nothing needs doing.
+    """
+
+    def prepare_for_backward(self, _outputs: list[Tensor]) -> None:
+        pass
+
+
 class Replica(DistributedDataParallel):
     """Stands for DDP, whose C++ reducer needs real memory: buckets for all gradients from the start.
 
@@ -118,6 +128,7 @@ class Replica(DistributedDataParallel):
         nn.Module.__init__(self)
         self.module = model
         self.require_backward_grad_sync = True
+        self.reducer = _Reducer()  # type: ignore[assignment]
         self.tracker = tracker
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.buckets = bucket_sizes([parameter.nbytes for parameter in parameters])

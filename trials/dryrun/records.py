@@ -8,7 +8,7 @@ from typing import Literal
 
 from trials.spec import TrialSpec
 
-VERSION = 1
+VERSION = 2
 """Of what is simulated; results of other versions are not comparable."""
 
 Category = Literal["param", "grad", "optimizer", "activation", "temporary", "communication", "input"]
@@ -59,6 +59,14 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """What more micro-batches in the steady state add to a step."""
+
+    collectives: Mapping[str, Traffic] = field(default_factory=dict)
+    """Of as many micro-batches as the schedule's period; see :func:`trials.dryrun.microbatches.period`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankRun:
     """One step of one rank in steady state."""
 
@@ -71,6 +79,7 @@ class RankRun:
     flops: Mapping[str, int]
     """``forward``, ``backward``, ``recompute``."""
     collectives: Mapping[str, Traffic] = field(default_factory=dict)
+    growth: Growth = Growth()
     cpu_s: float = 0.0
     """CPU seconds the simulation took."""
 

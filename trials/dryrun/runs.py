@@ -12,7 +12,7 @@ from trials.stages import Chunk, chunks_of_stage, count_at
 Kind = tuple[bool, tuple[bool, ...], bool]
 """Recomputed in full; by which selective rules; communication only."""
 
-NUM_NAMED = 2
+NUM_NAMED = 1
 """Layers at each end of a run that have a place of their own."""
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trials.dryrun import fake
+from trials.dryrun.microbatches import period
+from trials.dryrun.passes import PassLog
 from trials.dryrun.pipelines import held_sends, static_shapes, tell_shapes
 from trials.dryrun.places import follow
 from trials.dryrun.records import RankRun, Request
@@ -82,6 +84,7 @@ class _Simulation:
         self.spec = spec
         self.mode = mode
         self.tracker = tracker
+        self.log = PassLog(tracker)
         place = coordinates(spec.candidate.layout, request.rank)
         with tracker:
             self.trainer = DryTrainer(spec, mesh, CPU, place=place)
@@ -91,17 +94,18 @@ class _Simulation:
         self._prepare()
         with self.mode, tracker:
             inputs, targets = batch(self.spec)
+            self._make_optimizer_states()
             tracker.assign([inputs, targets], "input")
-            self._step(inputs, targets)
-            tracker.settle(("activation", "temporary"), "optimizer")
             tracker.restart()
-            self._step(inputs, targets)
+            self.trainer.step(inputs, targets, self)
+        num_microbatches = self.spec.candidate.num_microbatches(self.spec.workload.global_batch_size)
         return RankRun(
             rank=self.request.rank,
             num_parameters=sum(local_part(parameter).numel() for parameter in trainer.parameters),
             peaks=tracker.peaks(),
             flops=dict(tracker.flops),
             collectives=tracker.collectives(),
+            growth=self.log.growth(num_microbatches, period(self.spec.candidate.layout, num_microbatches)),
             cpu_s=time.process_time() - started_s,
         )
 
@@ -113,6 +117,7 @@ class _Simulation:
             follow(part, self.spec.candidate.recompute, tracker)
         tracker.settle(("activation", "temporary"), "optimizer")
         if isinstance(trainer.engine, Pipeline):
+            self.log.watch(trainer.engine.stages)
             tell_shapes(trainer.engine.stages, trainer.parts, self.spec)
         if trainer.optimizer is not None:
             trainer.optimizer.register_step_pre_hook(lambda *_: self._enter("optimizer"))
@@ -123,13 +128,20 @@ class _Simulation:
 
     def mark(self, phase: str) -> None:
         """As the trainer's marker: told what has ended."""
+        self.log.mark(phase, is_pipeline=isinstance(self.trainer.engine, Pipeline))
         if phase == "backward":
             self._enter("other")
             self.tracker.assign((parameter.grad for parameter in self.trainer.parameters), "grad")
 
-    def _step(self, inputs: Tensor, targets: Tensor) -> None:
-        self.trainer.step(inputs, targets, self)
+    def _make_optimizer_states(self) -> None:
+        """Update once by gradients from nowhere; all else that a first step leaves, the next one frees or replaces."""
+        for parameter in self.trainer.parameters:
+            parameter.grad = torch.empty_like(parameter)
+        if self.trainer.optimizer is not None:
+            self.trainer.optimizer.step()
+            self.trainer.optimizer.zero_grad(set_to_none=True)
         gc.collect()
+        self.tracker.settle(("activation", "temporary"), "optimizer")
 
 
 def batch(spec: TrialSpec) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,10 @@ _COLLECTIVES = (
 """Part of the operator's name to the field's word."""
 
 
+Tally = Counter[tuple[str, str]]
+"""Collectives so far: ``calls`` and ``bytes`` by name."""
+
+
 @dataclass(slots=True)
 class _Block:
     category: Category
@@ -77,6 +81,11 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {
             name: Traffic(num_calls=calls, num_bytes=self._sent[name]) for name, calls in sorted(self._calls.items())
         }
+
+    def tally(self) -> Tally:
+        """The same for taking differences."""
+        calls = {(name, "calls"): number for name, number in self._calls.items()}
+        return Counter({**calls, **{(name, "bytes"): number for name, number in self._sent.items()}})
 
     def restart(self) -> None:
         """Forget peaks and counts; what is live stays known."""

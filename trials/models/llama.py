@@ -168,6 +168,8 @@ class Llama(TrainModel):
         self.rope: Tensor | None = None
         self.held_positions: Callable[[Tensor], Tensor] = unchanged
         """Takes along dimension 1 the positions that this rank holds of every sequence."""
+        self.on_materialize: list[Callable[[torch.device], None]] = []
+        """Makes what else needs storage and is neither parameter nor buffer."""
 
     @property
     def head_size(self) -> int:
@@ -186,6 +188,8 @@ class Llama(TrainModel):
     def materialize(self, device: torch.device) -> None:
         table = rotary_table(self.seq_length, self.head_size, self.shape.rope_theta)
         self.rope = self.held_positions(table).to(device)
+        for make in self.on_materialize:
+            make(device)
 
     def initial(self, name: str) -> Initial:
         """Projections into the residual stream are scaled down by ``sqrt(2 L)`` as in GPT-2 (Radford et al., 2019)."""

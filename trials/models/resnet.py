@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trials.models.base import Initial, TrainModel
+from trials.operators import in_backward
 from trials.spec import ResNetModel
 from trials.stages import Chunk
 
@@ -45,11 +46,6 @@ class BatchNorm(nn.Module):
         size = self.running_mean.shape
         self.running_mean = torch.zeros(size, device=device)
         self.running_var = torch.ones(size, device=device)
-
-
-def in_backward() -> bool:
-    """Whether autograd is running a backward pass in this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)  # no public way
 
 
 def _conv(channels_in: int, channels_out: int, size: int, stride: int = 1) -> nn.Conv2d:
