@@ -1,0 +1,5 @@
+"""Predicts step time and peak memory of candidates, and learns from measurements. numpy only.
+
+``inputs`` (one row per candidate) -> ``work`` (FLOPs and bytes) -> ``memory`` and ``time`` (named terms, with
+``coefficients``) -> ``estimate``; ``calibrate`` fits the coefficients to measurements.
+"""

@@ -1,0 +1,174 @@
+"""Fits coefficients to measurements: maximum a posteriori on log residuals, robust against outliers.
+
+The prior says what other software and hardware taught (``coefficients.load_prior``); each measurement moves the
+coefficients it depends on, the rest stay. With no measurement the prior itself is the answer. Candidates that ran out
+of memory, or fitted, without a figure are one-sided evidence on memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.cost.coefficients import Coefficients, Prior
+from cluster.cost.inputs import Array, CostInputs
+from cluster.cost.memory import stage_bytes
+from cluster.cost.time import step_seconds
+from cluster.cost.work import work_of
+
+HUBER = 2.0
+"""Residuals beyond this many noise deviations pull linearly, not quadratically."""
+MAX_ITERATIONS = 30
+STEP = 1e-4
+"""Of the numeric derivatives, in log coefficients."""
+
+OUT_OF_MEMORY_THRESHOLD = 0.3
+"""Probability from which a candidate counts as not fitting: a wasted trial costs less than an optimum never tried, but
+a launch that dies costs the whole gang's time."""
+
+Predict = Callable[[Coefficients], Array]
+"""Logarithm of the predicted figure of each measurement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """Coefficients after some measurements, with what is still uncertain."""
+
+    coefficients: Coefficients
+    covariance: Array
+    """Of the log coefficients."""
+    noise: float
+    """Standard deviation of log(measured / predicted) that no coefficient explains."""
+
+    @classmethod
+    def of_prior(cls, prior: Prior) -> Calibrated:
+        """Before any measurement."""
+        return cls(prior.coefficients, prior.covariance, prior.noise)
+
+    def log_spread(self, jacobian: Array) -> Array:
+        """Predictive standard deviation of log figures with these derivatives, shape (n,)."""
+        variance = np.einsum("ni,ij,nj->n", jacobian, self.covariance, jacobian)
+        return np.asarray(np.sqrt(variance + self.noise**2))
+
+
+def fit(
+    prior: Prior,
+    predict: Predict,
+    log_measured: Array,
+    side: npt.NDArray[np.int64] | None = None,
+) -> Calibrated:
+    """Coefficients that agree with prior and measurements (Gauss-Newton with damping, Huber weights).
+
+    ``side``: 0 a measured figure, 1 only known to be at least, -1 at most the given one. No measurement returns the
+    prior.
+    """
+    if not len(log_measured):
+        return Calibrated.of_prior(prior)
+    theta = prior.mean.copy()
+    precision = np.linalg.inv(prior.covariance)
+    sides = np.zeros(len(log_measured), dtype=np.int64) if side is None else side
+    damping, cost = 1e-3, _cost(prior, predict, theta, log_measured, sides)
+    hessian = precision
+    for _ in range(MAX_ITERATIONS):
+        excess = log_measured - predict(Coefficients(prior.group, theta))
+        jacobian = derivatives(predict, Coefficients(prior.group, theta))
+        _, pull, curvature = _loss(excess / prior.noise, sides)
+        hessian = jacobian.T @ (jacobian * (curvature / prior.noise**2)[:, None]) + precision
+        gradient = jacobian.T @ (pull / prior.noise) - precision @ (theta - prior.mean)
+        step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), gradient)
+        candidate = theta + np.clip(step, -1.0, 1.0)
+        new_cost = _cost(prior, predict, candidate, log_measured, sides)
+        if new_cost > cost:
+            damping *= 10
+            if damping > 1e6:
+                break
+            continue
+        improved, theta, cost, damping = cost - new_cost, candidate, new_cost, damping / 5
+        if improved < 1e-3:
+            break
+    return Calibrated(Coefficients(prior.group, theta), np.linalg.inv(hessian), prior.noise)
+
+
+def derivatives(predict: Predict, at: Coefficients) -> Array:
+    """Of the log predictions by the log coefficients, shape (n, coefficients)."""
+    base = predict(at)
+    columns = []
+    for i in range(len(at.group)):
+        moved = at.log_values.copy()
+        moved[i] += STEP
+        columns.append((predict(Coefficients(at.group, moved)) - base) / STEP)
+    return np.stack(columns, axis=1)
+
+
+def calibrate_time(prior: Prior, x: CostInputs, measured_s: Array) -> Calibrated:
+    """Time coefficients after measured step times of the candidates ``x``."""
+    return fit(prior, log_step_predictor(x), np.log(measured_s))
+
+
+def calibrate_memory(prior: Prior, x: CostInputs, measured_bytes: Array, out_of_memory: Array) -> Calibrated:
+    """Memory coefficients after measured peaks (NaN: not known) and outcomes (1 ran out of memory, 0 fitted)."""
+    known = np.isfinite(measured_bytes)
+    side = np.where(known, 0, np.where(out_of_memory > 0, 1, -1))
+    figure = np.where(known, measured_bytes, x.memory_bytes)
+    return fit(prior, log_peak_predictor(x), np.log(figure), side)
+
+
+def log_step_predictor(x: CostInputs) -> Predict:
+    """Log of the predicted step seconds as a function of the time coefficients."""
+    work = work_of(x)
+
+    def predict(coefficients: Coefficients) -> Array:
+        return np.asarray(np.log(np.sum(list(step_seconds(x, work, coefficients).values()), axis=0)))
+
+    return predict
+
+
+def log_peak_predictor(x: CostInputs) -> Predict:
+    """Log of the predicted peak bytes of the fullest rank as a function of the memory coefficients."""
+    work = work_of(x)
+
+    def predict(coefficients: Coefficients) -> Array:
+        stages = np.sum(list(stage_bytes(x, work, coefficients).values()), axis=0)
+        return np.asarray(np.log(np.max(stages, axis=1)))
+
+    return predict
+
+
+def probability_out_of_memory(calibrated: Calibrated, x: CostInputs) -> Array:
+    """That the fullest rank needs more than the device has, shape (n,)."""
+    predict = log_peak_predictor(x)
+    spread = calibrated.log_spread(derivatives(predict, calibrated.coefficients))
+    excess = predict(calibrated.coefficients) - np.log(x.memory_bytes)
+    return np.array([math.erfc(-z / math.sqrt(2)) / 2 for z in excess / spread])
+
+
+def _loss(excess: Array, side: npt.NDArray[np.int64]) -> tuple[Array, Array, Array]:
+    """Loss of each measurement, its pull on the prediction and its curvature, in units of the noise.
+
+    A figure: Huber's loss of measured less predicted. One-sided: the negative logarithm of the probability that noise
+    lets the prediction be on the known side, linear beyond ``HUBER`` deviations on the wrong side like the former.
+    """
+    size = np.abs(excess)
+    inside = size <= HUBER
+    loss = np.where(inside, excess**2 / 2, HUBER * (size - HUBER / 2))
+    pull = np.clip(excess, -HUBER, HUBER)
+    curvature = np.minimum(1.0, HUBER / np.maximum(size, 1e-12))
+    for i in np.flatnonzero(side):
+        room = -float(excess[i]) * int(side[i])
+        bounded = max(room, -HUBER)
+        probability = math.erfc(-bounded / math.sqrt(2)) / 2
+        ratio = math.exp(-(bounded**2) / 2) / math.sqrt(2 * math.pi) / probability
+        loss[i] = -math.log(probability) + ratio * (bounded - room)
+        pull[i] = ratio * int(side[i])
+        curvature[i] = ratio * (ratio + bounded)
+    return loss, pull, curvature
+
+
+def _cost(prior: Prior, predict: Predict, theta: Array, measured: Array, side: npt.NDArray[np.int64]) -> float:
+    loss, _, _ = _loss((measured - predict(Coefficients(prior.group, theta))) / prior.noise, side)
+    moved = theta - prior.mean
+    return float(loss.sum() + moved @ np.linalg.solve(prior.covariance, moved) / 2)

@@ -1,0 +1,113 @@
+"""The numbers the cost model cannot know from data sheets: names, meaning, and what is assumed before measuring."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster.cost.inputs import Array
+
+PRIORS_FILE = Path(__file__).parents[2] / "configs" / "cost" / "priors.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficient:
+    """A positive number, believed to be ``value`` within a factor of ``exp(spread)`` (one standard deviation)."""
+
+    name: str
+    value: float
+    spread: float
+    meaning: str
+
+
+TIME = (
+    Coefficient("matmul_efficiency", 0.8, 0.25, "share of the peak that large matmuls reach on a 312 TFLOP/s device"),
+    Coefficient("peak_exponent", 0.15, 0.5, "how that share falls as the device's peak rises: (peak / 312e12) ** -x"),
+    Coefficient("low_precision_gain", 0.75, 0.3, "share of the extra peak below 16 bits that matmuls gain"),
+    Coefficient("half_tokens", 150.0, 0.7, "tokens per micro-batch and rank at which a matmul is half as efficient"),
+    Coefficient("half_width", 150.0, 0.7, "width of a rank's share of a matmul at which it is half as efficient"),
+    Coefficient("misaligned_cost", 2.0, 0.4, "how much longer a matmul takes whose width is no multiple of 8"),
+    Coefficient("attention_efficiency", 0.6, 0.4, "efficiency of fused attention's matmuls relative to others"),
+    Coefficient("memory_efficiency", 0.7, 0.3, "share of memory bandwidth that element-wise work reaches"),
+    Coefficient("host_layer_s", 0.8e-3, 0.8, "host time to launch one layer's forward, backward or repeated pass"),
+    Coefficient("link_efficiency", 0.6, 0.4, "share of the fast links' bandwidth that collectives reach"),
+    Coefficient("network_efficiency", 0.6, 0.5, "share of the network's bandwidth that collectives reach"),
+    Coefficient("collective_latency_s", 30e-6, 0.6, "fixed time of one collective"),
+    Coefficient("transfer_latency_s", 100e-6, 0.8, "fixed time of one transfer between pipeline stages"),
+    Coefficient("gradient_overlap", 0.5, 0.6, "share of the last backward pass that hides gradient reduction"),
+    Coefficient("gather_overlap", 0.8, 0.4, "share of computation that hides ZeRO-3 gathering"),
+    Coefficient("recompute_cost", 1.0, 0.15, "a repeated forward pass relative to the first"),
+    Coefficient("step_overhead_s", 10e-3, 0.8, "fixed host time of an optimiser step"),
+    Coefficient("scale_overhead", 0.01, 0.8, "share of the step lost per doubling of the number of nodes"),
+)
+
+MEMORY = (
+    Coefficient("state_factor", 1.0, 0.15, "weights, gradients and optimiser states relative to their sum of bytes"),
+    Coefficient("activation_factor", 1.0, 0.25, "kept activations relative to the operator-by-operator sum"),
+    Coefficient("head_factor", 0.7, 0.5, "logits and their gradients relative to one 16-bit and two fp32 copies"),
+    Coefficient("constant_bytes", 1.5e9, 0.5, "context, communicators and workspace"),
+    Coefficient("fragmentation", 0.04, 0.6, "memory reserved but not allocated, relative to the allocated"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """Values of a group of coefficients, in its order."""
+
+    group: tuple[Coefficient, ...]
+    log_values: Array
+
+    def __getitem__(self, name: str) -> float:
+        return float(np.exp(self.log_values[self.index(name)]))
+
+    def index(self, name: str) -> int:
+        return next(i for i, coefficient in enumerate(self.group) if coefficient.name == name)
+
+    def as_dict(self) -> dict[str, float]:
+        return {c.name: float(v) for c, v in zip(self.group, np.exp(self.log_values), strict=True)}
+
+
+def assumed(group: tuple[Coefficient, ...]) -> Coefficients:
+    """The values written in this file, before any measurement."""
+    return Coefficients(group, np.log([coefficient.value for coefficient in group]))
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """Normal distribution of log coefficients over (source, software, hardware); ``noise`` is what is left
+    unexplained: the standard deviation of log(measured / predicted) inside a source.
+    """
+
+    group: tuple[Coefficient, ...]
+    mean: Array
+    covariance: Array
+    noise: float
+
+    @property
+    def coefficients(self) -> Coefficients:
+        return Coefficients(self.group, self.mean)
+
+
+def assumed_prior(group: tuple[Coefficient, ...], noise: float) -> Prior:
+    """The prior written in this file."""
+    return Prior(group, assumed(group).log_values, np.diag([c.spread**2 for c in group]), noise)
+
+
+def load_prior(kind: str, without: str | None = None, path: Path = PRIORS_FILE) -> Prior:
+    """The prior fitted to published measurements, for ``kind`` ``time`` or ``memory``.
+
+    ``without`` leaves out what one source taught, for judging the model on that source.
+    """
+    table: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))[kind]
+    entry = table["without"].get(without, table["all"]) if without else table["all"]
+    group = {"time": TIME, "memory": MEMORY}[kind]
+    values, spreads = np.array([entry["coefficients"][c.name] for c in group]).T
+    correlation = np.eye(len(group))
+    for i, row in enumerate(entry["correlations"]):
+        correlation[i, :i] = correlation[:i, i] = row
+    return Prior(group, np.log(values), correlation * np.outer(spreads, spreads), table["noise"])

@@ -1,0 +1,103 @@
+"""Estimates of many candidates: step time and peak memory with the terms that sum to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cluster.cost.calibrate import (
+    OUT_OF_MEMORY_THRESHOLD,
+    Calibrated,
+    calibrate_memory,
+    calibrate_time,
+    derivatives,
+    log_step_predictor,
+    probability_out_of_memory,
+)
+from cluster.cost.coefficients import load_prior
+from cluster.cost.inputs import Array, CostInputs
+from cluster.cost.memory import MEMORY_TERMS, stage_bytes
+from cluster.cost.time import TIME_TERMS, step_seconds
+from cluster.cost.work import work_of
+
+ROWS_AT_ONCE = 4096
+"""Keeps intermediate arrays, which have one column per pipeline stage, in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimates:
+    """Arrays of shape (n,); ``peak_bytes`` and its terms are those of the fullest pipeline rank."""
+
+    step_s: Array
+    step_terms_s: dict[str, Array]
+    peak_bytes: Array
+    peak_terms_bytes: dict[str, Array]
+    fullest_stage: Array
+
+    def __len__(self) -> int:
+        return len(self.step_s)
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Both halves with their coefficients, calibrated or not."""
+
+    time: Calibrated
+    memory: Calibrated
+
+    def estimate(self, x: CostInputs) -> Estimates:
+        """Step time and peak memory of every candidate."""
+        parts = [self._part(x.take(slice(i, i + ROWS_AT_ONCE))) for i in range(0, max(len(x), 1), ROWS_AT_ONCE)]
+        return Estimates(
+            step_s=np.concatenate([part.step_s for part in parts]),
+            step_terms_s={n: np.concatenate([part.step_terms_s[n] for part in parts]) for n in TIME_TERMS},
+            peak_bytes=np.concatenate([part.peak_bytes for part in parts]),
+            peak_terms_bytes={n: np.concatenate([part.peak_terms_bytes[n] for part in parts]) for n in MEMORY_TERMS},
+            fullest_stage=np.concatenate([part.fullest_stage for part in parts]),
+        )
+
+    def log_spread(self, x: CostInputs) -> Array:
+        """Standard deviation of log(measured / predicted step time) to expect, shape (n,)."""
+        return self.time.log_spread(derivatives(log_step_predictor(x), self.time.coefficients))
+
+    def fits(self, x: CostInputs) -> Array:
+        """Which candidates are expected to fit into device memory, shape (n,), bool."""
+        return np.asarray(probability_out_of_memory(self.memory, x) <= OUT_OF_MEMORY_THRESHOLD)
+
+    def _part(self, x: CostInputs) -> Estimates:
+        work = work_of(x)
+        seconds = step_seconds(x, work, self.time.coefficients)
+        terms = stage_bytes(x, work, self.memory.coefficients)
+        total = np.sum(list(terms.values()), axis=0)
+        fullest = np.argmax(total, axis=1)
+        rows = np.arange(len(x))
+        return Estimates(
+            step_s=np.sum(list(seconds.values()), axis=0),
+            step_terms_s=seconds,
+            peak_bytes=total[rows, fullest],
+            peak_terms_bytes={name: values[rows, fullest] for name, values in terms.items()},
+            fullest_stage=fullest.astype(np.float64),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trials:
+    """What has been measured: step times (NaN where none), peaks (NaN where none), 1 where memory ran out."""
+
+    x: CostInputs
+    step_s: Array
+    peak_bytes: Array
+    out_of_memory: Array
+
+
+def cost_model(trials: Trials | None = None) -> CostModel:
+    """The model as published measurements taught it, or after trials as well."""
+    time, memory = load_prior("time"), load_prior("memory")
+    if trials is None or not len(trials.x):
+        return CostModel(Calibrated.of_prior(time), Calibrated.of_prior(memory))
+    timed = np.isfinite(trials.step_s)
+    return CostModel(
+        calibrate_time(time, trials.x.take(timed), trials.step_s[timed]),
+        calibrate_memory(memory, trials.x, trials.peak_bytes, trials.out_of_memory),
+    )

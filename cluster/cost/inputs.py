@@ -1,0 +1,158 @@
+"""Candidates as columns: one numpy array per quantity, one row per candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
+"""Codes of ``CostInputs.schedule`` are positions in this tuple."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostInputs:
+    """All that the cost model knows of each candidate. Arrays of shape (n,), those per stage (n, largest pp).
+
+    Switches are 0 or 1; shares lie between 0 and 1. Sizes of data types are bytes per element or per parameter.
+    """
+
+    num_layers: Array
+    hidden: Array
+    ffn: Array
+    num_heads: Array
+    num_kv_heads: Array
+    head_dim: Array
+    vocab: Array
+    seq_length: Array
+    gated: Array
+    """1: SwiGLU (three FFN matrices), 0: one activation (two)."""
+    fused: Array
+    """1: the FFN's activation keeps only its input and output, as fused and compiled kernels do."""
+    dropout: Array
+    tied: Array
+    """1: embedding and head are one parameter."""
+    trained_share: Array
+    """Share of the weights that get gradients: 1, or near 0 for adapters on frozen weights."""
+
+    pp: Array
+    dp_replicate: Array
+    dp_shard: Array
+    cp: Array
+    tp: Array
+    zero_stage: Array
+    sequence_parallel: Array
+    num_copies: Array
+    schedule: Array
+    num_virtual_stages: Array
+    micro_batch_size: Array
+    num_microbatches: Array
+    stage_layers: Array
+    """Layers of each pipeline rank, all its chunks together; 0 beyond pp."""
+    stage_full: Array
+    """Of those, layers recomputed in full."""
+    selective_share: Array
+    """Share of a layer's kept activation bytes that selective recompute drops."""
+    selective_cost: Array
+    """Share of a layer's forward pass that selective recompute repeats."""
+    recompute_communication: Array
+    """Share of layers whose sequence shards are gathered again in the backward pass."""
+    keeps_gathered: Array
+    """Share of layers that keep the gathered inputs of their matmuls (sequence parallelism without re-gathering)."""
+
+    compute_bytes: Array
+    """Of an activation element."""
+    weight_bytes: Array
+    gradient_bytes: Array
+    optimizer_bytes: Array
+    """Optimiser state and master weights per parameter."""
+    cast_bytes: Array
+    """Autocast's 16-bit copy of the weights (O1), per parameter."""
+    keeps_gradients: Array
+    """1: gradient buffers stay allocated during the forward pass."""
+    flash: Array
+    compiled: Array
+
+    peak_flops_per_s: Array
+    """Dense matmul peak in the candidate's number format."""
+    base_flops_per_s: Array
+    """Dense matmul peak of the device in 16 bits (for fp32 candidates the fp32 peak)."""
+    memory_bytes: Array
+    """Usable device memory."""
+    memory_bytes_per_s: Array
+    link_bytes_per_s: Array
+    """Per device and direction, inside the fast domain."""
+    network_bytes_per_s: Array
+    """Per device and direction, beyond it."""
+    domain_size: Array
+    """Devices joined by the fast links: a node, or several in rack-scale systems."""
+    data_wait_s: Array
+    """Time per step spent waiting for data, where known."""
+
+    def __len__(self) -> int:
+        return len(self.num_layers)
+
+    @property
+    def dp(self) -> Array:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def num_shards(self) -> Array:
+        """Ranks over which ZeRO shards states: context-parallel peers hold the same weights, so they share too."""
+        return np.where(self.zero_stage > 0, self.dp_shard * self.cp, 1.0)
+
+    @property
+    def world_size(self) -> Array:
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def tokens_per_step(self) -> Array:
+        return self.micro_batch_size * self.num_microbatches * self.dp * self.seq_length
+
+    def take(self, rows: Any) -> CostInputs:
+        """The rows that ``rows`` (indices, a mask or a slice) selects."""
+        return CostInputs(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+
+STAGE_FIELDS = ("stage_layers", "stage_full")
+
+
+def from_rows(rows: Sequence[Mapping[str, Any]]) -> CostInputs:
+    """Columns from one mapping per candidate with all fields; those per stage as sequences of any length."""
+    num_stages = max((len(row["stage_layers"]) for row in rows), default=1)
+    columns = {}
+    for field in fields(CostInputs):
+        if field.name in STAGE_FIELDS:
+            columns[field.name] = np.zeros((len(rows), num_stages))
+            for i, row in enumerate(rows):
+                columns[field.name][i, : len(row[field.name])] = row[field.name]
+        else:
+            columns[field.name] = np.array([row[field.name] for row in rows], dtype=np.float64)
+    return CostInputs(**columns)
+
+
+def concatenate(parts: Sequence[CostInputs]) -> CostInputs:
+    """Rows of all parts, in order."""
+    num_stages = max(part.stage_layers.shape[1] for part in parts)
+    columns = {}
+    for field in fields(CostInputs):
+        arrays = [getattr(part, field.name) for part in parts]
+        if field.name in STAGE_FIELDS:
+            arrays = [np.pad(a, ((0, 0), (0, num_stages - a.shape[1]))) for a in arrays]
+        columns[field.name] = np.concatenate(arrays)
+    return CostInputs(**columns)
+
+
+def even_layers(num_layers: int, pp: int) -> list[int]:
+    """Layers of each pipeline rank when split as evenly as whole layers allow.
+
+    What is left over goes to the middle: the first and the last stage also hold embedding and head.
+    """
+    base, extra = divmod(num_layers, pp)
+    order = sorted(range(pp), key=lambda stage: (stage in (0, pp - 1), stage == pp - 1, stage))
+    return [base + (stage in order[:extra]) for stage in range(pp)]

@@ -1,0 +1,143 @@
+"""Published measurements (CSV) as inputs of the cost model: strict about what is stated, careful about what is not.
+
+``published_inputs.py`` fills what the model needs and the source does not say. Rows that cannot be modelled carry the
+reason.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster.cost.coefficients import MEMORY, assumed
+from cluster.cost.inputs import from_rows
+from cluster.cost.memory import stage_bytes
+from cluster.cost.published_inputs import NotModelledError, Numbers, published_inputs
+from cluster.cost.work import work_of
+
+_COLUMNS = (
+    "id problem source source_ref framework workload model n_params layers hidden ffn heads kv_heads vocab seq_len moe "
+    "gpu gpu_mem_GB n_gpus gpus_per_node interconnect precision precision_detail dp zero_stage shard_group tp sp pp "
+    "vpp cp ep micro_batch n_micro_batches global_batch recompute recompute_detail flash_attn compile other_flags "
+    "step_time_s tokens_per_s_per_gpu tflops_per_gpu flops_kind mfu peak_mem_GB mem_kind mem_per_stage_GB oom derived "
+    "arch_from config_from quality notes"
+)
+COLUMNS = tuple(_COLUMNS.split())
+_NUMBERS = (
+    "n_params layers hidden ffn heads kv_heads vocab seq_len gpu_mem_GB n_gpus gpus_per_node dp zero_stage shard_group "
+    "tp pp vpp cp ep micro_batch n_micro_batches global_batch step_time_s tokens_per_s_per_gpu tflops_per_gpu mfu "
+    "peak_mem_GB"
+)
+NUMBERS = tuple(_NUMBERS.split())
+CHOICES = {
+    "recompute": ("", "none", "full", "selective", "per-stage"),
+    "oom": ("", "true", "false"),
+    "quality": ("", "A", "B", "C"),
+    "sp": ("", "true", "false"),
+}
+
+
+class TableError(ValueError):
+    """The CSV is not such a table; the message names file, line and column."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRow:
+    """One measured run."""
+
+    fields: Mapping[str, str]
+    line: int
+    inputs: Mapping[str, Any] | None
+    """One row for ``inputs.from_rows``; None when it cannot be modelled."""
+    reason: str
+    """Why not; empty when it can."""
+    step_time_s: float | None
+    peak_bytes: float | None
+    out_of_memory: bool | None
+
+    def __getitem__(self, name: str) -> str:
+        return self.fields[name]
+
+
+def read_table(path: Path) -> tuple[PublishedRow, ...]:
+    """All rows of a CSV with the published columns.
+
+    Raises:
+        TableError: a column is missing or unknown, or a value is no number, negative or not among the choices.
+    """
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        header = tuple(reader.fieldnames or ())
+        if missing := sorted(set(COLUMNS) - set(header)):
+            raise TableError(f"{path}: no column {', '.join(missing)}")
+        if unknown := sorted(set(header) - set(COLUMNS)):
+            raise TableError(f"{path}: unknown column {', '.join(unknown)}")
+        rows = [_row(path, reader.line_num, fields) for fields in reader]
+    return tuple(_assume_recompute(rows))
+
+
+def _assume_recompute(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
+    """Where the source does not say whether activations are recomputed: in full if they would not fit otherwise."""
+    silent = [i for i, row in enumerate(rows) if row.inputs is not None and row["recompute"] == ""]
+    assumed_rows = list(rows)
+    if silent:
+        x = from_rows([inputs for i in silent if (inputs := rows[i].inputs) is not None])
+        terms = stage_bytes(x, work_of(x), assumed(MEMORY))
+        peaks = np.max(np.sum(list(terms.values()), axis=0), axis=1)
+        for i, too_much in zip(silent, peaks > x.memory_bytes, strict=True):
+            inputs = rows[i].inputs or {}
+            if too_much:
+                assumed_rows[i] = replace(rows[i], inputs={**inputs, "stage_full": inputs["stage_layers"]})
+    return assumed_rows
+
+
+def _row(path: Path, line: int, fields: Mapping[str, Any]) -> PublishedRow:
+    if None in fields or None in fields.values():
+        raise TableError(f"{path}:{line}: {len(COLUMNS)} values expected")
+    for name, allowed in CHOICES.items():
+        if fields[name] not in allowed:
+            raise TableError(f"{path}:{line}: {name} is {fields[name]!r}; allowed: {', '.join(filter(None, allowed))}")
+    numbers = {name: _number(path, line, name, fields[name]) for name in NUMBERS}
+    inputs, reason = None, ""
+    try:
+        inputs = published_inputs(fields, numbers)
+    except NotModelledError as error:
+        reason = str(error)
+    peak = numbers["peak_mem_GB"]
+    return PublishedRow(
+        fields=fields,
+        line=line,
+        inputs=inputs,
+        reason=reason,
+        step_time_s=_measured_step(numbers, inputs),
+        peak_bytes=None if peak is None else peak * 1e9,
+        out_of_memory={"true": True, "false": False, "": None}[fields["oom"]],
+    )
+
+
+def _number(path: Path, line: int, name: str, text: str) -> float | None:
+    if text == "":
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        raise TableError(f"{path}:{line}: {name} is {text!r}, not a number") from None
+    if not 0 <= value < float("inf"):
+        raise TableError(f"{path}:{line}: {name} is {text}; it must be finite and not negative")
+    return value
+
+
+def _measured_step(n: Numbers, inputs: Mapping[str, Any] | None) -> float | None:
+    """Step time; where only tokens/s per device is stated, the time of one modelled step at that rate."""
+    if n["step_time_s"]:
+        return n["step_time_s"]
+    if not n["tokens_per_s_per_gpu"] or inputs is None:
+        return None
+    dp = inputs["dp_replicate"] * inputs["dp_shard"]
+    tokens = inputs["micro_batch_size"] * inputs["num_microbatches"] * dp * inputs["seq_length"]
+    return float(tokens / (n["tokens_per_s_per_gpu"] * dp * inputs["tp"] * inputs["pp"] * inputs["cp"]))

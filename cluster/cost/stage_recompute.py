@@ -1,0 +1,279 @@
+"""The inner question of the stage balancer: the cheapest recompute with which a pipeline rank's layers fit its memory.
+
+A small integer program per rank and number of layers, solved by HiGHS through ``scipy.optimize.milp``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.cost.in_flight import Peaks
+from trials.spec import Counts
+
+EVENNESS_WEIGHT = 1e-6
+"""Of the difference between the largest and the smallest chunk, in layer times: decides between equals only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerState:
+    """One way to treat a layer's activations, with its price."""
+
+    name: str
+    activation_bytes: float
+    """Kept per layer and micro-batch from forward to backward."""
+    extra_s: float = 0.0
+    """Seconds of recomputation per layer and micro-batch."""
+    transient_bytes: float = 0.0
+    """Held once per rank while a layer is computed again."""
+    patterns: tuple[str, ...] = ()
+    """Operators recomputed (:class:`trials.spec.SelectiveRecompute`)."""
+    is_full: bool = False
+    communication: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageProblem:
+    """What one pipeline rank has to hold. Equal problems have equal answers, whatever the rank."""
+
+    states: tuple[LayerState, ...]
+    peaks: Peaks
+    layer_s: float
+    """Forward and backward of one layer and micro-batch, without recompute."""
+    layer_bytes: float
+    """Weights, gradients and optimiser states of one layer."""
+    available_bytes: float
+    """For layers: the limit without the rank's fixed part."""
+    min_layers: int
+    """Per chunk."""
+    max_difference: int
+    """Between chunks, in layers."""
+    fixed_layers: tuple[int, ...] = ()
+    """Layers per chunk where given."""
+    fixed_counts: Counts = ()
+    """``[state][chunk]``: layers of every state but the first, where given."""
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.peaks[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageAnswer:
+    """``counts[state][chunk]``; ``recompute_s`` per micro-batch, never below ``bound_s``."""
+
+    counts: Counts
+    recompute_s: float
+    bound_s: float
+
+
+def solve_stage(problem: StageProblem, num_layers: int, time_limit_s: float) -> StageAnswer | None:
+    """Split ``num_layers`` over chunks and states at the least recompute time; None when they cannot fit.
+
+    Raises:
+        TimeoutError: nothing was found within ``time_limit_s``.
+    """
+    if answer := _keep_everything(problem, num_layers):
+        return answer
+    costs = np.array([[state.extra_s] * problem.num_chunks for state in problem.states])
+    found = _milp(problem, num_layers, costs, EVENNESS_WEIGHT * problem.layer_s, time_limit_s)
+    if found is None:
+        return None
+    counts, bound = found
+    seconds = float((counts * costs).sum())
+    return StageAnswer(counts=_as_counts(counts), recompute_s=seconds, bound_s=min(seconds, max(0.0, bound)))
+
+
+def excess_bytes(problem: StageProblem, num_layers: int) -> float:
+    """How much more memory ``num_layers`` layers need at the least; 0 when they fit."""
+    rows, shape = _constraints(problem, num_layers)
+    result = _solve(
+        np.eye(shape.num)[shape.excess], rows, shape.upper(num_layers, may_exceed=True), shape.integer, 60.0
+    )
+    return 0.0 if result.x is None else float(result.x[shape.excess]) * _unit_bytes(problem)
+
+
+def _dot(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def _keep_everything(problem: StageProblem, num_layers: int) -> StageAnswer | None:
+    """No recompute and even chunks, if that is allowed and fits: nothing can be cheaper."""
+    v = problem.num_chunks
+    layers = problem.fixed_layers or tuple(num_layers // v + (chunk < num_layers % v) for chunk in range(v))
+    if problem.fixed_counts or sum(layers) != num_layers or min(layers) < problem.min_layers:
+        return None
+    held = max(_dot(moment, layers) for moment in problem.peaks)
+    if held * problem.states[0].activation_bytes + num_layers * problem.layer_bytes > problem.available_bytes:
+        return None
+    nothing = ((0,) * v,) * (len(problem.states) - 1)
+    return StageAnswer(counts=(layers, *nothing), recompute_s=0.0, bound_s=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Variables:
+    """Columns of the integer program: ``counts[state, chunk]``, whether a state is used; then what is not integer:
+    transient bytes, excess bytes, smallest and largest chunk."""
+
+    num_states: int
+    num_chunks: int
+
+    @property
+    def num_counts(self) -> int:
+        return self.num_states * self.num_chunks
+
+    @property
+    def num(self) -> int:
+        return self.num_counts + self.num_states + 4
+
+    def count(self, state: int, chunk: int) -> int:
+        return state * self.num_chunks + chunk
+
+    def used(self, state: int) -> int:
+        return self.num_counts + state
+
+    @property
+    def transient(self) -> int:
+        return self.num - 4
+
+    @property
+    def excess(self) -> int:
+        return self.num - 3
+
+    @property
+    def smallest(self) -> int:
+        return self.num - 2
+
+    @property
+    def largest(self) -> int:
+        return self.num - 1
+
+    @property
+    def integer(self) -> NDArray[np.float64]:
+        return (np.arange(self.num) < self.num - 4).astype(np.float64)
+
+    def upper(self, num_layers: int, *, may_exceed: bool) -> NDArray[np.float64]:
+        bound = np.full(self.num, float(num_layers))
+        bound[self.num_counts : self.transient] = 1
+        bound[self.transient] = np.inf
+        bound[self.excess] = np.inf if may_exceed else 0.0
+        return bound
+
+
+class _Rows:
+    """Constraints ``low <= coefficients . x <= high``."""
+
+    def __init__(self, num_variables: int) -> None:
+        self._num = num_variables
+        self.matrix: list[NDArray[np.float64]] = []
+        self.low: list[float] = []
+        self.high: list[float] = []
+
+    def add(self, coefficients: dict[int, float], low: float = -np.inf, high: float = np.inf) -> None:
+        row = np.zeros(self._num)
+        row[list(coefficients)] = list(coefficients.values())
+        self.matrix.append(row)
+        self.low.append(low)
+        self.high.append(high)
+
+
+def _milp(
+    problem: StageProblem, num_layers: int, costs: NDArray[np.float64], evenness_s: float, time_limit_s: float
+) -> tuple[NDArray[np.int64], float] | None:
+    """Counts ``[state, chunk]`` and a bound of their cost; None when there are none."""
+    rows, shape = _constraints(problem, num_layers)
+    objective = np.zeros(shape.num)
+    objective[: costs.size] = costs.ravel()
+    objective[shape.smallest], objective[shape.largest] = -evenness_s, evenness_s
+    upper = shape.upper(num_layers, may_exceed=False)
+    result = _solve(objective, rows, upper, shape.integer, time_limit_s)
+    if result.status == _INFEASIBLE:
+        return None
+    if result.x is None:
+        raise TimeoutError(f"no stage of {num_layers} layers was found in {time_limit_s:g} s: {result.message}")
+    counts = np.rint(result.x[: costs.size]).astype(np.int64).reshape(costs.shape)
+    is_proven = result.status == _OPTIMAL
+    return counts, float((counts * costs).sum()) if is_proven else float(
+        result.mip_dual_bound
+    ) - evenness_s * num_layers
+
+
+_OPTIMAL, _INFEASIBLE = 0, 2
+"""Status codes of ``scipy.optimize.milp``."""
+
+
+def _constraints(problem: StageProblem, num_layers: int) -> tuple[_Rows, _Variables]:
+    shape = _Variables(len(problem.states), problem.num_chunks)
+    rows = _Rows(shape.num)
+    _add_layers(rows, shape, problem, num_layers)
+    _add_memory(rows, shape, problem, num_layers)
+    return rows, shape
+
+
+def _unit_bytes(problem: StageProblem) -> float:
+    """Memory is counted in these: HiGHS tolerances are absolute."""
+    return max(1.0, abs(problem.available_bytes))
+
+
+def _add_layers(rows: _Rows, shape: _Variables, problem: StageProblem, num_layers: int) -> None:
+    """Every layer has one state; chunks hold what they must, between the smallest and the largest."""
+    cells = range(shape.num_chunks)
+    rows.add({shape.count(k, c): 1.0 for k in range(shape.num_states) for c in cells}, num_layers, num_layers)
+    for chunk in cells:
+        in_chunk = {shape.count(k, chunk): 1.0 for k in range(shape.num_states)}
+        given = problem.fixed_layers[chunk] if problem.fixed_layers else None
+        rows.add(in_chunk, problem.min_layers if given is None else given, num_layers if given is None else given)
+        rows.add({**in_chunk, shape.smallest: -1.0}, low=0.0)
+        rows.add({**in_chunk, shape.largest: -1.0}, high=0.0)
+    rows.add({shape.largest: 1.0, shape.smallest: -1.0}, high=problem.max_difference)
+    for state, given_counts in enumerate(problem.fixed_counts, start=1):
+        for chunk in cells:
+            rows.add({shape.count(state, chunk): 1.0}, given_counts[chunk], given_counts[chunk])
+
+
+def _add_memory(rows: _Rows, shape: _Variables, problem: StageProblem, num_layers: int) -> None:
+    """Every worst moment fits, with room to compute a layer again where any is."""
+    states = list(enumerate(problem.states))
+    scale = 1.0 / _unit_bytes(problem)
+    for moment in problem.peaks:
+        row = {
+            shape.count(k, c): (moment[c] * state.activation_bytes + problem.layer_bytes) * scale
+            for k, state in states
+            for c in range(shape.num_chunks)
+        }
+        rows.add({**row, shape.transient: 1.0, shape.excess: -1.0}, high=problem.available_bytes * scale)
+    for k, state in states:
+        if state.transient_bytes:
+            in_state = {shape.count(k, c): 1.0 for c in range(shape.num_chunks)}
+            rows.add({**in_state, shape.used(k): -float(num_layers)}, high=0.0)
+            rows.add({shape.used(k): state.transient_bytes * scale, shape.transient: -1.0}, high=0.0)
+
+
+def _solve(
+    objective: NDArray[np.float64],
+    rows: _Rows,
+    upper: NDArray[np.float64],
+    integer: NDArray[np.float64],
+    time_limit_s: float,
+) -> Any:
+    # scipy has no type stubs, and its import is slow beside that of numpy.
+    from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped, unused-ignore]
+
+    scale = float(np.abs(objective).max()) or 1.0
+    result = milp(
+        objective / scale,
+        constraints=LinearConstraint(np.array(rows.matrix), rows.low, rows.high),
+        bounds=Bounds(0, upper),
+        integrality=integer,
+        options={"time_limit": time_limit_s, "mip_rel_gap": 0.0},
+    )
+    if result.x is not None:
+        result.mip_dual_bound *= scale
+    return result
+
+
+def _as_counts(counts: NDArray[np.int64]) -> Counts:
+    return tuple(tuple(int(count) for count in row) for row in counts)

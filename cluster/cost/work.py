@@ -1,0 +1,83 @@
+"""FLOPs, bytes and parameters of one layer, the head and the collectives: what does not depend on coefficients.
+
+Per micro-batch and rank. Sums are written operator by operator, after Korthikanti et al., arXiv 2205.05198, section 4,
+extended to gated FFNs and grouped-query attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cluster.cost.inputs import Array, CostInputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Arrays of shape (n,)."""
+
+    tokens: Array
+    """Of a micro-batch on one rank: divided by cp, not by tp."""
+    layer_params: Array
+    """Matmul weights of one layer, not divided."""
+    matmul_flops: Array
+    """Forward, one layer, this rank's share; as all below."""
+    attention_flops: Array
+    elementwise_bytes: Array
+    """Read and written by norms, activations, residuals and by softmax where scores are materialised."""
+    weight_traffic_bytes: Array
+    head_flops: Array
+    head_bytes: Array
+    tp_bytes: Array
+    """Payload of one tensor-parallel all-reduce; two per layer and pass."""
+    cp_bytes: Array
+    """Keys and values received from context-parallel peers per layer and pass."""
+    pp_bytes: Array
+    """Sent from one stage to the next."""
+
+
+def work_of(x: CostInputs) -> Work:
+    """Work of each candidate."""
+    tokens = x.micro_batch_size * x.seq_length / x.cp
+    width, kv_width = x.num_heads * x.head_dim, x.num_kv_heads * x.head_dim
+    layer_params = x.hidden * (2 * width + 2 * kv_width) + (2 + x.gated) * x.hidden * x.ffn
+    # Fused kernels skip the masked half of the scores.
+    attention = 4 * tokens * x.seq_length * width / x.tp * np.where(x.flash > 0, 0.5, 1.0)
+    shared = np.where(x.sequence_parallel > 0, x.tp, 1.0)
+    scores = tokens * x.seq_length * x.num_heads / x.tp * (1 - x.flash)
+    elementwise = x.compute_bytes * tokens * (
+        (10 + 2 * x.dropout) * x.hidden / shared + (3 * width + (2 + 2 * x.gated) * x.ffn) / x.tp
+    ) + scores * x.compute_bytes * (5 + 2 * x.dropout)
+    return Work(
+        tokens=tokens,
+        layer_params=layer_params,
+        matmul_flops=2 * tokens * layer_params / x.tp,
+        attention_flops=attention,
+        elementwise_bytes=elementwise,
+        weight_traffic_bytes=layer_params / x.tp * x.compute_bytes,
+        head_flops=2 * tokens * x.hidden * x.vocab / x.tp,
+        head_bytes=tokens * x.vocab / x.tp * (x.compute_bytes + 8),
+        tp_bytes=np.where(x.tp > 1, tokens * x.hidden * x.compute_bytes, 0.0),
+        cp_bytes=np.where(x.cp > 1, 2 * tokens * (x.cp - 1) * kv_width / x.tp * x.compute_bytes, 0.0),
+        pp_bytes=np.where(x.pp > 1, tokens * x.hidden * x.compute_bytes / x.tp, 0.0),
+    )
+
+
+def stage_params(x: CostInputs, work: Work) -> Array:
+    """Parameters of each pipeline rank, divided by tp, shape (n, stages)."""
+    params = x.stage_layers * ((work.layer_params + 4 * x.hidden) / x.tp)[:, None]
+    table = x.vocab * x.hidden / x.tp
+    one_table = (x.pp == 1) & (x.tied > 0)
+    return np.asarray(params + is_first(x) * table[:, None] + is_last(x) * np.where(one_table, 0.0, table)[:, None])
+
+
+def is_first(x: CostInputs) -> Array:
+    """1 for the pipeline rank with the embedding, shape (n, stages)."""
+    return np.broadcast_to(np.arange(x.stage_layers.shape[1]) == 0, x.stage_layers.shape).astype(np.float64)
+
+
+def is_last(x: CostInputs) -> Array:
+    """1 for the pipeline rank with head and loss: the first one in the V-shaped schedule."""
+    last = np.where(x.schedule == 3, 0, x.pp - 1)
+    return np.asarray(np.arange(x.stage_layers.shape[1])[None, :] == last[:, None], dtype=np.float64)

@@ -1,0 +1,182 @@
+"""Which candidates need at least the memory of one that ran out of it: one partial order, declared knob by knob.
+
+Each declared knob has a direction; whatever is not declared must be equal. Joint dominance follows: a candidate that is
+worse in several knobs and better in none is worse. A knob without effect takes no part (the tp engine at tp 1, the
+engine of plain replication under ZeRO), so that candidates across that border can be compared.
+
+Only confirmed out-of-memory outcomes are evidence; what is inferred from them never is. Nothing here deletes a
+candidate for being slow: such priors belong to the search.
+
+Virtual stages and layers per stage must be equal: plain 1F1B holds fewer activations than interleaved, and other splits
+move layers between ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+
+from trials.spec import Candidate, Counts, Layout
+
+LESS_WITH_MORE = ("zero_stage", "dp_shard", "tp", "cp", "sequence_parallel", "shard_embedding")
+"""Fields of the layout of which more means less memory, or as much."""
+MORE_WITH_MORE = ("num_workers", "prefetch_factor")
+"""Fields of the loader of which more means more memory, or as much (host memory, where that is the device's)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruned:
+    """Why a candidate cannot fit: ``witness`` ran out of memory and needs no more, by ``rule_id``."""
+
+    rule_id: str
+    """``oom-<knob>``; ``oom-several`` where more than one knob differs, ``oom-same`` for the witness itself."""
+    witness: Candidate
+
+
+def dominates_memory(a: Candidate, b: Candidate, *, global_batch_size: int | None = None) -> bool:
+    """Whether ``a`` needs at least as much memory as ``b`` on its fullest rank, whatever the model.
+
+    With a global batch size, candidates that accumulate gradients are not compared with those that do not: gradients
+    that live through the forward pass may outweigh a smaller micro-batch.
+    """
+    if _group(a, global_batch_size) != _group(b, global_batch_size):
+        return False
+    engines = zip(_engines(a.layout), _engines(b.layout), strict=True)
+    if any(one and other and one != other for one, other in engines):
+        return False
+    patterns = _patterns((a, b))
+    more, less = _demand(a, patterns), _demand(b, patterns)
+    return all(x >= y for name in more for x, y in zip(more[name], less[name], strict=True))
+
+
+def pruned(
+    candidates: Sequence[Candidate], confirmed_oom: Iterable[Candidate], *, global_batch_size: int | None = None
+) -> dict[Candidate, Pruned]:
+    """The candidates that dominate one of ``confirmed_oom``, each with the first such witness.
+
+    Takes time in proportion to the candidates that share a group of undeclared knobs with a witness.
+    """
+    witnesses: dict[Hashable, list[Candidate]] = defaultdict(list)
+    for witness in dict.fromkeys(confirmed_oom):
+        witnesses[_group(witness, global_batch_size)].append(witness)
+    if not witnesses:
+        return {}
+    members: dict[Hashable, list[Candidate]] = defaultdict(list)
+    for candidate in candidates:
+        key = _group(candidate, global_batch_size)
+        if key in witnesses:
+            members[key].append(candidate)
+    found: dict[Candidate, Pruned] = {}
+    for key, group in members.items():
+        found |= _pruned_in_group(group, witnesses[key])
+    return found
+
+
+def _pruned_in_group(group: Sequence[Candidate], witnesses: Sequence[Candidate]) -> dict[Candidate, Pruned]:
+    patterns = _patterns((*group, *witnesses))
+    names = [name for name, numbers in _demand(group[0], patterns).items() for _ in numbers]
+    matrix = np.array([_flat(_demand(candidate, patterns)) for candidate in group], dtype=np.int64)
+    engines = np.array([_engine_codes(candidate.layout) for candidate in group], dtype=np.int64)
+    found: dict[Candidate, Pruned] = {}
+    left = np.arange(len(group))
+    for witness in witnesses:
+        row = np.array(_flat(_demand(witness, patterns)), dtype=np.int64)
+        engine = np.array(_engine_codes(witness.layout), dtype=np.int64)
+        meets = (engines[left] == engine) | (engines[left] == 0) | (engine == 0)
+        hit = np.all(matrix[left] >= row, axis=1) & np.all(meets, axis=1)
+        for i in left[hit]:
+            differing = {names[column] for column in np.flatnonzero(matrix[i] != row)}
+            found[group[i]] = Pruned(rule_id=_rule_id(differing), witness=witness)
+        left = left[~hit]
+    return found
+
+
+def _rule_id(differing: Set[str]) -> str:
+    match sorted(differing):
+        case []:
+            return "oom-same"
+        case [name]:
+            return f"oom-{name.replace('_', '-')}"
+        case _:
+            return "oom-several"
+
+
+def _group(candidate: Candidate, global_batch_size: int | None) -> Hashable:
+    """All that must be equal: every field without a direction."""
+    layout, loader = candidate.layout, candidate.loader
+    accumulates = global_batch_size is not None and candidate.num_microbatches(global_batch_size) > 1
+    return (
+        *(getattr(layout, name) for name in _UNDECLARED_LAYOUT),
+        *(getattr(loader, name) for name in _UNDECLARED_LOADER),
+        candidate.precision,
+        candidate.kernels,
+        accumulates,
+    )
+
+
+_ENGINE_FIELDS = ("replicate_with", "tp_engine", "cp_method")
+_UNDECLARED_LAYOUT = tuple(
+    field.name
+    for field in dataclasses.fields(Layout)
+    if field.name not in (*LESS_WITH_MORE, *_ENGINE_FIELDS, "dp_replicate")
+)
+_UNDECLARED_LOADER = tuple(
+    field.name for field in dataclasses.fields(Candidate().loader) if field.name not in MORE_WITH_MORE
+)
+
+
+def _engines(layout: Layout) -> tuple[str, str, str]:
+    """Engines by field; empty where the layout makes no use of one, which compares with all."""
+    return (
+        layout.replicate_with if layout.zero_stage == 0 else "",
+        layout.tp_engine if layout.tp > 1 else "",
+        layout.cp_method if layout.cp > 1 else "",
+    )
+
+
+def _engine_codes(layout: Layout) -> tuple[int, ...]:
+    """Engines as numbers; 0 compares with all."""
+    return tuple(("", "ddp", "fsdp2", "dtensor", "local", "all_gather", "ulysses").index(e) for e in _engines(layout))
+
+
+def _demand(candidate: Candidate, patterns: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """By knob, numbers that grow with the memory it costs."""
+    layout = candidate.layout
+    return {
+        "micro_batch_size": (candidate.micro_batch_size,),
+        # More replicas mean fewer micro-batches in flight, or as many.
+        "dp": (-layout.dp,),
+        **{name: (-int(getattr(layout, name)),) for name in LESS_WITH_MORE},
+        **{name: (int(getattr(candidate.loader, name)),) for name in MORE_WITH_MORE},
+        "recompute": _kept_layers(candidate, patterns),
+    }
+
+
+def _kept_layers(candidate: Candidate, patterns: Sequence[str]) -> tuple[int, ...]:
+    """Minus the layers recomputed in full, of communication, and by pattern, per chunk and stage.
+
+    A layer recomputed in full counts for all: it has nothing left for the others.
+    """
+    recompute, layout = candidate.recompute, candidate.layout
+    size = layout.num_virtual_stages * layout.pp
+    full = _cells(recompute.full, size)
+    selective: Mapping[str, Counts] = {part.pattern: part.num_layers for part in recompute.selective}
+    parts = [recompute.communication, *(selective.get(pattern, ()) for pattern in patterns)]
+    rest = [tuple(map(max, full, _cells(part, size))) for part in parts]
+    return tuple(-count for cells in (full, *rest) for count in cells)
+
+
+def _cells(counts: Counts, size: int) -> tuple[int, ...]:
+    return tuple(count for row in counts for count in row) if counts else (0,) * size
+
+
+def _patterns(candidates: Iterable[Candidate]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.pattern for c in candidates for part in c.recompute.selective))
+
+
+def _flat(demand: Mapping[str, tuple[int, ...]]) -> list[int]:
+    return [number for numbers in demand.values() for number in numbers]

@@ -1,0 +1,128 @@
+"""What measurements teach about predictions: a Gaussian process on log(measured / predicted). numpy only.
+
+The error of a prediction is taken to be a sum of independent parts::
+
+    common                 the same for all candidates
+    features @ w           w ~ N(0, diag(feature_std^2)): errors of the model's coefficients, with the features the
+                           derivatives of log time by log coefficient, or any other description
+    local                  alike for candidates that lie close together
+    noise                  of the measurement
+
+Whether errors are larger or smaller than believed is decided by the marginal likelihood (Rasmussen and Williams,
+Gaussian Processes for Machine Learning, section 5.4.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+SCALES = (0.5, 0.7, 1.0, 1.4, 2.0, 3.0)
+"""Tried as factors of the believed standard deviations."""
+CHUNK_SIZE = 4096
+"""Rows at a time, so that what is worked on stays in cache."""
+SCALE_SPREAD = 0.7
+"""Standard deviation of the log of that factor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorModel:
+    """How predictions of n candidates may be wrong. Standard deviations are of natural logarithms."""
+
+    features: Array
+    """(n, d)"""
+    feature_std: Array
+    """(d,)"""
+    places: Array
+    """(n, k): where a candidate lies; errors of candidates at distance 1 correlate with ``exp(-1/2)``."""
+    local_std: float = 0.1
+    common_std: float = 1.0
+    noise_std: float = 0.02
+
+    def covariance(self, rows: NDArray[np.intp], columns: NDArray[np.intp], scale: float = 1.0) -> Array:
+        """Of the errors of candidates ``rows`` and ``columns``, without noise."""
+        weighted = self.features[columns] * self.feature_std**2
+        linear = self.features[rows] @ weighted.T
+        here, there = self.places[rows], self.places[columns]
+        distance = (here**2).sum(1)[:, None] + (there**2).sum(1)[None, :] - 2 * here @ there.T
+        local = self.local_std**2 * np.exp(-0.5 * np.maximum(distance, 0.0))
+        return np.asarray(self.common_std**2 + scale**2 * (linear + local))
+
+    def expected(self, rows: NDArray[np.intp], columns: NDArray[np.intp], weights: Array, scale: float) -> Array:
+        """``covariance(rows, columns) @ weights``, for many rows: in single precision, part by part."""
+        linear = self.features[rows] @ (self.feature_std**2 * (self.features[columns].T @ weights))
+        there = self.places[columns].astype(np.float32)
+        squares, few = (there**2).sum(1), weights.astype(np.float32)
+        local = np.empty(len(rows))
+        for start in range(0, len(rows), CHUNK_SIZE):
+            here = self.places[rows[start : start + CHUNK_SIZE]].astype(np.float32)
+            exponent = here @ there.T
+            exponent -= 0.5 * squares
+            exponent -= 0.5 * (here**2).sum(1)[:, None]
+            np.minimum(exponent, 0, out=exponent)
+            np.exp(exponent, out=exponent)
+            local[start : start + CHUNK_SIZE] = exponent @ few
+        return np.asarray(self.common_std**2 * weights.sum() + scale**2 * (linear + self.local_std**2 * local))
+
+    def variance(self, rows: NDArray[np.intp], scale: float = 1.0) -> Array:
+        """Of the error of each of ``rows``."""
+        linear = self.features[rows] ** 2 @ self.feature_std**2
+        return np.asarray(self.common_std**2 + scale**2 * (linear + self.local_std**2))
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """The process after seeing ``seen``."""
+
+    model: ErrorModel
+    seen: NDArray[np.intp]
+    errors: Array
+    scale: float
+    inverse_factor: Array
+    """Inverse of the lower Cholesky factor of the covariance of what was seen."""
+    weights: Array
+    """Covariance^-1 errors."""
+
+    def mean(self, rows: NDArray[np.intp]) -> Array:
+        """Expected error of the predictions of ``rows``; zero before anything was seen."""
+        if not self.seen.size:
+            return np.zeros(len(rows))
+        return self.model.expected(rows, self.seen, self.weights, self.scale)
+
+    def std(self, rows: NDArray[np.intp]) -> Array:
+        """Standard deviation of that error, without noise."""
+        variance = self.model.variance(rows, self.scale)
+        if self.seen.size:
+            explained = self.model.covariance(rows, self.seen, self.scale) @ self.inverse_factor.T
+            variance = variance - (explained**2).sum(axis=1)
+        return np.sqrt(np.maximum(variance, 1e-12))
+
+
+def learn(model: ErrorModel, seen: NDArray[np.intp], errors: Array) -> Residual:
+    """Condition on ``errors`` = log(measured / predicted) of candidates ``seen``."""
+    if not seen.size:
+        return Residual(model, seen, errors, 1.0, np.zeros((0, 0)), np.zeros(0))
+    scale = max(SCALES, key=lambda tried: _log_likelihood(model, seen, errors, tried))
+    return condition(model, seen, errors, scale)
+
+
+def condition(model: ErrorModel, seen: NDArray[np.intp], errors: Array, scale: float) -> Residual:
+    """Condition with a given scale of the errors."""
+    inverse_factor: Array = np.asarray(np.linalg.inv(_factor(model, seen, scale)), dtype=np.float64)
+    return Residual(model, seen, errors, scale, inverse_factor, inverse_factor.T @ (inverse_factor @ errors))
+
+
+def _factor(model: ErrorModel, seen: NDArray[np.intp], scale: float) -> Array:
+    noise = model.noise_std**2 * np.eye(seen.size)
+    return np.asarray(np.linalg.cholesky(model.covariance(seen, seen, scale) + noise))
+
+
+def _log_likelihood(model: ErrorModel, seen: NDArray[np.intp], errors: Array, scale: float) -> float:
+    factor = _factor(model, seen, scale)
+    whitened = np.linalg.solve(factor, errors)
+    belief = -0.5 * (np.log(scale) / SCALE_SPREAD) ** 2
+    return float(-0.5 * whitened @ whitened - np.log(np.diag(factor)).sum() + belief)

@@ -1,0 +1,101 @@
+"""Rows of cost model inputs for tests: a mid-size decoder on A100s, with whatever a test changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cluster.cost.inputs import CostInputs, even_layers, from_rows
+
+BASE: dict[str, Any] = {
+    "num_layers": 32,
+    "hidden": 4096,
+    "ffn": 11008,
+    "num_heads": 32,
+    "num_kv_heads": 32,
+    "head_dim": 128,
+    "vocab": 32000,
+    "seq_length": 2048,
+    "gated": 1,
+    "fused": 1,
+    "dropout": 0,
+    "tied": 0,
+    "trained_share": 1,
+    "pp": 1,
+    "dp_replicate": 1,
+    "dp_shard": 8,
+    "cp": 1,
+    "tp": 1,
+    "zero_stage": 1,
+    "sequence_parallel": 0,
+    "num_copies": 1,
+    "schedule": 1,
+    "num_virtual_stages": 1,
+    "micro_batch_size": 1,
+    "num_microbatches": 8,
+    "stage_full": [0],
+    "selective_share": 0,
+    "selective_cost": 0,
+    "recompute_communication": 0,
+    "keeps_gathered": 0,
+    "compute_bytes": 2,
+    "weight_bytes": 2,
+    "gradient_bytes": 4,
+    "optimizer_bytes": 12,
+    "cast_bytes": 0,
+    "keeps_gradients": 1,
+    "flash": 1,
+    "compiled": 0,
+    "peak_flops_per_s": 312e12,
+    "base_flops_per_s": 312e12,
+    "memory_bytes": 85e9,
+    "memory_bytes_per_s": 2039e9,
+    "link_bytes_per_s": 300e9,
+    "network_bytes_per_s": 25e9,
+    "domain_size": 8,
+    "data_wait_s": 0,
+}
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    """One row; layers are split evenly over the stages unless given."""
+    values = {**BASE, **changes}
+    values.setdefault("stage_layers", even_layers(int(values["num_layers"]), int(values["pp"])))
+    if values.pop("recompute", None) == "full":
+        values["stage_full"] = values["stage_layers"]
+    return values
+
+
+def inputs(*rows: dict[str, Any]) -> CostInputs:
+    return from_rows(rows)
+
+
+def varied(num_rows: int, seed: int = 0) -> CostInputs:
+    """Random legal-looking candidates of many shapes and layouts."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(num_rows):
+        pp = int(rng.choice([1, 2, 4, 8]))
+        chunks = int(rng.choice([1, 2])) if pp > 1 else 1
+        tp, cp = int(rng.choice([1, 2, 4])), int(rng.choice([1, 2]))
+        rows.append(
+            row(
+                pp=pp,
+                tp=tp,
+                cp=cp,
+                num_virtual_stages=chunks,
+                schedule=int(rng.choice([0, 1])) if chunks == 1 else 2,
+                sequence_parallel=float(tp > 1),
+                dp_shard=int(rng.choice([1, 2, 8])),
+                zero_stage=int(rng.choice([1, 2, 3])),
+                micro_batch_size=int(rng.choice([1, 2, 4])),
+                num_microbatches=int(rng.choice([8, 16, 64])),
+                hidden=int(rng.choice([1024, 4096, 8192])),
+                seq_length=int(rng.choice([1024, 4096])),
+                recompute=str(rng.choice(["none", "full"])),
+                gated=int(rng.choice([0, 1])),
+                flash=int(rng.choice([0, 1])),
+            )
+        )
+    return from_rows(rows)

@@ -1,0 +1,99 @@
+"""Published tables are read strictly; blanks are filled by rules; what cannot be modelled says why."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.cost_model import evaluate, rank_correlation
+from cluster.cost.inputs import from_rows
+from cluster.cost.published import TableError, read_table
+from cluster.cost.published_inputs import network_bytes_per_s
+
+TABLE = Path(__file__).parents[2] / "data" / "published.csv"
+
+
+def test_reads_and_models_the_table() -> None:
+    rows = read_table(TABLE)
+    modelled = [row.inputs for row in rows if row.inputs is not None]
+    assert len(rows) > 60
+    assert all("mixture of experts" in row.reason for row in rows if row.inputs is None)
+    assert sum(row.inputs is None for row in rows) == 2
+    x = from_rows(modelled)
+    assert (x.stage_layers.sum(axis=1) == x.num_layers).all()
+    assert np.isfinite(x.peak_flops_per_s).all()
+
+
+def test_tokens_per_second_stand_in_for_the_step_time() -> None:
+    llama = [row for row in read_table(TABLE) if row["source"] == "seed 004" and row.step_time_s]
+    row = llama[0]
+    assert row.inputs is not None
+    tokens = row.inputs["micro_batch_size"] * row.inputs["num_microbatches"] * row.inputs["seq_length"]
+    assert row.step_time_s == pytest.approx(tokens / float(row["tokens_per_s_per_gpu"]))
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("layers", "many", "layers is 'many', not a number"),
+        ("step_time_s", "-1", "must be finite and not negative"),
+        ("step_time_s", "nan", "must be finite and not negative"),
+        ("oom", "maybe", "oom is 'maybe'"),
+        ("quality", "D", "quality is 'D'"),
+    ],
+)
+def test_refuses_wrong_values_naming_line_and_column(tmp_path: Path, column: str, value: str, message: str) -> None:
+    path = tmp_path / "t.csv"
+    with TABLE.open(encoding="utf-8", newline="") as source, path.open("w", encoding="utf-8", newline="") as copy:
+        reader = csv.DictReader(source)
+        writer = csv.DictWriter(copy, reader.fieldnames or ())
+        writer.writeheader()
+        writer.writerow({**next(reader), column: value})
+    with pytest.raises(TableError, match=rf"t\.csv:2: .*{message}"):
+        read_table(path)
+
+
+def test_refuses_wrong_columns(tmp_path: Path) -> None:
+    header, first, *_ = TABLE.read_text(encoding="utf-8").splitlines()
+    path = tmp_path / "t.csv"
+    path.write_text(header.replace("layers,", "depth,") + "\n" + first + "\n", encoding="utf-8")
+    with pytest.raises(TableError, match="no column layers"):
+        read_table(path)
+    path.write_text(header + "\n" + first + ",extra\n", encoding="utf-8")
+    with pytest.raises(TableError, match="values expected"):
+        read_table(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [
+        ("NVLink; 800 Gb/s between nodes", 12.5e9),
+        ("8x200 Gb/s HDR IB", 25e9),
+        ("Management: 1x BlueField 2 DPU 100Gb/s, Compute: 8x NVIDIA ConnectX-7 IB NDR 400Gb/s", 50e9),
+        ("one node, NVLink", None),
+    ],
+)
+def test_network_bandwidth_per_device(text: str, bytes_per_s: float | None) -> None:
+    assert network_bytes_per_s(text, 8) == bytes_per_s
+
+
+def test_evaluation_of_the_small_table() -> None:
+    result = evaluate(read_table(TABLE), num_draws=1)
+    vtrain = next(entry for entry in result["sources"] if entry["source"] == "vtrain-single")
+    assert vtrain["after"]["10"]["mape"] < 0.15
+    assert vtrain["after"]["10"]["spearman"] > 0.85
+    assert {entry["source"] for entry in result["sources"]} == {
+        "vtrain-single",
+        "seed 004",
+        "bigscience-1b3",
+        "megatron-bridge",
+    }
+
+
+def test_rank_correlation_with_ties() -> None:
+    assert rank_correlation(np.array([1.0, 2.0, 2.0, 3.0]), np.array([10.0, 20.0, 20.0, 30.0])) == pytest.approx(1)
+    assert rank_correlation(np.array([1.0, 2.0, 3.0]), np.array([3.0, 2.0, 1.0])) == pytest.approx(-1)
+    assert rank_correlation(np.array([1.0, 1.0]), np.array([1.0, 2.0])) == 0
