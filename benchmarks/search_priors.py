@@ -9,21 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.search_tables import Problem
-from cluster.cost.calibrate import derivatives, fit
-from cluster.cost.coefficients import MEMORY, TIME, Coefficients, Prior
+from cluster.cost.coefficients import MEMORY, Coefficients, Prior
 from cluster.cost.inputs import Array, CostInputs, concatenate, from_rows
 from cluster.cost.memory import stage_bytes
-from cluster.cost.time import step_seconds
 from cluster.cost.work import work_of
+from orchestrator.beliefs import LOCAL_STD, NOISE_STD, linearised, physical_places, trial_device_seconds
 from orchestrator.guided import Belief
 from orchestrator.residual import ErrorModel
-
-TRIAL_OVERHEAD_S = 60.0
-STEPS_PER_TRIAL = 20
-LOCAL_STD = 0.08
-"""Of errors that no coefficient explains."""
-NOISE_STD = 0.01
-"""Of a repeated measurement."""
 
 
 class CostModel(Protocol):
@@ -62,24 +54,18 @@ class Physical:
         return self._linearised(x, {**times_s, **history}, own), history
 
     def _linearised(self, x: CostInputs, times_s: Mapping[int, float], own_places: Array) -> Belief:
-        prior, seen = self._prior, sorted(times_s)
-        at = Coefficients(TIME, prior.mean)
-        if seen:
-            known = x.take(np.array(seen))
-            at = fit(prior, lambda k: log_device_seconds(known, k), np.log([times_s[i] for i in seen])).coefficients
-        jacobian = derivatives(lambda k: log_device_seconds(x, k), at)
-        here = log_device_seconds(x, at)
+        log_time, features, device_seconds = linearised(self._prior, x, times_s)
         return Belief(
-            log_time=here + jacobian @ (prior.mean - at.log_values),
+            log_time=log_time,
             error=ErrorModel(
-                features=jacobian @ np.linalg.cholesky(prior.covariance),
-                feature_std=np.ones(len(TIME)),
+                features=features,
+                feature_std=np.ones(features.shape[1]),
                 places=np.hstack([physical_places(x), own_places]),
-                local_std=LOCAL_STD,
+                local_std=LOCAL_STD["cuda"],
                 common_std=0.1,
                 noise_std=NOISE_STD,
             ),
-            cost_s=TRIAL_OVERHEAD_S * x.world_size + STEPS_PER_TRIAL * np.exp(here),
+            cost_s=trial_device_seconds(x, device_seconds),
             log_memory=self._log_memory(x),
         )
 
@@ -91,39 +77,11 @@ class Physical:
 NEAREST = 256
 """Earlier measurements taken into account: those most like any configuration of the problem."""
 
-LENGTH_SCALES = {
-    "micro_batch_size": 0.7,
-    "tp": 0.7,
-    "hidden": 0.7,
-    "seq_length": 0.7,
-    "cp": 0.7,
-    "pp": 1.5,
-    "num_virtual_stages": 1.0,
-    "dp_shard": 1.5,
-    "dp_replicate": 4.0,
-    "num_microbatches": 4.0,
-    "num_layers": 4.0,
-}
-"""Doublings of a quantity over which errors of the cost model stay alike: short where kernels change their shape."""
-
-
-def physical_places(x: CostInputs) -> Array:
-    """Where candidates lie for the errors of the cost model."""
-    columns = [np.log2(np.maximum(getattr(x, name), 1.0)) / scale for name, scale in LENGTH_SCALES.items()]
-    recomputed = x.stage_full.sum(axis=1) / x.num_layers + x.selective_share
-    return np.stack([*columns, x.zero_stage, recomputed, x.sequence_parallel], axis=1)
-
 
 def _nearest(past: Array, here: Array) -> NDArray[np.intp]:
     """Rows of ``past`` with the least distance to any of ``here``."""
     squares = (past**2).sum(1)[:, None] + (here**2).sum(1)[None, :] - 2 * past @ here.T
     return np.argsort(squares.min(axis=1), kind="stable")[:NEAREST]
-
-
-def log_device_seconds(x: CostInputs, coefficients: Coefficients) -> Array:
-    """Logarithm of step time x devices."""
-    step_s = np.sum(list(step_seconds(x, work_of(x), coefficients).values()), axis=0)
-    return np.asarray(np.log(step_s * x.world_size))
 
 
 def _inputs(problem: Problem) -> list[Mapping[str, Any]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from cluster.topology import Topology
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -118,6 +120,26 @@ def load_cluster(name: str) -> ClusterDescription:
         num_nodes=int(data["num_nodes"]),
         devices_per_node=int(data.get("devices_per_node", accelerator.devices_per_node)),
         network_bytes_per_s=float(data.get("network_bytes_per_s", accelerator.network_bytes_per_s)),
+    )
+
+
+def describe_topology(topology: Topology) -> ClusterDescription:
+    """The cluster as the cost model sees it; the memory is the least of any node's devices.
+
+    Raises:
+        CatalogueError: the catalogue does not have the device.
+    """
+    first = topology.nodes[0]
+    accelerator = catalogue()["cpu"] if first.device_kind == "cpu" else find_accelerator(first.device_name)
+    memory_bytes = float(min(node.device_memory_bytes for node in topology.nodes))
+    if first.device_kind != "cpu":
+        memory_bytes = min(memory_bytes, accelerator.usable_memory_bytes)
+    return ClusterDescription(
+        name=topology.label,
+        accelerator=replace(accelerator, usable_memory_bytes=memory_bytes),
+        num_nodes=len(topology.nodes),
+        devices_per_node=max(node.num_devices for node in topology.nodes),
+        network_bytes_per_s=accelerator.network_bytes_per_s,
     )
 
 

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from cluster.base import Cluster, ClusterError
-from cluster.topology import DeviceChoice, DeviceError, Topology, discover_node
+from cluster.topology import DeviceChoice, DeviceError, Topology, discover_node, uniform_topology
 
-ClusterKind = Literal["ray", "local"]
+if TYPE_CHECKING:
+    from cluster.simulated import Fault
+
+ClusterKind = Literal["ray", "local", "simulated", "replay"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """A cluster that does not exist; see :mod:`cluster.simulated` and :mod:`cluster.modelled`."""
+
+    accelerator: str
+    """Its name in the catalogue."""
+    noise: float = 0.0
+    deviation: float = 0.0
+    slow_nodes: Mapping[str, float] = field(default_factory=dict)
+    node_losses: Mapping[str, float] = field(default_factory=dict)
+    faults: Mapping[Fault, float] = field(default_factory=dict)
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """One problem of a table of published measurements."""
+
+    table: Path
+    problem: str
+    noise: float = 0.0
+    seed: int = 0
 
 
 def connect(
@@ -20,12 +49,20 @@ def connect(
     devices_per_node: int | None = None,
     device_memory_bytes: int | None = None,
     device: DeviceChoice = "auto",
+    simulation: Simulation | None = None,
+    replay: Replay | None = None,
 ) -> Cluster:
     """Lease nodes. ``address=None`` with Ray starts a private one on this host.
 
     Raises:
         ClusterError: nothing answers at ``address``, or it cannot give what is asked for.
     """
+    if simulation is not None:
+        return _simulated(simulation, _simulated_topology(simulation, num_nodes, devices_per_node, device_memory_bytes))
+    if replay is not None:
+        from cluster.replay import ReplayCluster
+
+        return ReplayCluster(replay.table, replay.problem, noise=replay.noise, seed=replay.seed)
     try:
         if kind == "local":
             from cluster.local import LocalCluster
@@ -55,12 +92,20 @@ def describe(
     devices_per_node: int | None = None,
     device_memory_bytes: int | None = None,
     device: DeviceChoice = "auto",
+    simulation: Simulation | None = None,
+    replay: Replay | None = None,
 ) -> Topology | None:
     """What :func:`connect` would lease, without starting anything; None where only the cluster itself knows.
 
     Raises:
         ClusterError: this host cannot give what is asked for.
     """
+    if simulation is not None:
+        return _simulated_topology(simulation, num_nodes, devices_per_node, device_memory_bytes)
+    if replay is not None:
+        from cluster.replay import ReplayCluster
+
+        return ReplayCluster(replay.table, replay.problem).topology
     if kind == "ray" and address is not None:
         return None
     _require_one_node(num_nodes)
@@ -69,6 +114,44 @@ def describe(
     except DeviceError as error:
         raise ClusterError(str(error)) from None
     return Topology(nodes=(node,))
+
+
+def clock_of(cluster: Cluster, *, start_s: float) -> Callable[[], float] | None:
+    """The clock of a cluster in virtual time, beginning at ``start_s``; None where time is the host's."""
+    from cluster.virtual import VirtualCluster
+
+    if not isinstance(cluster, VirtualCluster):
+        return None
+    return lambda: start_s + cluster.clock()
+
+
+def _simulated(simulation: Simulation, topology: Topology) -> Cluster:
+    from cluster.accelerators import describe_topology
+    from cluster.modelled import ModelledCost
+    from cluster.simulated import Behaviour, SimulatedCluster
+
+    cost = ModelledCost(describe_topology(topology), deviation=simulation.deviation, seed=simulation.seed)
+    behaviour = Behaviour(
+        noise=simulation.noise,
+        slow_nodes=simulation.slow_nodes,
+        node_losses=simulation.node_losses,
+        probabilities=simulation.faults,
+    )
+    return SimulatedCluster(topology, cost, behaviour=behaviour, seed=simulation.seed)
+
+
+def _simulated_topology(
+    simulation: Simulation, num_nodes: int, devices_per_node: int | None, device_memory_bytes: int | None
+) -> Topology:
+    from cluster.accelerators import find_accelerator
+
+    accelerator = find_accelerator(simulation.accelerator)
+    return uniform_topology(
+        num_nodes,
+        devices_per_node or accelerator.devices_per_node,
+        device_name=f"simulated {accelerator.aliases[0]}",
+        memory_bytes=device_memory_bytes or int(accelerator.usable_memory_bytes),
+    )
 
 
 def _require_one_node(num_nodes: int) -> None:

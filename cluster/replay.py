@@ -14,8 +14,7 @@ from pathlib import Path
 
 from cluster.base import GangLaunch
 from cluster.cost.published import PublishedRow, read_table
-from cluster.simulated import uniform_topology
-from cluster.topology import Topology
+from cluster.topology import Topology, uniform_topology
 from cluster.virtual import Script, VirtualCluster, failure
 from cluster.virtual_training import training, trial_spec
 from trials.spec import Candidate, Counts, TrialSpec
@@ -130,5 +129,6 @@ def _topology(rows: Iterable[PublishedRow]) -> Topology:
     rows = list(rows)
     num_devices = max(int(float(row["n_gpus"] or 1)) for row in rows)
     per_node = min(num_devices, int(float(rows[0]["gpus_per_node"] or num_devices)))
+    per_node = max(per_node, *(int(float(row["tp"] or 1)) for row in rows))  # racks joined by fast links
     memory = float(rows[0]["gpu_mem_GB"] or 0) * 1e9 or UNKNOWN_MEMORY_BYTES
     return uniform_topology(-(-num_devices // per_node), per_node, device_name=rows[0]["gpu"], memory_bytes=int(memory))

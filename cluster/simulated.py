@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 from cluster.base import GangLaunch
 from cluster.messages import RankProgress
-from cluster.topology import Node, Topology
+from cluster.topology import Topology
 from cluster.virtual import FOREVER, Moment, Script, VirtualCluster, failure
 from cluster.virtual_training import training, trial_spec
 from trials.spec import TrialSpec
@@ -52,24 +52,6 @@ class Behaviour:
     """From the launch to the first step."""
     warmup_factor: float = 1.5
     """Of warm-up steps over measured ones."""
-
-
-def uniform_topology(num_nodes: int, devices_per_node: int, *, device_name: str, memory_bytes: int) -> Topology:
-    """Nodes that are all alike, named ``node0000`` and on."""
-    return Topology(
-        nodes=tuple(
-            Node(
-                name=f"node{i:04d}",
-                address="127.0.0.1",
-                num_devices=devices_per_node,
-                device_kind="cuda",
-                device_name=device_name,
-                device_memory_bytes=memory_bytes,
-                threads_per_device=1,
-            )
-            for i in range(num_nodes)
-        )
-    )
 
 
 class SimulatedCluster(VirtualCluster):

@@ -66,6 +66,24 @@ class Topology:
         return f"{len(self.nodes)}x{first.num_devices} {first.device_name}"
 
 
+def uniform_topology(num_nodes: int, devices_per_node: int, *, device_name: str, memory_bytes: int) -> Topology:
+    """Nodes that are all alike, named ``node0000`` and on."""
+    return Topology(
+        nodes=tuple(
+            Node(
+                name=f"node{i:04d}",
+                address="127.0.0.1",
+                num_devices=devices_per_node,
+                device_kind="cuda",
+                device_name=device_name,
+                device_memory_bytes=memory_bytes,
+                threads_per_device=1,
+            )
+            for i in range(num_nodes)
+        )
+    )
+
+
 class DeviceError(ValueError):
     """This host does not have the devices asked for. The message says what it has."""
 

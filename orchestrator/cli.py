@@ -108,23 +108,26 @@ def submit(file: Path, home: Path, as_json: bool) -> None:
 
 @main.command()
 @click.argument("file", type=click.Path(path_type=Path))
+@click.option("--why", metavar="CANDIDATE", help="Explain one: a number or name of the plan, baseline, or '{tp: 2}'.")
+@click.option("--cluster", metavar="NAME", help="Plan for a cluster of configs/clusters, like dgx-h100.")
 @_home_option
 @_json_option
 @reports_errors
-def plan(file: Path, home: Path, as_json: bool) -> None:
-    """Show what FILE would try, and what it rules out and why. Starts nothing.
+def plan(file: Path, why: str | None, cluster: str | None, home: Path, as_json: bool) -> None:
+    """Show what FILE would try, what the cost model expects of it, and what is ruled out and why. Starts nothing.
 
     What `dryrun` predicted of its candidates before is shown, and those that would not fit are ruled out.
 
     \b
-    Example:
+    Examples:
       tune-cluster plan configs/sweeps/quickstart.yaml
+      tune-cluster plan configs/sweeps/quickstart.yaml --why '{tp: 2, micro_batch_size: 4}'
     """
-    from orchestrator import report_plan, service
+    from orchestrator import planning, report_plan
     from orchestrator.home import Home
 
-    made = service.plan(file, Home(home))
-    _print(as_json, made.to_json(), lambda: report_plan.render_plan(made))
+    made = planning.plan_file(file, Home(home), why=why, cluster=cluster)
+    _print(as_json, made.to_json(), lambda: report_plan.render_planning(made))
 
 
 @main.command()

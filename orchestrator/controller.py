@@ -15,6 +15,7 @@ from orchestrator.state import (
     Attempt,
     AttemptEnded,
     AttemptLaunched,
+    CandidatesPruned,
     Command,
     ControllerStarted,
     Event,
@@ -61,8 +62,10 @@ def apply(state: SweepState, event: Event) -> SweepState:
             return _apply_launched(state, event)
         case AttemptEnded():
             return _apply_ended(state, event)
+        case CandidatesPruned():
+            return replace(state, pruned=(*state.pruned, event))
         case SearchExhausted():
-            return replace(state, exhausted=True)
+            return replace(state, exhausted=event.reason)
         case SweepFinished():
             return replace(state, status=event.status, finish_reason=event.reason)
         case Tick():
@@ -151,7 +154,7 @@ def _reason_to_propose_no_more(state: SweepState) -> str:
     limit = state.sweep.budget.max_trials
     if limit is not None and len(state.trials) >= limit:
         return f"the budget of {limit} trials is spent"
-    return "every legal candidate was tried" if state.exhausted else ""
+    return state.exhausted
 
 
 def _reason_to_fail(state: SweepState) -> str:

@@ -19,6 +19,8 @@ SHORTLIST_SIZE = 4096
 OPTIMISM = 2.0
 """Standard deviations below the mean for the shortlist, and for the stopping rule."""
 
+MEMORY_STD = 0.1
+MEMORY_SHIFT_STD = 0.2
 MIN_PROBABILITY = 0.15
 """Of fitting: what is less likely to fit is tried last, whatever it promises."""
 
@@ -33,9 +35,9 @@ class Belief:
     """Device-seconds a trial takes."""
     log_memory: Array | None = None
     """log(peak bytes / limit) of the fullest rank; None: memory is no concern."""
-    memory_std: float = 0.1
+    memory_std: float = MEMORY_STD
     """Of each prediction on its own."""
-    memory_shift_std: float = 0.2
+    memory_shift_std: float = MEMORY_SHIFT_STD
     """Of an error common to all."""
 
     def __len__(self) -> int:

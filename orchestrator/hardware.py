@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, TypedDict
 
-from cluster.connect import describe
+from cluster.connect import Replay, Simulation, describe
 from cluster.topology import DeviceKind, Topology
 from orchestrator.sweep import SweepSpec
 
@@ -18,10 +19,13 @@ class ClusterOptions(TypedDict):
     devices_per_node: int | None
     device_memory_bytes: int | None
     device: Any
+    simulation: Simulation | None
+    replay: Replay | None
 
 
 def cluster_options(spec: SweepSpec) -> ClusterOptions:
     cluster = spec.cluster
+    simulation, replay = cluster.simulation, cluster.replay
     return {
         "kind": cluster.kind,
         "address": cluster.address,
@@ -29,6 +33,10 @@ def cluster_options(spec: SweepSpec) -> ClusterOptions:
         "devices_per_node": cluster.devices_per_node,
         "device_memory_bytes": cluster.device_memory_bytes,
         "device": cluster.device,
+        "simulation": Simulation(**simulation.model_dump()) if simulation else None,
+        "replay": Replay(**{**replay.model_dump(exclude={"baseline"}), "table": Path(replay.table)})
+        if replay
+        else None,
     }
 
 

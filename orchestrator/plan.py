@@ -9,6 +9,7 @@ from typing import Any
 from cluster.topology import Topology
 from orchestrator.errors import ConfigError
 from orchestrator.estimates import KnownEstimates
+from orchestrator.replay_space import ReplaySpace
 from orchestrator.rules import Case, Rule, Violation, check, rules_for, violations
 from orchestrator.space import Space, flat_params, make_space, short_name
 from orchestrator.sweep import SweepSpec
@@ -84,6 +85,8 @@ def make_plan(spec: SweepSpec, topology: Topology | None = None, known: KnownEst
     Raises:
         ConfigError: when the baseline cannot run on this topology, or no candidate is legal.
     """
+    if spec.replayed is not None:
+        return _replay_plan(spec.replayed)
     workload = spec.to_workload()
     baseline = spec.baseline_candidate
     broken = check(baseline, workload, topology)
@@ -106,6 +109,21 @@ def make_plan(spec: SweepSpec, topology: Topology | None = None, known: KnownEst
         num_duplicates=space.num_duplicates,
         product_size=space.product_size,
         known=known,
+    )
+
+
+def _replay_plan(space: ReplaySpace) -> Plan:
+    """All rows that can be told as candidates; legality is the table's business."""
+    return Plan(
+        baseline=space.baseline,
+        candidates=space.candidates,
+        num_rejected={"replay-row": len(space.unusable)} if space.unusable else {},
+        examples=tuple(
+            Rejection(candidate=space.baseline, rule_id="replay-row", reason=f"row {row_id}: {reason}")
+            for row_id, reason in space.unusable[:NUM_EXAMPLES]
+        ),
+        num_duplicates=space.num_rows - len(space.candidates) - len(space.unusable),
+        product_size=space.num_rows,
     )
 
 

@@ -241,7 +241,7 @@ def _has_tie(state: SweepState, trials: Sequence[Trial]) -> bool:
 
 
 def _failures(state: SweepState) -> RenderableType | None:
-    """Trials that were not measured, by kind, with the evidence of the first of each."""
+    """Trials that were not measured, by kind, with the evidence of the first of each, and what they rule out."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="yellow")
     grid.add_column(no_wrap=True)
@@ -249,6 +249,11 @@ def _failures(state: SweepState) -> RenderableType | None:
     for status in ENDED[1:]:
         if trials := [trial for trial in state.trials if trial.status == status]:
             grid.add_row(fmt.status_words(status), _numbers(trials), Text(fmt.failure(trials[0]), style="dim"))
+    for event in state.pruned:
+        if count := sum(event.rules.values()):
+            rules = ", ".join(f"{rule} {number}" for rule, number in event.rules.items())
+            why = f"need no less memory than {fmt.trial_id(event.witness)}, which ran out of it: {rules}"
+            grid.add_row("ruled out", str(count), Text(why, style="dim"))
     return grid if grid.rows else None
 
 

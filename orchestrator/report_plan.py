@@ -8,11 +8,23 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.plan import Plan
+from orchestrator.planning import Planning
+from orchestrator.report_forecast import render_forecast, render_why
 from orchestrator.report_format import num_bytes
 from orchestrator.space import short_name
 from trials.spec import Candidate
 
 MAX_CANDIDATES = 20
+
+
+def render_planning(planning: Planning) -> RenderableType:
+    """The plan with its forecast; of one candidate only, where one was asked for."""
+    if planning.why is not None:
+        return render_why(planning.why)
+    parts: list[RenderableType] = [render_plan(planning.plan), Text("")]
+    if planning.forecast is not None:
+        return Group(*parts, render_forecast(planning.forecast))
+    return Group(*parts, Text(f"no prediction: {planning.unpredicted}"))
 
 
 def render_plan(plan: Plan) -> RenderableType:

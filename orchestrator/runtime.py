@@ -167,6 +167,8 @@ class Runtime:
     def _execute(self, command: Command) -> bool:
         match command:
             case Propose():
+                for event in self._search.newly_pruned(self._state):
+                    self._dispatch(replace(event, at_s=self._clock()))
                 self._dispatch(self._propose(command.trial))
                 return True
             case Launch():
@@ -183,9 +185,12 @@ class Runtime:
             return TrialProposed(
                 at_s=self._clock(), trial=0, candidate=self._recipe.baseline, origin="baseline", reason=reason
             )
+        if self._search.is_converged(self._state):
+            return SearchExhausted(at_s=self._clock(), reason="no candidate left is expected to beat the best one")
         suggestion = self._search.ask(number, self._state)
         if suggestion is None:
-            return SearchExhausted(at_s=self._clock())
+            ruled_out = " or ruled out" if any(event.rules for event in self._state.pruned) else ""
+            return SearchExhausted(at_s=self._clock(), reason=f"every legal candidate was tried{ruled_out}")
         return TrialProposed(
             at_s=self._clock(),
             trial=number,

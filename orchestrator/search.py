@@ -1,19 +1,22 @@
 """Which candidate to measure next. The one module importing optuna.
 
-A sampler only ever chooses from the enumerated legal candidates, never one that was proposed before, and its choice is
-a function of (seed, trial number, state) alone: the Optuna study is rebuilt from the state for every question, so a
-sweep that was interrupted proposes what it would have proposed anyway.
+A sampler only ever chooses from the enumerated legal candidates, never one that was proposed before or that needs at
+least the memory of one that ran out of it, and its choice is a function of (seed, trial number, state) alone: the
+Optuna study is rebuilt from the state for every question, so a sweep that was interrupted proposes what it would have
+proposed anyway.
 """
 
 from __future__ import annotations
 
 import functools
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from orchestrator.state import SweepState, Trial
+from orchestrator.dominance import Pruned, pruned
+from orchestrator.state import CandidatesPruned, SweepState, Trial
 from trials.codec import digest
 from trials.outcome import Diverged, Infeasible, OutOfMemory
 from trials.spec import Candidate
@@ -22,7 +25,9 @@ if TYPE_CHECKING:
     import optuna
     from optuna.distributions import BaseDistribution
 
-SamplerName = Literal["tpe", "random", "grid"]
+    from orchestrator.guided_search import GuidedSearch
+
+SamplerName = Literal["guided", "tpe", "random", "grid"]
 Scalar = str | int | float | bool
 Features = Callable[[Candidate], Mapping[str, Scalar]]
 
@@ -47,33 +52,109 @@ class Search:
     Args:
         candidates: every legal candidate, in a fixed order.
         features: flat description of a candidate; knobs that never differ are left out of the search space.
-        sampler: ``tpe`` (Optuna's TPE over the knobs, restricted to legal candidates), ``random``, or ``grid`` (the
-            candidates in their order).
+        sampler: ``guided`` (the cost model, corrected by what was measured), ``tpe`` (Optuna's TPE over the knobs,
+            restricted to legal candidates), ``random``, or ``grid`` (the candidates in their order).
+        guide: what ``guided`` asks; without one it proposes as ``tpe``.
+        stop_when_converged: end when the guide expects nothing better, rather than with the budget.
     """
 
     def __init__(
-        self, candidates: Sequence[Candidate], *, features: Features, sampler: SamplerName = "tpe", seed: int = 0
+        self,
+        candidates: Sequence[Candidate],
+        *,
+        features: Features,
+        sampler: SamplerName = "tpe",
+        seed: int = 0,
+        guide: GuidedSearch | None = None,
+        stop_when_converged: bool = False,
     ) -> None:
         self._candidates = {candidate.config_key: candidate for candidate in candidates}
-        self._space = _Space([features(candidate) for candidate in candidates])
-        self._points = {key: self._space.encode(features(c)) for key, c in self._candidates.items()}
-        self._keys = {tuple(point.values()): key for key, point in self._points.items()}
         self._features = features
-        self._sampler = sampler
+        self._sampler: SamplerName = "tpe" if sampler == "guided" and guide is None else sampler
         self._seed = seed
+        self._guide = guide if sampler == "guided" else None
+        self._stop_when_converged = stop_when_converged
+        self._pruned_by: tuple[tuple[str, ...], dict[Candidate, Pruned]] = ((), {})
 
     def ask(self, trial: int, state: SweepState) -> Suggestion | None:
-        """The candidate for trial number ``trial``; None when every legal one has been proposed."""
-        seen = {known.candidate.config_key for known in state.trials}
-        unseen = [key for key in self._candidates if key not in seen]
+        """The candidate for trial number ``trial``; None when every legal one has been proposed or ruled out."""
+        unseen = self._unseen(state)
         if not unseen:
             return None
+        if self._guide is not None:
+            found = self._guide.ask(state, self._closed(unseen))
+            return None if found is None else Suggestion(*found)
         if self._sampler == "grid":
             return Suggestion(self._candidates[unseen[0]], "next in the grid")
         rng = random.Random(digest([self._seed, trial]))
         if self._sampler == "random":
             return Suggestion(self._candidates[rng.choice(unseen)], "drawn at random")
         return self._ask_tpe(state, unseen, rng)
+
+    def is_converged(self, state: SweepState) -> bool:
+        """Whether the sweep should stop because nothing better is expected. Only ever so when asked for."""
+        if self._guide is None or not self._stop_when_converged or not (unseen := self._unseen(state)):
+            return False
+        return self._guide.is_converged(state, self._closed(unseen))
+
+    def newly_pruned(self, state: SweepState) -> tuple[CandidatesPruned, ...]:
+        """What out-of-memory outcomes that no event speaks of yet have ruled out, one event per witness."""
+        known = {event.witness for event in state.pruned}
+        found = self._pruned(state)
+        proposed = {trial.candidate.config_key for trial in state.trials}
+        events = []
+        for trial in _confirmed_oom(state):
+            if trial.number in known:
+                continue
+            mine = [
+                (candidate, by.rule_id)
+                for candidate, by in found.items()
+                if by.witness == trial.candidate and candidate.config_key not in proposed
+            ]
+            events.append(
+                CandidatesPruned(
+                    at_s=state.now_s,
+                    witness=trial.number,
+                    rules=dict(sorted(Counter(rule_id for _, rule_id in mine).items())),
+                )
+            )
+        return tuple(events)
+
+    def why_pruned(self, state: SweepState) -> Mapping[Candidate, Pruned]:
+        """Every candidate ruled out so far, with rule and witness."""
+        return self._pruned(state)
+
+    def _unseen(self, state: SweepState) -> list[str]:
+        """Keys of the candidates that may still be proposed, in order."""
+        seen = {known.candidate.config_key for known in state.trials}
+        seen |= {candidate.config_key for candidate in self._pruned(state)}
+        return [key for key in self._candidates if key not in seen]
+
+    def _closed(self, unseen: Sequence[str]) -> frozenset[str]:
+        """Keys of whatever the guide knows and may not propose."""
+        assert self._guide is not None
+        return self._guide.keys - set(unseen)
+
+    def _pruned(self, state: SweepState) -> dict[Candidate, Pruned]:
+        witnesses = [trial.candidate for trial in _confirmed_oom(state)]
+        keys = tuple(witness.config_key for witness in witnesses)
+        if keys != self._pruned_by[0]:
+            batch = state.sweep.workload.global_batch_size
+            found = pruned(tuple(self._candidates.values()), witnesses, global_batch_size=batch)
+            self._pruned_by = (keys, found)
+        return self._pruned_by[1]
+
+    @functools.cached_property
+    def _space(self) -> _Space:
+        return _Space([self._features(candidate) for candidate in self._candidates.values()])
+
+    @functools.cached_property
+    def _points(self) -> dict[str, dict[str, int]]:
+        return {key: self._space.encode(self._features(c)) for key, c in self._candidates.items()}
+
+    @functools.cached_property
+    def _keys(self) -> dict[tuple[int, ...], str]:
+        return {tuple(point.values()): key for key, point in self._points.items()}
 
     def _ask_tpe(self, state: SweepState, unseen: list[str], rng: random.Random) -> Suggestion:
         study = self._rebuild_study(state, seed=rng.randrange(2**31))
@@ -167,6 +248,12 @@ class _Space:
 
 def _sort_key(value: Scalar) -> tuple[str, Scalar]:
     return ("number" if isinstance(value, int | float) else "text", value)
+
+
+def _confirmed_oom(state: SweepState) -> list[Trial]:
+    """In the order in which they ended."""
+    trials = [state.trials[number] for number in state.end_order]
+    return [trial for trial in trials if isinstance(trial.outcome, OutOfMemory)]
 
 
 def _num_startup_trials(state: SweepState) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from cluster.base import GangLaunch
-from cluster.connect import connect
+from cluster.connect import clock_of, connect
 from cluster.placement import Placement
 from cluster.recovery import recover
 from cluster.topology import Topology
 from orchestrator import promotion, ui
+from orchestrator.beliefs import NotDescribedError
 from orchestrator.controller import fold
 from orchestrator.dryrun_cache import DryRunCache
 from orchestrator.errors import ConfigError
 from orchestrator.estimates import load_estimates
 from orchestrator.fingerprint import fingerprint
+from orchestrator.forecast import of_plan
+from orchestrator.guided_search import GuidedSearch
 from orchestrator.hardware import cluster_options, known_topology
 from orchestrator.home import Home
 from orchestrator.ledger import Ledger
@@ -34,6 +38,8 @@ from orchestrator.tracking import Tracker
 from trials.codec import to_json
 from trials.spec import TrialSpec
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -45,14 +51,8 @@ class Result:
     """Where MLflow holds it; None until something has been written there."""
 
 
-def plan(file: Path, home: Home) -> Plan:
-    """What the file would try, on the hardware as far as it is known without starting anything."""
-    spec = load_sweep(file)
-    return _plan(spec, known_topology(spec), home)
-
-
 def _plan(spec: SweepSpec, topology: Topology | None, home: Home) -> Plan:
-    """With what dry runs found out."""
+    """What the sweep would try, with what dry runs found out."""
     return make_plan(spec, topology, load_estimates(spec, topology, DryRunCache(home.dry_runs)))
 
 
@@ -75,16 +75,17 @@ def submit(file: Path, home: Home, observer: Observer) -> Result:
     with connect(workdir=attempts, **cluster_options(spec)) as cluster:
         made = _plan(spec, cluster.topology, home)
         with Ledger(folder) as ledger, ledger.hold():
-            _create(ledger, spec, made, cluster.topology, file)
+            now_s = fold(ledger.events()).now_s
+            clock = clock_of(cluster, start_s=now_s or time.time()) or time.time
+            _create(ledger, spec, made, cluster.topology, file, at_s=clock())
             runtime = Runtime(
                 ledger=ledger,
                 cluster=cluster,
-                search=Search(
-                    made.candidates, features=flat_params, sampler=spec.search.sampler, seed=spec.search.seed
-                ),
+                search=_search(spec, made, cluster.topology),
                 recipe=_Launcher(spec, cluster.topology, attempts).recipe(),
                 projection=Tracker(_tracking_uri(ledger, home), spec.tracking.experiment),
                 observer=observer,
+                clock=clock,
             )
             runtime.run()
             return _standing(ledger, home)
@@ -170,7 +171,7 @@ def _attach(spec: SweepSpec, home: Home) -> Result | None:
             return _standing(ledger, home)
 
 
-def _create(ledger: Ledger, spec: SweepSpec, made: Plan, topology: Topology, file: Path) -> None:
+def _create(ledger: Ledger, spec: SweepSpec, made: Plan, topology: Topology, file: Path, *, at_s: float) -> None:
     """Write the first event, unless this sweep goes on; then the hardware must be the same."""
     prints = fingerprint(topology)
     state = fold(ledger.events())
@@ -182,7 +183,7 @@ def _create(ledger: Ledger, spec: SweepSpec, made: Plan, topology: Topology, fil
     ledger.put_document("tracking", {"uri": spec.tracking.uri})
     ledger.append(
         SweepCreated(
-            at_s=time.time(),
+            at_s=at_s,
             sweep=spec.name,
             spec_hash=spec.spec_hash,
             workload=spec.to_workload(),
@@ -221,6 +222,23 @@ def _check_hardware(created: SweepCreated, prints: dict[str, str]) -> None:
 
 def _attempts(folder: Path) -> Path:
     return folder / "attempts"
+
+
+def _search(spec: SweepSpec, made: Plan, topology: Topology) -> Search:
+    guide = None
+    if spec.search.sampler == "guided":
+        try:
+            guide = GuidedSearch(of_plan(made, spec.to_workload(), topology))
+        except NotDescribedError as error:
+            logger.warning("the guided sampler falls back to tpe: %s", error)
+    return Search(
+        made.candidates,
+        features=flat_params,
+        sampler=spec.search.sampler,
+        seed=spec.search.seed,
+        guide=guide,
+        stop_when_converged=spec.search.stop_when_converged,
+    )
 
 
 class _Launcher:

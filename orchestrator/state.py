@@ -7,7 +7,7 @@
                  |            |------> crashed | timed_out              (a fault of the candidate; not told)
                  +------------+        gang_lost                        (launched again, on its own budget)
 
-    sweep:    running --> finished    (budget spent, or every legal candidate tried)
+    sweep:    running --> finished    (budget spent, or nothing left worth trying)
                  |------> failed      (the same error on the first attempts, or too many faults in a row)
 
 State is a fold over events and nothing else, so replaying the ledger after a crash gives the state before it.
@@ -115,11 +115,23 @@ class AttemptEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CandidatesPruned:
+    """Trial ``witness`` ran out of memory, and with it candidates that need as much: ``rules`` counts them by rule."""
+
+    kind: ClassVar[str] = "candidates_pruned"
+    at_s: float
+    witness: int
+    rules: Mapping[str, int]
+    """Rule id (``oom-<knob>``, ``oom-several``) to the number of candidates it rules out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchExhausted:
-    """The sampler has no further legal, unmeasured candidate."""
+    """The sampler has no further candidate that it would measure; ``reason`` says why."""
 
     kind: ClassVar[str] = "search_exhausted"
     at_s: float
+    reason: str = "every legal candidate was tried"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +153,14 @@ class Tick:
 
 
 LedgerEvent = (
-    SweepCreated | ControllerStarted | TrialProposed | AttemptLaunched | AttemptEnded | SearchExhausted | SweepFinished
+    SweepCreated
+    | ControllerStarted
+    | TrialProposed
+    | AttemptLaunched
+    | AttemptEnded
+    | CandidatesPruned
+    | SearchExhausted
+    | SweepFinished
 )
 Event = LedgerEvent | Tick
 
@@ -234,7 +253,9 @@ class SweepState:
     status: SweepStatus = "running"
     finish_reason: str = ""
     trials: tuple[Trial, ...] = ()
-    exhausted: bool = False
+    pruned: tuple[CandidatesPruned, ...] = ()
+    exhausted: str = ""
+    """Why there is nothing left to propose; empty while there is."""
     now_s: float = 0.0
     active_s: float = 0.0
     """Seconds during which some controller was at work."""

@@ -10,7 +10,7 @@ from orchestrator import statistics
 from orchestrator.ledger import Ledger
 from orchestrator.mlflow_urls import public_uri
 from orchestrator.space import short_name
-from orchestrator.state import SweepState, SweepStatus, Trial, TrialStatus
+from orchestrator.state import CandidatesPruned, SweepState, SweepStatus, Trial, TrialStatus
 from orchestrator.statistics import Estimate, Interval, Verdict
 from trials.codec import to_json
 from trials.spec import LlamaModel, Workload
@@ -75,6 +75,8 @@ class Summary:
     speedup: Speedup | None
     trials: dict[str, int]
     """Number of trials per status they ended in, and in ``total``."""
+    ruled_out: tuple[CandidatesPruned, ...]
+    """Candidates not tried because a trial that ran out of memory needs no more than they do."""
     device_hours: float
     tracking_uri: str
     unit: str = "tokens/s/p"
@@ -94,6 +96,7 @@ class Summary:
             "speedup_ci95": interval_json(compared.ratio.ci95) if compared else None,
             "verdict": compared.verdict if compared else None,
             "trials": self.trials,
+            "ruled_out": [{"witness": event.witness, "rules": dict(event.rules)} for event in self.ruled_out],
             "device_hours": self.device_hours,
             "tracking_uri": self.tracking_uri,
         }
@@ -114,6 +117,7 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
         baseline=result(state.baseline),
         speedup=speedup(state.best, state.baseline),
         trials={**{status: counts.get(status, 0) for status in ENDED}, "total": len(state.trials)},
+        ruled_out=tuple(event for event in state.pruned if event.rules),
         device_hours=state.device_seconds / 3600,
         tracking_uri=public_uri(tracking_uri),
         unit=speed_unit(state.sweep.workload),

@@ -12,6 +12,7 @@ from cluster.base import Deadlines
 from orchestrator.candidates import build_candidate
 from orchestrator.errors import ConfigError
 from orchestrator.knob_types import Section, fault
+from orchestrator.replay_space import ReplayError, ReplaySpace, replay_space
 from orchestrator.rules import Filters, check
 from orchestrator.sweep_errors import refuse_secrets, to_config_error
 from orchestrator.sweep_knobs import BaselineSection, SpaceSection
@@ -66,14 +67,45 @@ class SweepSpec(Section):
     @model_validator(mode="after")
     def _legal_baseline(self) -> Self:
         """The user's own filters do not apply: one may run today what one does not want to be proposed."""
+        if self.cluster.replay is not None:
+            self._check_replay()
+            return self
         broken = check(self.baseline_candidate, self.to_workload())
         if broken:
             raise fault("baseline", f"not a legal configuration: {broken[0].reason}", "Correct the baseline.")
         return self
 
+    def _check_replay(self) -> None:
+        for name, section in (("space", self.space), ("baseline", self.baseline)):
+            if section.model_fields_set:
+                raise fault(
+                    name,
+                    f"the space of a replay sweep is the table's rows, {name} has to be empty",
+                    f"Write {name}: {{}}; cluster.replay.baseline names the row used today.",
+                )
+
+    @property
+    def replayed(self) -> ReplaySpace | None:
+        """The table's rows; None where trials are run.
+
+        Raises:
+            ConfigError: the table, the problem or the row used today is not there.
+        """
+        replay = self.cluster.replay
+        if replay is None:
+            return None
+        try:
+            return replay_space(replay.table, replay.problem, replay.baseline, self.to_workload())
+        except ReplayError as error:
+            raise self.error(
+                ("cluster", "replay"), str(error), "Name a problem of the table and its workload."
+            ) from None
+
     @property
     def baseline_candidate(self) -> Candidate:
-        """The baseline in canonical form."""
+        """The baseline in canonical form; of a replay sweep, the row used today."""
+        if (replayed := self.replayed) is not None:
+            return replayed.baseline
         return build_candidate(self.baseline.values(), self.workload.model.to_model())
 
     @property

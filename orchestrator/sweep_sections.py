@@ -3,24 +3,72 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from cluster.accelerators import catalogue
 from cluster.base import Deadlines
 from orchestrator.knob_types import Section, fault
 from orchestrator.mlflow_urls import URI_PATTERN
-from orchestrator.sweep_types import ByteSize, Duration, Positive, Size
+from orchestrator.sweep_types import ByteSize, Duration, Positive, Size, resolve
 from trials.spec import Protocol
 
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def _known_accelerator(name: str) -> str:
+    if name not in catalogue():
+        known = ", ".join(catalogue())
+        raise fault(None, f"no accelerator {name[:80]!r} in the catalogue", f"There are {known}.")
+    return name
+
+
 _RUNNER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+class SimulationSection(Section):
+    """A cluster that does not exist: virtual time, step times and memory from the cost model."""
+
+    accelerator: Annotated[str, AfterValidator(_known_accelerator)] = Field(
+        description="Name in the catalogue, configs/accelerators, like ascend-910b."
+    )
+    noise: Share = Field(default=0.0, description="Standard deviation of the logarithm of each step time.")
+    deviation: float = Field(
+        default=0.0,
+        ge=0,
+        le=3,
+        description="How far the machine is from what the cost model assumes, in standard deviations of its prior.",
+    )
+    slow_nodes: dict[str, Positive] = Field(
+        default={}, description="Node (node0000 and on) to the factor by which it is slower."
+    )
+    node_losses: dict[str, float] = Field(default={}, description="Node to the second in which it goes away.")
+    faults: dict[Literal["crash", "hang", "start_hang", "exit"], Share] = Field(
+        default={}, description="Probability per launch that a rank raises, stops, never starts or is killed."
+    )
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of deviation, noise and faults.")
+
+
+class ReplaySection(Section):
+    """One problem of a table of published measurements; its rows are the search space."""
+
+    table: str = Field(description="CSV with the published columns.")
+    problem: str = Field(description="Value of its column `problem`.")
+    baseline: str | None = Field(default=None, description="`id` of the row used today; null: the first measured one.")
+    noise: Share = Field(default=0.0, description="Standard deviation of the logarithm of each step time.")
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of the noise.")
+
+    _resolve = field_validator("table")(resolve)
 
 
 class ClusterSection(Section):
     """Where trials run."""
 
-    kind: Literal["ray", "local"] = Field(
-        default="ray", description="ray: a Ray cluster, or one started here; local: this host without Ray."
+    kind: Literal["ray", "local", "simulated", "replay"] = Field(
+        default="ray",
+        description="ray: a Ray cluster, or one started here; local: this host without Ray; simulated: the cost model "
+        "in virtual time; replay: a table of published measurements.",
     )
     address: str | None = Field(default=None, description="Address of a running Ray cluster; null starts one here.")
     num_nodes: Size = Field(default=1, description="Nodes to lease.")
@@ -32,6 +80,8 @@ class ClusterSection(Section):
         description='Memory a rank may use, like "2GiB"; null: what the device has. Stands in for device memory on '
         "machines without GPU.",
     )
+    simulation: SimulationSection | None = Field(default=None, description="What kind: simulated simulates.")
+    replay: ReplaySection | None = Field(default=None, description="What kind: replay answers from.")
     isolation: Literal["node", "device"] = Field(
         default="node", description="node: a trial has its nodes to itself; device: small trials share a node."
     )
@@ -40,17 +90,33 @@ class ClusterSection(Section):
     def _consistent(self) -> ClusterSection:
         if self.kind == "local" and self.address is not None:
             raise fault("address", "a local cluster has no address", "Remove it, or use kind: ray.")
+        sections = {"simulated": ("simulation", self.simulation), "replay": ("replay", self.replay)}
+        for kind, (name, section) in sections.items():
+            if (section is not None) != (self.kind == kind):
+                raise fault(name, f"kind: {kind} and {name} go together", f"Give both, or remove {name}.")
         return self
 
 
 class SearchSection(Section):
     """In what order candidates are tried."""
 
-    sampler: Literal["tpe", "random", "grid"] = Field(
-        default="tpe", description="tpe: tree-structured Parzen estimator; random; grid: every candidate in order."
+    sampler: Literal["guided", "tpe", "random", "grid"] = Field(
+        default="guided",
+        description="guided: cost model corrected by the sweep's trials, tpe where it knows no such model or device; "
+        "tpe: tree-structured Parzen estimator; random; grid: every candidate in order.",
     )
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of the sampler.")
     max_concurrent: Size = Field(default=1, description="Trials running at the same time.")
+    stop_when_converged: bool = Field(
+        default=False,
+        description="End before the budget when the guided sampler expects nothing better than what it has found.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SearchSection:
+        if self.stop_when_converged and self.sampler != "guided":
+            raise fault("stop_when_converged", f"{self.sampler} cannot tell", "Use sampler: guided, or leave it out.")
+        return self
 
 
 class MeasureSection(Section):

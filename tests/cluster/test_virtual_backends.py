@@ -10,7 +10,8 @@ import pytest
 from cluster.base import Deadlines, GangEnded, GangProgress
 from cluster.cost.published import COLUMNS
 from cluster.replay import ReplayCluster
-from cluster.simulated import Behaviour, Cost, SimulatedCluster, uniform_topology
+from cluster.simulated import Behaviour, Cost, SimulatedCluster
+from cluster.topology import uniform_topology
 from tests.cluster.gangs import end_of, events_until_end, launch, run
 from tests.cluster.test_conformance import (  # noqa: F401
     test_a_gang_killed_at_once_ends_too,

@@ -115,7 +115,7 @@ FULL = {
         "cudnn_benchmark": {"first": 1, "last": 10},
         "memory_format": "nhwc",
     },
-    "search": {"sampler": "random", "seed": 1, "max_concurrent": 2},
+    "search": {"sampler": "guided", "seed": 1, "max_concurrent": 2, "stop_when_converged": True},
     "measure": {
         "min_warmup_steps": 1,
         "max_warmup_steps": 2,

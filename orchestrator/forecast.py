@@ -1,0 +1,154 @@
+"""What the cost model expects of a plan: the best candidates with the terms of their figures, and what trials cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cluster.accelerators import CatalogueError, describe_topology
+from cluster.cost.calibrate import OUT_OF_MEMORY_THRESHOLD
+from cluster.topology import Topology
+from orchestrator.beliefs import NotDescribedError, Predictor
+from orchestrator.plan import Plan, describe
+from orchestrator.space import flat_params
+from orchestrator.sweep import SweepSpec
+from trials.spec import Candidate, Workload
+
+NUM_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One candidate before any measurement."""
+
+    candidate: Candidate
+    step_s: float
+    step_terms_s: dict[str, float]
+    """Sum to ``step_s``."""
+    log_spread: float
+    """Standard deviation of log(measured / predicted) to expect."""
+    tokens_per_s_per_device: float
+    peak_bytes: float
+    """Of the fullest pipeline rank."""
+    peak_terms_bytes: dict[str, float]
+    """Sum to ``peak_bytes``."""
+    fullest_stage: int
+    limit_bytes: float
+    probability_fits: float
+
+    @property
+    def fits(self) -> bool:
+        return self.probability_fits >= 1 - OUT_OF_MEMORY_THRESHOLD
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **describe(self.candidate),
+            "step_time_s": self.step_s,
+            "step_terms_s": self.step_terms_s,
+            "log_spread": self.log_spread,
+            "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "peak_bytes": self.peak_bytes,
+            "peak_terms_bytes": self.peak_terms_bytes,
+            "fullest_stage": self.fullest_stage,
+            "limit_bytes": self.limit_bytes,
+            "probability_fits": self.probability_fits,
+            "fits": self.fits,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Of a whole plan."""
+
+    hardware: str
+    accelerator: str
+    """Its name in the catalogue."""
+    baseline: Prediction
+    top: tuple[Prediction, ...]
+    """Those expected to fit, fastest first."""
+    num_fitting: int
+    num_candidates: int
+    num_trials: int
+    """As many as the budget allows and the space has."""
+    device_hours: float
+    """Of that many trials: the baseline and the candidates expected to be fastest."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "hardware": self.hardware,
+            "accelerator": self.accelerator,
+            "num_fitting": self.num_fitting,
+            "num_candidates": self.num_candidates,
+            "num_trials": self.num_trials,
+            "device_hours": self.device_hours,
+            "baseline": self.baseline.to_json(),
+            "top": [prediction.to_json() for prediction in self.top],
+        }
+
+
+def make_predictor(workload: Workload, candidates: tuple[Candidate, ...], topology: Topology | None) -> Predictor:
+    """The cost model on ``candidates`` and the hardware of ``topology``.
+
+    Raises:
+        NotDescribedError: no hardware is known, or the cost model knows the model or the device not.
+    """
+    if topology is None:
+        raise NotDescribedError("the hardware is not known before the lease")
+    try:
+        cluster = describe_topology(topology)
+    except CatalogueError as error:
+        raise NotDescribedError(str(error)) from None
+    return Predictor(workload, candidates, cluster, features=flat_params)
+
+
+def of_plan(plan: Plan, workload: Workload, topology: Topology | None) -> Predictor:
+    """:func:`make_predictor` for the plan's candidates, and after them the baseline where it is none of them."""
+    others = () if plan.baseline in set(plan.candidates) else (plan.baseline,)
+    return make_predictor(workload, (*plan.candidates, *others), topology)
+
+
+def forecast(plan: Plan, spec: SweepSpec, topology: Topology | None) -> Forecast:
+    """Rank the plan's candidates.
+
+    Raises:
+        NotDescribedError: as :func:`make_predictor`.
+    """
+    workload = spec.to_workload()
+    predictor = of_plan(plan, workload, topology)
+    num_candidates = len(plan.candidates)
+    device_s = predictor.estimates.step_s * predictor.inputs.world_size
+    fits = predictor.probability_fits >= 1 - OUT_OF_MEMORY_THRESHOLD
+    ranked = [int(row) for row in np.argsort(device_s[:num_candidates], kind="stable") if fits[row]]
+    base = predictor.candidates.index(plan.baseline)
+    num_trials = min(spec.budget.max_trials, num_candidates + (base >= num_candidates))
+    spent = predictor.trial_device_seconds(device_s)[[base, *(r for r in ranked if r != base)][:num_trials]]
+    return Forecast(
+        hardware=predictor.cluster.name,
+        accelerator=predictor.cluster.accelerator.name,
+        baseline=prediction(predictor, base, workload),
+        top=tuple(prediction(predictor, row, workload) for row in ranked[:NUM_SHOWN]),
+        num_fitting=len(ranked),
+        num_candidates=num_candidates,
+        num_trials=num_trials,
+        device_hours=float(spent.sum()) / 3600,
+    )
+
+
+def prediction(predictor: Predictor, row: int, workload: Workload) -> Prediction:
+    """Of one row."""
+    found = predictor.estimates
+    step_s = float(found.step_s[row])
+    return Prediction(
+        candidate=predictor.candidates[row],
+        step_s=step_s,
+        step_terms_s={name: float(values[row]) for name, values in found.step_terms_s.items()},
+        log_spread=float(predictor.log_spread_of(row)),
+        tokens_per_s_per_device=workload.tokens_per_step / (step_s * float(predictor.inputs.world_size[row])),
+        peak_bytes=float(found.peak_bytes[row]),
+        peak_terms_bytes={name: float(values[row]) for name, values in found.peak_terms_bytes.items()},
+        fullest_stage=int(found.fullest_stage[row]),
+        limit_bytes=predictor.limit_bytes,
+        probability_fits=float(predictor.probability_fits[row]),
+    )

@@ -1,0 +1,93 @@
+"""Forecasts and explanations, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.forecast import Forecast, Prediction
+from orchestrator.report_format import milliseconds, num_bytes
+from orchestrator.space import short_name
+from orchestrator.why import Why
+
+NUM_TERMS = 2
+"""Largest terms shown per figure; explaining one candidate, or JSON, gives all."""
+
+
+def render_forecast(forecast: Forecast, limit: int = 10) -> RenderableType:
+    """The candidates expected to be fastest, with what their time and memory consist of."""
+    head = Text.assemble(
+        (f"{forecast.num_fitting} of {forecast.num_candidates} candidates expected to fit", "bold"),
+        f" on {forecast.hardware} (catalogue: {forecast.accelerator}); "
+        f"about {forecast.device_hours:.3g} device-hours for {forecast.num_trials} trials",
+    )
+    table = Table(box=box.SIMPLE_HEAD, title="expected to be fastest", title_justify="left", pad_edge=False)
+    table.add_column("configuration")
+    for name in ("tokens/s/p", "step", "memory"):
+        table.add_column(name, justify="right")
+    table.add_column("mostly")
+    table.add_column("mostly")
+    for prediction in forecast.top[:limit]:
+        table.add_row(*_row(prediction, short_name(prediction.candidate)))
+    table.add_section()
+    table.add_row(*_row(forecast.baseline, f"baseline: {short_name(forecast.baseline.candidate)}"))
+    return Group(head, table)
+
+
+def render_why(why: Why) -> RenderableType:
+    """Legal or not, and the terms of the prediction one by one."""
+    parts: list[RenderableType] = [Text(short_name(why.candidate), style="bold")]
+    changed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in why.changed.items())
+    parts.append(Text(f"against the baseline: {changed or 'nothing differs'}"))
+    if why.violations:
+        parts += [Text(f"not legal, rule {v.rule_id}: {v.reason}", style="red") for v in why.violations]
+        return Group(*parts)
+    where = f"candidate {why.number} of the plan" if why.number else "legal, but not in this file's space"
+    parts.append(Text(where, style="green" if why.number else "yellow"))
+    if why.prediction is None:
+        return Group(*parts, Text(f"no prediction: {why.unpredicted}"))
+    return Group(*parts, _terms(why.prediction))
+
+
+def _row(prediction: Prediction, name: str) -> tuple[str, ...]:
+    return (
+        name,
+        f"{prediction.tokens_per_s_per_device:,.4g}",
+        milliseconds(prediction.step_s),
+        num_bytes(prediction.peak_bytes) + ("" if prediction.fits else " (too much)"),
+        _largest(prediction.step_terms_s),
+        _largest(prediction.peak_terms_bytes),
+    )
+
+
+def _terms(prediction: Prediction) -> RenderableType:
+    spread = prediction.log_spread
+    head = Text(
+        f"expected {prediction.tokens_per_s_per_device:,.4g} tokens/s/p, within a factor of {2.718281828**spread:.2f} "
+        f"two times out of three; {num_bytes(prediction.peak_bytes)} of {num_bytes(prediction.limit_bytes)} on stage "
+        f"{prediction.fullest_stage}, fits with {prediction.probability_fits:.0%}"
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("term")
+    table.add_column("value", justify="right")
+    table.add_column("share", justify="right")
+    for name, value in prediction.step_terms_s.items():
+        if value:
+            table.add_row(name, milliseconds(value), f"{value / prediction.step_s:.1%}")
+    table.add_row("step", milliseconds(prediction.step_s), "", style="bold")
+    table.add_section()
+    for name, value in prediction.peak_terms_bytes.items():
+        if value:
+            table.add_row(name, num_bytes(value), f"{value / prediction.peak_bytes:.1%}")
+    table.add_row("peak memory", num_bytes(prediction.peak_bytes), "", style="bold")
+    return Group(head, table)
+
+
+def _largest(terms: Mapping[str, float]) -> str:
+    total = sum(terms.values())
+    ranked = sorted(terms.items(), key=lambda item: -item[1])[:NUM_TERMS]
+    return ", ".join(f"{name.replace('_', ' ')} {value / total:.0%}" for name, value in ranked)
