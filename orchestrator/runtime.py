@@ -286,8 +286,8 @@ class Runtime:
         self._is_interrupted = True
         for attempt_id in list(self._running):
             self._cluster.kill(attempt_id, "interrupted by the user")
-        deadline = time.monotonic() + 10.0
-        while self._running and time.monotonic() < deadline:
+        deadline_s = self._clock() + 10.0
+        while self._running and self._clock() < deadline_s:
             self._wait(POLL_S)
         self._projection.sync(self._ledger, self._state)
 

@@ -48,7 +48,10 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["orchestrator.sweep", "orchestrator.space", "orchestrator.plan", "cluster.connect"])
+PLANNING = ("orchestrator.sweep", "orchestrator.space", "orchestrator.plan", "orchestrator.planning", "cluster.connect")
+
+
+@pytest.mark.parametrize("module", PLANNING)
 def test_planning_needs_neither_torch_nor_a_service(module):
     assert loaded_by(f"import {module}").isdisjoint({"torch", "ray", "mlflow", "optuna"})
 

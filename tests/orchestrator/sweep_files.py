@@ -159,6 +159,33 @@ TOKENS = {
     **SMALL,
     "workload": {**SMALL["workload"], "data": {"kind": "token_file", "path": "tokens.bin", "dtype": "uint16"}},
 }
+SIMULATED = {
+    **SMALL,
+    "name": "simulated",
+    "cluster": {
+        "kind": "simulated",
+        "num_nodes": 2,
+        "devices_per_node": 2,
+        "simulation": {
+            "accelerator": "a100-80",
+            "noise": 0.01,
+            "deviation": 1.0,
+            "slow_nodes": {"node0001": 1.2},
+            "node_losses": {"node0001": 1e6},
+            "faults": {"crash": 0.01},
+            "seed": 3,
+        },
+    },
+}
+REPLAY = {
+    **SMALL,
+    "name": "replay",
+    "cluster": {
+        "kind": "replay",
+        "replay": {"table": "table.csv", "problem": "p", "baseline": "row-0", "noise": 0.01, "seed": 1},
+    },
+    "space": {},
+}
 
 
 def write(folder, content):
