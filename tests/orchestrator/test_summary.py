@@ -31,6 +31,7 @@ def test_the_json_form_is_complete():
         },
         "speedup": pytest.approx(1.25),
         "verdict": "faster",
+        "ruled_out": [],
         "unit": "tokens/s/p",
         "device_hours": pytest.approx(9 / 3600),
         "tracking_uri": "sqlite:////home/mlflow.db",
