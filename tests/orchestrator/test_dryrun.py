@@ -17,7 +17,7 @@ from orchestrator.dryrun_command import choose
 from orchestrator.errors import ConfigError
 from orchestrator.estimates import RULE_ID
 from orchestrator.home import Home
-from orchestrator.service import plan
+from orchestrator.planning import plan_file
 from orchestrator.space import short_name
 from orchestrator.sweep import load_sweep
 from trials.codec import from_json, to_json
@@ -93,7 +93,7 @@ def test_one_rank_per_stage() -> None:
 
 def test_trials_by_name_number_and_knobs(tmp_path: Path) -> None:
     spec, home = load_sweep(QUICKSTART), Home(tmp_path)
-    second = plan(QUICKSTART, home).candidates[1]
+    second = plan_file(QUICKSTART, home).plan.candidates[1]
     assert choose(spec, "baseline", home) == spec.baseline_candidate
     assert choose(spec, "2", home) == second == choose(spec, short_name(second), home)
     changed = choose(spec, "{tp: 2, dp_replicate: 8}", home)
@@ -130,11 +130,11 @@ def _plant(home: Path, candidate: Candidate, peak_bytes: int) -> None:
 def test_planning_shows_estimates_and_rejects_what_would_not_fit(tmp_path: Path) -> None:
     """The limit is the 2 GiB of the file; the baseline stays whatever is predicted of it."""
     home = Home(tmp_path)
-    before = plan(QUICKSTART, home)
+    before = plan_file(QUICKSTART, home).plan
     small, large = [one for one in before.candidates if one != before.baseline][:2]
     for candidate, peak_bytes in ((small, 10**6), (large, 2 * 2**30 - 1), (before.baseline, 2**40)):
         _plant(tmp_path, candidate, peak_bytes)
-    made = plan(QUICKSTART, home)
+    made = plan_file(QUICKSTART, home).plan
     assert set(before.candidates) - set(made.candidates) == {large}
     assert made.num_rejected[RULE_ID] == 1
     assert made.product_size == len(made.candidates) + sum(made.num_rejected.values()) + made.num_duplicates
@@ -156,7 +156,7 @@ def test_all_legal_candidates_fill_the_cache_that_plan_reads(tmp_path: Path) -> 
     done = CliRunner().invoke(main, ["dryrun", str(QUICKSTART), *options], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
     assert "simulations" in done.stderr
-    made = plan(QUICKSTART, Home(tmp_path))
+    made = plan_file(QUICKSTART, Home(tmp_path)).plan
     assert set(made.known.by_candidate) == set(made.candidates[:2])
     assert all(short_name(candidate) in done.stdout for candidate in made.candidates[:2])
     again = CliRunner().invoke(main, ["dryrun", str(QUICKSTART), *options, "--json"])

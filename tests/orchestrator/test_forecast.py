@@ -35,7 +35,8 @@ SWEEP = {
 
 
 def plan(folder, content, *options):
-    done = CliRunner().invoke(main, ["plan", str(write(folder, content)), *options], catch_exceptions=False)
+    arguments = ["plan", str(write(folder, content)), "--home", str(folder / "home"), *options]
+    done = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout) if "--json" in options else done.stdout
 

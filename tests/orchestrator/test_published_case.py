@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from cluster.connect import describe
-from orchestrator.cluster_options import cluster_options
 from orchestrator.forecast import forecast
+from orchestrator.hardware import cluster_options
 from orchestrator.plan import make_plan
 from orchestrator.sweep import load_sweep
 from orchestrator.why import explain

@@ -12,8 +12,8 @@ import yaml
 from cluster.base import Deadlines
 from cluster.connect import describe
 from orchestrator.choices import ALL_LAYERS, RecomputeChoice, StageSplit
-from orchestrator.cluster_options import cluster_options
 from orchestrator.errors import ConfigError
+from orchestrator.hardware import cluster_options
 from orchestrator.plan import make_plan
 from orchestrator.rules import RULES
 from orchestrator.run_types import LossScaleSection
