@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cluster.topology import Topology
 from orchestrator.errors import ConfigError
@@ -14,6 +14,9 @@ from orchestrator.rules import Case, Rule, Violation, check, rules_for, violatio
 from orchestrator.space import Space, flat_params, make_space, short_name
 from orchestrator.sweep import SweepSpec
 from trials.spec import Candidate
+
+if TYPE_CHECKING:
+    from cluster.cost.balance_problem import Balance
 
 NUM_EXAMPLES = 3
 """Rejected candidates kept per rule; the others are only counted."""
@@ -44,6 +47,10 @@ class Plan:
     product_size: int
     """All combinations: candidates + rejected + duplicates."""
     known: KnownEstimates = field(default_factory=KnownEstimates)
+    balances: Mapping[Candidate, Balance] = field(default_factory=dict)
+    """Candidates whose layers and recompute the stage balancer computed, and how; they are among ``candidates``."""
+    unbalanced: str = ""
+    """Why there are none although the file asks for them; empty otherwise."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -51,6 +58,8 @@ class Plan:
             "num_legal": len(self.candidates),
             "num_duplicates": self.num_duplicates,
             "product_size": self.product_size,
+            "num_balanced": len(self.balances),
+            "unbalanced": self.unbalanced,
             "rejected": [
                 {
                     "rule": rule_id,
@@ -67,7 +76,9 @@ class Plan:
         }
 
     def _describe(self, candidate: Candidate) -> dict[str, Any]:
-        return {**describe(candidate), **self.known.to_json(candidate)}
+        body = {**describe(candidate), **self.known.to_json(candidate)}
+        found = self.balances.get(candidate)
+        return body if found is None else {**body, "balance": found.to_json()}
 
 
 def describe(candidate: Candidate) -> dict[str, Any]:
@@ -101,15 +112,32 @@ def make_plan(spec: SweepSpec, topology: Topology | None = None, known: KnownEst
     if not candidates:
         raise _nothing_left(sorter)
     counts = sorted(sorter.counts.items(), key=lambda item: -item[1])
+    balances, unbalanced = _balance(spec, candidates, topology)
     return Plan(
         baseline=baseline,
-        candidates=candidates,
+        candidates=tuple(dict.fromkeys((*candidates, *balances))),
         num_rejected=dict(counts),
         examples=tuple(sorter.examples),
         num_duplicates=space.num_duplicates,
         product_size=space.product_size,
         known=known,
+        balances=balances,
+        unbalanced=unbalanced,
     )
+
+
+def _balance(
+    spec: SweepSpec, candidates: tuple[Candidate, ...], topology: Topology | None
+) -> tuple[dict[Candidate, Balance], str]:
+    """What the stage balancer adds, as far as it is legal, and why it adds nothing."""
+    if not spec.space.balance:
+        return {}, ""
+    from orchestrator.balancing import balance_layouts
+
+    workload = spec.to_workload()
+    found = balance_layouts(candidates, workload, topology)
+    legal = {c: b for c, b in found.balances.items() if not check(c, workload, topology, spec.filters)}
+    return legal, found.problem
 
 
 def _replay_plan(space: ReplaySpace) -> Plan:

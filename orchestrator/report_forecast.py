@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from cluster.cost.balance_problem import Balance
 from orchestrator.forecast import Forecast, Prediction
 from orchestrator.report_format import milliseconds, num_bytes
 from orchestrator.space import short_name
@@ -50,7 +51,27 @@ def render_why(why: Why) -> RenderableType:
     parts.append(Text(where, style="green" if why.number else "yellow"))
     if why.prediction is None:
         return Group(*parts, Text(f"no prediction: {why.unpredicted}"))
-    return Group(*parts, _terms(why.prediction))
+    parts.append(_terms(why.prediction))
+    if why.balance is not None:
+        parts.append(_balance(why.balance))
+    return Group(*parts)
+
+
+def _balance(balance: Balance) -> RenderableType:
+    """Where the step time of a balanced pipeline goes, and what every stage holds."""
+    where = ", ".join(
+        f"{name} {milliseconds(value)} ({value / balance.step_s:.1%})" for name, value in balance.step_terms_s.items()
+    )
+    proven = "no split is faster" if balance.gap < 1e-6 else f"at most {balance.gap:.1%} from the best split"
+    table = Table(box=box.SIMPLE_HEAD, title="stages", title_justify="left", pad_edge=False)
+    for name in ("stage", "layers", "micro-batch", "memory", *balance.state_counts):
+        table.add_column(name, justify="right")
+    for stage, seconds in enumerate(balance.stage_s):
+        counts = (balance.stage_layers, *balance.state_counts.values())
+        layers, *by_state = (" + ".join(str(row[stage]) for row in rows) for rows in counts)
+        memory = num_bytes(balance.peak_bytes[stage])
+        table.add_row(str(stage), layers, milliseconds(seconds), memory, *by_state)
+    return Group(Text(f"balanced by the cost model: {where}; {proven}"), table)
 
 
 def _row(prediction: Prediction, name: str) -> tuple[str, ...]:

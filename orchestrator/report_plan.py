@@ -38,6 +38,10 @@ def render_plan(plan: Plan) -> RenderableType:
     words = f"  predicted peak {memory[0]}, {memory[1]} with margin" if any(memory) else ""
     baseline = Text.assemble("baseline  ", (short_name(plan.baseline), "bold"), words)
     parts: list[RenderableType] = [head, baseline, Text(""), _candidates(plan)]
+    if plan.balances:
+        parts.append(Text(f"{len(plan.balances)} of them balanced by the cost model: layers and recompute per stage"))
+    if plan.unbalanced:
+        parts.append(Text(f"nothing was balanced: {plan.unbalanced}", style="yellow"))
     if plan.num_rejected:
         parts += [Text(""), _rejected(plan)]
     return Group(*parts)

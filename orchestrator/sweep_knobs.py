@@ -74,6 +74,11 @@ class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
 
     forbid: Patterns = Field(default=(), description="Candidates matching any of these patterns are left out.")
     require: Patterns = Field(default=(), description="Candidates must match all of these patterns.")
+    balance: bool = Field(
+        default=False,
+        description="Also try, for every layout of the space, the layers and the recompute per stage and chunk that "
+        "the cost model finds fastest within the memory, using the kinds of recompute that the space names.",
+    )
 
     def choices(self, baseline: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
         """Values of every knob; those left out take the one of ``baseline``."""

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from cluster.cost.balance_problem import Balance
 from cluster.topology import Topology
 from orchestrator.beliefs import NotDescribedError
 from orchestrator.candidates import build_candidate
@@ -39,6 +40,8 @@ class Why:
     prediction: Prediction | None
     unpredicted: str
     """Why there is no prediction; empty where there is one."""
+    balance: Balance | None = None
+    """How the stage balancer came to its layers and recompute; None where it did not."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -49,6 +52,7 @@ class Why:
             "changed": {name: {"baseline": old, "candidate": new} for name, (old, new) in self.changed.items()},
             "prediction": self.prediction.to_json() if self.prediction else None,
             "unpredicted": self.unpredicted,
+            "balance": self.balance.to_json() if self.balance else None,
         }
 
 
@@ -76,6 +80,7 @@ def explain(text: str, plan: Plan, spec: SweepSpec, topology: Topology | None) -
         changed=diff(candidate, plan.baseline),
         prediction=predicted,
         unpredicted=reason,
+        balance=plan.balances.get(candidate),
     )
 
 

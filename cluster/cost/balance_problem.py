@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,6 +126,27 @@ class Balance:
     def gap(self) -> float:
         """How far, relatively, the step may be from the best: 0 unless the time limit cut the search short."""
         return max(0.0, 1.0 - self.bound_s / self.step_s)
+
+    @property
+    def step_terms_s(self) -> dict[str, float]:
+        """Sum to ``step_s``."""
+        return {
+            "ideal": self.ideal_s,
+            "imbalance": self.imbalance_s,
+            "recompute": self.recompute_s,
+            "bubble": self.bubble_s,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "stage_layers": self.stage_layers,
+            "offset": self.offset,
+            "layers_by_state": self.state_counts,
+            "step_time_s": self.step_s,
+            "step_terms_s": self.step_terms_s,
+            "gap": self.gap,
+            "peak_bytes": self.peak_bytes,
+        }
 
 
 def explain(problem: BalanceProblem, answers: list[StageAnswer], bound_s: float) -> Balance:
