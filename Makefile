@@ -2,6 +2,8 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+# Test processes: the slow tests start gangs of up to eight ranks each, so more are no gain on few cores.
+WORKERS ?= 2
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 
 .PHONY: sweep test check clean
@@ -10,7 +12,7 @@ sweep: $(VENV)/.run
 	$(VENV)/bin/tune-cluster submit configs/sweeps/quickstart.yaml
 
 test: check
-	$(VENV)/bin/pytest
+	$(VENV)/bin/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 check: $(VENV)/.test
 	$(VENV)/bin/ruff check .

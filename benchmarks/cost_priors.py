@@ -26,9 +26,9 @@ from cluster.cost.published import PublishedRow, read_table
 
 NUM_ROUNDS = 100
 MAX_ROWS_PER_FAMILY = 150
-PSEUDO_FAMILIES = {"time": 3.0, "memory": 8.0}
+PSEUDO_FAMILIES = {"time": 3.0, "memory": 20.0}
 """Weight of the assumed values and spreads, in families; few sources publish peaks, and with different tools."""
-NOISE = {"time": 0.05, "memory": 0.06}
+NOISE = {"time": 0.05, "memory": 0.08}
 
 GROUPS = {"time": TIME, "memory": MEMORY}
 
@@ -98,12 +98,12 @@ def fit_family(prior: Prior, members: Sequence[PublishedRow], kind: str) -> Cali
     if kind == "time":
         return calibrate_time(prior, x, np.array([row.step_time_s for row in members], dtype=float))
     peaks = np.array([row.peak_bytes or np.nan for row in members], dtype=float)
-    return calibrate_memory(prior, x, peaks, np.array([float(row.out_of_memory or 0) for row in members]))
+    outcomes = np.array([np.nan if row.out_of_memory is None else row.out_of_memory for row in members], dtype=float)
+    return calibrate_memory(prior, x, peaks, outcomes, [row.reported for row in members])
 
 
 def residual_noise(prior: Prior, families: Families, kind: str) -> float:
     """Typical standard deviation of log(measured / fitted) inside a family."""
-    predictor = log_step_predictor if kind == "time" else log_peak_predictor
     deviations = []
     for members in families.values():
         known = [row for row in members if (row.step_time_s if kind == "time" else row.peak_bytes)]
@@ -112,7 +112,8 @@ def residual_noise(prior: Prior, families: Families, kind: str) -> float:
         fitted = fit_family(prior, members, kind).coefficients
         x = from_rows([row.inputs for row in known if row.inputs is not None])
         figures = [row.step_time_s if kind == "time" else row.peak_bytes for row in known]
-        deviations.append(float(np.std(np.log(np.array(figures, dtype=float)) - predictor(x)(fitted))))
+        predict = log_step_predictor(x) if kind == "time" else log_peak_predictor(x, [row.reported for row in known])
+        deviations.append(float(np.std(np.log(np.array(figures, dtype=float)) - predict(fitted))))
     return float(np.median(deviations)) if deviations else NOISE[kind]
 
 
@@ -146,14 +147,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", type=Path, required=True)
     parser.add_argument("--output", type=Path, default=PRIORS_FILE)
+    parser.add_argument("--only", choices=tuple(GROUPS), help="fit this half; the file keeps its other half")
     options = parser.parse_args(argv)
     rows = read_table(options.table)
+    fitted = {kind: table_of(rows, kind) for kind in GROUPS if options.only in (None, kind)}
+    # Read after fitting, which takes minutes.
+    kept = json.loads(options.output.read_text(encoding="utf-8")) if options.only else {}
     table = {
         "fitted_by": "python -m benchmarks.cost_priors",
         "fitted_to": "published training measurements; rows_by_source counts those of each source",
         "meaning": "coefficient: [value, standard deviation of its logarithm over families]",
-        "time": table_of(rows, "time"),
-        "memory": table_of(rows, "memory"),
+        **{kind: fitted.get(kind) or kept[kind] for kind in GROUPS},
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")

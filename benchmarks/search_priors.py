@@ -1,87 +1,166 @@
-"""What the guided sampler believes of a problem: the cost model, with the coefficients the problem's trials teach."""
+"""What the guided sampler believes of a problem: the cost model, with the coefficients that measurements teach."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.search_tables import Problem
-from cluster.cost.coefficients import MEMORY, Coefficients, Prior
+from benchmarks.search_tables import FIGURES, Configuration, Problem
+from cluster.cost.calibrate import fit
+from cluster.cost.coefficients import MEMORY, TIME, Coefficients, Prior, assumed_prior, load_prior
 from cluster.cost.inputs import Array, CostInputs, concatenate, from_rows
 from cluster.cost.memory import stage_bytes
 from cluster.cost.work import work_of
-from orchestrator.beliefs import LOCAL_STD, NOISE_STD, linearised, physical_places, trial_device_seconds
-from orchestrator.guided import Belief
+from orchestrator.beliefs import (
+    LOCAL_STD,
+    NOISE_STD,
+    linearised,
+    log_device_seconds,
+    physical_places,
+    trial_device_seconds,
+)
+from orchestrator.guided import Belief, Seen
 from orchestrator.residual import ErrorModel
 
+MAX_EARLIER = 96
+"""Earlier measurements taken into account: those most like any configuration of the problem."""
+COMMON_STD = 0.1
+"""Of what the cost model's errors have in common."""
+UNKNOWN_STD = 10.0
+"""The same where figures are not seconds per step."""
+SWEEP_STD = 0.05
+"""Of what all trials of an earlier sweep have in common, on the same hardware."""
+UNINFORMED_STD = 0.4
+"""Of log times about which nothing is known but that like configurations take alike."""
 
-class CostModel(Protocol):
-    """Anything that predicts the configurations of a problem."""
 
-    def belief(self, problem: Problem, times_s: Mapping[int, float]) -> tuple[Belief, Mapping[int, float]]:
-        """Predictions before measuring, linearised where the measured ``times_s`` put the coefficients.
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """One earlier sweep on the same cluster."""
 
-        Rows after the problem's own are of earlier sweeps; the second value holds their times.
-        """
-        ...
+    trials: tuple[Configuration, ...]
+
+    @property
+    def runs(self) -> list[Configuration]:
+        """Those that teach: they ran, and the cost model can describe them."""
+        return [trial for trial in self.trials if trial.time_s is not None and trial.inputs is not None]
 
 
-class Physical:
-    """:mod:`cluster.cost` with a prior of its coefficients, and maybe earlier sweeps on the same cluster."""
+@dataclass(frozen=True, slots=True)
+class Priors:
+    """Of the cost model's coefficients, before anything was measured on the cluster."""
 
-    def __init__(self, prior: Prior, memory_prior: Prior, history: Sequence[Problem] = ()) -> None:
-        self._prior = prior
-        self._memory_prior = memory_prior
-        runs = [c for problem in history for c in problem.configurations if c.time_s is not None and c.inputs]
-        self._past = from_rows([run.inputs or {} for run in runs]) if runs else None
-        self._past_s = np.array([run.time_s for run in runs])
+    time: Prior
+    memory: Prior
 
-    def belief(self, problem: Problem, times_s: Mapping[int, float]) -> tuple[Belief, Mapping[int, float]]:
-        rows = _inputs(problem)
-        if not rows:
-            return uninformed(problem), {}
-        x, n = from_rows(rows), len(problem)
-        own = words(problem)
-        history: dict[int, float] = {}
-        if self._past is not None:
-            near = _nearest(physical_places(self._past), physical_places(x))
-            history = dict(zip(range(n, n + len(near)), self._past_s[near].tolist(), strict=True))
-            x = concatenate([x, self._past.take(near)])
-        own = np.pad(own, ((0, len(x) - n), (0, 0)))
-        return self._linearised(x, {**times_s, **history}, own), history
+    @classmethod
+    def named(cls, kind: str, source: str) -> Priors:
+        """``unseen``: what other sources than ``source`` taught; ``all``: all of them; ``assumed``: none."""
+        if kind == "assumed":
+            return cls(assumed_prior(TIME, 0.1), assumed_prior(MEMORY, 0.1))
+        without = source if kind == "unseen" else None
+        return cls(load_prior("time", without), load_prior("memory", without))
 
-    def _linearised(self, x: CostInputs, times_s: Mapping[int, float], own_places: Array) -> Belief:
-        log_time, features, device_seconds = linearised(self._prior, x, times_s)
+
+class Beliefs:
+    """Of one problem: :mod:`cluster.cost` with priors of its coefficients, and what earlier sweeps taught.
+
+    Rows after the problem's own are trials of earlier sweeps. Where the cost model can describe no configuration,
+    all count as alike.
+    """
+
+    def __init__(self, problem: Problem, priors: Priors, earlier: Sequence[Earlier] = ()) -> None:
+        self._problem = problem
+        self._priors = priors
+        self._kept: dict[tuple[tuple[int, float], ...], Belief] = {}
+        own = _inputs(problem)
+        past = [(number, run) for number, sweep in enumerate(earlier) for run in sweep.runs]
+        past = past if self._in_seconds else []
+        self._x = from_rows([*own, *(run.inputs or {} for _, run in past)]) if own else None
+        self._sweeps = np.zeros((len(problem), 0))
+        self.history: Mapping[int, float] = {}
+        """Times of earlier trials, by row."""
+        if self._x is not None and past:
+            self._keep_nearest(self._x, past)
+
+    @property
+    def _in_seconds(self) -> bool:
+        """Whether the problem's figures compare with what the cost model predicts, and with those of other problems."""
+        return self._problem.figure == FIGURES[0]
+
+    def _keep_nearest(self, x: CostInputs, past: Sequence[tuple[int, Configuration]]) -> None:
+        n = len(self._problem)
+        places = physical_places(x)
+        near = _nearest(places[n:], places[:n])
+        self._x = concatenate([x.take(slice(0, n)), x.take(n + near)])
+        self.history = {n + i: float(past[row][1].time_s or 0) for i, row in enumerate(near.tolist())}
+        sweeps = np.array([past[row][0] for row in near.tolist()])
+        columns = (sweeps[:, None] == np.unique(sweeps)[None, :]).astype(np.float64)
+        self._sweeps = np.vstack([np.zeros((n, columns.shape[1])), columns])
+
+    def belief(self, times_s: Mapping[int, float]) -> Belief:
+        """Predictions before measuring, linearised where the measured ``times_s`` put the coefficients."""
+        if self._x is None:
+            return uninformed(self._problem)
+        key = tuple(sorted(times_s.items())) if self._in_seconds else ()
+        if key not in self._kept:
+            self._kept[key] = self._linearised(self._x, dict(key))
+        return self._kept[key]
+
+    def seen(self, times_s: Mapping[int, float], oom: frozenset[int]) -> Seen:
+        return Seen(times_s=times_s, oom=oom, history=self.history)
+
+    @functools.cached_property
+    def _taught(self) -> Prior:
+        """The coefficients after the earlier sweeps."""
+        prior = self._priors.time
+        if self._x is None or not self.history:
+            return prior
+        past = self._x.take(np.array(list(self.history)))
+        found = fit(prior, lambda k: log_device_seconds(past, k), np.log(list(self.history.values())))
+        return Prior(prior.group, found.coefficients.log_values, found.covariance, prior.noise)
+
+    def _linearised(self, x: CostInputs, times_s: Mapping[int, float]) -> Belief:
+        prior, taught = self._priors.time, self._taught
+        log_time, features, device_seconds = linearised(taught, x, times_s)
+        if taught is not prior:
+            # Earlier trials are rows of the Gaussian process, so what is believed must not know of them: the same
+            # linear model, told from the prior's mean and in units of its deviations.
+            jacobian = np.linalg.solve(np.linalg.cholesky(taught.covariance).T, features.T).T
+            log_time = log_time + jacobian @ (prior.mean - taught.mean)
+            features = jacobian @ np.linalg.cholesky(prior.covariance)
+        own = words(self._problem)
         return Belief(
             log_time=log_time,
             error=ErrorModel(
-                features=features,
-                feature_std=np.ones(features.shape[1]),
-                places=np.hstack([physical_places(x), own_places]),
+                features=np.hstack([features, self._sweeps]),
+                feature_std=np.repeat([1.0, SWEEP_STD], [features.shape[1], self._sweeps.shape[1]]),
+                places=np.hstack([physical_places(x), np.pad(own, ((0, len(x) - len(own)), (0, 0)))]),
                 local_std=LOCAL_STD["cuda"],
-                common_std=0.1,
+                common_std=COMMON_STD if self._in_seconds else UNKNOWN_STD,
                 noise_std=NOISE_STD,
             ),
             cost_s=trial_device_seconds(x, device_seconds),
-            log_memory=self._log_memory(x),
+            log_memory=self._log_memory,
         )
 
-    def _log_memory(self, x: CostInputs) -> Array:
-        terms = stage_bytes(x, work_of(x), Coefficients(MEMORY, self._memory_prior.mean))
+    @functools.cached_property
+    def _log_memory(self) -> Array:
+        x = self._x
+        assert x is not None
+        terms = stage_bytes(x, work_of(x), Coefficients(MEMORY, self._priors.memory.mean))
         return np.asarray(np.log(np.sum(list(terms.values()), axis=0).max(axis=1) / x.memory_bytes))
-
-
-NEAREST = 256
-"""Earlier measurements taken into account: those most like any configuration of the problem."""
 
 
 def _nearest(past: Array, here: Array) -> NDArray[np.intp]:
     """Rows of ``past`` with the least distance to any of ``here``."""
     squares = (past**2).sum(1)[:, None] + (here**2).sum(1)[None, :] - 2 * past @ here.T
-    return np.argsort(squares.min(axis=1), kind="stable")[:NEAREST]
+    return np.argsort(squares.min(axis=1), kind="stable")[:MAX_EARLIER]
 
 
 def _inputs(problem: Problem) -> list[Mapping[str, Any]]:
@@ -123,8 +202,8 @@ def uninformed(problem: Problem) -> Belief:
             features=np.zeros((n, 1)),
             feature_std=np.zeros(1),
             places=places(problem),
-            local_std=0.4,
-            common_std=10.0,
+            local_std=UNINFORMED_STD,
+            common_std=UNKNOWN_STD,
             noise_std=NOISE_STD,
         ),
         cost_s=np.ones(n),

@@ -9,50 +9,48 @@ import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
-from benchmarks.search_priors import CostModel
+from benchmarks.search_priors import Beliefs
 from benchmarks.search_tables import Problem
-from orchestrator.guided import Seen, expected_log_times, propose
+from orchestrator.guided import expected_log_times, propose
 
 Trials = Iterator[int | None]
 """Configurations in the order tried, the baseline first; None: a trial spent on a configuration that does not exist."""
-Sampler = Callable[[Problem, CostModel, int], Trials]
+Sampler = Callable[[Problem, Beliefs, int], Trials]
 
 NUM_WARM_STARTS = 3
 """TPE's first trials after the baseline: the best by the cost model."""
 MAX_DRAWS = 16
 
 
-def guided(problem: Problem, model: CostModel, seed: int) -> Trials:
+def guided(problem: Problem, beliefs: Beliefs, seed: int) -> Trials:
     """Cost model x learned residual. Deterministic: ``seed`` changes nothing."""
     del seed
     times: dict[int, float] = {}
     oom: set[int] = set()
-    for row in _from_baseline(problem, lambda: _propose(problem, model, times, oom)):
+
+    def ask() -> int | None:
+        found = propose(beliefs.belief(times), beliefs.seen(times, frozenset(oom)))
+        return found[0].index if found else None
+
+    for row in _from_baseline(problem, ask):
         _note(problem, row, times, oom)
         yield row
 
 
-def _propose(problem: Problem, model: CostModel, times: Mapping[int, float], oom: set[int]) -> int | None:
-    belief, history = model.belief(problem, times)
-    found = propose(belief, Seen(times_s=times, oom=frozenset(oom), history=history))
-    return found[0].index if found else None
-
-
-def rand(problem: Problem, model: CostModel, seed: int) -> Trials:
+def rand(problem: Problem, beliefs: Beliefs, seed: int) -> Trials:
     """Every configuration once, in random order."""
-    del model
+    del beliefs
     order = [row for row in range(len(problem)) if row != problem.baseline]
     random.Random(seed).shuffle(order)
     yield problem.baseline
     yield from order
 
 
-def tpe(problem: Problem, model: CostModel, seed: int) -> Trials:
+def tpe(problem: Problem, beliefs: Beliefs, seed: int) -> Trials:
     """Optuna's TPE restricted to configurations that exist, each once, warm-started with the cost model's best."""
     space = _Space(problem)
     study = _study(seed, num_startup=NUM_WARM_STARTS + 1)
-    belief, history = model.belief(problem, {})
-    expected = expected_log_times(belief, Seen(history=history))[: len(problem)]
+    expected = expected_log_times(beliefs.belief({}), beliefs.seen({}, frozenset()))[: len(problem)]
     warm = [int(row) for row in np.argsort(expected, kind="stable") if row != problem.baseline]
     warm = warm[:NUM_WARM_STARTS]
     rng = random.Random(seed)
@@ -79,9 +77,9 @@ def tpe(problem: Problem, model: CostModel, seed: int) -> Trials:
         yield row
 
 
-def optuna_default(problem: Problem, model: CostModel, seed: int) -> Trials:
+def optuna_default(problem: Problem, beliefs: Beliefs, seed: int) -> Trials:
     """Optuna as it comes: TPE over one category per knob; a proposal that does not exist is a failed trial."""
-    del model
+    del beliefs
     space = _Space(problem, categorical=True)
     study = _study(seed)
     study.enqueue_trial(space.points[problem.baseline])

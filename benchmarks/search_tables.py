@@ -28,7 +28,7 @@ class Configuration:
     knobs: Mapping[str, str]
     """Only those that differ within the problem."""
     time_s: float | None
-    """Device-seconds per step, median over its rows; None: out of memory."""
+    """Device-seconds per step (or what stands for it, see ``FIGURES``), median over its rows; None: out of memory."""
     row: PublishedRow
 
     @property
@@ -41,10 +41,18 @@ class Problem:
     name: str
     source: str
     model: str
+    figure: str
+    """What ``time_s`` comes from, one of ``FIGURES``."""
     configurations: tuple[Configuration, ...]
 
     def __len__(self) -> int:
         return len(self.configurations)
+
+    @property
+    def cluster(self) -> tuple[str, ...]:
+        """Where it was measured: sweeps on the same cluster may teach each other."""
+        row = self.configurations[0].row
+        return tuple(row[name] for name in ("source", "gpu", "gpus_per_node", "interconnect"))
 
     @property
     def best_s(self) -> float:
@@ -95,6 +103,7 @@ def _problem(name: str, rows: Sequence[PublishedRow]) -> Problem:
         name=name,
         source=rows[0]["source"] if rows else "",
         model=rows[0]["model"] if rows else "",
+        figure=figure,
         configurations=tuple(
             Configuration(
                 knobs=dict(zip(varying, values, strict=True)), time_s=_median_time(group, figure), row=group[0]

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import statistics
 import sys
 import tempfile
@@ -21,9 +19,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gang import RankError, gang, receive
 from trials.spec import Candidate, Layout, LlamaModel, Protocol, TextData, TrialSpec, Workload
 
 MODEL = LlamaModel(hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=4, ffn_hidden_size=704, vocab_size=1024)
@@ -33,6 +33,7 @@ LAYOUTS = {
     "fsdp2": Layout(dp_shard=2, zero_stage=3),
 }
 GOAL = 1.03
+GANG_TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -62,23 +63,14 @@ def main() -> None:
 
 def compare(layout: Layout, plan: Plan) -> dict[str, float]:
     """Run both loops in one gang; rank 0's figures."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=_rank_main, args=(rank, layout, plan, folder, theirs))
-            for rank in range(layout.world_size)
-        ]
-        for process in ranks:
-            process.start()
-        theirs.close()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        gang(_take_turns, layout.world_size, Path(folder, "rendezvous"), layout, plan) as pipes,
+    ):
         try:
-            pairs = ours.recv()
-        except EOFError:
-            raise SystemExit("a rank failed; its error stands above") from None
-        for process in ranks:
-            process.join()
-    return _summary(pairs)
+            return _summary(receive(pipes[0], GANG_TIMEOUT_S))
+        except RankError as error:
+            raise SystemExit(f"{error}; its error stands above") from None
 
 
 def _summary(pairs: list[tuple[float, float]]) -> dict[str, float]:
@@ -93,22 +85,19 @@ def _summary(pairs: list[tuple[float, float]]) -> dict[str, float]:
     }
 
 
-def _rank_main(rank: int, layout: Layout, plan: Plan, folder: str, pipe: Any) -> None:
+def _take_turns(pipe: Connection, layout: Layout, plan: Plan) -> None:
     import torch
 
     from trials.mesh import RankIdentity, process_group
 
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.environ["TUNE_CLUSTER_RENDEZVOUS"] = f"file://{Path(folder, 'rendezvous')}"
-    identity = RankIdentity(rank=rank, world_size=layout.world_size, local_rank=rank)
+    identity = RankIdentity.from_env()
     with process_group(identity, torch.device("cpu")):
         spec = _spec(layout, plan)
-        mine, plain = _our_turns(spec, rank), _plain_turns(spec, rank, plan)
+        mine, plain = _our_turns(spec, identity.rank), _plain_turns(spec, identity.rank, plan)
         next(mine), next(plain)  # warm up
         pairs = [_pair(mine, plain, swap=turn % 2 == 1) for turn in range(plan.turns)]
-    if rank == 0:
-        pipe.send(pairs)
+    pipe.send(pairs)
 
 
 def _pair(mine: Iterator[float], plain: Iterator[float], *, swap: bool) -> tuple[float, float]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cluster.base import Cluster, ClusterError
+from cluster.exclusion import ReducedCluster, without_nodes
 from cluster.topology import DeviceChoice, DeviceError, Topology, discover_node, uniform_topology
 
 if TYPE_CHECKING:
     from cluster.simulated import Fault
 
 ClusterKind = Literal["ray", "local", "simulated", "replay"]
+Excluded = Callable[[Topology], Collection[str]]
+"""Names the nodes of a lease that are not to be used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +54,44 @@ def connect(
     device: DeviceChoice = "auto",
     simulation: Simulation | None = None,
     replay: Replay | None = None,
+    excluded: Excluded | None = None,
 ) -> Cluster:
-    """Lease nodes. ``address=None`` with Ray starts a private one on this host.
+    """Lease nodes. ``address=None`` with Ray starts a private one on this host. Excluded nodes are leased, not used.
 
     Raises:
-        ClusterError: nothing answers at ``address``, or it cannot give what is asked for.
+        ClusterError: nothing answers at ``address``, or it cannot give what is asked for, or all of it is excluded.
     """
+    cluster = _lease(
+        kind,
+        workdir=workdir,
+        address=address,
+        num_nodes=num_nodes,
+        devices_per_node=devices_per_node,
+        device_memory_bytes=device_memory_bytes,
+        device=device,
+        simulation=simulation,
+        replay=replay,
+    )
+    try:
+        names = excluded(cluster.topology) if excluded is not None else ()
+        return ReducedCluster(cluster, names) if names else cluster
+    except BaseException:
+        cluster.close()
+        raise
+
+
+def _lease(
+    kind: ClusterKind,
+    *,
+    workdir: Path,
+    address: str | None,
+    num_nodes: int,
+    devices_per_node: int | None,
+    device_memory_bytes: int | None,
+    device: DeviceChoice,
+    simulation: Simulation | None,
+    replay: Replay | None,
+) -> Cluster:
     if simulation is not None:
         return _simulated(simulation, _simulated_topology(simulation, num_nodes, devices_per_node, device_memory_bytes))
     if replay is not None:
@@ -94,12 +129,37 @@ def describe(
     device: DeviceChoice = "auto",
     simulation: Simulation | None = None,
     replay: Replay | None = None,
+    excluded: Excluded | None = None,
 ) -> Topology | None:
-    """What :func:`connect` would lease, without starting anything; None where only the cluster itself knows.
+    """What :func:`connect` would use, without starting anything; None where only the cluster itself knows.
 
     Raises:
-        ClusterError: this host cannot give what is asked for.
+        ClusterError: this host cannot give what is asked for, or all of it is excluded.
     """
+    topology = _described(
+        kind,
+        address=address,
+        num_nodes=num_nodes,
+        devices_per_node=devices_per_node,
+        device_memory_bytes=device_memory_bytes,
+        device=device,
+        simulation=simulation,
+        replay=replay,
+    )
+    return without_nodes(topology, excluded(topology)) if topology is not None and excluded is not None else topology
+
+
+def _described(
+    kind: ClusterKind,
+    *,
+    address: str | None,
+    num_nodes: int,
+    devices_per_node: int | None,
+    device_memory_bytes: int | None,
+    device: DeviceChoice,
+    simulation: Simulation | None,
+    replay: Replay | None,
+) -> Topology | None:
     if simulation is not None:
         return _simulated_topology(simulation, num_nodes, devices_per_node, device_memory_bytes)
     if replay is not None:
@@ -120,6 +180,8 @@ def clock_of(cluster: Cluster, *, start_s: float) -> Callable[[], float] | None:
     """The clock of a cluster in virtual time, beginning at ``start_s``; None where time is the host's."""
     from cluster.virtual import VirtualCluster
 
+    if isinstance(cluster, ReducedCluster):
+        return clock_of(cluster.whole, start_s=start_s)
     if not isinstance(cluster, VirtualCluster):
         return None
     return lambda: start_s + cluster.clock()
@@ -129,15 +191,18 @@ def _simulated(simulation: Simulation, topology: Topology) -> Cluster:
     from cluster.accelerators import describe_topology
     from cluster.modelled import ModelledCost
     from cluster.simulated import Behaviour, SimulatedCluster
+    from cluster.simulated_probe import machine_rates
 
-    cost = ModelledCost(describe_topology(topology), deviation=simulation.deviation, seed=simulation.seed)
+    described = describe_topology(topology)
+    cost = ModelledCost(described, deviation=simulation.deviation, seed=simulation.seed)
+    machine = machine_rates(described, cost.coefficients)
     behaviour = Behaviour(
         noise=simulation.noise,
         slow_nodes=simulation.slow_nodes,
         node_losses=simulation.node_losses,
         probabilities=simulation.faults,
     )
-    return SimulatedCluster(topology, cost, behaviour=behaviour, seed=simulation.seed)
+    return SimulatedCluster(topology, cost, behaviour=behaviour, machine=machine, seed=simulation.seed)
 
 
 def _simulated_topology(

@@ -28,6 +28,11 @@ class ModelledCost:
         self._model = CostModel(time, memory)
         self._known: dict[tuple[Workload, Candidate], Cost] = {}
 
+    @property
+    def coefficients(self) -> Coefficients:
+        """Of the machine's times."""
+        return self._model.time.coefficients
+
     def __call__(self, spec: TrialSpec) -> Cost:
         """Raises ValueError where the cost model knows no such workload."""
         key = (spec.workload, spec.candidate)

@@ -1,10 +1,12 @@
-"""Which rank runs on which device: pure functions."""
+"""Which rank runs on which device, for leases of thousands of nodes."""
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from cluster.topology import Device, Node, Topology
+from cluster.topology import Device, Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,49 +23,120 @@ class Placement:
 
 
 def place(topology: Topology, free: frozenset[Device], *, world_size: int, tp: int, isolation: str) -> Placement | None:
-    """Choose devices for ``world_size`` ranks, or None while not enough are free.
-
-    Tensor-parallel groups (``tp`` consecutive ranks) never span nodes. With ``isolation="node"`` whole free nodes are
-    reserved; with ``"device"`` gangs smaller than a node share it. Ranks are consecutive on a node.
-
-    A gang is never spread over more nodes than it would need on an empty cluster: a slower link would be measured in
-    place of a faster one. It waits instead.
-
-    Raises:
-        ValueError: ``tp`` does not divide ``world_size``, or ``isolation`` is neither of the two.
-    """
-    if isolation not in ("node", "device"):
-        raise ValueError(f"isolation must be 'node' or 'device', not {isolation!r}")
-    if world_size < 1 or tp < 1 or world_size % tp:
-        raise ValueError(f"world_size {world_size} is not a positive multiple of tp {tp}")
-    whole = {node: list(node.devices) for node in topology.nodes}
-    usable = {node: [device for device in devices if device in free] for node, devices in whole.items()}
-    if isolation == "node":
-        usable = {node: devices for node, devices in usable.items() if len(devices) == node.num_devices}
-    parts = _fill(usable, world_size, tp)
-    if parts is None or len(parts) > len(_fill(whole, world_size, tp) or ()):
-        return None
-    ranks = tuple(device for node, count in parts for device in _take(usable[node], count))
-    reserved = ranks if isolation == "device" else tuple(device for node, _ in parts for device in node.devices)
-    return Placement(ranks=ranks, reserved=reserved)
+    """As :meth:`Pool.place`, of a lease of which only ``free`` is free."""
+    pool = Pool(topology)
+    pool.take(device for device in topology.devices if device not in free)
+    return pool.place(world_size=world_size, tp=tp, isolation=isolation)
 
 
-def _fill(usable: dict[Node, list[Device]], world_size: int, tp: int) -> list[tuple[Node, int]] | None:
-    """How many ranks each node takes: the fewest nodes, the largest first, the last the tightest fit."""
-    left = world_size
-    room = {node: len(devices) // tp * tp for node, devices in usable.items()}
-    parts: list[tuple[Node, int]] = []
-    while left:
-        fitting = [node for node in room if room[node] >= left]
-        if fitting:
-            node = min(fitting, key=lambda node: (len(usable[node]), node.name))
-        elif any(room.values()):
-            node = max(room, key=lambda node: (room[node], -len(usable[node]), node.name))
-        else:
+class Pool:
+    """The free devices of a lease, kept by node and by number so that placing costs little on many nodes."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._devices = {node.name: node.devices for node in topology.nodes}
+        self._free = {name: set(devices) for name, devices in self._devices.items()}
+        self._lost: set[str] = set()
+        sizes = {name: len(devices) for name, devices in self._devices.items()}
+        self._partly, self._idle, self._whole = _Nodes(sizes), _Nodes(sizes), _Nodes(sizes)
+        self._fewest: dict[tuple[int, int], int] = {}
+
+    def take(self, devices: Iterable[Device]) -> None:
+        """These are no longer free."""
+        for node, taken in _by_node(devices).items():
+            self._set_free(node, self._free[node] - set(taken))
+
+    def give_back(self, devices: Iterable[Device]) -> None:
+        """These are free again, unless their node is lost."""
+        for node, given in _by_node(devices).items():
+            if node not in self._lost:
+                self._set_free(node, self._free[node] | set(given))
+
+    def lose(self, nodes: Collection[str]) -> None:
+        """Nothing is ever placed on these nodes again."""
+        for node in set(nodes) - self._lost:
+            self._lost.add(node)
+            self._set_free(node, set())
+
+    def place(self, *, world_size: int, tp: int, isolation: str) -> Placement | None:
+        """Choose free devices for ``world_size`` ranks, or None while not enough are free. Takes nothing.
+
+        Tensor-parallel groups (``tp`` consecutive ranks) never span nodes. With ``isolation="node"`` whole free nodes
+        are reserved; with ``"device"`` gangs smaller than a node share it. Ranks are consecutive on a node.
+
+        A gang is never spread over more nodes than it would need on an empty cluster: a slower link would be measured
+        in place of a faster one. It waits instead.
+
+        Raises:
+            ValueError: ``tp`` does not divide ``world_size``, or ``isolation`` is neither of the two.
+        """
+        if isolation not in ("node", "device"):
+            raise ValueError(f"isolation must be 'node' or 'device', not {isolation!r}")
+        if world_size < 1 or tp < 1 or world_size % tp:
+            raise ValueError(f"world_size {world_size} is not a positive multiple of tp {tp}")
+        nodes = self._idle if isolation == "node" else self._partly
+        parts = nodes.fill(world_size, tp)
+        if parts is None or len(parts) > self._fewest_nodes(world_size, tp):
             return None
-        parts.append((node, min(left, room.pop(node))))
-        left -= parts[-1][1]
-    return parts
+        ranks = tuple(device for node, count in parts for device in _take(self._free_in_order(node), count))
+        reserved = ranks if isolation == "device" else tuple(d for node, _ in parts for d in self._devices[node])
+        return Placement(ranks=ranks, reserved=reserved)
+
+    def _fewest_nodes(self, world_size: int, tp: int) -> int:
+        """On the empty cluster; 0 where it is too small."""
+        if (world_size, tp) not in self._fewest:
+            self._fewest[world_size, tp] = len(self._whole.fill(world_size, tp) or ())
+        return self._fewest[world_size, tp]
+
+    def _free_in_order(self, node: str) -> list[Device]:
+        return [device for device in self._devices[node] if device in self._free[node]]
+
+    def _set_free(self, node: str, free: set[Device]) -> None:
+        self._free[node] = free
+        self._partly.put(node, len(free))
+        self._idle.put(node, len(free) if len(free) == len(self._devices[node]) else 0)
+
+
+class _Nodes:
+    """Names of nodes by how many devices they can give, each list sorted."""
+
+    def __init__(self, counts: dict[str, int]) -> None:
+        self._counts = dict(counts)
+        self._names: dict[int, list[str]] = {}
+        for name, count in sorted(counts.items()):
+            self._names.setdefault(count, []).append(name)
+
+    def put(self, name: str, count: int) -> None:
+        if (before := self._counts[name]) == count:
+            return
+        names = self._names[before]
+        del names[bisect.bisect_left(names, name)]
+        bisect.insort(self._names.setdefault(count, []), name)
+        self._counts[name] = count
+
+    def fill(self, world_size: int, tp: int) -> list[tuple[str, int]] | None:
+        """How many ranks each node takes: the fewest nodes, the largest first, the last the tightest fit."""
+        left = world_size
+        unused = {count: len(names) for count, names in self._names.items()}
+        parts: list[tuple[str, int]] = []
+        while left:
+            room = {count: count // tp * tp for count, number in unused.items() if number}
+            if fitting := [count for count in room if room[count] >= left]:
+                parts.append((self._names[min(fitting)][0], left))
+                return parts
+            most = max(room, key=lambda count: (room[count], -count), default=0)
+            if not room.get(most):
+                return None
+            unused[most] -= 1
+            parts.append((self._names[most][unused[most]], room[most]))
+            left -= room[most]
+        return parts
+
+
+def _by_node(devices: Iterable[Device]) -> dict[str, list[Device]]:
+    found: dict[str, list[Device]] = {}
+    for device in devices:
+        found.setdefault(device.node, []).append(device)
+    return found
 
 
 def _take(free: list[Device], count: int) -> list[Device]:

@@ -10,6 +10,8 @@ from typing import Literal, Protocol
 
 from cluster.base import GangLaunch
 from cluster.messages import RankProgress
+from cluster.probe import RUNNER as PROBE
+from cluster.simulated_probe import MachineRates, probe_script
 from cluster.topology import Topology
 from cluster.virtual import FOREVER, Moment, Script, VirtualCluster, failure
 from cluster.virtual_training import training, trial_spec
@@ -58,14 +60,21 @@ class SimulatedCluster(VirtualCluster):
     """A :class:`cluster.base.Cluster` in virtual time, a function of its arguments and the order of launches.
 
     A candidate whose peak exceeds the memory of the specification, or else of its nodes, runs out of memory in its
-    first step.
+    first step. Probes find the rates of ``machine``, without which they are refused.
     """
 
     def __init__(
-        self, topology: Topology, cost: CostFunction, *, behaviour: Behaviour | None = None, seed: int = 0
+        self,
+        topology: Topology,
+        cost: CostFunction,
+        *,
+        behaviour: Behaviour | None = None,
+        machine: MachineRates | None = None,
+        seed: int = 0,
     ) -> None:
         self._cost = cost
         self._behaviour = behaviour or Behaviour()
+        self._machine = machine
         self._seed = seed
         self._launches = itertools.count()
         self._memory_bytes = {node.name: node.device_memory_bytes for node in topology.nodes}
@@ -75,14 +84,21 @@ class SimulatedCluster(VirtualCluster):
         rng = random.Random(f"{self._seed}/{next(self._launches)}")
         start_s = self._behaviour.start_s
         try:
-            spec = trial_spec(launch)
-            cost = self._cost(spec)
+            if launch.runner == PROBE and self._machine is not None:
+                script = self._probe(launch, self._machine, rng)
+            else:
+                spec = trial_spec(launch)
+                script = self._training(launch, spec, self._cost(spec), rng)
         except ValueError as error:
             refused = failure(launch, "infeasible", str(error), rank=0, at_s=start_s)
             return Script(moments=(), end_at_s=start_s, outcome=refused)
-        script = self._training(launch, spec, cost, rng)
         fault = self._fault(launch, rng)
         return script if fault is None else _broken(script, fault, launch, rng)
+
+    def _probe(self, launch: GangLaunch, machine: MachineRates, rng: random.Random) -> Script:
+        behaviour = self._behaviour
+        slow, noise, start_s = behaviour.slow_nodes, behaviour.noise, behaviour.start_s
+        return probe_script(launch, machine, slow_nodes=slow, noise=noise, start_s=start_s, rng=rng)
 
     def _training(self, launch: GangLaunch, spec: TrialSpec, cost: Cost, rng: random.Random) -> Script:
         behaviour = self._behaviour

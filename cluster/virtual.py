@@ -15,7 +15,7 @@ from typing import Self
 from cluster.base import GangEnded, GangEvent, GangLaunch, GangProgress
 from cluster.gang import fold
 from cluster.messages import RankFailure, RankProgress
-from cluster.topology import Topology
+from cluster.topology import Device, Topology
 from cluster.watch import RankClock, due_at_s, overdue_reason
 from trials.outcome import Outcome
 
@@ -68,6 +68,7 @@ class VirtualCluster:
         self._losses = dict(node_losses or {})
         self._now_s = 0.0
         self._gangs: dict[str, _Gang] = {}
+        self._busy: set[Device] = set()
         self._queue: list[tuple[float, int, GangLaunch, GangProgress | Outcome]] = []
         self._numbers = itertools.count()
 
@@ -84,8 +85,7 @@ class VirtualCluster:
         return frozenset(node for node, at_s in self._losses.items() if at_s <= self._now_s)
 
     def launch(self, launch: GangLaunch) -> None:
-        busy = {device for gang in self._gangs.values() for device in gang.launch.placement.reserved}
-        if not busy.isdisjoint(launch.placement.reserved):
+        if not self._busy.isdisjoint(launch.placement.reserved):
             raise ValueError(f"attempt {launch.attempt_id} is placed on devices that are not free")
         script = watched(self._play(launch), launch)
         lost_at_s, lost = self._first_loss(launch)
@@ -97,6 +97,7 @@ class VirtualCluster:
         if lost_after_s < script.end_at_s:
             outcome = failure(launch, "lost", f"node {lost} is lost", node=lost, at_s=lost_at_s)
         assert outcome is not None, "a script without end was not stopped by a deadline"
+        self._busy.update(launch.placement.reserved)
         self._gangs[launch.attempt_id] = _Gang(launch=launch, launched_at_s=self._now_s, outcome=outcome)
         self._push(self._now_s + min(lost_after_s, script.end_at_s), launch, outcome)
 
@@ -125,6 +126,7 @@ class VirtualCluster:
 
     def close(self) -> None:
         self._gangs.clear()
+        self._busy.clear()
         self._queue.clear()
 
     def __enter__(self) -> Self:
@@ -144,6 +146,7 @@ class VirtualCluster:
     def _end(self, gang: _Gang, outcome: Outcome) -> GangEnded:
         launch = gang.launch
         del self._gangs[launch.attempt_id]
+        self._busy.difference_update(launch.placement.reserved)
         return GangEnded(
             attempt_id=launch.attempt_id,
             token=launch.token,

@@ -2,30 +2,42 @@
 
 The numbers the cost model cannot know (``cluster.cost.coefficients``) have a prior. Measured trials move them; around
 where they put them the model is linearised, so that the Gaussian process of ``residual.py`` weighs what the
-coefficients explain against what only lies in a candidate's own neighbourhood.
+coefficients explain against what only lies in a candidate's own neighbourhood. Trials of earlier sweeps are rows of
+that process beside the sweep's own candidates, with an error in common per sweep.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from cluster.accelerators import ClusterDescription
-from cluster.cost.calibrate import derivatives, fit
+from cluster.cost.calibrate import Calibrated, derivatives, fit
 from cluster.cost.candidates import inputs_of
 from cluster.cost.coefficients import TIME, Coefficients, Prior, load_prior
-from cluster.cost.estimate import CostModel, Estimates, cost_model
+from cluster.cost.estimate import CostModel, Estimates
+from cluster.cost.generic import GenericInputs
+from cluster.cost.generic_inputs import generic_inputs
 from cluster.cost.inputs import Array, CostInputs, concatenate
-from cluster.cost.time import step_seconds
-from cluster.cost.work import work_of
+from orchestrator import described
+from orchestrator.described import Inputs, log_device_seconds, physical_places
 from orchestrator.guided import MEMORY_SHIFT_STD, MEMORY_STD, Belief, normal_cdf
+from orchestrator.own_knobs import Features, OwnKnobs
 from orchestrator.residual import ErrorModel
+from orchestrator.transfer import EarlierTrial
+from trials.estimate import Estimate
 from trials.spec import Candidate, LlamaModel, Workload
 
-Scalar = str | int | float | bool
-Features = Callable[[Candidate], Mapping[str, Scalar]]
+__all__ = [
+    "NotDescribedError",
+    "Predictor",
+    "linearised",
+    "log_device_seconds",
+    "physical_places",
+    "trial_device_seconds",
+]
 
 MAX_CANDIDATES = 200_000
 """Candidates the cost model ranks one by one; each takes some 2 kB."""
@@ -36,43 +48,13 @@ TRIAL_OVERHEAD_S = {"cuda": 60.0, "cpu": 8.0}
 STEPS_PER_TRIAL = 20
 LOCAL_STD = {"cuda": 0.08, "cpu": 0.25}
 """Of errors that no coefficient explains, by kind of device: the prior comes from accelerators."""
-OWN_KNOB_STD = 0.1
-"""Of the effect of each value of a knob that the cost model knows nothing of."""
+OWN_KNOB_STD = {"decoder": 0.1, "generic": 0.3}
+"""Of the effect of each value of a knob that the cost model knows nothing of: memory formats and data reading, which
+decoders do not have or hardly feel, move others much."""
+SWEEP_STD = 0.05
+"""Of what all trials of an earlier sweep have in common, on the same hardware."""
 NOISE_STD = 0.01
 """Of a repeated measurement."""
-
-DESCRIBED = frozenset(
-    (
-        "world_size",
-        "pp",
-        "dp_replicate",
-        "dp_shard",
-        "cp",
-        "tp",
-        "zero_stage",
-        "sequence_parallel",
-        "micro_batch_size",
-        "num_virtual_stages",
-        "stage_layers",
-        "recompute",
-    )
-)
-"""Features that ``physical_places`` or the cost model's own terms cover."""
-
-LENGTH_SCALES = {
-    "micro_batch_size": 0.7,
-    "tp": 0.7,
-    "hidden": 0.7,
-    "seq_length": 0.7,
-    "cp": 0.7,
-    "pp": 1.5,
-    "num_virtual_stages": 1.0,
-    "dp_shard": 1.5,
-    "dp_replicate": 4.0,
-    "num_microbatches": 4.0,
-    "num_layers": 4.0,
-}
-"""Doublings of a quantity over which errors of the cost model stay alike: short where kernels change their shape."""
 
 
 class NotDescribedError(ValueError):
@@ -82,12 +64,16 @@ class NotDescribedError(ValueError):
 class Predictor:
     """The cost model on a fixed list of candidates of one workload and cluster.
 
+    Rows of what it returns are the candidates, in their order, and after them the ``earlier`` trials.
+
     Args:
-        candidates: rows of everything this returns.
         features: flat description of a candidate, for the knobs the cost model knows nothing of.
+        prior: of the time coefficients; None: the one published measurements taught.
+        estimates: what dry runs counted, of use for workloads that are no decoders.
+        earlier: trials of other sweeps on the same hardware; those of the same kind of model count.
 
     Raises:
-        NotDescribedError: the model is no decoder, the device lacks a figure, or there are too many candidates.
+        NotDescribedError: the device lacks a figure, or there are too many candidates.
     """
 
     def __init__(
@@ -97,38 +83,58 @@ class Predictor:
         cluster: ClusterDescription,
         *,
         features: Features,
+        prior: Prior | None = None,
+        estimates: Mapping[Candidate, Estimate] | None = None,
+        earlier: Sequence[EarlierTrial] = (),
     ) -> None:
-        if not isinstance(workload.model, LlamaModel):
-            raise NotDescribedError(f"the cost model knows decoders, not {workload.model.kind} models")
         if len(candidates) > MAX_CANDIDATES:
             raise NotDescribedError(
                 f"{len(candidates):,} candidates are too many to rank one by one (limit {MAX_CANDIDATES:,})"
             )
         self.candidates = tuple(candidates)
+        self.earlier = tuple(t for t in earlier if isinstance(t.workload.model, type(workload.model)))
         self.cluster = cluster
         self.on_cpu = cluster.accelerator.name == "cpu"
+        pairs = [(workload, c) for c in self.candidates] + [(t.workload, t.candidate) for t in self.earlier]
         try:
-            self.inputs = _inputs(workload, self.candidates, cluster)
+            self.inputs = _inputs(pairs, cluster, estimates or {})
         except NotImplementedError as error:
             raise NotDescribedError(str(error)) from None
-        self._own = _OwnKnobs(self.candidates, features)
-        self._prior = load_prior("time")
-        self._model = cost_model()
+        self._own = OwnKnobs([candidate for _, candidate in pairs], features)
+        self._prior = prior or load_prior("time")
         self._beliefs: dict[tuple[tuple[int, float], ...], Belief] = {}
 
     @functools.cached_property
+    def _model(self) -> CostModel:
+        return CostModel(Calibrated.of_prior(self._prior), self._calibrated_memory())
+
+    @functools.cached_property
     def estimates(self) -> Estimates:
-        """Before any measurement. On CPUs there is no device context, and none is counted."""
-        return estimate(self._model, self.inputs, on_cpu=self.on_cpu)
+        """Before any measurement of this sweep. On CPUs there is no device context, and none is counted."""
+        return described.estimate(self._model, self.inputs, on_cpu=self.on_cpu)
 
     @functools.cached_property
     def probability_fits(self) -> Array:
         """Of every candidate, before any measurement."""
         return normal_cdf(-self.log_memory / float(np.hypot(MEMORY_STD, MEMORY_SHIFT_STD)))
 
+    @functools.cached_property
+    def earlier_rows(self) -> frozenset[int]:
+        """Rows that are no candidates."""
+        return frozenset(range(len(self.candidates), len(self.inputs)))
+
+    @functools.cached_property
+    def earlier_times_s(self) -> Mapping[int, float]:
+        """Device-seconds per step of the earlier trials, by row."""
+        first = len(self.candidates)
+        times = {first + i: trial.device_seconds for i, trial in enumerate(self.earlier)}
+        return {row: seconds for row, seconds in times.items() if seconds is not None}
+
     def log_spread_of(self, row: int) -> float:
         """Standard deviation of log(measured / predicted step time) to expect."""
-        return float(self._model.log_spread(self.inputs.take(slice(row, row + 1)))[0])
+        x = self.inputs.take(slice(row, row + 1))
+        jacobian = derivatives(functools.partial(log_device_seconds, x), self._model.time.coefficients)
+        return float(self._model.time.log_spread(jacobian)[0])
 
     @functools.cached_property
     def log_memory(self) -> Array:
@@ -156,12 +162,13 @@ class Predictor:
 
     def _believe(self, times_s: Mapping[int, float]) -> Belief:
         log_time, features, seconds = linearised(self._prior, self.inputs, times_s)
-        own = self._own.one_hot
+        own, sweeps = self._own.one_hot, self._sweeps()
+        own_std = OWN_KNOB_STD["decoder" if isinstance(self.inputs, CostInputs) else "generic"]
         return Belief(
             log_time=log_time,
             error=ErrorModel(
-                features=np.hstack([features, own]),
-                feature_std=np.concatenate([np.ones(features.shape[1]), np.full(own.shape[1], OWN_KNOB_STD)]),
+                features=np.hstack([features, own, sweeps]),
+                feature_std=np.repeat([1.0, own_std, SWEEP_STD], [features.shape[1], own.shape[1], sweeps.shape[1]]),
                 places=np.hstack([physical_places(self.inputs), self._own.places]),
                 local_std=LOCAL_STD[self.device_kind],
                 common_std=0.5 if self.on_cpu else 0.1,
@@ -171,18 +178,31 @@ class Predictor:
             log_memory=self.log_memory,
         )
 
+    def _sweeps(self) -> Array:
+        """A column per earlier sweep, 1 in the rows of its trials."""
+        names = list(dict.fromkeys(trial.sweep for trial in self.earlier))
+        columns = np.zeros((len(self.inputs), len(names)))
+        for i, trial in enumerate(self.earlier):
+            columns[len(self.candidates) + i, names.index(trial.sweep)] = 1.0
+        return columns
 
-def estimate(model: CostModel, x: CostInputs, *, on_cpu: bool) -> Estimates:
-    """Of all rows; without a device context on CPUs."""
-    found = model.estimate(x)
-    if on_cpu:
-        context = found.peak_terms_bytes["constant"]
-        found.peak_bytes[:] -= context
-        context[:] = 0.0
-    return found
+    def _calibrated_memory(self) -> Calibrated:
+        """The memory coefficients after the peaks of the earlier trials, and which of them ran out of memory."""
+        prior = load_prior("memory")
+        known = [
+            (len(self.candidates) + i, trial.peak_bytes or self.limit_bytes, 0 if trial.peak_bytes else 1)
+            for i, trial in enumerate(self.earlier)
+            if trial.peak_bytes or trial.step_time_s is None
+        ]
+        if not known:
+            return Calibrated.of_prior(prior)
+        rows, peaks, sides = zip(*known, strict=True)
+        x = self.inputs.take(np.array(rows))
+        predict = functools.partial(described.log_peak, x, on_cpu=self.on_cpu)
+        return fit(prior, predict, np.log(peaks), np.array(sides, dtype=np.int64))
 
 
-def linearised(prior: Prior, x: CostInputs, times_s: Mapping[int, float]) -> tuple[Array, Array, Array]:
+def linearised(prior: Prior, x: Inputs, times_s: Mapping[int, float]) -> tuple[Array, Array, Array]:
     """The time model around the coefficients that ``times_s`` (device-seconds per step, by row) teach.
 
     Returns the log device-seconds at the prior's mean, shape (n,); features (n, coefficients), each with standard
@@ -201,51 +221,15 @@ def linearised(prior: Prior, x: CostInputs, times_s: Mapping[int, float]) -> tup
 
 
 def trial_device_seconds(
-    x: CostInputs, device_seconds_per_step: Array, overhead_s: float = TRIAL_OVERHEAD_S["cuda"]
+    x: Inputs, device_seconds_per_step: Array, overhead_s: float = TRIAL_OVERHEAD_S["cuda"]
 ) -> Array:
     """What a trial costs."""
     return np.asarray(overhead_s * x.world_size + STEPS_PER_TRIAL * device_seconds_per_step)
 
 
-def log_device_seconds(x: CostInputs, coefficients: Coefficients) -> Array:
-    """Logarithm of step time x devices."""
-    step_s = np.sum(list(step_seconds(x, work_of(x), coefficients).values()), axis=0)
-    return np.asarray(np.log(step_s * x.world_size))
-
-
-def physical_places(x: CostInputs) -> Array:
-    """Where candidates lie for the errors of the cost model."""
-    columns = [np.log2(np.maximum(getattr(x, name), 1.0)) / scale for name, scale in LENGTH_SCALES.items()]
-    recomputed = x.stage_full.sum(axis=1) / x.num_layers + x.selective_share
-    return np.stack([*columns, x.zero_stage, recomputed, x.sequence_parallel], axis=1)
-
-
-class _OwnKnobs:
-    """Knobs that differ between candidates and that the cost model does not describe."""
-
-    def __init__(self, candidates: Sequence[Candidate], features: Features) -> None:
-        rows = [_own_features(candidate, features) for candidate in candidates]
-        names = dict.fromkeys(name for row in rows for name in row)
-        hot, places = [np.zeros((len(rows), 0))], [np.zeros((len(rows), 0))]
-        for name in names:
-            values = [row.get(name, "") for row in rows]
-            distinct = sorted(set(values), key=str)
-            if len(distinct) < 2:
-                continue
-            columns = np.array([[value == other for other in distinct] for value in values], dtype=float)
-            numbers = all(isinstance(value, int | float) for value in distinct)
-            hot.append(columns)
-            places.append(np.log2(1.0 + np.array(values, dtype=float))[:, None] / 1.5 if numbers else columns)
-        self.one_hot = np.hstack(hot)
-        self.places = np.hstack(places)
-
-
-def _own_features(candidate: Candidate, features: Features) -> dict[str, Scalar]:
-    own = {name: value for name, value in features(candidate).items() if name not in DESCRIBED}
-    own["selective"] = " ".join(sorted(part.pattern for part in candidate.recompute.selective))
-    return own
-
-
-def _inputs(workload: Workload, candidates: Sequence[Candidate], cluster: ClusterDescription) -> CostInputs:
-    pairs = [(workload, candidate) for candidate in candidates]
+def _inputs(
+    pairs: Sequence[tuple[Workload, Candidate]], cluster: ClusterDescription, estimates: Mapping[Candidate, Estimate]
+) -> CostInputs | GenericInputs:
+    if not isinstance(pairs[0][0].model, LlamaModel):
+        return generic_inputs(pairs, cluster, estimates)
     return concatenate([inputs_of(pairs[i : i + ROWS_AT_ONCE], cluster) for i in range(0, len(pairs), ROWS_AT_ONCE)])

@@ -190,6 +190,30 @@ def dryrun(
 
 
 @main.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@_home_option
+@_json_option
+@reports_errors
+def probe(file: Path, home: Path, as_json: bool) -> None:
+    """Measure matmul, copy and all-reduce rates of the cluster FILE leases; find slow nodes. Takes seconds.
+
+    The rates are kept for `plan` and `submit`, whose cost model uses them. With cluster.exclude_slow_nodes in FILE,
+    trials stay off the nodes found slow.
+
+    \b
+    Example:
+      tune-cluster probe configs/sweeps/quickstart.yaml
+    """
+    from orchestrator import probe as probing
+    from orchestrator import report_probe
+    from orchestrator.home import Home
+
+    with report_probe.progress() as progress:
+        probed = probing.probe_file(file, Home(home), progress)
+    _print(as_json, probed.to_json(), lambda: report_probe.render_probe(probed))
+
+
+@main.command()
 @click.argument("sweep", required=False)
 @_home_option
 @_json_option

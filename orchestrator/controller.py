@@ -15,6 +15,7 @@ from orchestrator.state import (
     Attempt,
     AttemptEnded,
     AttemptLaunched,
+    AttemptStopped,
     CandidatesPruned,
     Command,
     ControllerStarted,
@@ -60,10 +61,12 @@ def apply(state: SweepState, event: Event) -> SweepState:
             return _apply_proposed(state, event)
         case AttemptLaunched():
             return _apply_launched(state, event)
+        case AttemptStopped():
+            return _apply_stopped(state, event)
         case AttemptEnded():
             return _apply_ended(state, event)
         case CandidatesPruned():
-            return replace(state, pruned=(*state.pruned, event))
+            return replace(state, pruned=state.pruned.append(event))
         case SearchExhausted():
             return replace(state, exhausted=event.reason)
         case SweepFinished():
@@ -79,17 +82,15 @@ def decide(state: SweepState) -> tuple[Command, ...]:
     if state.created is None or state.is_over:
         return ()
     if reason := _reason_to_fail(state):
-        is_busy = any(trial.is_running for trial in state.trials)
-        return () if is_busy else (Finish(status="failed", reason=reason),)
+        return () if state.running else (Finish(status="failed", reason=reason),)
     spent = _spent_budget(state)
-    open_trials = [trial for trial in state.trials if _is_open(state, trial) and (trial.is_running or not spent)]
-    launches = tuple(
-        Launch(trial=trial.number, attempt=len(trial.attempts)) for trial in open_trials if not trial.is_running
-    )
+    waiting = () if spent else state.waiting
+    num_open = len(waiting) + len(state.running)
+    launches = tuple(Launch(trial=number, attempt=len(state.trials[number].attempts)) for number in waiting)
     end = spent or _reason_to_propose_no_more(state)
-    if end and not open_trials:
+    if end and not num_open:
         return (Finish(status="finished", reason=end),)
-    if not end and len(open_trials) < state.sweep.max_concurrent:
+    if not end and num_open < state.sweep.max_concurrent:
         return (*launches, Propose(trial=len(state.trials)))
     return launches
 
@@ -107,14 +108,31 @@ def _apply_proposed(state: SweepState, event: TrialProposed) -> SweepState:
         origin=event.origin,
         reason=event.reason,
         proposed_at_s=event.at_s,
+        num_ended=len(state.end_order),
     )
-    return replace(state, trials=(*state.trials, trial))
+    return replace(state, trials=state.trials.append(trial), waiting=(*state.waiting, trial.number))
 
 
 def _apply_launched(state: SweepState, event: AttemptLaunched) -> SweepState:
     attempt = Attempt(token=event.token, launched_at_s=event.at_s, ranks=event.ranks, num_devices=event.num_devices)
     trial = state.trials[event.trial]
-    return _with_trial(state, replace(trial, attempts=(*trial.attempts, attempt)))
+    trial = replace(trial, attempts=(*trial.attempts, attempt))
+    return replace(
+        state,
+        trials=state.trials.with_item(trial.number, trial),
+        waiting=tuple(number for number in state.waiting if number != trial.number),
+        running=state.running | {trial.number},
+    )
+
+
+def _apply_stopped(state: SweepState, event: AttemptStopped) -> SweepState:
+    trial = state.trials[event.trial]
+    if not trial.is_running or trial.attempts[-1].token != event.token:
+        return state
+    stopped = replace(trial.attempts[-1], stopped=event.outcome)
+    return replace(
+        state, trials=state.trials.with_item(trial.number, replace(trial, attempts=(*trial.attempts[:-1], stopped)))
+    )
 
 
 def _apply_ended(state: SweepState, event: AttemptEnded) -> SweepState:
@@ -122,22 +140,27 @@ def _apply_ended(state: SweepState, event: AttemptEnded) -> SweepState:
     if not trial.is_running or trial.attempts[-1].token != event.token:
         return state
     ended = replace(trial.attempts[-1], outcome=event.outcome, device_seconds=event.device_seconds)
-    state = _with_trial(state, replace(trial, attempts=(*trial.attempts[:-1], ended)))
-    if isinstance(event.outcome, GangLost):
-        return state
-    return replace(state, end_order=(*state.end_order, trial.number))
+    trial = replace(trial, attempts=(*trial.attempts[:-1], ended))
+    is_lost = isinstance(event.outcome, GangLost)
+    state = replace(
+        state,
+        trials=state.trials.with_item(trial.number, trial),
+        device_seconds=state.device_seconds + event.device_seconds,
+        end_order=state.end_order if is_lost else state.end_order.append(trial.number),
+        running=state.running - {trial.number},
+    )
+    if is_lost and trial.num_lost < state.sweep.budget.lost_attempts_per_trial:
+        return replace(state, waiting=tuple(sorted((*state.waiting, trial.number))))
+    return replace(state, best_trial=trial.number) if _beats_best(state, trial) else state
 
 
-def _with_trial(state: SweepState, trial: Trial) -> SweepState:
-    trials = (*state.trials[: trial.number], trial, *state.trials[trial.number + 1 :])
-    return replace(state, trials=trials)
-
-
-def _is_open(state: SweepState, trial: Trial) -> bool:
-    """Whether the trial still has to be launched, launched again, or waited for."""
-    if trial.outcome is None:
-        return True
-    return isinstance(trial.outcome, GangLost) and trial.num_lost < state.sweep.budget.lost_attempts_per_trial
+def _beats_best(state: SweepState, trial: Trial) -> bool:
+    """Whether it has the highest tokens/s/p so far; the lower number on a tie."""
+    measurement, best = trial.measurement, state.best
+    if measurement is None or best is None or best.measurement is None:
+        return measurement is not None
+    ahead = measurement.tokens_per_s_per_device - best.measurement.tokens_per_s_per_device
+    return ahead > 0 or (ahead == 0 and trial.number < best.number)
 
 
 def _spent_budget(state: SweepState) -> str:
@@ -154,19 +177,25 @@ def _reason_to_propose_no_more(state: SweepState) -> str:
     limit = state.sweep.budget.max_trials
     if limit is not None and len(state.trials) >= limit:
         return f"the budget of {limit} trials is spent"
-    return state.exhausted
+    return state.exhausted or _spent_patience(state)
+
+
+def _spent_patience(state: SweepState) -> str:
+    patience, best = state.sweep.budget.patience, state.best_trial
+    if patience is None or best is None or best in state.end_order[-patience:]:
+        return ""
+    return f"none of the last {patience} trials was faster than the best one"
 
 
 def _reason_to_fail(state: SweepState) -> str:
-    outcomes = [_outcome(state, number) for number in state.end_order]
-    first = outcomes[:SAME_ERROR_LIMIT]
+    first = [_outcome(state, number) for number in state.end_order[:SAME_ERROR_LIMIT]]
     signatures = {_signature(outcome) for outcome in first}
     if len(first) == SAME_ERROR_LIMIT and len(signatures) == 1 and None not in signatures:
         return f"the first {SAME_ERROR_LIMIT} attempts failed with the same error: {describe_failure(first[-1])}"
     limit = state.sweep.budget.consecutive_failures
-    last = outcomes[-limit:]
-    if len(last) == limit and all(outcome.consequence == "fault" for outcome in last):
-        return f"{limit} trials in a row failed; the last one: {describe_failure(last[-1])}"
+    last = state.end_order[-limit:]
+    if len(last) == limit and all(_outcome(state, number).consequence == "fault" for number in reversed(last)):
+        return f"{limit} trials in a row failed; the last one: {describe_failure(_outcome(state, last[-1]))}"
     return ""
 
 

@@ -14,11 +14,13 @@ move layers between ranks.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trials.spec import Candidate, Counts, Layout
 
@@ -56,43 +58,73 @@ def dominates_memory(a: Candidate, b: Candidate, *, global_batch_size: int | Non
 def pruned(
     candidates: Sequence[Candidate], confirmed_oom: Iterable[Candidate], *, global_batch_size: int | None = None
 ) -> dict[Candidate, Pruned]:
-    """The candidates that dominate one of ``confirmed_oom``, each with the first such witness.
+    """The candidates that dominate one of ``confirmed_oom``, each with the first such witness."""
+    pruner = Pruner(candidates, global_batch_size=global_batch_size)
+    return {
+        candidates[row]: Pruned(rule_id=rule_id, witness=witness)
+        for witness in dict.fromkeys(confirmed_oom)
+        for row, rule_id in pruner.add(witness).items()
+    }
 
-    Takes time in proportion to the candidates that share a group of undeclared knobs with a witness.
+
+class Pruner:
+    """Rules candidates out, one witness after another.
+
+    A witness takes time in proportion to what is left in its group of undeclared knobs.
     """
-    witnesses: dict[Hashable, list[Candidate]] = defaultdict(list)
-    for witness in dict.fromkeys(confirmed_oom):
-        witnesses[_group(witness, global_batch_size)].append(witness)
-    if not witnesses:
-        return {}
-    members: dict[Hashable, list[Candidate]] = defaultdict(list)
-    for candidate in candidates:
-        key = _group(candidate, global_batch_size)
-        if key in witnesses:
-            members[key].append(candidate)
-    found: dict[Candidate, Pruned] = {}
-    for key, group in members.items():
-        found |= _pruned_in_group(group, witnesses[key])
-    return found
+
+    def __init__(self, candidates: Sequence[Candidate], *, global_batch_size: int | None = None) -> None:
+        self._candidates = candidates
+        self._batch = global_batch_size
+        self._groups: dict[Hashable, _Group] = {}
+
+    @functools.cached_property
+    def _members(self) -> dict[Hashable, list[int]]:
+        members: dict[Hashable, list[int]] = defaultdict(list)
+        for row, candidate in enumerate(self._candidates):
+            members[_group(candidate, self._batch)].append(row)
+        return members
+
+    def add(self, witness: Candidate) -> dict[int, str]:
+        """What ``witness`` rules out beyond those before it: row of the candidate to rule id."""
+        key = _group(witness, self._batch)
+        if key not in self._groups:
+            rows = self._members.get(key, [])
+            self._groups[key] = _Group([self._candidates[row] for row in rows], np.array(rows, dtype=np.int64))
+        return self._groups[key].add(witness)
 
 
-def _pruned_in_group(group: Sequence[Candidate], witnesses: Sequence[Candidate]) -> dict[Candidate, Pruned]:
-    patterns = _patterns((*group, *witnesses))
-    names = [name for name, numbers in _demand(group[0], patterns).items() for _ in numbers]
-    matrix = np.array([_flat(_demand(candidate, patterns)) for candidate in group], dtype=np.int64)
-    engines = np.array([_engine_codes(candidate.layout) for candidate in group], dtype=np.int64)
-    found: dict[Candidate, Pruned] = {}
-    left = np.arange(len(group))
-    for witness in witnesses:
-        row = np.array(_flat(_demand(witness, patterns)), dtype=np.int64)
+class _Group:
+    """Candidates with the same undeclared knobs: what each demands, and which are left."""
+
+    def __init__(self, candidates: Sequence[Candidate], rows: NDArray[np.int64]) -> None:
+        self._candidates, self._rows = candidates, rows
+        self._engines = np.array([_engine_codes(candidate.layout) for candidate in candidates], dtype=np.int64)
+        self._left = np.arange(len(candidates))
+        self._describe(_patterns(candidates))
+
+    def _describe(self, patterns: tuple[str, ...]) -> None:
+        self._patterns = patterns
+        demands = [_demand(candidate, patterns) for candidate in self._candidates]
+        self._names = [name for name, numbers in (demands[0] if demands else {}).items() for _ in numbers]
+        self._matrix = np.array([_flat(demand) for demand in demands], dtype=np.int64)
+
+    def add(self, witness: Candidate) -> dict[int, str]:
+        if not self._left.size:
+            return {}
+        if unknown := [pattern for pattern in _patterns((witness,)) if pattern not in self._patterns]:
+            self._describe((*self._patterns, *unknown))
+        row = np.array(_flat(_demand(witness, self._patterns)), dtype=np.int64)
         engine = np.array(_engine_codes(witness.layout), dtype=np.int64)
-        meets = (engines[left] == engine) | (engines[left] == 0) | (engine == 0)
-        hit = np.all(matrix[left] >= row, axis=1) & np.all(meets, axis=1)
-        for i in left[hit]:
-            differing = {names[column] for column in np.flatnonzero(matrix[i] != row)}
-            found[group[i]] = Pruned(rule_id=_rule_id(differing), witness=witness)
-        left = left[~hit]
-    return found
+        left = self._left
+        meets = (self._engines[left] == engine) | (self._engines[left] == 0) | (engine == 0)
+        hit = np.all(self._matrix[left] >= row, axis=1) & np.all(meets, axis=1)
+        self._left = left[~hit]
+        found: dict[int, str] = {}
+        for i in left[hit].tolist():
+            differing = {self._names[column] for column in np.flatnonzero(self._matrix[i] != row)}
+            found[int(self._rows[i])] = _rule_id(differing)
+        return found
 
 
 def _rule_id(differing: Set[str]) -> str:

@@ -94,7 +94,7 @@ def dry_run(
         ConfigError: for the file, a trial nobody knows or that breaks a rule, or a size without its unit.
     """
     spec = load_sweep(file)
-    topology = _known_topology(spec)
+    topology = _known_topology(spec, home)
     chosen = [(name, choose(spec, name, home)) for name in trials or (() if num_legal else (BASELINE,))]
     if num_legal:
         candidates = _plan_here(spec, topology).candidates[:num_legal]
@@ -125,10 +125,10 @@ def dry_run(
     ]
 
 
-def _known_topology(spec: SweepSpec) -> Topology | None:
+def _known_topology(spec: SweepSpec, home: Home) -> Topology | None:
     """None too where this host is not the hardware asked for: a dry run needs none."""
     try:
-        return known_topology(spec)
+        return known_topology(spec, home)
     except ClusterError:
         return None
 
@@ -157,7 +157,7 @@ def choose(spec: SweepSpec, name: str, home: Home) -> Candidate:
         return spec.baseline_candidate
     if name.lstrip().startswith("{"):
         return changed_baseline(spec, name)
-    topology = _known_topology(spec)
+    topology = _known_topology(spec, home)
     candidates = _plan_here(spec, topology, load_estimates(spec, topology, DryRunCache(home.dry_runs))).candidates
     if name.isdecimal():
         found = candidates[int(name) - 1] if len(name) < 10 and 1 <= int(name) <= len(candidates) else None

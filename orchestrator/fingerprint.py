@@ -11,8 +11,11 @@ from cluster.topology import Topology
 _PACKAGES = ("torch", "ray", "optuna", "mlflow", "tune-cluster")
 
 
-def fingerprint(topology: Topology) -> dict[str, str]:
-    """Names and versions, flat. Two measurements compare only where these are equal."""
+def fingerprint(topology: Topology, virtual: str = "") -> dict[str, str]:
+    """Names and versions, flat. Two measurements compare only where these are equal.
+
+    ``virtual`` tells clusters that do not exist apart; empty for one that does.
+    """
     first = topology.nodes[0]
     versions = {package: metadata.version(package) for package in _PACKAGES}
     return {
@@ -23,6 +26,7 @@ def fingerprint(topology: Topology) -> dict[str, str]:
         "hardware": topology.label,
         "device_memory_bytes": str(first.device_memory_bytes),
         "threads_per_device": str(first.threads_per_device),
+        **({"virtual": virtual} if virtual else {}),
     }
 
 

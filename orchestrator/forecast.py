@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +10,16 @@ import numpy as np
 
 from cluster.accelerators import CatalogueError, describe_topology
 from cluster.cost.calibrate import OUT_OF_MEMORY_THRESHOLD
+from cluster.cost.coefficients import load_prior
+from cluster.profile import Profile
+from cluster.profile_prior import with_measured_figures, with_probe
 from cluster.topology import Topology
 from orchestrator.beliefs import NotDescribedError, Predictor
 from orchestrator.plan import Plan, describe
 from orchestrator.space import flat_params
 from orchestrator.sweep import SweepSpec
+from orchestrator.transfer import EarlierTrial
+from trials.estimate import Estimate
 from trials.spec import Candidate, Workload
 
 NUM_SHOWN = 10
@@ -74,6 +80,8 @@ class Forecast:
     """As many as the budget allows and the space has."""
     device_hours: float
     """Of that many trials: the baseline and the candidates expected to be fastest."""
+    num_probed: int = 0
+    """Nodes whose measured rates the prediction takes into account."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -83,13 +91,22 @@ class Forecast:
             "num_candidates": self.num_candidates,
             "num_trials": self.num_trials,
             "device_hours": self.device_hours,
+            "num_probed": self.num_probed,
             "baseline": self.baseline.to_json(),
             "top": [prediction.to_json() for prediction in self.top],
         }
 
 
-def make_predictor(workload: Workload, candidates: tuple[Candidate, ...], topology: Topology | None) -> Predictor:
-    """The cost model on ``candidates`` and the hardware of ``topology``.
+def make_predictor(
+    workload: Workload,
+    candidates: tuple[Candidate, ...],
+    topology: Topology | None,
+    profile: Profile | None = None,
+    *,
+    estimates: Mapping[Candidate, Estimate] | None = None,
+    earlier: Sequence[EarlierTrial] = (),
+) -> Predictor:
+    """The cost model on ``candidates`` and the hardware of ``topology``, with what a probe measured of its nodes.
 
     Raises:
         NotDescribedError: no hardware is known, or the cost model knows the model or the device not.
@@ -100,23 +117,37 @@ def make_predictor(workload: Workload, candidates: tuple[Candidate, ...], topolo
         cluster = describe_topology(topology)
     except CatalogueError as error:
         raise NotDescribedError(str(error)) from None
-    return Predictor(workload, candidates, cluster, features=flat_params)
+    prior = None
+    if profile is not None:
+        cluster = with_measured_figures(cluster, profile)
+        prior = with_probe(load_prior("time"), profile, cluster)
+    return Predictor(
+        workload, candidates, cluster, features=flat_params, prior=prior, estimates=estimates, earlier=earlier
+    )
 
 
-def of_plan(plan: Plan, workload: Workload, topology: Topology | None) -> Predictor:
+def of_plan(
+    plan: Plan,
+    workload: Workload,
+    topology: Topology | None,
+    profile: Profile | None = None,
+    *,
+    earlier: Sequence[EarlierTrial] = (),
+) -> Predictor:
     """:func:`make_predictor` for the plan's candidates, and after them the baseline where it is none of them."""
     others = () if plan.baseline in set(plan.candidates) else (plan.baseline,)
-    return make_predictor(workload, (*plan.candidates, *others), topology)
+    candidates = (*plan.candidates, *others)
+    return make_predictor(workload, candidates, topology, profile, estimates=plan.known.by_candidate, earlier=earlier)
 
 
-def forecast(plan: Plan, spec: SweepSpec, topology: Topology | None) -> Forecast:
+def forecast(plan: Plan, spec: SweepSpec, topology: Topology | None, profile: Profile | None = None) -> Forecast:
     """Rank the plan's candidates.
 
     Raises:
         NotDescribedError: as :func:`make_predictor`.
     """
     workload = spec.to_workload()
-    predictor = of_plan(plan, workload, topology)
+    predictor = of_plan(plan, workload, topology, profile)
     num_candidates = len(plan.candidates)
     device_s = predictor.estimates.step_s * predictor.inputs.world_size
     fits = predictor.probability_fits >= 1 - OUT_OF_MEMORY_THRESHOLD
@@ -133,6 +164,7 @@ def forecast(plan: Plan, spec: SweepSpec, topology: Topology | None) -> Forecast
         num_candidates=num_candidates,
         num_trials=num_trials,
         device_hours=float(spent.sum()) / 3600,
+        num_probed=len(profile.measured) if profile is not None else 0,
     )
 
 

@@ -85,45 +85,91 @@ def propose(belief: Belief, seen: Seen, num: int = 1) -> list[Proposal]:
     further one is chosen as if the earlier had turned out as expected (kriging believer, Ginsbourger et al. 2010), as
     are those still running. Before anything was measured, the best prediction that fits comes first.
     """
-    open_rows = _open_rows(belief, seen)
-    if not open_rows.size:
-        return []
-    residual = _learned(belief, seen)
-    believed: dict[int, float] = {row: float(np.log(time_s)) for row, time_s in seen.times_s.items()}
-    residual = _believe(belief, residual, believed, seen.running)
-    rows = _shortlist(belief, residual, open_rows)
-    fits = probability_fits(belief, seen, rows)
+    turn = Round(belief, seen, keep=SHORTLIST_SIZE)
     chosen: list[Proposal] = []
-    for _ in range(min(num, len(rows))):
-        proposal = _best(belief, residual, rows, fits, believed)
+    while len(chosen) < num and (proposal := turn.best()) is not None:
         chosen.append(proposal)
-        residual = _believe(belief, residual, believed, (proposal.index,))
-        keep = rows != proposal.index
-        rows, fits = rows[keep], fits[keep]
+        turn.believe(proposal.index)
     return chosen
 
 
-def _best(
-    belief: Belief, residual: Residual, rows: NDArray[np.intp], fits: Array, believed: Mapping[int, float]
-) -> Proposal:
-    mean = belief.log_time[rows] + residual.mean(rows)
-    std = residual.std(rows)
-    if believed:
-        incumbent = min(believed.values())
-        score = expected_improvement(incumbent, mean, std) * fits / belief.cost_s[rows]
-    else:
-        incumbent = float(mean.min())
-        score = np.exp(incumbent - mean) * fits
-    score = np.where(fits >= MIN_PROBABILITY, score, score * 1e-6)
-    # Improvements that underflow are still ordered: by how many standard deviations they are away.
-    best = int(np.lexsort((mean, (mean - incumbent) / std, -score))[0])
-    return Proposal(
-        index=int(rows[best]),
-        time_s=float(np.exp(mean[best])),
-        log_std=float(std[best]),
-        probability_fits=float(fits[best]),
-        score=float(score[best]),
-    )
+class Round:
+    """Proposals one after another from what was seen at one time, as :func:`propose` describes.
+
+    That a candidate turns out as expected changes no expectation, only how much is left to be learned: one more column
+    of what is explained. A further proposal therefore costs little, however much was seen.
+
+    Args:
+        keep: how many candidates stay to choose from, those that score best at first.
+    """
+
+    def __init__(self, belief: Belief, seen: Seen, *, keep: int) -> None:
+        self._belief = belief
+        believed: dict[int, float] = {row: float(np.log(time_s)) for row, time_s in seen.times_s.items()}
+        residual = _believe(belief, _learned(belief, seen), believed, seen.running)
+        self._scale = residual.scale
+        self._incumbent = min(believed.values(), default=None)
+        self._rows = _shortlist(belief, residual, _open_rows(belief, seen))
+        self._fits = probability_fits(belief, seen, self._rows)
+        self._mean = belief.log_time[self._rows] + residual.mean(self._rows)
+        self._explained, self._variance = residual.explain(self._rows)
+        self._is_left = np.ones(len(self._rows), dtype=bool)
+        self._keep(np.sort(self._order()[:keep]))
+
+    def best(self, is_open: NDArray[np.bool_] | None = None) -> Proposal | None:
+        """The best candidate left; None where none is. ``is_open``, shape (n,): which may be proposed."""
+        left = self._is_left if is_open is None else self._is_left & is_open[self._rows]
+        order = self._order()
+        order = order[left[order]]
+        if not order.size:
+            return None
+        best = int(order[0])
+        return Proposal(
+            index=int(self._rows[best]),
+            time_s=float(np.exp(self._mean[best])),
+            log_std=float(self._std[best]),
+            probability_fits=float(self._fits[best]),
+            score=float(self._score[best]),
+        )
+
+    def believe(self, row: int) -> bool:
+        """As if ``row`` had been measured at its expected time. False where it is none of those to choose from."""
+        (places,) = np.nonzero(self._rows == row)
+        if not places.size:
+            return False
+        at, error = int(places[0]), self._belief.error
+        own = self._explained[at]
+        covariance = error.covariance(self._rows, self._rows[at : at + 1], self._scale)[:, 0]
+        left_std = np.sqrt(max(covariance[at] - own @ own, 1e-12) + error.noise_std**2)
+        column = (covariance - self._explained @ own) / left_std
+        self._explained = np.column_stack([self._explained, column])
+        self._variance = self._variance - column**2
+        self._is_left[at] = False
+        expected = float(self._mean[at])
+        self._incumbent = expected if self._incumbent is None else min(self._incumbent, expected)
+        return True
+
+    @property
+    def _std(self) -> Array:
+        return np.asarray(np.sqrt(np.maximum(self._variance, 1e-12)))
+
+    @property
+    def _score(self) -> Array:
+        if self._incumbent is None:
+            score = np.exp(self._mean.min(initial=np.inf) - self._mean) * self._fits
+        else:
+            improvement = expected_improvement(self._incumbent, self._mean, self._std)
+            score = improvement * self._fits / self._belief.cost_s[self._rows]
+        return np.asarray(np.where(self._fits >= MIN_PROBABILITY, score, score * 1e-6))
+
+    def _order(self) -> NDArray[np.intp]:
+        """Best first. Improvements that underflow are still ordered: by how many standard deviations they are away."""
+        incumbent = self._mean.min(initial=np.inf) if self._incumbent is None else self._incumbent
+        return np.lexsort((self._mean, (self._mean - incumbent) / self._std, -self._score))
+
+    def _keep(self, kept: NDArray[np.intp]) -> None:
+        for name in ("_rows", "_fits", "_mean", "_explained", "_variance", "_is_left"):
+            setattr(self, name, getattr(self, name)[kept])
 
 
 def expected_log_times(belief: Belief, seen: Seen) -> Array:

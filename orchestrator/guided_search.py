@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from orchestrator.beliefs import Predictor
-from orchestrator.guided import Belief, Proposal, Seen, propose, should_stop
+from orchestrator.guided import Belief, Proposal, Round, Seen, expected_log_times, should_stop
+from orchestrator.open_candidates import OpenCandidates
+from orchestrator.rounds import as_of, first_trial, round_start
+from orchestrator.staged import Stages
 from orchestrator.state import SweepState, Trial
-from trials.outcome import Infeasible, OutOfMemory
+from trials.outcome import Infeasible, OutOfMemory, StoppedEarly
 from trials.spec import Candidate
 
 MAX_LEARNED = 256
@@ -17,39 +24,140 @@ MIN_MEASURED_TO_STOP = 4
 STOP_TOLERANCE = 0.01
 """What an improvement must promise, relative, for the search to go on."""
 
+MIN_KEPT = 512
+"""Candidates a round chooses from, at least; twice as many as run at the same time."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Turn:
+    """A round, and how far it has come."""
+
+    round: Round
+    state: SweepState
+    """What it knows."""
+    is_open: NDArray[np.bool_]
+    """By row, at its beginning."""
+    words: str
+    num_known: int
+    """Ended trials it knows of."""
+    num_measured: int
+    num_trials: int
+    """Trials that have been taken in."""
+    last: Candidate | None
+    """That of the last of them."""
+    is_converged: bool | None = None
+
+    def is_before(self, state: SweepState, num_known: int) -> bool:
+        """Whether ``state`` is in this round, and follows from what was taken in."""
+        num = self.num_trials
+        return (
+            self.num_known == num_known
+            and len(state.trials) >= num
+            and (num == 0 or state.trials[num - 1].candidate == self.last)
+            and state.end_order.starts_with(self.state.end_order)
+        )
+
 
 class GuidedSearch:
-    """Proposals of the cost model, corrected by the sweep's own trials: a function of the state alone."""
+    """Proposals of the cost model, corrected by the sweep's own trials: a function of the state alone.
 
-    def __init__(self, predictor: Predictor) -> None:
+    Args:
+        stages: which candidates come first; None: all at once.
+    """
+
+    def __init__(self, predictor: Predictor, stages: Stages | None = None) -> None:
         self._predictor = predictor
+        self._stages = stages
         self._rows = {candidate.config_key: row for row, candidate in enumerate(predictor.candidates)}
+        self._keys = tuple(self._rows)
+        self._row_of_trial: dict[int, tuple[Candidate, int | None]] = {}
+        self._row_in: tuple[OpenCandidates, NDArray[np.intp]] | None = None
+        self._turn: _Turn | None = None
 
-    @property
-    def keys(self) -> frozenset[str]:
-        """Config keys of all candidates described, the sweep's own and others (the baseline)."""
-        return frozenset(self._rows)
-
-    def ask(self, state: SweepState, closed: Collection[str]) -> tuple[Candidate, str] | None:
-        """The next candidate and why; None when none is left. ``closed``: config keys not to be proposed."""
-        belief, seen = self._standing(state, closed)
-        found = propose(belief, seen)
-        if not found:
+    def ask(self, state: SweepState, candidates: OpenCandidates) -> tuple[Candidate, str] | None:
+        """The next candidate and why; None when none is left. ``candidates`` have followed the sweep to ``state``."""
+        turn = self._now(state, candidates)
+        is_open = self._is_open(candidates, len(state.trials), len(state.end_order))
+        found = turn.round.best(is_open)
+        if found is None:
+            turn = self._turn = self._begin(state, candidates, turn.num_known, len(state.trials))
+            found = turn.round.best(is_open)
+        if found is None:
             return None
-        return self._predictor.candidates[found[0].index], _reason(found[0], state, measured=bool(seen.times_s))
+        reason = _reason(found, state, measured=turn.num_measured > 0)
+        return self._predictor.candidates[found.index], f"{turn.words}: {reason}" if turn.words else reason
 
-    def is_converged(self, state: SweepState, closed: Collection[str]) -> bool:
+    def is_converged(self, state: SweepState, candidates: OpenCandidates) -> bool:
         """Whether nothing left is likely to beat the best by more than ``STOP_TOLERANCE``."""
-        belief, seen = self._standing(state, closed)
-        return len(seen.times_s) >= MIN_MEASURED_TO_STOP and should_stop(belief, seen, tolerance=STOP_TOLERANCE)
+        turn = self._now(state, candidates)
+        if turn.is_converged is None:
+            belief, seen = self._standing(turn.state, self._closed(turn.is_open))
+            enough = len(seen.times_s) >= MIN_MEASURED_TO_STOP
+            turn.is_converged = enough and should_stop(belief, seen, tolerance=STOP_TOLERANCE)
+        return turn.is_converged
 
-    def _standing(self, state: SweepState, closed: Collection[str]) -> tuple[Belief, Seen]:
+    def _now(self, state: SweepState, candidates: OpenCandidates) -> _Turn:
+        """The round that ``state`` is in, with what was proposed in it so far.
+
+        A trial that is none of its candidates begins it anew, with what was known when that trial was proposed.
+        """
+        num_known = round_start(len(state.end_order), state.sweep.max_concurrent)
+        turn = self._turn
+        if turn is None or not turn.is_before(state, num_known):
+            turn = self._begin(state, candidates, num_known, first_trial(state, num_known))
+        for trial in state.trials.since(turn.num_trials):
+            row = self._row(trial)
+            if row is not None and not turn.round.believe(row):
+                turn = self._begin(state, candidates, num_known, trial.number)
+                turn.round.believe(row)
+            turn.num_trials, turn.last = trial.number + 1, trial.candidate
+        self._turn = turn
+        return turn
+
+    def _begin(self, state: SweepState, candidates: OpenCandidates, num_known: int, num_trials: int) -> _Turn:
+        """A round from the first ``num_trials`` trials, of which ``num_known`` have ended."""
+        before = as_of(state, num_known, num_trials)
+        num_ended = state.trials[num_trials].num_ended if num_trials < len(state.trials) else len(state.end_order)
+        is_open = self._is_open(candidates, num_trials, num_ended)
+        words, closed = "", self._closed(is_open)
+        if self._stages is not None:
+            stage = self._stages.now(before, frozenset(self._keys[row] for row in np.flatnonzero(is_open).tolist()))
+            words, closed = stage.words, [row for row, key in enumerate(self._keys) if key not in stage.keys]
+        belief, seen = self._standing(before, closed)
+        return _Turn(
+            round=Round(belief, seen, keep=max(MIN_KEPT, 2 * state.sweep.max_concurrent)),
+            state=before,
+            is_open=is_open,
+            words=words,
+            num_known=num_known,
+            num_measured=len(seen.times_s),
+            num_trials=num_trials,
+            last=before.trials[-1].candidate if num_trials else None,
+        )
+
+    def _is_open(self, candidates: OpenCandidates, num_trials: int, num_ended: int) -> NDArray[np.bool_]:
+        """By row, when there were so many trials and so many of them had ended."""
+        if self._row_in is None or self._row_in[0] is not candidates:
+            found = [candidates.row_of.get(key, -1) for key in self._keys]
+            self._row_in = candidates, np.array(found, dtype=np.intp)
+        rows = self._row_in[1]
+        is_closed = (candidates.tried_by[rows] < num_trials) | (candidates.ruled_out_by[rows] < num_ended)
+        return np.asarray((rows >= 0) & ~is_closed)
+
+    @staticmethod
+    def _closed(is_open: NDArray[np.bool_]) -> list[int]:
+        closed: list[int] = np.flatnonzero(~is_open).tolist()
+        return closed
+
+    def _standing(self, state: SweepState, closed: Collection[int]) -> tuple[Belief, Seen]:
+        """What is believed and was seen. ``closed``: rows not to be proposed."""
         measured = [(row, trial) for number in state.end_order for row, trial in self._measured(state.trials[number])]
         calibrating = measured[: _num_calibrating(len(measured))]
-        belief = self._predictor.belief({row: device_seconds(trial) for row, trial in calibrating})
+        history = self._predictor.earlier_times_s
+        belief = self._predictor.belief({**history, **{row: device_seconds(trial) for row, trial in calibrating}})
         learned = dict(_most_telling(measured))
         outcomes = {row: trial.outcome for trial in state.trials if (row := self._row(trial)) is not None}
-        return belief, Seen(
+        seen = Seen(
             times_s={row: device_seconds(trial) for row, trial in learned.items()},
             peaks={row: peak / self._limit_bytes for row, trial in learned.items() if (peak := _peak_bytes(trial))},
             oom=frozenset(row for row, outcome in outcomes.items() if isinstance(outcome, OutOfMemory)),
@@ -57,19 +165,39 @@ class GuidedSearch:
             running=tuple(
                 row for row, outcome in outcomes.items() if outcome is None or outcome.consequence == "retry"
             ),
-            excluded=frozenset(row for row in map(self._rows.get, closed) if row is not None and row not in learned),
+            excluded=frozenset(row for row in closed if row not in learned) | self._predictor.earlier_rows,
+            history=history,
         )
+        stopped = {row: o for row, o in outcomes.items() if isinstance(o, StoppedEarly) and row not in learned}
+        return belief, _with_bounds(belief, seen, stopped, self._predictor)
 
     @property
     def _limit_bytes(self) -> float:
         return self._predictor.limit_bytes
 
     def _row(self, trial: Trial) -> int | None:
-        return self._rows.get(trial.candidate.config_key)
+        known = self._row_of_trial.get(trial.number)
+        if known is None or known[0] is not trial.candidate:
+            known = trial.candidate, self._rows.get(trial.candidate.config_key)
+            self._row_of_trial[trial.number] = known
+        return known[1]
 
     def _measured(self, trial: Trial) -> list[tuple[int, Trial]]:
         row = self._row(trial)
         return [] if row is None or trial.measurement is None else [(row, trial)]
+
+
+def _with_bounds(belief: Belief, seen: Seen, stopped: Mapping[int, StoppedEarly], predictor: Predictor) -> Seen:
+    """With what trials that were stopped early tell: that they take at least so long. Where they were expected to take
+    longer, that is no news; else they teach as if that were what they take."""
+    if not stopped:
+        return seen
+    expected = expected_log_times(belief, seen)
+    bounds = {row: o.at_least_s * float(predictor.inputs.world_size[row]) for row, o in stopped.items()}
+    news = [(row, seconds) for row, seconds in bounds.items() if math.log(seconds) > expected[row]]
+    return replace(
+        seen, history={**seen.history, **dict(news[-MAX_LEARNED:])}, excluded=seen.excluded | frozenset(bounds)
+    )
 
 
 def device_seconds(trial: Trial) -> float:

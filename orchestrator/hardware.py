@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any, TypedDict
 
-from cluster.connect import Replay, Simulation, describe
+from cluster.connect import Excluded, Replay, Simulation, describe
 from cluster.topology import DeviceKind, Topology
+from orchestrator.home import Home
+from orchestrator.profiles import ProfileStore, profile_key
 from orchestrator.sweep import SweepSpec
+
+logger = logging.getLogger(__name__)
 
 
 class ClusterOptions(TypedDict):
@@ -21,9 +26,11 @@ class ClusterOptions(TypedDict):
     device: Any
     simulation: Simulation | None
     replay: Replay | None
+    excluded: Excluded | None
 
 
-def cluster_options(spec: SweepSpec) -> ClusterOptions:
+def cluster_options(spec: SweepSpec, home: Home | None = None) -> ClusterOptions:
+    """What the file says of its cluster. ``home`` holds the profiles that tell which nodes are slow."""
     cluster = spec.cluster
     simulation, replay = cluster.simulation, cluster.replay
     return {
@@ -37,16 +44,41 @@ def cluster_options(spec: SweepSpec) -> ClusterOptions:
         "replay": Replay(**{**replay.model_dump(exclude={"baseline"}), "table": Path(replay.table)})
         if replay
         else None,
+        "excluded": _excluded(spec, home),
     }
 
 
-def known_topology(spec: SweepSpec) -> Topology | None:
-    """What the sweep would lease; None where only the cluster itself knows.
+def _excluded(spec: SweepSpec, home: Home | None) -> Excluded | None:
+    """Names the nodes of a lease that the file leaves out; None where it leaves out none."""
+    cluster = spec.cluster
+    if not cluster.exclude_nodes and not cluster.exclude_slow_nodes:
+        return None
+
+    def names(topology: Topology) -> frozenset[str]:
+        leased = {node.name for node in topology.nodes}
+        if unknown := sorted(set(cluster.exclude_nodes) - leased):
+            logger.warning("cluster.exclude_nodes names %s, not among the nodes leased", ", ".join(unknown))
+        slow = _slow_nodes(spec, topology, home) if cluster.exclude_slow_nodes and home is not None else ()
+        return frozenset(leased & {*cluster.exclude_nodes, *slow})
+
+    return names
+
+
+def _slow_nodes(spec: SweepSpec, topology: Topology, home: Home) -> tuple[str, ...]:
+    profile = ProfileStore.of(home).get(profile_key(spec, topology))
+    if profile is None:
+        logger.warning("cluster.exclude_slow_nodes: no profile of this cluster; `tune-cluster probe` makes one")
+        return ()
+    return profile.unfit
+
+
+def known_topology(spec: SweepSpec, home: Home | None = None) -> Topology | None:
+    """What the sweep would use; None where only the cluster itself knows.
 
     Raises:
         ClusterError: this host cannot give what is asked for.
     """
-    return describe(**cluster_options(spec))
+    return describe(**cluster_options(spec, home))
 
 
 def device_kind(spec: SweepSpec, topology: Topology | None) -> DeviceKind:

@@ -51,6 +51,11 @@ class Home:
         """Folder of the estimates kept by dry runs."""
         return self.path / "dryrun"
 
+    @property
+    def profiles(self) -> Path:
+        """Folder of the clusters' profiles kept by probes."""
+        return self.path / "profiles"
+
     def sweep_folder(self, name: str) -> Path:
         return self.path / "sweeps" / check_name(name, "sweep name")
 

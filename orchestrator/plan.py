@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from cluster.topology import Topology
 from orchestrator.errors import ConfigError
 from orchestrator.estimates import KnownEstimates
+from orchestrator.large_space import MAX_ENUMERATED, SAMPLE_SIZE, LargeSpace
 from orchestrator.replay_space import ReplaySpace
 from orchestrator.rules import Case, Rule, Violation, check, rules_for, violations
-from orchestrator.space import Space, flat_params, make_space, short_name
+from orchestrator.space import Frame, Space, flat_params, make_space, short_name
 from orchestrator.sweep import SweepSpec
-from trials.spec import Candidate
+from trials.spec import Candidate, Workload
 
 if TYPE_CHECKING:
     from cluster.cost.balance_problem import Balance
@@ -37,20 +39,28 @@ class Plan:
 
     baseline: Candidate
     candidates: tuple[Candidate, ...]
-    """Legal candidates of the space in a fixed order; the baseline is among them only if the space spans it."""
+    """Legal candidates of the space in a fixed order, of a space too large to enumerate a random part; the baseline is
+    among them only if the space spans it."""
     num_rejected: Mapping[str, int]
     """Rejected candidates by the first rule they break, most first."""
     examples: tuple[Rejection, ...]
     """Up to ``NUM_EXAMPLES`` per rule."""
     num_duplicates: int
-    """Combinations of choices that come to the same candidate as another one."""
+    """Combinations of choices that come to the same candidate as another one; 0 where nobody counted."""
     product_size: int
-    """All combinations: candidates + rejected + duplicates."""
+    """All combinations: candidates + rejected + duplicates, where they could be enumerated."""
+    beyond: LargeSpace | None = None
+    """Of what ``candidates`` are a part, where the space was too large to enumerate."""
     known: KnownEstimates = field(default_factory=KnownEstimates)
     balances: Mapping[Candidate, Balance] = field(default_factory=dict)
     """Candidates whose layers and recompute the stage balancer computed, and how; they are among ``candidates``."""
     unbalanced: str = ""
     """Why there are none although the file asks for them; empty otherwise."""
+
+    @property
+    def too_large(self) -> str:
+        """What is done about a space too large to enumerate; empty where it was enumerated."""
+        return "" if self.beyond is None else self.beyond.message
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -58,6 +68,7 @@ class Plan:
             "num_legal": len(self.candidates),
             "num_duplicates": self.num_duplicates,
             "product_size": self.product_size,
+            "too_large": self.too_large,
             "num_balanced": len(self.balances),
             "unbalanced": self.unbalanced,
             "rejected": [
@@ -108,7 +119,9 @@ def make_plan(spec: SweepSpec, topology: Topology | None = None, known: KnownEst
     known = known or KnownEstimates()
     rules = (*rules_for(spec.filters), known.rule(baseline))
     sorter = _Sorter(rules=rules, spec=spec, topology=topology)
-    candidates = tuple(sorter.legal(space))
+    legal = replace(space, frames=tuple(sorter.legal_frames(space)))
+    beyond = LargeSpace(space=legal, is_legal=sorter.is_legal) if len(legal) > MAX_ENUMERATED else None
+    candidates = tuple(sorter.legal(legal)) if beyond is None else beyond.sample(SAMPLE_SIZE, spec.search.seed)
     if not candidates:
         raise _nothing_left(sorter)
     counts = sorted(sorter.counts.items(), key=lambda item: -item[1])
@@ -118,8 +131,9 @@ def make_plan(spec: SweepSpec, topology: Topology | None = None, known: KnownEst
         candidates=tuple(dict.fromkeys((*candidates, *balances))),
         num_rejected=dict(counts),
         examples=tuple(sorter.examples),
-        num_duplicates=space.num_duplicates,
+        num_duplicates=space.num_duplicates if beyond is None else 0,
         product_size=space.product_size,
+        beyond=beyond,
         known=known,
         balances=balances,
         unbalanced=unbalanced,
@@ -155,7 +169,7 @@ def _replay_plan(space: ReplaySpace) -> Plan:
     )
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Sorter:
     """Judges layouts first: one bad layout rejects all its completions without building them."""
 
@@ -165,27 +179,38 @@ class _Sorter:
     counts: dict[str, int] = field(default_factory=dict)
     examples: list[Rejection] = field(default_factory=list)
 
-    def legal(self, space: Space) -> Iterator[Candidate]:
-        on_layout = [rule for rule in self.rules if rule.reads == "layout"]
-        on_candidate = [rule for rule in self.rules if rule.reads != "layout"]
-        workload = self.spec.to_workload()
+    def legal_frames(self, space: Space) -> Iterator[Frame]:
+        """Those against which no rule on layouts speaks."""
         for frame in space.frames:
             first = next(space.completions(frame))
-            broken = self._first(on_layout, Case(candidate=first, workload=workload, topology=self.topology))
-            if broken is not None:
+            broken = self._first_broken(first, reads="layout")
+            if broken is None:
+                yield frame
+            else:
                 self._reject(first, broken, space.num_completions(frame))
-                continue
-            for candidate in space.completions(frame):
-                case = Case(candidate=candidate, workload=workload, topology=self.topology)
-                broken = self._first(on_candidate, case)
-                if broken is None:
-                    yield candidate
-                else:
-                    self._reject(candidate, broken, 1)
 
-    @staticmethod
-    def _first(rules: Iterable[Rule], case: Case) -> Violation | None:
-        return next(violations(rules, case), None)
+    def legal(self, space: Space) -> Iterator[Candidate]:
+        """Of a space of legal frames."""
+        return filter(self.is_legal, space)
+
+    def is_legal(self, candidate: Candidate) -> bool:
+        """Of a legal frame; counts what is not."""
+        broken = self._first_broken(candidate, reads="candidate")
+        if broken is not None:
+            self._reject(candidate, broken, 1)
+        return broken is None
+
+    def _first_broken(self, candidate: Candidate, *, reads: str) -> Violation | None:
+        case = Case(candidate=candidate, workload=self._workload, topology=self.topology)
+        return next(violations(self._rules_reading[reads], case), None)
+
+    @functools.cached_property
+    def _workload(self) -> Workload:
+        return self.spec.to_workload()
+
+    @functools.cached_property
+    def _rules_reading(self) -> dict[str, list[Rule]]:
+        return {reads: [rule for rule in self.rules if rule.reads == reads] for reads in ("layout", "candidate")}
 
     def _reject(self, candidate: Candidate, broken: Violation, count: int) -> None:
         self.counts[broken.rule_id] = self.counts.get(broken.rule_id, 0) + count

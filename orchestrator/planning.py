@@ -16,6 +16,7 @@ from orchestrator.forecast import Forecast, forecast
 from orchestrator.hardware import known_topology
 from orchestrator.home import Home
 from orchestrator.plan import Plan, make_plan
+from orchestrator.profiles import load_profile
 from orchestrator.sweep import load_sweep
 from orchestrator.why import Why, explain
 
@@ -51,11 +52,12 @@ def plan_file(file: Path, home: Home, *, why: str | None = None, cluster: str | 
         ConfigError: the file, the candidate, or a cluster that is not described.
     """
     spec = load_sweep(file)
-    topology = known_topology(spec) if cluster is None else described_topology(cluster)
+    topology = known_topology(spec, home) if cluster is None else described_topology(cluster)
+    profile = load_profile(spec, topology, home) if cluster is None else None
     made = make_plan(spec, topology, load_estimates(spec, topology, DryRunCache(home.dry_runs)))
-    explained = None if why is None else explain(why, made, spec, topology)
+    explained = None if why is None else explain(why, made, spec, topology, profile)
     try:
-        return Planning(plan=made, forecast=forecast(made, spec, topology), unpredicted="", why=explained)
+        return Planning(plan=made, forecast=forecast(made, spec, topology, profile), unpredicted="", why=explained)
     except NotDescribedError as error:
         return Planning(plan=made, forecast=None, unpredicted=str(error), why=explained)
 

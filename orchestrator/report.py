@@ -21,6 +21,7 @@ from orchestrator.report_table import trial_table
 from orchestrator.space import diff, short_name
 from orchestrator.state import SweepState, Trial
 from orchestrator.summary import ENDED, Recorded, Result, Summary
+from orchestrator.transfer import learned_from
 from trials.findings import Findings
 
 __all__ = [
@@ -160,7 +161,7 @@ def _changes(baseline: Trial, best: Trial) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     for knob, before, after in changed_knobs(baseline, best):
         grid.add_row(Text(knob), Text(before, style="dim"), Text("→", style="dim"), Text(after, style="green"))
-    return grid
+    return Group(grid, Text(f"tried because: {best.reason}", style="dim"))
 
 
 def changed_knobs(before: Trial, after: Trial) -> list[tuple[str, str, str]]:
@@ -209,10 +210,14 @@ def _trials_heading(summary: Summary) -> str:
 
 
 def cost(summary: Summary) -> str:
-    """Trials by outcome, and the device time they took."""
+    """Trials by outcome, the device time they took, and what was known before the first of them."""
     counts = ", ".join(f"{summary.trials[s]} {fmt.status_words(s)}" for s in ENDED if summary.trials[s])
     total = f"{summary.trials['total']} trial{'s' if summary.trials['total'] != 1 else ''}"
-    return "; ".join((f"{total}: {counts}" if counts else total, fmt.device_time(summary.device_hours * 3600)))
+    time = fmt.device_time(summary.device_hours * 3600)
+    if summary.saved_device_hours:
+        time = f"{time} and {fmt.device_time(summary.saved_device_hours * 3600)} saved by stopping early"
+    learned = learned_from(summary.num_earlier_trials, summary.num_earlier_sweeps)
+    return "; ".join(part for part in (f"{total}: {counts}" if counts else total, time, learned) if part)
 
 
 def _trials(state: SweepState, max_trials: int | None) -> RenderableType:

@@ -23,7 +23,7 @@ def render_forecast(forecast: Forecast, limit: int = 10) -> RenderableType:
     """The candidates expected to be fastest, with what their time and memory consist of."""
     head = Text.assemble(
         (f"{forecast.num_fitting} of {forecast.num_candidates} candidates expected to fit", "bold"),
-        f" on {forecast.hardware} (catalogue: {forecast.accelerator}); "
+        f" on {forecast.hardware} (catalogue: {forecast.accelerator}{_probed(forecast)}); "
         f"about {forecast.device_hours:.3g} device-hours for {forecast.num_trials} trials",
     )
     table = Table(box=box.SIMPLE_HEAD, title="expected to be fastest", title_justify="left", pad_edge=False)
@@ -37,6 +37,10 @@ def render_forecast(forecast: Forecast, limit: int = 10) -> RenderableType:
     table.add_section()
     table.add_row(*_row(forecast.baseline, f"baseline: {short_name(forecast.baseline.candidate)}"))
     return Group(head, table)
+
+
+def _probed(forecast: Forecast) -> str:
+    return f", {forecast.num_probed} node(s) probed" if forecast.num_probed else ""
 
 
 def render_why(why: Why) -> RenderableType:

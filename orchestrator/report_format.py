@@ -12,6 +12,7 @@ from trials.codec import to_json
 from trials.outcome import Measurement
 
 STATUS_WORDS = {
+    "stopped_early": "stopped early",
     "oom": "out of memory",
     "timed_out": "timed out",
     "gang_lost": "gang lost",

@@ -95,11 +95,15 @@ class Residual:
 
     def std(self, rows: NDArray[np.intp]) -> Array:
         """Standard deviation of that error, without noise."""
+        return np.asarray(np.sqrt(np.maximum(self.explain(rows)[1], 1e-12)))
+
+    def explain(self, rows: NDArray[np.intp]) -> tuple[Array, Array]:
+        """What each measurement explains of the errors of ``rows``, shape (rows, seen), and the variance left."""
         variance = self.model.variance(rows, self.scale)
-        if self.seen.size:
-            explained = self.model.covariance(rows, self.seen, self.scale) @ self.inverse_factor.T
-            variance = variance - (explained**2).sum(axis=1)
-        return np.sqrt(np.maximum(variance, 1e-12))
+        if not self.seen.size:
+            return np.zeros((len(rows), 0)), variance
+        explained = self.model.covariance(rows, self.seen, self.scale) @ self.inverse_factor.T
+        return explained, variance - (explained**2).sum(axis=1)
 
 
 def learn(model: ErrorModel, seen: NDArray[np.intp], errors: Array) -> Residual:

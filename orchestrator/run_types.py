@@ -138,7 +138,7 @@ def _write_range(value: tuple[int, ...]) -> Any:
     return {"first": value[0], "last": value[1]} if value else "off"
 
 
-def _off_is_false(value: Any) -> Any:
+def off_is_false(value: Any) -> Any:
     """YAML 1.1 reads a bare ``off`` as false; here it can only mean the word."""
     return "off" if value is False else value
 
@@ -165,6 +165,6 @@ CudnnValue = Annotated[
 ]
 CompileValue = Annotated[
     Literal["off", "block", "model"],
-    BeforeValidator(_off_is_false),
+    BeforeValidator(off_is_false),
     WithJsonSchema({"enum": ["off", "block", "model", False]}),
 ]

@@ -11,19 +11,20 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, assert_never
 from uuid import uuid4
 
 from cluster.base import Cluster, ClusterError, GangEnded, GangLaunch, GangProgress
-from cluster.placement import Placement, place
-from cluster.topology import Device
+from cluster.placement import Placement, Pool
 from orchestrator.controller import fold, step
+from orchestrator.early_stop import EarlyStop, settled
 from orchestrator.ledger import Ledger
 from orchestrator.search import Search
 from orchestrator.state import (
     AttemptEnded,
     AttemptLaunched,
+    AttemptStopped,
     Command,
     ControllerStarted,
     Event,
@@ -81,12 +82,15 @@ class Recipe:
     """(trial, attempt id, token, placement) -> launch."""
     recover: Callable[[Trial], Recovered]
     """What became of the trial's unended attempt of an earlier controller."""
+    early_stop: EarlyStop | None = None
+    """When a running trial is hopeless; None: never."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Running:
     trial: int
     placement: Placement
+    progress: list[GangProgress] = field(default_factory=list)
 
 
 class Runtime:
@@ -111,6 +115,7 @@ class Runtime:
         self._observer = observer
         self._clock = clock
         self._running: dict[str, _Running] = {}
+        self._free = Pool(cluster.topology)
         self._num_lost_in_a_row = 0
         self._is_interrupted = False
         self._state = fold(ledger.events())
@@ -155,7 +160,7 @@ class Runtime:
                         at_s=self._clock(),
                         trial=trial.number,
                         token=trial.attempts[-1].token,
-                        outcome=found.outcome,
+                        outcome=settled(trial, found.outcome),
                         device_seconds=found.device_seconds,
                     )
                 )
@@ -201,10 +206,8 @@ class Runtime:
 
     def _launch(self, trial: Trial, attempt: int) -> bool:
         layout = trial.candidate.layout
-        topology = self._cluster.topology
-        placement = place(
-            topology, self._free(), world_size=layout.world_size, tp=layout.tp, isolation=self._recipe.isolation
-        )
+        self._free.lose(self._cluster.lost_nodes)
+        placement = self._free.place(world_size=layout.world_size, tp=layout.tp, isolation=self._recipe.isolation)
         if placement is None:
             if not self._running:
                 raise self._unplaceable(trial)
@@ -223,6 +226,7 @@ class Runtime:
             )
         )
         self._running[attempt_id] = _Running(trial.number, placement)
+        self._free.take(placement.reserved)
         self._cluster.launch(launch)
         return True
 
@@ -235,11 +239,6 @@ class Runtime:
             "Mend the cluster and submit again, or restrict space.world_size"
         )
 
-    def _free(self) -> frozenset[Device]:
-        held = {device for running in self._running.values() for device in running.placement.reserved}
-        lost = self._cluster.lost_nodes
-        return frozenset(d for d in self._cluster.topology.devices if d not in held and d.node not in lost)
-
     def _wait(self, timeout_s: float) -> None:
         """Take in what the gangs report; a tick when they report no end."""
         ended = False
@@ -248,17 +247,31 @@ class Runtime:
                 continue
             if isinstance(event, GangProgress):
                 self._observer.on_progress(self._running[event.attempt_id].trial, event)
+                self._stop_hopeless(event)
             else:
                 self._record(event)
                 ended = True
         if not ended:
             self._dispatch(Tick(at_s=self._clock()))
 
+    def _stop_hopeless(self, event: GangProgress) -> None:
+        running = self._running[event.attempt_id]
+        running.progress.append(event)
+        if self._recipe.early_stop is None:
+            return
+        trial = self._state.trials[running.trial]
+        verdict = self._recipe.early_stop.verdict(self._state, trial, running.progress)
+        if verdict is not None:
+            self._dispatch(AttemptStopped(at_s=self._clock(), trial=trial.number, token=event.token, outcome=verdict))
+            self._cluster.kill(event.attempt_id, verdict.evidence.message)
+
     def _record(self, event: GangEnded) -> None:
         running = self._running.pop(event.attempt_id)
+        self._free.give_back(running.placement.reserved)
         outcome = event.outcome
         if isinstance(outcome, GangLost) and self._is_interrupted:
             outcome = replace(outcome, by_controller=True)
+        outcome = settled(self._state.trials[running.trial], outcome)
         self._dispatch(
             AttemptEnded(
                 at_s=self._clock(),

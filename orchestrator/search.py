@@ -9,13 +9,15 @@ proposed anyway.
 from __future__ import annotations
 
 import functools
+import logging
 import random
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from orchestrator.dominance import Pruned, pruned
+from orchestrator.dominance import Pruned, Pruner
+from orchestrator.large_space import Features, LargeSpace, Lookup, Scalar, without_effect
+from orchestrator.open_candidates import OpenCandidates
 from orchestrator.state import CandidatesPruned, SweepState, Trial
 from trials.codec import digest
 from trials.outcome import Diverged, Infeasible, OutOfMemory
@@ -28,14 +30,15 @@ if TYPE_CHECKING:
     from orchestrator.guided_search import GuidedSearch
 
 SamplerName = Literal["guided", "tpe", "random", "grid"]
-Scalar = str | int | float | bool
-Features = Callable[[Candidate], Mapping[str, Scalar]]
+logger = logging.getLogger(__name__)
 
 _CONSTRAINTS = {"memory": OutOfMemory, "legality": Infeasible, "numerics": Diverged}
 """Constraint name -> outcome that violates it. Every told trial sets all of them, as Optuna's samplers require."""
 
 _MAX_DRAWS = 16
 """Draws from the sampler before its last one is moved to the nearest legal, unseen candidate."""
+_MAX_RANDOM_DRAWS = 256
+"""Draws from a space too large to enumerate before it counts as exhausted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,8 @@ class Search:
             restricted to legal candidates), ``random``, or ``grid`` (the candidates in their order).
         guide: what ``guided`` asks; without one it proposes as ``tpe``.
         stop_when_converged: end when the guide expects nothing better, rather than with the budget.
+        beyond: the space of which ``candidates`` are a part, where it was too large to enumerate. Then ``guided`` is
+            conditional TPE over the whole space, after a warm start with what the guide proposes of the part.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class Search:
         seed: int = 0,
         guide: GuidedSearch | None = None,
         stop_when_converged: bool = False,
+        beyond: LargeSpace | None = None,
     ) -> None:
         self._candidates = {candidate.config_key: candidate for candidate in candidates}
         self._features = features
@@ -74,75 +80,46 @@ class Search:
         self._seed = seed
         self._guide = guide if sampler == "guided" else None
         self._stop_when_converged = stop_when_converged
-        self._pruned_by: tuple[tuple[str, ...], dict[Candidate, Pruned]] = ((), {})
+        self._open = OpenCandidates(tuple(self._candidates.values()))
+        self._beyond = beyond
+        if beyond is not None and sampler == "guided":
+            logger.warning("%s", beyond.message)
 
     def ask(self, trial: int, state: SweepState) -> Suggestion | None:
         """The candidate for trial number ``trial``; None when every legal one has been proposed or ruled out."""
-        unseen = self._unseen(state)
-        if not unseen:
+        self._open.follow(state)
+        if self._beyond is not None and self._sampler != "grid":
+            return self._ask_beyond(self._beyond, trial, state)
+        unseen = self._open.open_rows
+        if not unseen.size:
             return None
         if self._guide is not None:
-            found = self._guide.ask(state, self._closed(unseen))
+            found = self._guide.ask(state, self._open)
             return None if found is None else Suggestion(*found)
         if self._sampler == "grid":
-            return Suggestion(self._candidates[unseen[0]], "next in the grid")
+            return Suggestion(self._open.candidates[unseen[0]], "next in the grid")
         rng = random.Random(digest([self._seed, trial]))
         if self._sampler == "random":
-            return Suggestion(self._candidates[rng.choice(unseen)], "drawn at random")
-        return self._ask_tpe(state, unseen, rng)
+            return Suggestion(self._open.candidates[rng.choice(unseen)], "drawn at random")
+        return self._ask_tpe(state, [self._open.candidates[row].config_key for row in unseen.tolist()], rng)
 
     def is_converged(self, state: SweepState) -> bool:
         """Whether the sweep should stop because nothing better is expected. Only ever so when asked for."""
-        if self._guide is None or not self._stop_when_converged or not (unseen := self._unseen(state)):
+        if self._guide is None or not self._stop_when_converged or self._beyond is not None:
             return False
-        return self._guide.is_converged(state, self._closed(unseen))
+        self._open.follow(state)
+        return bool(self._open.open_rows.size) and self._guide.is_converged(state, self._open)
 
     def newly_pruned(self, state: SweepState) -> tuple[CandidatesPruned, ...]:
         """What out-of-memory outcomes that no event speaks of yet have ruled out, one event per witness."""
-        known = {event.witness for event in state.pruned}
-        found = self._pruned(state)
-        proposed = {trial.candidate.config_key for trial in state.trials}
-        events = []
-        for trial in _confirmed_oom(state):
-            if trial.number in known:
-                continue
-            mine = [
-                (candidate, by.rule_id)
-                for candidate, by in found.items()
-                if by.witness == trial.candidate and candidate.config_key not in proposed
-            ]
-            events.append(
-                CandidatesPruned(
-                    at_s=state.now_s,
-                    witness=trial.number,
-                    rules=dict(sorted(Counter(rule_id for _, rule_id in mine).items())),
-                )
-            )
-        return tuple(events)
+        return tuple(
+            CandidatesPruned(at_s=state.now_s, witness=witness, rules=rules)
+            for witness, rules in self._open.newly_ruled_out(state)
+        )
 
     def why_pruned(self, state: SweepState) -> Mapping[Candidate, Pruned]:
         """Every candidate ruled out so far, with rule and witness."""
-        return self._pruned(state)
-
-    def _unseen(self, state: SweepState) -> list[str]:
-        """Keys of the candidates that may still be proposed, in order."""
-        seen = {known.candidate.config_key for known in state.trials}
-        seen |= {candidate.config_key for candidate in self._pruned(state)}
-        return [key for key in self._candidates if key not in seen]
-
-    def _closed(self, unseen: Sequence[str]) -> frozenset[str]:
-        """Keys of whatever the guide knows and may not propose."""
-        assert self._guide is not None
-        return self._guide.keys - set(unseen)
-
-    def _pruned(self, state: SweepState) -> dict[Candidate, Pruned]:
-        witnesses = [trial.candidate for trial in _confirmed_oom(state)]
-        keys = tuple(witness.config_key for witness in witnesses)
-        if keys != self._pruned_by[0]:
-            batch = state.sweep.workload.global_batch_size
-            found = pruned(tuple(self._candidates.values()), witnesses, global_batch_size=batch)
-            self._pruned_by = (keys, found)
-        return self._pruned_by[1]
+        return self._open.why_ruled_out(state)
 
     @functools.cached_property
     def _space(self) -> _Space:
@@ -168,6 +145,30 @@ class Search:
         nearest = min(unseen, key=lambda key: (self._space.distance(self._points[key], point), rng.random()))
         return Suggestion(self._candidates[nearest], "nearest legal candidate to TPE's proposal")
 
+    def _ask_beyond(self, large: LargeSpace, trial: int, state: SweepState) -> Suggestion | None:
+        if self._guide is not None and trial <= _num_startup_trials(state):
+            found = self._guide.ask(state, self._open)
+            if found is not None:
+                return Suggestion(found[0], f"warm start: {found[1]}")
+        rng = random.Random(digest([self._seed, trial]))
+        tried = {known.candidate for known in state.trials}
+        if self._sampler != "random":
+            study = self._rebuild_study(state, seed=rng.randrange(2**31))
+            for _ in range(_MAX_DRAWS):
+                candidate = self._lookup.nearest(study.ask(self._space.distributions).params, rng)
+                if candidate not in tried and large.is_legal(candidate) and not _is_ruled_out(candidate, state):
+                    return Suggestion(candidate, "proposed by conditional TPE")
+        for _ in range(_MAX_RANDOM_DRAWS):
+            drawn = large.draw(rng)
+            if drawn is not None and drawn not in tried and not _is_ruled_out(drawn, state):
+                return Suggestion(drawn, "drawn at random")
+        return None
+
+    @functools.cached_property
+    def _lookup(self) -> Lookup:
+        assert self._beyond is not None
+        return Lookup(self._beyond, self._features, self._space.encode, self._space.spans)
+
     def _rebuild_study(self, state: SweepState, seed: int) -> optuna.Study:
         import optuna
 
@@ -190,6 +191,9 @@ class Search:
         if outcome is not None and outcome.consequence not in ("objective", "constraint"):
             return
         point = self._space.encode(self._features(trial.candidate))
+        if self._beyond is not None:
+            idle = without_effect(trial.candidate)
+            point = {name: value for name, value in point.items() if value >= 0 and name not in idle}
         if any(value < 0 for value in point.values()):
             return  # the baseline may lie outside the space
         objective = trial.measurement.tokens_per_s_per_device if trial.measurement else worst
@@ -199,7 +203,7 @@ class Search:
                 state=optuna.trial.TrialState.RUNNING if outcome is None else optuna.trial.TrialState.COMPLETE,
                 value=None if outcome is None else objective,
                 params=point,
-                distributions=self._space.distributions,
+                distributions={name: self._space.distributions[name] for name in point},
                 constraints=constraints,
             )
         )
@@ -222,6 +226,11 @@ class _Space:
         return {
             name: values.index(row[name]) if row.get(name) in values else -1 for name, values in self._choices.items()
         }
+
+    @property
+    def spans(self) -> dict[str, float]:
+        """Largest index distance of ordered knobs, 0 for others."""
+        return {n: len(values) - 1.0 if self._is_ordered(n) else 0.0 for n, values in self._choices.items()}
 
     @functools.cached_property
     def distributions(self) -> dict[str, BaseDistribution]:
@@ -250,10 +259,10 @@ def _sort_key(value: Scalar) -> tuple[str, Scalar]:
     return ("number" if isinstance(value, int | float) else "text", value)
 
 
-def _confirmed_oom(state: SweepState) -> list[Trial]:
-    """In the order in which they ended."""
-    trials = [state.trials[number] for number in state.end_order]
-    return [trial for trial in trials if isinstance(trial.outcome, OutOfMemory)]
+def _is_ruled_out(candidate: Candidate, state: SweepState) -> bool:
+    """Whether it needs at least the memory of one that ran out of it."""
+    pruner = Pruner((candidate,), global_batch_size=state.sweep.workload.global_batch_size)
+    return any(isinstance(trial.outcome, OutOfMemory) and pruner.add(trial.candidate) for trial in state.trials)
 
 
 def _num_startup_trials(state: SweepState) -> int:

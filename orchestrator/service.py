@@ -12,12 +12,14 @@ from typing import Any
 from cluster.base import GangLaunch
 from cluster.connect import clock_of, connect
 from cluster.placement import Placement
+from cluster.profile import Profile
 from cluster.recovery import recover
 from cluster.topology import Topology
 from orchestrator import promotion, ui
 from orchestrator.beliefs import NotDescribedError
 from orchestrator.controller import fold
 from orchestrator.dryrun_cache import DryRunCache
+from orchestrator.early_stop import EarlyStop
 from orchestrator.errors import ConfigError
 from orchestrator.estimates import load_estimates
 from orchestrator.fingerprint import fingerprint
@@ -28,17 +30,24 @@ from orchestrator.home import Home
 from orchestrator.ledger import Ledger
 from orchestrator.mlflow_urls import check_tracking_uri, experiments_url, sweep_links
 from orchestrator.plan import Plan, make_plan
+from orchestrator.profiles import load_profile
 from orchestrator.runtime import Observer, Recipe, Recovered, Runtime
 from orchestrator.search import Search
 from orchestrator.space import flat_params
+from orchestrator.staged import Stages
 from orchestrator.state import Budget, SweepCreated, SweepState, Trial
 from orchestrator.summary import Recorded, Summary, summarize
 from orchestrator.sweep import SweepSpec, load_sweep
 from orchestrator.tracking import Tracker
-from trials.codec import to_json
+from orchestrator.tracking_history import earlier_trials
+from orchestrator.transfer import EarlierTrial, from_document, num_sweeps, to_document
+from trials.codec import digest, to_json
 from trials.spec import TrialSpec
 
 logger = logging.getLogger(__name__)
+
+TRANSFER = "transfer"
+"""The ledger's document of what earlier sweeps taught."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +74,29 @@ def submit(file: Path, home: Home, observer: Observer) -> Result:
         LedgerError: the ledger cannot be written, or another controller holds it.
     """
     spec = load_sweep(file)
-    _plan(spec, known_topology(spec), home)  # refuse what cannot work before anything is started
+    _plan(spec, known_topology(spec, home), home)  # refuse what cannot work before anything is started
     if spec.name in home.sweeps():
         found = _attach(spec, home)
         if found is not None:
             return found
     folder = home.sweep_folder(spec.name)
     attempts = _attempts(folder)
-    with connect(workdir=attempts, **cluster_options(spec)) as cluster:
+    with connect(workdir=attempts, **cluster_options(spec, home)) as cluster:
         made = _plan(spec, cluster.topology, home)
         with Ledger(folder) as ledger, ledger.hold():
             now_s = fold(ledger.events()).now_s
             clock = clock_of(cluster, start_s=now_s or time.time()) or time.time
-            _create(ledger, spec, made, cluster.topology, file, at_s=clock())
+            _create(ledger, spec, made, cluster.topology, file, home, at_s=clock())
             runtime = Runtime(
                 ledger=ledger,
                 cluster=cluster,
-                search=_search(spec, made, cluster.topology),
+                search=_search(
+                    spec,
+                    made,
+                    cluster.topology,
+                    load_profile(spec, cluster.topology, home),
+                    from_document(ledger.document(TRANSFER)),
+                ),
                 recipe=_Launcher(spec, cluster.topology, attempts).recipe(),
                 projection=Tracker(_tracking_uri(ledger, home), spec.tracking.experiment),
                 observer=observer,
@@ -171,9 +186,11 @@ def _attach(spec: SweepSpec, home: Home) -> Result | None:
             return _standing(ledger, home)
 
 
-def _create(ledger: Ledger, spec: SweepSpec, made: Plan, topology: Topology, file: Path, *, at_s: float) -> None:
+def _create(
+    ledger: Ledger, spec: SweepSpec, made: Plan, topology: Topology, file: Path, home: Home, *, at_s: float
+) -> None:
     """Write the first event, unless this sweep goes on; then the hardware must be the same."""
-    prints = fingerprint(topology)
+    prints = fingerprint(topology, _virtual(spec))
     state = fold(ledger.events())
     if state.created is not None:
         _check_same(state.created, spec)
@@ -181,6 +198,8 @@ def _create(ledger: Ledger, spec: SweepSpec, made: Plan, topology: Topology, fil
         return
     ledger.put_document("sweep_yaml", {"text": file.read_text(encoding="utf-8")})
     ledger.put_document("tracking", {"uri": spec.tracking.uri})
+    earlier = _earlier(spec, prints, ledger, home)
+    ledger.put_document(TRANSFER, to_document(earlier))
     ledger.append(
         SweepCreated(
             at_s=at_s,
@@ -192,13 +211,33 @@ def _create(ledger: Ledger, spec: SweepSpec, made: Plan, topology: Topology, fil
                 device_hours=spec.budget.device_hours,
                 wall_time_s=spec.budget.wall_time_s,
                 consecutive_failures=spec.budget.consecutive_failures,
+                patience=spec.search.patience,
             ),
             max_concurrent=spec.search.max_concurrent,
             num_legal=len(made.candidates),
             hardware=topology.label,
             fingerprint=prints,
+            num_earlier_trials=len(earlier),
+            num_earlier_sweeps=num_sweeps(earlier),
         )
     )
+
+
+def _virtual(spec: SweepSpec) -> str:
+    """What tells a cluster that does not exist from others of its kind: how fast it is, not how it misbehaves."""
+    cluster = spec.cluster
+    if cluster.simulation is not None:
+        return digest(cluster.simulation.model_dump(include={"accelerator", "deviation", "slow_nodes", "seed"}))[:16]
+    return "" if cluster.replay is None else digest([Path(cluster.replay.table).name, cluster.replay.problem])[:16]
+
+
+def _earlier(spec: SweepSpec, prints: dict[str, str], ledger: Ledger, home: Home) -> tuple[EarlierTrial, ...]:
+    """What the guided sampler may learn before its first trial."""
+    if spec.search.sampler != "guided" or not spec.search.transfer:
+        return ()
+    if spec.tracking.uri is None and not home.has_store:
+        return ()
+    return earlier_trials(Tracker(_tracking_uri(ledger, home)), prints, spec.to_workload().model.kind)
 
 
 def _check_same(created: SweepCreated, spec: SweepSpec) -> None:
@@ -224,11 +263,18 @@ def _attempts(folder: Path) -> Path:
     return folder / "attempts"
 
 
-def _search(spec: SweepSpec, made: Plan, topology: Topology) -> Search:
+def _search(
+    spec: SweepSpec,
+    made: Plan,
+    topology: Topology,
+    profile: Profile | None = None,
+    earlier: tuple[EarlierTrial, ...] = (),
+) -> Search:
     guide = None
     if spec.search.sampler == "guided":
         try:
-            guide = GuidedSearch(of_plan(made, spec.to_workload(), topology))
+            predictor = of_plan(made, spec.to_workload(), topology, profile, earlier=earlier)
+            guide = GuidedSearch(predictor, _stages(spec, made))
         except NotDescribedError as error:
             logger.warning("the guided sampler falls back to tpe: %s", error)
     return Search(
@@ -241,6 +287,13 @@ def _search(spec: SweepSpec, made: Plan, topology: Topology) -> Search:
     )
 
 
+def _stages(spec: SweepSpec, made: Plan) -> Stages | None:
+    if spec.search.staged == "off":
+        return None
+    stages = Stages(made.candidates, made.baseline, spec.budget.max_trials)
+    return stages if stages.is_worth_it else None
+
+
 class _Launcher:
     """Turns trials of one sweep into gangs."""
 
@@ -248,6 +301,8 @@ class _Launcher:
         self._spec = spec
         self._device = topology.nodes[0].device_kind
         self._attempts = attempts
+        factor = spec.search.early_stop
+        self._early_stop = None if factor == "off" else EarlyStop(factor=factor, protocol=spec.to_protocol())
 
     def recipe(self) -> Recipe:
         return Recipe(
@@ -255,6 +310,7 @@ class _Launcher:
             isolation=self._spec.cluster.isolation,
             build=self._build,
             recover=self._recover,
+            early_stop=self._early_stop,
         )
 
     def _build(self, trial: Trial, attempt_id: str, token: str, placement: Placement) -> GangLaunch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -24,8 +25,8 @@ from orchestrator.knobs import KNOBS
 from orchestrator.sweep import SweepSpec
 from trials.spec import Candidate, Kernels, Layout, Loader, Recompute
 
-MAX_PRODUCT_SIZE = 2_000_000
-"""Combinations of choices a sweep may span."""
+MAX_SETTINGS = 200_000
+"""Combinations of the knobs of one part of a candidate that are looked at; of more layouts, a random part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +41,15 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Every distinct candidate once: per frame, the product of its recompute policies and ``rest``.
+    """Every distinct candidate once: per frame, the product of its recompute policies and ``parts``.
 
     What recompute and layers per stage mean depends on the layout, and the engine of tensor parallelism may depend on
     recompute; all else is canonical part by part, so removing duplicates per frame and part by part removes all.
     """
 
     frames: tuple[Frame, ...]
-    rest: tuple[Mapping[str, Any], ...]
-    """Precision, loader and kernels, as fields of Candidate."""
+    parts: Mapping[str, tuple[Any, ...]]
+    """Choices of precision, loader and kernels, by field of Candidate."""
     product_size: int
     """Combinations of choices before duplicates are removed."""
 
@@ -60,14 +61,14 @@ class Space:
         return self.product_size - len(self)
 
     def num_completions(self, frame: Frame) -> int:
-        return len(frame.recomputes) * len(self.rest)
+        return len(frame.recomputes) * math.prod(map(len, self.parts.values()))
 
     def completions(self, frame: Frame) -> Iterator[Candidate]:
         """Candidates that share layout and micro-batch size with ``frame``."""
         layout, micro_batch_size = frame.layout, frame.micro_batch_size
-        for recompute in frame.recomputes:
-            for fields in self.rest:
-                yield Candidate(layout=layout, micro_batch_size=micro_batch_size, recompute=recompute, **fields)
+        for recompute, *values in product(frame.recomputes, *self.parts.values()):
+            fields = dict(zip(self.parts, values, strict=True))
+            yield Candidate(layout=layout, micro_batch_size=micro_batch_size, recompute=recompute, **fields)
 
     def __iter__(self) -> Iterator[Candidate]:
         for frame in self.frames:
@@ -75,29 +76,27 @@ class Space:
 
 
 def make_space(spec: SweepSpec) -> Space:
-    """The space of a sweep.
+    """The space of a sweep: all of it, but for layouts where more than ``MAX_SETTINGS`` are described.
 
     Raises:
-        ConfigError: when the choices span more than ``MAX_PRODUCT_SIZE`` combinations.
+        ConfigError: when the knobs of the loader or of the kernels span more combinations than that.
     """
     choices = spec.choices
-    size = math.prod(len(values) for values in choices.values())
-    if size > MAX_PRODUCT_SIZE:
-        raise _too_large(spec, size, choices)
+    for part in ("loader", "kernels"):
+        if (size := _num_settings(choices, part)) > MAX_SETTINGS:
+            raise _too_large(spec, part, size)
     model = spec.to_workload().model
-    rest = _products(
-        {
-            "precision": _distinct(choices["precision"], canonical_precision),
-            "loader": _distinct(_settings(choices, "loader"), build_loader),
-            "kernels": _distinct(_settings(choices, "kernels"), lambda values: build_kernels(values, model)),
-        }
-    )
+    parts = {
+        "precision": _distinct(choices["precision"], canonical_precision),
+        "loader": _distinct(_settings(choices, "loader"), build_loader),
+        "kernels": _distinct(_settings(choices, "kernels"), lambda values: build_kernels(values, model)),
+    }
     frames = tuple(
         Frame(layout=layout, micro_batch_size=micro_batch_size, recomputes=recomputes)
         for layout, recomputes in _layouts(choices, model.num_layers).items()
         for micro_batch_size in choices["micro_batch_size"]
     )
-    return Space(frames=frames, rest=rest, product_size=size)
+    return Space(frames=frames, parts=parts, product_size=math.prod(map(len, choices.values())))
 
 
 def _layouts(choices: Mapping[str, tuple[Any, ...]], num_layers: int) -> dict[Layout, tuple[Recompute, ...]]:
@@ -119,27 +118,40 @@ def enumerate_space(spec: SweepSpec) -> Iterator[tuple[dict[str, Any], Candidate
         yield knob_values(candidate), candidate
 
 
+def _knobs_of(part: str) -> list[str]:
+    return [knob.name for knob in KNOBS if knob.part == part]
+
+
+def _num_settings(choices: Mapping[str, tuple[Any, ...]], part: str) -> int:
+    return math.prod(len(choices[name]) for name in _knobs_of(part))
+
+
 def _settings(choices: Mapping[str, tuple[Any, ...]], part: str) -> Iterator[dict[str, Any]]:
-    """Every combination of the knobs that make up one part of a candidate."""
-    names = [knob.name for knob in KNOBS if knob.part == part]
-    for values in product(*(choices[name] for name in names)):
-        yield dict(zip(names, values, strict=True))
+    """Combinations of the knobs that make up one part of a candidate: all, or ``MAX_SETTINGS`` drawn at random."""
+    names = _knobs_of(part)
+    size = _num_settings(choices, part)
+    if size <= MAX_SETTINGS:
+        for values in product(*(choices[name] for name in names)):
+            yield dict(zip(names, values, strict=True))
+        return
+    for number in sorted(random.Random(0).sample(range(size), MAX_SETTINGS)):
+        setting = {}
+        for name in reversed(names):
+            number, place = divmod(number, len(choices[name]))
+            setting[name] = choices[name][place]
+        yield setting
 
 
 def _distinct(values: Sequence[Any] | Iterator[Any], build: Callable[[Any], Any]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(build(value) for value in values))
 
 
-def _products(parts: Mapping[str, tuple[Any, ...]]) -> tuple[dict[str, Any], ...]:
-    return tuple(dict(zip(parts, values, strict=True)) for values in product(*parts.values()))
-
-
-def _too_large(spec: SweepSpec, size: int, choices: Mapping[str, tuple[Any, ...]]) -> ConfigError:
-    largest = sorted(choices, key=lambda name: len(choices[name]), reverse=True)[:3]
-    shown = ", ".join(f"{name} ({len(choices[name])})" for name in largest)
+def _too_large(spec: SweepSpec, part: str, size: int) -> ConfigError:
+    largest = sorted(_knobs_of(part), key=lambda name: len(spec.choices[name]), reverse=True)[:3]
+    shown = ", ".join(f"{name} ({len(spec.choices[name])})" for name in largest)
     return spec.error(
         ("space",),
-        f"the choices span {size:,} combinations, more than {MAX_PRODUCT_SIZE:,}",
+        f"the knobs of the {part} span {size:,} combinations, more than {MAX_SETTINGS:,}",
         f"Shorten the longest lists: {shown}.",
     )
 

@@ -3,7 +3,8 @@
 ::
 
     trial:    proposed --> running --> measured
-                 ^            |------> oom | infeasible | diverged      (told to the search as constraints)
+                 ^            |------> stopped_early                    (told as slower than the best)
+                 |            |------> oom | infeasible | diverged      (told to the search as constraints)
                  |            |------> crashed | timed_out              (a fault of the candidate; not told)
                  +------------+        gang_lost                        (launched again, on its own budget)
 
@@ -20,14 +21,24 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from cluster.topology import Device
+from orchestrator.vector import Vector
 from trials.codec import digest, to_json
-from trials.outcome import GangLost, Measured, Measurement, Outcome
+from trials.outcome import GangLost, Measured, Measurement, Outcome, StoppedEarly
 from trials.spec import Candidate, Workload
 
 Origin = Literal["baseline", "sampler"]
 SweepStatus = Literal["running", "finished", "failed"]
 TrialStatus = Literal[
-    "proposed", "running", "measured", "oom", "infeasible", "diverged", "timed_out", "crashed", "gang_lost"
+    "proposed",
+    "running",
+    "measured",
+    "stopped_early",
+    "oom",
+    "infeasible",
+    "diverged",
+    "timed_out",
+    "crashed",
+    "gang_lost",
 ]
 
 
@@ -40,6 +51,8 @@ class Budget:
     wall_time_s: float | None = None
     consecutive_failures: int = 5
     lost_attempts_per_trial: int = 3
+    patience: int | None = None
+    """Trials that ended one after another without any being the best so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +71,9 @@ class SweepCreated:
     """The topology's label, e.g. ``1x8 NVIDIA H200``."""
     fingerprint: Mapping[str, str]
     """Environment: library versions, driver, host kind. Trials are comparable only where it is equal."""
+    num_earlier_trials: int = 0
+    """Of earlier sweeps, from which the search learned before its first trial."""
+    num_earlier_sweeps: int = 0
 
     def trial_key(self, candidate: Candidate) -> str:
         """Identity of a measurement: SHA-256 of candidate, workload and environment. Equal keys compare."""
@@ -100,6 +116,17 @@ class AttemptLaunched:
     ranks: tuple[Device, ...]
     num_devices: int
     """Devices reserved, possibly more than ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptStopped:
+    """The attempt with this token is to be killed: its first steps were too slow. Written before it is."""
+
+    kind: ClassVar[str] = "attempt_stopped"
+    at_s: float
+    trial: int
+    token: str
+    outcome: StoppedEarly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +184,7 @@ LedgerEvent = (
     | ControllerStarted
     | TrialProposed
     | AttemptLaunched
+    | AttemptStopped
     | AttemptEnded
     | CandidatesPruned
     | SearchExhausted
@@ -199,6 +227,8 @@ class Attempt:
     launched_at_s: float
     ranks: tuple[Device, ...]
     num_devices: int
+    stopped: StoppedEarly | None = None
+    """What its end will mean, once it was told to end."""
     outcome: Outcome | None = None
     device_seconds: float = 0.0
 
@@ -212,6 +242,8 @@ class Trial:
     origin: Origin
     reason: str
     proposed_at_s: float
+    num_ended: int = 0
+    """Length of the state's ``end_order`` when it was proposed."""
     attempts: tuple[Attempt, ...] = ()
 
     @property
@@ -246,20 +278,30 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepState:
-    """Everything known about a sweep. Trials are in order of their numbers."""
+    """Everything known about a sweep. Trials are in order of their numbers.
+
+    What is asked for at every event is kept up to date by the fold rather than derived from all trials.
+    """
 
     created: SweepCreated | None = None
     epoch: int = 0
     status: SweepStatus = "running"
     finish_reason: str = ""
-    trials: tuple[Trial, ...] = ()
-    pruned: tuple[CandidatesPruned, ...] = ()
+    trials: Vector[Trial] = field(default_factory=Vector)
+    waiting: tuple[int, ...] = ()
+    """Numbers of those to be launched, or launched again; in order."""
+    running: frozenset[int] = frozenset()
+    """Numbers of those that run."""
+    best_trial: int | None = None
+    pruned: Vector[CandidatesPruned] = field(default_factory=Vector)
     exhausted: str = ""
     """Why there is nothing left to propose; empty while there is."""
     now_s: float = 0.0
     active_s: float = 0.0
     """Seconds during which some controller was at work."""
-    end_order: tuple[int, ...] = field(default=())
+    device_seconds: float = 0.0
+    """Device time charged so far, ended attempts only."""
+    end_order: Vector[int] = field(default_factory=Vector)
     """Trial numbers in the order in which their attempts ended, lost ones left out."""
 
     @property
@@ -278,19 +320,13 @@ class SweepState:
         return self.status != "running"
 
     @property
-    def device_seconds(self) -> float:
-        """Device time charged so far, ended attempts only."""
-        return sum(trial.device_seconds for trial in self.trials)
-
-    @property
     def baseline(self) -> Trial | None:
         return self.trials[0] if self.trials else None
 
     @property
     def best(self) -> Trial | None:
         """The measured trial with the highest tokens/s/p; the lower number on a tie."""
-        measured = [trial for trial in self.trials if trial.measurement]
-        return max(measured, key=_objective, default=None)
+        return None if self.best_trial is None else self.trials[self.best_trial]
 
     @property
     def last_words(self) -> tuple[str, ...]:
@@ -304,11 +340,6 @@ class SweepState:
         for trial in self.trials:
             counts[trial.status] = counts.get(trial.status, 0) + 1
         return counts
-
-
-def _objective(trial: Trial) -> tuple[float, int]:
-    assert trial.measurement is not None
-    return trial.measurement.tokens_per_s_per_device, -trial.number
 
 
 def describe_failure(outcome: Any) -> str:

@@ -13,6 +13,7 @@ from orchestrator.space import short_name
 from orchestrator.state import CandidatesPruned, SweepState, SweepStatus, Trial, TrialStatus
 from orchestrator.statistics import Estimate, Interval, Verdict
 from trials.codec import to_json
+from trials.outcome import StoppedEarly
 from trials.spec import LlamaModel, Workload
 
 ENDED: tuple[TrialStatus, ...] = tuple(s for s in get_args(TrialStatus) if s not in ("proposed", "running"))
@@ -31,6 +32,7 @@ class Result:
         candidate = self.trial.candidate
         return {
             "trial": self.trial.number,
+            "reason": self.trial.reason,
             "config": {"short_name": short_name(candidate), **to_json(candidate)},
             "tokens_per_s_per_device": self.speed.value,
             "ci95": interval_json(self.speed.ci95),
@@ -78,6 +80,11 @@ class Summary:
     ruled_out: tuple[CandidatesPruned, ...]
     """Candidates not tried because a trial that ran out of memory needs no more than they do."""
     device_hours: float
+    saved_device_hours: float
+    """What trials that were stopped early would have taken besides, at least."""
+    num_earlier_trials: int
+    """Of earlier sweeps, from which the search learned before its first trial."""
+    num_earlier_sweeps: int
     tracking_uri: str
     unit: str = "tokens/s/p"
     """Of speeds; samples/s/p for workloads whose samples are no sequences, where both are the same number."""
@@ -98,6 +105,8 @@ class Summary:
             "trials": self.trials,
             "ruled_out": [{"witness": event.witness, "rules": dict(event.rules)} for event in self.ruled_out],
             "device_hours": self.device_hours,
+            "saved_device_hours": self.saved_device_hours,
+            "learned_from": {"trials": self.num_earlier_trials, "sweeps": self.num_earlier_sweeps},
             "tracking_uri": self.tracking_uri,
         }
 
@@ -119,9 +128,17 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
         trials={**{status: counts.get(status, 0) for status in ENDED}, "total": len(state.trials)},
         ruled_out=tuple(event for event in state.pruned if event.rules),
         device_hours=state.device_seconds / 3600,
+        saved_device_hours=_saved_device_seconds(state) / 3600,
+        num_earlier_trials=state.sweep.num_earlier_trials,
+        num_earlier_sweeps=state.sweep.num_earlier_sweeps,
         tracking_uri=public_uri(tracking_uri),
         unit=speed_unit(state.sweep.workload),
     )
+
+
+def _saved_device_seconds(state: SweepState) -> float:
+    outcomes = [trial.outcome for trial in state.trials]
+    return sum(outcome.saved_device_seconds for outcome in outcomes if isinstance(outcome, StoppedEarly))
 
 
 def speed_unit(workload: Workload) -> str:

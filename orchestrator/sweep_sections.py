@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from cluster.accelerators import catalogue
 from cluster.base import Deadlines
 from orchestrator.knob_types import Section, fault
 from orchestrator.mlflow_urls import URI_PATTERN
+from orchestrator.run_types import off_is_false
 from orchestrator.sweep_types import ByteSize, Duration, Positive, Size, resolve
 from trials.spec import Protocol
 
@@ -85,11 +86,17 @@ class ClusterSection(Section):
     isolation: Literal["node", "device"] = Field(
         default="node", description="node: a trial has its nodes to itself; device: small trials share a node."
     )
+    exclude_nodes: list[str] = Field(default=[], description="Names of leased nodes that no trial may use.")
+    exclude_slow_nodes: bool = Field(
+        default=False, description="Leave out nodes that `tune-cluster probe` found slow, or could not measure."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> ClusterSection:
         if self.kind == "local" and self.address is not None:
             raise fault("address", "a local cluster has no address", "Remove it, or use kind: ray.")
+        if self.kind == "replay" and (self.exclude_nodes or self.exclude_slow_nodes):
+            raise fault("exclude_nodes", "a table of measurements has no nodes to leave out", "Remove it.")
         sections = {"simulated": ("simulation", self.simulation), "replay": ("replay", self.replay)}
         for kind, (name, section) in sections.items():
             if (section is not None) != (self.kind == kind):
@@ -97,12 +104,22 @@ class ClusterSection(Section):
         return self
 
 
+EarlyStopFactor = Annotated[
+    Annotated[float, Field(ge=1, le=100)] | Literal["off"],
+    BeforeValidator(off_is_false),
+    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 1, "maximum": 100}, {"enum": ["off", False]}]}),
+]
+StagedChoice = Annotated[
+    Literal["auto", "off"], BeforeValidator(off_is_false), WithJsonSchema({"enum": ["auto", "off", False]})
+]
+
+
 class SearchSection(Section):
     """In what order candidates are tried."""
 
     sampler: Literal["guided", "tpe", "random", "grid"] = Field(
         default="guided",
-        description="guided: cost model corrected by the sweep's trials, tpe where it knows no such model or device; "
+        description="guided: cost model corrected by the sweep's trials, tpe where it does not know the device; "
         "tpe: tree-structured Parzen estimator; random; grid: every candidate in order.",
     )
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of the sampler.")
@@ -110,6 +127,24 @@ class SearchSection(Section):
     stop_when_converged: bool = Field(
         default=False,
         description="End before the budget when the guided sampler expects nothing better than what it has found.",
+    )
+    patience: Size | None = Field(
+        default=None, description="End when none of this many trials in a row was the fastest so far; null: never."
+    )
+    transfer: bool = Field(
+        default=True,
+        description="Let the guided sampler start with what earlier sweeps, in the same MLflow store and on the same "
+        "hardware, measured.",
+    )
+    early_stop: EarlyStopFactor = Field(
+        default=1.5,
+        description="End a trial whose first steps show that it takes this many times the device time of the best one; "
+        "off: measure every trial to its end.",
+    )
+    staged: StagedChoice = Field(
+        default="auto",
+        description="auto: where the budget is smaller than the space, the guided sampler tries kernels and data "
+        "reading first, then layouts, then both together; off: all at once.",
     )
 
     @model_validator(mode="after")

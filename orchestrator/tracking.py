@@ -87,6 +87,10 @@ class Tracker:
         with self.reached():
             self._mlflow()
 
+    def client(self) -> MlflowClient:
+        """Connected, for readers."""
+        return self._mlflow()
+
     @contextmanager
     def reached(self) -> Iterator[None]:
         """Turn what MLflow raises inside into a ConfigError that says how to go on. Not needed around :meth:`sync`."""

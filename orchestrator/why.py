@@ -10,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from cluster.cost.balance_problem import Balance
+from cluster.profile import Profile
 from cluster.topology import Topology
 from orchestrator.beliefs import NotDescribedError
 from orchestrator.candidates import build_candidate
@@ -56,7 +57,7 @@ class Why:
         }
 
 
-def explain(text: str, plan: Plan, spec: SweepSpec, topology: Topology | None) -> Why:
+def explain(text: str, plan: Plan, spec: SweepSpec, topology: Topology | None, profile: Profile | None = None) -> Why:
     """Explain the candidate that ``text`` means; see :func:`find`.
 
     Raises:
@@ -70,7 +71,7 @@ def explain(text: str, plan: Plan, spec: SweepSpec, topology: Topology | None) -
         reason = "it is not legal"
     else:
         try:
-            predicted = prediction(make_predictor(workload, (candidate,), topology), 0, workload)
+            predicted = prediction(make_predictor(workload, (candidate,), topology, profile), 0, workload)
         except NotDescribedError as error:
             reason = str(error)
     return Why(

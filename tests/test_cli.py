@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from orchestrator.cli import main
 from tests import sweeps
 
-COMMANDS = ("submit", "plan", "status", "report", "ui", "promote", "show")
+COMMANDS = ("submit", "plan", "probe", "status", "report", "ui", "promote", "show")
 
 
 def run(*arguments):

@@ -24,16 +24,16 @@ class CodecError(ValueError):
 
 def to_json(value: Any) -> Any:
     """Turn ``value`` (dataclasses, tuples, mappings, scalars) into JSON-compatible values."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        body = {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        kind = getattr(type(value), "kind", None)
-        return {"kind": kind, **body} if isinstance(kind, str) else body
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
     if isinstance(value, list | tuple):
         return [to_json(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
+    if (names := _field_names(value.__class__)) is not None:
+        body = {name: to_json(getattr(value, name)) for name in names}
+        kind = getattr(type(value), "kind", None)
+        return {"kind": kind, **body} if isinstance(kind, str) else body
     raise TypeError(f"cannot encode {type(value).__name__}")
 
 
@@ -115,6 +115,12 @@ def _decode_dataclass(cls: Any, data: Any, path: str) -> Any:
         return cls(**decoded)
     except TypeError as error:
         raise CodecError(f"{path}: {error}") from None
+
+
+@functools.cache
+def _field_names(cls: Any) -> tuple[str, ...] | None:
+    """None where it is no dataclass."""
+    return tuple(field.name for field in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else None
 
 
 @functools.cache

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trials.rates import RankRates
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatternEffect:
@@ -108,3 +110,5 @@ class Findings:
     loader: LoaderTuningReport | None = None
     kernel_tuning: KernelTuningReport | None = None
     memory_format: MemoryFormatReport | None = None
+    rates: tuple[RankRates, ...] = ()
+    """Of a probe: one per rank."""

@@ -86,6 +86,27 @@ def _convolutions(model: ResNetModel) -> Iterator[_Convolution]:
             channels_in = channels * expansion
 
 
+def activation_elements(model: ResNetModel | LinearModel) -> int:
+    """Elements that one sample's forward pass keeps for the backward pass: of each Linear layer its input; of each
+    convolution its input (what the ReLU before it gave) and its output (the input of its batch norm)."""
+    match model:
+        case LinearModel():
+            return model.num_layers * model.size
+        case ResNetModel():
+            return sum(2 * conv.channels_out * conv.output_size**2 for conv in _convolutions(model))
+
+
+def num_kernels(model: Model) -> int:
+    """Launched in a forward pass, about: a convolution has a batch norm and a ReLU; a decoder's layer some 20."""
+    match model:
+        case LlamaModel():
+            return 20 * model.num_layers
+        case ResNetModel():
+            return 3 * len(list(_convolutions(model)))
+        case LinearModel():
+            return model.num_layers
+
+
 def _halved(size: int) -> int:
     return (size + 1) // 2
 

@@ -39,7 +39,8 @@ def climb(time_of: Callable[[Point], float], max_workers: int) -> dict[Point, fl
     """Seconds per batch of the points measured, in that order; the least is the choice.
 
     Reading in line, without workers, is a regime of its own and measured once. With workers, moves from the best so far
-    to the first neighbour that is clearly better, until there is none or ``MAX_SHARE`` of the grid is used.
+    to the first neighbour that is clearly better, until there is none or ``MAX_SHARE`` of the grid is used. Along
+    either axis times are taken to fall and then to rise, so nothing beyond a worse point is measured.
     """
     max_points = max(1, math.floor(MAX_SHARE * len(grid(max_workers))))
     times = {(0, 0): time_of((0, 0))}
@@ -47,6 +48,8 @@ def climb(time_of: Callable[[Point], float], max_workers: int) -> dict[Point, fl
     waiting = [best]
     while waiting and len(times) < max_points:
         point = waiting.pop(0)
+        if _beyond_worse(point, best, times):
+            continue
         times[point] = time_of(point)
         if point == best or times[point] < times[best] * (1.0 - _MIN_GAIN):
             best = point
@@ -54,13 +57,27 @@ def climb(time_of: Callable[[Point], float], max_workers: int) -> dict[Point, fl
     return times
 
 
+def _beyond_worse(point: Point, best: Point, times: dict[Point, float]) -> bool:
+    """Whether a point that is no better than ``best`` lies between the two, on the line through both."""
+    return any(
+        _is_between(best, near, point) and times[near] >= times[best] for near in times if near not in (best, point)
+    )
+
+
+def _is_between(start: Point, point: Point, end: Point) -> bool:
+    """For points of which ``start`` and ``end`` agree in one of the two numbers."""
+    return all(min(a, b) <= x <= max(a, b) for a, x, b in zip(start, point, end, strict=True))
+
+
 def neighbours(point: Point, max_workers: int) -> list[Point]:
-    """Workers doubled and halved, prefetch doubled and halved, then one worker more and one less."""
+    """Workers doubled and halved, then a quarter, an eighth, and one more and less; prefetch doubled and halved."""
     workers, prefetch = point
-    near = [(min(2 * workers, max_workers), prefetch), (workers // 2, prefetch)]
-    near += [(workers, prefetch * 2), (workers, prefetch // 2), (workers + 1, prefetch), (workers - 1, prefetch)]
-    inside = [p for p in near if 1 <= p[0] <= max_workers and p[1] in PREFETCH_FACTORS]
-    return list(dict.fromkeys(p for p in inside if p != point))
+    counts = [2 * workers, workers // 2]
+    for step in (workers // 4, workers // 8, 1):
+        counts += [workers + step, workers - step]
+    near = [(min(count, max_workers), prefetch) for count in counts]
+    near += [(workers, 2 * prefetch), (workers, prefetch // 2)]
+    return list(dict.fromkeys(p for p in near if p[0] >= 1 and p[1] in PREFETCH_FACTORS and p != point))
 
 
 def tune_loader(

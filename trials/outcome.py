@@ -2,7 +2,7 @@
 
 Every outcome states its ``consequence``, what the catcher must do with it::
 
-    objective   tell the search the measured value
+    objective   tell the search the measured value, or the limit it stays below
     constraint  tell the search "infeasible here", a finished result with a reason
     fault       the candidate failed by itself; not told; the same fault on the first attempts stops the sweep
     retry       the infrastructure failed; says nothing about the candidate; run it again on its own budget
@@ -141,6 +141,23 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoppedEarly:
+    """Its first steps were so slow that it could not become the best: the controller ended it."""
+
+    kind: ClassVar[str] = "stopped_early"
+    consequence: ClassVar[Consequence] = "objective"
+    step_times_s: tuple[float, ...]
+    """Seen before the end, the first step left out."""
+    at_least_s: float
+    """What its step time would at least have been."""
+    incumbent: int
+    """Number of the trial it was compared with."""
+    saved_device_seconds: float
+    """What the steps still due would have taken."""
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemory:
     """A rank ran out of device memory."""
 
@@ -197,5 +214,5 @@ class GangLost:
     """The controller ended or was interrupted: the attempt counts against no budget of lost attempts."""
 
 
-Outcome = Measured | OutOfMemory | Infeasible | Diverged | TimedOut | Crashed | GangLost
-Failure = OutOfMemory | Infeasible | Diverged | TimedOut | Crashed | GangLost
+Outcome = Measured | StoppedEarly | OutOfMemory | Infeasible | Diverged | TimedOut | Crashed | GangLost
+Failure = StoppedEarly | OutOfMemory | Infeasible | Diverged | TimedOut | Crashed | GangLost

@@ -147,7 +147,7 @@ class _Layer:
             layer_s=layer_s,
             edge_s=seconds - layers * layer_s,
             activation_bytes=activation_bytes,
-            transient_bytes=float(np.mean(kept - layers * activation_bytes)),
+            transient_bytes=float(np.max(kept - layers * activation_bytes)),
             state_bytes=state_bytes,
             fixed_bytes=rest - layers * state_bytes,
         )

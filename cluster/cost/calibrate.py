@@ -8,7 +8,7 @@ of memory, or fitted, without a figure are one-sided evidence on memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,11 +17,14 @@ import numpy.typing as npt
 from cluster.cost.coefficients import Coefficients, Prior
 from cluster.cost.inputs import Array, CostInputs
 from cluster.cost.memory import stage_bytes
+from cluster.cost.reported import Reported, reported_log_bytes
 from cluster.cost.time import step_seconds
 from cluster.cost.work import work_of
 
 HUBER = 2.0
-"""Residuals beyond this many noise deviations pull linearly, not quadratically."""
+MEMORY_HUBER = 1.0
+"""Residuals beyond this many noise deviations pull linearly, not quadratically. Less for memory: a layout of which
+software keeps more than the formula knows must not bend what the others teach."""
 MAX_ITERATIONS = 30
 STEP = 1e-4
 """Of the numeric derivatives, in log coefficients."""
@@ -60,6 +63,7 @@ def fit(
     predict: Predict,
     log_measured: Array,
     side: npt.NDArray[np.int64] | None = None,
+    huber: float = HUBER,
 ) -> Calibrated:
     """Coefficients that agree with prior and measurements (Gauss-Newton with damping, Huber weights).
 
@@ -71,17 +75,17 @@ def fit(
     theta = prior.mean.copy()
     precision = np.linalg.inv(prior.covariance)
     sides = np.zeros(len(log_measured), dtype=np.int64) if side is None else side
-    damping, cost = 1e-3, _cost(prior, predict, theta, log_measured, sides)
+    damping, cost = 1e-3, _cost(prior, predict, theta, log_measured, sides, huber)
     hessian = precision
     for _ in range(MAX_ITERATIONS):
         excess = log_measured - predict(Coefficients(prior.group, theta))
         jacobian = derivatives(predict, Coefficients(prior.group, theta))
-        _, pull, curvature = _loss(excess / prior.noise, sides)
+        _, pull, curvature = _loss(excess / prior.noise, sides, huber)
         hessian = jacobian.T @ (jacobian * (curvature / prior.noise**2)[:, None]) + precision
         gradient = jacobian.T @ (pull / prior.noise) - precision @ (theta - prior.mean)
         step = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), gradient)
         candidate = theta + np.clip(step, -1.0, 1.0)
-        new_cost = _cost(prior, predict, candidate, log_measured, sides)
+        new_cost = _cost(prior, predict, candidate, log_measured, sides, huber)
         if new_cost > cost:
             damping *= 10
             if damping > 1e6:
@@ -109,12 +113,27 @@ def calibrate_time(prior: Prior, x: CostInputs, measured_s: Array) -> Calibrated
     return fit(prior, log_step_predictor(x), np.log(measured_s))
 
 
-def calibrate_memory(prior: Prior, x: CostInputs, measured_bytes: Array, out_of_memory: Array) -> Calibrated:
-    """Memory coefficients after measured peaks (NaN: not known) and outcomes (1 ran out of memory, 0 fitted)."""
-    known = np.isfinite(measured_bytes)
-    side = np.where(known, 0, np.where(out_of_memory > 0, 1, -1))
-    figure = np.where(known, measured_bytes, x.memory_bytes)
-    return fit(prior, log_peak_predictor(x), np.log(figure), side)
+def calibrate_memory(
+    prior: Prior,
+    x: CostInputs,
+    measured_bytes: Array,
+    out_of_memory: Array,
+    reported: Sequence[Reported] | None = None,
+) -> Calibrated:
+    """Memory coefficients after measured peaks (NaN: not known) and outcomes (1 ran out of memory, 0 fitted, NaN).
+
+    ``reported``: of what each peak is the peak; None: the fullest rank's whole device. Outcomes are one-sided evidence
+    on that, and say more than a peak of another rank or of the allocator alone.
+    """
+    reported = reported or [Reported()] * len(x)
+    peaks = np.flatnonzero(np.isfinite(measured_bytes))
+    whole = np.array([entry == Reported() for entry in reported], dtype=bool)
+    outcomes = np.flatnonzero(np.isfinite(out_of_memory) & ~(whole & np.isfinite(measured_bytes)))
+    asked = [*(reported[int(i)] for i in peaks), *[Reported()] * len(outcomes)]
+    side = np.concatenate([np.zeros(len(peaks), np.int64), np.where(out_of_memory[outcomes] > 0, 1, -1)])
+    figures = np.concatenate([measured_bytes[peaks], x.memory_bytes[outcomes]])
+    predict = log_peak_predictor(x.take(np.concatenate([peaks, outcomes])), asked)
+    return fit(prior, predict, np.log(figures), side, MEMORY_HUBER)
 
 
 def log_step_predictor(x: CostInputs) -> Predict:
@@ -127,13 +146,12 @@ def log_step_predictor(x: CostInputs) -> Predict:
     return predict
 
 
-def log_peak_predictor(x: CostInputs) -> Predict:
-    """Log of the predicted peak bytes of the fullest rank as a function of the memory coefficients."""
+def log_peak_predictor(x: CostInputs, reported: Sequence[Reported] | None = None) -> Predict:
+    """Log of the predicted peak bytes as a function of the memory coefficients; ``reported`` as in calibration."""
     work = work_of(x)
 
     def predict(coefficients: Coefficients) -> Array:
-        stages = np.sum(list(stage_bytes(x, work, coefficients).values()), axis=0)
-        return np.asarray(np.log(np.max(stages, axis=1)))
+        return reported_log_bytes(x, stage_bytes(x, work, coefficients), reported)
 
     return predict
 
@@ -146,20 +164,20 @@ def probability_out_of_memory(calibrated: Calibrated, x: CostInputs) -> Array:
     return np.array([math.erfc(-z / math.sqrt(2)) / 2 for z in excess / spread])
 
 
-def _loss(excess: Array, side: npt.NDArray[np.int64]) -> tuple[Array, Array, Array]:
+def _loss(excess: Array, side: npt.NDArray[np.int64], huber: float) -> tuple[Array, Array, Array]:
     """Loss of each measurement, its pull on the prediction and its curvature, in units of the noise.
 
     A figure: Huber's loss of measured less predicted. One-sided: the negative logarithm of the probability that noise
-    lets the prediction be on the known side, linear beyond ``HUBER`` deviations on the wrong side like the former.
+    lets the prediction be on the known side, linear beyond ``huber`` deviations on the wrong side like the former.
     """
     size = np.abs(excess)
-    inside = size <= HUBER
-    loss = np.where(inside, excess**2 / 2, HUBER * (size - HUBER / 2))
-    pull = np.clip(excess, -HUBER, HUBER)
-    curvature = np.minimum(1.0, HUBER / np.maximum(size, 1e-12))
+    inside = size <= huber
+    loss = np.where(inside, excess**2 / 2, huber * (size - huber / 2))
+    pull = np.clip(excess, -huber, huber)
+    curvature = np.minimum(1.0, huber / np.maximum(size, 1e-12))
     for i in np.flatnonzero(side):
         room = -float(excess[i]) * int(side[i])
-        bounded = max(room, -HUBER)
+        bounded = max(room, -huber)
         probability = math.erfc(-bounded / math.sqrt(2)) / 2
         ratio = math.exp(-(bounded**2) / 2) / math.sqrt(2 * math.pi) / probability
         loss[i] = -math.log(probability) + ratio * (bounded - room)
@@ -168,7 +186,9 @@ def _loss(excess: Array, side: npt.NDArray[np.int64]) -> tuple[Array, Array, Arr
     return loss, pull, curvature
 
 
-def _cost(prior: Prior, predict: Predict, theta: Array, measured: Array, side: npt.NDArray[np.int64]) -> float:
-    loss, _, _ = _loss((measured - predict(Coefficients(prior.group, theta))) / prior.noise, side)
+def _cost(
+    prior: Prior, predict: Predict, theta: Array, measured: Array, side: npt.NDArray[np.int64], huber: float
+) -> float:
+    loss, _, _ = _loss((measured - predict(Coefficients(prior.group, theta))) / prior.noise, side, huber)
     moved = theta - prior.mean
     return float(loss.sum() + moved @ np.linalg.solve(prior.covariance, moved) / 2)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from cluster.accelerators import ClusterDescription
 from cluster.cost.inputs import SCHEDULES, CostInputs, from_rows
+from cluster.cost.operators import selective_shares
 from trials.spec import Candidate, Counts, Layout, LlamaModel, Precision, Recompute, Workload
 
 NUMBER_FORMATS = {"highest": "float32", "high": "tf32", "medium": "tf32"}
@@ -29,7 +29,7 @@ def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription) 
     return {
         **_model(model, workload.seq_length),
         **_layout(layout, model.num_layers),
-        **_recompute(candidate.recompute, layout, model),
+        **_recompute(candidate.recompute, layout, model, workload.seq_length),
         **_precision(candidate, cluster),
         "micro_batch_size": candidate.micro_batch_size,
         "num_microbatches": max(1, candidate.num_microbatches(workload.global_batch_size)),
@@ -41,7 +41,7 @@ def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription) 
         "link_bytes_per_s": cluster.accelerator.link_bytes_per_s,
         "network_bytes_per_s": cluster.network_bytes_per_s,
         "domain_size": cluster.domain_size,
-        "data_wait_s": 0.0,
+        **_reading(workload, candidate),
     }
 
 
@@ -72,6 +72,7 @@ def _layout(layout: Layout, num_layers: int) -> dict[str, Any]:
         "zero_stage": layout.zero_stage,
         "sequence_parallel": float(layout.sequence_parallel),
         "num_copies": layout.num_copies,
+        "shard_embedding": float(layout.shard_embedding),
         "schedule": SCHEDULES.index(layout.schedule),
         "num_virtual_stages": layout.num_virtual_stages,
         "stage_layers": _per_stage(layout.stage_layers, layout) if layout.stage_layers else [num_layers],
@@ -106,48 +107,27 @@ def _precision(candidate: Candidate, cluster: ClusterDescription) -> dict[str, f
     }
 
 
-def _recompute(recompute: Recompute, layout: Layout, model: LlamaModel) -> dict[str, Any]:
-    """Selective patterns as shares: of the activation bytes they drop and the forward work they repeat, on average."""
-    drops, costs = 0.0, 0.0
+def _recompute(recompute: Recompute, layout: Layout, model: LlamaModel, seq_length: int) -> dict[str, Any]:
+    layers = layout.stage_layers or ((model.num_layers,),)
+    full = recompute.full or tuple((0,) * len(row) for row in layers)
+    plain = tuple(tuple(n - done for n, done in zip(*rows, strict=True)) for rows in zip(layers, full, strict=True))
+    dropped, repeated = selective_shares(recompute, model, seq_length, plain)
     again = sum(map(sum, recompute.communication)) / model.num_layers
-    for selective in recompute.selective:
-        share = sum(map(sum, selective.num_layers)) / model.num_layers
-        dropped, cost = selective_share(selective.pattern, model)
-        drops, costs = drops + share * dropped, costs + share * cost
     return {
         "stage_full": _per_stage(recompute.full, layout),
-        "selective_share": min(drops, 0.9),
-        "selective_cost": min(costs / drops, 1.0) if drops else 0.0,
+        "stage_dropped": dropped,
+        "stage_repeated": repeated,
         "recompute_communication": again,
         "keeps_gathered": (1 - again) if layout.sequence_parallel else 0.0,
     }
 
 
-def selective_share(pattern: str, model: LlamaModel) -> tuple[float, float]:
-    """Share of a block's kept activation bytes, and of its forward FLOPs, that ``pattern`` drops and repeats.
-
-    Operators by their usual paths inside a block; a pattern that names a module stands for all operators in it.
-    """
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size
-    kv_size = hidden // model.num_heads * model.num_kv_heads
-    # path -> (elements kept per token, multiply-adds per token)
-    operators = {
-        "attention_norm": (hidden, 0),
-        "attention.qkv": (hidden + 2 * kv_size, hidden * (hidden + 2 * kv_size)),
-        "attention.sdpa": (hidden, 0),
-        "attention.output": (0, hidden * hidden),
-        "feed_forward_norm": (hidden, 0),
-        "feed_forward.gate": (ffn, hidden * ffn),
-        "feed_forward.up": (ffn, hidden * ffn),
-        "feed_forward.silu": (ffn, 0),
-        "feed_forward.mul": (ffn, 0),
-        "feed_forward.down": (0, hidden * ffn),
+def _reading(workload: Workload, candidate: Candidate) -> dict[str, float]:
+    """Every rank reads its data-parallel share of the batch, or all of it."""
+    loader, layout = candidate.loader, candidate.layout
+    records = workload.global_batch_size / (1 if loader.full_batch else layout.dp)
+    return {
+        "num_reads": records * layout.world_size,
+        "reads_ahead": float(loader.num_workers > 0 or loader.tuning is not None),
+        "data_wait_s": 0.0,
     }
-    kept = sum(elements for elements, _ in operators.values()) + 2 * hidden
-    work = sum(flops for _, flops in operators.values())
-    matched = [path for path in operators if _matches(pattern, path)]
-    return sum(operators[path][0] for path in matched) / kept, sum(operators[path][1] for path in matched) / work + 0.01
-
-
-def _matches(pattern: str, path: str) -> bool:
-    return bool(re.fullmatch(pattern, path) or re.fullmatch(pattern, path.split(".")[0]))

@@ -40,18 +40,21 @@ TIME = (
     Coefficient("collective_latency_s", 30e-6, 0.6, "fixed time of one collective"),
     Coefficient("transfer_latency_s", 100e-6, 0.8, "fixed time of one transfer between pipeline stages"),
     Coefficient("gradient_overlap", 0.5, 0.6, "share of the last backward pass that hides gradient reduction"),
-    Coefficient("gather_overlap", 0.8, 0.4, "share of computation that hides ZeRO-3 gathering"),
+    Coefficient("gather_overlap", 0.8, 0.4, "share of computation that hides ZeRO-3 gathering and copies' collectives"),
+    Coefficient("overlap_slowdown", 0.2, 0.4, "what computation loses to communication it hides, relative to that"),
     Coefficient("recompute_cost", 1.0, 0.15, "a repeated forward pass relative to the first"),
     Coefficient("step_overhead_s", 10e-3, 0.8, "fixed host time of an optimiser step"),
     Coefficient("scale_overhead", 0.01, 0.8, "share of the step lost per doubling of the number of nodes"),
+    Coefficient("read_s", 50e-6, 1.0, "storage time of one record, all ranks together; shared file systems give 20k/s"),
 )
 
 MEMORY = (
     Coefficient("state_factor", 1.0, 0.15, "weights, gradients and optimiser states relative to their sum of bytes"),
-    Coefficient("activation_factor", 1.0, 0.25, "kept activations relative to the operator-by-operator sum"),
-    Coefficient("head_factor", 0.7, 0.5, "logits and their gradients relative to one 16-bit and two fp32 copies"),
-    Coefficient("constant_bytes", 1.5e9, 0.5, "context, communicators and workspace"),
-    Coefficient("fragmentation", 0.04, 0.6, "memory reserved but not allocated, relative to the allocated"),
+    Coefficient("activation_factor", 1.0, 0.12, "kept activations relative to the operator-by-operator sum"),
+    Coefficient("head_factor", 1.0, 0.5, "logits and their gradients relative to one 16-bit and two fp32 copies"),
+    Coefficient("workspace_bytes", 2.0, 0.8, "an optimiser step's intermediate results, per parameter that it updates"),
+    Coefficient("constant_bytes", 1.5e9, 0.5, "device context and communicators, outside the framework's allocator"),
+    Coefficient("fragmentation", 0.05, 0.8, "memory reserved but not allocated, relative to the allocated"),
 )
 
 
@@ -67,9 +70,6 @@ class Coefficients:
 
     def index(self, name: str) -> int:
         return next(i for i, coefficient in enumerate(self.group) if coefficient.name == name)
-
-    def as_dict(self) -> dict[str, float]:
-        return {c.name: float(v) for c, v in zip(self.group, np.exp(self.log_values), strict=True)}
 
 
 def assumed(group: tuple[Coefficient, ...]) -> Coefficients:

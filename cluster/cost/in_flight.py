@@ -1,7 +1,13 @@
-"""How many micro-batches' activations a pipeline rank holds at its worst moments, by schedule. Pure arithmetic."""
+"""How many micro-batches' activations a pipeline rank holds at its worst moments, by schedule. Pure arithmetic.
+
+Twice: ``in_flight_peaks`` chunk by chunk for one layout, ``in_flight`` in total for many candidates at once.
+"""
 
 from __future__ import annotations
 
+import numpy as np
+
+from cluster.cost.inputs import SCHEDULES, Array, CostInputs
 from trials.spec import Schedule
 
 Peaks = tuple[tuple[int, ...], ...]
@@ -52,3 +58,21 @@ def _maximal(vectors: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 def _covers(large: tuple[int, ...], small: tuple[int, ...]) -> bool:
     return all(x >= y for x, y in zip(large, small, strict=True))
+
+
+def in_flight(x: CostInputs) -> Array:
+    """Micro-batches that a pipeline rank holds at its worst moment, shape (n, stages); a chunk counts 1 / v.
+
+    The largest sum of ``in_flight_peaks`` over chunks, for interleaving in closed form, which holds where m is a
+    multiple of pp: ``min(m v, 2 (p - s - 1) + (v - 1) p + 1) / v``.
+    """
+    stage = np.arange(x.stage_layers.shape[1])[None, :]
+    m, p, v = x.num_microbatches[:, None], x.pp[:, None], x.num_virtual_stages[:, None]
+    plain = np.minimum(m, p - stage)
+    chunked = np.minimum(m * v, 2 * (p - stage - 1) + (v - 1) * p + 1) / v
+    zbv = (np.minimum(m, 2 * p - 1 - stage) + np.minimum(m, stage + 1)) / 2
+    code = x.schedule[:, None]
+    held = np.select(
+        [code == SCHEDULES.index("gpipe"), code == SCHEDULES.index("zbv"), v > 1], [m, zbv, chunked], default=plain
+    )
+    return np.asarray(np.maximum(held, 0.0))

@@ -48,6 +48,8 @@ class CostInputs:
     zero_stage: Array
     sequence_parallel: Array
     num_copies: Array
+    shard_embedding: Array
+    """1: embedding and head are sharded over all data-parallel ranks, whatever the ZeRO stage of the layers."""
     schedule: Array
     num_virtual_stages: Array
     micro_batch_size: Array
@@ -56,10 +58,10 @@ class CostInputs:
     """Layers of each pipeline rank, all its chunks together; 0 beyond pp."""
     stage_full: Array
     """Of those, layers recomputed in full."""
-    selective_share: Array
-    """Share of a layer's kept activation bytes that selective recompute drops."""
-    selective_cost: Array
-    """Share of a layer's forward pass that selective recompute repeats."""
+    stage_dropped: Array
+    """Of the other layers of each rank: share of their kept activation bytes that selective recompute drops."""
+    stage_repeated: Array
+    """Of the other layers of each rank: share of their forward passes that selective recompute repeats."""
     recompute_communication: Array
     """Share of layers whose sequence shards are gathered again in the backward pass."""
     keeps_gathered: Array
@@ -93,6 +95,10 @@ class CostInputs:
     """Devices joined by the fast links: a node, or several in rack-scale systems."""
     data_wait_s: Array
     """Time per step spent waiting for data, where known."""
+    num_reads: Array
+    """Records that all ranks together fetch from storage for one step; 0 where nothing is known of it."""
+    reads_ahead: Array
+    """1: data-loading processes fetch while the step runs."""
 
     def __len__(self) -> int:
         return len(self.num_layers)
@@ -107,6 +113,12 @@ class CostInputs:
         return np.where(self.zero_stage > 0, self.dp_shard * self.cp, 1.0)
 
     @property
+    def selective_share(self) -> Array:
+        """``stage_dropped``, averaged over all layers that are not recomputed in full."""
+        plain = self.stage_layers - self.stage_full
+        return np.asarray((plain * self.stage_dropped).sum(axis=1) / np.maximum(plain.sum(axis=1), 1))
+
+    @property
     def world_size(self) -> Array:
         return self.pp * self.dp * self.cp * self.tp
 
@@ -119,7 +131,7 @@ class CostInputs:
         return CostInputs(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 
-STAGE_FIELDS = ("stage_layers", "stage_full")
+STAGE_FIELDS = ("stage_layers", "stage_full", "stage_dropped", "stage_repeated")
 
 
 def from_rows(rows: Sequence[Mapping[str, Any]]) -> CostInputs:

@@ -1,8 +1,9 @@
 """Peak bytes per pipeline rank, as named terms that sum to it.
 
-The peak is the larger of two moments: the end of the forward passes in flight (activations, and gradients where they
-stay allocated) and the optimiser step (all gradients, no activations). Adding both up would count memory that never
-exists at the same time.
+The peak is the largest of three moments: the loss (activations of all micro-batches in flight, and the logits), a
+repeated forward pass (the same activations, and one layer's in full) and the optimiser step (all gradients and the
+step's workspace, no activations). Gradients count at the first two where they stay allocated. Adding up would count
+memory that never exists at the same time.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from cluster.cost.coefficients import Coefficients
+from cluster.cost.in_flight import in_flight
 from cluster.cost.inputs import Array, CostInputs
-from cluster.cost.work import Work, is_last, stage_params
+from cluster.cost.work import Work, is_last, layers_params, tables_params
 
 MEMORY_TERMS = (
     "weights",
@@ -20,6 +22,7 @@ MEMORY_TERMS = (
     "activations",
     "head",
     "gathered",
+    "workspace",
     "communication",
     "constant",
     "fragmentation",
@@ -33,37 +36,63 @@ COMMUNICATOR_BYTES = 25e6
 def stage_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
     """Terms of each pipeline rank's peak by name (``MEMORY_TERMS``), each of shape (n, stages)."""
     states = _state_bytes(x, work, k)
-    activations = _activation_bytes(x, work) * k["activation_factor"]
+    passes, step = _passes_terms(x, work, k, states), _step_terms(x, work, k, states)
+    at_step = sum(step.values()) > sum(passes.values())
+    return _with_overheads({name: np.where(at_step, step[name], passes[name]) for name in passes}, x, k)
+
+
+def passes_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
+    """As ``stage_bytes``, but while forward and backward passes run, were the optimiser step to take more or not."""
+    return _with_overheads(_passes_terms(x, work, k, _state_bytes(x, work, k)), x, k)
+
+
+def _passes_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, Array]) -> dict[str, Array]:
+    """Forward and backward passes at their worst: computing the loss, or a layer once more."""
+    held, repeated = (k["activation_factor"] * part for part in _activation_bytes(x, work))
     head = is_last(x) * (work.tokens * x.vocab / x.tp * (x.compute_bytes + 8) * k["head_factor"])[:, None]
-    gathered = np.broadcast_to(_gathered_bytes(x, work)[:, None], activations.shape)
+    at_loss = head >= repeated
     keeps = np.maximum(x.keeps_gradients, x.num_microbatches > 1)[:, None] > 0
-    during_forward = np.where(keeps, states["gradients"], 0.0) + activations + head + gathered
-    at_optimizer = states["gradients"]
-    forward = during_forward >= at_optimizer
-    terms = {
-        "weights": states["weights"],
-        "gradients": np.where(forward & ~keeps, 0.0, states["gradients"]),
-        "optimizer": states["optimizer"],
-        "activations": np.where(forward, activations, 0.0),
-        "head": np.where(forward, head, 0.0),
-        "gathered": np.where(forward, gathered, 0.0),
-        "communication": np.broadcast_to(_communication_bytes(x)[:, None], activations.shape),
+    return {
+        **states,
+        "gradients": np.where(keeps, states["gradients"], 0.0),
+        "activations": held + np.where(at_loss, 0.0, repeated),
+        "head": np.where(at_loss, head, 0.0),
+        "gathered": np.broadcast_to(_gathered_bytes(x, work)[:, None], head.shape),
+        "workspace": np.zeros(head.shape),
     }
+
+
+def _step_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, Array]) -> dict[str, Array]:
+    """The optimiser step. Its workspace: fp32 copies of shorter gradients, and results between its kernels."""
+    copies = np.where(x.gradient_bytes < 4, 4.0, 0.0)[:, None]
+    owned = _held_params(x, work, 1) * x.trained_share[:, None]
+    none = dict.fromkeys(("activations", "head", "gathered"), np.zeros(owned.shape))
+    return {**states, **none, "workspace": owned * (copies + k["workspace_bytes"])}
+
+
+def _with_overheads(terms: dict[str, Array], x: CostInputs, k: Coefficients) -> dict[str, Array]:
+    shape = x.stage_layers.shape
+    terms["communication"] = np.broadcast_to(_communication_bytes(x)[:, None], shape)
     allocated = np.sum(list(terms.values()), axis=0)
-    terms["constant"] = np.full(activations.shape, k["constant_bytes"])
+    terms["constant"] = np.full(shape, k["constant_bytes"])
     terms["fragmentation"] = allocated * k["fragmentation"]
-    used = np.arange(activations.shape[1])[None, :] < x.pp[:, None]
+    used = np.arange(shape[1])[None, :] < x.pp[:, None]
     return {name: np.where(used, terms[name], 0.0) for name in MEMORY_TERMS}
 
 
+def _held_params(x: CostInputs, work: Work, zero_stage: int) -> Array:
+    """Parameters of a rank, (n, stages), of whose part that ZeRO shards from ``zero_stage`` on it holds a share."""
+    shards = np.where(x.zero_stage >= zero_stage, x.num_shards, 1.0)
+    table_shards = np.where(x.shard_embedding > 0, x.dp * x.cp, shards)
+    return np.asarray(layers_params(x, work) / shards[:, None] + tables_params(x) / table_shards[:, None])
+
+
 def _state_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
-    params = stage_params(x, work) * k["state_factor"]
-    trained = params * x.trained_share[:, None]
-    shards = [np.where(x.zero_stage >= stage, x.num_shards, 1.0)[:, None] for stage in (1, 2, 3)]
+    trained = x.trained_share[:, None] * k["state_factor"]
     return {
-        "weights": params * (x.weight_bytes[:, None] / shards[2] + x.cast_bytes[:, None] / shards[2]),
-        "gradients": trained * x.gradient_bytes[:, None] / shards[1],
-        "optimizer": trained * x.optimizer_bytes[:, None] / shards[0],
+        "weights": _held_params(x, work, 3) * (x.weight_bytes + x.cast_bytes)[:, None] * k["state_factor"],
+        "gradients": _held_params(x, work, 2) * x.gradient_bytes[:, None] * trained,
+        "optimizer": _held_params(x, work, 1) * x.optimizer_bytes[:, None] * trained,
     }
 
 
@@ -72,41 +101,30 @@ def layer_activation_bytes(x: CostInputs, work: Work) -> Array:
 
     Elements per token: inputs of both norms, of QKV and of the FFN (not divided by tp without sequence parallelism),
     dropout masks of one byte; Q, K, V and attention's output; the FFN's inner tensors (two, gated four, three when
-    fused); the scores where attention is materialised (5 bytes an element with dropout, 4 without).
+    fused); the scores where attention is materialised (5 bytes an element with dropout, 4 without). Matmuls below 16
+    bits keep their inputs in 8.
     """
     shared = np.where(x.sequence_parallel > 0, x.tp, 1.0)
     width, kv_width = x.num_heads * x.head_dim, x.num_kv_heads * x.head_dim
-    outer = (4 * x.compute_bytes + 2 * x.dropout) * x.hidden / shared
-    outer = outer + 2 * x.compute_bytes * x.hidden * x.keeps_gathered * (1 - 1 / shared)
-    inner = x.compute_bytes * (2 * width + 2 * kv_width + (2 + x.gated * (2 - x.fused)) * x.ffn) / x.tp
+    matmul_bytes = np.where(x.peak_flops_per_s > x.base_flops_per_s, 1.0, x.compute_bytes)
+    outer = (2 * x.compute_bytes + 2 * matmul_bytes + 2 * x.dropout) * x.hidden / shared
+    outer = outer + 2 * matmul_bytes * x.hidden * x.keeps_gathered * (1 - 1 / shared)
+    inner = x.compute_bytes * (2 * width + 2 * kv_width + (1 + x.gated * (2 - x.fused)) * x.ffn) / x.tp
+    inner = inner + matmul_bytes * x.ffn / x.tp
     scores = (2 * x.compute_bytes + x.dropout) * x.seq_length * x.num_heads / x.tp * (1 - x.flash)
     frozen = x.compute_bytes * ((width + 2 * x.hidden) / x.tp) * (1 - x.trained_share)
     return np.asarray(work.tokens * np.maximum(outer + inner + scores - frozen, x.compute_bytes * x.hidden))
 
 
-def in_flight(x: CostInputs) -> Array:
-    """Micro-batches whose activations a pipeline rank holds at its peak, shape (n, stages).
-
-    1F1B ``min(m, p - s)``; with v chunks ``min(m v, 2 (p - s - 1) + (v - 1) p + 1) / v``; GPipe m; zero bubble p.
-    """
-    stage = np.arange(x.stage_layers.shape[1])[None, :]
-    m, p, v = x.num_microbatches[:, None], x.pp[:, None], x.num_virtual_stages[:, None]
-    plain = np.minimum(m, p - stage)
-    chunked = np.minimum(m * v, 2 * (p - stage - 1) + (v - 1) * p + 1) / v
-    held = np.where(v > 1, chunked, plain)
-    schedule = x.schedule[:, None]
-    held = np.where(schedule == 0, m, np.where(schedule == 3, np.minimum(m, p), held))
-    return np.maximum(held, 0.0)
-
-
-def _activation_bytes(x: CostInputs, work: Work) -> Array:
+def _activation_bytes(x: CostInputs, work: Work) -> tuple[Array, Array]:
+    """Held for all micro-batches in flight; of the one layer that is computed again. Both of shape (n, stages)."""
     kept = layer_activation_bytes(x, work)
     layer_input = work.tokens * x.hidden * x.compute_bytes / np.where(x.sequence_parallel > 0, x.tp, 1.0)
     plain_layers = x.stage_layers - x.stage_full
-    per_microbatch = plain_layers * (kept * (1 - x.selective_share))[:, None] + x.stage_full * layer_input[:, None]
-    # While a layer is recomputed its full activations exist once.
-    repeated = np.where((x.stage_full > 0) | (x.selective_share[:, None] > 0), kept[:, None], 0.0)
-    return np.asarray(in_flight(x) * per_microbatch + repeated)
+    plain = kept[:, None] * (1 - x.stage_dropped)
+    per_microbatch = plain_layers * plain + x.stage_full * layer_input[:, None]
+    repeated = kept[:, None] * np.maximum(x.stage_full > 0, x.stage_dropped)
+    return in_flight(x) * per_microbatch, repeated
 
 
 def _gathered_bytes(x: CostInputs, work: Work) -> Array:

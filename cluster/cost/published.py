@@ -7,6 +7,8 @@ reason.
 from __future__ import annotations
 
 import csv
+import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from cluster.cost.coefficients import MEMORY, assumed
 from cluster.cost.inputs import from_rows
 from cluster.cost.memory import stage_bytes
 from cluster.cost.published_inputs import NotModelledError, Numbers, published_inputs
+from cluster.cost.reported import Reported, is_limit, reported_as
 from cluster.cost.work import work_of
 
 _COLUMNS = (
@@ -42,6 +45,12 @@ CHOICES = {
 }
 
 
+_LIKE = "source framework gpu precision layers hidden ffn n_gpus dp tp pp cp zero_stage seq_len"
+LIKE = tuple(_LIKE.split())
+"""Rows that agree in these are runs of one setup."""
+BATCH = ("micro_batch", "n_micro_batches", "global_batch")
+
+
 class TableError(ValueError):
     """The CSV is not such a table; the message names file, line and column."""
 
@@ -58,7 +67,10 @@ class PublishedRow:
     """Why not; empty when it can."""
     step_time_s: float | None
     peak_bytes: float | None
+    reported: Reported
+    """Of what ``peak_bytes`` is the peak."""
     out_of_memory: bool | None
+    """False also where the source does not say, but gives a figure of the run."""
 
     def __getitem__(self, name: str) -> str:
         return self.fields[name]
@@ -77,8 +89,32 @@ def read_table(path: Path) -> tuple[PublishedRow, ...]:
             raise TableError(f"{path}: no column {', '.join(missing)}")
         if unknown := sorted(set(header) - set(COLUMNS)):
             raise TableError(f"{path}: unknown column {', '.join(unknown)}")
-        rows = [_row(path, reader.line_num, fields) for fields in reader]
+        lines = [(reader.line_num, fields) for fields in reader]
+    for line, fields in lines:
+        if None in fields or None in fields.values():
+            raise TableError(f"{path}:{line}: {len(COLUMNS)} values expected")
+    rows = [
+        _row(path, line, fields, full)
+        for (line, fields), full in zip(lines, _filled([fields for _, fields in lines]), strict=True)
+    ]
     return tuple(_assume_recompute(rows))
+
+
+def _filled(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+    """Blanks on which all rows of the same setup agree that are not blank; the batch only where nothing is said of it.
+
+    A source that tells the micro-batch of one model of a size means it for the fine-tuned ones of that size as well.
+    """
+    setups = defaultdict(list)
+    for row in rows:
+        setups[tuple(row[name] for name in LIKE)].append(row)
+    filled: list[Mapping[str, str]] = []
+    for row in rows:
+        blank = [name for name in ("recompute", "flash_attn") if not row[name]]
+        blank += BATCH if not any(row[name] for name in BATCH) else ()
+        stated = {name: {other[name] for other in setups[tuple(row[n] for n in LIKE)]} - {""} for name in blank}
+        filled.append({**row, **{name: min(values) for name, values in stated.items() if len(values) == 1}})
+    return filled
 
 
 def _assume_recompute(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
@@ -96,28 +132,45 @@ def _assume_recompute(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
     return assumed_rows
 
 
-def _row(path: Path, line: int, fields: Mapping[str, Any]) -> PublishedRow:
-    if None in fields or None in fields.values():
-        raise TableError(f"{path}:{line}: {len(COLUMNS)} values expected")
+def _row(path: Path, line: int, fields: Mapping[str, str], filled: Mapping[str, str]) -> PublishedRow:
+    """From what the source says, and from the same with the blanks filled that other rows explain."""
     for name, allowed in CHOICES.items():
         if fields[name] not in allowed:
             raise TableError(f"{path}:{line}: {name} is {fields[name]!r}; allowed: {', '.join(filter(None, allowed))}")
     numbers = {name: _number(path, line, name, fields[name]) for name in NUMBERS}
     inputs, reason = None, ""
     try:
-        inputs = published_inputs(fields, numbers)
+        inputs = published_inputs(filled, {name: _number(path, line, name, filled[name]) for name in NUMBERS})
     except NotModelledError as error:
         reason = str(error)
-    peak = numbers["peak_mem_GB"]
+    peak, reported = _peak(fields, numbers)
+    if peak is not None and inputs is not None and is_limit(fields["mem_kind"]):
+        inputs, peak = {**inputs, "memory_bytes": min(inputs["memory_bytes"], peak)}, None
     return PublishedRow(
         fields=fields,
         line=line,
         inputs=inputs,
         reason=reason,
         step_time_s=_measured_step(numbers, inputs),
-        peak_bytes=None if peak is None else peak * 1e9,
-        out_of_memory={"true": True, "false": False, "": None}[fields["oom"]],
+        peak_bytes=peak,
+        reported=reported,
+        out_of_memory=_outcome(fields),
     )
+
+
+def _outcome(fields: Mapping[str, str]) -> bool | None:
+    if fields["oom"]:
+        return fields["oom"] == "true"
+    ran = any(fields[name] for name in ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "peak_mem_GB"))
+    return False if ran else None
+
+
+def _peak(fields: Mapping[str, str], n: Numbers) -> tuple[float | None, Reported]:
+    """Bytes, and of what; the fullest rank's where every stage's figure is listed."""
+    reported = reported_as(fields["mem_kind"])
+    if stages := re.findall(r"\d+(?:\.\d+)?", fields["mem_per_stage_GB"]):
+        return max(map(float, stages)) * 1e9, replace(reported, rank="fullest")
+    return (None if n["peak_mem_GB"] is None else n["peak_mem_GB"] * 1e9), reported
 
 
 def _number(path: Path, line: int, name: str, text: str) -> float | None:

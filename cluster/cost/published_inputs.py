@@ -23,6 +23,9 @@ FORMATS = {
     "nvfp4": "float4",
 }
 
+SHORT_GRADIENTS = ("paddle", "nemo", "bridge", "internevo", "mind")
+"""Frameworks that reduce gradients in 16 bits; NeMo's and Megatron-Bridge's performance recipes do."""
+
 Numbers = Mapping[str, float | None]
 
 
@@ -55,7 +58,10 @@ def published_inputs(f: Mapping[str, str], n: Numbers) -> dict[str, Any]:
         "flash": _flash(f, accelerator),
         "compiled": float(f["compile"] == "yes"),
         "num_copies": 1,
+        "shard_embedding": 0.0,
         "data_wait_s": 0.0,
+        "num_reads": 0.0,
+        "reads_ahead": 1.0,
     }
 
 
@@ -141,12 +147,16 @@ def _layout(f: Mapping[str, str], n: Numbers, model: Mapping[str, Any]) -> dict[
 
 
 def _zero_stage(f: Mapping[str, str], n: Numbers, num_peers: float) -> float:
-    """As stated; else by what is said of the optimizer, else 1, what frameworks that have it do by default."""
+    """As stated; else by what is said of the optimizer, else what the framework does by default, mostly 1."""
     if num_peers == 1:
         return 0.0
     if n["zero_stage"] is not None:
         return n["zero_stage"]
-    return 3.0 if "weight+state sharding" in f["other_flags"] else 1.0
+    framework = f["framework"].lower()
+    if "weight+state sharding" in f["other_flags"] or any(word in framework for word in ("paxml", "maxtext")):
+        return 3.0
+    # MindSpore's optimizer parallelism shards gradients too, and gathers weights once per step.
+    return 2.0 if "mind" in framework else 1.0
 
 
 def _batch(n: Numbers, dp: float) -> tuple[float, float]:
@@ -177,11 +187,11 @@ def _precision(f: Mapping[str, str], accelerator: Accelerator, layout: Mapping[s
     if name == "float32":
         sizes = (4.0, 4.0, 8.0, 4.0)
     elif "pure" in f["other_flags"].lower():
-        sizes = (2.0, 2.0, 12.0, 2.0)
-    elif layout["zero_stage"] == 3:
+        # Composer's word: FSDP keeps fp32 shards and reduces gradients in 16 bits.
+        sizes = (4.0, 2.0, 8.0, 2.0)
+    elif layout["zero_stage"] == 3 and "deepspeed" not in framework:
         sizes = (4.0, 4.0, 8.0, 2.0)
-    elif name == "float16" or any(word in framework for word in ("paddle", "nemo", "bridge")):
-        # NeMo's performance recipes reduce gradients in 16 bits.
+    elif name == "float16" or layout["zero_stage"] == 3 or any(word in framework for word in SHORT_GRADIENTS):
         sizes = (2.0, 2.0, 12.0, 2.0)
     else:
         sizes = (2.0, 4.0, 12.0, 2.0)
@@ -191,7 +201,7 @@ def _precision(f: Mapping[str, str], accelerator: Accelerator, layout: Mapping[s
         "gradient_bytes": sizes[1],
         "optimizer_bytes": sizes[2],
         "cast_bytes": 0.0,
-        "keeps_gradients": float(layout["zero_stage"] < 3),
+        "keeps_gradients": float(layout["zero_stage"] < 3 or "deepspeed" in framework),
         "peak_flops_per_s": max(peak, base),
         "base_flops_per_s": base,
     }
@@ -208,8 +218,8 @@ def _recompute(f: Mapping[str, str], layout: Mapping[str, Any]) -> dict[str, Any
     selective = f["recompute"] == "selective"
     return {
         "stage_full": full,
-        "selective_share": 0.3 if selective else 0.0,
-        "selective_cost": 0.1 if selective else 0.0,
+        "stage_dropped": [0.3 * selective] * len(layers),
+        "stage_repeated": [0.08 * selective] * len(layers),
         "recompute_communication": 0.0,
         "keeps_gathered": 0.0,
     }

@@ -14,13 +14,14 @@ import numpy as np
 from cluster.cost.coefficients import Coefficients
 from cluster.cost.inputs import Array, CostInputs
 from cluster.cost.pipeline import pipeline_seconds
-from cluster.cost.work import Work, is_last
+from cluster.cost.work import Work, is_first, is_last
 
 REFERENCE_PEAK_FLOPS_PER_S = 312e12
 COMPILED_LAUNCH_SHARE = 0.35
 """Host time that a compiled layer keeps."""
-REMAINING_COLLECTIVES = 0.5
-"""Share of tensor-parallel communication that two copies of a half micro-batch leave exposed."""
+COMPILED_TRAFFIC_SHARE = 0.75
+"""Element-wise traffic that a compiled layer keeps: norms fused with additions, rotation and gating in one pass each.
+By count for SwiGLU decoders, 8 hidden + 2 width + 3 FFN elements of 10 + 3 + 4."""
 
 TIME_TERMS = (
     "forward",
@@ -67,25 +68,24 @@ def step_seconds(x: CostInputs, work: Work, coefficients: Coefficients) -> dict[
     num_nodes = np.maximum(1.0, x.world_size / x.domain_size)
     busy = np.sum(list(terms.values()), axis=0)
     terms["overhead"] = k["step_overhead_s"] + busy * k["scale_overhead"] * np.log2(num_nodes)
-    terms["data"] = x.data_wait_s
+    terms["data"] = data_seconds(x, k, busy + terms["overhead"])
     return {name: terms[name] for name in TIME_TERMS}
 
 
 def stage_seconds(x: CostInputs, work: Work, k: Coefficients) -> StageTimes:
     """Times of one micro-batch on each pipeline rank, forward and backward."""
     forward, backward = _layer_device_seconds(x, work, k)
-    collectives = _collective_seconds(x, work, k)
+    collectives = _collective_seconds(x, work, k, forward)
     gather = _gather_seconds(x, work, k, forward, backward)
-    host = k["host_layer_s"] * np.where(x.compiled > 0, COMPILED_LAUNCH_SHARE, 1.0)
+    host = k["host_layer_s"] * np.where(x.compiled > 0, COMPILED_LAUNCH_SHARE, 1.0) * x.num_copies
     repeats = forward * k["recompute_cost"]
     head = _head_seconds(x, work, k)
 
     layers, full = x.stage_layers, x.stage_full
     last = is_last(x)
-    partial = layers * x.selective_share[:, None] - full * x.selective_share[:, None]
     # One of the four halves of an all-reduce per layer and pass is gathered again.
     regathered = x.recompute_communication[:, None] / 2
-    repeated = full + partial * x.selective_cost[:, None]
+    repeated = full + (layers - full) * x.stage_repeated
     passes = 2 + repeated / np.maximum(layers, 1)
     terms = {
         "forward": layers * forward[:, None] + last * head[:, None] / 3,
@@ -94,7 +94,8 @@ def stage_seconds(x: CostInputs, work: Work, k: Coefficients) -> StageTimes:
         "tensor_parallel": ((2 + regathered) * layers + full) * collectives[:, None]
         + last * (collectives / 2)[:, None],
         "context_parallel": layers * _ring_seconds(x, work, k)[:, None],
-        "sharding": (layers + last) * gather[:, None],
+        "sharding": (layers + last) * gather[:, None]
+        + (is_first(x) + last) * _table_seconds(x, k, forward, backward)[:, None],
     }
     device = terms["forward"] + terms["backward"] + terms["recompute"] + terms["tensor_parallel"]
     terms["launch"] = _rounded_max(device, layers * passes * host[:, None]) - device
@@ -112,12 +113,13 @@ def matmul_flops_per_s(x: CostInputs, work: Work, k: Coefficients, width: Array)
 
 def _layer_device_seconds(x: CostInputs, work: Work, k: Coefficients) -> tuple[Array, Array]:
     """Forward and backward pass of one layer on the device, communication apart."""
-    rate = matmul_flops_per_s(x, work, k, x.hidden / x.tp)
+    halved = (work.tokens + k["half_tokens"]) / (work.tokens + x.num_copies * k["half_tokens"])
+    rate = matmul_flops_per_s(x, work, k, x.hidden / x.tp) * halved
     base_rate = rate / np.maximum(1.0, 1 + k["low_precision_gain"] * (x.peak_flops_per_s / x.base_flops_per_s - 1))
     attention = work.attention_flops / (base_rate * k["attention_efficiency"])
     bandwidth = x.memory_bytes_per_s * k["memory_efficiency"]
-    matmul = work.matmul_flops / rate + work.weight_traffic_bytes / bandwidth
-    elementwise = work.elementwise_bytes / bandwidth
+    matmul = work.matmul_flops / rate + x.num_copies * work.weight_traffic_bytes / bandwidth
+    elementwise = work.elementwise_bytes / bandwidth * np.where(x.compiled > 0, COMPILED_TRAFFIC_SHARE, 1.0)
     frozen = matmul * (1 - x.trained_share)
     # Fused attention's backward repeats the scores: 2.5 times the forward FLOPs (Dao, arXiv 2307.08691).
     backward = 2 * matmul - frozen + np.where(x.flash > 0, 2.5, 2.0) * attention + 1.5 * elementwise
@@ -132,20 +134,25 @@ def _head_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
     return (3 - (1 - x.trained_share)) * work.head_flops / rate + 3 * work.head_bytes / bandwidth
 
 
-def _collective_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
-    """Tensor-parallel communication of one layer and pass: two all-reduces, or gather and scatter of that volume."""
-    seconds = 2 * (ring_seconds(x, k, work.tp_bytes, x.tp, np.ones(len(x))) + k["collective_latency_s"])
-    return np.where(x.tp > 1, seconds, 0.0) * np.where(x.num_copies > 1, REMAINING_COLLECTIVES, 1.0)
+def _collective_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array) -> Array:
+    """Tensor-parallel communication of one layer and pass: two all-reduces, or gather and scatter of that volume.
+
+    With two copies one half's communication hides behind the other half's computation.
+    """
+    latency = x.num_copies * k["collective_latency_s"]
+    seconds = 2 * (ring_seconds(x, k, work.tp_bytes, x.tp, np.ones(len(x))) + latency)
+    seconds = np.where(x.num_copies > 1, _exposed(seconds, k["gather_overlap"] * forward, k), seconds)
+    return np.where(x.tp > 1, seconds, 0.0)
 
 
 def _ring_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
     """Context-parallel communication of one layer, forward and backward, beyond what attention hides."""
     inside = x.tp * x.cp <= x.domain_size
-    bandwidth = np.where(inside, x.link_bytes_per_s * k["link_efficiency"], _network(x, k))
+    bandwidth = np.where(inside, _link(x, k), _network(x, k))
     transfer = 3 * work.cp_bytes / bandwidth
     rate = matmul_flops_per_s(x, work, k, x.hidden / x.tp) * k["attention_efficiency"]
     hidden = 3.5 * work.attention_flops / rate
-    return np.where(x.cp > 1, _exposed(transfer, 0.7 * hidden) + 3 * x.cp * k["collective_latency_s"], 0.0)
+    return np.where(x.cp > 1, _exposed(transfer, 0.7 * hidden, k) + 3 * x.cp * k["collective_latency_s"], 0.0)
 
 
 def _gather_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, backward: Array) -> Array:
@@ -157,7 +164,15 @@ def _gather_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, 
     once = ring_seconds(x, k, payload, x.num_shards, x.tp) / 2
     transfer = once * (2 * x.compute_bytes + np.minimum(x.gradient_bytes, 4)) + 3 * k["collective_latency_s"]
     sharded = (x.zero_stage == 3) & (x.num_shards > 1)
-    return np.where(sharded, _exposed(transfer, k["gather_overlap"] * (forward + backward)), 0.0)
+    return np.where(sharded, _exposed(transfer, k["gather_overlap"] * (forward + backward), k), 0.0)
+
+
+def _table_seconds(x: CostInputs, k: Coefficients, forward: Array, backward: Array) -> Array:
+    """Gathering and scattering of an embedding or head that is sharded on its own, behind a layer's computation."""
+    once = ring_seconds(x, k, x.vocab * x.hidden / x.tp, x.dp * x.cp, x.tp) / 2
+    transfer = once * (2 * x.compute_bytes + np.minimum(x.gradient_bytes, 4)) + 3 * k["collective_latency_s"]
+    sharded = (x.shard_embedding > 0) & (x.zero_stage < 3)
+    return np.where(sharded, _exposed(transfer, k["gather_overlap"] * (forward + backward), k), 0.0)
 
 
 def ring_seconds(x: CostInputs, k: Coefficients, payload_bytes: Array, degree: Array, apart: Array) -> Array:
@@ -168,22 +183,24 @@ def ring_seconds(x: CostInputs, k: Coefficients, payload_bytes: Array, degree: A
     """
     per_domain = np.clip(np.floor(x.domain_size / apart), 1, degree)
     domains = degree / per_domain
-    inside = 2 * (per_domain - 1) / per_domain * payload_bytes / (x.link_bytes_per_s * k["link_efficiency"])
+    inside = 2 * (per_domain - 1) / per_domain * payload_bytes / (_link(x, k))
     across = 2 * (domains - 1) / domains * payload_bytes / per_domain / _network(x, k)
     return np.asarray(inside + np.where(domains > 1, across, 0.0))
 
 
 def reduction_seconds(x: CostInputs, work: Work, k: Coefficients, stages: StageTimes) -> Array:
-    """Gradient reduction (and ZeRO-1/2's gathering of weights) once per step, beyond what backward hides."""
+    """Once per step: gradient reduction beyond what backward hides, and after ZeRO-1/2's optimiser its new weights'
+    gathering, which nothing hides."""
     params = _busiest_params(x, work) * x.trained_share
     degree = np.where(x.zero_stage == 3, x.dp_replicate, x.dp * x.cp)
     apart = np.where(x.zero_stage == 3, x.num_shards * x.tp, x.tp)
     elements = params / np.where(x.zero_stage == 3, x.num_shards, 1.0)
     stateful = (x.zero_stage == 1) | (x.zero_stage == 2)
-    size = np.where(stateful, (x.gradient_bytes + x.compute_bytes) / 2, x.gradient_bytes)
-    transfer = ring_seconds(x, k, elements * size, degree, apart)
+    whole = ring_seconds(x, k, elements, degree, apart)
+    reduction = whole * x.gradient_bytes * np.where(stateful, 0.5, 1.0)
+    gathering = np.where(stateful, whole * x.compute_bytes / 2, 0.0)
     window = k["gradient_overlap"] * np.max(stages.terms["backward"], axis=1)
-    return np.where(degree > 1, _exposed(transfer, window) + 4 * k["collective_latency_s"], 0.0)
+    return np.where(degree > 1, _exposed(reduction, window, k) + gathering + 4 * k["collective_latency_s"], 0.0)
 
 
 def optimizer_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
@@ -191,6 +208,12 @@ def optimizer_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
     per_param = 2 * (x.optimizer_bytes + x.weight_bytes) + 2 * x.gradient_bytes
     traffic = _busiest_params(x, work) * x.trained_share / x.num_shards * per_param
     return traffic / (x.memory_bytes_per_s * k["memory_efficiency"])
+
+
+def data_seconds(x: CostInputs, k: Coefficients, busy: Array) -> Array:
+    """Waiting for data: ranks share the storage, and only loading processes read while the step runs (``busy``)."""
+    reading = x.num_reads * k["read_s"]
+    return x.data_wait_s + np.where(x.reads_ahead > 0, _beyond(reading, busy), reading)
 
 
 def transfer_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
@@ -203,24 +226,40 @@ def transfer_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
 def _busiest_params(x: CostInputs, work: Work) -> Array:
     """Parameters of the fullest pipeline rank, divided by tp."""
     layers = np.max(x.stage_layers, axis=1) * (work.layer_params + 4 * x.hidden)
-    tables = np.where((x.pp == 1) & (x.tied == 0), 2.0, 1.0) * x.vocab * x.hidden
+    tables = np.where((x.pp == 1) & (x.tied == 0), 2.0, 1.0) * x.vocab * x.hidden * (1 - x.shard_embedding)
     return np.asarray((layers + tables) / x.tp)
 
 
+def _reached(efficiency: float) -> float:
+    """Share of a bandwidth: never all of it, whatever the coefficient."""
+    return float(efficiency / (1 + efficiency**4) ** 0.25)
+
+
+def _link(x: CostInputs, k: Coefficients) -> Array:
+    return x.link_bytes_per_s * _reached(k["link_efficiency"])
+
+
 def _network(x: CostInputs, k: Coefficients) -> Array:
-    return x.network_bytes_per_s * k["network_efficiency"]
+    return x.network_bytes_per_s * _reached(k["network_efficiency"])
 
 
 def _network_or_link(x: CostInputs, k: Coefficients) -> Array:
     """Bandwidth between neighbouring pipeline ranks, the outermost axis."""
     inside = x.world_size <= x.domain_size
-    return np.where(inside, x.link_bytes_per_s * k["link_efficiency"], _network(x, k))
+    return np.where(inside, _link(x, k), _network(x, k))
 
 
-def _exposed(transfer: Array, hidden: Array) -> Array:
-    """What of a transfer sticks out of the time that hides it, smoothly: a tenth even when hidden time abounds."""
-    excess = transfer - hidden
-    return np.asarray((excess + np.sqrt(excess**2 + 0.04 * transfer * hidden)) / 2)
+def _exposed(transfer: Array, hiding: Array, k: Coefficients) -> Array:
+    """What a transfer behind ``hiding`` seconds of computation costs: what sticks out, and what computation loses to
+    the rest of it, which takes memory bandwidth and cores from it."""
+    out = _beyond(transfer, hiding)
+    return np.asarray(out + k["overlap_slowdown"] * (transfer - out))
+
+
+def _beyond(transfer: Array, hiding: Array) -> Array:
+    """What sticks out, smoothly: a little even when hiding time abounds."""
+    excess = transfer - hiding
+    return np.asarray((excess + np.sqrt(excess**2 + 0.04 * transfer * hiding)) / 2)
 
 
 def _rounded_max(a: Array, b: Array) -> Array:

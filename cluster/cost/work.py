@@ -64,12 +64,16 @@ def work_of(x: CostInputs) -> Work:
     )
 
 
-def stage_params(x: CostInputs, work: Work) -> Array:
-    """Parameters of each pipeline rank, divided by tp, shape (n, stages)."""
-    params = x.stage_layers * ((work.layer_params + 4 * x.hidden) / x.tp)[:, None]
-    table = x.vocab * x.hidden / x.tp
+def layers_params(x: CostInputs, work: Work) -> Array:
+    """Parameters of each pipeline rank's layers, divided by tp, shape (n, stages)."""
+    return np.asarray(x.stage_layers * ((work.layer_params + 4 * x.hidden) / x.tp)[:, None])
+
+
+def tables_params(x: CostInputs) -> Array:
+    """Parameters of embedding and head on each pipeline rank, divided by tp, shape (n, stages)."""
     one_table = (x.pp == 1) & (x.tied > 0)
-    return np.asarray(params + is_first(x) * table[:, None] + is_last(x) * np.where(one_table, 0.0, table)[:, None])
+    num_tables = is_first(x) + is_last(x) * np.where(one_table, 0.0, 1.0)[:, None]
+    return np.asarray(num_tables * (x.vocab * x.hidden / x.tp)[:, None])
 
 
 def is_first(x: CostInputs) -> Array:

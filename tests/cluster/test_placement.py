@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.placement import place
+from cluster.placement import Pool, place
 from cluster.topology import Device, Node, Topology
 
 
@@ -120,3 +120,16 @@ def test_nonsense_is_refused(wrong):
     cluster = topology(4)
     with pytest.raises(ValueError, match=r"world_size|isolation"):
         place(cluster, frozenset(cluster.devices), **{"world_size": 3, "tp": 1, "isolation": "node", **wrong})
+
+
+@given(problems(), st.randoms())
+def test_a_pool_places_as_if_counted_anew(problem, rng):
+    cluster, free, wanted = problem
+    pool = Pool(cluster)
+    taken = [device for device in cluster.devices if rng.random() < 0.5]
+    pool.take(taken)
+    lost = {cluster.nodes[0].name} if rng.random() < 0.5 else set()
+    pool.lose(lost)
+    pool.give_back(taken)
+    pool.take(device for device in cluster.devices if device not in free)
+    assert pool.place(**wanted) == place(cluster, frozenset(d for d in free if d.node not in lost), **wanted)

@@ -3,6 +3,7 @@
 import pytest
 
 from cluster.base import ClusterError
+from cluster.probe import probe
 from tests.cluster.gangs import PRELOAD, end_of, launch, living, run, wait_for_pids, wait_until
 from trials.outcome import Crashed, GangLost, Measured
 
@@ -54,6 +55,16 @@ def test_a_gang_spans_nodes(lease, pids):
     assert isinstance(end.outcome, Measured), end.outcome
     assert end.outcome.measurement.model_flops_per_token == 4.0, "the all-reduce saw all ranks"
     assert living(pids) == []
+
+
+def test_a_probe_measures_both_nodes_and_the_network_between(lease):
+    profile = probe(lease, at_s=0.0)
+    assert [node.node for node in profile.measured] == [node.name for node in lease.topology.nodes]
+    assert profile.network.all_reduce.world_size == 2
+    for node in profile.nodes:
+        assert node.matmul_flops_per_s["float32"].per_s > 1e6
+        assert node.all_reduce.world_size == 2
+        assert node.transfer.bytes_per_s > 1e4
 
 
 def test_a_failure_on_one_node_ends_the_gang_on_the_other(lease, pids):

@@ -173,6 +173,10 @@ def test_any_course_of_outcomes_ends_measures_no_candidate_twice_and_conserves_d
             num_ended += 1
         state, commands = step(state, from_json(type(event), to_json(event)))
         assert sum(trial.is_running for trial in state.trials) <= concurrent
+        assert state.running == {trial.number for trial in state.trials if trial.is_running}
+        measured_trials = [trial for trial in state.trials if trial.measurement]
+        speeds = {trial: trial.measurement.tokens_per_s_per_device for trial in measured_trials}
+        assert state.best == max(measured_trials, key=lambda trial: (speeds[trial], -trial.number), default=None)
     else:
         raise AssertionError("the sweep did not end")
     assert state.device_seconds == pytest.approx(num_ended)
@@ -181,3 +185,13 @@ def test_any_course_of_outcomes_ends_measures_no_candidate_twice_and_conserves_d
 
 def _whole(trial, outcome):
     return [proposed(trial), launched(trial), ended(trial, outcome)]
+
+
+def test_patience_ends_a_sweep_that_finds_nothing_better():
+    events = [created(budget=Budget(max_trials=99, patience=3)), proposed(0), launched(0), ended(0, measured(0.2))]
+    outcomes = [measured(0.1), measured(0.15), failures()["oom"], measured(0.12)]
+    for number, outcome in enumerate(outcomes, start=1):
+        assert isinstance(decide(fold(events))[0], Propose)
+        events += [proposed(number), launched(number), ended(number, outcome)]
+    (end,) = decide(fold(events))
+    assert end == Finish(status="finished", reason="none of the last 3 trials was faster than the best one")

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from orchestrator.cli import main
 from orchestrator.rules import check
 from orchestrator.sweep import load_sweep
-from tests.orchestrator.sweep_files import LINEAR, SMALL, write
+from tests.orchestrator.sweep_files import SMALL, write
 
 SHAPE = {"hidden_size": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "ffn_hidden_size": 14336}
 SWEEP = {
@@ -122,6 +122,6 @@ def test_a_cluster_nobody_described_is_the_users_error(tmp_path):
 
 
 def test_what_cannot_be_predicted_is_said(tmp_path):
-    found = plan(tmp_path, {**LINEAR, "cluster": {"kind": "local", "device": "cpu"}}, "--json")
+    found = plan(tmp_path, {**SMALL, "cluster": {"kind": "ray", "address": "127.0.0.1:1"}}, "--json")
     assert found["forecast"] is None
-    assert "linear" in found["unpredicted"]
+    assert "hardware is not known" in found["unpredicted"]

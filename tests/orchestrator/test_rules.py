@@ -8,8 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.candidates import canonicalize
-from orchestrator.choices import ALL_LAYERS, RecomputeChoice, StageSplit
-from orchestrator.rules import RULES, Case, Filters, check, matches
+from orchestrator.rules import RULES, check
 from tests.orchestrator.candidate_strategies import CANDIDATES, DEGREES, OTHER_WORKLOADS, WORKLOADS, random_candidate
 from tests.orchestrator.sweep_files import topology
 from trials import legality
@@ -241,50 +240,6 @@ def test_amp_dtype_refuses_only_what_is_known_not_to_work(kind, device, refused)
     assert "amp-dtype" not in broken(Candidate(), where=where)
 
 
-PATTERNS = st.fixed_dictionaries(
-    {},
-    optional={
-        "tp": st.sampled_from([(1,), (2, 4)]),
-        "micro_batch_size": st.sampled_from([(1, 2), (8,)]),
-        "compile": st.just(("block", "model")),
-        "world_size": st.sampled_from([(1,), (2, 4, 8)]),
-    },
-).filter(bool)
-
-
-def selected(candidate, name):
-    return {
-        "tp": candidate.layout.tp,
-        "micro_batch_size": candidate.micro_batch_size,
-        "compile": candidate.kernels.compile,
-        "world_size": candidate.layout.world_size,
-    }[name]
-
-
-@given(CANDIDATES, PATTERNS)
-def test_a_pattern_matches_when_all_its_knobs_do(candidate, pattern):
-    expected = True
-    for name, accepted in pattern.items():
-        expected = expected and selected(candidate, name) in accepted
-    assert matches(pattern, Case(candidate=candidate, workload=WORKLOAD)) == expected
-
-
-@given(CANDIDATES, st.lists(PATTERNS, max_size=3), st.lists(PATTERNS, max_size=3))
-def test_forbid_and_require_are_opposites(candidate, forbid, require):
-    case = Case(candidate=candidate, workload=WORKLOAD)
-    found = broken(candidate, filters=Filters(forbid=tuple(forbid), require=tuple(require))) - broken(candidate)
-    assert found == {
-        *(f"forbid.{i}" for i, pattern in enumerate(forbid) if matches(pattern, case)),
-        *(f"require.{i}" for i, pattern in enumerate(require) if not matches(pattern, case)),
-    }
-
-
-@given(CANDIDATES, st.lists(st.integers(1, 16), min_size=1, max_size=4))
-def test_world_size_is_a_filter(candidate, sizes):
-    found = broken(candidate, filters=Filters(world_size=tuple(sizes)))
-    assert ("world-size" in found) == (candidate.layout.world_size not in sizes)
-
-
 @given(CANDIDATES, WORKLOADS, NODES)
 def test_rules_keep_their_promise_about_what_they_read(candidate, workload, nodes):
     other = Candidate(layout=candidate.layout, micro_batch_size=candidate.micro_batch_size)
@@ -310,61 +265,6 @@ def test_one_device_runs_every_plain_candidate(candidate, workload):
     assume(workload.global_batch_size % plain.micro_batch_size == 0)
     assume(plain.kernels.compile_mode != "reduce-overhead" or plain.micro_batch_size == workload.global_batch_size)
     assert broken(plain, workload, topology(1)) == set()
-
-
-@pytest.mark.parametrize(
-    ("pattern", "accepted", "expected"),
-    [
-        ("recompute", RecomputeChoice(full=ALL_LAYERS), True),
-        ("recompute", RecomputeChoice(full=((1, 3),)), True),
-        ("recompute", RecomputeChoice(full=3), True),
-        ("recompute", RecomputeChoice(full=2), False),
-        ("recompute", RecomputeChoice(), False),
-        ("stage_layers", StageSplit(kind="offset", rows=((-1, 1),)), True),
-        ("stage_layers", StageSplit(kind="counts", rows=((1, 3),)), True),
-        ("stage_layers", StageSplit(), False),
-        ("schedule", "gpipe", True),
-        ("tp_engine", "local", False),
-    ],
-)
-def test_patterns_are_resolved_against_the_candidate(pattern, accepted, expected):
-    layout = Layout(pp=2, schedule="gpipe", stage_layers=((1, 3),))
-    case = Case(candidate=Candidate(layout=layout, recompute=Recompute(full=((1, 3),))), workload=WORKLOAD)
-    assert matches({pattern: ("zbv", accepted) if pattern == "schedule" else (accepted,)}, case) == expected
-
-
-@pytest.mark.parametrize(
-    ("pattern", "words"),
-    [
-        (r"(\w*\w*)*!", "repeats a part that repeats"),
-        (r"(?:(?:a+)b?)+", "repeats a part that repeats"),
-        (r"(ab|a)*!", "repeats a part that repeats or branches"),
-        (r"(?:a{1,20}){1,20}b", "repeats a part that repeats"),
-        (r"(?=(a*)*)b", "repeats a part that repeats"),
-        (r"\w*\w*\w*\w*\w*!", "too many repeats in a row"),
-        ("a?" * 40, "too many repeats in a row"),
-        ("(", "no regular expression"),
-        ("", "1 to 200 characters"),
-    ],
-)
-def test_patterns_that_are_refused(pattern, words):
-    assert words in legality.pattern_problem(pattern)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        r"feed_forward\.mul",
-        ".*norm.*",
-        r"(attention|feed_forward)\.(.*_norm|mul)",
-        "(a*)?b",
-        "(ab){3}",
-        "[ab]+x*",
-        "(?>a*)b",
-    ],
-)
-def test_patterns_that_are_fine(pattern):
-    assert legality.pattern_problem(pattern) is None
 
 
 def test_far_more_stages_than_layers_are_refused_without_laying_them_out():

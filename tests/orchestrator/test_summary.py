@@ -21,6 +21,7 @@ def test_the_json_form_is_complete():
         "reason": "the budget of 9 trials is spent",
         "trials": {
             "measured": 3,
+            "stopped_early": 0,
             "oom": 1,
             "infeasible": 1,
             "diverged": 1,
@@ -34,9 +35,11 @@ def test_the_json_form_is_complete():
         "ruled_out": [],
         "unit": "tokens/s/p",
         "device_hours": pytest.approx(9 / 3600),
+        "saved_device_hours": 0,
+        "learned_from": {"trials": 0, "sweeps": 0},
         "tracking_uri": "sqlite:////home/mlflow.db",
     }
-    assert set(best) == set(baseline) == {"trial", "config", "tokens_per_s_per_device", "ci95"}
+    assert set(best) == set(baseline) == {"trial", "reason", "config", "tokens_per_s_per_device", "ci95"}
     assert (best["trial"], baseline["trial"]) == (1, 0)
     assert best["tokens_per_s_per_device"] == pytest.approx(512 / 0.08 / 2)
     assert best["ci95"][0] < best["tokens_per_s_per_device"] < best["ci95"][1]

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import os
 import time
 import traceback
 import warnings
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gang import RankError, gang, receive
 from trials.codec import from_json, to_json
 from trials.failure import classify
 from trials.outcome import RankReport
 from trials.spec import TrialSpec
-
-START = multiprocessing.get_context("forkserver")
-START.set_forkserver_preload(["pytest", "trials.worker", "tests.trials.gang"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,21 +46,8 @@ def run_gang(specs: list[TrialSpec], tmp_path: Path, *, timeout_s: float = 120.0
 def _run_until_failure(specs: list[TrialSpec], folder: Path, timeout_s: float, options: dict[str, Any]) -> list[Result]:
     folder.mkdir(parents=True)
     world_size = specs[0].candidate.layout.world_size
-    encoded = [to_json(spec) for spec in specs]
-    pipes, processes = [], []
-    for rank in range(world_size):
-        ours, theirs = START.Pipe(duplex=False)
-        process = START.Process(target=_rank_main, args=(rank, world_size, encoded, folder, theirs, options))
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    try:
+    with gang(_rank_main, world_size, folder / "0", [to_json(spec) for spec in specs], folder, options) as pipes:
         return _collect(pipes, len(specs), timeout_s)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
 
 
 def _collect(pipes: list[Connection], num_specs: int, timeout_s: float) -> list[Result]:
@@ -77,12 +61,10 @@ def _collect(pipes: list[Connection], num_specs: int, timeout_s: float) -> list[
 
 
 def _receive(pipe: Connection, timeout_s: float, rank: int) -> Result:
-    if not wait([pipe], timeout_s):
-        return RankFailure("connection", "Silent", f"nothing within {timeout_s} s", rank)
     try:
-        outcome, value = pipe.recv()
-    except EOFError:
-        return RankFailure("error", "Died", "the process ended without a word", rank)
+        outcome, value = receive(pipe, timeout_s)
+    except RankError as error:
+        return RankFailure("connection", "Silent", str(error), rank)
     if outcome == "report":
         return from_json(RankReport, value)
     return RankFailure(*value, rank)
@@ -100,15 +82,9 @@ def _fold(results: list[Result]) -> Result:
     return first
 
 
-def _rank_main(
-    rank: int, world_size: int, specs: list[Any], folder: Path, pipe: Connection, options: dict[str, Any]
-) -> None:
-    import torch
-
+def _rank_main(pipe: Connection, specs: list[Any], folder: Path, options: dict[str, Any]) -> None:
     from trials import worker
 
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     if "before" in options:
         options["before"]()
     for i, spec in enumerate(specs):

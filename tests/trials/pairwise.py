@@ -54,8 +54,11 @@ class Covering:
                     break
         return found
 
-    def rows(self, *, seed: int = 0, draws: int = 10) -> list[Row]:
-        """Rows that together hold every legal pair; the same ones every time."""
+    def rows(self, *, seed: int, draws: int) -> list[Row]:
+        """Rows that together hold every legal pair, the same ones for the same seed.
+
+        Each is the best by gain per cost of ``draws`` random ones: more of them cost less to run, but longer to find.
+        """
         rng = random.Random(seed)
         self._missing = dict.fromkeys(sorted(self.witnesses))
         chosen: list[Row] = []

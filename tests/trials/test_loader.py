@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trials.gang import START
+from benchmarks.gang import gang, receive
 from trials.datasets import Batch, Share, StepBatches
 from trials.datasets.tokens import TokenBatches
 from trials.failure import DataError
@@ -75,21 +75,16 @@ def test_a_data_error_says_the_same_from_a_worker(num_workers: int) -> None:
 def _hold_a_loader(pipe: Connection) -> None:
     batches = stream_batches(TOKENS, Loader(num_workers=1, prefetch_factor=1), pin_memory=False)
     next(batches)
-    pipe.send([child.pid for child in multiprocessing.active_children()])
+    pipe.send([os.getpid(), *(child.pid for child in multiprocessing.active_children())])
     time.sleep(60)
 
 
 @pytest.mark.fault
-def test_loader_workers_die_with_their_rank() -> None:
-    ours, theirs = START.Pipe(duplex=False)
-    rank = START.Process(target=_hold_a_loader, args=(theirs,))
-    rank.start()
-    assert ours.poll(60)
-    (worker_pid,) = ours.recv()
-    assert rank.pid is not None
-    os.kill(worker_pid, 0)
-    os.kill(rank.pid, signal.SIGKILL)
-    rank.join()
+def test_loader_workers_die_with_their_rank(tmp_path: Path) -> None:
+    with gang(_hold_a_loader, 1, tmp_path / "rendezvous") as (pipe,):
+        rank_pid, worker_pid = receive(pipe, 60.0)
+        os.kill(worker_pid, 0)
+        os.kill(rank_pid, signal.SIGKILL)
     deadline = time.monotonic() + 4.0  # torch's own check for a lost parent takes 5 s
     while _is_running(worker_pid) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.trials.gang import run_gang
@@ -55,7 +55,10 @@ def test_a_climb_is_cheap_and_never_worse_than_its_start(max_workers: int, trans
         assert best <= time_of(START)
 
 
-@given(max_workers=st.sampled_from([8, 12, 16, 20]), share=st.floats(0.0, 0.02), **SURFACES)
+@given(max_workers=st.integers(8, 20), share=st.floats(0.0, 0.02), **SURFACES)
+@example(max_workers=16, share=0.0, work=1.0, cores=10.0, contention=1 / 64, burst=0.0, memory=0.0).via("slow rise")
+@example(max_workers=9, share=0.0, work=0.8, cores=7.14, contention=0.3, burst=0.5, memory=0.0).via("few points")
+@example(max_workers=18, share=0.0, work=1.0, cores=12.9, contention=0.025, burst=0.26, memory=0.0).via("both axes")
 def test_a_climb_finds_the_best_within_five_per_cent(max_workers: int, share: float, **shape: float) -> None:
     def time_of(point: Point) -> float:
         return surface(point, transfer=share * shape["work"], **shape)

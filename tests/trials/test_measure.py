@@ -141,3 +141,4 @@ def test_a_peak_can_be_forgotten_but_not_what_is_in_use() -> None:
 def test_the_runner_refuses_an_attention_backend_the_cpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InfeasibleSpec, match="use one of: auto, flash, math"):
         run_alone(tiny_spec(kernels=Kernels(attention="cudnn")), monkeypatch)
+    torch.distributed.destroy_process_group()  # after an error the runner leaves it to the end of the process

@@ -38,7 +38,7 @@ def measure_rank(spec: TrialSpec) -> int:
     with process_group(identity, CPU):
         mesh = build_mesh(spec.candidate.layout, CPU)
         trainer = Trainer(spec, mesh, CPU, place=coordinates(spec.candidate.layout, identity.rank))
-        inputs, targets = batch(spec)
+        inputs, targets = batch(spec, trainer)
         for _ in range(2):  # in the second, DDP makes its buckets anew
             trainer.step(inputs, targets, _Silent())
         gc.collect()

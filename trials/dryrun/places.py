@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trials.dryrun.runs import runs_of_chunk
-from trials.dryrun.tracker import MemoryTracker, in_backward
+from trials.dryrun.tracker import MemoryTracker
+from trials.operators import in_backward
 from trials.parallel import ModelPart
 from trials.spec import Recompute
 

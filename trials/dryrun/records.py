@@ -8,7 +8,7 @@ from typing import Literal
 
 from trials.spec import TrialSpec
 
-VERSION = 2
+VERSION = 3
 """Of what is simulated; results of other versions are not comparable."""
 
 Category = Literal["param", "grad", "optimizer", "activation", "temporary", "communication", "input"]

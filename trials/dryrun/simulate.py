@@ -93,11 +93,11 @@ class _Simulation:
         tracker, trainer = self.tracker, self.trainer
         self._prepare()
         with self.mode, tracker:
-            inputs, targets = batch(self.spec)
+            inputs, targets = batch(self.spec, trainer)
             self._make_optimizer_states()
             tracker.assign([inputs, targets], "input")
             tracker.restart()
-            self.trainer.step(inputs, targets, self)
+            trainer.step(inputs, targets, self)
         num_microbatches = self.spec.candidate.num_microbatches(self.spec.workload.global_batch_size)
         return RankRun(
             rank=self.request.rank,
@@ -144,8 +144,13 @@ class _Simulation:
         self.tracker.settle(("activation", "temporary"), "optimizer")
 
 
-def batch(spec: TrialSpec) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of one data-parallel rank: shapes and types as the loader gives them."""
+def batch(spec: TrialSpec, trainer: Trainer) -> tuple[Tensor | None, Tensor | None]:
+    """Inputs and targets of one data-parallel rank, of shapes and types as the loader gives; None what is not read."""
+    inputs, targets = _whole_batch(spec)
+    return inputs if trainer.reads_inputs else None, targets if trainer.reads_targets else None
+
+
+def _whole_batch(spec: TrialSpec) -> tuple[Tensor, Tensor]:
     model, workload = spec.workload.model, spec.workload
     rows = workload.global_batch_size // spec.candidate.layout.dp
     if isinstance(model, LlamaModel):

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trials.dryrun.records import CATEGORIES, Category, Peak, Traffic
+from trials.operators import in_backward
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
@@ -227,11 +228,6 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._peaks.get(key)
         if known is None or self.total_bytes > known[0]:
             self._peaks[key] = (self.total_bytes, dict(self.live_bytes))
-
-
-def in_backward() -> bool:
-    """Whether autograd is executing a graph in this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def local_part(tensor: Tensor) -> Tensor:

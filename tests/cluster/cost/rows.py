@@ -30,13 +30,12 @@ BASE: dict[str, Any] = {
     "zero_stage": 1,
     "sequence_parallel": 0,
     "num_copies": 1,
+    "shard_embedding": 0,
     "schedule": 1,
     "num_virtual_stages": 1,
     "micro_batch_size": 1,
     "num_microbatches": 8,
     "stage_full": [0],
-    "selective_share": 0,
-    "selective_cost": 0,
     "recompute_communication": 0,
     "keeps_gathered": 0,
     "compute_bytes": 2,
@@ -55,15 +54,19 @@ BASE: dict[str, Any] = {
     "network_bytes_per_s": 25e9,
     "domain_size": 8,
     "data_wait_s": 0,
+    "num_reads": 0,
+    "reads_ahead": 1,
 }
 
 
 def row(**changes: Any) -> dict[str, Any]:
-    """One row; layers are split evenly over the stages unless given."""
+    """One row; layers are split evenly over the stages unless given, selective recompute is the same on all."""
     values = {**BASE, **changes}
     values.setdefault("stage_layers", even_layers(int(values["num_layers"]), int(values["pp"])))
     if values.pop("recompute", None) == "full":
         values["stage_full"] = values["stage_layers"]
+    for name, stage_name in (("selective_share", "stage_dropped"), ("selective_cost", "stage_repeated")):
+        values.setdefault(stage_name, [values.pop(name, 0.0)] * len(values["stage_layers"]))
     return values
 
 

@@ -12,7 +12,7 @@ from cluster.accelerators import load_cluster
 from cluster.cost.candidates import inputs_of, selective_share
 from cluster.cost.estimate import cost_model
 from cluster.cost.generic import GenericInputs, generic_peak_bytes, generic_step_seconds
-from cluster.cost.work import stage_params, work_of
+from cluster.cost.work import layers_params, tables_params, work_of
 from tests.cluster.cost.rows import varied
 from trials.flops import model_flops_per_token, num_parameters
 from trials.spec import (
@@ -41,7 +41,7 @@ def test_parameters_and_flops_agree_with_the_trial_runner() -> None:
     x = inputs_of([(WORKLOAD, Candidate(precision=BF16))], CLUSTER)
     work = work_of(x)
     # The cost model counts both norms and biases as 4 h per layer and no final norm.
-    assert stage_params(x, work).sum() == pytest.approx(num_parameters(LLAMA), rel=1e-3)
+    assert (layers_params(x, work) + tables_params(x)).sum() == pytest.approx(num_parameters(LLAMA), rel=1e-3)
     forward = 32 * (work.matmul_flops + 2 * work.attention_flops) + work.head_flops
     assert 3 * forward[0] / work.tokens[0] == pytest.approx(model_flops_per_token(LLAMA, 8192), rel=1e-3)
 

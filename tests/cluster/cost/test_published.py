@@ -10,8 +10,9 @@ import pytest
 
 from benchmarks.cost_model import evaluate, rank_correlation
 from cluster.cost.inputs import from_rows
-from cluster.cost.published import TableError, read_table
+from cluster.cost.published import PublishedRow, TableError, read_table
 from cluster.cost.published_inputs import network_bytes_per_s
+from cluster.cost.reported import Reported
 
 TABLE = Path(__file__).parents[2] / "data" / "published.csv"
 
@@ -65,6 +66,50 @@ def test_refuses_wrong_columns(tmp_path: Path) -> None:
     path.write_text(header + "\n" + first + ",extra\n", encoding="utf-8")
     with pytest.raises(TableError, match="values expected"):
         read_table(path)
+
+
+def table_of(tmp_path: Path, *changes: dict[str, str]) -> tuple[PublishedRow, ...]:
+    """A table of the first row of the small one, once for each of ``changes``."""
+    path = tmp_path / "t.csv"
+    with TABLE.open(encoding="utf-8", newline="") as source, path.open("w", encoding="utf-8", newline="") as copy:
+        reader = csv.DictReader(source)
+        writer = csv.DictWriter(copy, reader.fieldnames or ())
+        writer.writeheader()
+        first = next(reader)
+        writer.writerows([{**first, "peak_mem_GB": "", "mem_kind": "", **change} for change in changes])
+    return read_table(path)
+
+
+def test_blanks_are_those_of_other_rows_of_the_same_setup(tmp_path: Path) -> None:
+    silent = {"micro_batch": "", "n_micro_batches": "", "global_batch": "", "recompute": ""}
+    stated = {"micro_batch": "4", "n_micro_batches": "2", "global_batch": "", "recompute": "full"}
+    like, _, unlike = table_of(tmp_path, silent, stated, {**silent, "seq_len": "64"})
+    (alone,) = table_of(tmp_path, silent)
+    assert like.inputs is not None and unlike.inputs is not None and alone.inputs is not None
+    assert (like.inputs["micro_batch_size"], like.inputs["num_microbatches"]) == (4, 2)
+    assert sum(like.inputs["stage_full"]) == like.inputs["num_layers"]
+    assert unlike.inputs["micro_batch_size"] == alone.inputs["micro_batch_size"] == 1
+    assert like["micro_batch"] == "", "what the source says stays"
+
+
+def test_a_set_limit_bounds_memory_and_is_no_peak(tmp_path: Path) -> None:
+    (row,) = table_of(tmp_path, {"peak_mem_GB": "20", "mem_kind": "max_device_memory as stated"})
+    assert row.peak_bytes is None and row.inputs is not None
+    assert row.inputs["memory_bytes"] == 20e9
+    assert row.out_of_memory is False
+
+
+def test_a_run_with_a_figure_fitted(tmp_path: Path) -> None:
+    silent = dict.fromkeys(("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "oom"), "")
+    timed, nothing = table_of(tmp_path, {**silent, "step_time_s": "1"}, silent)
+    assert timed.out_of_memory is False
+    assert nothing.out_of_memory is None
+
+
+def test_figures_of_all_stages_are_the_fullest_ones(tmp_path: Path) -> None:
+    (row,) = table_of(tmp_path, {"mem_per_stage_GB": "11.5/10/9", "mem_kind": "torch max_memory_allocated"})
+    assert row.peak_bytes == 11.5e9
+    assert row.reported == Reported("fullest", "allocated")
 
 
 @pytest.mark.parametrize(

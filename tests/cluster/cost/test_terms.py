@@ -86,10 +86,37 @@ def test_time_moves_the_right_way(term: str, less: dict[str, object], more: dict
 
 
 def test_gradients_and_activations_share_memory_when_gradients_are_freed() -> None:
-    single = {"num_microbatches": 1, "keeps_gradients": 0, "recompute": "full"}
+    single = {"num_microbatches": 1, "keeps_gradients": 0, "recompute": "full", "micro_batch_size": 4}
     found = estimate(row(**single), row(**{**single, "num_microbatches": 8}))
     assert found.peak_bytes[0] < found.peak_bytes[1]
     assert found.peak_terms_bytes["activations"][0] == 0, "the peak is in the optimiser step"
+
+
+def test_logits_and_a_repeated_layer_share_memory() -> None:
+    """The loss is over before the first layer is computed again: whichever takes more counts."""
+    big = {"micro_batch_size": 8, "dp_shard": 64, "zero_stage": 3}
+    found = estimate(row(**big, recompute="full", vocab=200000), row(**big, recompute="full", vocab=1000))
+    terms = found.peak_terms_bytes
+    assert terms["head"][0] > 0 == terms["head"][1]
+    assert terms["activations"][0] < terms["activations"][1], "no repeated layer while the logits are there"
+
+
+def test_short_gradients_are_copied_for_the_optimizer_step() -> None:
+    alone = {"recompute": "full", "dp_shard": 1, "seq_length": 256}
+    short, long = row(**alone, gradient_bytes=2, weight_bytes=4), row(**alone, gradient_bytes=4, weight_bytes=4)
+    workspace = estimate(short, long).peak_terms_bytes["workspace"]
+    assert workspace[0] - workspace[1] == pytest.approx(4 * 6.74e9, rel=0.01)
+
+
+def test_matmul_inputs_below_16_bits_take_less() -> None:
+    terms = estimate(row(peak_flops_per_s=624e12), row()).peak_terms_bytes["activations"]
+    assert 0.7 < terms[0] / terms[1] < 1
+
+
+def test_a_sharded_embedding_takes_less() -> None:
+    for term in ("weights", "gradients", "optimizer"):
+        found = estimate(row(shard_embedding=1), row(shard_embedding=0)).peak_terms_bytes[term]
+        assert (found[0] < found[1]) == (term != "optimizer"), "ZeRO-1 shards the optimiser state of all anyway"
 
 
 def test_data_wait_adds_to_the_step() -> None:
@@ -101,7 +128,8 @@ def test_every_coefficient_matters_somewhere() -> None:
     x = inputs(
         row(tp=2, cp=2, pp=2, recompute="full", peak_flops_per_s=600e12, vocab=32000),
         row(dp_shard=64, zero_stage=3, hidden=512),
-        row(vocab=50257, dp_shard=16),
+        row(vocab=50257, dp_shard=16, num_reads=1e6),
+        row(recompute="full", dp_shard=1, vocab=1000),
     )
     for group, attribute in ((TIME, "step_s"), (MEMORY, "peak_bytes")):
         for i, coefficient in enumerate(group):

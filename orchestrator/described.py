@@ -1,0 +1,93 @@
+"""Decoders and other workloads under one set of questions: what the cost model says of rows of either kind."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cluster.cost.coefficients import Coefficients
+from cluster.cost.estimate import CostModel, Estimates
+from cluster.cost.generic import GenericInputs, generic_peak_bytes, generic_step_seconds
+from cluster.cost.inputs import Array, CostInputs
+from cluster.cost.memory import stage_bytes
+from cluster.cost.time import step_seconds
+from cluster.cost.work import work_of
+
+Inputs = CostInputs | GenericInputs
+
+LENGTH_SCALES = {
+    "micro_batch_size": 0.7,
+    "tp": 0.7,
+    "hidden": 0.7,
+    "seq_length": 0.7,
+    "cp": 0.7,
+    "pp": 1.5,
+    "num_virtual_stages": 1.0,
+    "dp_shard": 1.5,
+    "dp_replicate": 4.0,
+    "num_microbatches": 4.0,
+    "num_layers": 4.0,
+}
+"""Doublings of a quantity over which errors of the cost model stay alike: short where kernels change their shape."""
+GENERIC_LENGTH_SCALES = {
+    "micro_batch_size": 0.7,
+    "forward_flops": 0.7,
+    "num_params": 1.5,
+    "num_shards": 1.5,
+    "dp": 4.0,
+    "num_microbatches": 4.0,
+}
+
+
+def log_device_seconds(x: Inputs, coefficients: Coefficients) -> Array:
+    """Logarithm of step time x devices."""
+    step_s = np.sum(list(_step_terms(x, coefficients).values()), axis=0)
+    return np.asarray(np.log(step_s * x.world_size))
+
+
+def log_peak(x: Inputs, coefficients: Coefficients, *, on_cpu: bool) -> Array:
+    """Logarithm of the fullest rank's peak bytes; without a device context on CPUs."""
+    if isinstance(x, CostInputs):
+        terms = {name: values.copy() for name, values in stage_bytes(x, work_of(x), coefficients).items()}
+    else:
+        terms = {name: values[:, None] for name, values in generic_peak_bytes(x, coefficients).items()}
+    if on_cpu:
+        del terms["constant"]
+    return np.asarray(np.log(np.max(np.sum(list(terms.values()), axis=0), axis=1)))
+
+
+def estimate(model: CostModel, x: Inputs, *, on_cpu: bool) -> Estimates:
+    """Of all rows; without a device context on CPUs."""
+    found = model.estimate(x) if isinstance(x, CostInputs) else _generic_estimate(model, x)
+    if on_cpu:
+        context = found.peak_terms_bytes["constant"]
+        found.peak_bytes[:] -= context
+        context[:] = 0.0
+    return found
+
+
+def physical_places(x: Inputs) -> Array:
+    """Where candidates lie for the errors of the cost model."""
+    scales = LENGTH_SCALES if isinstance(x, CostInputs) else GENERIC_LENGTH_SCALES
+    columns = [np.log2(np.maximum(getattr(x, name), 1.0)) / scale for name, scale in scales.items()]
+    if isinstance(x, GenericInputs):
+        return np.stack([*columns, x.zero_stage, x.repeated_share], axis=1)
+    recomputed = x.stage_full.sum(axis=1) / x.num_layers + x.selective_share
+    return np.stack([*columns, x.zero_stage, recomputed, x.sequence_parallel], axis=1)
+
+
+def _step_terms(x: Inputs, coefficients: Coefficients) -> dict[str, Array]:
+    if isinstance(x, CostInputs):
+        return step_seconds(x, work_of(x), coefficients)
+    return generic_step_seconds(x, coefficients)
+
+
+def _generic_estimate(model: CostModel, x: GenericInputs) -> Estimates:
+    seconds = generic_step_seconds(x, model.time.coefficients)
+    peaks = generic_peak_bytes(x, model.memory.coefficients)
+    return Estimates(
+        step_s=np.sum(list(seconds.values()), axis=0),
+        step_terms_s=seconds,
+        peak_bytes=np.sum(list(peaks.values()), axis=0),
+        peak_terms_bytes=peaks,
+        fullest_stage=np.zeros(len(x)),
+    )

@@ -1,0 +1,83 @@
+"""What earlier sweeps on the same hardware measured, as the guided sampler starts with it. A value, kept in the ledger.
+
+It is read once, when a sweep is created, and kept with the sweep: what is recorded elsewhere later changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trials.codec import from_json, to_json
+from trials.outcome import Measured, Outcome, OutOfMemory
+from trials.spec import Candidate, Workload
+
+MEASURED_ON = ("hardware", "device_memory_bytes", "threads_per_device", "driver", "torch", "virtual")
+"""Parts of the fingerprint on which step times and memory depend: where they are equal, measurements teach."""
+MAX_TRIALS = 96
+"""Learned from at most: the newest sweeps' first."""
+MAX_PER_SWEEP = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierTrial:
+    """One trial of an earlier sweep: measured, or out of memory."""
+
+    sweep: str
+    """Its identity."""
+    workload: Workload
+    candidate: Candidate
+    step_time_s: float | None
+    """None: it ran out of memory."""
+    peak_bytes: int | None = None
+    """Of the fullest rank, where it was measured."""
+
+    @property
+    def device_seconds(self) -> float | None:
+        """Of one step."""
+        return None if self.step_time_s is None else self.step_time_s * self.candidate.layout.world_size
+
+    @classmethod
+    def of_outcome(
+        cls, sweep: str, workload: Workload, candidate: Candidate, outcome: Outcome | None
+    ) -> EarlierTrial | None:
+        """None where the outcome says nothing about the hardware."""
+        match outcome:
+            case Measured(measurement=found):
+                peak = max((*found.peak_reserved_bytes, *found.peak_allocated_bytes), default=0) or None
+                time_s: float | None = found.step_time_s
+            case OutOfMemory():
+                peak, time_s = None, None
+            case _:
+                return None
+        return cls(sweep=sweep, workload=workload, candidate=candidate, step_time_s=time_s, peak_bytes=peak)
+
+
+def num_sweeps(earlier: Iterable[EarlierTrial]) -> int:
+    return len({trial.sweep for trial in earlier})
+
+
+def learned_from(num_trials: int, num_sweeps: int) -> str:
+    """``learned from 14 trials of 2 earlier sweeps``; empty where there were none."""
+    if not num_trials:
+        return ""
+    return f"learned from {_count(num_trials, 'trial')} of {_count(num_sweeps, 'earlier sweep')}"
+
+
+def same_hardware(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Whether measurements made in these two environments compare."""
+    return all(one.get(name) == other.get(name) for name in MEASURED_ON)
+
+
+def to_document(earlier: Sequence[EarlierTrial]) -> dict[str, Any]:
+    return {"trials": [to_json(trial) for trial in earlier]}
+
+
+def from_document(document: Mapping[str, Any] | None) -> tuple[EarlierTrial, ...]:
+    """Back from :func:`to_document`; nothing where there is none."""
+    return tuple(from_json(EarlierTrial, body) for body in document["trials"]) if document else ()
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
