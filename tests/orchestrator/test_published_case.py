@@ -1,33 +1,49 @@
-"""The shipped sweep of a published tuning case: the cost model's ratios against the expert's."""
+"""The shipped sweeps of published tuning cases: the cost model against the expert's steps and goals.
 
-from pathlib import Path
+The sweeps themselves run in ``benchmarks/acceptance.py``.
+"""
 
 import pytest
 
-from cluster.connect import describe
-from orchestrator.forecast import forecast
-from orchestrator.hardware import cluster_options
-from orchestrator.plan import make_plan
+from benchmarks.acceptance import CASES, SWEEPS, Model, measure_shares, predicted_steps
+from benchmarks.acceptance_measures import MEASURES
+from orchestrator.forecast import of_plan
 from orchestrator.sweep import load_sweep
-from orchestrator.why import explain
 
-FILE = Path(__file__).parents[2] / "configs/sweeps/llama2-13b-ascend.yaml"
-SILU_MUL = r"select: {'feed_forward\.(silu|mul)': all}"
-STEPS = {
-    "{recompute: full}": 2136,
-    "{recompute: {full: [20, 8]}}": 2210,
-    f"{{recompute: {{full: [13, 5], {SILU_MUL}}}}}": 2353,
-    f"{{recompute: {{full: [4, 0], {SILU_MUL}}}}}": 2562,
-}
-"""Published tokens/s/p on two nodes, 2 stages."""
+SMALL, LARGE = CASES
 
 
-def test_the_experts_steps_come_in_the_published_order_and_size():
-    spec = load_sweep(FILE)
-    where = describe(**cluster_options(spec))
-    plan = make_plan(spec, where)
-    found = [explain(step, plan, spec, where).prediction.tokens_per_s_per_device for step in STEPS]
-    assert found == sorted(found)
-    for predicted, published in zip(found, STEPS.values(), strict=True):
-        assert predicted / found[0] == pytest.approx(published / 2136, rel=0.1)
-    assert forecast(plan, spec, where).top[0].tokens_per_s_per_device >= 2562 / 2136 * found[0]
+@pytest.fixture(scope="module")
+def models():
+    return {case.name: Model(load_sweep(SWEEPS / f"{case.name}.yaml")) for case in CASES}
+
+
+def best_that_fits(model):
+    """The fastest candidate whose predicted peak the simulated cluster lets run, with its tokens/s/p."""
+    predictor = of_plan(model.plan, model.spec.to_workload(), model.topology)
+    found, x = predictor.estimates, predictor.inputs
+    rows = [i for i in range(len(found)) if found.peak_bytes[i] <= model.spec.cluster.device_memory_bytes]
+    speeds = x.tokens_per_step / found.step_s / x.world_size
+    row = max(rows, key=lambda i: speeds[i])
+    return predictor.candidates[row], speeds[row]
+
+
+def test_the_experts_steps_come_in_the_published_order_and_size(models):
+    model = models[SMALL.name]
+    steps = predicted_steps(model, SMALL.steps)
+    speeds = [step["predicted"] for step in steps]
+    assert speeds == sorted(speeds)
+    assert all(abs(step["deviation"]) < 0.1 for step in steps)
+    assert best_that_fits(model)[1] >= SMALL.goal * speeds[0]
+
+
+def test_a_thousand_cards_reach_the_goal_and_every_measure_has_its_share(models):
+    model = models[LARGE.name]
+    best, speed = best_that_fits(model)
+    assert speed >= LARGE.goal * model.speed(model.plan.baseline)
+    shares = {row["measure"]: row for row in measure_shares(model, best)}
+    assert list(shares) == list(MEASURES)
+    for name in ("full_batch false", "interleave", "recompute per stage"):
+        assert shares[name]["factor"] > 1.01
+        assert shares[name]["in_best"]
+        assert shares[name]["alone"] > 1.1

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from cluster.accelerators import load_cluster
-from cluster.cost.candidates import inputs_of, selective_share
+from cluster.cost.candidates import inputs_of
 from cluster.cost.estimate import cost_model
 from cluster.cost.generic import GenericInputs, generic_peak_bytes, generic_step_seconds
+from cluster.cost.operators import selective_shares
 from cluster.cost.work import layers_params, tables_params, work_of
 from tests.cluster.cost.rows import varied
 from trials.flops import model_flops_per_token, num_parameters
@@ -63,11 +64,17 @@ def test_layouts_and_recompute_arrive_per_stage() -> None:
 
 
 def test_selective_patterns_by_operator_and_module() -> None:
-    mul, flops = selective_share(r"feed_forward\.mul", LLAMA)
-    module, module_flops = selective_share("feed_forward", LLAMA)
+    def shares(pattern: str, layers: int = 32) -> tuple[float, float]:
+        recompute = Recompute(selective=(SelectiveRecompute(pattern=pattern, num_layers=((layers,),)),))
+        (dropped,), (repeated,) = selective_shares(recompute, LLAMA, WORKLOAD.seq_length, ((32,),))
+        return dropped, repeated
+
+    mul, work = shares(r"feed_forward\.mul")
+    module, module_work = shares("feed_forward")
     assert 0 < mul < module < 1
-    assert flops < 0.05 < module_flops
-    assert selective_share("nothing", LLAMA)[0] == 0
+    assert work < 0.1 < module_work
+    assert shares(r"feed_forward\.mul", 8) == pytest.approx((mul / 4, work / 4))
+    assert shares("nothing") == (0, 0)
 
 
 def test_precision_levels() -> None:
