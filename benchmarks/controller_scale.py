@@ -146,7 +146,7 @@ def sweep_file(args: argparse.Namespace) -> dict[str, Any]:
         "baseline": {"dp_shard": 16, "tp": 2, "zero_stage": 3, "recompute": "full", "precision": "O1"},
         "space": SPACE | args.narrower,
         "search": {"sampler": args.sampler, "max_concurrent": args.gangs, "seed": args.seed},
-        "budget": {"max_trials": args.trials, "consecutive_failures": 1000},
+        "budget": {"max_trials": args.trials, "consecutive_failures": 50},
         "deadlines": {"starting_s": 600.0, "warmup_s": 3600.0, "measuring_s": 7200.0, "stall_s": 1800.0},
     }
 

@@ -6,6 +6,7 @@ controller that starts again after a crash therefore needs nothing but the folde
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import reduce
@@ -193,9 +194,9 @@ def _reason_to_fail(state: SweepState) -> str:
     if len(first) == SAME_ERROR_LIMIT and len(signatures) == 1 and None not in signatures:
         return f"the first {SAME_ERROR_LIMIT} attempts failed with the same error: {describe_failure(first[-1])}"
     limit = state.sweep.budget.consecutive_failures
-    last = state.end_order[-limit:]
-    if len(last) == limit and all(_outcome(state, number).consequence == "fault" for number in reversed(last)):
-        return f"{limit} trials in a row failed; the last one: {describe_failure(_outcome(state, last[-1]))}"
+    last = (_outcome(state, number) for number in itertools.islice(reversed(state.end_order), limit))
+    if len(state.end_order) >= limit and all(outcome.consequence == "fault" for outcome in last):
+        return f"{limit} trials in a row failed; the last one: {describe_failure(_outcome(state, state.end_order[-1]))}"
     return ""
 
 

@@ -58,6 +58,7 @@ class Stages:
         self._candidates = candidates
         self._baseline = baseline
         self._max_trials = max_trials
+        self._keys_by_settings: dict[tuple[Any, ...], frozenset[str]] = {}
 
     def now(self, state: SweepState, open_keys: Collection[str]) -> Stage:
         """The first stage that is not over and has one of ``open_keys`` left."""
@@ -122,7 +123,10 @@ class Stages:
         return self._neighbours(trial.candidate)
 
     def _with_settings(self, chosen: tuple[Any, ...]) -> frozenset[str]:
-        return frozenset(candidate.config_key for candidate in self._by_settings.get(chosen, ()))
+        if chosen not in self._keys_by_settings:
+            keys = frozenset(candidate.config_key for candidate in self._by_settings.get(chosen, ()))
+            self._keys_by_settings[chosen] = keys
+        return self._keys_by_settings[chosen]
 
     def _chosen(self, state: SweepState) -> tuple[Any, ...]:
         """The best value of every unit as far as it was tried alone, else the baseline's."""

@@ -72,7 +72,7 @@ def test_what_the_balancer_expects_is_what_the_cost_model_says_of_its_answer(fra
     said = model.estimate(x)
     assert max(found.peak_bytes) <= MEMORY_BYTES * share * (1 + 1e-9)
     # The balancer counts recompute by chunk, the cost model averages it over a rank's chunks.
-    tolerance = 0.04 if frame.layout.num_virtual_stages == 1 else 0.1
+    tolerance = 0.08 if frame.layout.num_virtual_stages == 1 else 0.1
     assert max(found.peak_bytes) == pytest.approx(said.peak_bytes[0], rel=tolerance)
     terms = ("forward", "backward", "recompute", "launch", "tensor_parallel", "sharding", "bubble")
     pipeline_s = float(np.sum([said.step_terms_s[name][0] for name in terms]))
