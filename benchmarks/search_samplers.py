@@ -22,7 +22,7 @@ NUM_WARM_STARTS = 3
 MAX_DRAWS = 16
 
 
-def guided(problem: Problem, beliefs: Beliefs, seed: int) -> Trials:
+def guided(problem: Problem, beliefs: Beliefs, seed: int) -> Iterator[int]:
     """Cost model x learned residual. Deterministic: ``seed`` changes nothing."""
     del seed
     times: dict[int, float] = {}

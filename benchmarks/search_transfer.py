@@ -34,7 +34,7 @@ def _sweep(problem: Problem, beliefs: Beliefs) -> Earlier:
     times: dict[int, float] = {}
     oom: set[int] = set()
     tried = []
-    for row in filter(lambda row: row is not None, guided(problem, beliefs, 0)):
+    for row in guided(problem, beliefs, 0):
         tried.append(configuration := problem.configurations[row])
         if configuration.time_s is None:
             oom.add(row)
