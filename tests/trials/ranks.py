@@ -33,7 +33,9 @@ def _main(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...])
 
     warnings.simplefilter("error")
     try:
-        dist.init_process_group("gloo", init_method=os.environ["TUNE_CLUSTER_RENDEZVOUS"])
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rendezvous = os.environ["TUNE_CLUSTER_RENDEZVOUS"]
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
         pipe.send((True, function(*args)))
         dist.destroy_process_group()
     except BaseException:
