@@ -45,19 +45,6 @@ def knob_values(candidate: Candidate) -> dict[str, Any]:
     return {knob.name: knob.read(candidate) for knob in KNOBS}
 
 
-def canonicalize(candidate: Candidate, model: Model) -> Candidate:
-    """Give knobs without effect their neutral value, so that candidates that run alike are equal."""
-    layout = canonical_layout(candidate.layout)
-    return dataclasses.replace(
-        candidate,
-        layout=layout,
-        recompute=resolve_recompute(candidate.recompute, layers_of(layout, model.num_layers)),
-        precision=canonical_precision(candidate.precision),
-        loader=canonical_loader(candidate.loader),
-        kernels=canonical_kernels(candidate.kernels, model),
-    )
-
-
 def build_layout(values: Mapping[str, Any], num_layers: int) -> Layout:
     """The layout in canonical form, with ``replicate_with: auto`` and the layers per stage resolved.
 

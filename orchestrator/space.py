@@ -14,7 +14,6 @@ from orchestrator.candidates import (
     build_layout,
     build_loader,
     canonical_precision,
-    knob_values,
     resolve_tp_engine,
     with_tp_engine,
 )
@@ -110,12 +109,6 @@ def _layouts(choices: Mapping[str, tuple[Any, ...]], num_layers: int) -> dict[La
             resolved = resolve_tp_engine(engine, layout, recomputes_communication=policy.communication != ())
             found.setdefault(with_tp_engine(layout, resolved), {})[policy] = None
     return {layout: tuple(policies) for layout, policies in found.items()}
-
-
-def enumerate_space(spec: SweepSpec) -> Iterator[tuple[dict[str, Any], Candidate]]:
-    """Every distinct candidate, legal or not, with its knob values; deterministic order."""
-    for candidate in make_space(spec):
-        yield knob_values(candidate), candidate
 
 
 def _knobs_of(part: str) -> list[str]:

@@ -1,9 +1,12 @@
 """Hypothesis strategies for candidates and workloads; candidates need not be canonical or legal."""
 
+import dataclasses
 import random
 
 from hypothesis import strategies as st
 
+from orchestrator.candidates import canonical_kernels, canonical_layout, canonical_loader, canonical_precision
+from orchestrator.choices import layers_of, resolve_recompute
 from trials.spec import (
     Candidate,
     ImageFolderData,
@@ -160,3 +163,16 @@ MODELS = st.sampled_from(
         ResNetModel(depth=18),
     ]
 )
+
+
+def canonicalize(candidate, model):
+    """Give knobs without effect their neutral value, so that candidates that run alike are equal."""
+    layout = canonical_layout(candidate.layout)
+    return dataclasses.replace(
+        candidate,
+        layout=layout,
+        recompute=resolve_recompute(candidate.recompute, layers_of(layout, model.num_layers)),
+        precision=canonical_precision(candidate.precision),
+        loader=canonical_loader(candidate.loader),
+        kernels=canonical_kernels(candidate.kernels, model),
+    )

@@ -8,7 +8,7 @@ from hypothesis import given
 from orchestrator.errors import ConfigError
 from orchestrator.plan import NUM_EXAMPLES, make_plan
 from orchestrator.rules import check
-from orchestrator.space import enumerate_space
+from orchestrator.space import make_space
 from orchestrator.sweep import load_sweep
 from tests.orchestrator.sweep_files import FULL, SMALL, topology, write
 from tests.orchestrator.test_space import SPACES, spec_with
@@ -20,7 +20,7 @@ def test_every_combination_is_a_candidate_a_rejection_or_a_duplicate(space):
     if spec is None:
         return
     where, workload = topology(4), spec.to_workload()
-    verdicts = [(candidate, check(candidate, workload, where, spec.filters)) for _, candidate in enumerate_space(spec)]
+    verdicts = [(candidate, check(candidate, workload, where, spec.filters)) for candidate in make_space(spec)]
     legal = tuple(candidate for candidate, found in verdicts if not found)
     if not legal:
         with pytest.raises(ConfigError, match="no legal candidate"):

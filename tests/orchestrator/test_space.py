@@ -9,11 +9,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from orchestrator.candidates import build_candidate, canonicalize, knob_values
+from orchestrator.candidates import build_candidate, knob_values
 from orchestrator.knobs import KNOB_NAMES
-from orchestrator.space import diff, enumerate_space, flat_params, make_space, short_name
+from orchestrator.space import diff, flat_params, make_space, short_name
 from orchestrator.sweep import SweepSpec, load_sweep
-from tests.orchestrator.candidate_strategies import CANDIDATES, MODELS, SEEDS, random_candidate
+from tests.orchestrator.candidate_strategies import CANDIDATES, MODELS, SEEDS, canonicalize, random_candidate
 from tests.orchestrator.sweep_files import FULL, SMALL, write
 from trials.codec import from_json, to_json
 from trials.spec import (
@@ -307,7 +307,7 @@ def test_enumeration_is_the_product_without_duplicates(space):
     spec = spec_with(space)
     if spec is None:
         return
-    found = [candidate for _, candidate in enumerate_space(spec)]
+    found = list(make_space(spec))
     names = list(spec.choices)
     everything = [
         build_candidate(dict(zip(names, values, strict=True)), LLAMA) for values in product(*spec.choices.values())
@@ -321,7 +321,7 @@ def test_enumeration_is_the_product_without_duplicates(space):
 
 def test_enumeration_has_a_fixed_order_and_tells_knob_values(tmp_path):
     spec = load_sweep(write(tmp_path, FULL))
-    pairs = list(enumerate_space(spec))
-    assert pairs == list(enumerate_space(SweepSpec.from_json(spec.to_json())))
-    assert all(build_candidate(values, spec.to_workload().model) == candidate for values, candidate in pairs)
-    assert len(pairs) > 100
+    found = list(make_space(spec))
+    assert found == list(make_space(SweepSpec.from_json(spec.to_json())))
+    assert all(build_candidate(knob_values(candidate), spec.to_workload().model) == candidate for candidate in found)
+    assert len(found) > 100
