@@ -17,6 +17,8 @@ from typing import Any, Literal, TypeVar, Union
 
 T = TypeVar("T")
 
+_SCALARS = (bool, int, float, str)
+
 
 class CodecError(ValueError):
     """The JSON value does not describe the wanted type; the message starts with the path to the bad part."""
@@ -24,9 +26,9 @@ class CodecError(ValueError):
 
 def to_json(value: Any) -> Any:
     """Turn ``value`` (dataclasses, tuples, mappings, scalars) into JSON-compatible values."""
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, _SCALARS):
         return value
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return [to_json(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trials.failure import InfeasibleSpec
@@ -118,45 +116,3 @@ class LossScaler:
         if 0.0 < rescaled < torch.finfo(torch.float32).max:
             self.scale = rescaled
         self._num_finite = self._num_overflowed = 0
-
-
-class MasterAdamW(torch.optim.Optimizer):
-    """AdamW over fp32 copies of 16-bit parameters.
-
-    Composes with ``ZeroRedundancyOptimizer``: each rank's instance is given, and keeps masters of, its own partition.
-    Gradients are divided by ``grad_scale()`` after the cast to fp32, where small ones do not underflow. The copies are
-    made at the first step, as Adam's states are, so that all have the memory format the parameters train in.
-    """
-
-    def __init__(self, params: Any, *, grad_scale: Callable[[], float], **hyper: Any) -> None:
-        super().__init__(params, {"grad_scale": grad_scale, **hyper})
-        self._grad_scale = grad_scale
-        self._parameters: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
-        self._hyper = hyper
-        self._masters: list[Tensor] = []
-        self._inner: torch.optim.Optimizer | None = None
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        assert closure is None
-        if self._inner is None:
-            self._masters = [p.detach().float() for p in self._parameters]
-            self._inner = torch.optim.AdamW(group_by_kind(self._masters), **self._hyper)
-        inverse = 1.0 / self._grad_scale()
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.float().mul_(inverse)
-        self._inner.step()
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
-            parameter.copy_(master)
-            master.grad = None
-
-
-def group_by_kind(parameters: Iterable[Tensor]) -> list[dict[str, Any]]:
-    """Optimiser parameter groups of one tensor kind each: plain, or distributed over one mesh.
-
-    The multi-tensor optimiser kernels refuse a mixture, which tensor parallelism makes of norms and projections.
-    """
-    groups: dict[Any, list[Tensor]] = {}
-    for parameter in parameters:
-        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return [{"params": members} for members in groups.values()]

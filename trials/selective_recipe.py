@@ -22,16 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from trials.operators import leaves_in, map_leaves
+from trials.shards import local_part
 
 Timing = Callable[[torch.device], contextlib.AbstractContextManager[None]]
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """The rank's own part of a distributed tensor; other tensors as they are."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local()
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:

@@ -43,6 +43,16 @@ def run_gang(specs: list[TrialSpec], tmp_path: Path, *, timeout_s: float = 120.0
     return results
 
 
+def differences(result: Result, baseline: Result) -> tuple[float, float]:
+    """Largest loss difference and largest relative gradient-norm difference over all steps."""
+    assert isinstance(baseline, RankReport), baseline
+    assert isinstance(result, RankReport), result
+    assert len(result.losses) == len(baseline.losses) >= 3
+    loss = max(abs(a - b) for a, b in zip(result.losses, baseline.losses, strict=True))
+    norm = max(abs(a - b) / b for a, b in zip(result.grad_norms, baseline.grad_norms, strict=True))
+    return loss, norm
+
+
 def _run_until_failure(specs: list[TrialSpec], folder: Path, timeout_s: float, options: dict[str, Any]) -> list[Result]:
     folder.mkdir(parents=True)
     world_size = specs[0].candidate.layout.world_size

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trials.gang import run_gang
-from tests.trials.test_parity import differences
+from tests.trials.gang import differences, run_gang
 from tests.trials.tiny import tiny_spec
 from trials.spec import Layout
 

@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.trials.gang import Result, run_gang
-from tests.trials.test_parity import differences
+from tests.trials.gang import Result, differences, run_gang
 from tests.trials.tiny import FIVE_STEPS
 from trials.models.resnet import BatchNorm, ResNet
 from trials.operators import in_backward

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trials.gang import run_gang
-from tests.trials.test_parity import differences
+from tests.trials.gang import differences, run_gang
 from tests.trials.tiny import tiny_spec
 from trials.codec import from_json, to_json
 from trials.outcome import RankReport
