@@ -1,10 +1,9 @@
 """CPU time and memory of the controller over a long sweep on a large simulated cluster, window by window.
 
-``python -m benchmarks.controller_scale --trials 10000 --nodes 1000 --json``
-
 The sweep is a real one: ``submit`` with file, plan, ledger, search and runtime; only the cluster is simulated, with
 noise, slow nodes, faults and a lost node. Simulating it costs CPU time in the same process, which a real cluster's
-controller does not spend; it is counted apart, as ``simulation``. So is MLflow, where it takes part (``--mlflow``).
+controller does not spend; it is counted apart, as ``simulation``. So is MLflow, where it takes part (``--mlflow``),
+and what is spent once per command: planning before the first trial, and the result after the last.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import json
 import os
 import platform
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -63,14 +63,16 @@ SPACE = {
 }
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "search": [(Search, "ask"), (Search, "newly_pruned"), (Search, "is_converged")],
-    "ledger": [(Ledger, "append"), (Ledger, "entries"), (Ledger, "cursor"), (Ledger, "advance")],
+    "ledger": [(Ledger, "append"), (Ledger, "following"), (Ledger, "cursor"), (Ledger, "advance")],
     "decide": [(runtime, "step"), (service, "fold"), (runtime, "fold")],
     "placement": [(Pool, "place"), (Pool, "take"), (Pool, "give_back"), (Pool, "lose")],
     "launch": [(service._Launcher, "_build")],
     "simulation": [(VirtualCluster, "launch"), (VirtualCluster, "poll"), (VirtualCluster, "kill")],
     "mlflow": [(Tracker, "sync")],
 }
-NOT_CONTROLLER = ("simulation", "mlflow", "start")
+"""What is left is ``rest``."""
+NOT_CONTROLLER = ("simulation", "mlflow")
+EXAMPLE = "example: python -m benchmarks.controller_scale --trials 10000 --nodes 1000 --json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,13 +97,18 @@ class Meter:
 
     parts: CpuParts
     size: int
+    shows_progress: bool = False
+    """A line on stderr per window."""
     windows: list[Window] = field(default_factory=list)
+    start_s: float = 0.0
+    """CPU seconds before the first trial."""
     _before: dict[str, float] = field(default_factory=dict)
     _first: int | None = None
 
     def on_state(self, state: SweepState) -> None:
         if self._first is None:  # planning and reading the ledger are over
             self._first, self._before = len(state.trials), self.parts.snapshot()
+            self.start_s = sum(self._before.values())
         elif len(state.trials) - self._first >= self.size or (state.is_over and len(state.trials) > self._first):
             self._close(len(state.trials))
 
@@ -117,6 +124,12 @@ class Meter:
             Window(first=self._first, last=num_trials - 1, cpu_ms_per_trial=spent, rss_mib=resident_bytes() / 2**20)
         )
         self._before, self._first = now, num_trials
+        if self.shows_progress:
+            print(row(self.windows[-1], sorted(spent)), file=sys.stderr, flush=True)
+
+    def end_s(self) -> float:
+        """CPU seconds since the last window."""
+        return sum(self.parts.snapshot().values()) - sum(self._before.values())
 
 
 def resident_bytes() -> int:
@@ -158,17 +171,17 @@ class Unrecorded(Tracker):
         return 0
 
 
-def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], list[Window]]:
     """Run the sweep, or go on with it, and say what each window of trials cost."""
     file = folder / "sweep.yaml"
     file.write_text(yaml.safe_dump(sweep_file(args)), encoding="utf-8")
     parts = CpuParts()
-    meter = Meter(parts, args.window)
+    meter = Meter(parts, args.window, shows_progress=args.progress)
     tracker = Tracker if args.mlflow else Unrecorded
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     with mock.patch.object(service, "Tracker", tracker), parts.watching(PARTS):
         result = service.submit(file, Home(folder / "home"), meter)
-    return {
+    found = {
         "trials": len(result.state.trials),
         "legal": result.state.sweep.num_legal,
         "counts": result.state.counts(),
@@ -177,9 +190,12 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "virtual_hours": result.state.active_s / 3600,
         "wall_s": time.perf_counter() - begin_s,
         "cpu_s": time.process_time() - begin_cpu_s,
+        "start_cpu_s": meter.start_s,
+        "end_cpu_s": meter.end_s(),
         "windows": [to_json(window) for window in meter.windows],
         "summary": summarize(meter.windows),
     }
+    return found, meter.windows
 
 
 def to_json(window: Window) -> dict[str, Any]:
@@ -220,47 +236,48 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
     return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
 
 
-def table(found: dict[str, Any]) -> str:
+def table(windows: Sequence[Window]) -> str:
     """Markdown: one row per window, one column per part."""
-    parts = sorted({part for window in found["windows"] for part in window["cpu_ms_per_trial"]})
+    parts = sorted({part for window in windows for part in window.cpu_ms_per_trial})
     lines = [
         f"| trials | controller ms/trial | {' | '.join(parts)} | RSS MiB |",
         "|---" * (len(parts) + 3) + "|",
     ]
-    for window in found["windows"]:
-        cells = [f"{window['cpu_ms_per_trial'].get(part, 0.0):.2f}" for part in parts]
-        row = [
-            f"{window['first']}-{window['last']}",
-            f"{window['controller_ms_per_trial']:.2f}",
-            *cells,
-            f"{window['rss_mib']:.0f}",
-        ]
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(row(window, parts) for window in windows)])
+
+
+def row(window: Window, parts: Sequence[str]) -> str:
+    """Of the table."""
+    cells = [f"{window.cpu_ms_per_trial.get(part, 0.0):.2f}" for part in parts]
+    shown = [f"{window.first}-{window.last}", f"{window.controller_ms_per_trial:.2f}", *cells, f"{window.rss_mib:.0f}"]
+    return f"| {' | '.join(shown)} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trials", type=int, default=10_000)
-    parser.add_argument("--nodes", type=int, default=1000)
-    parser.add_argument("--gangs", type=int, default=200, help="trials in flight")
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trials", type=int, default=10_000, help="default %(default)s")
+    parser.add_argument("--nodes", type=int, default=1000, help="of 8 devices; default %(default)s")
+    parser.add_argument("--gangs", type=int, default=200, help="trials in flight; default %(default)s")
     parser.add_argument("--sampler", choices=["guided", "tpe", "random", "grid"], default="guided")
-    parser.add_argument("--window", type=int, default=1000, help="trials per window")
+    parser.add_argument("--window", type=int, default=1000, help="trials per window; default %(default)s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mlflow", action="store_true", help="record into a real MLflow store, too")
     parser.add_argument("--folder", type=Path, help="where the sweep is kept; one that is there goes on")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--narrower", type=json.loads, default={}, help="JSON: knobs of the space to replace")
+    parser.add_argument("--progress", action="store_true", help="a line on stderr after every window")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout instead of a table")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        found = measure(args, folder)
+        found, windows = measure(args, folder)
     found |= {"machine": f"{os.cpu_count()} cores, {cpu_model()}, Python {platform.python_version()}"}
     if args.json:
         print(json.dumps(found))
         return
-    print(table(found))
+    print(table(windows))
     print(json.dumps({key: value for key, value in found.items() if key != "windows"}, indent=1))
 
 

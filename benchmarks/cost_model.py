@@ -18,7 +18,9 @@ false_fit      of the rows that ran out of memory, the share predicted to fit: 1
 false_alarm    of the rows that ran, the share predicted to run out of memory
 
 Hardly any source publishes what ran out of memory, so oom_precision mostly says how rare such rows are; false_alarm
-says how many good candidates would be lost. Rows of quality C count only in the figures of a source that has no others.
+says how many good candidates would be lost. Every source is listed; what of it cannot be modelled is counted and the
+reasons are given. Columns that the table lacks are read as blank, which "notes" says. Rows of quality C count only in
+the figures of a source that has no others.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from cluster.cost.calibrate import (
 )
 from cluster.cost.coefficients import load_prior
 from cluster.cost.inputs import Array, CostInputs, from_rows
-from cluster.cost.published import PublishedRow, read_table
+from cluster.cost.published import PublishedRow, TableError, read_what_can_be
 
 SHOTS = (0, 3, 5, 10)
 NUM_DRAWS = 3
@@ -223,6 +225,7 @@ def _sources(rows: Sequence[PublishedRow], per_source: dict[str, dict[int, Score
     entries = []
     for source, by_shots in per_source.items():
         members = [row for row in rows if row["source"] == source]
+        modelled = [row for row in members if row.inputs is not None]
         reasons = [row.reason for row in members if row.inputs is None]
         entries.append(
             {
@@ -230,6 +233,8 @@ def _sources(rows: Sequence[PublishedRow], per_source: dict[str, dict[int, Score
                 "rows": len(members),
                 "not_modelled": len(reasons),
                 "reasons": sorted(set(reasons)),
+                "with_step_time": sum(row.step_time_s is not None for row in modelled),
+                "with_peak": sum(row.peak_bytes is not None for row in modelled),
                 "doubtful": sum(row["quality"] == "C" for row in members),
                 "after": {str(shots): scores.summary() for shots, scores in by_shots.items()},
             }
@@ -251,6 +256,11 @@ def print_table(result: dict[str, Any]) -> None:
             cells = " ".join("            -" if value is None else f"{value:13.3f}" for value in figures)
             counts = f"{block['rows']:>5} {block['not_modelled']:>4} {block['doubtful']:>4}"
             print(f"{block['source']:24s} {counts} {shots:>2s} {cells}")
+    for entry in result["sources"]:
+        for reason in entry["reasons"]:
+            print(f"{entry['source']}: left out: {reason}")
+    for note in result["notes"]:
+        print(f"table: {note}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -260,7 +270,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--draws", type=int, default=NUM_DRAWS)
     options = parser.parse_args(argv)
-    result = evaluate(read_table(options.table), options.draws)
+    try:
+        rows, notes = read_what_can_be(options.table)
+    except (OSError, TableError) as error:
+        parser.exit(2, f"{error}\n")
+    result = {**evaluate(rows, options.draws), "notes": notes}
     if options.json:
         json.dump(result, sys.stdout, indent=1)
         print()

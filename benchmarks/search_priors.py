@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.search_tables import FIGURES, Configuration, Problem
 from cluster.cost.calibrate import fit
@@ -17,24 +16,23 @@ from cluster.cost.inputs import Array, CostInputs, concatenate, from_rows
 from cluster.cost.memory import stage_bytes
 from cluster.cost.work import work_of
 from orchestrator.beliefs import (
+    COMMON_STD,
     LOCAL_STD,
     NOISE_STD,
+    SWEEP_STD,
+    believed,
     linearised,
     log_device_seconds,
     physical_places,
     trial_device_seconds,
 )
 from orchestrator.guided import Belief, Seen
+from orchestrator.guided_search import num_calibrating
 from orchestrator.residual import ErrorModel
+from orchestrator.transfer import nearest
 
-MAX_EARLIER = 96
-"""Earlier measurements taken into account: those most like any configuration of the problem."""
-COMMON_STD = 0.1
-"""Of what the cost model's errors have in common."""
 UNKNOWN_STD = 10.0
-"""The same where figures are not seconds per step."""
-SWEEP_STD = 0.05
-"""Of what all trials of an earlier sweep have in common, on the same hardware."""
+"""Of what all log figures have in common where they are not seconds per step."""
 UNINFORMED_STD = 0.4
 """Of log times about which nothing is known but that like configurations take alike."""
 
@@ -62,9 +60,9 @@ class Priors:
     def named(cls, kind: str, source: str) -> Priors:
         """``unseen``: what other sources than ``source`` taught; ``all``: all of them; ``assumed``: none."""
         if kind == "assumed":
-            return cls(assumed_prior(TIME, 0.1), assumed_prior(MEMORY, 0.1))
+            return cls(assumed_prior(TIME, LOCAL_STD["cuda"]), assumed_prior(MEMORY, 0.1))
         without = source if kind == "unseen" else None
-        return cls(load_prior("time", without), load_prior("memory", without))
+        return cls(believed(load_prior("time", without), LOCAL_STD["cuda"]), load_prior("memory", without))
 
 
 class Beliefs:
@@ -96,7 +94,7 @@ class Beliefs:
     def _keep_nearest(self, x: CostInputs, past: Sequence[tuple[int, Configuration]]) -> None:
         n = len(self._problem)
         places = physical_places(x)
-        near = _nearest(places[n:], places[:n])
+        near = nearest(places[n:], places[:n])
         self._x = concatenate([x.take(slice(0, n)), x.take(n + near)])
         self.history = {n + i: float(past[row][1].time_s or 0) for i, row in enumerate(near.tolist())}
         sweeps = np.array([past[row][0] for row in near.tolist()])
@@ -104,10 +102,11 @@ class Beliefs:
         self._sweeps = np.vstack([np.zeros((n, columns.shape[1])), columns])
 
     def belief(self, times_s: Mapping[int, float]) -> Belief:
-        """Predictions before measuring, linearised where the measured ``times_s`` put the coefficients."""
+        """Predictions before measuring, linearised where ``times_s``, measured in that order, put the coefficients."""
         if self._x is None:
             return uninformed(self._problem)
-        key = tuple(sorted(times_s.items())) if self._in_seconds else ()
+        calibrating = list(times_s.items())[: num_calibrating(len(times_s))]
+        key = tuple(calibrating) if self._in_seconds else ()
         if key not in self._kept:
             self._kept[key] = self._linearised(self._x, dict(key))
         return self._kept[key]
@@ -142,7 +141,7 @@ class Beliefs:
                 feature_std=np.repeat([1.0, SWEEP_STD], [features.shape[1], self._sweeps.shape[1]]),
                 places=np.hstack([physical_places(x), np.pad(own, ((0, len(x) - len(own)), (0, 0)))]),
                 local_std=LOCAL_STD["cuda"],
-                common_std=COMMON_STD if self._in_seconds else UNKNOWN_STD,
+                common_std=COMMON_STD["cuda"] if self._in_seconds else UNKNOWN_STD,
                 noise_std=NOISE_STD,
             ),
             cost_s=trial_device_seconds(x, device_seconds),
@@ -155,12 +154,6 @@ class Beliefs:
         assert x is not None
         terms = stage_bytes(x, work_of(x), Coefficients(MEMORY, self._priors.memory.mean))
         return np.asarray(np.log(np.sum(list(terms.values()), axis=0).max(axis=1) / x.memory_bytes))
-
-
-def _nearest(past: Array, here: Array) -> NDArray[np.intp]:
-    """Rows of ``past`` with the least distance to any of ``here``."""
-    squares = (past**2).sum(1)[:, None] + (here**2).sum(1)[None, :] - 2 * past @ here.T
-    return np.argsort(squares.min(axis=1), kind="stable")[:MAX_EARLIER]
 
 
 def _inputs(problem: Problem) -> list[Mapping[str, Any]]:

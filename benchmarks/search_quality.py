@@ -1,6 +1,6 @@
 """Trials needed to find a published table's best configuration, by sampler.
 
-    python -m benchmarks.search_quality --table measured.csv [--json] [--seeds 10] [--source vtrain-single]
+    python -m benchmarks.search_quality --table measured.csv [--json] [--seeds 10] [--jobs 2] [--source vtrain-single]
 
 Every problem of the table with at least 8 distinct configurations is searched by every sampler with the same seeds,
 from the same baseline: plain data parallelism with the most recompute and the smallest micro-batch, as far as the
@@ -25,78 +25,41 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import logging
+import os
 import statistics
-import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.search_priors import Beliefs, Priors
-from benchmarks.search_samplers import DETERMINISTIC, SAMPLERS, Trials
-from benchmarks.search_tables import Problem, load_problems
-from benchmarks.search_transfer import in_sequence
+from benchmarks.search_runs import ALONE, Comparison, Result, Results, compare
+from benchmarks.search_samplers import SAMPLERS
+from benchmarks.search_tables import FIGURES, Problem, load_problems
+from cluster.cost.published import TableError
 
-MAX_TRIALS = 3
-"""Tables' sizes after which a search that may repeat itself is given up."""
-TOLERANCE = 0.02
-GOOD_SHARE = 0.97
-TRIALS_SHARE = 0.15
-ALONE = "_without_transfer"
-"""Ends the names of samplers that know nothing of earlier sweeps, where others do."""
-TRANSFERS = ("guided", "tpe")
-"""Samplers that make use of earlier sweeps."""
-
-Result = tuple[int, bool]
-"""Trials to 2 %, and whether 97 % came within 15 % of the trials."""
-Results = Mapping[str, Mapping[str, list[Result]]]
-"""By problem and sampler, one per seed."""
-
-
-def measure(problem: Problem, trials: Trials) -> Result:
-    """Trials are one more than allowed where 2 % is never reached."""
-    limit = MAX_TRIALS * len(problem)
-    good_until = max(2, math.ceil(TRIALS_SHARE * len(problem)))
-    is_good = False
-    for number, row in enumerate(islice(trials, limit), start=1):
-        time_s = None if row is None else problem.configurations[row].time_s
-        if time_s is None:
-            continue
-        is_good = is_good or (number <= good_until and time_s <= problem.best_s / GOOD_SHARE)
-        if time_s <= problem.best_s * (1 + TOLERANCE):
-            return number, is_good
-    return limit + 1, is_good
-
-
-def compare(problems: Sequence[Problem], prior: str, seeds: int, samplers: Sequence[str], *, transfer: bool) -> Results:
-    """Every problem from nothing, and with ``transfer`` also after sweeps over the others of its cluster."""
-    found: dict[str, dict[str, list[Result]]] = defaultdict(dict)
-    for number, problem in enumerate(problems, start=1):
-        print(f"{number}/{len(problems)} {problem.name}", file=sys.stderr)
-        beliefs = Beliefs(problem, Priors.named(prior, problem.source))
-        for name in samplers:
-            alone = name + ALONE * (transfer and name in TRANSFERS)
-            tried = range(1 if name in DETERMINISTIC else seeds)
-            found[problem.name][alone] = [measure(problem, SAMPLERS[name](problem, beliefs, seed)) for seed in tried]
-    for seed in range(seeds if transfer else 0):
-        print(f"in sequence, order {seed + 1}/{seeds}", file=sys.stderr)
-        for problem, beliefs in in_sequence(problems, prior, seed):
-            for name in (name for name in samplers if name in TRANSFERS):
-                result = measure(problem, SAMPLERS[name](problem, beliefs, seed))
-                found[problem.name].setdefault(name, []).append(result)
-    return found
+logger = logging.getLogger(__name__)
 
 
 def describe(problem: Problem, by_sampler: Mapping[str, Sequence[Result]]) -> dict[str, Any]:
     found: dict[str, Any] = {"problem": problem.name, "source": problem.source, "size": len(problem)}
+    if notes := notes_on(problem):
+        found["notes"] = notes
     for name, results in by_sampler.items():
         found[name] = {
             "median_trials_to_2pct": statistics.median(trials for trials, _ in results),
             "share_97pct_within_15pct_of_trials": statistics.mean(good for _, good in results),
         }
     return found
+
+
+def notes_on(problem: Problem) -> list[str]:
+    """What keeps the cost model out of it, wholly or in part."""
+    reasons = Counter(c.row.reason for c in problem.configurations if c.inputs is None)
+    notes = [f"{count} of {len(problem)} configurations are not modelled: {why}" for why, count in reasons.items()]
+    if problem.figure != FIGURES[0]:
+        notes.append(f"compared by {problem.figure}: it states no step times, so nothing is learned from or for others")
+    return notes
 
 
 def summarize(problems: Sequence[Mapping[str, Any]], samplers: Sequence[str]) -> dict[str, Any]:
@@ -115,7 +78,9 @@ def summarize(problems: Sequence[Mapping[str, Any]], samplers: Sequence[str]) ->
 def report(problems: Sequence[Problem], results: Results, samplers: Sequence[str]) -> dict[str, Any]:
     """Summary over all problems and by source, and every problem."""
     rows = [describe(problem, results[problem.name]) for problem in problems]
-    names = sorted(rows[0].keys() - {"problem", "source", "size"}, key=lambda n: (ALONE in n, samplers.index(_base(n))))
+    names = sorted(
+        results[problems[0].name], key=lambda name: (ALONE in name, samplers.index(name.removesuffix(ALONE)))
+    )
     by_source = defaultdict(list)
     for row in rows:
         by_source[row["source"]].append(row)
@@ -127,10 +92,6 @@ def report(problems: Sequence[Problem], results: Results, samplers: Sequence[str
         ],
         "problems": rows,
     }
-
-
-def _base(name: str) -> str:
-    return name.removesuffix(ALONE)
 
 
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
@@ -156,12 +117,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prior", choices=["unseen", "all", "assumed"], default="unseen")
     parser.add_argument("--transfer", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--source", help="only problems of this source")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes; all CPU cores")
     options = parser.parse_args(argv)
-    problems = [p for p in load_problems(options.table) if options.source in (None, p.source)]
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        problems = [p for p in load_problems(options.table) if options.source in (None, p.source)]
+    except (TableError, OSError) as error:
+        parser.error(str(error))
     if not problems:
         parser.error("the table has no problem with at least 8 distinct configurations")
-    results = compare(problems, options.prior, options.seeds, options.samplers, transfer=options.transfer)
-    found = report(problems, results, options.samplers)
+    for problem in problems:
+        for note in notes_on(problem):
+            logger.warning("%s: %s", problem.name, note)
+    comparison = Comparison(
+        problems=problems,
+        samplers=options.samplers,
+        prior=options.prior,
+        seeds=options.seeds,
+        transfer=options.transfer,
+    )
+    found = report(problems, compare(comparison, options.jobs), options.samplers)
     print(json.dumps(found, indent=1) if options.json else "\n".join(lines(found)))
 
 

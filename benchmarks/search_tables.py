@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,8 +94,9 @@ def load_problems(table: Path, min_configurations: int = MIN_CONFIGURATIONS) -> 
 
 
 def _problem(name: str, rows: Sequence[PublishedRow]) -> Problem:
-    figure = max(FIGURES, key=lambda tried: sum(_cost(row, tried) is not None for row in rows))
-    rows = [row for row in rows if row.out_of_memory or _cost(row, figure) is not None]
+    cost = functools.partial(_cost, usual_devices=_usual_devices(rows))
+    figure = max(FIGURES, key=lambda tried: sum(cost(row, tried) is not None for row in rows))
+    rows = [row for row in rows if row.out_of_memory or cost(row, figure) is not None]
     varying = [knob for knob in KNOBS if len({row[knob] for row in rows}) > 1]
     groups: dict[tuple[str, ...], list[PublishedRow]] = defaultdict(list)
     for row in rows:
@@ -106,7 +108,9 @@ def _problem(name: str, rows: Sequence[PublishedRow]) -> Problem:
         figure=figure,
         configurations=tuple(
             Configuration(
-                knobs=dict(zip(varying, values, strict=True)), time_s=_median_time(group, figure), row=group[0]
+                knobs=dict(zip(varying, values, strict=True)),
+                time_s=_median([cost(row, figure) for row in group if not row.out_of_memory], len(group)),
+                row=group[0],
             )
             for values, group in groups.items()
         ),
@@ -117,16 +121,20 @@ FIGURES = ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu")
 """What a problem's configurations are compared by: the figure most of its rows state, the first if equal."""
 
 
-def _median_time(rows: Sequence[PublishedRow], figure: str) -> float | None:
-    """None: some run out of memory."""
-    if any(row.out_of_memory for row in rows):
-        return None
-    return statistics.median(cost for row in rows if (cost := _cost(row, figure)) is not None)
+def _median(costs: Sequence[float | None], num_rows: int) -> float | None:
+    """None: some of the rows ran out of memory."""
+    return statistics.median(cost for cost in costs if cost is not None) if len(costs) == num_rows else None
 
 
-def _cost(row: PublishedRow, figure: str) -> float | None:
+def _cost(row: PublishedRow, figure: str, *, usual_devices: float) -> float | None:
     """Device-seconds of a step, or of a unit of work where only a rate is stated; None where the row does not say."""
     if figure == "step_time_s":
-        return row.step_time_s * _number(row["n_gpus"], 1) if row.step_time_s else None
+        return row.step_time_s * (_number(row["n_gpus"], 0) or usual_devices) if row.step_time_s else None
     rate = _number(row[figure], 0)
     return 1.0 / rate if rate else None
+
+
+def _usual_devices(rows: Sequence[PublishedRow]) -> float:
+    """Of the problem, for rows that do not say how many; 1 where none says it."""
+    stated = Counter(number for row in rows if (number := _number(row["n_gpus"], 0)))
+    return stated.most_common(1)[0][0] if stated else 1.0

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from cluster.base import Cluster, ClusterError
-from cluster.exclusion import ReducedCluster, without_nodes
+from cluster.exclusion import Excluded, ReducedCluster, without_nodes
 from cluster.topology import DeviceChoice, DeviceError, Topology, discover_node, uniform_topology
 
 if TYPE_CHECKING:
     from cluster.simulated import Fault
 
 ClusterKind = Literal["ray", "local", "simulated", "replay"]
-Excluded = Callable[[Topology], Collection[str]]
-"""Names the nodes of a lease that are not to be used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +54,8 @@ def connect(
     replay: Replay | None = None,
     excluded: Excluded | None = None,
 ) -> Cluster:
-    """Lease nodes. ``address=None`` with Ray starts a private one on this host. Excluded nodes are leased, not used.
+    """Lease nodes. ``address=None`` with Ray starts a private one on this host. Nothing runs on excluded nodes; Ray
+    does not even hold them.
 
     Raises:
         ClusterError: nothing answers at ``address``, or it cannot give what is asked for, or all of it is excluded.
@@ -71,6 +70,7 @@ def connect(
         device=device,
         simulation=simulation,
         replay=replay,
+        excluded=excluded,
     )
     try:
         names = excluded(cluster.topology) if excluded is not None else ()
@@ -91,6 +91,7 @@ def _lease(
     device: DeviceChoice,
     simulation: Simulation | None,
     replay: Replay | None,
+    excluded: Excluded | None,
 ) -> Cluster:
     if simulation is not None:
         return _simulated(simulation, _simulated_topology(simulation, num_nodes, devices_per_node, device_memory_bytes))
@@ -114,6 +115,7 @@ def _lease(
             devices_per_node=devices_per_node,
             device_memory_bytes=device_memory_bytes,
             device=device,
+            excluded=excluded,
         )
     except DeviceError as error:
         raise ClusterError(str(error)) from None

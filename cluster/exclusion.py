@@ -1,13 +1,17 @@
-"""A cluster without some of its nodes: around any backend, so that nothing is placed there."""
+"""Clusters without some of their nodes. A backend that can avoid it does not hold them (:mod:`cluster.ray_cluster`);
+around the others, :class:`ReducedCluster` sees to it that nothing is placed there, so that they are never charged."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Self
 
 from cluster.base import Cluster, ClusterError, GangEvent, GangLaunch
 from cluster.topology import Topology
+
+Excluded = Callable[[Topology], Collection[str]]
+"""Names the nodes of a lease that are not to be used."""
 
 
 def without_nodes(topology: Topology, names: Collection[str]) -> Topology:

@@ -7,13 +7,14 @@ and carries their messages; everything below, down to the last process, is the a
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 from uuid import uuid4
@@ -27,12 +28,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.agent import PRELOAD
 from cluster.base import ClusterError, GangEvent, GangLaunch
+from cluster.exclusion import Excluded
 from cluster.guardian import LEASE_VARIABLE, Guardian
 from cluster.local import single_node_env
 from cluster.messages import Stop, node_launch
 from cluster.ray_agent import NodeAgent, NodeOrder
+from cluster.ray_nodes import Wanted, names_by_id, selector
 from cluster.ray_settings import environment, first_line, fresh_token, require_listener
-from cluster.topology import DeviceChoice, Node, Topology, discover_node, path_safe
+from cluster.topology import DeviceChoice, Node, Topology, discover_node
 from cluster.tracker import GangTracker
 
 logger = logging.getLogger(__name__)
@@ -54,6 +57,7 @@ class RayCluster:
         address: ``host:port`` of the head, or "auto"; None starts a private Ray on this host, reachable over
             loopback with a token of its own.
         devices_per_node: default: all GPUs of a node, or all cores where there are none.
+        excluded: names nodes not to be held: others take their place, as far as there are others.
         preload: modules the fork servers import once for all ranks.
 
     Raises:
@@ -69,6 +73,7 @@ class RayCluster:
         devices_per_node: int | None = None,
         device_memory_bytes: int | None = None,
         device: DeviceChoice = "auto",
+        excluded: Excluded | None = None,
         preload: Sequence[str] = PRELOAD,
         lease_timeout_s: float = LEASE_TIMEOUT_S,
     ) -> None:
@@ -92,22 +97,15 @@ class RayCluster:
                 devices_per_node = node.num_devices
             else:
                 self._cleanup.enter_context(_remote_ray(address))
-            bundle = _whole_node(num_nodes, device, devices_per_node)
-            group = self._cleanup.enter_context(_lease([bundle] * num_nodes, lease_timeout_s))
-            orders = [
-                NodeOrder(
-                    name=name,
-                    address=node_address,
-                    workdir=str(self._workdir),
-                    preload=tuple(preload),
-                    search_path=tuple(sys.path),
-                    device="cpu" if "GPU" not in bundle else "cuda",
-                    num_devices=devices_per_node or int(bundle.get("GPU", bundle["CPU"])),
-                    device_memory_bytes=device_memory_bytes,
-                )
-                for name, node_address in _members(group)
-            ]
-            self._topology = self._start_agents(group, orders, bundle)
+            order = functools.partial(
+                NodeOrder,
+                workdir=str(self._workdir),
+                preload=tuple(preload),
+                search_path=tuple(sys.path),
+                device_memory_bytes=device_memory_bytes,
+            )
+            wanted = Wanted(num_nodes=num_nodes, device=device, devices_per_node=devices_per_node)
+            self._topology = self._lease_nodes(wanted, order, excluded, lease_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -157,11 +155,6 @@ class RayCluster:
         self._tracker.kill(attempt_id, reason)
 
     def close(self) -> None:
-        closing = [agent.close.remote() for name, agent in self._agents.items() if name not in self._lost]
-        with contextlib.suppress(RayError):
-            if closing:
-                ray.get(closing, timeout=CALL_TIMEOUT_S)
-        self._agents, self._waiting = {}, {}
         self._cleanup.close()
 
     def __enter__(self) -> Self:
@@ -169,6 +162,30 @@ class RayCluster:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _lease_nodes(
+        self, wanted: Wanted, order: Callable[..., NodeOrder], excluded: Excluded | None, timeout_s: float
+    ) -> Topology:
+        """Lease until no excluded node is among those leased. Which are, is known only when their agents have told what
+        kind of nodes they are: slow nodes stand in the profile of their kind."""
+        left_out: set[str] = set()
+        while True:
+            bundles = wanted.bundles(_nodes(), left_out)
+            device, num_devices = wanted.devices(bundles[0])
+            with contextlib.ExitStack() as held:
+                group = held.enter_context(_lease(bundles, selector(left_out), timeout_s))
+                held.callback(self._close_agents)
+                members = _members(group)
+                orders = [
+                    order(name=name, address=address, device=device, num_devices=num_devices)
+                    for name, (_, address) in members.items()
+                ]
+                topology = self._start_agents(group, orders, bundles[0])
+                names = excluded(topology) if excluded is not None else ()
+                if not names:
+                    self._cleanup.enter_context(held.pop_all())
+                    return topology
+                left_out |= {members[name][0] for name in names}
 
     def _start_agents(self, group: PlacementGroup, orders: Sequence[NodeOrder], bundle: dict[str, float]) -> Topology:
         remote: Any = ray.remote  # its annotations lack the option
@@ -190,6 +207,13 @@ class RayCluster:
             self._interfaces[node.name] = interface
             self._listen(node.name)
         return Topology(nodes=tuple(nodes))
+
+    def _close_agents(self) -> None:
+        closing = [agent.close.remote() for name, agent in self._agents.items() if name not in self._lost]
+        with contextlib.suppress(RayError):
+            if closing:
+                ray.get(closing, timeout=CALL_TIMEOUT_S)
+        self._agents, self._waiting, self._interfaces = {}, {}, {}
 
     def _listen(self, name: str) -> None:
         call = self._agents[name].poll.options(concurrency_group="events").remote(LONG_POLL_S)
@@ -341,26 +365,11 @@ def _nodes() -> list[dict[str, Any]]:
     return nodes
 
 
-def _whole_node(num_nodes: int, device: DeviceChoice, devices_per_node: int | None) -> dict[str, float]:
-    """The bundle that takes all of a node, fitting the ``num_nodes`` best nodes."""
-    alive = [node["Resources"] for node in _nodes() if node["Alive"]]
-    kind = "GPU" if device != "cpu" and any(node.get("GPU") for node in alive) else "CPU"
-    if device == "cuda" and kind == "CPU":
-        raise ClusterError("device: cuda, but no node of the Ray cluster has a GPU")
-    able = sorted((node for node in alive if node.get(kind)), key=lambda node: (-node[kind], -node.get("CPU", 0)))
-    if len(able) < num_nodes:
-        raise ClusterError(f"{num_nodes} nodes are asked for; the Ray cluster has {len(able)} with {kind}s")
-    bundle: dict[str, float] = {"CPU": min(node.get("CPU", 0) for node in able[:num_nodes])}
-    if kind == "GPU":
-        bundle["GPU"] = min(node["GPU"] for node in able[:num_nodes])
-        if devices_per_node is not None and devices_per_node > bundle["GPU"]:
-            raise ClusterError(f"devices_per_node is {devices_per_node}; the nodes have {bundle['GPU']:g} GPUs")
-    return bundle
-
-
 @contextlib.contextmanager
-def _lease(bundles: list[dict[str, float]], timeout_s: float) -> Iterator[PlacementGroup]:
-    group = placement_group(bundles, strategy="STRICT_SPREAD", name=f"tune-cluster-{uuid4().hex[:8]}")
+def _lease(bundles: list[dict[str, float]], labels: dict[str, str], timeout_s: float) -> Iterator[PlacementGroup]:
+    name = f"tune-cluster-{uuid4().hex[:8]}"
+    labels_by_bundle = [labels] * len(bundles) if labels else None
+    group = placement_group(bundles, strategy="STRICT_SPREAD", name=name, bundle_label_selector=labels_by_bundle)
     try:
         started_s = time.monotonic()
         while not group.wait(timeout_seconds=1):
@@ -377,13 +386,9 @@ def _lease(bundles: list[dict[str, float]], timeout_s: float) -> Iterator[Placem
             remove_placement_group(group)
 
 
-def _members(group: PlacementGroup) -> list[tuple[str, str]]:
-    """A unique, path-safe name and the address of each bundle's node, in the order of the bundles."""
+def _members(group: PlacementGroup) -> dict[str, tuple[str, str]]:
+    """By name, the id and the address of each bundle's node, in the order of the bundles."""
     nodes = {node["NodeID"]: node for node in _nodes()}
+    names = names_by_id(list(nodes.values()))
     placed: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    members: list[tuple[str, str]] = []
-    for _, node_id in sorted(placed.items()):
-        base = path_safe(nodes[node_id]["NodeManagerHostname"])
-        taken = sum(name == base or name.startswith(f"{base}-n") for name, _ in members)
-        members.append((f"{base}-n{taken}" if taken else base, nodes[node_id]["NodeManagerAddress"]))
-    return members
+    return {names[node_id]: (node_id, nodes[node_id]["NodeManagerAddress"]) for _, node_id in sorted(placed.items())}

@@ -13,10 +13,11 @@ import numpy as np
 from cluster.accelerators import CatalogueError, ClusterDescription, describe_topology
 from cluster.cost.balance import balance
 from cluster.cost.balance_inputs import Policy, nested_policies, problem_of
-from cluster.cost.balance_problem import Balance, DoesNotFitError
+from cluster.cost.balance_problem import Balance, BalanceProblem, DoesNotFitError
 from cluster.cost.candidates import inputs_of
 from cluster.cost.estimate import CostModel, cost_model
 from cluster.topology import Topology
+from orchestrator import described
 from orchestrator.choices import even_split, layers_of, resolve_recompute
 from trials.spec import Candidate, LlamaModel, Recompute, Workload
 
@@ -26,8 +27,10 @@ MEMORY_SHARES = (1.0, 0.9, 0.8)
 """Of the usable memory to fill: how much the estimate may be trusted is only known after trials."""
 MAX_LAYOUTS = 24
 """Balanced at most: those that the cost model expects to be fastest, of a space with more."""
-TIME_LIMIT_S = 20.0
-"""Per layout; most take tenths of a second."""
+TIME_LIMIT_S = 120.0
+"""Per layout; most take tenths of a second. So long that what is planned does not depend on how busy the machine is."""
+MAX_CORRECTIONS = 3
+"""Of the limit, where the cost model counts more than the balancer, which knows it only layer by layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,8 @@ class Balanced:
 def balance_layouts(candidates: tuple[Candidate, ...], workload: Workload, topology: Topology | None) -> Balanced:
     """One candidate per layout, micro-batch size and so on of ``candidates`` and per share of the memory.
 
-    Uses only the kinds of recompute that ``candidates`` use. Layouts that nothing makes fit are left out.
+    Uses only the kinds of recompute that ``candidates`` use in the same layout. All that it returns fit by the cost
+    model, within their share of the memory; layouts that nothing makes fit are left out.
     """
     if not isinstance(workload.model, LlamaModel):
         return Balanced(problem=f"the cost model balances decoders, not {workload.model.kind} models")
@@ -52,17 +56,18 @@ def balance_layouts(candidates: tuple[Candidate, ...], workload: Workload, topol
         return Balanced(problem="the hardware is not known before the lease")
     try:
         cluster = describe_topology(topology)
-        frames = _most_promising(_frames(candidates, workload), workload, cluster)
+        recomputes = _recomputes_by_frame(candidates, workload)
+        frames = _most_promising(list(recomputes), workload, cluster)
     except (CatalogueError, NotImplementedError) as error:
         return Balanced(problem=str(error))
-    policies = nested_policies(candidate.recompute for candidate in candidates)
     found: dict[Candidate, Balance] = {}
     for frame in frames:
+        policies = nested_policies(recomputes[frame])
         for share in MEMORY_SHARES:
-            made = _balanced(workload, frame, cluster, policies, share)
+            made = balanced(workload, frame, cluster, policies, share)
             if made is None:
                 break  # less memory fits no better
-            found.setdefault(with_balance(frame, made, workload), made)
+            found.setdefault(*made)
     return Balanced(balances=found)
 
 
@@ -75,9 +80,12 @@ def with_balance(candidate: Candidate, found: Balance, workload: Workload) -> Ca
     return replace(candidate, layout=layout, recompute=recompute)
 
 
-def _frames(candidates: Iterable[Candidate], workload: Workload) -> list[Candidate]:
-    """Candidates without what the balancer decides, each once."""
-    return list(dict.fromkeys(_frame(candidate, workload) for candidate in candidates))
+def _recomputes_by_frame(candidates: Iterable[Candidate], workload: Workload) -> dict[Candidate, dict[Recompute, None]]:
+    """Candidates without what the balancer decides, with the recompute that is legal for them, each once."""
+    found: dict[Candidate, dict[Recompute, None]] = {}
+    for candidate in candidates:
+        found.setdefault(_frame(candidate, workload), {})[candidate.recompute] = None
+    return found
 
 
 def _frame(candidate: Candidate, workload: Workload) -> Candidate:
@@ -102,15 +110,36 @@ def _model() -> CostModel:
     return cost_model()
 
 
-def _balanced(
+def balanced(
     workload: Workload, frame: Candidate, cluster: ClusterDescription, policies: tuple[Policy, ...], share: float
-) -> Balance | None:
-    """None where nothing fits, or no answer came in time."""
+) -> tuple[Candidate, Balance] | None:
+    """``frame`` with the best layers and recompute that need, by the cost model too, at most ``share`` of the memory.
+
+    None where there are none, or no answer came in time.
+    """
     try:
         problem = problem_of(workload, frame, cluster, _model(), policies, memory_share=share)
-        return balance(problem, time_limit_s=TIME_LIMIT_S)
+        allowed_bytes = problem.memory_limit_bytes
+        for _ in range(1 + MAX_CORRECTIONS):
+            found = _solved(problem)
+            candidate = with_balance(frame, found, workload)
+            excess = _peak_bytes(workload, candidate, cluster) / allowed_bytes
+            if excess <= 1.0:
+                return candidate, found
+            problem = replace(problem, memory_limit_bytes=problem.memory_limit_bytes / excess)
     except DoesNotFitError:
         return None
     except (ValueError, TimeoutError) as error:
         logger.info("not balanced: %s", error)
-        return None
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _solved(problem: BalanceProblem) -> Balance:
+    """Layouts that differ only in how data is read are the same problem."""
+    return balance(problem, time_limit_s=TIME_LIMIT_S)
+
+
+def _peak_bytes(workload: Workload, candidate: Candidate, cluster: ClusterDescription) -> float:
+    x = inputs_of([(workload, candidate)], cluster)
+    return float(described.estimate(_model(), x, on_cpu=cluster.accelerator.name == "cpu").peak_bytes[0])

@@ -26,13 +26,14 @@ from orchestrator.described import Inputs, log_device_seconds, physical_places
 from orchestrator.guided import MEMORY_SHIFT_STD, MEMORY_STD, Belief, normal_cdf
 from orchestrator.own_knobs import Features, OwnKnobs
 from orchestrator.residual import ErrorModel
-from orchestrator.transfer import EarlierTrial
+from orchestrator.transfer import EarlierTrial, nearest
 from trials.estimate import Estimate
 from trials.spec import Candidate, LlamaModel, Workload
 
 __all__ = [
     "NotDescribedError",
     "Predictor",
+    "believed",
     "linearised",
     "log_device_seconds",
     "physical_places",
@@ -46,8 +47,15 @@ ROWS_AT_ONCE = 20_000
 TRIAL_OVERHEAD_S = {"cuda": 60.0, "cpu": 8.0}
 """Of a trial before its first step, by kind of device."""
 STEPS_PER_TRIAL = 20
-LOCAL_STD = {"cuda": 0.08, "cpu": 0.25}
+COEFFICIENT_SHARE = 0.7
+"""Of the spread that published measurements give the coefficients: fitted as if errors that no coefficient explains
+were independent, families' coefficients come out too far apart. With this and the two standard deviations below,
+measurements of sources that the prior has not seen are about as likely as they can be made
+(``benchmarks/search_calibration.py``)."""
+LOCAL_STD = {"cuda": 0.11, "cpu": 0.25}
 """Of errors that no coefficient explains, by kind of device: the prior comes from accelerators."""
+COMMON_STD = {"cuda": 0.2, "cpu": 0.5}
+"""Of what the errors of all candidates have in common."""
 OWN_KNOB_STD = {"decoder": 0.1, "generic": 0.3}
 """Of the effect of each value of a knob that the cost model knows nothing of: memory formats and data reading, which
 decoders do not have or hardly feel, move others much."""
@@ -101,7 +109,7 @@ class Predictor:
         except NotImplementedError as error:
             raise NotDescribedError(str(error)) from None
         self._own = OwnKnobs([candidate for _, candidate in pairs], features)
-        self._prior = prior or load_prior("time")
+        self._prior = believed(prior or load_prior("time"), LOCAL_STD[self.device_kind])
         self._beliefs: dict[tuple[tuple[int, float], ...], Belief] = {}
 
     @functools.cached_property
@@ -125,10 +133,14 @@ class Predictor:
 
     @functools.cached_property
     def earlier_times_s(self) -> Mapping[int, float]:
-        """Device-seconds per step of the earlier trials, by row."""
+        """Device-seconds per step of the earlier trials most like any candidate, by row."""
         first = len(self.candidates)
-        times = {first + i: trial.device_seconds for i, trial in enumerate(self.earlier)}
-        return {row: seconds for row, seconds in times.items() if seconds is not None}
+        times = [(first + i, t.device_seconds) for i, t in enumerate(self.earlier) if t.device_seconds is not None]
+        if not times:
+            return {}
+        places = physical_places(self.inputs)
+        near = nearest(places[[row for row, _ in times]], places[:first])
+        return dict(times[i] for i in near.tolist())
 
     def log_spread_of(self, row: int) -> float:
         """Standard deviation of log(measured / predicted step time) to expect."""
@@ -171,7 +183,7 @@ class Predictor:
                 feature_std=np.repeat([1.0, own_std, SWEEP_STD], [features.shape[1], own.shape[1], sweeps.shape[1]]),
                 places=np.hstack([physical_places(self.inputs), self._own.places]),
                 local_std=LOCAL_STD[self.device_kind],
-                common_std=0.5 if self.on_cpu else 0.1,
+                common_std=COMMON_STD[self.device_kind],
                 noise_std=NOISE_STD,
             ),
             cost_s=self.trial_device_seconds(seconds),
@@ -200,6 +212,11 @@ class Predictor:
         x = self.inputs.take(np.array(rows))
         predict = functools.partial(described.log_peak, x, on_cpu=self.on_cpu)
         return fit(prior, predict, np.log(peaks), np.array(sides, dtype=np.int64))
+
+
+def believed(prior: Prior, local_std: float) -> Prior:
+    """The prior as the search takes it: narrower, and with as much unexplained as a single candidate has."""
+    return Prior(prior.group, prior.mean, COEFFICIENT_SHARE**2 * prior.covariance, local_std)
 
 
 def linearised(prior: Prior, x: Inputs, times_s: Mapping[int, float]) -> tuple[Array, Array, Array]:

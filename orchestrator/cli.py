@@ -122,6 +122,7 @@ def plan(file: Path, why: str | None, cluster: str | None, home: Path, as_json: 
     Examples:
       tune-cluster plan configs/sweeps/quickstart.yaml
       tune-cluster plan configs/sweeps/quickstart.yaml --why '{tp: 2, micro_batch_size: 4}'
+      tune-cluster plan configs/sweeps/resnet.yaml --cluster dgx-a100
     """
     from orchestrator import planning, report_plan
     from orchestrator.home import Home

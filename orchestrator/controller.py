@@ -109,6 +109,7 @@ def _apply_proposed(state: SweepState, event: TrialProposed) -> SweepState:
         origin=event.origin,
         reason=event.reason,
         proposed_at_s=event.at_s,
+        expected=event.expected,
         num_ended=len(state.end_order),
     )
     return replace(state, trials=state.trials.append(trial), waiting=(*state.waiting, trial.number))

@@ -17,6 +17,7 @@ from cluster.topology import Topology
 from orchestrator.beliefs import NotDescribedError, Predictor
 from orchestrator.plan import Plan, describe
 from orchestrator.space import flat_params
+from orchestrator.summary import speed_unit
 from orchestrator.sweep import SweepSpec
 from orchestrator.transfer import EarlierTrial
 from trials.estimate import Estimate
@@ -30,6 +31,10 @@ class Prediction:
     """One candidate before any measurement."""
 
     candidate: Candidate
+    number: int | None
+    """In the plan's list, from 1; None when it is not there."""
+    unit: str
+    """Of throughput."""
     step_s: float
     step_terms_s: dict[str, float]
     """Sum to ``step_s``."""
@@ -51,6 +56,7 @@ class Prediction:
     def to_json(self) -> dict[str, Any]:
         return {
             **describe(self.candidate),
+            "number": self.number,
             "step_time_s": self.step_s,
             "step_terms_s": self.step_terms_s,
             "log_spread": self.log_spread,
@@ -158,8 +164,8 @@ def forecast(plan: Plan, spec: SweepSpec, topology: Topology | None, profile: Pr
     return Forecast(
         hardware=predictor.cluster.name,
         accelerator=predictor.cluster.accelerator.name,
-        baseline=prediction(predictor, base, workload),
-        top=tuple(prediction(predictor, row, workload) for row in ranked[:NUM_SHOWN]),
+        baseline=prediction(predictor, base, workload, number=base + 1 if base < num_candidates else None),
+        top=tuple(prediction(predictor, row, workload, number=row + 1) for row in ranked[:NUM_SHOWN]),
         num_fitting=len(ranked),
         num_candidates=num_candidates,
         num_trials=num_trials,
@@ -168,12 +174,14 @@ def forecast(plan: Plan, spec: SweepSpec, topology: Topology | None, profile: Pr
     )
 
 
-def prediction(predictor: Predictor, row: int, workload: Workload) -> Prediction:
+def prediction(predictor: Predictor, row: int, workload: Workload, *, number: int | None = None) -> Prediction:
     """Of one row."""
     found = predictor.estimates
     step_s = float(found.step_s[row])
     return Prediction(
         candidate=predictor.candidates[row],
+        number=number,
+        unit=speed_unit(workload),
         step_s=step_s,
         step_terms_s={name: float(values[row]) for name, values in found.step_terms_s.items()},
         log_spread=float(predictor.log_spread_of(row)),

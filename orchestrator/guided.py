@@ -109,12 +109,14 @@ class Round:
         residual = _believe(belief, _learned(belief, seen), believed, seen.running)
         self._scale = residual.scale
         self._incumbent = min(believed.values(), default=None)
-        self._rows = _shortlist(belief, residual, _open_rows(belief, seen))
+        self._rows = _shortlist(belief, residual, _open_rows(belief, seen), min(SHORTLIST_SIZE, 4 * keep))
         self._fits = probability_fits(belief, seen, self._rows)
         self._mean = belief.log_time[self._rows] + residual.mean(self._rows)
-        self._explained, self._variance = residual.explain(self._rows)
+        explained, self._variance = residual.explain(self._rows)
         self._is_left = np.ones(len(self._rows), dtype=bool)
-        self._keep(np.sort(self._order()[:keep]))
+        kept = np.sort(self._order()[:keep])
+        self._keep(kept)
+        self._explained = _Columns(explained[kept])
 
     def best(self, is_open: NDArray[np.bool_] | None = None) -> Proposal | None:
         """The best candidate left; None where none is. ``is_open``, shape (n,): which may be proposed."""
@@ -138,11 +140,12 @@ class Round:
         if not places.size:
             return False
         at, error = int(places[0]), self._belief.error
-        own = self._explained[at]
+        explained = self._explained.values
+        own = explained[at]
         covariance = error.covariance(self._rows, self._rows[at : at + 1], self._scale)[:, 0]
         left_std = np.sqrt(max(covariance[at] - own @ own, 1e-12) + error.noise_std**2)
-        column = (covariance - self._explained @ own) / left_std
-        self._explained = np.column_stack([self._explained, column])
+        column = (covariance - explained @ own) / left_std
+        self._explained.append(column)
         self._variance = self._variance - column**2
         self._is_left[at] = False
         expected = float(self._mean[at])
@@ -168,8 +171,27 @@ class Round:
         return np.lexsort((self._mean, (self._mean - incumbent) / self._std, -self._score))
 
     def _keep(self, kept: NDArray[np.intp]) -> None:
-        for name in ("_rows", "_fits", "_mean", "_explained", "_variance", "_is_left"):
+        for name in ("_rows", "_fits", "_mean", "_variance", "_is_left"):
             setattr(self, name, getattr(self, name)[kept])
+
+
+class _Columns:
+    """A matrix that grows by columns, without being copied for each."""
+
+    def __init__(self, values: Array) -> None:
+        self._num = values.shape[1]
+        self._buffer = np.empty((len(values), self._num + 64))
+        self._buffer[:, : self._num] = values
+
+    @property
+    def values(self) -> Array:
+        return self._buffer[:, : self._num]
+
+    def append(self, column: Array) -> None:
+        if self._num == self._buffer.shape[1]:
+            self._buffer = np.hstack([self._buffer, np.empty_like(self._buffer)])
+        self._buffer[:, self._num] = column
+        self._num += 1
 
 
 def expected_log_times(belief: Belief, seen: Seen) -> Array:
@@ -246,12 +268,14 @@ def _open_rows(belief: Belief, seen: Seen) -> NDArray[np.intp]:
     return np.asarray(np.flatnonzero(is_open), dtype=np.intp)
 
 
-def _shortlist(belief: Belief, residual: Residual, rows: NDArray[np.intp]) -> NDArray[np.intp]:
-    if len(rows) <= SHORTLIST_SIZE:
+def _shortlist(
+    belief: Belief, residual: Residual, rows: NDArray[np.intp], size: int = SHORTLIST_SIZE
+) -> NDArray[np.intp]:
+    if len(rows) <= size:
         return rows
     own_std = np.sqrt(np.maximum(belief.error.variance(rows, residual.scale) - belief.error.common_std**2, 0.0))
     optimistic = belief.log_time[rows] + residual.mean(rows) - OPTIMISM * own_std
-    best = np.argpartition(optimistic, SHORTLIST_SIZE)[:SHORTLIST_SIZE]
+    best = np.argpartition(optimistic, size)[:size]
     return np.asarray(np.sort(rows[best]), dtype=np.intp)
 
 

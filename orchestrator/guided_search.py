@@ -10,21 +10,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.beliefs import Predictor
+from orchestrator.expectation import Expectation, Suggestion
 from orchestrator.guided import Belief, Proposal, Round, Seen, expected_log_times, should_stop
 from orchestrator.open_candidates import OpenCandidates
+from orchestrator.report_format import rate
 from orchestrator.rounds import as_of, first_trial, round_start
 from orchestrator.staged import Stages
 from orchestrator.state import SweepState, Trial
+from orchestrator.summary import speed_unit
 from trials.outcome import Infeasible, OutOfMemory, StoppedEarly
 from trials.spec import Candidate
 
 MAX_LEARNED = 256
 """Measurements the residual learns from: half of them the fastest, half the latest."""
+MAX_BOUNDS = 128
+"""Trials stopped early that it learns from besides: the latest."""
+MAX_CALIBRATING = 256
+"""Measurements the coefficients are fitted to: some ten for each. What is left after that is no matter of theirs."""
+
 MIN_MEASURED_TO_STOP = 4
 STOP_TOLERANCE = 0.01
 """What an improvement must promise, relative, for the search to go on."""
 
-MIN_KEPT = 512
+MIN_KEPT = 384
 """Candidates a round chooses from, at least; twice as many as run at the same time."""
 
 
@@ -74,7 +82,19 @@ class GuidedSearch:
         self._row_in: tuple[OpenCandidates, NDArray[np.intp]] | None = None
         self._turn: _Turn | None = None
 
-    def ask(self, state: SweepState, candidates: OpenCandidates) -> tuple[Candidate, str] | None:
+    def expect(self, candidate: Candidate) -> Expectation | None:
+        """What the cost model says of a candidate before any trial of this sweep; None of one it does not know."""
+        row = self._rows.get(candidate.config_key)
+        if row is None:
+            return None
+        return Expectation(
+            step_time_s=float(self._predictor.estimates.step_s[row]),
+            log_spread=self._predictor.log_spread_of(row),
+            peak_bytes=float(self._predictor.estimates.peak_bytes[row]),
+            probability_fits=float(self._predictor.probability_fits[row]),
+        )
+
+    def ask(self, state: SweepState, candidates: OpenCandidates) -> Suggestion | None:
         """The next candidate and why; None when none is left. ``candidates`` have followed the sweep to ``state``."""
         turn = self._now(state, candidates)
         is_open = self._is_open(candidates, len(state.trials), len(state.end_order))
@@ -85,7 +105,16 @@ class GuidedSearch:
         if found is None:
             return None
         reason = _reason(found, state, measured=turn.num_measured > 0)
-        return self._predictor.candidates[found.index], f"{turn.words}: {reason}" if turn.words else reason
+        return Suggestion(
+            self._predictor.candidates[found.index],
+            f"{turn.words}: {reason}" if turn.words else reason,
+            Expectation(
+                step_time_s=found.time_s / float(self._predictor.inputs.world_size[found.index]),
+                log_spread=found.log_std,
+                peak_bytes=float(self._predictor.estimates.peak_bytes[found.index]),
+                probability_fits=found.probability_fits,
+            ),
+        )
 
     def is_converged(self, state: SweepState, candidates: OpenCandidates) -> bool:
         """Whether nothing left is likely to beat the best by more than ``STOP_TOLERANCE``."""
@@ -152,7 +181,7 @@ class GuidedSearch:
     def _standing(self, state: SweepState, closed: Collection[int]) -> tuple[Belief, Seen]:
         """What is believed and was seen. ``closed``: rows not to be proposed."""
         measured = [(row, trial) for number in state.end_order for row, trial in self._measured(state.trials[number])]
-        calibrating = measured[: _num_calibrating(len(measured))]
+        calibrating = measured[: num_calibrating(len(measured))]
         history = self._predictor.earlier_times_s
         belief = self._predictor.belief({**history, **{row: device_seconds(trial) for row, trial in calibrating}})
         learned = dict(_most_telling(measured))
@@ -193,10 +222,11 @@ def _with_bounds(belief: Belief, seen: Seen, stopped: Mapping[int, StoppedEarly]
     if not stopped:
         return seen
     expected = expected_log_times(belief, seen)
-    bounds = {row: o.at_least_s * float(predictor.inputs.world_size[row]) for row, o in stopped.items()}
+    world_size = predictor.inputs.world_size
+    bounds = {row: outcome.at_least_s * float(world_size[row]) for row, outcome in stopped.items()}
     news = [(row, seconds) for row, seconds in bounds.items() if math.log(seconds) > expected[row]]
     return replace(
-        seen, history={**seen.history, **dict(news[-MAX_LEARNED:])}, excluded=seen.excluded | frozenset(bounds)
+        seen, history={**seen.history, **dict(news[-MAX_BOUNDS:])}, excluded=seen.excluded | frozenset(bounds)
     )
 
 
@@ -212,11 +242,11 @@ def _peak_bytes(trial: Trial) -> int:
     return max(trial.measurement.peak_reserved_bytes, default=0)
 
 
-def _num_calibrating(num_measured: int) -> int:
+def num_calibrating(num_measured: int) -> int:
     """The first 1, 2, 3, 5, 8, ... measurements move the coefficients: each next one matters less, and linearising
     the model anew takes long where there are many candidates. In between, the residual takes them in."""
     low, high = 0, 1
-    while high <= num_measured:
+    while high <= min(num_measured, MAX_CALIBRATING):
         low, high = high, low + high
     return low
 
@@ -229,8 +259,9 @@ def _most_telling(measured: list[tuple[int, Trial]]) -> list[tuple[int, Trial]]:
 
 
 def _reason(proposal: Proposal, state: SweepState, *, measured: bool) -> str:
-    tokens_per_s = state.sweep.workload.tokens_per_step / proposal.time_s
+    workload = state.sweep.workload
+    speed = f"{rate(workload.tokens_per_step / proposal.time_s)} {speed_unit(workload)}"
     spread = math.expm1(proposal.log_std)
     how = "largest expected improvement per device-second" if measured else "best prediction"
     fits = f", fits with {proposal.probability_fits:.0%}" if proposal.probability_fits < 0.995 else ""
-    return f"{how}: {tokens_per_s:,.4g} tokens/s/p expected (give or take {spread:.0%}{fits})"
+    return f"{how}: {speed} expected (give or take {spread:.0%}{fits})"

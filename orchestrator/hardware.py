@@ -6,7 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any, TypedDict
 
-from cluster.connect import Excluded, Replay, Simulation, describe
+from cluster.connect import Replay, Simulation, describe
+from cluster.exclusion import Excluded
 from cluster.topology import DeviceKind, Topology
 from orchestrator.home import Home
 from orchestrator.profiles import ProfileStore, profile_key
@@ -33,6 +34,7 @@ def cluster_options(spec: SweepSpec, home: Home | None = None) -> ClusterOptions
     """What the file says of its cluster. ``home`` holds the profiles that tell which nodes are slow."""
     cluster = spec.cluster
     simulation, replay = cluster.simulation, cluster.replay
+    _ = spec.replayed  # whatever is wrong with the table is told with file and line
     return {
         "kind": cluster.kind,
         "address": cluster.address,
@@ -56,7 +58,8 @@ def _excluded(spec: SweepSpec, home: Home | None) -> Excluded | None:
 
     def names(topology: Topology) -> frozenset[str]:
         leased = {node.name for node in topology.nodes}
-        if unknown := sorted(set(cluster.exclude_nodes) - leased):
+        holds_others = cluster.kind == "ray" and cluster.address is not None
+        if (unknown := sorted(set(cluster.exclude_nodes) - leased)) and not holds_others:
             logger.warning("cluster.exclude_nodes names %s, not among the nodes leased", ", ".join(unknown))
         slow = _slow_nodes(spec, topology, home) if cluster.exclude_slow_nodes and home is not None else ()
         return frozenset(leased & {*cluster.exclude_nodes, *slow})

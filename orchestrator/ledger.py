@@ -10,7 +10,8 @@ import fcntl
 import json
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ CREATE TRIGGER IF NOT EXISTS events_keep BEFORE DELETE ON events BEGIN SELECT RA
 """
 
 FILE_NAME = "ledger.sqlite"
+MAX_RECENT = 4096
+"""Entries the writer keeps at hand for whoever follows closely: they need not be read and decoded again."""
 
 
 class LedgerError(RuntimeError):
@@ -56,6 +59,7 @@ class Ledger:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path = folder / FILE_NAME
+        self._recent: deque[Entry] = deque(maxlen=MAX_RECENT)
         with self._errors("open"):
             folder.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(self.path, isolation_level=None, timeout=30.0)
@@ -104,7 +108,11 @@ class Ledger:
         with self._errors("write"):
             cursor = self._db.execute("INSERT INTO events (kind, body) VALUES (?, ?)", (event.kind, body))
         assert cursor.lastrowid is not None
-        return Entry(cursor.lastrowid, event)
+        entry = Entry(cursor.lastrowid, event)
+        if self._recent and self._recent[-1].seq != entry.seq - 1:
+            self._recent.clear()  # somebody else has written in between
+        self._recent.append(entry)
+        return entry
 
     def entries(self, after: int = 0) -> Iterator[Entry]:
         """Stored events with a number above ``after``, in order."""
@@ -112,6 +120,13 @@ class Ledger:
             rows = self._db.execute("SELECT seq, body FROM events WHERE seq > ? ORDER BY seq", (after,)).fetchall()
         for seq, body in rows:
             yield Entry(seq, self._decode(seq, body))
+
+    def following(self, after: int) -> Sequence[Entry]:
+        """As :meth:`entries`, without reading again what this object has just stored."""
+        recent = self._recent
+        if recent and recent[0].seq <= after + 1 and recent[-1].seq == self._last_seq():
+            return [entry for entry in recent if entry.seq > after]
+        return list(self.entries(after))
 
     def events(self) -> Iterator[LedgerEvent]:
         """All events in order."""
@@ -149,8 +164,13 @@ class Ledger:
         self.close()
 
     def _is_begun(self) -> bool:
+        return self._last_seq() > 0
+
+    def _last_seq(self) -> int:
+        """Of the last event; 0 where there is none."""
         with self._errors("read"):
-            return self._db.execute("SELECT 1 FROM events LIMIT 1").fetchone() is not None
+            row = self._db.execute("SELECT max(seq) FROM events").fetchone()
+        return int(row[0] or 0)
 
     def _decode(self, seq: int, body: str) -> LedgerEvent:
         try:

@@ -37,7 +37,7 @@ class Outbox:
         if time.monotonic() < self._retry_at_s and not urgent:
             return 0
         num_delivered = 0
-        for entry in ledger.entries(after=ledger.cursor(self._name)):
+        for entry in ledger.following(ledger.cursor(self._name)):
             state = self._fold_to(ledger, entry)
             try:
                 write(entry, state)

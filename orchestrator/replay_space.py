@@ -148,5 +148,7 @@ def _table(path: str) -> tuple[PublishedRow, ...]:
         return read_table(Path(path))
     except FileNotFoundError:
         raise ReplayError(f"there is no table {path}") from None
-    except TableError as error:
+    except OSError as error:
+        raise ReplayError(f"the table {path} cannot be read: {error.strerror}") from None
+    except (TableError, UnicodeDecodeError) as error:
         raise ReplayError(str(error)) from None

@@ -54,7 +54,8 @@ def render_report(
     if summary.best and summary.baseline and summary.best.trial.number != 0:
         parts.append(_section("What changed", _changes(summary.baseline.trial, summary.best.trial)))
     if summary.best:
-        parts.append(_section("Where the step time goes", _breakdown(summary)))
+        if shares := _breakdown(summary):
+            parts.append(_section("Where the step time goes", shares))
         if lines := _findings(summary):
             parts.append(_section("Found out", lines))
     parts.append(_section(_trials_heading(summary), _trials(state, max_trials)))
@@ -179,14 +180,15 @@ def _changed(summary: Summary) -> list[tuple[str, str, str]]:
     return changed_knobs(summary.baseline.trial, summary.best.trial)
 
 
-def _breakdown(summary: Summary) -> RenderableType:
+def _breakdown(summary: Summary) -> RenderableType | None:
     grid = Table.grid(padding=(0, 2))
     for label, result in winner_and_baseline(summary):
         measurement = result.trial.measurement
         assert measurement is not None
         shares = [Text.assemble((name, "dim"), f" {share:.0%}") for name, share in fmt.breakdown(measurement)]
-        grid.add_row(Text(label, style="dim"), Text(fmt.milliseconds(measurement.step_time_s)), *shares)
-    return grid
+        if shares:
+            grid.add_row(Text(label, style="dim"), Text(fmt.milliseconds(measurement.step_time_s)), *shares)
+    return grid if grid.rows else None
 
 
 def _findings(summary: Summary) -> RenderableType | None:

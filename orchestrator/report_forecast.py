@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from rich import box
@@ -11,11 +12,11 @@ from rich.text import Text
 
 from cluster.cost.balance_problem import Balance
 from orchestrator.forecast import Forecast, Prediction
-from orchestrator.report_format import milliseconds, num_bytes
+from orchestrator.report_format import device_time, milliseconds, num_bytes, rate
 from orchestrator.space import short_name
 from orchestrator.why import Why
 
-NUM_TERMS = 2
+NUM_TIME_TERMS, NUM_MEMORY_TERMS = 2, 1
 """Largest terms shown per figure; explaining one candidate, or JSON, gives all."""
 
 
@@ -24,18 +25,20 @@ def render_forecast(forecast: Forecast, limit: int = 10) -> RenderableType:
     head = Text.assemble(
         (f"{forecast.num_fitting} of {forecast.num_candidates} candidates expected to fit", "bold"),
         f" on {forecast.hardware} (catalogue: {forecast.accelerator}{_probed(forecast)}); "
-        f"about {forecast.device_hours:.3g} device-hours for {forecast.num_trials} trials",
+        f"about {device_time(forecast.device_hours * 3600)} for {forecast.num_trials} trials",
     )
     table = Table(box=box.SIMPLE_HEAD, title="expected to be fastest", title_justify="left", pad_edge=False)
-    table.add_column("configuration")
-    for name in ("tokens/s/p", "step", "memory"):
-        table.add_column(name, justify="right")
-    table.add_column("mostly")
-    table.add_column("mostly")
+    table.add_column("#", justify="right")
+    table.add_column("configuration", overflow="fold")
+    for name in (forecast.baseline.unit, "speed-up", "step", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("time, mostly")
+    table.add_column("memory, mostly")
     for prediction in forecast.top[:limit]:
-        table.add_row(*_row(prediction, short_name(prediction.candidate)))
+        speedup = prediction.tokens_per_s_per_device / forecast.baseline.tokens_per_s_per_device
+        table.add_row(*_row(prediction, f"{speedup:.2f}x"))
     table.add_section()
-    table.add_row(*_row(forecast.baseline, f"baseline: {short_name(forecast.baseline.candidate)}"))
+    table.add_row(*_row(forecast.baseline, "baseline"))
     return Group(head, table)
 
 
@@ -78,22 +81,24 @@ def _balance(balance: Balance) -> RenderableType:
     return Group(Text(f"balanced by the cost model: {where}; {proven}"), table)
 
 
-def _row(prediction: Prediction, name: str) -> tuple[str, ...]:
+def _row(prediction: Prediction, speedup: str) -> tuple[str, ...]:
     return (
-        name,
-        f"{prediction.tokens_per_s_per_device:,.4g}",
+        "" if prediction.number is None else str(prediction.number),
+        short_name(prediction.candidate),
+        rate(prediction.tokens_per_s_per_device),
+        speedup,
         milliseconds(prediction.step_s),
         num_bytes(prediction.peak_bytes) + ("" if prediction.fits else " (too much)"),
-        _largest(prediction.step_terms_s),
-        _largest(prediction.peak_terms_bytes),
+        _largest(prediction.step_terms_s, NUM_TIME_TERMS),
+        _largest(prediction.peak_terms_bytes, NUM_MEMORY_TERMS),
     )
 
 
 def _terms(prediction: Prediction) -> RenderableType:
-    spread = prediction.log_spread
+    speed = f"{rate(prediction.tokens_per_s_per_device)} {prediction.unit}"
     head = Text(
-        f"expected {prediction.tokens_per_s_per_device:,.4g} tokens/s/p, within a factor of {2.718281828**spread:.2f} "
-        f"two times out of three; {num_bytes(prediction.peak_bytes)} of {num_bytes(prediction.limit_bytes)} on stage "
+        f"expected {speed}, within a factor of {math.exp(prediction.log_spread):.2f} two times out of three; "
+        f"{num_bytes(prediction.peak_bytes)} of {num_bytes(prediction.limit_bytes)} on stage "
         f"{prediction.fullest_stage}, fits with {prediction.probability_fits:.0%}"
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -112,7 +117,7 @@ def _terms(prediction: Prediction) -> RenderableType:
     return Group(head, table)
 
 
-def _largest(terms: Mapping[str, float]) -> str:
+def _largest(terms: Mapping[str, float], num: int) -> str:
     total = sum(terms.values())
-    ranked = sorted(terms.items(), key=lambda item: -item[1])[:NUM_TERMS]
+    ranked = sorted(terms.items(), key=lambda item: -item[1])[:num]
     return ", ".join(f"{name.replace('_', ' ')} {value / total:.0%}" for name, value in ranked)

@@ -86,8 +86,11 @@ def peak_memory(measurement: Measurement) -> str:
 
 
 def breakdown(measurement: Measurement) -> list[tuple[str, float]]:
-    """(phase, its share of the step time) in the order of the step; shares sum to 1."""
+    """(phase, its share of the step time) in the order of the step; shares sum to 1. Empty where nobody looked inside
+    the step, as on simulated clusters."""
     parts = {name.removesuffix("_s"): max(0.0, s) for name, s in to_json(measurement.breakdown).items()}
+    if not any(seconds for name, seconds in parts.items() if name != "other"):
+        return []
     if not parts["bubble"]:
         del parts["bubble"]  # no pipeline
     total = sum(parts.values())
@@ -110,9 +113,12 @@ def duration(seconds: float) -> str:
 
 
 def device_time(device_seconds: float) -> str:
-    """``0.42 device-hours``; minutes where that would show as nothing."""
-    hours = device_seconds / 3600
-    return f"{hours:.2f} device-hours" if hours >= 0.1 else f"{device_seconds / 60:.1f} device-minutes"
+    """``0.42 device-hours``; minutes, or seconds, where that would show as nothing."""
+    if device_seconds >= 360:
+        return f"{device_seconds / 3600:.2f} device-hours"
+    return (
+        f"{device_seconds / 60:.1f} device-minutes" if device_seconds >= 6 else f"{device_seconds:.1f} device-seconds"
+    )
 
 
 class Names:

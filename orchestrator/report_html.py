@@ -76,7 +76,8 @@ def _breakdown(summary: Summary) -> str:
         measurement = result.trial.measurement
         assert measurement is not None
         step = f'<td class="num">{fmt.milliseconds(measurement.step_time_s)}</td>'
-        rows.append(_row(f'<td class="dim">{label}</td>{step}<td>{_stack(fmt.breakdown(measurement))}</td>'))
+        if shares := fmt.breakdown(measurement):
+            rows.append(_row(f'<td class="dim">{label}</td>{step}<td>{_stack(shares)}</td>'))
     keys = " ".join(f'<span style="color:{color}">■</span> {name}' for name, color in _PHASE_COLORS.items())
     table = f'<table>{"".join(rows)}</table><p class="dim">{keys}</p>'
     return f"<h2>Where the step time goes</h2>{table}" if rows else ""

@@ -67,7 +67,8 @@ class LiveView:
         self._live: Live | None = None
         self._state = SweepState()
         self._progress: dict[int, GangProgress] = {}
-        self._announced: set[int] | None = None
+        self._unannounced: list[int] = []
+        self._num_earlier = 0
         self._refreshed_at_s = 0.0
 
     def __enter__(self) -> Self:
@@ -82,9 +83,14 @@ class LiveView:
             self._live = None
 
     def on_state(self, state: SweepState) -> None:
-        self._state = state
-        running = {trial.number for trial in state.trials if trial.is_running}
-        self._progress = {number: latest for number, latest in self._progress.items() if number in running}
+        before, self._state = self._state, state
+        stopped = before.running - state.running
+        if before.created is not None:
+            self._unannounced += dict.fromkeys((*state.end_order.since(len(before.end_order)), *sorted(stopped)))
+        else:
+            self._num_earlier = len(state.end_order)
+        for number in stopped:
+            self._progress.pop(number, None)
         self._show()
 
     def on_progress(self, trial: int, progress: GangProgress) -> None:
@@ -106,15 +112,14 @@ class LiveView:
 
     def _announce(self) -> None:
         """One line per trial that ended since the last look; those of an earlier controller count as seen."""
-        ended = [trial for trial in self._state.trials if _has_ended(trial)]
-        if self._announced is None:
-            self._announced = {trial.number for trial in ended}
-            if ended:
-                self.console.print(f"continuing after {len(ended)} trials", highlight=False)
-        for trial in ended:
-            if trial.number not in self._announced:
-                self._announced.add(trial.number)
-                self.console.print(trial_line(self._state, trial), highlight=False, markup=False, soft_wrap=True)
+        if self._num_earlier:
+            self.console.print(f"continuing after {self._num_earlier} trials", highlight=False)
+            self._num_earlier = 0
+        while self._unannounced:
+            trial = self._state.trials[self._unannounced.pop(0)]
+            if trial.outcome is None:
+                continue  # lost, and launched again
+            self.console.print(trial_line(self._state, trial), highlight=False, markup=False, soft_wrap=True)
 
 
 def trial_line(state: SweepState, trial: Trial) -> str:

@@ -29,15 +29,13 @@ def render_planning(planning: Planning) -> RenderableType:
 
 def render_plan(plan: Plan) -> RenderableType:
     """How many candidates there are, the first of them, and what was ruled out by which rule."""
-    head = Text.assemble(
-        (f"{len(plan.candidates)} legal candidates", "bold green"),
-        f" of {plan.product_size} combinations; {sum(plan.num_rejected.values())} rejected, "
-        f"{plan.num_duplicates} alike after removing knobs without effect",
-    )
     memory = _memory(plan, plan.baseline)
     words = f"  predicted peak {memory[0]}, {memory[1]} with margin" if any(memory) else ""
     baseline = Text.assemble("baseline  ", (short_name(plan.baseline), "bold"), words)
-    parts: list[RenderableType] = [head, baseline, Text(""), _candidates(plan)]
+    parts: list[RenderableType] = [_head(plan)]
+    if plan.too_large:
+        parts.append(Text(plan.too_large, style="yellow"))
+    parts += [baseline, Text(""), _candidates(plan)]
     if plan.balances:
         parts.append(Text(f"{len(plan.balances)} of them balanced by the cost model: layers and recompute per stage"))
     if plan.unbalanced:
@@ -45,6 +43,18 @@ def render_plan(plan: Plan) -> RenderableType:
     if plan.num_rejected:
         parts += [Text(""), _rejected(plan)]
     return Group(*parts)
+
+
+def _head(plan: Plan) -> Text:
+    rejected = f"{sum(plan.num_rejected.values()):,} rejected"
+    if plan.too_large:
+        drawn = (f"{len(plan.candidates):,} legal candidates drawn at random", "bold green")
+        return Text.assemble(drawn, f"; {rejected} on the way")
+    return Text.assemble(
+        (f"{len(plan.candidates):,} legal candidates", "bold green"),
+        f" of {plan.product_size:,} combinations; {rejected}, "
+        f"{plan.num_duplicates:,} alike after removing knobs without effect",
+    )
 
 
 def _candidates(plan: Plan) -> RenderableType:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -37,16 +37,17 @@ def progress() -> Iterator[Report]:
 def render_probe(probed: Probed) -> RenderableType:
     """A line per node, what the network gives, and which nodes are slow by which figure."""
     profile = probed.profile
-    head = Text.assemble((f"{len(profile.nodes)} node(s)", "bold"), f" of {profile.hardware}; slowest device of each")
+    count = f"{len(profile.nodes)} node{'' if len(profile.nodes) == 1 else 's'}"
+    head = Text.assemble((count, "bold"), f" with {profile.hardware} each; a node counts with its slowest device")
     parts: list[RenderableType] = [head, _devices(probed)]
     if any(node.all_reduce or node.transfer for node in profile.nodes):
         parts.append(_links(profile))
     parts += [Text(_network(network)) for network in profile.networks]
-    parts += [Text(_sentence(slow), style="yellow") for slow in _worst(profile)]
+    parts += [Text(_sentence(slow, _flops_unit(profile.nodes)), style="yellow") for slow in _worst(profile)]
     parts += [Text(f"{node.node} could not be measured: {node.failure}", style="red") for node in profile.failed]
     if profile.unfit:
         parts.append(Text(_advice(probed)))
-    return Group(*parts, Text(f"kept in {probed.file}", style="dim"))
+    return Group(*parts, Text(f"kept for `plan` and `submit` in {probed.file}", style="dim", overflow="fold"))
 
 
 def _ranked(profile: Profile) -> list[NodeRates]:
@@ -56,16 +57,18 @@ def _ranked(profile: Profile) -> list[NodeRates]:
 
 
 def _devices(probed: Probed) -> RenderableType:
-    nodes = _ranked(probed.profile)
+    profile = probed.profile
+    nodes = _ranked(profile)
     formats = [name for name in FORMATS if any(name in node.matmul_flops_per_s for node in nodes)]
     copies = [name for name in COPIES if any(name in node.copy_bytes_per_s for node in nodes)]
-    table = _table("matmul TFLOP/s by number format, copies GB/s")
+    scale, unit = _flops_unit(profile.nodes)
+    table = _table(f"matmul {unit} by number format, copies GB/s")
     for name in (*(FORMATS[f] for f in formats), *(COPIES[c] for c in copies)):
         table.add_column(name, justify="right")
     table.add_column("verdict", no_wrap=True)
     for node in nodes[:MAX_NODES]:
         cells = [
-            _scaled(node.matmul_flops_per_s[f].per_s, 1e12) if f in node.matmul_flops_per_s else "" for f in formats
+            _scaled(node.matmul_flops_per_s[f].per_s, scale) if f in node.matmul_flops_per_s else "" for f in formats
         ]
         cells += [_scaled(node.copy_bytes_per_s[c].per_s, 1e9) if c in node.copy_bytes_per_s else "" for c in copies]
         table.add_row(node.node, *cells, _verdict(node, probed))
@@ -76,16 +79,15 @@ def _devices(probed: Probed) -> RenderableType:
 
 def _links(profile: Profile) -> RenderableType:
     table = _table("links, per device, all at once")
-    for name in ("all-reduce in the node, GB/s", "latency, us", "to other nodes, GB/s"):
+    has_others = any(node.transfer for node in profile.nodes)
+    for name in ("all-reduce in the node, GB/s", "latency, us", *(["to other nodes, GB/s"] if has_others else [])):
         table.add_column(name, justify="right")
     for node in _ranked(profile)[:MAX_NODES]:
         inside, outside = node.all_reduce, node.transfer
-        table.add_row(
-            node.node,
-            _scaled(inside.bus_bytes_per_s, 1e9) if inside else "",
-            _scaled(inside.latency_s, 1e-6) if inside else "",
-            _scaled(outside.bytes_per_s, 1e9) if outside else "",
-        )
+        cells = [_scaled(inside.bus_bytes_per_s, 1e9), _scaled(inside.latency_s, 1e-6)] if inside else ["", ""]
+        if has_others:
+            cells.append(_scaled(outside.bytes_per_s, 1e9) if outside else "")
+        table.add_row(node.node, *cells)
     return table
 
 
@@ -117,8 +119,14 @@ def _worst(profile: Profile) -> list[SlowFigure]:
     return list(worst.values())
 
 
-def _sentence(slow: SlowFigure) -> str:
-    scale, unit = (1e12, "TFLOP/s") if slow.figure.startswith("matmul") else (1e9, "GB/s")
+def _flops_unit(nodes: Sequence[NodeRates]) -> tuple[float, str]:
+    """TFLOP/s, unless every node stays below one."""
+    fastest = max((rate.per_s for node in nodes for rate in node.matmul_flops_per_s.values()), default=0.0)
+    return (1e12, "TFLOP/s") if fastest >= 1e12 else (1e9, "GFLOP/s")
+
+
+def _sentence(slow: SlowFigure, flops_unit: tuple[float, str]) -> str:
+    scale, unit = flops_unit if slow.figure.startswith("matmul") else (1e9, "GB/s")
     return (
         f"{slow.node} is slow: {slow.figure} {_scaled(slow.per_s, scale)} {unit}, {slow.ratio:.0%} of the usual "
         f"{_scaled(slow.usual_per_s, scale)}"

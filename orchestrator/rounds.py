@@ -1,8 +1,8 @@
 """When the guided sampler looks at everything anew, and what it knew then: functions of the state.
 
-Learning from hundreds of measurements takes a tenth of a second, far more than the share of one trial in a sweep of
-thousands. So it learns in rounds: at first after every trial that ends, later after every sixteenth part of them, and
-where many run at the same time after a quarter of those. In between, what it proposes counts as if it had turned out
+Learning from hundreds of measurements takes a third of a second, far more than the share of one trial in a sweep of
+thousands. So it learns in rounds: at first after every trial that ends, later after every twelfth part of them, and
+where many run at the same time after a third of those. In between, what it proposes counts as if it had turned out
 as expected. A sweep that goes on finds the start of its round again, and what was known then, in its state.
 """
 
@@ -14,8 +14,8 @@ from dataclasses import replace
 from orchestrator.state import SweepState, Trial
 from orchestrator.vector import Vector
 
-SHARE_OF_ENDED = 16
-SHARE_OF_RUNNING = 4
+SHARE_OF_ENDED = 12
+SHARE_OF_RUNNING = 3
 
 
 @functools.lru_cache

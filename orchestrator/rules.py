@@ -100,12 +100,10 @@ def _amp_dtype(case: Case) -> str | None:
     """float16 needs CUDA compute capability 7.0 and bfloat16 8.0; CPUs run both; unknown devices are let through."""
     if case.topology is None or case.candidate.precision.level == "O0":
         return None
-    for node in case.topology.nodes:
-        if node.device_kind != "cuda":
-            continue
-        no_float16 = _NO_FLOAT16.search(node.device_name)
-        if no_float16 or (case.candidate.precision.dtype == "bfloat16" and _NO_BFLOAT16.search(node.device_name)):
-            return f"{node.device_name} has no fast {case.candidate.precision.dtype}"
+    dtype = case.candidate.precision.dtype
+    for name in sorted({node.device_name for node in case.topology.nodes if node.device_kind == "cuda"}):
+        if _NO_FLOAT16.search(name) or (dtype == "bfloat16" and _NO_BFLOAT16.search(name)):
+            return f"{name} has no fast {dtype}"
     return None
 
 

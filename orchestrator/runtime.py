@@ -186,9 +186,14 @@ class Runtime:
 
     def _propose(self, number: int) -> TrialProposed | SearchExhausted:
         if number == 0:
-            reason = "the present configuration, for comparison"
+            baseline = self._recipe.baseline
             return TrialProposed(
-                at_s=self._clock(), trial=0, candidate=self._recipe.baseline, origin="baseline", reason=reason
+                at_s=self._clock(),
+                trial=0,
+                candidate=baseline,
+                origin="baseline",
+                reason="the present configuration, for comparison",
+                expected=self._search.expect(baseline),
             )
         if self._search.is_converged(self._state):
             return SearchExhausted(at_s=self._clock(), reason="no candidate left is expected to beat the best one")
@@ -202,6 +207,7 @@ class Runtime:
             candidate=suggestion.candidate,
             origin="sampler",
             reason=suggestion.reason,
+            expected=suggestion.expected,
         )
 
     def _launch(self, trial: Trial, attempt: int) -> bool:

@@ -12,10 +12,14 @@ import functools
 import logging
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from orchestrator.dominance import Pruned, Pruner
+from orchestrator.expectation import Expectation, Suggestion
 from orchestrator.large_space import Features, LargeSpace, Lookup, Scalar, without_effect
 from orchestrator.open_candidates import OpenCandidates
 from orchestrator.state import CandidatesPruned, SweepState, Trial
@@ -37,16 +41,10 @@ _CONSTRAINTS = {"memory": OutOfMemory, "legality": Infeasible, "numerics": Diver
 
 _MAX_DRAWS = 16
 """Draws from the sampler before its last one is moved to the nearest legal, unseen candidate."""
+_MAX_TOLD = 256
+"""Ended trials that TPE learns from. It tells at most 25 good ones from the rest: those are always among them."""
 _MAX_RANDOM_DRAWS = 256
 """Draws from a space too large to enumerate before it counts as exhausted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Suggestion:
-    """The next candidate and why."""
-
-    candidate: Candidate
-    reason: str
 
 
 class Search:
@@ -94,14 +92,17 @@ class Search:
         if not unseen.size:
             return None
         if self._guide is not None:
-            found = self._guide.ask(state, self._open)
-            return None if found is None else Suggestion(*found)
+            return self._guide.ask(state, self._open)
         if self._sampler == "grid":
             return Suggestion(self._open.candidates[unseen[0]], "next in the grid")
         rng = random.Random(digest([self._seed, trial]))
         if self._sampler == "random":
             return Suggestion(self._open.candidates[rng.choice(unseen)], "drawn at random")
-        return self._ask_tpe(state, [self._open.candidates[row].config_key for row in unseen.tolist()], rng)
+        return self._ask_tpe(state, unseen, rng)
+
+    def expect(self, candidate: Candidate) -> Expectation | None:
+        """What is predicted of a candidate before any trial; None where nobody can."""
+        return None if self._guide is None else self._guide.expect(candidate)
 
     def is_converged(self, state: SweepState) -> bool:
         """Whether the sweep should stop because nothing better is expected. Only ever so when asked for."""
@@ -126,30 +127,33 @@ class Search:
         return _Space([self._features(candidate) for candidate in self._candidates.values()])
 
     @functools.cached_property
-    def _points(self) -> dict[str, dict[str, int]]:
-        return {key: self._space.encode(self._features(c)) for key, c in self._candidates.items()}
+    def _codes(self) -> NDArray[np.int64]:
+        """Encoded candidates, shape (candidates, knobs)."""
+        rows = [self._space.encode(self._features(candidate)) for candidate in self._open.candidates]
+        return np.array([[row[name] for name in self._space.names] for row in rows], dtype=np.int64)
 
     @functools.cached_property
-    def _keys(self) -> dict[tuple[int, ...], str]:
-        return {tuple(point.values()): key for key, point in self._points.items()}
+    def _row_at(self) -> dict[tuple[int, ...], int]:
+        return {tuple(codes): row for row, codes in enumerate(self._codes.tolist())}
 
-    def _ask_tpe(self, state: SweepState, unseen: list[str], rng: random.Random) -> Suggestion:
+    def _ask_tpe(self, state: SweepState, unseen: NDArray[np.intp], rng: random.Random) -> Suggestion:
         study = self._rebuild_study(state, seed=rng.randrange(2**31))
-        remaining = set(unseen)
-        point: dict[str, int] = {}
+        remaining = set(unseen.tolist())
+        point: tuple[int, ...] = ()
         for _ in range(_MAX_DRAWS):
-            point = study.ask(self._space.distributions).params
-            key = self._keys.get(tuple(point[name] for name in self._space.names), "")
-            if key in remaining:
-                return Suggestion(self._candidates[key], "proposed by TPE")
-        nearest = min(unseen, key=lambda key: (self._space.distance(self._points[key], point), rng.random()))
-        return Suggestion(self._candidates[nearest], "nearest legal candidate to TPE's proposal")
+            params = study.ask(self._space.distributions).params
+            point = tuple(params[name] for name in self._space.names)
+            if (row := self._row_at.get(point, -1)) in remaining:
+                return Suggestion(self._open.candidates[row], "proposed by TPE")
+        distance = self._space.distances(self._codes[unseen], np.array(point))
+        nearest = rng.choice(np.flatnonzero(distance <= distance.min() + 1e-9).tolist())
+        return Suggestion(self._open.candidates[unseen[nearest]], "nearest legal candidate to TPE's proposal")
 
     def _ask_beyond(self, large: LargeSpace, trial: int, state: SweepState) -> Suggestion | None:
         if self._guide is not None and trial <= _num_startup_trials(state):
             found = self._guide.ask(state, self._open)
             if found is not None:
-                return Suggestion(found[0], f"warm start: {found[1]}")
+                return replace(found, reason=f"warm start: {found.reason}")
         rng = random.Random(digest([self._seed, trial]))
         tried = {known.candidate for known in state.trials}
         if self._sampler != "random":
@@ -176,7 +180,7 @@ class Search:
         sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_num_startup_trials(state))
         study = optuna.create_study(direction="maximize", sampler=sampler)
         measured = [t.measurement.tokens_per_s_per_device for t in state.trials if t.measurement]
-        for number in state.end_order:
+        for number in _told(state):
             self._tell(study, state.trials[number], worst=min(measured, default=0.0))
         for trial in state.trials:
             if trial.outcome is None:
@@ -244,12 +248,11 @@ class _Space:
             for name, values in self._choices.items()
         }
 
-    def distance(self, a: Mapping[str, int], b: Mapping[str, int]) -> float:
+    def distances(self, codes: NDArray[np.int64], point: NDArray[np.int64]) -> NDArray[np.float64]:
         """Sum over knobs of 0..1: relative index distance for ordered knobs, equal or not for others."""
-        return sum(
-            abs(a[name] - b[name]) / (len(values) - 1) if self._is_ordered(name) else float(a[name] != b[name])
-            for name, values in self._choices.items()
-        )
+        spans = np.array(list(self.spans.values()))
+        misses = np.abs(codes - point)
+        return np.asarray(np.where(spans > 0, misses / np.maximum(spans, 1.0), misses > 0).sum(axis=1))
 
     def _is_ordered(self, name: str) -> bool:
         return all(isinstance(value, int | float) and not isinstance(value, bool) for value in self._choices[name])
@@ -257,6 +260,22 @@ class _Space:
 
 def _sort_key(value: Scalar) -> tuple[str, Scalar]:
     return ("number" if isinstance(value, int | float) else "text", value)
+
+
+def _told(state: SweepState) -> list[int]:
+    """Ended trials TPE learns from, in the order they ended: of too many the fastest ones and the latest."""
+    telling = [n for n in state.end_order if _consequence(state.trials[n]) in ("objective", "constraint")]
+    if len(telling) <= _MAX_TOLD:
+        return telling
+    speeds = {n: m.tokens_per_s_per_device for n in telling if (m := state.trials[n].measurement)}
+    fastest = sorted(speeds, key=lambda n: (-speeds[n], n))[: _MAX_TOLD // 4]
+    kept = {*fastest, *telling[-3 * _MAX_TOLD // 4 :]}
+    return [n for n in telling if n in kept]
+
+
+def _consequence(trial: Trial) -> str:
+    assert trial.outcome is not None
+    return trial.outcome.consequence
 
 
 def _is_ruled_out(candidate: Candidate, state: SweepState) -> bool:

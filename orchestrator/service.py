@@ -12,7 +12,6 @@ from typing import Any
 from cluster.base import GangLaunch
 from cluster.connect import clock_of, connect
 from cluster.placement import Placement
-from cluster.profile import Profile
 from cluster.recovery import recover
 from cluster.topology import Topology
 from orchestrator import promotion, ui
@@ -21,12 +20,13 @@ from orchestrator.controller import fold
 from orchestrator.dryrun_cache import DryRunCache
 from orchestrator.early_stop import EarlyStop
 from orchestrator.errors import ConfigError
-from orchestrator.estimates import load_estimates
+from orchestrator.estimates import KnownEstimates, load_estimates
 from orchestrator.fingerprint import fingerprint
 from orchestrator.forecast import of_plan
 from orchestrator.guided_search import GuidedSearch
 from orchestrator.hardware import cluster_options, known_topology
 from orchestrator.home import Home
+from orchestrator.knowledge import Knowledge
 from orchestrator.ledger import Ledger
 from orchestrator.mlflow_urls import check_tracking_uri, experiments_url, sweep_links
 from orchestrator.plan import Plan, make_plan
@@ -40,14 +40,11 @@ from orchestrator.summary import Recorded, Summary, summarize
 from orchestrator.sweep import SweepSpec, load_sweep
 from orchestrator.tracking import Tracker
 from orchestrator.tracking_history import earlier_trials
-from orchestrator.transfer import EarlierTrial, from_document, num_sweeps, to_document
+from orchestrator.transfer import EarlierTrial, num_sweeps
 from trials.codec import digest, to_json
 from trials.spec import TrialSpec
 
 logger = logging.getLogger(__name__)
-
-TRANSFER = "transfer"
-"""The ledger's document of what earlier sweeps taught."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +57,6 @@ class Result:
     """Where MLflow holds it; None until something has been written there."""
 
 
-def _plan(spec: SweepSpec, topology: Topology | None, home: Home) -> Plan:
-    """What the sweep would try, with what dry runs found out."""
-    return make_plan(spec, topology, load_estimates(spec, topology, DryRunCache(home.dry_runs)))
-
-
 def submit(file: Path, home: Home, observer: Observer) -> Result:
     """Run the sweep to its end, or go on with it; a finished one is only read.
 
@@ -74,30 +66,26 @@ def submit(file: Path, home: Home, observer: Observer) -> Result:
         LedgerError: the ledger cannot be written, or another controller holds it.
     """
     spec = load_sweep(file)
-    _plan(spec, known_topology(spec, home), home)  # refuse what cannot work before anything is started
     if spec.name in home.sweeps():
         found = _attach(spec, home)
         if found is not None:
             return found
+    else:  # refuse what cannot work before anything is started
+        topology = known_topology(spec, home)
+        make_plan(spec, topology, _estimates(spec, topology, home))
     folder = home.sweep_folder(spec.name)
     attempts = _attempts(folder)
     with connect(workdir=attempts, **cluster_options(spec, home)) as cluster:
-        made = _plan(spec, cluster.topology, home)
+        topology = cluster.topology
         with Ledger(folder) as ledger, ledger.hold():
-            now_s = fold(ledger.events()).now_s
-            clock = clock_of(cluster, start_s=now_s or time.time()) or time.time
-            _create(ledger, spec, made, cluster.topology, file, home, at_s=clock())
+            state = fold(ledger.events())
+            clock = clock_of(cluster, start_s=state.now_s or time.time()) or time.time
+            made, known = _begin(ledger, state, spec, topology, file, home, clock)
             runtime = Runtime(
                 ledger=ledger,
                 cluster=cluster,
-                search=_search(
-                    spec,
-                    made,
-                    cluster.topology,
-                    load_profile(spec, cluster.topology, home),
-                    from_document(ledger.document(TRANSFER)),
-                ),
-                recipe=_Launcher(spec, cluster.topology, attempts).recipe(),
+                search=_search(spec, made, topology, known),
+                recipe=_Launcher(spec, topology, attempts).recipe(),
                 projection=Tracker(_tracking_uri(ledger, home), spec.tracking.experiment),
                 observer=observer,
                 clock=clock,
@@ -186,41 +174,63 @@ def _attach(spec: SweepSpec, home: Home) -> Result | None:
             return _standing(ledger, home)
 
 
-def _create(
-    ledger: Ledger, spec: SweepSpec, made: Plan, topology: Topology, file: Path, home: Home, *, at_s: float
-) -> None:
-    """Write the first event, unless this sweep goes on; then the hardware must be the same."""
+def _begin(
+    ledger: Ledger,
+    state: SweepState,
+    spec: SweepSpec,
+    topology: Topology,
+    file: Path,
+    home: Home,
+    clock: Callable[[], float],
+) -> tuple[Plan, Knowledge]:
+    """The plan and what was known when the sweep was created. One that has not been is created; for one that goes on
+    the hardware must be the same."""
     prints = fingerprint(topology, _virtual(spec))
-    state = fold(ledger.events())
     if state.created is not None:
         _check_same(state.created, spec)
         _check_hardware(state.created, prints)
-        return
+        known = Knowledge.kept(ledger)
+        return make_plan(spec, topology, known.estimates), known
     ledger.put_document("sweep_yaml", {"text": file.read_text(encoding="utf-8")})
     ledger.put_document("tracking", {"uri": spec.tracking.uri})
-    earlier = _earlier(spec, prints, ledger, home)
-    ledger.put_document(TRANSFER, to_document(earlier))
-    ledger.append(
-        SweepCreated(
-            at_s=at_s,
-            sweep=spec.name,
-            spec_hash=spec.spec_hash,
-            workload=spec.to_workload(),
-            budget=Budget(
-                max_trials=spec.budget.max_trials,
-                device_hours=spec.budget.device_hours,
-                wall_time_s=spec.budget.wall_time_s,
-                consecutive_failures=spec.budget.consecutive_failures,
-                patience=spec.search.patience,
-            ),
-            max_concurrent=spec.search.max_concurrent,
-            num_legal=len(made.candidates),
-            hardware=topology.label,
-            fingerprint=prints,
-            num_earlier_trials=len(earlier),
-            num_earlier_sweeps=num_sweeps(earlier),
-        )
+    known = Knowledge(
+        estimates=_estimates(spec, topology, home),
+        profile=load_profile(spec, topology, home),
+        earlier=_earlier(spec, prints, ledger, home),
     )
+    known.keep(ledger)
+    made = make_plan(spec, topology, known.estimates)
+    ledger.append(_created(spec, made, topology, prints, known, at_s=clock()))
+    return made, known
+
+
+def _created(
+    spec: SweepSpec, made: Plan, topology: Topology, prints: dict[str, str], known: Knowledge, *, at_s: float
+) -> SweepCreated:
+    return SweepCreated(
+        at_s=at_s,
+        sweep=spec.name,
+        spec_hash=spec.spec_hash,
+        workload=spec.to_workload(),
+        budget=Budget(
+            max_trials=spec.budget.max_trials,
+            device_hours=spec.budget.device_hours,
+            wall_time_s=spec.budget.wall_time_s,
+            consecutive_failures=spec.budget.consecutive_failures,
+            patience=spec.search.patience,
+        ),
+        max_concurrent=spec.search.max_concurrent,
+        num_legal=len(made.candidates),
+        hardware=topology.label,
+        fingerprint=prints,
+        num_earlier_trials=len(known.earlier),
+        num_earlier_sweeps=num_sweeps(known.earlier),
+    )
+
+
+def _estimates(spec: SweepSpec, topology: Topology | None, home: Home) -> KnownEstimates:
+    """What dry runs have counted by now."""
+    return load_estimates(spec, topology, DryRunCache(home.dry_runs))
 
 
 def _virtual(spec: SweepSpec) -> str:
@@ -263,17 +273,12 @@ def _attempts(folder: Path) -> Path:
     return folder / "attempts"
 
 
-def _search(
-    spec: SweepSpec,
-    made: Plan,
-    topology: Topology,
-    profile: Profile | None = None,
-    earlier: tuple[EarlierTrial, ...] = (),
-) -> Search:
+def _search(spec: SweepSpec, made: Plan, topology: Topology | None, known: Knowledge | None = None) -> Search:
+    known = known or Knowledge()
     guide = None
     if spec.search.sampler == "guided":
         try:
-            predictor = of_plan(made, spec.to_workload(), topology, profile, earlier=earlier)
+            predictor = of_plan(made, spec.to_workload(), topology, known.profile, earlier=known.earlier)
             guide = GuidedSearch(predictor, _stages(spec, made))
         except NotDescribedError as error:
             logger.warning("the guided sampler falls back to tpe: %s", error)
@@ -284,6 +289,7 @@ def _search(
         seed=spec.search.seed,
         guide=guide,
         stop_when_converged=spec.search.stop_when_converged,
+        beyond=made.beyond,
     )
 
 

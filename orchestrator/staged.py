@@ -2,7 +2,8 @@
 
 How data is read and which kernels run scales the step time by about the same factor in every layout. So they are tried
 one at a time in the baseline's layout first; layouts follow with what was best; and what is best then is confirmed by
-changing one of them at a time again, since "about the same" is not "the same".
+changing one of them at a time again, since "about the same" is not "the same". What the baseline's layout could not
+try, for lack of a candidate or of trials, stays open throughout.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ MIN_GAIN = 0.01
 """Relative, by which a setting must be faster than the baseline's to be kept: less is noise."""
 
 
+Choice = tuple[tuple[int, Any], ...]
+"""Values of some units, each with its position in ``UNITS``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Keys that may be proposed now, and what for; no words where everything may be."""
@@ -58,7 +63,7 @@ class Stages:
         self._candidates = candidates
         self._baseline = baseline
         self._max_trials = max_trials
-        self._keys_by_settings: dict[tuple[Any, ...], frozenset[str]] = {}
+        self._keys_by_choice: dict[Choice, frozenset[str]] = {}
 
     def now(self, state: SweepState, open_keys: Collection[str]) -> Stage:
         """The first stage that is not over and has one of ``open_keys`` left."""
@@ -78,11 +83,9 @@ class Stages:
 
     @functools.cached_property
     def is_worth_it(self) -> bool:
-        """Whether there is anything to order: more candidates than trials, that differ in both respects."""
-        if len(self._candidates) <= self._max_trials:
-            return False
-        first = settings(self._candidates[0])
-        return any(settings(candidate) != first for candidate in self._candidates) and len(self._by_layout) > 1
+        """Whether there is anything to order: more candidates than trials, in several layouts, of which the baseline's
+        can try other settings."""
+        return len(self._candidates) > self._max_trials and len(self._by_layout) > 1 and bool(self._first)
 
     @functools.cached_property
     def _by_layout(self) -> Mapping[Any, list[Candidate]]:
@@ -122,21 +125,27 @@ class Stages:
     def _around(self, trial: Trial) -> frozenset[str]:
         return self._neighbours(trial.candidate)
 
-    def _with_settings(self, chosen: tuple[Any, ...]) -> frozenset[str]:
-        if chosen not in self._keys_by_settings:
-            keys = frozenset(candidate.config_key for candidate in self._by_settings.get(chosen, ()))
-            self._keys_by_settings[chosen] = keys
-        return self._keys_by_settings[chosen]
+    def _with_settings(self, chosen: Choice) -> frozenset[str]:
+        if chosen not in self._keys_by_choice:
+            self._keys_by_choice[chosen] = frozenset(
+                candidate.config_key
+                for found, candidates in self._by_settings.items()
+                if all(found[i] == value for i, value in chosen)
+                for candidate in candidates
+            )
+        return self._keys_by_choice[chosen]
 
-    def _chosen(self, state: SweepState) -> tuple[Any, ...]:
-        """The best value of every unit as far as it was tried alone, else the baseline's."""
-        best = {i: (1.0 + MIN_GAIN, value) for i, value in enumerate(settings(self._baseline))}
+    def _chosen(self, state: SweepState) -> Choice:
+        """Of every unit that was tried alone, the best value."""
+        present = settings(self._baseline)
+        best: dict[int, tuple[float, Any]] = {}
         for trial in self._tried_first(state):
             gain = _gain(trial, state.trials[0])
             for i, value in enumerate(settings(trial.candidate)):
-                if value != settings(self._baseline)[i] and gain > best[i][0]:
-                    best[i] = (gain, value)
-        return tuple(value for _, value in best.values())
+                if value != present[i]:
+                    before = best.setdefault(i, (1.0 + MIN_GAIN, present[i]))
+                    best[i] = max(before, (gain, value), key=lambda item: item[0])
+        return tuple((i, value) for i, (_, value) in sorted(best.items()))
 
 
 def settings(candidate: Candidate) -> tuple[Any, ...]:

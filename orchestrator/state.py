@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from cluster.topology import Device
+from orchestrator.expectation import Expectation
 from orchestrator.vector import Vector
 from trials.codec import digest, to_json
 from trials.outcome import GangLost, Measured, Measurement, Outcome, StoppedEarly
@@ -102,6 +103,8 @@ class TrialProposed:
     origin: Origin
     reason: str
     """Why it was proposed, for people."""
+    expected: Expectation | None = None
+    """What was predicted of it; None where nothing was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +245,8 @@ class Trial:
     origin: Origin
     reason: str
     proposed_at_s: float
+    expected: Expectation | None = None
+    """What was predicted of it; None where nothing was."""
     num_ended: int = 0
     """Length of the state's ``end_order`` when it was proposed."""
     attempts: tuple[Attempt, ...] = ()

@@ -125,6 +125,8 @@ _EXPECTED = {
     "model_type": "a mapping",
     "model_attributes_type": "a mapping",
     "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a mapping",
 }
 _BOUNDS = {
     "greater_than": ("gt", "more than"),

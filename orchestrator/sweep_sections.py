@@ -25,6 +25,15 @@ def _known_accelerator(name: str) -> str:
     return name
 
 
+def _known_factor(value: object) -> object:
+    """One message for a number or a word."""
+    value = off_is_false(value)
+    if value == "off" or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return value
+    shown = "nothing" if value is None else repr(value)[:60]
+    raise fault(None, f"expected a number or off, got {shown}", "Write how many times slower is too slow, like 1.5.")
+
+
 _RUNNER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -44,11 +53,19 @@ class SimulationSection(Section):
     slow_nodes: dict[str, Positive] = Field(
         default={}, description="Node (node0000 and on) to the factor by which it is slower."
     )
-    node_losses: dict[str, float] = Field(default={}, description="Node to the second in which it goes away.")
+    node_losses: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default={}, description="Node to the second in which it goes away."
+    )
     faults: dict[Literal["crash", "hang", "start_hang", "exit"], Share] = Field(
         default={}, description="Probability per launch that a rank raises, stops, never starts or is killed."
     )
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of deviation, noise and faults.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SimulationSection:
+        if (total := sum(self.faults.values())) > 1:
+            raise fault("faults", f"probabilities sum to {total:g}", "Lower them: a launch has one fault at most.")
+        return self
 
 
 class ReplaySection(Section):
@@ -93,20 +110,33 @@ class ClusterSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> ClusterSection:
-        if self.kind == "local" and self.address is not None:
-            raise fault("address", "a local cluster has no address", "Remove it, or use kind: ray.")
-        if self.kind == "replay" and (self.exclude_nodes or self.exclude_slow_nodes):
-            raise fault("exclude_nodes", "a table of measurements has no nodes to leave out", "Remove it.")
+        if self.kind != "ray" and self.address is not None:
+            raise fault("address", f"a {self.kind} cluster has no address", "Remove it, or use kind: ray.")
+        for key in ("exclude_nodes", "exclude_slow_nodes"):
+            if self.kind == "replay" and getattr(self, key):
+                raise fault(key, "a table of measurements has no nodes to leave out", "Remove it.")
         sections = {"simulated": ("simulation", self.simulation), "replay": ("replay", self.replay)}
         for kind, (name, section) in sections.items():
             if (section is not None) != (self.kind == kind):
                 raise fault(name, f"kind: {kind} and {name} go together", f"Give both, or remove {name}.")
+        self._check_nodes()
         return self
+
+    def _check_nodes(self) -> None:
+        """Those named in the simulation have to exist."""
+        if self.simulation is None:
+            return
+        last = f"node{self.num_nodes - 1:04d}"
+        names = {f"node{i:04d}" for i in range(self.num_nodes)}
+        for key in ("slow_nodes", "node_losses"):
+            for name in getattr(self.simulation, key):
+                if name not in names:
+                    raise fault(f"simulation.{key}", f"there is no node {name[:80]!r}", f"The last one is {last}.")
 
 
 EarlyStopFactor = Annotated[
     Annotated[float, Field(ge=1, le=100)] | Literal["off"],
-    BeforeValidator(off_is_false),
+    BeforeValidator(_known_factor),
     WithJsonSchema({"anyOf": [{"type": "number", "minimum": 1, "maximum": 100}, {"enum": ["off", False]}]}),
 ]
 StagedChoice = Annotated[
@@ -142,9 +172,9 @@ class SearchSection(Section):
         "off: measure every trial to its end.",
     )
     staged: StagedChoice = Field(
-        default="auto",
-        description="auto: where the budget is smaller than the space, the guided sampler tries kernels and data "
-        "reading first, then layouts, then both together; off: all at once.",
+        default="off",
+        description="off: everything is open at once; auto: where the budget is smaller than the space, the guided "
+        "sampler tries kernels and data reading first, then layouts, then both together.",
     )
 
     @model_validator(mode="after")

@@ -8,7 +8,6 @@ nothing. MLflow being away only delays: entries wait in the ledger behind the cu
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,12 +20,11 @@ from orchestrator.errors import ConfigError
 from orchestrator.ledger import Entry, Ledger
 from orchestrator.mlflow_urls import artifact_folder, public_uri, sqlite_path
 from orchestrator.outbox import Outbox
-from orchestrator.report import report_markdown
-from orchestrator.report_html import report_html
-from orchestrator.state import AttemptEnded, AttemptLaunched, SweepCreated, SweepFinished, SweepState, Trial
-from orchestrator.summary import Recorded, summarize
+from orchestrator.state import SweepCreated, SweepFinished, SweepState
+from orchestrator.summary import Recorded
+from orchestrator.tracking_projection import project, put_sweep_file
+from orchestrator.tracking_settings import apply_settings
 from trials.codec import to_json
-from trials.outcome import GangLost
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -37,15 +35,6 @@ logger = logging.getLogger(__name__)
 
 CURSOR = "mlflow"
 """Name of the ledger's cursor and of the document that says where MLflow holds the sweep."""
-_NOTE = "mlflow.note.content"
-_SETTINGS = {
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    # The outbox repeats what failed; the client's own minutes of retries would hold up the sweep.
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +83,7 @@ class Tracker:
     @contextmanager
     def reached(self) -> Iterator[None]:
         """Turn what MLflow raises inside into a ConfigError that says how to go on. Not needed around :meth:`sync`."""
-        _apply_settings()
+        apply_settings()
         import requests
         from mlflow.exceptions import MlflowException
         from sqlalchemy.exc import SQLAlchemyError
@@ -117,108 +106,53 @@ class Tracker:
             self._experiment_ids[self._experiment_name(state)] = recorded.experiment_id
         return self._outbox.deliver(ledger, lambda *entry: self._write(ledger, *entry), urgent=state.is_over)
 
-    def project(self, entry: Entry, state: SweepState) -> None:
-        """Write one entry; ``state`` is the fold up to and including it. Repeating it changes nothing."""
-        match entry.event:
-            case SweepCreated():
-                self._ensure_sweep(state)
-            case AttemptLaunched():
-                self._project_launched(entry.event, state)
-            case AttemptEnded():
-                self._project_ended(entry.event, state)
-            case SweepFinished():
-                self._project_finished(entry.event, state)
-            case _:
-                pass
-
     def find_run(self, state: SweepState, trial: int | None) -> str | None:
         """The run of a trial, or of the sweep itself for None; None where MLflow has none."""
-        return self._sweep_runs(state).get("sweep" if trial is None else str(trial))
+        return self.sweep_runs(state).get("sweep" if trial is None else str(trial))
 
     def recorded(self, state: SweepState) -> Recorded | None:
         """Where the sweep is recorded."""
         run_id = self.find_run(state, None)
         return Recorded(experiment_id=self._experiment_id(state), run_id=run_id) if run_id else None
 
-    # ---- the sweep ----
+    # ---- the runs of a sweep, see tracking_projection.Runs ----
 
-    def _ensure_sweep(self, state: SweepState) -> str:
-        created = state.sweep
-        known = self._sweep_runs(state)
-        if "sweep" not in known:
-            run = self._mlflow().create_run(
-                self._experiment_id(state),
-                _ms(created.at_s),
-                _tags(content.sweep_tags(created)),
-                run_name=created.sweep,
-            )
-            known["sweep"] = run.info.run_id
-            self._log(known["sweep"], created.at_s, params=content.sweep_params(created))
-        return known["sweep"]
+    def sweep_runs(self, state: SweepState) -> dict[str, str]:
+        identity = content.sweep_id(state.sweep)
+        if identity not in self._runs:
+            self._runs[identity] = self._search_runs(self._experiment_id(state), identity)
+        return self._runs[identity]
 
-    def _project_finished(self, event: SweepFinished, state: SweepState) -> None:
-        run_id = self._ensure_sweep(state)
-        summary = summarize(state, self.uri)
-        note = report_markdown(state, summary)
-        self._put_text(run_id, note, "report.md")
-        self._put_text(run_id, report_html(state, summary), "report.html")
-        self._put_text(run_id, content.json_text(summary.to_json()), "summary.json")
-        self._log(run_id, event.at_s, tags={_NOTE: note, "tc.state": event.status, "tc.reason": event.reason})
-        self._end(run_id, "FINISHED" if event.status == "finished" else "FAILED", event.at_s)
+    def create_run(self, state: SweepState, name: str, tags: Mapping[str, str], at_s: float) -> str:
+        run = self._mlflow().create_run(self._experiment_id(state), _ms(at_s), _tags(tags), run_name=name)
+        return str(run.info.run_id)
 
-    def _put_sweep_file(self, ledger: Ledger, state: SweepState) -> None:
-        if document := ledger.document("sweep_yaml"):
-            self._put_text(self._ensure_sweep(state), document["text"], "sweep.yaml")
+    def log(
+        self,
+        run_id: str,
+        at_s: float,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        params: Mapping[str, str] | None = None,
+        tags: Mapping[str, str] | None = None,
+        step: int = 0,
+    ) -> None:
+        """One synchronous batch. Metrics carry the event's time: MLflow stores equal ones once."""
+        from mlflow.entities import Metric, Param, RunTag
 
-    # ---- trials ----
+        batch_metrics: list[Metric] = [Metric(k, v, _ms(at_s), step) for k, v in (metrics or {}).items()]
+        batch_params: list[Param] = [Param(k, v) for k, v in (params or {}).items()]
+        batch_tags: list[RunTag] = [RunTag(k, v) for k, v in _tags(tags or {}).items()]
+        self._mlflow().log_batch(run_id, batch_metrics, batch_params, batch_tags, synchronous=True)
 
-    def _ensure_trial(self, state: SweepState, trial: Trial) -> str:
-        known = self._sweep_runs(state)
-        if str(trial.number) not in known:
-            tags = _tags(content.trial_tags(state.sweep, trial, self._ensure_sweep(state)))
-            at_ms = _ms(trial.attempts[0].launched_at_s)
-            name = content.trial_name(trial)
-            run = self._mlflow().create_run(self._experiment_id(state), at_ms, tags, run_name=name)
-            known[str(trial.number)] = run.info.run_id
-        return known[str(trial.number)]
+    def put_text(self, run_id: str, text: str, artifact: str) -> None:
+        self._mlflow().log_text(run_id, content.scrub(text), artifact)
 
-    def _project_launched(self, event: AttemptLaunched, state: SweepState) -> None:
-        trial = state.trials[event.trial]
-        run_id = self._ensure_trial(state, trial)
-        if event.attempt:
-            self._log(run_id, event.at_s, tags=content.attempt_tags(trial))
-            self._mlflow().update_run(run_id, status="RUNNING")
+    def go_on(self, run_id: str) -> None:
+        self._mlflow().update_run(run_id, status="RUNNING")
 
-    def _project_ended(self, event: AttemptEnded, state: SweepState) -> None:
-        trial = state.trials[event.trial]
-        if trial.is_running or not trial.attempts or trial.attempts[-1].token != event.token:
-            return
-        run_id = self._ensure_trial(state, trial)
-        self._log(
-            run_id,
-            event.at_s,
-            metrics=content.trial_metrics(state, trial),
-            params=content.trial_params(trial),
-            tags={**content.attempt_tags(trial), _NOTE: content.trial_note(state, trial)},
-        )
-        for name, text in content.trial_files(state, trial).items():
-            self._put_text(run_id, text, name)
-        self._end(run_id, "FINISHED" if trial.measurement else "FAILED", event.at_s)
-        if not isinstance(event.outcome, GangLost):
-            self._update_sweep(event, state, trial)
-
-    def _update_sweep(self, event: AttemptEnded, state: SweepState, trial: Trial) -> None:
-        """The curve of the best so far over trial numbers; the note when the result changes."""
-        if state.best is None or state.best.measurement is None:
-            return
-        changed = trial.number in (0, state.best.number)
-        self._log(
-            self._ensure_sweep(state),
-            event.at_s,
-            metrics={content.BEST: state.best.measurement.tokens_per_s_per_device},
-            step=trial.number,
-            tags={_NOTE: report_markdown(state, summarize(state, self.uri))} if changed else {},
-        )
+    def end(self, run_id: str, status: str, at_s: float) -> None:
+        self._mlflow().set_terminated(run_id, status, _ms(at_s))
 
     # ---- the model registry ----
 
@@ -228,7 +162,7 @@ class Tracker:
         """Put ``files`` (name -> text) into ``folder`` of the run's artifacts and make a model version of it."""
         client = self._mlflow()
         for file_name, text in files.items():
-            self._put_text(run_id, text, f"{folder}/{file_name}")
+            self.put_text(run_id, text, f"{folder}/{file_name}")
         if not client.search_registered_models(filter_string=f"name = '{name}'"):
             client.create_registered_model(name, description="Training configurations promoted by tune-cluster.")
         version = client.create_model_version(
@@ -278,7 +212,7 @@ class Tracker:
     def _mlflow(self) -> MlflowClient:
         """The client; the first call imports MLflow and brings the store's tables into being."""
         if self._client is None:
-            _apply_settings()
+            apply_settings()
             from mlflow import MlflowClient
 
             for noisy in ("mlflow", "alembic"):
@@ -305,13 +239,6 @@ class Tracker:
         location = (folder / content.slug(name)).as_uri() if folder else None
         return str(self._mlflow().create_experiment(name, artifact_location=location))
 
-    def _sweep_runs(self, state: SweepState) -> dict[str, str]:
-        """Run ids of the sweep: ``sweep`` for the parent, the trial's number for a trial. Searched for once."""
-        identity = content.sweep_id(state.sweep)
-        if identity not in self._runs:
-            self._runs[identity] = self._search_runs(self._experiment_id(state), identity)
-        return self._runs[identity]
-
     def _search_runs(self, experiment_id: str, identity: str) -> dict[str, str]:
         found: dict[str, str] = {}
         token = None
@@ -325,37 +252,13 @@ class Tracker:
             if not token:
                 return found
 
-    def _log(
-        self,
-        run_id: str,
-        at_s: float,
-        *,
-        metrics: Mapping[str, float] | None = None,
-        params: Mapping[str, str] | None = None,
-        tags: Mapping[str, str] | None = None,
-        step: int = 0,
-    ) -> None:
-        """One synchronous batch. Metrics carry the event's time: MLflow stores equal ones once."""
-        from mlflow.entities import Metric, Param, RunTag
-
-        batch_metrics: list[Metric] = [Metric(k, v, _ms(at_s), step) for k, v in (metrics or {}).items()]
-        batch_params: list[Param] = [Param(k, v) for k, v in (params or {}).items()]
-        batch_tags: list[RunTag] = [RunTag(k, v) for k, v in _tags(tags or {}).items()]
-        self._mlflow().log_batch(run_id, batch_metrics, batch_params, batch_tags, synchronous=True)
-
-    def _put_text(self, run_id: str, text: str, artifact: str) -> None:
-        self._mlflow().log_text(run_id, content.scrub(text), artifact)
-
-    def _end(self, run_id: str, status: str, at_s: float) -> None:
-        self._mlflow().set_terminated(run_id, status, _ms(at_s))
-
     # ---- the outbox ----
 
     def _write(self, ledger: Ledger, entry: Entry, state: SweepState) -> None:
         try:
-            self.project(entry, state)
-            if isinstance(entry.event, SweepFinished):
-                self._put_sweep_file(ledger, state)
+            project(self, entry, state)
+            if isinstance(entry.event, SweepFinished) and (document := ledger.document("sweep_yaml")):
+                put_sweep_file(self, state, document["text"])
             if isinstance(entry.event, SweepCreated) and (recorded := self.recorded(state)):
                 ledger.put_document(CURSOR, to_json(recorded))
         except BaseException:
@@ -370,12 +273,6 @@ class Tracker:
             type(error).__name__,
             content.first_line(error),
         )
-
-
-def _apply_settings() -> None:
-    """Before the first import of mlflow, which reads some of them then; the user's own settings stand."""
-    for variable, value in _SETTINGS.items():
-        os.environ.setdefault(variable, value)
 
 
 def _registered(version: ModelVersion) -> Registered:

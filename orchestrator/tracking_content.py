@@ -20,7 +20,7 @@ from orchestrator.statistics import relative_spread, tokens_per_s_per_device
 from orchestrator.summary import speed_unit
 from trials.codec import digest, to_json
 from trials.findings import Findings
-from trials.outcome import Evidence, Measurement
+from trials.outcome import Evidence, Measured, Measurement, Outcome, StoppedEarly
 from trials.spec import LinearModel, LlamaModel, Model, ResNetModel
 
 OBJECTIVE = "tokens_per_s_per_device"
@@ -93,15 +93,24 @@ def attempt_tags(trial: Trial) -> dict[str, str]:
     """Where the last attempt runs or ran and what came of it; how earlier ones were lost."""
     attempt = trial.attempts[-1]
     lost = {f"tc.attempt.{i}": _ended_words(a.outcome) for i, a in enumerate(trial.attempts[:-1])}
-    failed = attempt.outcome is not None and trial.measurement is None
     return {
         "tc.state": trial.status,
         "tc.attempts": str(len(trial.attempts)),
         "tc.attempt_token": attempt.token,
         "tc.nodes": ", ".join(dict.fromkeys(device.node for device in attempt.ranks)),
-        **({"tc.failure": _ended_words(attempt.outcome)} if failed else {}),
+        **_why_not_measured(attempt.outcome),
         **lost,
     }
+
+
+def _why_not_measured(outcome: Outcome | None) -> dict[str, str]:
+    match outcome:
+        case None | Measured():
+            return {}
+        case StoppedEarly():
+            return {"tc.stopped": outcome.evidence.message}
+        case _:
+            return {"tc.failure": _ended_words(outcome)}
 
 
 def trial_params(trial: Trial) -> dict[str, str]:
@@ -112,11 +121,31 @@ def trial_params(trial: Trial) -> dict[str, str]:
 def trial_metrics(state: SweepState, trial: Trial) -> dict[str, float]:
     """Single values with their units in the name; not-finite ones are left out."""
     values: dict[str, float | None] = {"device_s": trial.device_seconds}
+    if isinstance(trial.outcome, StoppedEarly):
+        values["step_time_at_least_s"] = trial.outcome.at_least_s
+        values["saved_device_s"] = trial.outcome.saved_device_seconds
     if trial.measurement:
         values |= _measured_metrics(trial.measurement)
+        if trial.expected is not None:
+            values["step_time_over_predicted"] = trial.measurement.step_time_s / trial.expected.step_time_s
         compared = fmt.versus_baseline(trial, state)
         values["speedup"] = compared.ratio.value if compared else None
     return {key: float(value) for key, value in values.items() if value is not None and math.isfinite(value)}
+
+
+def expected_metrics(created: SweepCreated, trial: Trial) -> dict[str, float]:
+    """What was predicted of the trial, named as what is measured, with ``predicted_`` before it."""
+    found = trial.expected
+    if found is None:
+        return {}
+    devices = trial.candidate.layout.world_size
+    return {
+        f"predicted_{OBJECTIVE}": created.workload.tokens_per_step / (found.step_time_s * devices),
+        "predicted_step_time_s": found.step_time_s,
+        "predicted_log_spread": found.log_spread,
+        "predicted_peak_memory_bytes": found.peak_bytes,
+        "predicted_probability_fits": found.probability_fits,
+    }
 
 
 def trial_record(state: SweepState, trial: Trial) -> dict[str, Any]:
@@ -124,6 +153,8 @@ def trial_record(state: SweepState, trial: Trial) -> dict[str, Any]:
     return {
         "sweep": state.sweep.sweep,
         "trial": trial.number,
+        "reason": trial.reason,
+        "expected": to_json(trial.expected),
         "short_name": short_name(trial.candidate),
         "config_key": trial.candidate.config_key,
         "workload": to_json(state.sweep.workload),
@@ -147,10 +178,16 @@ def json_text(value: Any) -> str:
 
 
 def trial_note(state: SweepState, trial: Trial) -> str:
-    """Markdown; the first line is the result."""
+    """Markdown; the first line is the result, the last one why the trial was made."""
+    return "\n\n".join(part for part in (_result_note(state, trial), f"Proposed: {trial.reason}.") if part)
+
+
+def _result_note(state: SweepState, trial: Trial) -> str:
     name = f"`{short_name(trial.candidate)}`"
     if trial.measurement is None:
-        return f"**{fmt.status_words(trial.status)}** — {name}\n\n{fmt.failure(trial)}"
+        return "\n\n".join(
+            part for part in (f"**{fmt.status_words(trial.status)}** — {name}", fmt.failure(trial)) if part
+        )
     speed = tokens_per_s_per_device(trial.measurement)
     compared = fmt.versus_baseline(trial, state)
     against = f", {fmt.versus(compared)} the baseline ({fmt.ratio_interval(compared.ratio.ci95)})" if compared else ""

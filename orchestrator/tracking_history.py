@@ -6,6 +6,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def earlier_trials(tracker: Tracker, environment: Mapping[str, str], kind: str) 
     """
     try:
         with tracker.reached():
-            return tuple(_read(tracker.client(), environment, kind))[:MAX_TRIALS]
+            return tuple(islice(_read(tracker.client(), environment, kind), MAX_TRIALS))
     except ConfigError as error:
         logger.warning("nothing is learned from earlier sweeps: %s", error)
     except Exception as error:  # whatever is wrong with a store, this sweep does not need it

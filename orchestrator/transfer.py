@@ -9,15 +9,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from trials.codec import from_json, to_json
 from trials.outcome import Measured, Outcome, OutOfMemory
 from trials.spec import Candidate, Workload
 
 MEASURED_ON = ("hardware", "device_memory_bytes", "threads_per_device", "driver", "torch", "virtual")
 """Parts of the fingerprint on which step times and memory depend: where they are equal, measurements teach."""
-MAX_TRIALS = 96
-"""Learned from at most: the newest sweeps' first."""
+MAX_TRIALS = 384
+"""Known at most, the newest sweeps' first."""
 MAX_PER_SWEEP = 32
+MAX_NEAREST = 96
+"""Whose times are learned from at most: those most like any candidate. Others say little beside them, and cost time
+at every proposal."""
+_ROWS_AT_ONCE = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +59,19 @@ class EarlierTrial:
             case _:
                 return None
         return cls(sweep=sweep, workload=workload, candidate=candidate, step_time_s=time_s, peak_bytes=peak)
+
+
+def nearest(past: NDArray[np.float64], here: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Up to ``MAX_NEAREST`` rows of ``past`` with the least distance to any row of ``here``, in ascending order.
+
+    Both are places of the cost model's errors, of shapes (n, d) and (m, d).
+    """
+    closest = np.full(len(past), np.inf)
+    for start in range(0, len(here), _ROWS_AT_ONCE):
+        part = here[start : start + _ROWS_AT_ONCE]
+        squares = (past**2).sum(1)[:, None] + (part**2).sum(1)[None, :] - 2 * past @ part.T
+        closest = np.minimum(closest, squares.min(axis=1))
+    return np.sort(np.argsort(closest.round(9), kind="stable")[:MAX_NEAREST])
 
 
 def num_sweeps(earlier: Iterable[EarlierTrial]) -> int:

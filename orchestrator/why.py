@@ -71,7 +71,9 @@ def explain(text: str, plan: Plan, spec: SweepSpec, topology: Topology | None, p
         reason = "it is not legal"
     else:
         try:
-            predicted = prediction(make_predictor(workload, (candidate,), topology, profile), 0, workload)
+            known = plan.known.by_candidate
+            predictor = make_predictor(workload, (candidate,), topology, profile, estimates=known)
+            predicted = prediction(predictor, 0, workload)
         except NotDescribedError as error:
             reason = str(error)
     return Why(

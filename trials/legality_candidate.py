@@ -71,6 +71,16 @@ def _compile_model_with_dtensor(_workload: Workload, candidate: Candidate) -> st
     return "compile model with tp beside another axis needs tp_engine local: torch cannot trace the DTensor embedding"
 
 
+def _compile_recompute_with_dtensor(_workload: Workload, candidate: Candidate) -> str | None:
+    """AOTAutograd hands what recompute saves to autograd as tensors, and the mesh of a DTensor is none (torch 2.13)."""
+    layout = candidate.layout
+    if candidate.kernels.compile == "off" or layout.tp == 1 or layout.tp_engine == "local":
+        return None
+    if not any(map(any, candidate.recompute.full)):
+        return None
+    return "compile with tp and full recompute needs tp_engine local: torch cannot compile recomputed DTensors"
+
+
 def _cuda_graphs(workload: Workload, candidate: Candidate) -> str | None:
     """A CUDA graph replays into the memory it was captured with: the outputs of one micro-batch must be done with
     before the next one runs, and parameters stay where they are."""
@@ -172,6 +182,7 @@ CANDIDATE_RULES: tuple[Rule, ...] = (
     _on_candidate("recompute-communication", _recompute_communication),
     _on_candidate("compile-with-zbv", _compile_with_zbv),
     _on_candidate("compile-model-with-dtensor", _compile_model_with_dtensor),
+    _on_candidate("compile-recompute-with-dtensor", _compile_recompute_with_dtensor),
     _on_candidate("cuda-graphs", _cuda_graphs),
     _on_candidate("amp-lists-with-compile", _amp_lists_with_compile),
     _on_candidate("cudnn-range", _cudnn_range),

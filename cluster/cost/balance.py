@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.cost.balance_problem import Balance, BalanceProblem, DoesNotFitError, explain
-from cluster.cost.in_flight import Peaks, in_flight_peaks
 from cluster.cost.stage_recompute import StageAnswer, StageProblem, excess_bytes, solve_stage
 
 
@@ -44,20 +43,18 @@ class _Search:
     stages: tuple[StageProblem, ...] = ()
 
     def __post_init__(self) -> None:
-        p = self.problem
-        peaks = in_flight_peaks(
-            p.schedule, pp=p.pp, num_virtual_stages=p.num_virtual_stages, num_microbatches=p.num_microbatches
-        )
-        self.stages = tuple(self._stage(stage, peaks[stage]) for stage in range(p.pp))
+        self.stages = tuple(map(self._stage, range(self.problem.pp)))
 
-    def _stage(self, stage: int, peaks: Peaks) -> StageProblem:
+    def _stage(self, stage: int) -> StageProblem:
         p = self.problem
         return StageProblem(
             states=p.states,
-            peaks=peaks,
+            peaks=p.moments(stage),
             layer_s=p.layer_s,
             layer_bytes=p.layer_bytes,
             available_bytes=p.memory_limit_bytes - p.fixed_bytes[stage],
+            step_layer_bytes=p.step_layer_bytes,
+            step_available_bytes=p.memory_limit_bytes - p.step_bytes(stage, 0),
             min_layers=0 if p.stage_layers else p.min_layers,
             max_difference=p.num_layers if p.stage_layers else p.max_chunk_difference,
             fixed_layers=tuple(row[stage] for row in p.stage_layers),

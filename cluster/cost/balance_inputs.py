@@ -12,7 +12,7 @@ from cluster.cost.balance_problem import BalanceProblem
 from cluster.cost.candidates import inputs_of
 from cluster.cost.estimate import CostModel
 from cluster.cost.inputs import Array, CostInputs
-from cluster.cost.memory import passes_bytes
+from cluster.cost.memory import passes_bytes, stage_bytes
 from cluster.cost.stage_recompute import LayerState
 from cluster.cost.time import stage_seconds
 from cluster.cost.work import work_of
@@ -82,12 +82,13 @@ def problem_of(
     """
     layout = candidate.layout
     layers = layout.stage_layers if layout.pp > 1 else ((workload.num_layers,),)
-    variants = [replace(candidate, recompute=policy.of_all(layers)) for policy in policies]
-    measured = [
-        _Layer.of(inputs_of([(workload, variant)], cluster), model, on_cpu=cluster.accelerator.name == "cpu")
-        for variant in variants
+    on_cpu = cluster.accelerator.name == "cpu"
+    variants = [
+        inputs_of([(workload, replace(candidate, recompute=policy.of_all(layers)))], cluster) for policy in policies
     ]
+    measured = [_Layer.of(variant, model, on_cpu=on_cpu) for variant in variants]
     plain = measured[0]
+    step_fixed_bytes, step_layer_bytes = _step_bytes(variants[0], model, on_cpu=on_cpu)
     schedule = "1f1b" if layout.pp == 1 else layout.schedule
     ends = (0, 0 if schedule == "zbv" else -1)
     return BalanceProblem(
@@ -101,6 +102,9 @@ def problem_of(
         layer_bytes=plain.state_bytes,
         fixed_bytes=tuple(map(float, plain.fixed_bytes)),
         memory_limit_bytes=cluster.accelerator.usable_memory_bytes * memory_share,
+        step_layer_bytes=step_layer_bytes,
+        step_fixed_bytes=tuple(map(float, step_fixed_bytes)),
+        counts_chunks_alike=True,
         states=tuple(
             LayerState(
                 name=policy.name,
@@ -170,3 +174,24 @@ def _bytes(x: CostInputs, model: CostModel, *, on_cpu: bool) -> tuple[Array, Arr
     factor = 1.0 + fragmentation / allocated
     kept = terms["activations"] * factor
     return kept, allocated * factor - kept + (0.0 if on_cpu else constant)
+
+
+def _step_bytes(x: CostInputs, model: CostModel, *, on_cpu: bool) -> tuple[Array, float]:
+    """At the optimiser step: by pipeline rank without layers, and of one layer.
+
+    The cost model gives the largest of its moments; with micro-batches of no tokens that is the step, or weights being
+    gathered where those are more. The straight line from no layers to all of them is never below that.
+    """
+    resting = replace(x, micro_batch_size=np.zeros(1))
+    num_layers = float(x.num_layers[0])
+    none, all_of_them = (
+        _peak_bytes(replace(resting, stage_layers=np.full_like(x.stage_layers, count)), model, on_cpu=on_cpu)
+        for count in (0.0, num_layers)
+    )
+    return none, float(np.max(all_of_them - none)) / num_layers
+
+
+def _peak_bytes(x: CostInputs, model: CostModel, *, on_cpu: bool) -> Array:
+    """By pipeline rank."""
+    terms = stage_bytes(x, work_of(x), model.memory.coefficients)
+    return np.asarray(sum(values[0] for name, values in terms.items() if not (on_cpu and name == "constant")))

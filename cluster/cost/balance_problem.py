@@ -41,6 +41,13 @@ class BalanceProblem:
     fixed_bytes: tuple[float, ...]
     """Per rank: what does not depend on its layers (embedding, head, logits, device context, buffers)."""
     memory_limit_bytes: float
+    step_layer_bytes: float = 0.0
+    """Of one layer at the optimiser step: its workspace is there when the activations are gone."""
+    step_fixed_bytes: tuple[float, ...] = ()
+    """Per rank, at the optimiser step: what does not depend on its layers. Empty: nothing."""
+    counts_chunks_alike: bool = False
+    """True: memory must also suffice if every chunk of a rank had the mean of their micro-batches in flight, which is
+    how the cost model counts."""
     states: tuple[LayerState, ...]
     """From keeping everything to keeping the least: each state recomputes what its predecessor does, and more."""
     min_layers: int = 1
@@ -63,6 +70,8 @@ class BalanceProblem:
     def _check_shapes(self) -> None:
         if len(self.fixed_bytes) != self.pp:
             raise ValueError(f"fixed_bytes has {len(self.fixed_bytes)} entries for pp {self.pp}")
+        if self.step_fixed_bytes and len(self.step_fixed_bytes) != self.pp:
+            raise ValueError(f"step_fixed_bytes has {len(self.step_fixed_bytes)} entries for pp {self.pp}")
         if not self.states or self.states[0].extra_s:
             raise ValueError("the first state keeps everything: its extra_s must be 0")
         if self.state_counts and len(self.state_counts) != len(self.states) - 1:
@@ -89,6 +98,18 @@ class BalanceProblem:
         """Step time for seconds per micro-batch of every rank."""
         slowest = float(stage_s.max())
         return self.num_microbatches * slowest + (float(stage_s.sum()) - slowest) * self.bubble_share
+
+    def moments(self, stage: int) -> tuple[tuple[float, ...], ...]:
+        """Micro-batches in flight per chunk of a rank, at every moment that its memory has to survive."""
+        pp, v, m = self.pp, self.num_virtual_stages, self.num_microbatches
+        peaks = in_flight_peaks(self.schedule, pp=pp, num_virtual_stages=v, num_microbatches=m)[stage]
+        mean = (max(map(sum, peaks)) / v,) * v
+        return (*peaks, mean) if self.counts_chunks_alike and v > 1 else peaks
+
+    def step_bytes(self, stage: int, num_layers: int) -> float:
+        """Of a rank at the optimiser step."""
+        fixed = self.step_fixed_bytes[stage] if self.step_fixed_bytes else 0.0
+        return fixed + num_layers * self.step_layer_bytes
 
     @property
     def bubble_share(self) -> float:
@@ -180,20 +201,19 @@ def explain(problem: BalanceProblem, answers: list[StageAnswer], bound_s: float)
 
 
 def _peak_bytes(p: BalanceProblem, counts: NDArray[np.int64]) -> tuple[float, ...]:
-    """By rank: the worst moment, with the largest layer being computed again."""
-    peaks = in_flight_peaks(
-        p.schedule, pp=p.pp, num_virtual_stages=p.num_virtual_stages, num_microbatches=p.num_microbatches
-    )
+    """By rank: the worst moment, with the largest layer being computed again, or the optimiser step."""
     kept = np.array([state.activation_bytes for state in p.states]) @ counts.transpose(1, 0, 2)  # [chunk, stage]
     used = counts.sum(axis=1) > 0
     again = np.array([state.transient_bytes for state in p.states])[:, None] * used
-    return tuple(
+    during_passes = (
         p.fixed_bytes[stage]
         + p.layer_bytes * float(counts[:, :, stage].sum())
         + float(again[:, stage].max())
-        + max(float(np.dot(moment, kept[:, stage])) for moment in peaks[stage])
+        + max(float(np.dot(moment, kept[:, stage])) for moment in p.moments(stage))
         for stage in range(p.pp)
     )
+    at_step = (p.step_bytes(stage, int(counts[:, :, stage].sum())) for stage in range(p.pp))
+    return tuple(map(max, during_passes, at_step))
 
 
 def _recompute(states: tuple[LayerState, ...], counts: NDArray[np.int64]) -> Recompute:

@@ -29,7 +29,7 @@ MAX_ITERATIONS = 30
 STEP = 1e-4
 """Of the numeric derivatives, in log coefficients."""
 
-OUT_OF_MEMORY_THRESHOLD = 0.3
+OUT_OF_MEMORY_THRESHOLD = 0.25
 """Probability from which a candidate counts as not fitting: a wasted trial costs less than an optimum never tried, but
 a launch that dies costs the whole gang's time."""
 

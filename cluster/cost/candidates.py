@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.accelerators import ClusterDescription
-from cluster.cost.inputs import SCHEDULES, CostInputs, from_rows
+from cluster.cost.inputs import BUCKET_BYTES, SCHEDULES, CostInputs, from_rows
 from cluster.cost.operators import selective_shares
 from trials.spec import Candidate, Counts, Layout, LlamaModel, Precision, Recompute, Workload
 
@@ -97,10 +97,12 @@ def _precision(candidate: Candidate, cluster: ClusterDescription) -> dict[str, f
     low = precision.level == "O2"
     return {
         "compute_bytes": 4.0 if precision.level == "O0" else 2.0,
+        "loss_bytes": 8.0,
         "weight_bytes": 2.0 if low else 4.0,
         "gradient_bytes": 2.0 if low else 4.0,
         "optimizer_bytes": 12.0 if low else 8.0,
         "cast_bytes": 2.0 if precision.level == "O1" else 0.0,
+        "bucket_bytes": BUCKET_BYTES,
         "keeps_gradients": 0.0,
         "peak_flops_per_s": peak,
         "base_flops_per_s": peak,

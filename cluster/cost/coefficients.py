@@ -51,6 +51,7 @@ TIME = (
 MEMORY = (
     Coefficient("state_factor", 1.0, 0.15, "weights, gradients and optimiser states relative to their sum of bytes"),
     Coefficient("activation_factor", 1.0, 0.12, "kept activations relative to the operator-by-operator sum"),
+    Coefficient("pipeline_held", 1.0, 0.4, "micro-batches that a pipeline rank holds relative to its schedule's"),
     Coefficient("head_factor", 1.0, 0.5, "logits and their gradients relative to one 16-bit and two fp32 copies"),
     Coefficient("workspace_bytes", 2.0, 0.8, "an optimiser step's intermediate results, per parameter that it updates"),
     Coefficient("constant_bytes", 1.5e9, 0.5, "device context and communicators, outside the framework's allocator"),

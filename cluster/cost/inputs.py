@@ -14,6 +14,9 @@ Array = npt.NDArray[np.float64]
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
 """Codes of ``CostInputs.schedule`` are positions in this tuple."""
 
+BUCKET_BYTES = 50e6
+"""Reduction buckets, two in flight, of 25 MB each (``torch.nn.parallel.DistributedDataParallel``)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostInputs:
@@ -69,12 +72,17 @@ class CostInputs:
 
     compute_bytes: Array
     """Of an activation element."""
+    loss_bytes: Array
+    """Per logit beyond its own value while the loss is computed: 8 for two fp32 copies, 0 where one kernel computes it
+    and writes the gradient in the logits' place."""
     weight_bytes: Array
     gradient_bytes: Array
     optimizer_bytes: Array
     """Optimiser state and master weights per parameter."""
     cast_bytes: Array
     """Autocast's 16-bit copy of the weights (O1), per parameter."""
+    bucket_bytes: Array
+    """Of the buffers through which data parallelism reduces gradients."""
     keeps_gradients: Array
     """1: gradient buffers stay allocated during the forward pass."""
     flash: Array

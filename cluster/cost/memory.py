@@ -27,10 +27,9 @@ MEMORY_TERMS = (
     "constant",
     "fragmentation",
 )
-BUCKET_BYTES = 50e6
-"""Reduction buckets of data parallelism, two in flight (25 MB each in torch.distributed)."""
-COMMUNICATOR_BYTES = 25e6
-"""Buffers of one communicator, per doubling of the world size."""
+COMMUNICATOR_BYTES = 200e6
+"""Buffers of one communicator: HCCL keeps 200 MB for each direction by default (HCCL_BUFFSIZE), NCCL 4 MiB for each
+direction and peer of some 20 channels (NCCL_BUFFSIZE)."""
 
 
 def stage_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
@@ -38,18 +37,19 @@ def stage_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
     states = _state_bytes(x, work, k)
     passes, step = _passes_terms(x, work, k, states), _step_terms(x, work, k, states)
     at_step = sum(step.values()) > sum(passes.values())
-    return _with_overheads({name: np.where(at_step, step[name], passes[name]) for name in passes}, x, k)
+    return _with_overheads({name: np.where(at_step, step[name], passes[name]) for name in passes}, x, work, k)
 
 
 def passes_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
     """As ``stage_bytes``, but while forward and backward passes run, were the optimiser step to take more or not."""
-    return _with_overheads(_passes_terms(x, work, k, _state_bytes(x, work, k)), x, k)
+    return _with_overheads(_passes_terms(x, work, k, _state_bytes(x, work, k)), x, work, k)
 
 
 def _passes_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, Array]) -> dict[str, Array]:
     """Forward and backward passes at their worst: computing the loss, or a layer once more."""
     held, repeated = (k["activation_factor"] * part for part in _activation_bytes(x, work))
-    head = is_last(x) * (work.tokens * x.vocab / x.tp * (x.compute_bytes + 8) * k["head_factor"])[:, None]
+    held = held * np.where(x.pp > 1, k["pipeline_held"], 1.0)[:, None]
+    head = is_last(x) * (work.tokens * x.vocab / x.tp * (x.compute_bytes + x.loss_bytes) * k["head_factor"])[:, None]
     at_loss = head >= repeated
     keeps = np.maximum(x.keeps_gradients, x.num_microbatches > 1)[:, None] > 0
     return {
@@ -70,11 +70,11 @@ def _step_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, Ar
     return {**states, **none, "workspace": owned * (copies + k["workspace_bytes"])}
 
 
-def _with_overheads(terms: dict[str, Array], x: CostInputs, k: Coefficients) -> dict[str, Array]:
+def _with_overheads(terms: dict[str, Array], x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
     shape = x.stage_layers.shape
-    terms["communication"] = np.broadcast_to(_communication_bytes(x)[:, None], shape)
+    terms["communication"] = _bucket_bytes(x, work)
     allocated = np.sum(list(terms.values()), axis=0)
-    terms["constant"] = np.full(shape, k["constant_bytes"])
+    terms["constant"] = np.broadcast_to((k["constant_bytes"] + _communicator_bytes(x))[:, None], shape)
     terms["fragmentation"] = allocated * k["fragmentation"]
     used = np.arange(shape[1])[None, :] < x.pp[:, None]
     return {name: np.where(used, terms[name], 0.0) for name in MEMORY_TERMS}
@@ -134,6 +134,13 @@ def _gathered_bytes(x: CostInputs, work: Work) -> Array:
     return np.where(sharded, block * 3 * x.compute_bytes, 0.0)
 
 
-def _communication_bytes(x: CostInputs) -> Array:
-    buckets = np.where(x.dp > 1, BUCKET_BYTES, 0.0)
-    return np.asarray(buckets + COMMUNICATOR_BYTES * np.log2(np.maximum(x.world_size, 1)))
+def _bucket_bytes(x: CostInputs, work: Work) -> Array:
+    """Reduction buckets of each pipeline rank, no larger than what it reduces."""
+    reduced = _held_params(x, work, 3) * (x.trained_share * x.compute_bytes)[:, None]
+    return np.where((x.dp > 1)[:, None], np.minimum(x.bucket_bytes[:, None], reduced), 0.0)
+
+
+def _communicator_bytes(x: CostInputs) -> Array:
+    """Of the world and of every axis along which ranks communicate."""
+    degrees = (x.dp, x.tp, x.cp, x.pp, x.world_size)
+    return np.asarray(COMMUNICATOR_BYTES * sum((degree > 1).astype(np.float64) for degree in degrees))

@@ -10,7 +10,7 @@ import csv
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,9 @@ LIKE = tuple(_LIKE.split())
 BATCH = ("micro_batch", "n_micro_batches", "global_batch")
 
 
+_OFFLOADED = re.compile(r"offload(?:ing)?(?!\w)(?!\W?(?:n|no|false|0|off|none)\b)", re.IGNORECASE)
+
+
 class TableError(ValueError):
     """The CSV is not such a table; the message names file, line and column."""
 
@@ -61,15 +64,15 @@ class PublishedRow:
 
     fields: Mapping[str, str]
     line: int
-    inputs: Mapping[str, Any] | None
+    inputs: Mapping[str, Any] | None = None
     """One row for ``inputs.from_rows``; None when it cannot be modelled."""
     reason: str
     """Why not; empty when it can."""
-    step_time_s: float | None
-    peak_bytes: float | None
-    reported: Reported
+    step_time_s: float | None = None
+    peak_bytes: float | None = None
+    reported: Reported = field(default_factory=Reported)
     """Of what ``peak_bytes`` is the peak."""
-    out_of_memory: bool | None
+    out_of_memory: bool | None = None
     """False also where the source does not say, but gives a figure of the run."""
 
     def __getitem__(self, name: str) -> str:
@@ -82,22 +85,60 @@ def read_table(path: Path) -> tuple[PublishedRow, ...]:
     Raises:
         TableError: a column is missing or unknown, or a value is no number, negative or not among the choices.
     """
-    with path.open(encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        header = tuple(reader.fieldnames or ())
-        if missing := sorted(set(COLUMNS) - set(header)):
-            raise TableError(f"{path}: no column {', '.join(missing)}")
-        if unknown := sorted(set(header) - set(COLUMNS)):
-            raise TableError(f"{path}: unknown column {', '.join(unknown)}")
-        lines = [(reader.line_num, fields) for fields in reader]
+    header, lines = _lines(path)
+    if missing := sorted(set(COLUMNS) - set(header)):
+        raise TableError(f"{path}: no column {', '.join(missing)}")
+    if unknown := sorted(set(header) - set(COLUMNS)):
+        raise TableError(f"{path}: unknown column {', '.join(unknown)}")
     for line, fields in lines:
         if None in fields or None in fields.values():
             raise TableError(f"{path}:{line}: {len(COLUMNS)} values expected")
     rows = [
-        _row(path, line, fields, full)
+        _row(f"{path}:{line}", line, fields, full)
         for (line, fields), full in zip(lines, _filled([fields for _, fields in lines]), strict=True)
     ]
     return tuple(_assume_recompute(rows))
+
+
+def read_what_can_be(path: Path) -> tuple[tuple[PublishedRow, ...], list[str]]:
+    """Like ``read_table``, but rows with wrong values carry that as the reason why they are not modelled.
+
+    Also notes on the table as a whole: columns that it lacks (read as blank) or has beyond the published ones (left
+    out).
+
+    Raises:
+        TableError: the table does not tell its rows' sources or problems.
+    """
+    header, lines = _lines(path)
+    if missing := sorted({"source", "problem"} - set(header)):
+        raise TableError(f"{path}: no column {', '.join(missing)}")
+    lacking, unknown = (sorted(a - b) for a, b in ((set(COLUMNS), set(header)), (set(header), set(COLUMNS))))
+    notes = [f"no column {', '.join(lacking)}: read as blank"] if lacking else []
+    notes += [f"column {', '.join(unknown)} left out"] if unknown else []
+    texts = [{name: fields.get(name) or "" for name in COLUMNS} for _, fields in lines]
+    rows = []
+    for (line, fields), text, full in zip(lines, texts, _filled(texts), strict=True):
+        try:
+            if None in fields or None in fields.values():
+                raise TableError(f"{len(header)} values expected")
+            rows.append(_row("", line, text, full))
+        except TableError as error:
+            rows.append(PublishedRow(fields=text, line=line, reason=str(error)))
+    return tuple(_assume_recompute(rows)), notes
+
+
+def _lines(path: Path) -> tuple[tuple[str, ...], list[tuple[int, dict[str, str]]]]:
+    """Header, and line number and fields of every row; spreadsheets put a byte-order mark before the header.
+
+    Raises:
+        TableError: the file is not UTF-8.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            return tuple(reader.fieldnames or ()), [(reader.line_num, fields) for fields in reader]
+    except UnicodeDecodeError as error:
+        raise TableError(f"{path} is not UTF-8: {error.reason}") from None
 
 
 def _filled(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
@@ -132,15 +173,19 @@ def _assume_recompute(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
     return assumed_rows
 
 
-def _row(path: Path, line: int, fields: Mapping[str, str], filled: Mapping[str, str]) -> PublishedRow:
-    """From what the source says, and from the same with the blanks filled that other rows explain."""
+def _row(place: str, line: int, fields: Mapping[str, str], filled: Mapping[str, str]) -> PublishedRow:
+    """From what the source says, and from the same with the blanks filled that other rows explain.
+
+    ``place`` names the row in errors.
+    """
     for name, allowed in CHOICES.items():
         if fields[name] not in allowed:
-            raise TableError(f"{path}:{line}: {name} is {fields[name]!r}; allowed: {', '.join(filter(None, allowed))}")
-    numbers = {name: _number(path, line, name, fields[name]) for name in NUMBERS}
+            choices = ", ".join(filter(None, allowed))
+            raise TableError(_at(place, f"{name} is {fields[name]!r}; allowed: {choices}"))
+    numbers = {name: _number(place, name, fields[name]) for name in NUMBERS}
     inputs, reason = None, ""
     try:
-        inputs = published_inputs(filled, {name: _number(path, line, name, filled[name]) for name in NUMBERS})
+        inputs = published_inputs(filled, {name: _number(place, name, filled[name]) for name in NUMBERS})
     except NotModelledError as error:
         reason = str(error)
     peak, reported = _peak(fields, numbers)
@@ -159,6 +204,9 @@ def _row(path: Path, line: int, fields: Mapping[str, str], filled: Mapping[str, 
 
 
 def _outcome(fields: Mapping[str, str]) -> bool | None:
+    """What ran with states or activations partly in host memory says nothing of the device's."""
+    if _OFFLOADED.search(fields["other_flags"]):
+        return None
     if fields["oom"]:
         return fields["oom"] == "true"
     ran = any(fields[name] for name in ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "peak_mem_GB"))
@@ -173,15 +221,19 @@ def _peak(fields: Mapping[str, str], n: Numbers) -> tuple[float | None, Reported
     return (None if n["peak_mem_GB"] is None else n["peak_mem_GB"] * 1e9), reported
 
 
-def _number(path: Path, line: int, name: str, text: str) -> float | None:
+def _at(place: str, message: str) -> str:
+    return f"{place}: {message}" if place else message
+
+
+def _number(place: str, name: str, text: str) -> float | None:
     if text == "":
         return None
     try:
         value = float(text)
     except ValueError:
-        raise TableError(f"{path}:{line}: {name} is {text!r}, not a number") from None
+        raise TableError(_at(place, f"{name} is {text!r}, not a number")) from None
     if not 0 <= value < float("inf"):
-        raise TableError(f"{path}:{line}: {name} is {text}; it must be finite and not negative")
+        raise TableError(_at(place, f"{name} is {text}; it must be finite and not negative"))
     return value
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.accelerators import Accelerator, CatalogueError, find_accelerator
-from cluster.cost.inputs import SCHEDULES, even_layers
+from cluster.cost.inputs import BUCKET_BYTES, SCHEDULES, even_layers
 
 FORMATS = {
     "": "bfloat16",
@@ -25,6 +25,15 @@ FORMATS = {
 
 SHORT_GRADIENTS = ("paddle", "nemo", "bridge", "internevo", "mind")
 """Frameworks that reduce gradients in 16 bits; NeMo's and Megatron-Bridge's performance recipes do."""
+
+DEEPSPEED_BUCKET_BYTES = 2 * 5e8
+"""ZeRO's ``reduce_bucket_size`` by default, elements of 16 bits."""
+
+MASTERS_APART = ("deepspeed", "internevo")
+"""Frameworks whose ZeRO-3 shards 16-bit weights and leaves the fp32 ones to the optimiser; others shard fp32."""
+
+FUSED_LOSS = ("composer", "bridge")
+"""Frameworks whose loss is one kernel by default: llm-foundry's ``fused_crossentropy``, Megatron-Bridge's recipes."""
 
 Numbers = Mapping[str, float | None]
 
@@ -119,6 +128,8 @@ def _layout(f: Mapping[str, str], n: Numbers, model: Mapping[str, Any]) -> dict[
     devices = n["n_gpus"] or 8.0
     tp, pp, cp = n["tp"] or 1.0, n["pp"] or 1.0, n["cp"] or 1.0
     dp = n["dp"] or devices / (tp * pp * cp)
+    if n["dp"] and n["n_gpus"] and dp * tp * pp * cp != devices:
+        raise NotModelledError(f"dp {dp:g} x tp {tp:g} x pp {pp:g} x cp {cp:g} are not {devices:g} devices")
     if dp < 1 or dp % 1:
         raise NotModelledError(f"{devices:g} devices do not split into tp {tp:g}, pp {pp:g}, cp {cp:g}")
     if pp > model["num_layers"]:
@@ -184,12 +195,13 @@ def _precision(f: Mapping[str, str], accelerator: Accelerator, layout: Mapping[s
     if peak is None or base is None:
         raise NotModelledError(f"{accelerator.name} has no peak for {name}")
     framework = f["framework"].lower()
+    masters_apart = any(word in framework for word in MASTERS_APART)
     if name == "float32":
         sizes = (4.0, 4.0, 8.0, 4.0)
     elif "pure" in f["other_flags"].lower():
         # Composer's word: FSDP keeps fp32 shards and reduces gradients in 16 bits.
         sizes = (4.0, 2.0, 8.0, 2.0)
-    elif layout["zero_stage"] == 3 and "deepspeed" not in framework:
+    elif layout["zero_stage"] == 3 and not masters_apart:
         sizes = (4.0, 4.0, 8.0, 2.0)
     elif name == "float16" or layout["zero_stage"] == 3 or any(word in framework for word in SHORT_GRADIENTS):
         sizes = (2.0, 2.0, 12.0, 2.0)
@@ -197,11 +209,13 @@ def _precision(f: Mapping[str, str], accelerator: Accelerator, layout: Mapping[s
         sizes = (2.0, 4.0, 12.0, 2.0)
     return {
         "compute_bytes": sizes[3],
+        "loss_bytes": 0.0 if any(word in framework for word in FUSED_LOSS) else 8.0,
         "weight_bytes": sizes[0],
         "gradient_bytes": sizes[1],
         "optimizer_bytes": sizes[2],
         "cast_bytes": 0.0,
-        "keeps_gradients": float(layout["zero_stage"] < 3 or "deepspeed" in framework),
+        "bucket_bytes": DEEPSPEED_BUCKET_BYTES if "deepspeed" in framework and layout["zero_stage"] else BUCKET_BYTES,
+        "keeps_gradients": float(layout["zero_stage"] < 3 or masters_apart),
         "peak_flops_per_s": max(peak, base),
         "base_flops_per_s": base,
     }

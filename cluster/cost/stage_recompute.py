@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.cost.in_flight import Peaks
 from trials.spec import Counts
 
 EVENNESS_WEIGHT = 1e-6
@@ -40,13 +39,18 @@ class StageProblem:
     """What one pipeline rank has to hold. Equal problems have equal answers, whatever the rank."""
 
     states: tuple[LayerState, ...]
-    peaks: Peaks
+    peaks: tuple[tuple[float, ...], ...]
+    """Moments to survive: at each of them, micro-batches in flight per chunk."""
     layer_s: float
     """Forward and backward of one layer and micro-batch, without recompute."""
     layer_bytes: float
     """Weights, gradients and optimiser states of one layer."""
     available_bytes: float
     """For layers: the limit without the rank's fixed part."""
+    step_layer_bytes: float
+    """Of one layer at the optimiser step, when no activations are held."""
+    step_available_bytes: float
+    """For that: the limit without the rank's fixed part at that moment."""
     min_layers: int
     """Per chunk."""
     max_difference: int
@@ -59,6 +63,10 @@ class StageProblem:
     @property
     def num_chunks(self) -> int:
         return len(self.peaks[0])
+
+    def step_excess_bytes(self, num_layers: int) -> float:
+        """How much too much memory the optimiser step needs, which no recompute lowers; 0 when it fits."""
+        return max(0.0, num_layers * self.step_layer_bytes - self.step_available_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +84,8 @@ def solve_stage(problem: StageProblem, num_layers: int, time_limit_s: float) -> 
     Raises:
         TimeoutError: nothing was found within ``time_limit_s``.
     """
+    if problem.step_excess_bytes(num_layers):
+        return None
     if answer := _keep_everything(problem, num_layers):
         return answer
     costs = np.array([[state.extra_s] * problem.num_chunks for state in problem.states])
@@ -93,10 +103,11 @@ def excess_bytes(problem: StageProblem, num_layers: int) -> float:
     result = _solve(
         np.eye(shape.num)[shape.excess], rows, shape.upper(num_layers, may_exceed=True), shape.integer, 60.0
     )
-    return 0.0 if result.x is None else float(result.x[shape.excess]) * _unit_bytes(problem)
+    during_passes = 0.0 if result.x is None else float(result.x[shape.excess]) * _unit_bytes(problem)
+    return max(during_passes, problem.step_excess_bytes(num_layers))
 
 
-def _dot(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+def _dot(a: tuple[float, ...], b: tuple[int, ...]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
 
 

@@ -190,17 +190,20 @@ def ring_seconds(x: CostInputs, k: Coefficients, payload_bytes: Array, degree: A
 
 def reduction_seconds(x: CostInputs, work: Work, k: Coefficients, stages: StageTimes) -> Array:
     """Once per step: gradient reduction beyond what backward hides, and after ZeRO-1/2's optimiser its new weights'
-    gathering, which nothing hides."""
+    gathering, which nothing hides.
+
+    Those who share states scatter gradients among each other and gather weights; replicas of a shard reduce it.
+    """
     params = _busiest_params(x, work) * x.trained_share
-    degree = np.where(x.zero_stage == 3, x.dp_replicate, x.dp * x.cp)
-    apart = np.where(x.zero_stage == 3, x.num_shards * x.tp, x.tp)
-    elements = params / np.where(x.zero_stage == 3, x.num_shards, 1.0)
-    stateful = (x.zero_stage == 1) | (x.zero_stage == 2)
-    whole = ring_seconds(x, k, elements, degree, apart)
-    reduction = whole * x.gradient_bytes * np.where(stateful, 0.5, 1.0)
-    gathering = np.where(stateful, whole * x.compute_bytes / 2, 0.0)
+    scattered = (x.zero_stage == 1) | (x.zero_stage == 2)
+    half = np.where(scattered, ring_seconds(x, k, params, x.num_shards, x.tp) / 2, 0.0)
+    replicas = x.dp * x.cp / x.num_shards
+    across = ring_seconds(x, k, params / x.num_shards, replicas, x.num_shards * x.tp)
+    reduction = (half + across) * x.gradient_bytes
+    gathering = half * x.compute_bytes
     window = k["gradient_overlap"] * np.max(stages.terms["backward"], axis=1)
-    return np.where(degree > 1, _exposed(reduction, window, k) + gathering + 4 * k["collective_latency_s"], 0.0)
+    communicates = np.where(x.zero_stage == 3, replicas, x.dp * x.cp) > 1
+    return np.where(communicates, _exposed(reduction, window, k) + gathering + 4 * k["collective_latency_s"], 0.0)
 
 
 def optimizer_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:

@@ -45,6 +45,28 @@ def test_more_nodes_than_there_are_is_an_error(nodes, tmp_path):
         RayCluster(tmp_path, address=nodes[0].address, num_nodes=3, device="cpu")
 
 
+def test_an_excluded_node_is_not_held_and_another_takes_its_place(nodes, tmp_path):
+    """The node excluded is the one that was leased first."""
+    import ray
+
+    from cluster.ray_cluster import RayCluster
+
+    leases = []
+
+    def excluded(topology):
+        leases.append([node.name for node in topology.nodes])
+        return {leases[0][0]} & set(leases[-1])
+
+    with RayCluster(
+        tmp_path, address=nodes[0].address, num_nodes=1, device="cpu", preload=PRELOAD, excluded=excluded
+    ) as leased:
+        (kept,) = leased.topology.nodes
+        assert [len(names) for names in leases] == [1, 1]
+        assert kept.name == leases[-1][0] != leases[0][0]
+        assert isinstance(run(leased, "ok", devices=kept.devices).outcome, Measured)
+        wait_until(lambda: ray.available_resources().get("CPU") == 2.0, "the excluded node to be free")
+
+
 def test_the_lease_holds_both_nodes(lease):
     assert [node.num_devices for node in lease.topology.nodes] == [2, 2]
     assert len({node.name for node in lease.topology.nodes}) == 2

@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from tests.orchestrator.bad_files import ALL_PATHS, FREE_KEYS, MAPPINGS, MARK, at, dotted, marked_lines, refusal
-from tests.orchestrator.sweep_files import FULL, LINEAR, RESNET, changed
+from tests.orchestrator.sweep_files import FULL, LINEAR, RESNET, SIMULATED, changed
 
 
 @pytest.mark.parametrize("path", MAPPINGS, ids=dotted)
@@ -198,6 +198,8 @@ def test_a_missing_key_is_named_at_the_line_of_its_section(tmp_path, path):
         (("budget", "wall_time"), "0s", "budget.wall_time", "duration with its unit"),
         (("measure", "max_steps"), 1, "measure.max_steps", "below num_steps 3"),
         (("measure", "max_warmup_steps"), 0, "measure.max_warmup_steps", "out of range"),
+        (("search", "early_stop"), "fast", "search.early_stop", "expected a number or off, got 'fast'"),
+        (("search", "early_stop"), True, "search.early_stop", "expected a number or off, got True"),
         (("runner",), "no_colon", "runner", "does not name a function"),
         (("runner",), "os:system('x')", "runner", "does not name a function"),
         (("tracking", "uri"), "ftp://x", "tracking.uri", "pattern"),
@@ -209,6 +211,22 @@ def test_meaning_is_checked_too(tmp_path, path, value, key, words):
     assert key in found, str(error)
     assert words in found[key].message, str(error)
     assert found[key].remedy and found[key].line
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "key", "words"),
+    [
+        (("simulation", "slow_nodes"), {"node0009": 1.2}, "cluster.simulation.slow_nodes", "no node 'node0009'"),
+        (("simulation", "node_losses"), {"x": 1.0}, "cluster.simulation.node_losses", "no node 'x'"),
+        (("simulation", "faults"), {"crash": 0.6, "hang": 0.6}, "cluster.simulation.faults", "sum to 1.2"),
+        (("address",), "head:6379", "cluster.address", "a simulated cluster has no address"),
+        (("exclude_nodes",), "node0001", "cluster.exclude_nodes", "expected a list"),
+    ],
+)
+def test_simulated_clusters_are_checked_too(tmp_path, path, value, key, words):
+    error = refusal(tmp_path, changed(SIMULATED, ("cluster", *path), value))
+    assert error.key == key and words in error.message, str(error)
+    assert error.line and error.remedy
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
 """Forecasts and guided proposals for workloads that are no decoders: by formula, and as dry runs counted."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from cluster.accelerators import load_cluster
+from cluster.modelled import ModelledCost
 from orchestrator.beliefs import Predictor
 from orchestrator.cli import main
 from orchestrator.controller import fold
@@ -15,6 +18,7 @@ from orchestrator.search import Search
 from orchestrator.space import flat_params
 from orchestrator.state import Budget
 from tests.orchestrator.story import created, ended, launched, measured, proposed
+from tests.orchestrator.virtual_sweeps import submit
 from trials.dryrun.records import Traffic
 from trials.estimate import Estimate, StageEstimate
 from trials.flops import model_flops_per_token
@@ -28,6 +32,7 @@ from trials.spec import (
     Precision,
     RandomData,
     ResNetModel,
+    TrialSpec,
     Workload,
 )
 
@@ -138,3 +143,24 @@ def test_the_sweeps_of_the_repository_are_predicted(name, tmp_path):
     for entry in forecast["top"]:
         assert sum(entry["step_terms_s"].values()) == pytest.approx(entry["step_time_s"])
         assert sum(entry["peak_terms_bytes"].values()) == pytest.approx(entry["peak_bytes"])
+
+
+def test_a_sweep_of_images_runs_on_a_simulated_machine(tmp_path):
+    content = yaml.safe_load(Path("configs/sweeps/resnet.yaml").read_text(encoding="utf-8"))
+    content["cluster"] = {"kind": "simulated", "devices_per_node": 1, "simulation": {"accelerator": "a100-80"}}
+    content["cluster"]["simulation"] |= {"deviation": 1.0, "seed": 1}
+    state = submit(tmp_path, {**content, "budget": {"max_trials": 8}}).state
+    assert state.status == "finished", state.finish_reason
+    assert set(state.counts()) <= {"measured", "stopped_early"}
+    assert state.best.measurement.step_time_s < state.baseline.measurement.step_time_s
+
+
+def test_a_simulated_machine_of_images_is_what_the_model_thinks_unless_it_deviates():
+    like_model, off = (ModelledCost(load_cluster("dgx-a100"), deviation=deviation, seed=2) for deviation in (0.0, 1.0))
+    plain, chosen, other = (TrialSpec(workload=RESNET, candidate=CANDIDATES[row]) for row in (0, 1, 2))
+    assert like_model(plain).step_time_s == pytest.approx(TRUTH.estimates.step_s[0])
+    assert like_model(plain).peak_bytes == pytest.approx(TRUTH.estimates.peak_bytes[0], abs=1)
+    assert like_model(plain) == like_model(chosen) == like_model(other)
+    times_s = [off(spec).step_time_s for spec in (plain, chosen, other)]
+    assert len(set(times_s)) == 3 and off(chosen).step_time_s == times_s[1]
+    assert off(plain).peak_bytes == off(chosen).peak_bytes

@@ -1,9 +1,11 @@
 """Spaces too large to enumerate: said so, sampled, and searched by conditional TPE after a warm start."""
 
 import functools
+import io
 import random
 
 import pytest
+from rich.console import Console
 
 from cluster.topology import uniform_topology
 from orchestrator import plan, service, space
@@ -14,6 +16,7 @@ from orchestrator.guided_search import GuidedSearch
 from orchestrator.home import Home
 from orchestrator.large_space import Lookup, without_effect
 from orchestrator.plan import make_plan
+from orchestrator.report_plan import render_plan
 from orchestrator.rules import check
 from orchestrator.search import Search, _Space
 from orchestrator.space import flat_params, make_space
@@ -51,6 +54,12 @@ def spec():
 def made(monkeypatch):
     monkeypatch.setattr(plan, "SAMPLE_SIZE", 1500)
     return make_plan(spec(), TOPOLOGY)
+
+
+def shown_text(renderable):
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(renderable)
+    return console.export_text()
 
 
 def is_legal(candidate):
@@ -157,3 +166,15 @@ def test_a_sweep_over_a_space_too_large_to_enumerate_finishes(tmp_path, monkeypa
     tried = [trial.candidate for trial in result.state.trials]
     assert len(set(tried)) == len(tried) == 14
     assert all(map(is_legal, tried))
+    reasons = [trial.reason for trial in result.state.trials[1:]]
+    num_warm = sum(reason.startswith("warm start: ") for reason in reasons)
+    assert 4 <= num_warm < 13 and all(reason.startswith("warm start: ") for reason in reasons[:num_warm])
+    assert all("conditional TPE" in reason or reason == "drawn at random" for reason in reasons[num_warm:])
+    assert any("conditional TPE" in reason for reason in reasons)
+
+
+def test_the_plan_shown_says_that_the_space_is_too_large(made):
+    shown = " ".join(shown_text(render_plan(made)).split())
+    assert "1,500 legal candidates drawn at random" in shown
+    assert made.too_large in shown
+    assert "alike" not in shown, "nobody counted"

@@ -42,6 +42,15 @@ def test_events_cannot_be_changed_or_deleted(tmp_path):
         assert len(list(ledger.events())) == 1
 
 
+def test_what_follows_is_what_is_stored_whoever_wrote_it(tmp_path):
+    with Ledger(tmp_path) as ledger, Ledger(tmp_path) as other:
+        for writer in (ledger, ledger, other, ledger, ledger, other):
+            writer.append(STORY[len(list(ledger.entries()))])
+            for reader in (ledger, other):
+                for after in range(8):
+                    assert list(reader.following(after)) == list(reader.entries(after))
+
+
 def test_cursors_and_documents(tmp_path):
     with Ledger(tmp_path) as ledger:
         assert ledger.cursor("mlflow") == 0

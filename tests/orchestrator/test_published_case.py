@@ -5,8 +5,9 @@ The sweeps themselves run in ``benchmarks/acceptance.py``.
 
 import pytest
 
-from benchmarks.acceptance import CASES, SWEEPS, Model, measure_shares, predicted_steps
+from benchmarks.acceptance_cases import CASES
 from benchmarks.acceptance_measures import MEASURES
+from benchmarks.acceptance_model import Model, measure_shares, predicted_steps
 from orchestrator.forecast import of_plan
 from orchestrator.sweep import load_sweep
 
@@ -15,7 +16,7 @@ SMALL, LARGE = CASES
 
 @pytest.fixture(scope="module")
 def models():
-    return {case.name: Model(load_sweep(SWEEPS / f"{case.name}.yaml")) for case in CASES}
+    return {case.name: Model(load_sweep(case.file)) for case in CASES}
 
 
 def best_that_fits(model):

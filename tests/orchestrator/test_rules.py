@@ -7,9 +7,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.candidates import canonicalize
 from orchestrator.rules import RULES, check
-from tests.orchestrator.candidate_strategies import CANDIDATES, DEGREES, OTHER_WORKLOADS, WORKLOADS, random_candidate
+from tests.orchestrator.candidate_strategies import (
+    CANDIDATES,
+    DEGREES,
+    OTHER_WORKLOADS,
+    WORKLOADS,
+    canonicalize,
+    random_candidate,
+)
 from tests.orchestrator.sweep_files import topology
 from trials import legality
 from trials.spec import Candidate, Kernels, Layout, LlamaModel, LossScale, Precision, Recompute, TextData, Workload
@@ -127,6 +133,12 @@ BROKEN_WHEN = {
         and c.layout.tp > 1
         and c.layout.tp_engine == "dtensor"
         and c.layout.world_size > c.layout.tp
+    ),
+    "compile-recompute-with-dtensor": lambda c, w: (
+        c.kernels.compile != "off"
+        and c.layout.tp > 1
+        and c.layout.tp_engine == "dtensor"
+        and sum(map(sum, c.recompute.full)) > 0
     ),
     "cuda-graphs": lambda c, w: (
         c.kernels.compile != "off"

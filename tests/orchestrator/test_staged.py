@@ -80,6 +80,23 @@ def test_nothing_is_staged_where_all_can_be_tried_or_nothing_compared():
     assert {word for word, _ in run(20, baseline_outcome=failures()["oom"])[0]} == {""}
 
 
+def test_what_the_first_stage_could_not_try_stays_open():
+    """Two trials of the first stage leave one of three units untried; a baseline outside the space leaves all."""
+    words, _ = run(8)
+    first = [candidate for word, candidate in words if word == "stage 1 of 3"]
+    tried = {i for c in first for i, value in enumerate(settings(c)) if value != settings(BASELINE)[i]}
+    stages = Stages(CANDIDATES, BASELINE, 8)
+    events = [created(budget=Budget(max_trials=8))]
+    for number, candidate in enumerate([BASELINE, *first]):
+        events += [proposed(number, candidate), launched(number), ended(number, measured(step_s(candidate)))]
+    keys = stages.now(fold(events), [candidate.config_key for candidate in CANDIDATES]).keys
+    open_now = [settings(candidate) for candidate in CANDIDATES if candidate.config_key in keys]
+    varying = {i for i in range(len(UNITS)) if len({values[i] for values in open_now}) > 1}
+    assert len(tried) == 2 and len(varying) == 1 and not varying & tried
+    elsewhere = Candidate(layout=Layout(dp_replicate=8))
+    assert not Stages(CANDIDATES, elsewhere, 16).is_worth_it
+
+
 def test_every_loader_and_kernel_knob_is_in_a_unit():
     changed = {
         "loader": Loader(num_workers=1, prefetch_factor=3, persistent_workers=True, pin_memory=True, full_batch=True),

@@ -21,9 +21,10 @@ from orchestrator.tracking import CURSOR, Tracker
 from tests.orchestrator.long_story import START_S, all_kinds, events, fill, speeds
 from tests.orchestrator.mlflow_store import new_store
 from tests.orchestrator.story import FOUND, created, ended, evidence, failures, launched, measured
+from tests.orchestrator.virtual_sweeps import SWEEP, home, submit
 from trials.codec import from_json
 from trials.findings import Findings
-from trials.outcome import Crashed
+from trials.outcome import Crashed, Evidence, StoppedEarly
 from trials.spec import Candidate, LinearModel, RandomData, ResNetModel, Workload
 
 
@@ -123,6 +124,19 @@ def test_a_failed_trial_carries_its_reason_and_log(ledger: Ledger, uri: str, tmp
     assert run.data.tags["tc.failure"] == "oom: rank 0 on host: boom"
     assert recording.artifact(run, "log_tail.txt", tmp_path) == "last words\nboom\n"
     assert "tokens_per_s_per_device" not in run.data.metrics
+
+
+def test_a_trial_that_was_stopped_early_is_killed_with_the_reason_not_failed(ledger: Ledger, uri: str):
+    why = "stopped after 2 steps of 0.3 s or more"
+    outcome = StoppedEarly(
+        step_times_s=(0.3, 0.31), at_least_s=0.24, incumbent=0, saved_device_seconds=2.0, evidence=Evidence(message=why)
+    )
+    recording, _ = synced(ledger, uri, events([measured(0.1), outcome]))
+    run = recording.trials[1]
+    assert (run.info.status, run.data.tags["tc.state"], run.data.tags["tc.stopped"]) == ("KILLED", "stopped_early", why)
+    assert "tc.failure" not in run.data.tags
+    assert run.data.tags["mlflow.note.content"].startswith("**stopped early**")
+    assert (run.data.metrics["step_time_at_least_s"], run.data.metrics["saved_device_s"]) == (0.24, 2.0)
 
 
 def test_the_parent_holds_the_curve_and_the_result(ledger: Ledger, uri: str, tmp_path: Path):
@@ -300,3 +314,22 @@ def test_experiments_of_other_models_are_named_after_their_shape():
     ):
         workload = Workload(model=model, data=RandomData(), seq_length=1, global_batch_size=8)
         assert content.experiment_name(created(workload=workload)) == name
+
+
+def test_a_guided_sweep_says_of_every_trial_why_and_what_was_predicted(tmp_path: Path):
+    state = submit(tmp_path, {**SWEEP, "search": {"early_stop": "off"}}).state
+    recording = Recording(home(tmp_path).default_tracking_uri)
+    assert len(recording.trials) == len(state.trials) > 3
+    for run, trial in zip(recording.trials, state.trials, strict=True):
+        assert run.data.tags["tc.reason"] == trial.reason
+        assert trial.reason in run.data.tags["mlflow.note.content"]
+        found = run.data.metrics
+        world_size = trial.candidate.layout.world_size
+        expected_s = found["predicted_step_time_s"]
+        speed = state.sweep.workload.tokens_per_step / expected_s / world_size
+        assert found["predicted_tokens_per_s_per_device"] == pytest.approx(speed)
+        assert found["predicted_peak_memory_bytes"] > 0 and 0 < found["predicted_probability_fits"] <= 1
+        if trial.number:
+            assert f"{speed:,.0f} tokens/s/p expected" in trial.reason
+        if trial.measurement:
+            assert found["step_time_over_predicted"] == pytest.approx(trial.measurement.step_time_s / expected_s)

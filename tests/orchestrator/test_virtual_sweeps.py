@@ -10,6 +10,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.home import Home
 from orchestrator.ledger import Ledger
 from orchestrator.plan import make_plan
+from orchestrator.planning import plan_file
 from orchestrator.state import AttemptEnded, SweepFinished
 from orchestrator.sweep import load_sweep
 from tests.orchestrator.sweep_files import changed, write
@@ -147,12 +148,15 @@ def test_a_replay_sweep_tries_the_rows_of_the_table(tmp_path):
         (("cluster", "replay", "problem"), "q", "no problem 'q'"),
         (("cluster", "replay", "baseline"), "row-6", "no usable row"),
         (("cluster", "replay", "table"), "none.csv", "no table"),
+        (("cluster", "replay", "table"), ".", "cannot be read"),
+        (("cluster", "replay", "table"), "sweep.yaml", "no column"),
         (("workload", "global_batch_size"), 32, "global_batch 64"),
         (("space",), {"tp": 2}, "has to be empty"),
         (("cluster", "kind"), "simulated", "go together"),
     ],
 )
 def test_a_replay_sweep_that_cannot_be_is_the_users_error(path, value, message, tmp_path):
-    content = changed(replay_sweep(tmp_path), path, value)
-    with pytest.raises(ConfigError, match=message):
-        make_plan(load_sweep(write(tmp_path, content)))
+    file = write(tmp_path, changed(replay_sweep(tmp_path), path, value))
+    with pytest.raises(ConfigError, match=message) as caught:
+        plan_file(file, Home(tmp_path / "home"))
+    assert caught.value.file == str(file) and caught.value.line and caught.value.remedy

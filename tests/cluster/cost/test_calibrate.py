@@ -67,7 +67,7 @@ def test_one_outlier_does_not_move_the_fit_far() -> None:
 def test_memory_learns_from_peaks_and_from_outcomes() -> None:
     prior = assumed_prior(MEMORY, 0.03)
     x = varied(30)
-    truth = Coefficients(MEMORY, assumed(MEMORY).log_values + np.array([0.1, 0.2, 0.1, 0.2, 0.3, 0.0]))
+    truth = Coefficients(MEMORY, assumed(MEMORY).log_values + np.array([0.1, 0.2, 0.1, 0.1, 0.2, 0.3, 0.0]))
     peaks = np.exp(log_peak_predictor(x)(truth))
     fitted = calibrate_memory(prior, x, peaks, np.zeros(30))
     assert np.exp(log_peak_predictor(x)(fitted.coefficients)) == pytest.approx(peaks, rel=0.05)

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.cost_model import evaluate, rank_correlation
 from cluster.cost.inputs import from_rows
-from cluster.cost.published import PublishedRow, TableError, read_table
+from cluster.cost.published import PublishedRow, TableError, read_table, read_what_can_be
 from cluster.cost.published_inputs import network_bytes_per_s
 from cluster.cost.reported import Reported
 
@@ -136,6 +136,63 @@ def test_evaluation_of_the_small_table() -> None:
         "bigscience-1b3",
         "megatron-bridge",
     }
+
+
+def rewritten(tmp_path: Path, *, drop: str = "", **changes: str) -> Path:
+    """The small table with values changed in its first five rows, and a column less."""
+    path = tmp_path / "t.csv"
+    with TABLE.open(encoding="utf-8", newline="") as source, path.open("w", encoding="utf-8-sig", newline="") as copy:
+        reader = csv.DictReader(source)
+        names = [name for name in (*(reader.fieldnames or ()), "split") if name != drop]
+        writer = csv.DictWriter(copy, names, extrasaction="ignore")
+        writer.writeheader()
+        for i, fields in enumerate(reader):
+            writer.writerow({**fields, **(changes if i < 5 else {}), "split": "test"})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"gpu": "GeForce 256"}, "GeForce 256"),
+        ({"moe": "8 experts top-2"}, "mixture of experts"),
+        ({"precision": "int3"}, "unknown precision 'int3'"),
+        ({"layers": "about 40"}, "layers is 'about 40', not a number"),
+        ({"dp": "64", "tp": "3"}, "are not 8 devices"),
+        ({"layers": "", "hidden": "", "n_params": ""}, "neither the architecture nor"),
+    ],
+)
+def test_what_cannot_be_described_is_counted_with_its_reason(
+    tmp_path: Path, changes: dict[str, str], reason: str
+) -> None:
+    rows, notes = read_what_can_be(rewritten(tmp_path, drop="compile", **changes))
+    assert len(rows) == len(read_table(TABLE))
+    assert notes == ["no column compile: read as blank", "column split left out"]
+    assert [reason in row.reason for row in rows[:5]] == [True] * 5
+    result = evaluate(rows[:12], num_draws=1)
+    (entry,) = result["sources"]
+    assert entry["not_modelled"] == 5
+    assert any(reason in text for text in entry["reasons"])
+    assert np.isfinite(entry["after"]["0"]["mape"]), "the other rows are judged"
+
+
+def test_tables_without_figures_or_rows_are_judged_as_far_as_they_go(tmp_path: Path) -> None:
+    silent = dict.fromkeys(("step_time_s", "tokens_per_s_per_gpu", "peak_mem_GB", "mem_per_stage_GB"), "")
+    rows, _ = read_what_can_be(rewritten(tmp_path, **silent, oom="true"))
+    only_oom = evaluate(rows[:5], num_draws=1)["summary"]["after"]
+    assert only_oom["5"]["mape"] is None and only_oom["5"]["oom_recall"] is not None
+    assert evaluate((), num_draws=1)["sources"] == []
+    (tmp_path / "empty.csv").write_text("", encoding="utf-8")
+    with pytest.raises(TableError, match="no column problem, source"):
+        read_what_can_be(tmp_path / "empty.csv")
+
+
+@pytest.mark.parametrize(("flags", "known"), [("cpu_offload=False", False), ("optimizer offload Y", None)])
+def test_what_ran_partly_in_host_memory_says_nothing_of_the_device(
+    tmp_path: Path, flags: str, known: bool | None
+) -> None:
+    (row,) = table_of(tmp_path, {"other_flags": flags})
+    assert row.out_of_memory is known
 
 
 def test_rank_correlation_with_ties() -> None:

@@ -54,6 +54,9 @@ def test_estimates_do_not_depend_on_the_other_rows() -> None:
         ("activations", {"pp": 4}, {"pp": 4, "schedule": 0}),
         ("activations", {"tp": 2, "sequence_parallel": 1}, {"tp": 2, "sequence_parallel": 1, "keeps_gathered": 1}),
         ("head", {"tp": 2}, {}),
+        ("head", {"loss_bytes": 0}, {}),
+        ("communication", {}, {"bucket_bytes": 1e9}),
+        ("constant", {}, {"tp": 2}),
     ],
 )
 def test_memory_moves_the_right_way(term: str, less: dict[str, object], more: dict[str, object]) -> None:
@@ -76,6 +79,8 @@ def test_memory_moves_the_right_way(term: str, less: dict[str, object], more: di
         ("launch", {"compiled": 1, "hidden": 512}, {"hidden": 512}),
         ("sharding", {"dp_shard": 8, "zero_stage": 3}, {"dp_shard": 16, "zero_stage": 3}),
         ("gradient_reduction", {"network_bytes_per_s": 50e9, "dp_shard": 64}, {"dp_shard": 64}),
+        # Weights are gathered among those who share states; only gradients' reduction hides.
+        ("gradient_reduction", {"dp_replicate": 8, "gradient_bytes": 2}, {"dp_shard": 64, "gradient_bytes": 2}),
         ("optimizer", {"dp_shard": 8}, {"dp_shard": 1, "dp_replicate": 8, "zero_stage": 0}),
         ("forward", {"peak_flops_per_s": 600e12}, {}),
     ],
