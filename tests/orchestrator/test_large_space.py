@@ -24,7 +24,8 @@ from orchestrator.state import Budget
 from orchestrator.sweep import SweepSpec
 from tests.orchestrator.story import created, ended, failures, launched, measured, proposed
 from tests.orchestrator.sweep_files import changed, write
-from tests.orchestrator.test_virtual_sweeps import SWEEP, Quiet
+from tests.orchestrator.test_virtual_sweeps import SWEEP
+from tests.orchestrator.virtual_sweeps import Quiet
 
 CHOICES = {
     "dp_replicate": [1, 2, 4],

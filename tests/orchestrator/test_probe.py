@@ -16,7 +16,8 @@ from orchestrator.home import Home
 from orchestrator.sweep import load_sweep
 from tests import sweeps
 from tests.orchestrator.sweep_files import changed, write
-from tests.orchestrator.test_virtual_sweeps import SWEEP, Quiet
+from tests.orchestrator.test_virtual_sweeps import SWEEP
+from tests.orchestrator.virtual_sweeps import Quiet
 from trials.spec import TrialSpec
 
 SLOW = changed(SWEEP, ("cluster", "num_nodes"), 4)

@@ -14,27 +14,17 @@ from orchestrator.planning import plan_file
 from orchestrator.state import AttemptEnded, SweepFinished
 from orchestrator.sweep import load_sweep
 from tests.orchestrator.sweep_files import changed, write
+from tests.orchestrator.virtual_sweeps import SWEEP as BASE
+from tests.orchestrator.virtual_sweeps import submit
 
-SHAPE = {"hidden_size": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 32, "ffn_hidden_size": 11008}
-SWEEP = {
+SWEEP = {key: value for key, value in BASE.items() if key != "measure"} | {
     "name": "virtual",
-    "workload": {"model": {"kind": "llama", **SHAPE, "vocab_size": 32000}, "seq_length": 4096, "global_batch_size": 64},
     "cluster": {
         "kind": "simulated",
         "num_nodes": 2,
         "simulation": {"accelerator": "a100-80", "noise": 0.01, "deviation": 0.5, "seed": 2},
     },
-    "baseline": {"dp_shard": 16, "zero_stage": 3, "recompute": "full", "precision": "O1"},
-    "space": {
-        "dp_shard": [4, 8, 16],
-        "zero_stage": [1, 3],
-        "pp": [1, 2, 4],
-        "micro_batch_size": [1, 2, 4],
-        "recompute": ["none", "full"],
-        "world_size": 16,
-    },
     "budget": {"max_trials": 8, "consecutive_failures": 50},
-    "deadlines": {"starting_s": 600.0, "warmup_s": 3600.0, "measuring_s": 7200.0, "stall_s": 1800.0},
 }
 ROW = dict.fromkeys(COLUMNS, "") | {
     "problem": "p",
@@ -50,20 +40,6 @@ ROW = dict.fromkeys(COLUMNS, "") | {
     "precision": "bf16",
     "zero_stage": "1",
 }
-
-
-class Quiet:
-    """Watches nothing."""
-
-    def on_state(self, state):
-        pass
-
-    def on_progress(self, trial, progress):
-        pass
-
-
-def submit(folder, content):
-    return service.submit(write(folder, content), Home(folder / "home"), Quiet())
 
 
 def test_a_simulated_sweep_runs_to_its_end_in_virtual_time(tmp_path):
