@@ -13,7 +13,7 @@ from benchmarks.acceptance_measures import MEASURES, is_used, without
 from cluster.connect import describe
 from cluster.topology import Topology
 from orchestrator.forecast import Prediction, make_predictor, prediction
-from orchestrator.hardware import cluster_options
+from orchestrator.hardware import cluster_request
 from orchestrator.plan import Plan, make_plan
 from orchestrator.rules import check
 from orchestrator.sweep import SweepSpec
@@ -30,7 +30,7 @@ class Model:
     plan: Plan = field(init=False)
 
     def __post_init__(self) -> None:
-        self.topology = describe(**cluster_options(self.spec))
+        self.topology = describe(cluster_request(self.spec))
         self.plan = make_plan(self.spec, self.topology)
 
     def candidate(self, knobs: Mapping[str, Any]) -> Candidate:

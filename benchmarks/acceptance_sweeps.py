@@ -42,6 +42,9 @@ class _Silent:
     def on_state(self, state: Any) -> None:
         pass
 
+    def on_lease(self, *_: object) -> None:
+        pass
+
     def on_progress(self, trial: int, progress: Any) -> None:
         pass
 

@@ -65,7 +65,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "search": [(Search, "ask"), (Search, "newly_pruned"), (Search, "is_converged")],
     "ledger": [(Ledger, "append"), (Ledger, "following"), (Ledger, "cursor"), (Ledger, "advance")],
     "decide": [(runtime, "step"), (service, "fold"), (runtime, "fold")],
-    "placement": [(Pool, "place"), (Pool, "take"), (Pool, "give_back"), (Pool, "lose")],
+    "placement": [(Pool, "place"), (Pool, "take"), (Pool, "give_back"), (Pool, "set_nodes")],
     "launch": [(service._Launcher, "_build")],
     "simulation": [(VirtualCluster, "launch"), (VirtualCluster, "poll"), (VirtualCluster, "kill")],
     "mlflow": [(Tracker, "sync")],
@@ -111,6 +111,9 @@ class Meter:
             self.start_s = sum(self._before.values())
         elif len(state.trials) - self._first >= self.size or (state.is_over and len(state.trials) > self._first):
             self._close(len(state.trials))
+
+    def on_lease(self, *_: object) -> None:
+        pass
 
     def on_progress(self, trial: int, progress: GangProgress) -> None:
         pass

@@ -15,13 +15,14 @@ from typing import Any
 from benchmarks.overhead import WORLD_SIZE, clock_ms, temporary_folder
 from benchmarks.runners import STAMP
 from cluster.base import Cluster, GangEnded, GangLaunch
-from cluster.connect import connect
+from cluster.connect import ClusterRequest, connect
 from cluster.placement import Placement, place
-from orchestrator.controller import fold
+from orchestrator.events import Budget, SweepCreated
+from orchestrator.fold import fold
 from orchestrator.ledger import Ledger
 from orchestrator.runtime import Recipe, Runtime
 from orchestrator.search import Search
-from orchestrator.state import Budget, SweepCreated, SweepState, Trial
+from orchestrator.state import SweepState, Trial
 from orchestrator.tracking import Tracker
 from trials.outcome import Measured
 from trials.spec import (
@@ -45,7 +46,8 @@ LAYOUT = Layout(dp_replicate=WORLD_SIZE)
 @contextmanager
 def cluster() -> Iterator[Cluster]:
     """Embedded Ray with room for two gangs, everything imported by a short sweep, as the peers' modules are too."""
-    with temporary_folder() as folder, connect("ray", workdir=Path(folder), devices_per_node=2 * WORLD_SIZE) as lease:
+    request = ClusterRequest(devices_per_node=2 * WORLD_SIZE)
+    with temporary_folder() as folder, connect(request, workdir=Path(folder)) as lease:
         no_op_trial_ms(lease, num_trials=4, slots=1)
         yield lease
 
@@ -62,7 +64,7 @@ def no_op_trial_ms(lease: Cluster, num_trials: int, slots: int) -> float:
                 cluster=lease,
                 search=Search(_candidates(), features=_features, sampler="tpe"),
                 recipe=Recipe(baseline=Candidate(layout=LAYOUT), isolation="device", build=_launch, recover=_never),
-                projection=tracker,
+                projections=[tracker],
                 observer=_Nobody(),
             )
             wall_ms = clock_ms(runtime.run, num_trials)
@@ -158,6 +160,9 @@ def _check(ledger: Ledger, num_trials: int) -> None:
 class _Nobody:
     def on_state(self, state: SweepState) -> None:
         """Nobody watches."""
+
+    def on_lease(self, *_: object) -> None:
+        pass
 
     def on_progress(self, trial: int, progress: Any) -> None:
         """Nobody watches."""

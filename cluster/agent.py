@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import selectors
 import socket
@@ -18,13 +19,17 @@ from pathlib import Path
 
 from cluster.base import ClusterError
 from cluster.guardian import SELF_CLEANING_VARIABLE
-from cluster.messages import Lines, NodeEvent, NodeGone, NodeLaunch, RankFailure, Stop, line
+from cluster.messages import Beat, Lines, NodeEvent, NodeGone, NodeLaunch, RankFailure, Stop, line
 from trials.codec import from_json
 
 logger = logging.getLogger(__name__)
 
 PRELOAD = ("torch", "torch.distributed", "trials.worker")
 READY_TIMEOUT_S = 180.0
+CLOSE_TIMEOUT_S = 150.0
+"""More than processes get to be gone: after that there are some that nothing can end."""
+SILENCE_S = 180.0
+"""How long a controller may be busy elsewhere before it counts as frozen or cut off."""
 CHUNK = 1 << 16
 
 
@@ -38,12 +43,17 @@ class _Attempt:
 class Agent:
     """Starts and ends ranks on this host. ``launch`` and ``stop`` may be called while another thread is in ``poll``.
 
+    Each ``poll`` tells the wardens that the controller lives. They end their ranks when none has come for too long:
+    of a controller that is frozen, or on the other side of a link that is cut, no rank stays behind. Wardens can do so
+    even where the agent is frozen with the controller, being in one process with it.
+
     Args:
         node: its name, used in messages.
         workdir: takes the nursery's log.
         preload: modules the nursery imports once for all ranks.
         search_path: appended to ``sys.path`` there, so that runners are found as in the controller.
         env: added to the environment of every process.
+        silence_s: how long the controller may go without a ``poll``.
 
     Raises:
         ClusterError: the nursery does not start.
@@ -57,11 +67,15 @@ class Agent:
         preload: Sequence[str] = PRELOAD,
         search_path: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        silence_s: float = SILENCE_S,
     ) -> None:
         self._node = node
         self._preload = tuple(preload)
         self._search_path = tuple(search_path)
         self._env = dict(env or {})
+        self._silence_s = silence_s
+        self._promised_s = -math.inf
+        """Until when (monotonic) the wardens know that the controller lives."""
         self._log_path = workdir / f"nursery-{node}.log"
         self._lock = threading.RLock()
         self._selector = selectors.DefaultSelector()
@@ -80,7 +94,7 @@ class Agent:
             self._attempts[launch.attempt_id] = _Attempt(token=launch.token, connection=connection)
             self._selector.register(connection, selectors.EVENT_READ, launch.attempt_id)
             with contextlib.suppress(ConnectionError):  # poll() notices a dead warden, and a dead nursery
-                connection.sendall(line(launch))
+                connection.sendall(line(launch) + line(self._beat()))
 
     def stop(self, attempt_id: str, order: Stop) -> None:
         """Have the attempt's ranks killed; unknown attempts are ignored."""
@@ -92,6 +106,7 @@ class Agent:
     def poll(self, timeout_s: float) -> list[NodeEvent]:
         """Wait up to ``timeout_s`` for something to happen; return the events in their order."""
         events: list[NodeEvent] = []
+        self._promise(timeout_s)
         for key, _ in self._selector.select(timeout_s):
             with self._lock:
                 if key.fileobj is self._control:
@@ -112,8 +127,24 @@ class Agent:
             for attempt in self._attempts.values():
                 _end(attempt.connection)
             self._disconnect()
-            self._nursery.wait()
+            try:
+                self._nursery.wait(CLOSE_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                logger.error("processes on %s cannot be killed; a driver may hold them: restart the host", self._node)
             self._selector.close()
+
+    def _promise(self, timeout_s: float) -> None:
+        """Pass on that the controller lives, but not at every one of polls that follow each other fast."""
+        wanted_s = time.monotonic() + timeout_s + self._silence_s
+        if wanted_s > self._promised_s + self._silence_s / 10:
+            with self._lock:
+                self._promised_s = wanted_s
+                for attempt in self._attempts.values():
+                    with contextlib.suppress(OSError):
+                        attempt.connection.sendall(line(self._beat()))
+
+    def _beat(self) -> Beat:
+        return Beat(patience_s=max(self._silence_s, self._promised_s - time.monotonic()) + self._silence_s / 10)
 
     def _start_nursery(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -193,6 +224,7 @@ class Agent:
 
 def _end(connection: socket.socket) -> None:
     """Have the warden at the other end kill its ranks, and wait until it has."""
+    connection.settimeout(CLOSE_TIMEOUT_S)
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_WR)
         while connection.recv(CHUNK):

@@ -6,17 +6,24 @@ them. The obligations below are checked for every backend by ``tests/cluster/tes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from cluster.placement import Placement
 from cluster.topology import Topology
 from trials.outcome import Outcome
 
+if TYPE_CHECKING:
+    from cluster.queue import Admission
+
 
 class ClusterError(RuntimeError):
     """The cluster cannot be reached or gives no lease. The message names the cause and the remedy."""
+
+
+class ClusterLostError(ClusterError):
+    """The cluster went away while it was in use. Once it is back, a new controller can go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +82,7 @@ GangEvent = GangProgress | GangEnded
 
 
 class Cluster(Protocol):
-    """A lease on some nodes. Not thread-safe: one controller calls it from one thread.
+    """A lease on some nodes, which may grow and shrink. Not thread-safe: one controller calls it from one thread.
 
     Obligations: ``launch`` returns at once and is followed by exactly one :class:`GangEnded`, whatever happens;
     any rank's death, error or missed deadline kills the whole gang, including processes the ranks started; after
@@ -84,12 +91,33 @@ class Cluster(Protocol):
 
     @property
     def topology(self) -> Topology:
-        """What the lease holds. Constant for the life of the lease in this backend contract."""
+        """What the lease holds now. It changes inside :meth:`poll`, :meth:`resize` and :meth:`release` only; a name
+        always means the same node."""
         ...
 
     @property
     def lost_nodes(self) -> frozenset[str]:
-        """Names of nodes of the topology that went away; gangs launched on them end at once."""
+        """Names of nodes that went away; gangs launched on them end at once."""
+        ...
+
+    @property
+    def waiting(self) -> str:
+        """Why it holds fewer nodes than asked for, for people; empty where it does not."""
+        ...
+
+    @property
+    def admission(self) -> Admission:
+        """The queue of those who share this cluster."""
+        ...
+
+    def resize(self, num_nodes: int, *, at_least: int = 1, keep: Collection[str] = ()) -> None:
+        """Ask for ``num_nodes`` nodes from now on. Returns at once: nodes come as they become free, the first
+        ``at_least`` together or not at all; nodes too many are given back, those in ``keep`` last and only when named
+        no more."""
+        ...
+
+    def release(self, node: str) -> None:
+        """Give the node back and do not lease it again; another one may take its place."""
         ...
 
     def launch(self, launch: GangLaunch) -> None:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from cluster.agent import PRELOAD
 from cluster.base import Cluster, ClusterError
-from cluster.exclusion import Excluded, ReducedCluster, without_nodes
-from cluster.topology import DeviceChoice, DeviceError, Topology, discover_node, uniform_topology
+from cluster.exclusion import Excluded, release_excluded, without_nodes
+from cluster.queue import Admission, Claim, Grant, Policy, Unlimited
+from cluster.queue_host import HostAdmission
+from cluster.topology import DeviceChoice, DeviceError, Node, Topology, discover_node, uniform_topology
 
 if TYPE_CHECKING:
     from cluster.simulated import Fault
 
+WAIT_S = 120.0
+INFEASIBLE_WAIT_S = 5.0
+"""A node may still be joining."""
+BEAT_S = 1.0
 ClusterKind = Literal["ray", "local", "simulated", "replay"]
 
 
@@ -41,149 +50,174 @@ class Replay:
     seed: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterRequest:
+    """Which cluster, and what of it."""
+
+    kind: ClusterKind = "ray"
+    address: str | None = None
+    """Of a Ray cluster; None with Ray starts a private one on this host."""
+    min_nodes: int = 1
+    """Fewer are not held: all of these or none."""
+    max_nodes: int = 1
+    devices_per_node: int | None = None
+    device: DeviceChoice = "auto"
+    device_memory_bytes: int | None = None
+    simulation: Simulation | None = None
+    replay: Replay | None = None
+    excluded: Excluded | None = None
+    """Nothing runs on these nodes; Ray does not even hold them."""
+    claim: Claim | None = None
+    """Its place in the queue of those who share the cluster; None: it asks nobody."""
+    policy: Policy = field(default_factory=Policy)
+    """Of that queue, as far as it is known here."""
+    queue_folder: Path | None = None
+    """Where the queue of this host is kept."""
+    max_wait_s: float | None = None
+    """How long to wait for ``min_nodes``; None: as long as it takes where somebody is told, else two minutes."""
+
+
+OnWait = Callable[[str], None]
+"""Is told about once a second what is waited for; may raise to give up."""
+
+
 def connect(
-    kind: ClusterKind,
-    *,
-    workdir: Path,
-    address: str | None = None,
-    num_nodes: int = 1,
-    devices_per_node: int | None = None,
-    device_memory_bytes: int | None = None,
-    device: DeviceChoice = "auto",
-    simulation: Simulation | None = None,
-    replay: Replay | None = None,
-    excluded: Excluded | None = None,
+    request: ClusterRequest, *, workdir: Path, on_wait: OnWait | None = None, preload: Sequence[str] = PRELOAD
 ) -> Cluster:
-    """Lease nodes. ``address=None`` with Ray starts a private one on this host. Nothing runs on excluded nodes; Ray
-    does not even hold them.
+    """Lease nodes: wait until ``min_nodes`` are held. More of them join later.
+
+    Args:
+        preload: modules the fork servers import once for all ranks.
 
     Raises:
-        ClusterError: nothing answers at ``address``, or it cannot give what is asked for, or all of it is excluded.
+        ClusterError: nothing answers at the address, or it cannot give what is asked for, or not in time, or all of it
+            is excluded.
     """
-    cluster = _lease(
-        kind,
-        workdir=workdir,
-        address=address,
-        num_nodes=num_nodes,
-        devices_per_node=devices_per_node,
-        device_memory_bytes=device_memory_bytes,
-        device=device,
-        simulation=simulation,
-        replay=replay,
-        excluded=excluded,
-    )
+    wait = _Wait(request, on_wait)
     try:
-        names = excluded(cluster.topology) if excluded is not None else ()
-        return ReducedCluster(cluster, names) if names else cluster
+        if request.simulation is not None or request.replay is not None:
+            return _opened(_virtual(request), request.excluded)
+        if request.kind == "ray" and request.address is not None:
+            return _lease(request, workdir, wait, preload)
+        return _this_host(request, workdir, wait, preload)
+    except DeviceError as error:
+        raise ClusterError(str(error)) from None
+
+
+class _Wait:
+    """For nodes, with patience that has an end."""
+
+    def __init__(self, request: ClusterRequest, on_wait: OnWait | None) -> None:
+        self._on_wait = on_wait
+        default_s = math.inf if on_wait is not None else WAIT_S
+        self._limit_s = default_s if request.max_wait_s is None else request.max_wait_s
+        self._begun_at_s = time.monotonic()
+
+    def because(self, reason: str, *, is_infeasible: bool = False) -> None:
+        """Raises ClusterError when it has taken too long."""
+        waited_s = time.monotonic() - self._begun_at_s
+        is_hopeless = is_infeasible and self._on_wait is None and waited_s > INFEASIBLE_WAIT_S
+        if is_hopeless or waited_s > self._limit_s:
+            raise ClusterError(f"no lease within {waited_s:.0f} s: {reason}")
+        if self._on_wait is not None:
+            self._on_wait(reason)
+
+
+def _opened(cluster: Cluster, excluded: Excluded | None) -> Cluster:
+    try:
+        if excluded is not None:
+            release_excluded(cluster, excluded)
+    except BaseException:
+        cluster.close()
+        raise
+    return cluster
+
+
+def _virtual(request: ClusterRequest) -> Cluster:
+    if request.simulation is not None:
+        return _simulated(request.simulation, _simulated_topology(request, request.simulation))
+    assert request.replay is not None
+    return _replayed(request.replay)
+
+
+def _this_host(request: ClusterRequest, workdir: Path, wait: _Wait, preload: Sequence[str]) -> Cluster:
+    """This host, as soon as it is nobody else's."""
+    node = _discover(request)
+    admission: Admission = Unlimited()
+    if request.claim is not None and request.queue_folder is not None:
+        admission = HostAdmission(request.queue_folder, request.policy, devices_per_node=node.num_devices)
+    try:
+        while request.claim is not None and not (grant := admission.beat(request.claim)).num_nodes:
+            wait.because(grant.reason)
+            time.sleep(BEAT_S)
+        if request.kind == "ray":
+            return _lease(request, workdir, wait, preload, admission)
+        from cluster.local import LocalCluster
+
+        return _opened(LocalCluster(workdir, node, admission=admission, preload=preload), request.excluded)
+    except BaseException:
+        admission.leave()
+        raise
+
+
+def _lease(
+    request: ClusterRequest,
+    workdir: Path,
+    wait: _Wait,
+    preload: Sequence[str],
+    admission: Admission | None = None,
+) -> Cluster:
+    from cluster.ray_cluster import RayCluster
+
+    cluster = RayCluster(workdir, request, admission=admission, preload=preload)
+    try:
+        while True:
+            grant = _beat(cluster, request)
+            cluster.resize(grant.num_nodes, at_least=request.min_nodes)
+            if cluster.standing == "enough":
+                return cluster
+            wait.because(grant.reason or cluster.waiting, is_infeasible=cluster.standing == "infeasible")
+            cluster.poll(BEAT_S)
     except BaseException:
         cluster.close()
         raise
 
 
-def _lease(
-    kind: ClusterKind,
-    *,
-    workdir: Path,
-    address: str | None,
-    num_nodes: int,
-    devices_per_node: int | None,
-    device_memory_bytes: int | None,
-    device: DeviceChoice,
-    simulation: Simulation | None,
-    replay: Replay | None,
-    excluded: Excluded | None,
-) -> Cluster:
-    if simulation is not None:
-        return _simulated(simulation, _simulated_topology(simulation, num_nodes, devices_per_node, device_memory_bytes))
-    if replay is not None:
-        from cluster.replay import ReplayCluster
-
-        return ReplayCluster(replay.table, replay.problem, noise=replay.noise, seed=replay.seed)
-    try:
-        if kind == "local":
-            from cluster.local import LocalCluster
-
-            _require_one_node(num_nodes)
-            node = discover_node(device=device, num_devices=devices_per_node, device_memory_bytes=device_memory_bytes)
-            return LocalCluster(workdir, node)
-        from cluster.ray_cluster import RayCluster
-
-        return RayCluster(
-            workdir,
-            address=address,
-            num_nodes=num_nodes,
-            devices_per_node=devices_per_node,
-            device_memory_bytes=device_memory_bytes,
-            device=device,
-            excluded=excluded,
-        )
-    except DeviceError as error:
-        raise ClusterError(str(error)) from None
+def _beat(cluster: Cluster, request: ClusterRequest) -> Grant:
+    if request.claim is None:
+        return Grant(request.max_nodes)
+    return cluster.admission.beat(replace(request.claim, held=len(cluster.topology.nodes)))
 
 
-def describe(
-    kind: ClusterKind,
-    *,
-    address: str | None = None,
-    num_nodes: int = 1,
-    devices_per_node: int | None = None,
-    device_memory_bytes: int | None = None,
-    device: DeviceChoice = "auto",
-    simulation: Simulation | None = None,
-    replay: Replay | None = None,
-    excluded: Excluded | None = None,
-) -> Topology | None:
-    """What :func:`connect` would use, without starting anything; None where only the cluster itself knows.
+def describe(request: ClusterRequest) -> Topology | None:
+    """What :func:`connect` would use at most, without starting anything; None where only the cluster itself knows.
 
     Raises:
         ClusterError: this host cannot give what is asked for, or all of it is excluded.
     """
-    topology = _described(
-        kind,
-        address=address,
-        num_nodes=num_nodes,
-        devices_per_node=devices_per_node,
-        device_memory_bytes=device_memory_bytes,
-        device=device,
-        simulation=simulation,
-        replay=replay,
-    )
-    return without_nodes(topology, excluded(topology)) if topology is not None and excluded is not None else topology
+    topology = _described(request)
+    if topology is None or request.excluded is None:
+        return topology
+    return without_nodes(topology, request.excluded(topology))
 
 
-def _described(
-    kind: ClusterKind,
-    *,
-    address: str | None,
-    num_nodes: int,
-    devices_per_node: int | None,
-    device_memory_bytes: int | None,
-    device: DeviceChoice,
-    simulation: Simulation | None,
-    replay: Replay | None,
-) -> Topology | None:
-    if simulation is not None:
-        return _simulated_topology(simulation, num_nodes, devices_per_node, device_memory_bytes)
-    if replay is not None:
-        from cluster.replay import ReplayCluster
-
-        return ReplayCluster(replay.table, replay.problem).topology
-    if kind == "ray" and address is not None:
+def _described(request: ClusterRequest) -> Topology | None:
+    if request.simulation is not None:
+        return _simulated_topology(request, request.simulation)
+    if request.replay is not None:
+        return _replayed(request.replay).topology
+    if request.kind == "ray" and request.address is not None:
         return None
-    _require_one_node(num_nodes)
     try:
-        node = discover_node(device=device, num_devices=devices_per_node, device_memory_bytes=device_memory_bytes)
+        return Topology(nodes=(_discover(request),))
     except DeviceError as error:
         raise ClusterError(str(error)) from None
-    return Topology(nodes=(node,))
 
 
 def clock_of(cluster: Cluster, *, start_s: float) -> Callable[[], float] | None:
     """The clock of a cluster in virtual time, beginning at ``start_s``; None where time is the host's."""
     from cluster.virtual import VirtualCluster
 
-    if isinstance(cluster, ReducedCluster):
-        return clock_of(cluster.whole, start_s=start_s)
     if not isinstance(cluster, VirtualCluster):
         return None
     return lambda: start_s + cluster.clock()
@@ -207,20 +241,31 @@ def _simulated(simulation: Simulation, topology: Topology) -> Cluster:
     return SimulatedCluster(topology, cost, behaviour=behaviour, machine=machine, seed=simulation.seed)
 
 
-def _simulated_topology(
-    simulation: Simulation, num_nodes: int, devices_per_node: int | None, device_memory_bytes: int | None
-) -> Topology:
+def _simulated_topology(request: ClusterRequest, simulation: Simulation) -> Topology:
     from cluster.accelerators import find_accelerator
 
     accelerator = find_accelerator(simulation.accelerator)
     return uniform_topology(
-        num_nodes,
-        devices_per_node or accelerator.devices_per_node,
+        request.max_nodes,
+        request.devices_per_node or accelerator.devices_per_node,
         device_name=f"simulated {accelerator.aliases[0]}",
-        memory_bytes=device_memory_bytes or int(accelerator.usable_memory_bytes),
+        memory_bytes=request.device_memory_bytes or int(accelerator.usable_memory_bytes),
     )
 
 
-def _require_one_node(num_nodes: int) -> None:
-    if num_nodes != 1:
-        raise ClusterError(f"{num_nodes} nodes are asked for, but this host is one; give the address of a Ray cluster")
+def _replayed(replay: Replay) -> Cluster:
+    from cluster.replay import ReplayCluster
+
+    return ReplayCluster(replay.table, replay.problem, noise=replay.noise, seed=replay.seed)
+
+
+def _discover(request: ClusterRequest) -> Node:
+    if request.min_nodes != 1:
+        raise ClusterError(
+            f"{request.min_nodes} nodes are asked for, but this host is one; give the address of a Ray cluster"
+        )
+    return discover_node(
+        device=request.device,
+        num_devices=request.devices_per_node,
+        device_memory_bytes=request.device_memory_bytes,
+    )

@@ -1,13 +1,11 @@
-"""Clusters without some of their nodes. A backend that can avoid it does not hold them (:mod:`cluster.ray_cluster`);
-around the others, :class:`ReducedCluster` sees to it that nothing is placed there, so that they are never charged."""
+"""Leases without some of their nodes, which are given back for good."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Self
 
-from cluster.base import Cluster, ClusterError, GangEvent, GangLaunch
+from cluster.base import Cluster, ClusterError
 from cluster.topology import Topology
 
 Excluded = Callable[[Topology], Collection[str]]
@@ -27,39 +25,13 @@ def without_nodes(topology: Topology, names: Collection[str]) -> Topology:
     return replace(topology, nodes=left)
 
 
-class ReducedCluster:
-    """A :class:`cluster.base.Cluster` that shows and uses only some nodes of ``whole``; the lease stays as large.
+def release_excluded(cluster: Cluster, excluded: Excluded) -> None:
+    """Give back the excluded nodes among those held.
 
     Raises:
-        ClusterError: no node is left.
+        ClusterError: none is left.
     """
-
-    def __init__(self, whole: Cluster, excluded: Collection[str]) -> None:
-        self.whole = whole
-        self._topology = without_nodes(whole.topology, excluded)
-
-    @property
-    def topology(self) -> Topology:
-        return self._topology
-
-    @property
-    def lost_nodes(self) -> frozenset[str]:
-        return self.whole.lost_nodes
-
-    def launch(self, launch: GangLaunch) -> None:
-        self.whole.launch(launch)
-
-    def poll(self, timeout_s: float) -> Sequence[GangEvent]:
-        return self.whole.poll(timeout_s)
-
-    def kill(self, attempt_id: str, reason: str) -> None:
-        self.whole.kill(attempt_id, reason)
-
-    def close(self) -> None:
-        self.whole.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    names = excluded(cluster.topology)
+    without_nodes(cluster.topology, names)
+    for name in names:
+        cluster.release(name)

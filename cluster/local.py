@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Self
 from uuid import uuid4
@@ -14,22 +14,34 @@ from cluster.agent import PRELOAD, Agent
 from cluster.base import GangEvent, GangLaunch
 from cluster.guardian import LEASE_VARIABLE, Guardian
 from cluster.messages import Stop, node_launch, rendezvous_file
+from cluster.queue import Admission, Unlimited
 from cluster.topology import Node, Topology, discover_node
 from cluster.tracker import GangTracker
 
 
 class LocalCluster:
-    """A :class:`cluster.base.Cluster` of one node: this host.
+    """A :class:`cluster.base.Cluster` of one node: this host. It is held from the beginning.
 
     Args:
         workdir: takes a folder per attempt, named by its id, with each rank's log and result.
         node: what to offer; by default what :func:`discover_node` finds.
+        admission: the queue of those who share this host.
         preload: modules the fork server imports once for all ranks.
     """
 
-    def __init__(self, workdir: Path, node: Node | None = None, *, preload: Sequence[str] = PRELOAD) -> None:
+    def __init__(
+        self,
+        workdir: Path,
+        node: Node | None = None,
+        *,
+        admission: Admission | None = None,
+        preload: Sequence[str] = PRELOAD,
+    ) -> None:
         self._workdir = workdir.absolute()
         self._node = node or discover_node()
+        self._admission = admission or Unlimited()
+        self._topology = Topology(nodes=(self._node,))
+        self._is_released = False
         self._tracker = GangTracker(stop=self._stop)
         self._is_closed = False
         lease = uuid4().hex
@@ -48,11 +60,31 @@ class LocalCluster:
 
     @property
     def topology(self) -> Topology:
-        return Topology(nodes=(self._node,))
+        return self._topology
 
     @property
     def lost_nodes(self) -> frozenset[str]:
         return frozenset()
+
+    @property
+    def waiting(self) -> str:
+        return f"node {self._node.name} was given back, and this host is one node" if self._is_released else ""
+
+    @property
+    def admission(self) -> Admission:
+        return self._admission
+
+    def resize(self, num_nodes: int, *, at_least: int = 1, keep: Collection[str] = ()) -> None:
+        del at_least
+        is_held = (num_nodes > 0 and not self._is_released) or (bool(self._topology.nodes) and self._node.name in keep)
+        self._topology = Topology(nodes=(self._node,) if is_held else ())
+
+    def release(self, node: str) -> None:
+        if node == self._node.name:
+            for attempt_id in self._tracker.running:
+                self._tracker.kill(attempt_id, f"node {node} was given back")
+            self._is_released = True
+            self._topology = Topology(nodes=())
 
     def launch(self, launch: GangLaunch) -> None:
         directory = str(self._workdir / launch.attempt_id)
@@ -77,6 +109,7 @@ class LocalCluster:
         if not self._is_closed:
             self._is_closed = True
             self._agent.close()
+            self._admission.leave()
             self._guardian.close()
 
     def __enter__(self) -> Self:

@@ -9,11 +9,23 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cluster.base import Deadlines, GangLaunch
-from cluster.topology import Node
+from cluster.topology import DeviceKind, Node
 from trials.codec import to_json
 from trials.outcome import Phase, RankReport
 
 PHASES: tuple[Phase, ...] = ("starting", "warmup", "measuring")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a rank really ran, as it saw it itself."""
+
+    node: str
+    """The node whose agent started it."""
+    host: str
+    """What the host calls itself."""
+    device: str
+    """UUID of the GPU in use; elsewhere the index of the slot it was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +35,8 @@ class RankSuccess:
     kind: ClassVar[str] = "success"
     rank: int
     report: RankReport
+    place: Place | None = None
+    """None where no process ran: on virtual clusters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +44,10 @@ class RankFailure:
     """Why a rank has no report. ``rank`` is None when it concerns a whole node or gang.
 
     ``category`` is a class of :func:`trials.failure.classify`, or one of the cluster's own: ``exit`` (ended without
-    a report), ``deadline``, ``lost`` (node, agent or controller), ``stopped`` (killed because a peer had failed).
+    a report), ``host_oom`` (killed by the kernel for want of host memory), ``deadline``, ``device_busy`` (something
+    else holds the devices' memory), ``preempted`` (the batch system ends the node's processes), ``controller`` (it
+    killed the gang, or was not heard of any more), ``lost`` (node, link or agent), ``stopped`` (killed because a peer
+    had failed).
     """
 
     kind: ClassVar[str] = "failure"
@@ -65,6 +82,8 @@ class Slot:
 
     rank: int
     local_rank: int
+    index: int
+    """Of its device, counted among those visible to the agent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +104,9 @@ class NodeLaunch:
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment of every rank, beside torchrun's per-rank variables."""
     num_threads: int = 1
-    cuda_devices: tuple[int, ...] | None = None
-    """Of the ranks on this node, by local rank, counted among the devices visible to the agent; None without GPUs."""
+    device_kind: DeviceKind = "cpu"
+    release_s: float = 60.0
+    """How long processes may take to be gone after a SIGKILL or their last word; a driver may hold them for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +116,17 @@ class Stop:
     kind: ClassVar[str] = "stop"
     reason: str
     is_cause: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """The controller is alive, and will be heard of again within ``patience_s``."""
+
+    kind: ClassVar[str] = "beat"
+    patience_s: float
+
+
+Order = Stop | Beat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +184,8 @@ class Lines:
 
 def node_launch(launch: GangLaunch, *, node: Node, directory: str, env: Mapping[str, str]) -> NodeLaunch:
     """The part of ``launch`` placed on ``node``; ``env`` holds what the backend adds, ``launch.env`` goes over it."""
-    ranks = [rank for rank, device in enumerate(launch.placement.ranks) if device.node == node.name]
-    indices = tuple(launch.placement.ranks[rank].index for rank in ranks)
+    devices = launch.placement.ranks
+    ranks = [rank for rank, device in enumerate(devices) if device.node == node.name]
     return NodeLaunch(
         attempt_id=launch.attempt_id,
         token=launch.token,
@@ -162,12 +193,12 @@ def node_launch(launch: GangLaunch, *, node: Node, directory: str, env: Mapping[
         spec=launch.spec,
         node=node.name,
         directory=directory,
-        slots=tuple(Slot(rank=rank, local_rank=i) for i, rank in enumerate(ranks)),
-        world_size=len(launch.placement.ranks),
+        slots=tuple(Slot(rank=rank, local_rank=i, index=devices[rank].index) for i, rank in enumerate(ranks)),
+        world_size=len(devices),
         deadlines=launch.deadlines,
         env={**env, **launch.env},
         num_threads=node.threads_per_device,
-        cuda_devices=indices if node.device_kind == "cuda" else None,
+        device_kind=node.device_kind,
     )
 
 

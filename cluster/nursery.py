@@ -20,13 +20,27 @@ import traceback
 from collections.abc import Sequence
 
 from cluster.base import Deadlines
-from cluster.messages import NodeLaunch, RankFailure, RankProgress, RankSuccess, Slot
+from cluster.messages import Beat, NodeLaunch, Place, RankFailure, RankProgress, RankSuccess, Slot
 from cluster.processes import adopt_orphans, children, collapse_pages, kill, kill_descendants
 from cluster.warden import warden_main
 from trials.codec import CodecError, from_json
 from trials.outcome import RankReport, StepBreakdown
 
-MESSAGES = (NodeLaunch, Slot, Deadlines, RankProgress, RankSuccess, RankFailure, RankReport, StepBreakdown)
+MESSAGES = (
+    NodeLaunch,
+    Slot,
+    Deadlines,
+    Beat,
+    RankProgress,
+    RankSuccess,
+    Place,
+    RankFailure,
+    RankReport,
+    StepBreakdown,
+)
+
+CLOSE_TIMEOUT_S = 120.0
+"""How long its descendants may take to be gone before it leaves them: a broken driver holds processes for ever."""
 
 
 def preload(modules: Sequence[str]) -> list[str]:
@@ -114,7 +128,7 @@ def main() -> None:
     with contextlib.suppress(ConnectionError):
         control.send(json.dumps({"problems": problems}).encode())
         Nursery(control).serve()
-    kill_descendants()
+    kill_descendants(CLOSE_TIMEOUT_S)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Iterable
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cluster.topology import Device, Topology
@@ -34,37 +35,49 @@ class Pool:
 
     def __init__(self, topology: Topology) -> None:
         self._devices = {node.name: node.devices for node in topology.nodes}
-        self._free = {name: set(devices) for name, devices in self._devices.items()}
-        self._lost: set[str] = set()
+        self._taken: dict[str, set[Device]] = {name: set() for name in self._devices}
+        self._closed: set[str] = set()
         sizes = {name: len(devices) for name, devices in self._devices.items()}
         self._partly, self._idle, self._whole = _Nodes(sizes), _Nodes(sizes), _Nodes(sizes)
         self._fewest: dict[tuple[int, int], int] = {}
 
+    @property
+    def num_devices(self) -> int:
+        """Of all nodes that something can be placed on, free or not."""
+        return sum(len(devices) for name, devices in self._devices.items() if name not in self._closed)
+
     def take(self, devices: Iterable[Device]) -> None:
         """These are no longer free."""
         for node, taken in _by_node(devices).items():
-            self._set_free(node, self._free[node] - set(taken))
+            self._set_taken(node, self._taken[node] | set(taken))
 
     def give_back(self, devices: Iterable[Device]) -> None:
-        """These are free again, unless their node is lost."""
+        """These are free again, unless their node is closed or gone."""
         for node, given in _by_node(devices).items():
-            if node not in self._lost:
-                self._set_free(node, self._free[node] | set(given))
+            if node in self._devices:
+                self._set_taken(node, self._taken[node] - set(given))
 
-    def lose(self, nodes: Collection[str]) -> None:
-        """Nothing is ever placed on these nodes again."""
-        for node in set(nodes) - self._lost:
-            self._lost.add(node)
-            self._set_free(node, set())
+    def set_nodes(self, topology: Topology, closed: Collection[str] = ()) -> None:
+        """The lease holds these nodes now, and nothing new is to be placed on ``closed`` ones."""
+        nodes = {node.name: node.devices for node in topology.nodes}
+        for name in self._devices.keys() - nodes.keys():
+            self._set_open(name, False)
+            del self._devices[name], self._taken[name]
+            self._closed.discard(name)
+        for name in nodes.keys() - self._devices.keys():
+            self._devices[name], self._taken[name] = nodes[name], set()
+            self._set_open(name, name not in closed)
+        for name in (set(closed) & nodes.keys()) ^ self._closed:
+            self._set_open(name, name in self._closed)
 
-    def place(self, *, world_size: int, tp: int, isolation: str) -> Placement | None:
+    def place(self, *, world_size: int, tp: int, isolation: str, avoid: Collection[str] = ()) -> Placement | None:
         """Choose free devices for ``world_size`` ranks, or None while not enough are free. Takes nothing.
 
         Tensor-parallel groups (``tp`` consecutive ranks) never span nodes. With ``isolation="node"`` whole free nodes
         are reserved; with ``"device"`` gangs smaller than a node share it. Ranks are consecutive on a node.
 
         A gang is never spread over more nodes than it would need on an empty cluster: a slower link would be measured
-        in place of a faster one. It waits instead.
+        in place of a faster one. It waits instead. Nodes in ``avoid`` are used only where it does not fit without.
 
         Raises:
             ValueError: ``tp`` does not divide ``world_size``, or ``isolation`` is neither of the two.
@@ -73,6 +86,15 @@ class Pool:
             raise ValueError(f"isolation must be 'node' or 'device', not {isolation!r}")
         if world_size < 1 or tp < 1 or world_size % tp:
             raise ValueError(f"world_size {world_size} is not a positive multiple of tp {tp}")
+        shunned = [name for name in avoid if name in self._devices and name not in self._closed]
+        if shunned:
+            with self._without(shunned):
+                found = self._fill(world_size, tp, isolation)
+            if found is not None:
+                return found
+        return self._fill(world_size, tp, isolation)
+
+    def _fill(self, world_size: int, tp: int, isolation: str) -> Placement | None:
         nodes = self._idle if isolation == "node" else self._partly
         parts = nodes.fill(world_size, tp)
         if parts is None or len(parts) > self._fewest_nodes(world_size, tp):
@@ -81,6 +103,16 @@ class Pool:
         reserved = ranks if isolation == "device" else tuple(d for node, _ in parts for d in self._devices[node])
         return Placement(ranks=ranks, reserved=reserved)
 
+    @contextlib.contextmanager
+    def _without(self, names: Sequence[str]) -> Iterator[None]:
+        for name in names:
+            self._set_open(name, False)
+        try:
+            yield
+        finally:
+            for name in names:
+                self._set_open(name, True)
+
     def _fewest_nodes(self, world_size: int, tp: int) -> int:
         """On the empty cluster; 0 where it is too small."""
         if (world_size, tp) not in self._fewest:
@@ -88,12 +120,20 @@ class Pool:
         return self._fewest[world_size, tp]
 
     def _free_in_order(self, node: str) -> list[Device]:
-        return [device for device in self._devices[node] if device in self._free[node]]
+        return [device for device in self._devices[node] if device not in self._taken[node]]
 
-    def _set_free(self, node: str, free: set[Device]) -> None:
-        self._free[node] = free
-        self._partly.put(node, len(free))
-        self._idle.put(node, len(free) if len(free) == len(self._devices[node]) else 0)
+    def _set_open(self, node: str, is_open: bool) -> None:
+        (self._closed.discard if is_open else self._closed.add)(node)
+        self._whole.put(node, len(self._devices[node]) if is_open else 0)
+        self._fewest.clear()
+        self._set_taken(node, self._taken[node])
+
+    def _set_taken(self, node: str, taken: set[Device]) -> None:
+        self._taken[node] = taken
+        size = len(self._devices[node])
+        num_free = 0 if node in self._closed else size - len(taken)
+        self._partly.put(node, num_free)
+        self._idle.put(node, num_free if num_free == size else 0)
 
 
 class _Nodes:
@@ -106,10 +146,12 @@ class _Nodes:
             self._names.setdefault(count, []).append(name)
 
     def put(self, name: str, count: int) -> None:
-        if (before := self._counts[name]) == count:
+        before = self._counts.get(name)
+        if before == count:
             return
-        names = self._names[before]
-        del names[bisect.bisect_left(names, name)]
+        if before is not None:
+            names = self._names[before]
+            del names[bisect.bisect_left(names, name)]
         bisect.insort(self._names.setdefault(count, []), name)
         self._counts[name] = count
 

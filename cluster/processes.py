@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
+import time
 from collections.abc import Container
 from pathlib import Path
 
@@ -13,6 +15,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MADV_COLLAPSE = 25
 _HUGE_PAGE_BYTES = 2 << 20
+_SETTLE_S = 0.002
+"""Pause between two looks at processes that were sent SIGKILL."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -43,23 +47,39 @@ def children() -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def kill_descendants() -> None:
+def kill_descendants(timeout_s: float = math.inf) -> list[int]:
     """Kill and reap every descendant of this process, which must have called :func:`adopt_orphans`.
 
     Orphans surface as children when their parents die; that ``waitpid`` finds no child any more is the kernel's word
-    that no descendant exists.
+    that no descendant exists. Returns the pids of those that cannot be killed within ``timeout_s``, as when they hang
+    in a driver.
     """
-    with contextlib.suppress(ChildProcessError):
+    give_up_s = time.monotonic() + timeout_s
+    try:
         while True:
-            for pid in children():
+            left = children()
+            for pid in left:
                 kill(pid)
-            os.waitpid(-1, 0)
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                if time.monotonic() >= give_up_s:
+                    return left
+                time.sleep(_SETTLE_S)
+    except ChildProcessError:
+        return []
 
 
 def kill(pid: int) -> None:
     """SIGKILL a child that has not been reaped."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+def state(pid: int) -> str:
+    """The letter by which proc(5) tells the process's state, e.g. T when a signal stopped it; "" when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def close_inherited(keep: Container[int]) -> None:

@@ -6,6 +6,8 @@ import contextlib
 import faulthandler
 import importlib
 import os
+import signal
+import socket
 import sys
 import time
 import traceback
@@ -13,7 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cluster.messages import NodeLaunch, RankFailure, RankProgress, RankResult, RankSuccess, Slot, line
+from cluster.device_memory import device_names
+from cluster.hang import DUMP_SIGNAL
+from cluster.messages import NodeLaunch, Place, RankFailure, RankProgress, RankResult, RankSuccess, Slot, line
 from cluster.processes import close_inherited, die_with_parent, make_preferred_oom_victim
 from trials.codec import from_json, to_json
 from trials.failure import classify
@@ -40,6 +44,8 @@ def rank_main(launch: NodeLaunch, slot: Slot, pipe: int, warden_pid: int) -> NoR
 def _set_scene(launch: NodeLaunch, slot: Slot, pipe: int, warden_pid: int) -> None:
     os.setpgid(0, 0)
     die_with_parent(warden_pid)
+    signal.set_wakeup_fd(-1)  # the warden's
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     make_preferred_oom_victim()
     close_inherited(keep=(pipe,))
     log = os.open(Path(launch.directory) / f"rank{slot.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -47,6 +53,7 @@ def _set_scene(launch: NodeLaunch, slot: Slot, pipe: int, warden_pid: int) -> No
     os.dup2(log, 2)
     os.close(log)
     faulthandler.enable(file=2)
+    faulthandler.register(DUMP_SIGNAL, file=2)
     os.environ.update(
         {
             "RANK": str(slot.rank),
@@ -64,11 +71,10 @@ def _set_scene(launch: NodeLaunch, slot: Slot, pipe: int, warden_pid: int) -> No
 
 def _visible_devices(launch: NodeLaunch) -> dict[str, str]:
     """As with torchrun, each rank sees the gang's devices on its node, at index ``LOCAL_RANK`` its own."""
-    if launch.cuda_devices is None:
+    if not (names := device_names(launch)):
         return {}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else None
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names[i] if names else str(i) for i in launch.cuda_devices)}
+    # CUDA's own order puts the fastest first, nvidia-smi's follows the bus: one index must mean one device.
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def _run(launch: NodeLaunch, slot: Slot, pipe: int) -> int:
@@ -81,7 +87,8 @@ def _run(launch: NodeLaunch, slot: Slot, pipe: int) -> int:
 
     try:
         report = resolve(launch.runner)(launch.spec, progress)
-        result: RankResult = RankSuccess(rank=slot.rank, report=from_json(RankReport, report))
+        place = Place(node=launch.node, host=socket.gethostname(), device=_device(slot))
+        result: RankResult = RankSuccess(rank=slot.rank, report=from_json(RankReport, report), place=place)
     except BaseException as error:
         traceback.print_exc()
         result = _failure(error, launch, slot, reached)
@@ -97,12 +104,20 @@ def resolve(runner: str) -> Runner:
     return found
 
 
+def _device(slot: Slot) -> str:
+    """What the rank computed on, as :class:`Place` wants it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return str(slot.index)
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
 def _failure(error: BaseException, launch: NodeLaunch, slot: Slot, phase: Phase) -> RankFailure:
     cls = type(error)
     return RankFailure(
         rank=slot.rank,
         node=launch.node,
-        category=str(classify(error)) if isinstance(error, Exception) else "exception",
+        category=str(classify(error, launch.device_kind)) if isinstance(error, Exception) else "exception",
         message=str(error) or cls.__name__,
         at_s=time.time(),
         error_type=cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}",

@@ -1,4 +1,4 @@
-"""The agent as a Ray actor: plain methods with plain arguments; nothing here imports ray."""
+"""The agent as a Ray actor: plain methods with plain arguments."""
 
 from __future__ import annotations
 
@@ -32,6 +32,17 @@ class NodeOrder:
     device_memory_bytes: int | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """What an agent says of the node it runs on."""
+
+    node: Node
+    interface: str | None
+    """The network interface that carries its address."""
+    node_id: str
+    """Ray's."""
+
+
 class NodeAgent:
     """One per node, holding the node's whole bundle. ``poll`` runs beside the other calls, which run in order."""
 
@@ -48,9 +59,11 @@ class NodeAgent:
             node=order.name, workdir=Path(order.workdir), preload=order.preload, search_path=order.search_path
         )
 
-    def describe(self) -> tuple[Node, str | None]:
-        """The node, and the network interface that carries its address."""
-        return self._node, interface_of(self._node.address)
+    def describe(self) -> Described:
+        import ray  # only the actor's process needs it
+
+        node_id = ray.get_runtime_context().get_node_id()
+        return Described(node=self._node, interface=interface_of(self._node.address), node_id=node_id)
 
     def free_port(self) -> int:
         """A TCP port nobody listens on now."""

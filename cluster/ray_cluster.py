@@ -1,114 +1,87 @@
-"""Gangs on a Ray cluster: the one module that imports ray.
+"""Gangs on a Ray cluster.
 
-The lease is one placement group of whole-node bundles with one agent actor on each. Ray starts and watches the agents
-and carries their messages; everything below, down to the last process, is the agents' own.
+Every leased node has one agent actor. Ray starts and watches the agents and carries their messages; everything below,
+down to the last process, is the agents' own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import logging
-import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Literal, Self
 from uuid import uuid4
 
 import ray
-import ray._private.ray_constants
-import ray._private.worker
-from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import RayActorError, RayError
 
 from cluster.agent import PRELOAD
 from cluster.base import ClusterError, GangEvent, GangLaunch
-from cluster.exclusion import Excluded
-from cluster.guardian import LEASE_VARIABLE, Guardian
 from cluster.local import single_node_env
 from cluster.messages import Stop, node_launch
-from cluster.ray_agent import NodeAgent, NodeOrder
-from cluster.ray_nodes import Wanted, names_by_id, selector
-from cluster.ray_settings import environment, first_line, fresh_token, require_listener
-from cluster.topology import DeviceChoice, Node, Topology, discover_node
+from cluster.queue import Admission, Unlimited
+from cluster.ray_agent import Described, NodeOrder
+from cluster.ray_agents import CLOSE_TIMEOUT_S, Agents, Answer
+from cluster.ray_connection import private_ray, remote_ray
+from cluster.ray_lease import RayLease, Slot, Standing
+from cluster.ray_nodes import Wanted
+from cluster.ray_queue import RayAdmission
+from cluster.ray_settings import first_line
+from cluster.topology import Node, Topology, discover_node
 from cluster.tracker import GangTracker
+
+if TYPE_CHECKING:
+    from cluster.connect import ClusterRequest
 
 logger = logging.getLogger(__name__)
 
-LEASE_TIMEOUT_S = 120.0
-INFEASIBLE_GRACE_S = 5.0
-START_TIMEOUT_S = 300.0
-CALL_TIMEOUT_S = 30.0
-LONG_POLL_S = 60.0
-OBJECT_STORE_BYTES = 80 << 20
-"""Nothing large travels through Ray; this is close to its minimum."""
+Category = Literal["lost", "preempted"]
 
 
 class RayCluster:
-    """A :class:`cluster.base.Cluster` on ``num_nodes`` whole nodes of a Ray cluster.
+    """A :class:`cluster.base.Cluster` of whole nodes of a Ray cluster. It begins with none: see :meth:`resize`.
 
     Args:
         workdir: takes a folder per attempt; on other hosts the same path is made there.
-        address: ``host:port`` of the head, or "auto"; None starts a private Ray on this host, reachable over
-            loopback with a token of its own.
-        devices_per_node: default: all GPUs of a node, or all cores where there are none.
-        excluded: names nodes not to be held: others take their place, as far as there are others.
+        request: without an address a private Ray is started on this host, reachable over loopback with a token of its
+            own.
+        admission: instead of the Ray cluster's own queue.
         preload: modules the fork servers import once for all ranks.
 
     Raises:
-        ClusterError: no answer at ``address``, or no lease within ``lease_timeout_s``.
+        ClusterError: no answer at the address.
     """
 
     def __init__(
         self,
         workdir: Path,
+        request: ClusterRequest,
         *,
-        address: str | None = None,
-        num_nodes: int = 1,
-        devices_per_node: int | None = None,
-        device_memory_bytes: int | None = None,
-        device: DeviceChoice = "auto",
-        excluded: Excluded | None = None,
+        admission: Admission | None = None,
         preload: Sequence[str] = PRELOAD,
-        lease_timeout_s: float = LEASE_TIMEOUT_S,
     ) -> None:
         self._workdir = workdir.absolute()
+        self._excluded = request.excluded
+        self._device_memory_bytes = request.device_memory_bytes
+        self._preload = tuple(preload)
         self._tracker = GangTracker(stop=self._stop)
-        self._agents: dict[str, Any] = {}
-        self._interfaces: dict[str, str | None] = {}
+        self._agents = Agents()
+        self._described: dict[str, Described] = {}
         self._lost: dict[str, str] = {}
-        self._waiting: dict[Any, tuple[str, str | None]] = {}
-        """Calls in flight -> (node, attempt launched; None for a poll)."""
         self._pending: list[GangEvent] = []
-        self._cleanup = contextlib.ExitStack()
+        self._topology = Topology(nodes=())
+        self._is_begun = False
+        self._connection = contextlib.ExitStack()
         if ray.is_initialized():
             raise ClusterError("this process is connected to a Ray already; close that connection first")
-        try:
-            if address is None:
-                if num_nodes != 1:
-                    raise ClusterError(f"{num_nodes} nodes are asked for, but a private Ray has one; give an address")
-                node = discover_node(device=device, num_devices=devices_per_node)
-                self._cleanup.enter_context(_private_ray(node))
-                devices_per_node = node.num_devices
-            else:
-                self._cleanup.enter_context(_remote_ray(address))
-            order = functools.partial(
-                NodeOrder,
-                workdir=str(self._workdir),
-                preload=tuple(preload),
-                search_path=tuple(sys.path),
-                device_memory_bytes=device_memory_bytes,
-            )
-            wanted = Wanted(num_nodes=num_nodes, device=device, devices_per_node=devices_per_node)
-            self._topology = self._lease_nodes(wanted, order, excluded, lease_timeout_s)
-        except BaseException:
-            self.close()
-            raise
+        wanted, label = self._connect(request), request.claim.sweep if request.claim else uuid4().hex[:8]
+        self._lease = RayLease(wanted, label, most=request.max_nodes)
+        if admission is None:
+            admission = Unlimited() if request.claim is None else RayAdmission(self._lease, request.policy)
+        self._admission = admission
 
     @property
     def topology(self) -> Topology:
@@ -118,44 +91,81 @@ class RayCluster:
     def lost_nodes(self) -> frozenset[str]:
         return frozenset(self._lost)
 
+    @property
+    def waiting(self) -> str:
+        return self._lease.waiting
+
+    @property
+    def standing(self) -> Standing:
+        """Whether the least is held that was asked for, or may be some day."""
+        return self._lease.standing
+
+    @property
+    def admission(self) -> Admission:
+        return self._admission
+
+    def resize(self, num_nodes: int, *, at_least: int = 1, keep: Collection[str] = ()) -> None:
+        self._lease.resize(num_nodes, at_least)
+        newest_first = sorted(self._lease.slots.values(), key=lambda slot: (slot.is_ready, -slot.number))
+        spare = [slot for slot in newest_first if slot.name not in keep]
+        for slot in spare[: max(0, len(newest_first) - num_nodes)]:
+            self._give_back(slot)
+
+    def release(self, node: str) -> None:
+        if (slot := self._lease.slots.get(node)) is not None:
+            self._lease.leave_out(slot.node_id)
+            self._give_up(node, f"node {node} was given back")
+            self._give_back(slot)
+
     def launch(self, launch: GangLaunch) -> None:
         directory = self._workdir / launch.attempt_id
         nodes = launch.placement.nodes
         self._tracker.launched(launch, log_dir=str(directory), now_s=time.monotonic())
         for name in nodes:
-            if name in self._lost:
-                self._give_up(name, self._lost[name], attempt_id=launch.attempt_id)
+            if name not in self._described:
+                reason = self._lost.get(name, f"node {name} is not held any more")
+                self._give_up(name, reason, attempt_id=launch.attempt_id)
                 return
+        slots = [self._lease.slots[name] for name in nodes]
         try:
             rendezvous = {} if len(nodes) == 1 else self._rendezvous(nodes[0])
         except RayError as error:
-            self._lose(nodes[0], error)
+            self._fail(slots[0], error)
             return
-        for name in nodes:
-            env = single_node_env(str(directory)) if len(nodes) == 1 else {**rendezvous, **self._interface(name)}
-            part = node_launch(launch, node=self._topology.node(name), directory=str(directory), env=env)
-            self._waiting[self._agents[name].launch.remote(part)] = (name, launch.attempt_id)
+        for slot in slots:
+            env = single_node_env(str(directory)) if len(nodes) == 1 else {**rendezvous, **self._interface(slot.name)}
+            node = self._described[slot.name].node
+            self._agents.launch(slot, node_launch(launch, node=node, directory=str(directory), env=env))
 
     def poll(self, timeout_s: float) -> Sequence[GangEvent]:
-        deadline_s = time.monotonic() + timeout_s
-        while not self._pending:
-            left_s = max(0.0, deadline_s - time.monotonic())
-            if not self._waiting:  # every agent is lost
-                time.sleep(left_s)
-                break
-            ready, _ = ray.wait(list(self._waiting), num_returns=1, timeout=left_s)
-            for call in ready:
-                self._take(call)
-            if not ready:
-                break
-        events, self._pending = self._pending, []
-        return events
+        """Returns early too when the topology has changed."""
+        deadline_s, before = time.monotonic() + timeout_s, self._topology
+        while True:
+            self._tend()
+            now_s = time.monotonic()
+            is_over = bool(self._pending) or self._topology is not before or now_s >= deadline_s
+            for answer in self._agents.answers(0.0 if is_over else min(deadline_s - now_s, self._lease.pause_s(now_s))):
+                self._take(answer)
+            if is_over:
+                events, self._pending = self._pending, []
+                return events
 
     def kill(self, attempt_id: str, reason: str) -> None:
         self._tracker.kill(attempt_id, reason)
 
     def close(self) -> None:
-        self._cleanup.close()
+        try:
+            for slot in list(self._lease.slots.values()):
+                self._give_back(slot)
+            give_up_s = time.monotonic() + CLOSE_TIMEOUT_S
+            while self._agents.retiring and time.monotonic() < give_up_s:
+                for answer in self._agents.answers(1.0):
+                    self._take(answer)
+            for slot in self._agents.retiring:
+                self._lease.remove(slot)
+            self._admission.leave()
+        finally:
+            self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -163,232 +173,130 @@ class RayCluster:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _lease_nodes(
-        self, wanted: Wanted, order: Callable[..., NodeOrder], excluded: Excluded | None, timeout_s: float
-    ) -> Topology:
-        """Lease until no excluded node is among those leased. Which are, is known only when their agents have told what
-        kind of nodes they are: slow nodes stand in the profile of their kind."""
-        left_out: set[str] = set()
-        while True:
-            bundles = wanted.bundles(_nodes(), left_out)
-            device, num_devices = wanted.devices(bundles[0])
-            with contextlib.ExitStack() as held:
-                group = held.enter_context(_lease(bundles, selector(left_out), timeout_s))
-                held.callback(self._close_agents)
-                members = _members(group)
-                orders = [
-                    order(name=name, address=address, device=device, num_devices=num_devices)
-                    for name, (_, address) in members.items()
-                ]
-                topology = self._start_agents(group, orders, bundles[0])
-                names = excluded(topology) if excluded is not None else ()
-                if not names:
-                    self._cleanup.enter_context(held.pop_all())
-                    return topology
-                left_out |= {members[name][0] for name in names}
+    def _connect(self, request: ClusterRequest) -> Wanted:
+        devices_per_node = request.devices_per_node
+        if request.address is None:
+            node = discover_node(device=request.device, num_devices=devices_per_node)
+            devices_per_node = node.num_devices
+            self._connection.enter_context(private_ray(node))
+        else:
+            self._connection.enter_context(remote_ray(request.address))
+        return Wanted(device=request.device, devices_per_node=devices_per_node)
 
-    def _start_agents(self, group: PlacementGroup, orders: Sequence[NodeOrder], bundle: dict[str, float]) -> Topology:
-        remote: Any = ray.remote  # its annotations lack the option
-        actor = remote(concurrency_groups={"events": 1})(NodeAgent)
-        for index, order in enumerate(orders):
-            self._agents[order.name] = actor.options(
-                num_cpus=bundle["CPU"],
-                num_gpus=bundle.get("GPU", 0),
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-            ).remote(order)
-        try:
-            answers = ray.get([agent.describe.remote() for agent in self._agents.values()], timeout=START_TIMEOUT_S)
-        except RayError as error:
-            raise ClusterError(f"an agent does not start on a leased node: {first_line(error)}") from None
-        nodes: list[Node] = []
-        for node, interface in answers:
-            nodes.append(node)
-            self._interfaces[node.name] = interface
-            self._listen(node.name)
-        return Topology(nodes=tuple(nodes))
+    def _tend(self) -> None:
+        """Have the lease grow and shrink, and let go of nodes that Ray says are gone."""
+        changes = self._lease.tend(time.monotonic())
+        for lost in changes.lost:
+            self._lose(lost.slot, lost.reason, lost.category)
+        for slot in changes.placed:
+            if slot.name in self._lease.slots:
+                self._agents.start(slot, self._order(slot))
 
-    def _close_agents(self) -> None:
-        closing = [agent.close.remote() for name, agent in self._agents.items() if name not in self._lost]
-        with contextlib.suppress(RayError):
-            if closing:
-                ray.get(closing, timeout=CALL_TIMEOUT_S)
-        self._agents, self._waiting, self._interfaces = {}, {}, {}
+    def _order(self, slot: Slot) -> NodeOrder:
+        shape = self._lease.shape
+        assert shape is not None, "nodes are asked for by their shape"
+        return NodeOrder(
+            name=slot.name,
+            address=slot.address,
+            workdir=str(self._workdir),
+            preload=self._preload,
+            search_path=tuple(sys.path),
+            device=shape.device_kind,
+            num_devices=shape.num_devices,
+            device_memory_bytes=self._device_memory_bytes,
+        )
 
-    def _listen(self, name: str) -> None:
-        call = self._agents[name].poll.options(concurrency_group="events").remote(LONG_POLL_S)
-        self._waiting[call] = (name, None)
-
-    def _take(self, call: Any) -> None:
-        """Take in an agent's answer. Any error of the call means the agent may be gone: its gangs are lost."""
-        name, attempt_id = self._waiting.pop(call)
-        try:
-            answer = ray.get(call)
-        except RayError as error:
-            self._lose(name, error)
+    def _take(self, answer: Answer) -> None:
+        slot = answer.slot
+        if answer.what == "close":
+            self._lease.remove(slot)
+        elif self._lease.slots.get(slot.name) is not slot:
             return
-        if attempt_id is None and name not in self._lost:
-            for event in answer:
-                self._pending += self._tracker.handle(name, event, now_s=time.monotonic())
-            self._listen(name)
+        elif answer.error is not None:
+            self._fail(slot, answer.error)
+        elif answer.what == "describe":
+            self._join(slot, answer.value)
+        elif answer.what == "poll":
+            for event in answer.value:
+                self._pending += self._tracker.handle(slot.name, event, now_s=time.monotonic())
+            self._agents.listen(slot)
 
-    def _lose(self, name: str, error: Exception) -> None:
+    def _join(self, slot: Slot, described: Described) -> None:
+        """Take the node into the topology, unless it is not the one asked for, or is excluded."""
+        if described.node_id != slot.node_id:
+            self._avoid(slot, f"Ray started the agent of node {slot.name} on another node")
+            return
+        self._described[slot.name] = described
+        if self._excluded is not None and slot.name in self._excluded(Topology(nodes=self._nodes())):
+            self._lease.leave_out(slot.node_id)
+            self._start_over(slot)
+            return
+        self._lease.ready_now(slot)
+        self._agents.listen(slot)
+        self._show()
+
+    def _fail(self, slot: Slot, error: Exception) -> None:
+        """A call failed: the agent may be gone."""
+        if not slot.is_ready:
+            self._avoid(slot, f"the agent does not start on node {slot.name}: {first_line(error)}")
+            return
+        is_preempted = isinstance(error, RayActorError) and error.preempted
+        self._lose(slot, f"{type(error).__name__}: {first_line(error)}", "preempted" if is_preempted else "lost")
+
+    def _lose(self, slot: Slot, reason: str, category: Category) -> None:
         """Take the node out of service; its agent is killed in case it only cannot be heard."""
-        if name in self._lost:
+        if self._lease.slots.get(slot.name) is not slot:
             return
-        self._lost[name] = f"node {name} is lost: {type(error).__name__}: {first_line(error)}"
-        logger.warning("%s", self._lost[name])
-        self._waiting = {call: what for call, what in self._waiting.items() if what[0] != name}
-        with contextlib.suppress(RayError, ValueError):
-            ray.kill(self._agents[name])
-        self._give_up(name, self._lost[name])
+        message = f"node {slot.name} is lost: {reason}"
+        logger.warning("%s", message)
+        if slot.is_ready:
+            self._lost[slot.name] = message
+        self._lease.slots.pop(slot.name)
+        self._described.pop(slot.name, None)
+        self._agents.kill(slot)
+        self._lease.remove(slot)
+        self._give_up(slot.name, message, category=category)
+        self._show()
 
-    def _give_up(self, name: str, reason: str, *, attempt_id: str | None = None) -> None:
+    def _avoid(self, slot: Slot, reason: str) -> None:
+        self._lease.avoid(slot, reason, time.monotonic())
+        self._start_over(slot)
+
+    def _start_over(self, slot: Slot) -> None:
+        """Give the node back; and all of them while the first are not complete, for others may be waiting for them."""
+        for other in [slot] if self._is_begun else list(self._lease.slots.values()):
+            self._give_back(other)
+
+    def _give_back(self, slot: Slot) -> None:
+        self._lease.slots.pop(slot.name, None)
+        self._described.pop(slot.name, None)
+        if not self._agents.retire(slot):
+            self._lease.remove(slot)
+        self._show()
+
+    def _show(self) -> None:
+        """Bring the topology up to date. The first nodes are shown together."""
+        self._is_begun = bool(self._lease.slots) and (self._is_begun or self._lease.standing == "enough")
+        self._topology = Topology(nodes=self._nodes() if self._is_begun else ())
+
+    def _nodes(self) -> tuple[Node, ...]:
+        slots = sorted(self._lease.slots.values(), key=lambda slot: slot.number)
+        return tuple(self._described[slot.name].node for slot in slots if slot.name in self._described)
+
+    def _give_up(self, name: str, reason: str, *, attempt_id: str | None = None, category: Category = "lost") -> None:
         attempts = None if attempt_id is None else (attempt_id,)
-        self._pending += self._tracker.node_lost(name, reason, now_s=time.monotonic(), attempts=attempts)
+        self._pending += self._tracker.node_lost(
+            name, reason, now_s=time.monotonic(), attempts=attempts, category=category
+        )
 
     def _stop(self, node: str, attempt_id: str, order: Stop) -> None:
-        if node not in self._lost:
-            self._agents[node].stop.remote(attempt_id, order)
+        self._agents.stop(node, attempt_id, order)
 
     def _rendezvous(self, first: str) -> dict[str, str]:
         """Gangs over several nodes meet at a TCP store that rank 0 opens on the first."""
-        port = ray.get(self._agents[first].free_port.remote(), timeout=CALL_TIMEOUT_S)
-        return {"TUNE_CLUSTER_RENDEZVOUS": f"tcp://{self._topology.node(first).address}:{port}"}
+        address = self._described[first].node.address
+        return {"TUNE_CLUSTER_RENDEZVOUS": f"tcp://{address}:{self._agents.free_port(first)}"}
 
     def _interface(self, name: str) -> dict[str, str]:
-        interface = self._interfaces[name]
+        interface = self._described[name].interface
         return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
-
-
-@contextlib.contextmanager
-def _private_ray(node: Node) -> Iterator[None]:
-    """Run a Ray of our own on this host, over loopback, gone without a trace afterwards or when this process dies."""
-    lease = uuid4().hex
-    folder = Path(tempfile.mkdtemp(prefix="tune-"))  # Ray puts sockets there: the path must stay short
-    guardian = Guardian(lease, remove=folder)
-    settings = {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "RAY_memory_monitor_refresh_ms": "0",  # ranks, not agents, are what the kernel kills first
-        **fresh_token(folder),
-    }
-    try:
-        with _settings(settings), _loopback_only(), _quiet():
-            try:
-                with environment({LEASE_VARIABLE: lease}):  # only while Ray starts: what else we start is not its own
-                    _start_ray(node, folder)
-            except Exception as error:
-                raise ClusterError(f"cannot start a private Ray on this host: {first_line(error)}") from error
-            try:
-                yield
-            finally:
-                ray.shutdown()
-    finally:
-        guardian.close()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _start_ray(node: Node, folder: Path) -> None:
-    ray.init(
-        address="local",
-        num_cpus=node.num_devices,
-        num_gpus=node.num_devices if node.device_kind == "cuda" else 0,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=OBJECT_STORE_BYTES,
-        _temp_dir=str(folder),
-    )
-
-
-@contextlib.contextmanager
-def _remote_ray(address: str) -> Iterator[None]:
-    require_listener(address)
-    remedy = "is the head running, is this host one of its nodes, is RAY_AUTH_TOKEN_PATH its token file?"
-    with _quiet():
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except Exception as error:  # Ray raises anything from ConnectionError to RuntimeError
-            raise ClusterError(f"cannot join the Ray cluster at {address}: {first_line(error)}; {remedy}") from None
-        try:
-            yield
-        finally:
-            ray.shutdown()
-
-
-@contextlib.contextmanager
-def _settings(settings: Mapping[str, str]) -> Iterator[None]:
-    """Put ``settings`` into the environment; afterwards all is as before.
-
-    Ray's core keeps the authentication settings it saw when it was imported: it is made to look again.
-    """
-    core: Any = importlib.import_module("ray._raylet")
-
-    def read() -> None:
-        core.Config.initialize("")
-        core.AuthenticationTokenLoader.instance().reset_cache()
-
-    try:
-        with environment(settings):
-            read()
-            yield
-    finally:
-        read()
-
-
-@contextlib.contextmanager
-def _loopback_only() -> Iterator[None]:
-    """Ray reads this setting at import, which may be long past."""
-    constants = ray._private.ray_constants
-    before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
-    try:
-        yield
-    finally:
-        constants.ENABLE_RAY_CLUSTER = before
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Ray from printing the raylet's log to our stdout when a node dies: no public switch reaches that."""
-    worker = ray._private.worker
-    before, worker._worker_logs_enabled = worker._worker_logs_enabled, False
-    try:
-        yield
-    finally:
-        worker._worker_logs_enabled = before
-
-
-def _nodes() -> list[dict[str, Any]]:
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return nodes
-
-
-@contextlib.contextmanager
-def _lease(bundles: list[dict[str, float]], labels: dict[str, str], timeout_s: float) -> Iterator[PlacementGroup]:
-    name = f"tune-cluster-{uuid4().hex[:8]}"
-    labels_by_bundle = [labels] * len(bundles) if labels else None
-    group = placement_group(bundles, strategy="STRICT_SPREAD", name=name, bundle_label_selector=labels_by_bundle)
-    try:
-        started_s = time.monotonic()
-        while not group.wait(timeout_seconds=1):
-            state = placement_group_table(group)["stats"]["scheduling_state"]
-            waited_s = time.monotonic() - started_s
-            if waited_s > timeout_s or (state == "INFEASIBLE" and waited_s > INFEASIBLE_GRACE_S):
-                raise ClusterError(
-                    f"no lease on {len(bundles)} node(s) of {bundles[0]} within {waited_s:.0f} s: Ray says {state}; "
-                    "others may hold the nodes, or the cluster is too small"
-                )
-        yield group
-    finally:
-        with contextlib.suppress(RayError, ConnectionError):
-            remove_placement_group(group)
-
-
-def _members(group: PlacementGroup) -> dict[str, tuple[str, str]]:
-    """By name, the id and the address of each bundle's node, in the order of the bundles."""
-    nodes = {node["NodeID"]: node for node in _nodes()}
-    names = names_by_id(list(nodes.values()))
-    placed: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    return {names[node_id]: (node_id, nodes[node_id]["NodeManagerAddress"]) for _, node_id in sorted(placed.items())}

@@ -55,4 +55,4 @@ def _is_root_cause(result: RankResult) -> bool:
 
 
 def _lost(message: str) -> Outcome:
-    return GangLost(evidence=Evidence(message=message), by_controller=True)
+    return GangLost(evidence=Evidence(message=message), cause="controller")

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 from cluster.base import GangLaunch
 from cluster.messages import RankProgress
 from cluster.probe import RUNNER as PROBE
+from cluster.queue import Admission
 from cluster.simulated_probe import MachineRates, probe_script
 from cluster.topology import Topology
 from cluster.virtual import FOREVER, Moment, Script, VirtualCluster, failure
@@ -70,6 +71,7 @@ class SimulatedCluster(VirtualCluster):
         *,
         behaviour: Behaviour | None = None,
         machine: MachineRates | None = None,
+        admission: Admission | None = None,
         seed: int = 0,
     ) -> None:
         self._cost = cost
@@ -78,7 +80,7 @@ class SimulatedCluster(VirtualCluster):
         self._seed = seed
         self._launches = itertools.count()
         self._memory_bytes = {node.name: node.device_memory_bytes for node in topology.nodes}
-        super().__init__(topology, self._script, node_losses=self._behaviour.node_losses)
+        super().__init__(topology, self._script, node_losses=self._behaviour.node_losses, admission=admission)
 
     def _script(self, launch: GangLaunch) -> Script:
         rng = random.Random(f"{self._seed}/{next(self._launches)}")

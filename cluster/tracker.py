@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from cluster.base import GangEnded, GangEvent, GangLaunch, GangProgress
 from cluster.gang import fold
@@ -62,7 +63,13 @@ class GangTracker:
                 self._stop(node, attempt_id, Stop(reason=reason, is_cause=True))
 
     def node_lost(
-        self, node: str, reason: str, *, now_s: float, attempts: Iterable[str] | None = None
+        self,
+        node: str,
+        reason: str,
+        *,
+        now_s: float,
+        attempts: Iterable[str] | None = None,
+        category: Literal["lost", "preempted"] = "lost",
     ) -> list[GangEvent]:
         """Give up on a node's part of its gangs (or of ``attempts`` only) and kill the rest of them."""
         events: list[GangEvent] = []
@@ -70,7 +77,7 @@ class GangTracker:
             gang = self._gangs.get(attempt_id)
             if gang is not None and node in gang.waiting:
                 self._stop_others(gang, node, reason)
-                lost = RankFailure(rank=None, node=node, category="lost", message=reason, at_s=time.time())
+                lost = RankFailure(rank=None, node=node, category=category, message=reason, at_s=time.time())
                 events += self._gone(gang, node, [lost], now_s)
         return events
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from cluster.base import GangEnded, GangEvent, GangLaunch, GangProgress
 from cluster.gang import fold
 from cluster.messages import RankFailure, RankProgress
-from cluster.topology import Device, Topology
+from cluster.queue import Admission, Unlimited
+from cluster.topology import Device, Node, Topology
 from cluster.watch import RankClock, due_at_s, overdue_reason
 from trials.outcome import Outcome
 
@@ -60,10 +61,22 @@ class VirtualCluster:
         topology: the nodes there are said to be.
         play: what gangs do.
         node_losses: node name to the virtual second in which it goes away.
+        admission: the queue of those who share the cluster.
     """
 
-    def __init__(self, topology: Topology, play: Play, *, node_losses: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        play: Play,
+        *,
+        node_losses: Mapping[str, float] | None = None,
+        admission: Admission | None = None,
+    ) -> None:
+        self._nodes = topology.nodes
         self._topology = topology
+        self._num_wanted = len(topology.nodes)
+        self._released: set[str] = set()
+        self._admission = admission or Unlimited()
         self._play = play
         self._losses = dict(node_losses or {})
         self._now_s = 0.0
@@ -83,6 +96,27 @@ class VirtualCluster:
     @property
     def lost_nodes(self) -> frozenset[str]:
         return frozenset(node for node, at_s in self._losses.items() if at_s <= self._now_s)
+
+    @property
+    def waiting(self) -> str:
+        if (num_held := len(self._topology.nodes)) >= self._num_wanted:
+            return ""
+        return f"{self._num_wanted} nodes are asked for; the cluster has {max(num_held, len(self._usable()))}"
+
+    @property
+    def admission(self) -> Admission:
+        return self._admission
+
+    def resize(self, num_nodes: int, *, at_least: int = 1, keep: Collection[str] = ()) -> None:
+        self._num_wanted = num_nodes
+        self._hold(at_least, keep)
+
+    def release(self, node: str) -> None:
+        for gang in list(self._gangs.values()):
+            if node in gang.launch.placement.nodes:
+                self.kill(gang.launch.attempt_id, f"node {node} was given back")
+        self._released.add(node)
+        self._hold()
 
     def launch(self, launch: GangLaunch) -> None:
         if not self._busy.isdisjoint(launch.placement.reserved):
@@ -104,6 +138,7 @@ class VirtualCluster:
     def poll(self, timeout_s: float) -> Sequence[GangEvent]:
         """Jump to the next events, or by ``timeout_s`` when there are none before."""
         until_s = self._now_s + timeout_s
+        num_lost = len(self.lost_nodes)
         events: list[GangEvent] = []
         while self._queue and self._queue[0][0] <= (self._now_s if events else until_s):
             at_s, _, launch, item = heapq.heappop(self._queue)
@@ -114,6 +149,8 @@ class VirtualCluster:
             events.append(item if isinstance(item, GangProgress) else self._end(gang, item))
         if not events:
             self._now_s = until_s
+        if len(self.lost_nodes) > num_lost:
+            self._hold()
         return events
 
     def kill(self, attempt_id: str, reason: str) -> None:
@@ -134,6 +171,19 @@ class VirtualCluster:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _hold(self, at_least: int = 1, keep: Collection[str] = ()) -> None:
+        """Hold as many nodes as are wanted and there: those to be kept, then those held, then the first others."""
+        held = {node.name for node in self._topology.nodes}
+        usable = sorted(self._usable(), key=lambda node: (node.name not in held, node.name not in keep))
+        num_kept = sum(node.name in held and node.name in keep for node in usable)
+        num_nodes = max(num_kept, self._num_wanted if held or len(usable) >= at_least else 0)
+        chosen = {node.name for node in usable[:num_nodes]}
+        self._topology = Topology(nodes=tuple(node for node in self._nodes if node.name in chosen))
+
+    def _usable(self) -> list[Node]:
+        gone = self.lost_nodes | self._released
+        return [node for node in self._nodes if node.name not in gone]
 
     def _first_loss(self, launch: GangLaunch) -> tuple[float, str]:
         """When the first of the gang's nodes goes away, and which."""

@@ -3,30 +3,39 @@
 Every attempt has a warden process of its own, forked by the nursery. It adopts whatever its ranks leave orphaned, so
 "all descendants are gone" is exactly "the gang is gone", and concurrent gangs cannot be confused.
 
-    fork ranks -> watch -> (first failure, deadline, stop or a dead agent: kill all) -> reap all -> NodeGone
+    devices free? -> fork ranks -> watch -> (first failure, deadline, stop, SIGTERM, a dead agent or silent
+    controller: kill all) -> reap all -> devices free again? -> NodeGone
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import signal
 import socket
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cluster import hang
+from cluster.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, device_names, wait_until_free
+from cluster.forked import ForkedRank, how_it_ended, with_host_cause, with_log
 from cluster.gang import COLLATERAL
+from cluster.host_memory import OomKills, shortage
 from cluster.messages import (
+    Beat,
     Lines,
     NodeEvent,
     NodeFailing,
     NodeGone,
     NodeLaunch,
     NodeProgress,
+    Order,
     RankFailure,
     RankProgress,
     RankResult,
@@ -42,20 +51,11 @@ from trials.codec import from_json
 CHUNK = 1 << 16
 COLLATERAL_GRACE_S = 2.0
 """How long a lost connection may wait for the failure that caused it before the gang is killed for it."""
-LOG_TAIL_LINES = 20
-LOG_TAIL_BYTES = 8192
-
-
-@dataclass(slots=True, kw_only=True)
-class _Rank:
-    slot: Slot
-    pid: int
-    pidfd: int
-    pipe: int
-    clock: RankClock
-    lines: Lines = field(default_factory=Lines)
-    result: RankResult | None = None
-    is_running: bool = True
+PEER_GRACE_S = 2.0
+"""How long ranks that only wait for a peer may wait for another node to name it before one of them is blamed."""
+SIGTERM_GRACE_S = 0.5
+"""How far apart a batch system's signals to the processes of one node may arrive."""
+SIGTERM_SEEN = "the node's processes were told to end (SIGTERM), as batch systems do"
 
 
 class Warden:
@@ -66,11 +66,18 @@ class Warden:
         self._lines = Lines()
         self._outbox: deque[bytes] = deque()
         self._selector = selectors.DefaultSelector()
-        self._ranks: list[_Rank] = []
+        self._ranks: list[ForkedRank] = []
         self._notes: list[RankFailure] = []
-        self._kill_at_s: float | None = None
+        self._oom_kills = OomKills()
+        self._kill_at_s = math.inf
+        self._hung: tuple[ForkedRank, RankFailure] | None = None
+        """To blame when no other node names a better one by :attr:`_kill_at_s`."""
+        self._release_due_s = math.inf
+        self._silent_at_s = math.inf
+        """When the controller should have been heard of."""
         self._is_stopping = False
         self._is_orphaned = False
+        self._is_preempted = False
         self._reported: tuple[int, int] = (0, 0)
 
     def run(self) -> None:
@@ -81,14 +88,16 @@ class Warden:
         self._launch: NodeLaunch = from_json(NodeLaunch, messages.pop(0))
         self._agent.setblocking(False)
         self._selector.register(self._agent, selectors.EVENT_READ, self._hear)
+        self._expect_sigterm()
         self._start()
         self._obey(messages)
-        while any(rank.is_running for rank in self._ranks):
+        while any(rank.is_running for rank in self._ranks) and time.monotonic() < self._release_due_s:
             for key, events in self._selector.select(self._patience_s()):
                 key.data(events)
             self._check_clocks()
-        kill_descendants()
+        self._release()
         self._finish()
+        kill_descendants()  # those that would not die must not become the fork server's to wait for
 
     def _receive(self) -> list[Any]:
         """Messages that have come from the agent, if any is complete."""
@@ -99,14 +108,43 @@ class Warden:
         self._is_orphaned = not chunk
         return list(self._lines.feed(chunk))
 
+    def _expect_sigterm(self) -> None:
+        """Have the loop wake up for the signal by which a batch system ends a node's processes."""
+        awake, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(waker)
+        signal.signal(signal.SIGTERM, self._note_sigterm)
+        self._selector.register(awake, selectors.EVENT_READ, lambda _: self._wake(awake))
+
+    def _note_sigterm(self, *_: object) -> None:
+        if not self._is_preempted:
+            self._is_preempted = True
+            self._note("preempted", SIGTERM_SEEN)
+
+    def _wake(self, awake: int) -> None:
+        os.read(awake, CHUNK)
+        if self._is_preempted:
+            self._stop(SIGTERM_SEEN)
+
     def _start(self) -> None:
+        self._oom_kills.begin()
         try:
             Path(self._launch.directory).mkdir(parents=True, exist_ok=True)
+            if problem := self._not_free():
+                self._note("device_busy", f"{self._launch.node} is not free: {problem}")
+                self._stop(problem)
+                return
             for slot in self._launch.slots:
                 self._fork(slot)
         except OSError as error:
             self._note("lost", f"cannot start ranks on {self._launch.node}: {error}")
             self._stop(str(error))
+
+    def _not_free(self) -> str | None:
+        """What keeps the ranks from the memory they were promised."""
+        if self._launch.device_kind == "cuda":
+            return wait_until_free(device_names(self._launch), SETTLE_BEFORE_S)
+        limit_bytes = self._launch.spec.get("memory_limit_bytes")  # as in TrialSpec; other runners may have none
+        return shortage(len(self._launch.slots), limit_bytes) if isinstance(limit_bytes, int) else None
 
     def _fork(self, slot: Slot) -> None:
         read, write = os.pipe()
@@ -118,7 +156,8 @@ class Warden:
         with contextlib.suppress(OSError):  # the child does the same; whoever comes first
             os.setpgid(pid, pid)
         clock = RankClock(entered_at_s=time.monotonic())
-        rank = _Rank(slot=slot, pid=pid, pidfd=os.pidfd_open(pid), pipe=read, clock=clock)
+        log = Path(self._launch.directory) / f"rank{slot.rank}.log"
+        rank = ForkedRank(slot=slot, pid=pid, pidfd=os.pidfd_open(pid), pipe=read, log=log, clock=clock)
         self._ranks.append(rank)
         self._selector.register(rank.pipe, selectors.EVENT_READ, lambda _: self._read(rank))
         self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda _: self._reap(rank))
@@ -135,12 +174,16 @@ class Warden:
 
     def _obey(self, messages: list[Any]) -> None:
         for message in messages:
-            order: Stop = from_json(Stop, message)
-            if order.is_cause:
-                self._note("lost", order.reason)
-            self._stop(order.reason)
+            order: Order = from_json(Order, message)
+            match order:
+                case Beat():
+                    self._silent_at_s = time.monotonic() + order.patience_s
+                case Stop():
+                    if order.is_cause:
+                        self._note("controller", order.reason)
+                    self._stop(order.reason)
 
-    def _read(self, rank: _Rank) -> None:
+    def _read(self, rank: ForkedRank) -> None:
         if rank.pipe < 0:  # drained by _reap() in the same round
             return
         chunk = os.read(rank.pipe, CHUNK)
@@ -153,21 +196,19 @@ class Warden:
                 rank.clock.advance(from_json(RankProgress, message), time.monotonic())
                 self._tell_progress()
             else:
-                rank.result = from_json(RankResult, message)
-                self._judge(rank.result)
+                self._settle(rank, from_json(RankResult, message))
 
-    def _reap(self, rank: _Rank) -> None:
+    def _reap(self, rank: ForkedRank) -> None:
         self._selector.unregister(rank.pidfd)
         os.close(rank.pidfd)
-        _kill_group(rank.pid)  # before reaping, while the group's id cannot be anyone else's
+        rank.kill()  # before reaping, while the group's id cannot be anyone else's
         _, status = os.waitpid(rank.pid, 0)
         rank.is_running = False
         self._drain(rank)
         if rank.result is None:
-            rank.result = self._unreported(rank, os.waitstatus_to_exitcode(status))
-            self._judge(rank.result)
+            self._settle(rank, self._unreported(rank, os.waitstatus_to_exitcode(status)))
 
-    def _drain(self, rank: _Rank) -> None:
+    def _drain(self, rank: ForkedRank) -> None:
         """Read what the dead rank had written; a process it left behind may hold the pipe open."""
         if rank.pipe >= 0:
             os.set_blocking(rank.pipe, False)
@@ -178,17 +219,20 @@ class Warden:
             self._selector.unregister(rank.pipe)
             rank.pipe = -1
 
-    def _unreported(self, rank: _Rank, exit_code: int) -> RankFailure:
+    def _unreported(self, rank: ForkedRank, exit_code: int) -> RankFailure:
         if self._is_stopping and exit_code == -signal.SIGKILL:
             return self._failure(rank, "stopped", "killed because the gang was ending")
-        how = f"exited with code {exit_code} without a report"
-        if exit_code < 0:
-            how = f"was killed by signal {-exit_code} ({_signal_name(-exit_code)})"
-        if exit_code == -signal.SIGKILL:
-            how += " that nobody here sent, as the kernel does when host memory runs out"
-        return self._failure(rank, "exit", f"rank {rank.slot.rank} {how}", exit_code)
+        category, how = how_it_ended(exit_code, self._oom_kills)
+        return self._failure(rank, category, f"rank {rank.slot.rank} {how}", exit_code)
 
-    def _failure(self, rank: _Rank, category: str, message: str, exit_code: int | None = None) -> RankFailure:
+    def _failure(
+        self,
+        rank: ForkedRank,
+        category: str,
+        message: str,
+        exit_code: int | None = None,
+        log_tail: tuple[str, ...] = (),
+    ) -> RankFailure:
         return RankFailure(
             rank=rank.slot.rank,
             node=self._launch.node,
@@ -197,15 +241,23 @@ class Warden:
             at_s=time.time(),
             exit_code=exit_code,
             phase=rank.clock.phase,
+            log_tail=log_tail,
         )
 
-    def _judge(self, result: RankResult) -> None:
-        """Kill the gang for a root cause at once, for a collateral error after a moment."""
-        if isinstance(result, RankFailure) and not self._is_stopping:
-            if result.category in COLLATERAL:
-                self._kill_at_s = min(self._kill_at_s or float("inf"), time.monotonic() + COLLATERAL_GRACE_S)
+    def _settle(self, rank: ForkedRank, result: RankResult) -> None:
+        """Keep the rank's result. Kill the gang for a root cause at once, for a collateral error after a moment."""
+        if isinstance(result, RankFailure):
+            result = with_host_cause(result, self._oom_kills)
+            if not self._is_stopping and result.category in COLLATERAL:
+                self._kill_at_s = min(self._kill_at_s, time.monotonic() + COLLATERAL_GRACE_S)
             else:
                 self._stop(result.message)
+        rank.result = result
+        if not self._is_stopping and len(self._ranks) == len(self._launch.slots) and not self._unsettled():
+            self._release_due_s = time.monotonic() + self._launch.release_s
+
+    def _unsettled(self) -> list[ForkedRank]:
+        return [rank for rank in self._ranks if rank.result is None]
 
     def _note(self, category: str, message: str) -> None:
         self._notes.append(
@@ -214,36 +266,51 @@ class Warden:
 
     def _patience_s(self) -> float | None:
         """Seconds until the next deadline."""
-        if self._is_stopping:
-            return None
-        due = [due_at_s(rank.clock, self._launch.deadlines) for rank in self._ranks if rank.result is None]
-        if self._kill_at_s is not None:
-            due.append(self._kill_at_s)
-        return max(0.0, min(due) - time.monotonic()) if due else None
+        due_s = min(self._release_due_s, self._kill_at_s, self._silent_at_s)
+        if not self._is_stopping and self._hung is None:
+            due_s = min(due_s, *(due_at_s(rank.clock, self._launch.deadlines) for rank in self._unsettled()), math.inf)
+        return None if due_s == math.inf else max(0.0, due_s - time.monotonic())
 
     def _check_clocks(self) -> None:
+        now_s = time.monotonic()
         if self._is_stopping:
             return
-        now_s = time.monotonic()
-        if self._kill_at_s is not None and now_s >= self._kill_at_s:
-            self._stop("a connection between ranks was lost")
+        if now_s >= self._silent_at_s:
+            message = f"{self._launch.node} heard nothing of the controller for too long, and ended its ranks"
+            self._note("controller", message)
+            self._stop(message)
+        elif now_s >= self._kill_at_s:
+            self._stop("a connection between ranks was lost" if self._hung is None else self._blame(*self._hung))
+        elif self._hung is None:
+            self._check_deadlines(now_s)
+
+    def _check_deadlines(self, now_s: float) -> None:
+        deadlines = self._launch.deadlines
+        waiting = self._unsettled()
+        overdue = min(waiting, key=lambda rank: due_at_s(rank.clock, deadlines), default=None)
+        if overdue is None or now_s < due_at_s(overdue.clock, deadlines):
             return
-        waiting = [rank for rank in self._ranks if rank.result is None]
-        if any(due_at_s(rank.clock, self._launch.deadlines) <= now_s for rank in waiting):
-            # Peers wait for the one that hangs: the one least far is to blame, not the one whose clock ran out first.
-            slowest = min(waiting, key=lambda rank: rank.clock.position)
-            overdue = min(waiting, key=lambda rank: due_at_s(rank.clock, self._launch.deadlines))
-            reason = overdue_reason(overdue.clock, self._launch.deadlines)
-            slowest.result = self._failure(slowest, "deadline", reason)
-            self._stop(reason)
+        rank, finding = _guiltiest(waiting)
+        message = f"{overdue_reason(overdue.clock, deadlines)}; {finding.where}"
+        self._hung = rank, self._failure(rank, "deadline", message, log_tail=finding.tail)
+        if finding.blame is hang.Blame.WAITING and len(self._ranks) < self._launch.world_size:
+            self._kill_at_s = min(self._kill_at_s, time.monotonic() + PEER_GRACE_S)
+        else:
+            self._stop(self._blame(*self._hung))
+
+    def _blame(self, rank: ForkedRank, failure: RankFailure) -> str:
+        rank.result = rank.result or failure
+        return failure.message
 
     def _stop(self, reason: str) -> None:
         if not self._is_stopping:
             self._is_stopping = True
+            self._kill_at_s = self._silent_at_s = math.inf
+            self._release_due_s = time.monotonic() + self._launch.release_s
             self._tell(NodeFailing(attempt_id=self._launch.attempt_id, token=self._launch.token, reason=reason))
             for rank in self._ranks:
                 if rank.is_running:
-                    _kill_group(rank.pid)
+                    rank.kill()
 
     def _tell_progress(self) -> None:
         slowest = min(self._ranks, key=lambda rank: rank.clock.position).clock
@@ -276,18 +343,35 @@ class Warden:
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
             self._selector.modify(self._agent, wanted, self._hear)
 
+    def _release(self) -> None:
+        """See to it that no process of the gang is left and that its devices' memory is free, or note what is not."""
+        if survivors := kill_descendants(self._launch.release_s):
+            self._note("lost", f"processes {survivors} on {self._launch.node} cannot be killed")
+        elif (
+            self._ranks
+            and not self._is_orphaned
+            and (problem := wait_until_free(device_names(self._launch), SETTLE_AFTER_S))
+        ):
+            self._note("device_busy", f"{self._launch.node} is not free after the gang: {problem}")
+        if any(isinstance(rank.result, RankFailure) and _is_sigterm(rank.result) for rank in self._ranks):
+            time.sleep(SIGTERM_GRACE_S)
+
     def _finish(self) -> None:
-        results = tuple(self._with_log(rank.result) for rank in self._ranks if rank.result is not None)
-        gone = NodeGone(attempt_id=self._launch.attempt_id, token=self._launch.token, results=(*results, *self._notes))
+        settled = [with_log(rank.result, rank.log) for rank in self._ranks if rank.result is not None]
+        gone = NodeGone(
+            attempt_id=self._launch.attempt_id,
+            token=self._launch.token,
+            results=(*(self._judged(result) for result in settled), *self._notes),
+        )
         self._agent.setblocking(True)
         with contextlib.suppress(ConnectionError):
             self._agent.sendall(b"".join(self._outbox) + line(gone))
 
-    def _with_log(self, result: RankResult) -> RankResult:
-        if not isinstance(result, RankFailure) or result.category == "stopped":
-            return result
-        tail = _log_tail(Path(self._launch.directory) / f"rank{result.rank}.log")
-        return RankFailure(**{name: getattr(result, name) for name in RankFailure.__slots__} | {"log_tail": tail})
+    def _judged(self, result: RankResult) -> RankResult:
+        """In the light of what was learned later: what SIGTERM killed was preempted when the warden got one too."""
+        if self._is_preempted and isinstance(result, RankFailure) and _is_sigterm(result):
+            return replace(result, category="preempted")
+        return result
 
 
 def warden_main(fd: int) -> None:
@@ -297,23 +381,13 @@ def warden_main(fd: int) -> None:
     Warden(socket.socket(fileno=fd)).run()
 
 
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+def _guiltiest(waiting: Sequence[ForkedRank]) -> tuple[ForkedRank, hang.Finding]:
+    """Who keeps the others waiting: of the ranks least far the one that is least evidently waiting itself."""
+    least = min(rank.clock.position for rank in waiting)
+    suspects = [rank for rank in waiting if rank.clock.position == least]
+    findings = hang.examine([(rank.pid, rank.log) for rank in suspects])
+    return min(zip(suspects, findings, strict=True), key=lambda pair: pair[1].blame)
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"
-
-
-def _log_tail(path: Path) -> tuple[str, ...]:
-    try:
-        with path.open("rb") as log:
-            log.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
-            text = log.read().decode("utf-8", errors="replace")
-    except OSError:
-        return ()
-    return tuple(text.splitlines()[-LOG_TAIL_LINES:])
+def _is_sigterm(failure: RankFailure) -> bool:
+    return failure.exit_code == -signal.SIGTERM

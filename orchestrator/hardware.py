@@ -2,52 +2,75 @@
 
 from __future__ import annotations
 
+import getpass
 import logging
+import os
+import socket
+import time
 from pathlib import Path
-from typing import Any, TypedDict
 
-from cluster.connect import Replay, Simulation, describe
+from cluster.connect import ClusterRequest, Replay, Simulation, describe
 from cluster.exclusion import Excluded
+from cluster.queue import Claim, Policy
 from cluster.topology import DeviceKind, Topology
 from orchestrator.home import Home
 from orchestrator.profiles import ProfileStore, profile_key
+from orchestrator.queue_policy import load_policy
 from orchestrator.sweep import SweepSpec
 
 logger = logging.getLogger(__name__)
 
 
-class ClusterOptions(TypedDict):
-    """Keywords of :func:`cluster.connect.connect`."""
+def cluster_request(spec: SweepSpec, home: Home | None = None, *, address: str | None = None) -> ClusterRequest:
+    """What the file says of its cluster; ``address`` replaces the file's where it has a Ray cluster. ``home`` holds the
+    profiles that tell which nodes are slow, and the rules of the queue; without it nobody is asked.
 
-    kind: Any
-    address: str | None
-    num_nodes: int
-    devices_per_node: int | None
-    device_memory_bytes: int | None
-    device: Any
-    simulation: Simulation | None
-    replay: Replay | None
-    excluded: Excluded | None
-
-
-def cluster_options(spec: SweepSpec, home: Home | None = None) -> ClusterOptions:
-    """What the file says of its cluster. ``home`` holds the profiles that tell which nodes are slow."""
+    Raises:
+        ConfigError: the home's ``queue.yaml`` cannot be used.
+    """
     cluster = spec.cluster
     simulation, replay = cluster.simulation, cluster.replay
+    least, most = cluster.nodes
+    shared_by = home if cluster.kind in ("ray", "local") else None
     _ = spec.replayed  # whatever is wrong with the table is told with file and line
-    return {
-        "kind": cluster.kind,
-        "address": cluster.address,
-        "num_nodes": cluster.num_nodes,
-        "devices_per_node": cluster.devices_per_node,
-        "device_memory_bytes": cluster.device_memory_bytes,
-        "device": cluster.device,
-        "simulation": Simulation(**simulation.model_dump()) if simulation else None,
-        "replay": Replay(**{**replay.model_dump(exclude={"baseline"}), "table": Path(replay.table)})
-        if replay
-        else None,
-        "excluded": _excluded(spec, home),
-    }
+    return ClusterRequest(
+        kind=cluster.kind,
+        address=(address or cluster.address) if cluster.kind == "ray" else None,
+        min_nodes=least,
+        max_nodes=most,
+        devices_per_node=cluster.devices_per_node,
+        device=cluster.device,
+        device_memory_bytes=cluster.device_memory_bytes,
+        simulation=Simulation(**simulation.model_dump()) if simulation else None,
+        replay=Replay(**{**replay.model_dump(exclude={"baseline"}), "table": Path(replay.table)}) if replay else None,
+        excluded=_excluded(spec, home),
+        claim=_claim(spec, shared_by) if shared_by is not None else None,
+        policy=load_policy(shared_by) if shared_by is not None else Policy(),
+        queue_folder=shared_by.path if shared_by is not None else None,
+        max_wait_s=cluster.max_wait_s,
+    )
+
+
+def _claim(spec: SweepSpec, home: Home) -> Claim:
+    least, most = spec.cluster.nodes
+    return Claim(
+        sweep=spec.name,
+        user=_user(),
+        queue=spec.cluster.queue,
+        priority=spec.cluster.priority,
+        min_nodes=least,
+        max_nodes=most,
+        devices_per_node=spec.cluster.devices_per_node or 1,
+        submitted_at_s=time.time(),
+        home=f"{socket.gethostname()}:{home.path.resolve()}",
+    )
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # containers run as users without a name
+        return f"uid-{os.getuid()}"
 
 
 def _excluded(spec: SweepSpec, home: Home | None) -> Excluded | None:
@@ -81,7 +104,7 @@ def known_topology(spec: SweepSpec, home: Home | None = None) -> Topology | None
     Raises:
         ClusterError: this host cannot give what is asked for.
     """
-    return describe(**cluster_options(spec, home))
+    return describe(cluster_request(spec, home))
 
 
 def device_kind(spec: SweepSpec, topology: Topology | None) -> DeviceKind:

@@ -64,15 +64,17 @@ class Home:
         ledgers = sorted(self.path.glob(f"sweeps/*/{FILE_NAME}"), key=lambda path: path.stat().st_mtime, reverse=True)
         return [path.parent.name for path in ledgers if _is_begun(path.parent)]
 
-    def open(self, name: str) -> Ledger:
-        """The ledger of an existing sweep.
+    def open(self, name: str, *, read_only: bool = True, begun: bool = True) -> Ledger:
+        """The ledger of an existing sweep; with ``begun=False`` also of one that waits for its first nodes.
 
         Raises:
             ConfigError: there is no such sweep here.
         """
         folder = self.sweep_folder(name)
+        if not begun and (folder / FILE_NAME).exists():
+            return Ledger(folder, read_only=read_only)
         try:
-            return Ledger.open_existing(folder)
+            return Ledger.open_existing(folder, read_only=read_only)
         except LookupError:
             known = ", ".join(self.sweeps()) or "none"
             raise ConfigError(
@@ -83,7 +85,7 @@ class Home:
 def _is_begun(folder: Path) -> bool:
     """Whether the ledger's first event was written; a controller may have been killed before."""
     try:
-        Ledger.open_existing(folder).close()
+        Ledger.open_existing(folder, read_only=True).close()
     except LookupError:
         return False
     except LedgerError as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
 from orchestrator.errors import ConfigError
+from trials.secrets import redact
 
 URI_PATTERN = r"^(https?://|sqlite:////)\S+$"
 """Tracking URIs taken: a server, or an SQLite file by its absolute path."""
@@ -16,24 +17,29 @@ _VIEW = {"workflowType": "machine_learning"}
 
 
 def check_tracking_uri(uri: str) -> str:
-    """Return ``uri`` if it names a store that can be used.
+    """Return ``uri`` if it names a store that can be used, and holds no credentials: they come from the environment.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it does not, or it does.
     """
     if re.match(URI_PATTERN, uri) is None:
         raise ConfigError(
             f"{public_uri(uri)!r} is no tracking URI", remedy="Use http(s)://host:port or sqlite:////absolute/path.db."
         )
+    if public_uri(uri) != uri:
+        raise ConfigError(
+            f"the tracking URI {public_uri(uri)} came with credentials",
+            remedy="Put them into MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN.",
+        )
     return uri
 
 
 def public_uri(uri: str) -> str:
-    """The URI without user name and password."""
+    """The URI without user name and password, and without secrets in its query."""
     parts = urlsplit(uri)
-    if "@" not in parts.netloc:
-        return uri
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    if "@" in parts.netloc:
+        uri = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    return redact(uri)
 
 
 def sqlite_path(uri: str) -> Path | None:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from orchestrator.controller import apply, fold
+from orchestrator.fold import apply, fold
 from orchestrator.ledger import Entry, Ledger
 from orchestrator.state import SweepState
 

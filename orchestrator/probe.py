@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -13,7 +13,7 @@ from cluster.base import ClusterError
 from cluster.connect import connect
 from cluster.probe import Progress, probe
 from cluster.profile import NodeRates, Profile
-from orchestrator.hardware import cluster_options
+from orchestrator.hardware import cluster_request
 from orchestrator.home import Home
 from orchestrator.profiles import ProfileStore, profile_key
 from orchestrator.sweep import load_sweep
@@ -58,10 +58,9 @@ def probe_file(file: Path, home: Home, progress: Progress) -> Probed:
     spec = load_sweep(file)
     if spec.cluster.kind == "replay":
         raise spec.error(("cluster", "kind"), "a table of measurements has no hardware to probe", "Use another kind.")
-    options = cluster_options(spec, home)
-    excluded, options["excluded"] = options["excluded"], None
+    request = cluster_request(spec, home)
     logs = home.profiles / "logs" / uuid4().hex[:8]
-    with connect(workdir=logs, **options) as cluster:
+    with connect(replace(request, excluded=None, claim=None), workdir=logs) as cluster:
         measured = probe(cluster, at_s=time.time(), progress=progress)
         topology = cluster.topology
     if not measured.failed:
@@ -71,7 +70,7 @@ def probe_file(file: Path, home: Home, progress: Progress) -> Probed:
         raise ClusterError(f"no node could be measured; {first.node}: {first.failure}; logs are in {logs}")
     store, key = ProfileStore.of(home), profile_key(spec, topology)
     store.add(key, measured)
-    names = frozenset(excluded(topology)) if excluded is not None else frozenset()
+    names = frozenset(request.excluded(topology)) if request.excluded is not None else frozenset()
     return Probed(profile=measured, file=store.path(key), excluded=names)
 
 

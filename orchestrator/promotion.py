@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from orchestrator import report_format as fmt
-from orchestrator.controller import fold
 from orchestrator.errors import ConfigError
+from orchestrator.fold import fold
 from orchestrator.home import check_name
 from orchestrator.ledger import Ledger
 from orchestrator.space import short_name

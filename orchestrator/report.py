@@ -117,7 +117,7 @@ def report_markdown(state: SweepState, summary: Summary) -> str:
 
 
 def _title(state: SweepState, summary: Summary) -> RenderableType:
-    style = {"finished": "green", "failed": "red", "running": "cyan"}[summary.state]
+    style = {"finished": "green", "failed": "red", "running": "cyan"}.get(summary.state, "yellow")
     title = Text.assemble((summary.sweep, "bold"), f" on {state.sweep.hardware}: ", (summary.state, style))
     return title.append(f", {summary.reason}" if summary.reason else "")
 

@@ -14,10 +14,18 @@ from trials.outcome import Measurement
 STATUS_WORDS = {
     "stopped_early": "stopped early",
     "oom": "out of memory",
+    "host_oom": "host memory",
     "timed_out": "timed out",
     "gang_lost": "gang lost",
 }
-STATUS_STYLES = {"measured": "green", "running": "cyan", "proposed": "dim", "crashed": "red", "timed_out": "red"}
+STATUS_STYLES = {
+    "measured": "green",
+    "running": "cyan",
+    "proposed": "dim",
+    "crashed": "red",
+    "timed_out": "red",
+    "host_oom": "red",
+}
 DASH = "–"  # noqa: RUF001
 
 

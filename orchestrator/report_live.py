@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
@@ -26,16 +26,20 @@ MAX_ROWS = 12
 _REFRESH_S = 0.25
 
 
-def render_live(state: SweepState, progress: Mapping[int, GangProgress], now_s: float) -> RenderableType:
-    """The sweep at ``now_s`` (clock of the events); ``progress`` holds the latest report per running trial."""
+def render_live(
+    state: SweepState, progress: Mapping[int, GangProgress], now_s: float, waiting: str = ""
+) -> RenderableType:
+    """The sweep at ``now_s`` (clock of the events); ``progress`` holds the latest report per running trial, ``waiting``
+    is why it has fewer nodes than it could use."""
     if state.created is None:
-        return Text("starting ...")
+        return Text(f"waiting for nodes: {waiting}" if waiting else "starting ...")
     running = [trial for trial in state.trials if not _has_ended(trial)]
     shown = _shown(state)
     table = trial_table(state, [*shown, *running], {n: phase_words(p) for n, p in progress.items()})
     hidden = len(state.trials) - len(running) - len(shown)
     more = [Text(f"  ... and {hidden} more", style="dim")] if hidden else []
-    return Group(_header(state, now_s), table, *more, _footer(state, now_s))
+    told = [Text(f"waiting for nodes: {waiting}", style="yellow")] if waiting else []
+    return Group(_header(state, now_s), table, *more, *told, _footer(state, now_s))
 
 
 def phase_words(progress: GangProgress) -> str:
@@ -70,6 +74,7 @@ class LiveView:
         self._unannounced: list[int] = []
         self._num_earlier = 0
         self._refreshed_at_s = 0.0
+        self._waiting = ""
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -97,6 +102,13 @@ class LiveView:
         self._progress[trial] = progress
         self._show()
 
+    def on_lease(self, nodes: Sequence[str], waiting: str) -> None:
+        if waiting != self._waiting and self._live is None:
+            more = f", waiting for more: {waiting}" if waiting else ""
+            self.console.print(f"{len(nodes)} node(s) held{more}", highlight=False, markup=False)
+        self._waiting = waiting
+        self._show()
+
     def _show(self) -> None:
         try:
             if self._live is None:
@@ -108,7 +120,7 @@ class LiveView:
             logger.debug("cannot draw the live table", exc_info=True)
 
     def _render(self) -> RenderableType:
-        return render_live(self._state, self._progress, self._state.now_s)
+        return render_live(self._state, self._progress, self._state.now_s, self._waiting)
 
     def _announce(self) -> None:
         """One line per trial that ended since the last look; those of an earlier controller count as seen."""

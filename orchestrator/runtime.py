@@ -10,18 +10,16 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, assert_never
 from uuid import uuid4
 
 from cluster.base import Cluster, ClusterError, GangEnded, GangLaunch, GangProgress
-from cluster.placement import Placement, Pool
-from orchestrator.controller import fold, step
+from cluster.placement import Placement
+from orchestrator.controller import step
 from orchestrator.early_stop import EarlyStop, settled
-from orchestrator.ledger import Ledger
-from orchestrator.search import Search
-from orchestrator.state import (
+from orchestrator.events import (
     AttemptEnded,
     AttemptLaunched,
     AttemptStopped,
@@ -30,16 +28,25 @@ from orchestrator.state import (
     Event,
     Finish,
     Launch,
+    LeaseChanged,
+    Pause,
     Propose,
     SearchExhausted,
+    Stop,
     SweepFinished,
-    SweepState,
+    SweepPaused,
     Tick,
-    Trial,
     TrialProposed,
-    describe_failure,
 )
-from trials.outcome import GangLost, Outcome
+from orchestrator.fold import fold
+from orchestrator.lease import LeaseKeeper
+from orchestrator.ledger import Ledger
+from orchestrator.placing import Placer
+from orchestrator.requests import new_events
+from orchestrator.search import Search
+from orchestrator.state import SweepState, Trial, describe_failure
+from orchestrator.takeover import Recovered, settle
+from trials.outcome import GangLost, LossCause
 from trials.spec import Candidate
 
 logger = logging.getLogger(__name__)
@@ -57,19 +64,15 @@ class Observer(Protocol):
 
     def on_progress(self, trial: int, progress: GangProgress) -> None: ...
 
+    def on_lease(self, nodes: Sequence[str], waiting: str) -> None:
+        """Nodes held, and why not more."""
+        ...
+
 
 class Projection(Protocol):
     """Carries ledger entries to another system, at its own pace; failures stay inside."""
 
     def sync(self, ledger: Ledger, state: SweepState) -> int: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovered:
-    """What a dead controller's attempt left behind."""
-
-    outcome: Outcome
-    device_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +87,8 @@ class Recipe:
     """What became of the trial's unended attempt of an earlier controller."""
     early_stop: EarlyStop | None = None
     """When a running trial is hopeless; None: never."""
+    placing_s: float = 600.0
+    """How long a trial may wait for nodes while nothing runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,26 +108,29 @@ class Runtime:
         cluster: Cluster,
         search: Search,
         recipe: Recipe,
-        projection: Projection,
+        projections: Sequence[Projection],
         observer: Observer,
+        lease: LeaseKeeper | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._ledger = ledger
         self._cluster = cluster
         self._search = search
         self._recipe = recipe
-        self._projection = projection
+        self._projections = tuple(projections)
         self._observer = observer
         self._clock = clock
+        self._lease = lease or LeaseKeeper(cluster, None)
         self._running: dict[str, _Running] = {}
-        self._free = Pool(cluster.topology)
+        self._killed: dict[str, LossCause] = {}
+        """Attempts that were told to end -> why."""
+        self._placer = Placer(cluster, self._lease, isolation=recipe.isolation, placing_s=recipe.placing_s)
         self._num_lost_in_a_row = 0
-        self._is_interrupted = False
         self._state = fold(ledger.events())
         self._commands: tuple[Command, ...] = ()
 
     def run(self) -> SweepState:
-        """Go on from where the ledger stands until the sweep has ended; return its last state.
+        """Go on from where the ledger stands until the sweep has ended or is paused; return its last state.
 
         Raises:
             ClusterError: the cluster cannot run any pending trial, or loses one attempt after another; mended, the
@@ -131,39 +139,71 @@ class Runtime:
             KeyboardInterrupt: after killing and recording what was running; submitting again continues.
         """
         if self._state.is_over:
-            return self._finish_projection()
+            return self._finish_projections()
         self._take_over()
         try:
             self._loop()
         except KeyboardInterrupt:
             self._interrupt()
             raise
-        return self._finish_projection()
+        finally:
+            self._lease.close()
+        return self._finish_projections()
 
     def _loop(self) -> None:
-        while not self._state.is_over:
+        while self._state.status == "running":
             if not self._act():
-                self._projection.sync(self._ledger, self._state)
+                self._project()
                 self._wait(POLL_S)
+                self._tend()
 
     def _take_over(self) -> None:
-        """Start an epoch and settle what earlier controllers left running."""
+        """Start an epoch and settle what earlier controllers left running. What was asked before the start, but a
+        cancellation, is overruled by it."""
+        self._hear()
         self._dispatch(
             ControllerStarted(at_s=self._clock(), epoch=self._state.epoch + 1, pid=os.getpid(), host=platform.node())
         )
-        for trial in self._state.trials:
-            if trial.is_running:
-                found = self._recipe.recover(trial)
-                logger.info("trial %d of an earlier controller: %s", trial.number, found.outcome.kind)
-                self._dispatch(
-                    AttemptEnded(
-                        at_s=self._clock(),
-                        trial=trial.number,
-                        token=trial.attempts[-1].token,
-                        outcome=settled(trial, found.outcome),
-                        device_seconds=found.device_seconds,
-                    )
-                )
+        for event in settle(self._state, self._recipe.recover, self._clock):
+            self._dispatch(event)
+        self._tend()
+
+    def _tend(self) -> None:
+        """Hear what was asked, and keep the lease in shape."""
+        self._hear()
+        busy = {node for running in self._running.values() for node in running.placement.nodes}
+        self._lease.tend(busy)
+        if self._lease.is_overdue:
+            self._kill_on(self._lease.leaving, "preempted: another sweep needs the node")
+        self._give_up_quarantined(busy)
+        nodes = tuple(node.name for node in self._cluster.topology.nodes)
+        if nodes != self._state.nodes:
+            self._dispatch(LeaseChanged(at_s=self._clock(), nodes=nodes))
+        self._observer.on_lease(nodes, self._lease.waiting)
+
+    def _hear(self) -> None:
+        for event in new_events(self._ledger, self._state, self._clock()):
+            self._dispatch(event)
+
+    def _kill_on(self, nodes: frozenset[str], reason: str) -> None:
+        for attempt_id, running in self._running.items():
+            if not nodes.isdisjoint(running.placement.nodes):
+                self._kill(attempt_id, reason, "preempted")
+
+    def _kill(self, attempt_id: str, reason: str, cause: LossCause) -> bool:
+        """False if it was told before."""
+        if attempt_id in self._killed:
+            return False
+        self._killed[attempt_id] = cause
+        self._cluster.kill(attempt_id, reason)
+        return True
+
+    def _give_up_quarantined(self, busy: set[str]) -> None:
+        if not self._state.quarantined:
+            return
+        for name in self._placer.unfit(self._state.quarantined) - busy:
+            logger.warning("node %s failed too often and is not used any more", name)
+            self._cluster.release(name)
 
     def _act(self) -> bool:
         """Execute the first command that can be executed; its event makes the others anew. False if none can."""
@@ -177,7 +217,12 @@ class Runtime:
                 self._dispatch(self._propose(command.trial))
                 return True
             case Launch():
-                return self._launch(self._state.trials[command.trial], command.attempt)
+                return self._launch(command)
+            case Stop():
+                return self._kill(self._attempt_id(command.trial), command.reason, "controller")
+            case Pause():
+                self._dispatch(SweepPaused(at_s=self._clock(), reason=command.reason))
+                return True
             case Finish():
                 self._dispatch(SweepFinished(at_s=self._clock(), status=command.status, reason=command.reason))
                 return True
@@ -210,14 +255,22 @@ class Runtime:
             expected=suggestion.expected,
         )
 
-    def _launch(self, trial: Trial, attempt: int) -> bool:
-        layout = trial.candidate.layout
-        self._free.lose(self._cluster.lost_nodes)
-        placement = self._free.place(world_size=layout.world_size, tp=layout.tp, isolation=self._recipe.isolation)
+    def _attempt_id(self, trial: int) -> str:
+        return next(attempt_id for attempt_id, running in self._running.items() if running.trial == trial)
+
+    def _launch(self, command: Launch) -> bool:
+        trial = self._state.trials[command.trial]
+        self._placer.follow(self._state.quarantined)
+        limit = self._state.sweep.max_concurrent
+        placement = self._placer.place(trial, avoid=command.avoid, max_passed_over=limit)
         if placement is None:
             if not self._running:
-                raise self._unplaceable(trial)
+                self._placer.wait(trial, self._clock())
             return False
+        self._start(trial, command.attempt, placement)
+        return True
+
+    def _start(self, trial: Trial, attempt: int, placement: Placement) -> None:
         token = uuid4().hex
         attempt_id = f"t{trial.number:04d}-a{attempt}-{token[:8]}"
         launch = self._recipe.build(trial, attempt_id, token, placement)
@@ -232,18 +285,8 @@ class Runtime:
             )
         )
         self._running[attempt_id] = _Running(trial.number, placement)
-        self._free.take(placement.reserved)
+        self._placer.take(trial.number, placement, self._state.waiting)
         self._cluster.launch(launch)
-        return True
-
-    def _unplaceable(self, trial: Trial) -> ClusterError:
-        lost = ", ".join(sorted(self._cluster.lost_nodes))
-        topology = self._cluster.topology
-        return ClusterError(
-            f"trial {trial.number} needs {trial.candidate.layout.world_size} devices; the lease has "
-            f"{topology.num_devices} on {len(topology.nodes)} node(s){f', of which {lost} went away' if lost else ''}. "
-            "Mend the cluster and submit again, or restrict space.world_size"
-        )
 
     def _wait(self, timeout_s: float) -> None:
         """Take in what the gangs report; a tick when they report no end."""
@@ -273,10 +316,11 @@ class Runtime:
 
     def _record(self, event: GangEnded) -> None:
         running = self._running.pop(event.attempt_id)
-        self._free.give_back(running.placement.reserved)
+        self._placer.give_back(running.placement)
         outcome = event.outcome
-        if isinstance(outcome, GangLost) and self._is_interrupted:
-            outcome = replace(outcome, by_controller=True)
+        cause = self._killed.pop(event.attempt_id, None)
+        if isinstance(outcome, GangLost) and cause is not None:
+            outcome = replace(outcome, cause=cause)
         outcome = settled(self._state.trials[running.trial], outcome)
         self._dispatch(
             AttemptEnded(
@@ -287,8 +331,9 @@ class Runtime:
                 device_seconds=event.device_seconds,
             )
         )
-        self._num_lost_in_a_row = self._num_lost_in_a_row + 1 if isinstance(outcome, GangLost) else 0
-        if self._num_lost_in_a_row >= MAX_LOST_IN_A_ROW and not self._is_interrupted:
+        is_lost = isinstance(outcome, GangLost) and outcome.cause == "infrastructure"
+        self._num_lost_in_a_row = self._num_lost_in_a_row + 1 if is_lost else 0
+        if self._num_lost_in_a_row >= MAX_LOST_IN_A_ROW:
             raise ClusterError(
                 f"{MAX_LOST_IN_A_ROW} attempts in a row were lost, the last one: {describe_failure(outcome)}. "
                 "Mend the cluster and submit again"
@@ -302,14 +347,17 @@ class Runtime:
 
     def _interrupt(self) -> None:
         """Kill what runs and record it as lost, so that its device time is charged and nothing dangles."""
-        self._is_interrupted = True
         for attempt_id in list(self._running):
-            self._cluster.kill(attempt_id, "interrupted by the user")
+            self._kill(attempt_id, "interrupted by the user", "controller")
         deadline_s = self._clock() + 10.0
         while self._running and self._clock() < deadline_s:
             self._wait(POLL_S)
-        self._projection.sync(self._ledger, self._state)
+        self._project()
 
-    def _finish_projection(self) -> SweepState:
-        self._projection.sync(self._ledger, self._state)
+    def _project(self) -> None:
+        for projection in self._projections:
+            projection.sync(self._ledger, self._state)
+
+    def _finish_projections(self) -> SweepState:
+        self._project()
         return self._state

@@ -19,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.dominance import Pruned, Pruner
+from orchestrator.events import CandidatesPruned
 from orchestrator.expectation import Expectation, Suggestion
 from orchestrator.large_space import Features, LargeSpace, Lookup, Scalar, without_effect
 from orchestrator.open_candidates import OpenCandidates
-from orchestrator.state import CandidatesPruned, SweepState, Trial
+from orchestrator.state import SweepState, Trial
 from trials.codec import digest
 from trials.outcome import Diverged, Infeasible, OutOfMemory
 from trials.spec import Candidate

@@ -1,4 +1,4 @@
-"""Where a sweep stands: the events of the ledger, the state they fold into, the commands that follow.
+"""Where a sweep stands: what the events of the ledger fold into.
 
 ::
 
@@ -6,10 +6,12 @@
                  ^            |------> stopped_early                    (told as slower than the best)
                  |            |------> oom | infeasible | diverged      (told to the search as constraints)
                  |            |------> crashed | timed_out              (a fault of the candidate; not told)
-                 +------------+        gang_lost                        (launched again, on its own budget)
+                 +------------+        gang_lost | host_oom             (launched again, each on its own budget)
 
-    sweep:    running --> finished    (budget spent, or nothing left worth trying)
-                 |------> failed      (the same error on the first attempts, or too many faults in a row)
+    sweep:    running <-> paused       (asked to pause or drain; the next controller goes on)
+                 |------> finished     (budget spent, or nothing left worth trying)  <- open again when
+                 |------> failed       (the same error first, or too many in a row)  <- trials are retried
+                 |------> cancelled    (asked to; for good)
 
 State is a fold over events and nothing else, so replaying the ledger after a crash gives the state before it.
 """
@@ -18,17 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from cluster.topology import Device
+from orchestrator.events import Action, CandidatesPruned, Origin, SweepCreated
 from orchestrator.expectation import Expectation
 from orchestrator.vector import Vector
-from trials.codec import digest, to_json
-from trials.outcome import GangLost, Measured, Measurement, Outcome, StoppedEarly
-from trials.spec import Candidate, Workload
+from trials.outcome import GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly
+from trials.spec import Candidate
 
-Origin = Literal["baseline", "sampler"]
-SweepStatus = Literal["running", "finished", "failed"]
+SweepStatus = Literal["running", "paused", "finished", "failed", "cancelled"]
 TrialStatus = Literal[
     "proposed",
     "running",
@@ -39,187 +40,9 @@ TrialStatus = Literal[
     "diverged",
     "timed_out",
     "crashed",
+    "host_oom",
     "gang_lost",
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """Limits of a sweep, checked before anything is launched; ``None`` means no limit."""
-
-    max_trials: int | None = None
-    device_hours: float | None = None
-    wall_time_s: float | None = None
-    consecutive_failures: int = 5
-    lost_attempts_per_trial: int = 3
-    patience: int | None = None
-    """Trials that ended one after another without any being the best so far."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepCreated:
-    """First event: everything that stays the same for the life of the sweep."""
-
-    kind: ClassVar[str] = "sweep_created"
-    at_s: float
-    sweep: str
-    spec_hash: str
-    workload: Workload
-    budget: Budget
-    max_concurrent: int
-    num_legal: int
-    hardware: str
-    """The topology's label, e.g. ``1x8 NVIDIA H200``."""
-    fingerprint: Mapping[str, str]
-    """Environment: library versions, driver, host kind. Trials are comparable only where it is equal."""
-    num_earlier_trials: int = 0
-    """Of earlier sweeps, from which the search learned before its first trial."""
-    num_earlier_sweeps: int = 0
-
-    def trial_key(self, candidate: Candidate) -> str:
-        """Identity of a measurement: SHA-256 of candidate, workload and environment. Equal keys compare."""
-        return digest([candidate.config_key, to_json(self.workload), dict(self.fingerprint)])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControllerStarted:
-    """A controller took the ledger, whose lock keeps others out; ``epoch`` grows by one each time."""
-
-    kind: ClassVar[str] = "controller_started"
-    at_s: float
-    epoch: int
-    pid: int
-    host: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialProposed:
-    """Trial ``trial`` (0 is the baseline) is to be measured."""
-
-    kind: ClassVar[str] = "trial_proposed"
-    at_s: float
-    trial: int
-    candidate: Candidate
-    origin: Origin
-    reason: str
-    """Why it was proposed, for people."""
-    expected: Expectation | None = None
-    """What was predicted of it; None where nothing was."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptLaunched:
-    """Written before the gang is started."""
-
-    kind: ClassVar[str] = "attempt_launched"
-    at_s: float
-    trial: int
-    attempt: int
-    token: str
-    ranks: tuple[Device, ...]
-    num_devices: int
-    """Devices reserved, possibly more than ranks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptStopped:
-    """The attempt with this token is to be killed: its first steps were too slow. Written before it is."""
-
-    kind: ClassVar[str] = "attempt_stopped"
-    at_s: float
-    trial: int
-    token: str
-    outcome: StoppedEarly
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptEnded:
-    """The attempt with this token is over and its devices are free. Unknown or stale tokens change nothing."""
-
-    kind: ClassVar[str] = "attempt_ended"
-    at_s: float
-    trial: int
-    token: str
-    outcome: Outcome
-    device_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CandidatesPruned:
-    """Trial ``witness`` ran out of memory, and with it candidates that need as much: ``rules`` counts them by rule."""
-
-    kind: ClassVar[str] = "candidates_pruned"
-    at_s: float
-    witness: int
-    rules: Mapping[str, int]
-    """Rule id (``oom-<knob>``, ``oom-several``) to the number of candidates it rules out."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchExhausted:
-    """The sampler has no further candidate that it would measure; ``reason`` says why."""
-
-    kind: ClassVar[str] = "search_exhausted"
-    at_s: float
-    reason: str = "every legal candidate was tried"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepFinished:
-    """Last event."""
-
-    kind: ClassVar[str] = "sweep_finished"
-    at_s: float
-    status: SweepStatus
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
-    """Time passed. Never stored."""
-
-    kind: ClassVar[str] = "tick"
-    at_s: float
-
-
-LedgerEvent = (
-    SweepCreated
-    | ControllerStarted
-    | TrialProposed
-    | AttemptLaunched
-    | AttemptStopped
-    | AttemptEnded
-    | CandidatesPruned
-    | SearchExhausted
-    | SweepFinished
-)
-Event = LedgerEvent | Tick
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Propose:
-    """Ask the search for the candidate of this trial."""
-
-    trial: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """Start this attempt as soon as devices are free."""
-
-    trial: int
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finish:
-    """End the sweep: no further command follows."""
-
-    status: SweepStatus
-    reason: str
-
-
-Command = Propose | Launch | Finish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,9 +99,14 @@ class Trial:
 
     @property
     def num_lost(self) -> int:
-        """Attempts lost to the infrastructure; those that ended with their controller do not count."""
+        """Attempts lost to the infrastructure; those ended by their controller or for another sweep do not count."""
         outcomes = [attempt.outcome for attempt in self.attempts]
-        return sum(isinstance(outcome, GangLost) and not outcome.by_controller for outcome in outcomes)
+        return sum(isinstance(outcome, GangLost) and outcome.cause == "infrastructure" for outcome in outcomes)
+
+    @property
+    def num_host_ooms(self) -> int:
+        """Attempts that ended because a host ran out of memory."""
+        return sum(isinstance(attempt.outcome, HostOutOfMemory) for attempt in self.attempts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,6 +120,18 @@ class SweepState:
     epoch: int = 0
     status: SweepStatus = "running"
     finish_reason: str = ""
+    """Why it finished, failed, was cancelled or paused."""
+    asked: Action | None = None
+    """What somebody wants done and is not done yet."""
+    asked_by: str = ""
+    num_requests: int = 0
+    """Requests of the ledger taken in so far."""
+    nodes: tuple[str, ...] | None = None
+    """Held now; None before anything was said about it."""
+    strikes: Mapping[str, int] = field(default_factory=dict)
+    """Node to faults in a row that are blamed on it."""
+    quarantined: frozenset[str] = frozenset()
+    """Nodes with so many that nothing is placed there any more."""
     trials: Vector[Trial] = field(default_factory=Vector)
     waiting: tuple[int, ...] = ()
     """Numbers of those to be launched, or launched again; in order."""
@@ -303,11 +143,13 @@ class SweepState:
     """Why there is nothing left to propose; empty while there is."""
     now_s: float = 0.0
     active_s: float = 0.0
-    """Seconds during which some controller was at work."""
+    """Seconds during which some controller was at work and held nodes."""
     device_seconds: float = 0.0
     """Device time charged so far, ended attempts only."""
     end_order: Vector[int] = field(default_factory=Vector)
-    """Trial numbers in the order in which their attempts ended, lost ones left out."""
+    """Trial numbers in the order in which their attempts ended, those launched again left out."""
+    judged_from: int = 0
+    """Index in ``end_order`` from which on failures count against the sweep: those before were retried."""
 
     @property
     def sweep(self) -> SweepCreated:
@@ -322,7 +164,16 @@ class SweepState:
 
     @property
     def is_over(self) -> bool:
-        return self.status != "running"
+        """Whether no controller has anything to do."""
+        return self.status in ("finished", "failed", "cancelled")
+
+    @property
+    def budgeted_device_seconds(self) -> float:
+        """Charged so far, with what running attempts hold until now."""
+        running = (self.trials[number].attempts[-1] for number in self.running)
+        return self.device_seconds + sum(
+            max(0.0, self.now_s - attempt.launched_at_s) * attempt.num_devices for attempt in running
+        )
 
     @property
     def baseline(self) -> Trial | None:

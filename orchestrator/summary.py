@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Self, get_args
 
 from orchestrator import statistics
+from orchestrator.events import CandidatesPruned
 from orchestrator.ledger import Ledger
 from orchestrator.mlflow_urls import public_uri
 from orchestrator.space import short_name
-from orchestrator.state import CandidatesPruned, SweepState, SweepStatus, Trial, TrialStatus
+from orchestrator.state import SweepState, SweepStatus, Trial, TrialStatus
 from orchestrator.statistics import Estimate, Interval, Verdict
 from trials.codec import to_json
 from trials.outcome import StoppedEarly

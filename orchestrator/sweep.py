@@ -12,6 +12,7 @@ from cluster.base import Deadlines
 from orchestrator.candidates import build_candidate
 from orchestrator.errors import ConfigError
 from orchestrator.knob_types import Section, fault
+from orchestrator.notify_section import NotifySection
 from orchestrator.replay_space import ReplayError, ReplaySpace, replay_space
 from orchestrator.rules import Filters, check
 from orchestrator.sweep_errors import refuse_secrets, to_config_error
@@ -31,6 +32,9 @@ from orchestrator.yaml_source import KeyPath, YamlSource, dotted, read_yaml
 from trials.codec import digest
 from trials.spec import Candidate, Protocol, Workload
 
+OPERATIONAL = frozenset({"address", "min_nodes", "max_wait", "queue", "priority"})
+"""Keys of ``cluster`` that say where and when, not what is measured on."""
+
 
 class SweepSpec(Section):
     """One sweep, as the user described it."""
@@ -48,6 +52,7 @@ class SweepSpec(Section):
         default="trials.worker:run_rank", description="Function every rank runs, as module:function."
     )
     tracking: TrackingSection = Field(default=TrackingSection(), description="Where results are recorded.")
+    notify: NotifySection | None = Field(default=None, description="Who is told when something happens to it.")
 
     _source: YamlSource | None = PrivateAttr(default=None)
 
@@ -150,8 +155,11 @@ class SweepSpec(Section):
 
     @property
     def spec_hash(self) -> str:
-        """SHA-256 of :meth:`to_json`: equal for files that mean the same."""
-        return digest(self.to_json())
+        """SHA-256 of :meth:`to_json` without what may change while a sweep goes on: equal for files that mean the
+        same."""
+        content = {key: value for key, value in self.to_json().items() if key != "notify"}
+        cluster = {key: value for key, value in content["cluster"].items() if key not in OPERATIONAL}
+        return digest({**content, "cluster": cluster})
 
 
 def load_sweep(path: str | Path) -> SweepSpec:

@@ -13,27 +13,32 @@ from pydantic_core import ErrorDetails
 
 from orchestrator.errors import ConfigError
 from orchestrator.yaml_source import KeyPath, YamlSource
+from trials.secrets import redact
 
 SEE_DOCS = "See docs/sweep-file.md."
-_CREDENTIAL_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/@]+@")
-_SECRET_VALUE = re.compile(
-    r"-----BEGIN |\b(AKIA[0-9A-Z]{16}|gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_\w{20,}|sk-[\w-]{20,}|xox[abp]-\S{10,})"
-)
 _SECRET_KEY = re.compile(r"(^|[_-])(password|passwd|secret|token|api[_-]?key|credentials?)$", re.IGNORECASE)
+_REMEDY = "Keep secrets in the environment, not in files."
 
 
 def refuse_secrets(source: YamlSource) -> None:
-    """Raise a :class:`ConfigError`, which does not repeat the secret, where the file seems to hold one."""
+    """Raise a :class:`ConfigError`, which does not repeat the secret, where the file seems to hold one.
+
+    That is a value or key which has the form of a credential or holds what a secret variable of this process holds, or
+    anything under a key named like a secret.
+    """
     for path, value in _leaves(source.data, ()):
-        key = next((part for part in reversed(path) if isinstance(part, str)), "")
-        if isinstance(value, str) and (_CREDENTIAL_URL.search(value) or _SECRET_VALUE.search(value)):
-            raise source.error(path, "the value holds a credential", "Keep secrets in the environment, not in files.")
-        if value is not None and _SECRET_KEY.search(key):
-            raise source.error(path, "secrets do not belong here", "Keep secrets in the environment, not in files.")
+        for i, part in enumerate(path):
+            if isinstance(part, str) and redact(part) != part:
+                raise source.error(path[:i], "a key holds a credential", _REMEDY)
+            if isinstance(part, str) and _SECRET_KEY.search(part) and value is not None:
+                raise source.error(path[: i + 1], "secrets do not belong here", _REMEDY)
+        if isinstance(value, str) and redact(value) != value:
+            raise source.error(path, "the value holds a credential", _REMEDY)
 
 
 def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    if isinstance(value, dict | list):
+    """Also empty mappings and lists: their keys count."""
+    if isinstance(value, dict | list) and value:
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _leaves(item, (*path, key))
     else:

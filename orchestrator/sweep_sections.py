@@ -12,7 +12,7 @@ from cluster.base import Deadlines
 from orchestrator.knob_types import Section, fault
 from orchestrator.mlflow_urls import URI_PATTERN
 from orchestrator.run_types import off_is_false
-from orchestrator.sweep_types import ByteSize, Duration, Positive, Size, resolve
+from orchestrator.sweep_types import ByteSize, Duration, Identifier, Positive, Size, resolve
 from trials.spec import Protocol
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -90,6 +90,18 @@ class ClusterSection(Section):
     )
     address: str | None = Field(default=None, description="Address of a running Ray cluster; null starts one here.")
     num_nodes: Size = Field(default=1, description="Nodes to lease.")
+    min_nodes: Size | None = Field(
+        default=None, description="Nodes to begin and go on with, at least; null: num_nodes. Further ones join later."
+    )
+    max_wait_s: Duration | None = Field(
+        default=None,
+        alias="max_wait",
+        description='How long to wait for min_nodes, like "30m"; null: as long as it takes.',
+    )
+    queue: Identifier = Field(default="default", description="Queue that this sweep waits in; see docs/service.md.")
+    priority: Annotated[int, Field(ge=-100, le=100)] = Field(
+        default=0, description="Sweeps of a higher priority take nodes from those of a lower one, which are paused."
+    )
     devices_per_node: Size | None = Field(default=None, description="Devices per node; null: all there are.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is a GPU.")
     device_memory_bytes: ByteSize | None = Field(
@@ -108,8 +120,15 @@ class ClusterSection(Section):
         default=False, description="Leave out nodes that `tune-cluster probe` found slow, or could not measure."
     )
 
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """Fewest and most nodes to hold."""
+        return self.min_nodes or self.num_nodes, self.num_nodes
+
     @model_validator(mode="after")
     def _consistent(self) -> ClusterSection:
+        if self.min_nodes is not None and self.min_nodes > self.num_nodes:
+            raise fault("min_nodes", f"{self.min_nodes} is above num_nodes {self.num_nodes}", "Lower it.")
         if self.kind != "ray" and self.address is not None:
             raise fault("address", f"a {self.kind} cluster has no address", "Remove it, or use kind: ray.")
         for key in ("exclude_nodes", "exclude_slow_nodes"):
@@ -229,6 +248,9 @@ class BudgetSection(Section):
         description='Time with a controller at work, like "10m" or "2h"; null: no limit.',
     )
     consecutive_failures: Size = Field(default=5, description="Failed trials in a row.")
+    strikes_per_node: Size = Field(
+        default=3, description="Losses and hangs in a row that are blamed on a node before it is not used any more."
+    )
 
 
 class DeadlinesSection(Section):
@@ -238,9 +260,12 @@ class DeadlinesSection(Section):
     warmup_s: Positive = Field(default=Deadlines().warmup_s, description="In warm-up.")
     measuring_s: Positive = Field(default=Deadlines().measuring_s, description="In the measured steps.")
     stall_s: Positive = Field(default=Deadlines().stall_s, description="Between two signs of progress of any rank.")
+    placing_s: Positive = Field(
+        default=600.0, description="Waiting for nodes while nothing else runs; then the sweep stops and can be resumed."
+    )
 
     def to_deadlines(self) -> Deadlines:
-        return Deadlines(**self.model_dump())
+        return Deadlines(**self.model_dump(exclude={"placing_s"}))
 
 
 class TrackingSection(Section):

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 
 from orchestrator import tracking_content as content
 from orchestrator.errors import ConfigError
+from orchestrator.events import SweepCreated, SweepFinished
 from orchestrator.ledger import Entry, Ledger
 from orchestrator.mlflow_urls import artifact_folder, public_uri, sqlite_path
 from orchestrator.outbox import Outbox
-from orchestrator.state import SweepCreated, SweepFinished, SweepState
+from orchestrator.state import SweepState
 from orchestrator.summary import Recorded
 from orchestrator.tracking_projection import project, put_sweep_file
 from orchestrator.tracking_settings import apply_settings

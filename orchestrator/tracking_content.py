@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from orchestrator import report_format as fmt
+from orchestrator.events import SweepCreated
 from orchestrator.findings_text import findings_lines, findings_metrics
 from orchestrator.space import flat_params, short_name
-from orchestrator.state import SweepCreated, SweepState, Trial, describe_failure
+from orchestrator.state import SweepState, Trial, describe_failure
 from orchestrator.statistics import relative_spread, tokens_per_s_per_device
 from orchestrator.summary import speed_unit
 from trials.codec import digest, to_json

@@ -6,10 +6,20 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from orchestrator import tracking_content as content
+from orchestrator.events import (
+    AttemptEnded,
+    AttemptLaunched,
+    ControllerStarted,
+    SweepCreated,
+    SweepEnd,
+    SweepFinished,
+    SweepPaused,
+    TrialsRetried,
+)
 from orchestrator.ledger import Entry
 from orchestrator.report import report_markdown
 from orchestrator.report_html import report_html
-from orchestrator.state import AttemptEnded, AttemptLaunched, SweepCreated, SweepFinished, SweepState, Trial
+from orchestrator.state import SweepState, Trial
 from orchestrator.summary import summarize
 from trials.outcome import GangLost, Measured, Outcome, StoppedEarly
 
@@ -61,6 +71,10 @@ def project(runs: Runs, entry: Entry, state: SweepState) -> None:
             _project_launched(runs, entry.event, state)
         case AttemptEnded():
             _project_ended(runs, entry.event, state)
+        case ControllerStarted() | TrialsRetried():
+            _project_going_on(runs, entry.event, state)
+        case SweepPaused():
+            _project_paused(runs, entry.event, state)
         case SweepFinished():
             _project_finished(runs, entry.event, state)
         case _:
@@ -81,6 +95,19 @@ def _ensure_sweep(runs: Runs, state: SweepState) -> str:
     return known["sweep"]
 
 
+def _project_going_on(runs: Runs, event: ControllerStarted | TrialsRetried, state: SweepState) -> None:
+    if state.epoch > 1 or isinstance(event, TrialsRetried):
+        run_id = _ensure_sweep(runs, state)
+        runs.go_on(run_id)
+        runs.log(run_id, event.at_s, tags={"tc.state": state.status})
+
+
+def _project_paused(runs: Runs, event: SweepPaused, state: SweepState) -> None:
+    run_id = _ensure_sweep(runs, state)
+    runs.log(run_id, event.at_s, tags={"tc.state": state.status, "tc.reason": event.reason})
+    runs.end(run_id, "KILLED", event.at_s)
+
+
 def _project_finished(runs: Runs, event: SweepFinished, state: SweepState) -> None:
     run_id = _ensure_sweep(runs, state)
     summary = summarize(state, runs.uri)
@@ -89,7 +116,8 @@ def _project_finished(runs: Runs, event: SweepFinished, state: SweepState) -> No
     runs.put_text(run_id, report_html(state, summary), "report.html")
     runs.put_text(run_id, content.json_text(summary.to_json()), "summary.json")
     runs.log(run_id, event.at_s, tags={_NOTE: note, "tc.state": event.status, "tc.reason": event.reason})
-    runs.end(run_id, "FINISHED" if event.status == "finished" else "FAILED", event.at_s)
+    ends: dict[SweepEnd, str] = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
+    runs.end(run_id, ends[event.status], event.at_s)
 
 
 def _ensure_trial(runs: Runs, state: SweepState, trial: Trial) -> str:

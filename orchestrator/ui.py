@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import artifact_folder
 from orchestrator.signals import interrupt_on_sigterm
+from trials.secrets import is_secret_name
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ def serve(
         raise ConfigError("the tracking URI names a running server", key="tracking.uri", remedy="Open it in a browser.")
     base = f"http://{host}:{port}"
     _check_port(host, port)
+    if not _is_loopback(host):
+        logger.warning("the MLflow server at %s asks for no password: who reaches it reads and changes results", base)
     with _server(_command(uri, host, port)) as server, interrupt_on_sigterm():
         try:
             _wait_until_up(server, base)
@@ -64,6 +68,13 @@ def _check_port(host: str, port: int) -> None:
             ) from None
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _command(uri: str, host: str, port: int) -> list[str]:
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, "--host", host]
     command += ["--port", str(port), "--workers", "1"]
@@ -73,8 +84,12 @@ def _command(uri: str, host: str, port: int) -> list[str]:
 
 @contextmanager
 def _server(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """The server in a session of its own, so that all its processes can be ended together."""
-    env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    """The server in a session of its own, so that all its processes can be ended together.
+
+    Its database and artifacts are local files: it gets no secret of ours.
+    """
+    env = {name: value for name, value in os.environ.items() if not is_secret_name(name)}
+    env |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     server = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
     try:
         yield server

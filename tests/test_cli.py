@@ -14,8 +14,6 @@ from click.testing import CliRunner
 from orchestrator.cli import main
 from tests import sweeps
 
-COMMANDS = ("submit", "plan", "probe", "status", "report", "ui", "promote", "show")
-
 
 def run(*arguments):
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
@@ -35,7 +33,7 @@ def refused(tmp_path, file, *words):
     assert not home.exists()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", main.commands)
 def test_every_command_has_an_example_and_json(command):
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -131,7 +129,7 @@ def test_unknown_sweeps_and_registered_names(tmp_path):
         assert result.exit_code == 2, result.output
         assert result.stderr.startswith("error: ")
     assert not home.exists()
-    result = run("status", "--home", home, "--json")
+    result = run("ps", "--home", home, "--json")
     assert (result.exit_code, json.loads(result.stdout)) == (0, [])
 
 

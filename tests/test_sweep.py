@@ -8,18 +8,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from cluster.base import ClusterError
 from cluster.connect import connect
 from orchestrator import service
+from orchestrator.events import AttemptEnded, AttemptLaunched, TrialProposed
 from orchestrator.home import Home
 from orchestrator.ledger import Ledger
 from orchestrator.report import LiveView
-from orchestrator.state import AttemptEnded, AttemptLaunched, TrialProposed
 from orchestrator.tracking import Tracker
 from tests import sweeps
+from tests.orchestrator.mlflow_store import new_store
 from trials.outcome import Measured
 
 pytestmark = pytest.mark.slow
@@ -60,17 +62,41 @@ def eventually_gone(text, timeout_s=20.0):
     return left
 
 
-def test_a_sweep_measures_records_and_is_only_read_the_second_time(tmp_path):
-    file = sweeps.write(tmp_path)
-    result = submit(file, tmp_path / "home")
-    assert result.state.status == "finished"
-    assert [trial.status for trial in result.state.trials] == ["measured"] * 4
-    assert result.state.trials[0].candidate.layout.dp_replicate == 2
-    keys = [trial.candidate.config_key for trial in result.state.trials]
-    assert len(set(keys)) == 4
-    assert result.state.device_seconds > 0
-    again = submit(file, tmp_path / "home")
-    assert again.state == result.state
+def fresh_home(folder):
+    """A home with an empty MLflow store: making one takes seconds."""
+    home = folder / "home"
+    home.mkdir()
+    new_store(home)
+    return home
+
+
+class Undisturbed(NamedTuple):
+    """A sweep that ran in peace, but for MLflow being away, and was then submitted again."""
+
+    home: Path
+    first: service.Result
+    again: service.Result
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    file, home = sweeps.write(folder, budget={"max_trials": 5}), folder / "home"
+    with pytest.MonkeyPatch.context() as away:
+        away.setattr(Tracker, "sync", lambda self, ledger, state: 0)
+        first = submit(file, home)
+    return Undisturbed(home, first, submit(file, home))
+
+
+def test_a_sweep_measures_records_and_is_only_read_the_second_time(undisturbed):
+    state = undisturbed.first.state
+    assert state.status == "finished"
+    assert [trial.status for trial in state.trials] == ["measured"] * 5
+    assert state.trials[0].candidate.layout.dp_replicate == 2
+    keys = [trial.candidate.config_key for trial in state.trials]
+    assert len(set(keys)) == 5
+    assert state.device_seconds > 0
+    assert undisturbed.again.state == state
 
 
 def test_small_gangs_run_side_by_side_on_disjoint_devices(tmp_path):
@@ -83,9 +109,10 @@ def test_small_gangs_run_side_by_side_on_disjoint_devices(tmp_path):
         measure={"num_steps": 40, "max_steps": 40},
         budget={"max_trials": 3},
     )
-    result = submit(file, tmp_path / "home")
+    home = fresh_home(tmp_path)
+    result = submit(file, home)
     assert [trial.status for trial in result.state.trials] == ["measured"] * 3
-    with Ledger.open_existing(tmp_path / "home" / "sweeps" / "tiny") as ledger:
+    with Ledger.open_existing(home / "sweeps" / "tiny") as ledger:
         events = list(ledger.events())
     running, most = {}, 0
     for event in events:
@@ -106,7 +133,7 @@ def test_every_kind_of_failure_has_its_outcome_and_the_sweep_goes_on(tmp_path):
         budget={"max_trials": 6, "consecutive_failures": 6},
         deadlines={"starting_s": 20, "stall_s": 3},
     )
-    result = submit(file, tmp_path / "home")
+    result = submit(file, fresh_home(tmp_path))
     found = {
         (trial.candidate.micro_batch_size, "full" if trial.candidate.recompute.full else "none"): trial.outcome
         for trial in result.state.trials
@@ -123,33 +150,23 @@ def test_every_kind_of_failure_has_its_outcome_and_the_sweep_goes_on(tmp_path):
 
 
 def test_a_hang_ends_at_its_deadline_and_too_little_memory_is_an_out_of_memory(tmp_path):
-    hang = sweeps.write(
+    file = sweeps.write(
         tmp_path,
-        file_name="hang.yaml",
-        name="hang",
         runner="tests.faulty_runner:run_rank",
-        space={"dp_replicate": [1], "micro_batch_size": [8]},
-        baseline={"dp_replicate": 2, "micro_batch_size": 1},
-        deadlines={"starting_s": 3},
-    )
-    result = submit(hang, tmp_path / "home")
-    assert [trial.status for trial in result.state.trials] == ["measured", "timed_out"]
-    small = sweeps.write(
-        tmp_path,
-        file_name="oom.yaml",
-        name="oom",
-        workload={"seq_length": 1024, "global_batch_size": 64},
-        space={"dp_replicate": [1], "micro_batch_size": [1, 64]},
+        workload={"seq_length": 1024, "global_batch_size": 16},
+        space={"dp_replicate": [1], "micro_batch_size": [1, 8, 16]},
         baseline={"dp_replicate": 1, "micro_batch_size": 1},
         cluster={"device_memory": "200MiB"},
+        deadlines={"starting_s": 3},
     )
-    result = submit(small, tmp_path / "home")
-    assert [trial.status for trial in result.state.trials] == ["measured", "oom"]
+    result = submit(file, fresh_home(tmp_path))
+    found = {trial.candidate.micro_batch_size: trial.status for trial in result.state.trials}
+    assert found == {1: "measured", 8: "timed_out", 16: "oom"}
 
 
 def test_the_same_error_on_the_first_three_attempts_stops_the_sweep_with_it(tmp_path):
     file = sweeps.write(tmp_path, runner="tests.faulty_runner:always_raises")
-    process = command("submit", file, "--json", home=tmp_path / "home")
+    process = command("submit", file, "--json", home=fresh_home(tmp_path))
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 1, stderr
     body = json.loads(stdout)
@@ -194,14 +211,13 @@ def kill_after(process, home, target, delay_s):
 
 @pytest.mark.fault
 @pytest.mark.parametrize("kind", ["local", pytest.param("ray", marks=pytest.mark.ray)])
-def test_a_controller_killed_at_any_moment_continues_and_measures_nothing_twice(tmp_path, kind):
+def test_a_controller_killed_at_any_moment_continues_and_measures_nothing_twice(tmp_path, undisturbed, kind):
     """SIGKILL along the way; then every trial is there once, as without kills, and no process is left."""
     file = sweeps.write(tmp_path, budget={"max_trials": 5}, cluster={"kind": kind})
-    undisturbed = submit(sweeps.write(tmp_path, "calm.yaml", budget={"max_trials": 5}), tmp_path / "calm")
-    home = tmp_path / "home"
+    home = fresh_home(tmp_path)
     rng = random.Random(0)
     num_kills = 0
-    for target in (2, 4, 7, 11) if kind == "local" else (4, 9):
+    for target in (2, 7, 11) if kind == "local" else (4, 9):
         process = command("submit", file, "--json", home=home)
         num_kills += kill_after(process, home, target, rng.uniform(0.0, 0.4))
         assert eventually_gone(str(home)) == []
@@ -213,7 +229,7 @@ def test_a_controller_killed_at_any_moment_continues_and_measures_nothing_twice(
     with Ledger.open_existing(home / "sweeps" / "tiny") as ledger:
         events = list(ledger.events())
     proposals = [event.candidate for event in events if isinstance(event, TrialProposed)]
-    assert proposals == [trial.candidate for trial in undisturbed.state.trials]
+    assert proposals == [trial.candidate for trial in undisturbed.first.state.trials]
     measured = [e.trial for e in events if isinstance(e, AttemptEnded) and isinstance(e.outcome, Measured)]
     assert sorted(measured) == list(range(5))
     assert eventually_gone(str(home)) == []
@@ -242,20 +258,20 @@ class LosingCluster:
 
 @pytest.mark.fault
 def test_a_cluster_that_loses_every_gang_stops_the_sweep_which_then_goes_on(tmp_path, monkeypatch):
-    file = sweeps.write(tmp_path, budget={"max_trials": 3})
+    file, home = sweeps.write(tmp_path, budget={"max_trials": 3}), fresh_home(tmp_path)
     with monkeypatch.context() as broken:
-        broken.setattr(service, "connect", lambda **options: LosingCluster(connect(**options)))
+        broken.setattr(service, "connect", lambda *args, **options: LosingCluster(connect(*args, **options)))
         with pytest.raises(ClusterError, match=r"5 attempts in a row.*the cable was pulled"):
-            submit(file, tmp_path / "home")
-    assert not service.load("tiny", Home(tmp_path / "home")).state.is_over
-    result = submit(file, tmp_path / "home")
+            submit(file, home)
+    assert not service.load("tiny", Home(home)).state.is_over
+    result = submit(file, home)
     assert result.state.status == "finished"
     assert result.state.trials[2].status == "measured"
 
 
 @pytest.mark.fault
 def test_sigterm_ends_in_good_order_and_the_next_submit_goes_on(tmp_path):
-    home = tmp_path / "home"
+    home = fresh_home(tmp_path)
     file = sweeps.write(tmp_path, measure={"num_steps": 400, "max_steps": 400}, budget={"max_trials": 1})
     process = command("submit", file, home=home)
     while num_events(home) < 4:
@@ -274,19 +290,14 @@ def test_sigterm_ends_in_good_order_and_the_next_submit_goes_on(tmp_path):
     assert [trial.status for trial in submit(file, home).state.trials] == ["measured"]
 
 
-def test_mlflow_away_is_caught_up_with_by_submitting_again(tmp_path, monkeypatch):
-    file = sweeps.write(tmp_path, budget={"max_trials": 2})
-    with monkeypatch.context() as away:
-        away.setattr(Tracker, "sync", lambda self, ledger, state: 0)
-        submit(file, tmp_path / "home")
-    result = submit(file, tmp_path / "home")
-    assert result.recorded is not None
-    assert recorded_trials(tmp_path / "home") == [("0", "FINISHED"), ("1", "FINISHED")]
+def test_mlflow_away_is_caught_up_with_by_submitting_again(undisturbed):
+    assert undisturbed.first.recorded is None
+    assert undisturbed.again.recorded is not None
+    assert recorded_trials(undisturbed.home) == [(str(trial), "FINISHED") for trial in range(5)]
 
 
-def test_another_file_under_the_same_name_is_refused_and_nothing_changes(tmp_path):
-    home = tmp_path / "home"
-    submit(sweeps.write(tmp_path, budget={"max_trials": 1}), home)
+def test_another_file_under_the_same_name_is_refused_and_nothing_changes(tmp_path, undisturbed):
+    home = undisturbed.home
     before = (home / "sweeps" / "tiny" / "ledger.sqlite").read_bytes()
     process = command("submit", sweeps.write(tmp_path, budget={"max_trials": 2}), home=home)
     _, stderr = process.communicate(timeout=60)

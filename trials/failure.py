@@ -13,7 +13,7 @@ import errno
 from collections.abc import Iterator
 from typing import Literal
 
-FailureClass = Literal["oom", "infeasible", "diverged", "data", "connection", "error"]
+FailureClass = Literal["oom", "host_oom", "infeasible", "diverged", "data", "connection", "error"]
 
 
 class InfeasibleSpec(ValueError):  # noqa: N818  # named like the outcome it leads to
@@ -28,15 +28,16 @@ class NonFiniteLoss(ArithmeticError):  # noqa: N818  # says what was found
     """Training diverged. The message names the step and the value."""
 
 
-_OUT_OF_MEMORY = (
-    "out of memory",
+_DEVICE_MEMORY = ("out of memory", "cublas_status_alloc_failed")
+"""Lower-case message parts: CUDA, cuBLAS."""
+
+_HOST_MEMORY = (
     "defaultcpuallocator: can't allocate memory",
     "defaultcpuallocator: not enough memory",
     "std::bad_alloc",
     "cannot allocate memory",
-    "cublas_status_alloc_failed",
 )
-"""Lower-case message parts: CUDA, torch's CPU allocator, C++, mmap and fork, cuBLAS."""
+"""Lower-case message parts: torch's CPU allocator, C++, mmap and fork."""
 
 _CONNECTION = (
     "connection closed by peer",
@@ -52,6 +53,7 @@ _CONNECTION = (
     "wait timeout",
     "collective operation timeout",
     "ncclremoteerror",
+    "ncclsystemerror",
     "nccl communicator was aborted",
     "remote process exited",
 )
@@ -62,22 +64,24 @@ _BY_TYPE_NAME: dict[str, FailureClass] = {
     "DataError": "data",
     "NonFiniteLoss": "diverged",
     "OutOfMemoryError": "oom",
-    "MemoryError": "oom",
+    "MemoryError": "host_oom",
     "DistNetworkError": "connection",
     "DistStoreError": "connection",
 }
 
 
-def classify(error: BaseException) -> FailureClass:
-    """Say what kind of failure ``error`` is, looking through its chain of causes.
+def classify(error: BaseException, device: Literal["cpu", "cuda"] = "cpu") -> FailureClass:
+    """Say what kind of failure ``error`` of a rank on ``device`` is, looking through its chain of causes.
 
     The innermost error with a kind of its own wins. "connection" means collateral: some peer of the gang failed first,
-    so it counts only when nothing in the chain says more; "error" is everything not recognised.
+    so it counts only when nothing in the chain says more; "error" is everything not recognised. A rank on the CPU has
+    the host's memory (its share of it, by :func:`trials.memory.limit_memory`) for a device's: for it there is no
+    "host_oom".
     """
     kinds = [_classify_one(link) for link in _chain(error)]
     for kind in reversed(kinds):
         if kind not in ("connection", "error"):
-            return kind
+            return "oom" if kind == "host_oom" and device == "cpu" else kind
     return "connection" if "connection" in kinds else "error"
 
 
@@ -91,19 +95,14 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _classify_one(error: BaseException) -> FailureClass:
-    if _is_memory_message(error):
+    message = str(error).lower()
+    if any(part in message for part in _HOST_MEMORY) or getattr(error, "errno", None) == errno.ENOMEM:
+        return "host_oom"
+    if any(part in message for part in _DEVICE_MEMORY):
         return "oom"
     for cls in type(error).__mro__:
         if cls.__name__ in _BY_TYPE_NAME:
             return _BY_TYPE_NAME[cls.__name__]
-    message = str(error).lower()
     if isinstance(error, ConnectionError) or any(part in message for part in _CONNECTION):
         return "connection"
     return "error"
-
-
-def _is_memory_message(error: BaseException) -> bool:
-    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return True
-    message = str(error).lower()
-    return any(part in message for part in _OUT_OF_MEMORY)

@@ -93,6 +93,8 @@ class Measurement:
     samples_per_step: int = 0
     findings: Findings = field(default_factory=Findings)
     """What the runner found out besides; recompute effects are those of the rank where they are largest."""
+    places: tuple[str, ...] = ()
+    """Per rank, where it really ran: host and device, no two alike. Empty where no ranks exist (virtual clusters)."""
 
     @property
     def step_time_s(self) -> float:
@@ -204,15 +206,27 @@ class Crashed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostOutOfMemory:
+    """The kernel killed a rank because the host's memory ran out, not the device's. Launched again once."""
+
+    kind: ClassVar[str] = "host_oom"
+    consequence: ClassVar[Consequence] = "fault"
+    evidence: Evidence
+
+
+LossCause = Literal["infrastructure", "controller", "preempted"]
+"""A node, agent, link or device failed; the controller ended or was told to pause; somebody else needs the nodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GangLost:
-    """A node, an agent or the controller went away under the gang."""
+    """The gang ended through no fault of its candidate. Only ``infrastructure`` counts against budgets and nodes."""
 
     kind: ClassVar[str] = "gang_lost"
     consequence: ClassVar[Consequence] = "retry"
     evidence: Evidence
-    by_controller: bool = False
-    """The controller ended or was interrupted: the attempt counts against no budget of lost attempts."""
+    cause: LossCause = "infrastructure"
 
 
-Outcome = Measured | StoppedEarly | OutOfMemory | Infeasible | Diverged | TimedOut | Crashed | GangLost
-Failure = StoppedEarly | OutOfMemory | Infeasible | Diverged | TimedOut | Crashed | GangLost
+Failure = StoppedEarly | OutOfMemory | HostOutOfMemory | Infeasible | Diverged | TimedOut | Crashed | GangLost
+Outcome = Measured | Failure

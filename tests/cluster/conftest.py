@@ -1,5 +1,6 @@
 import pytest
 
+from cluster.connect import ClusterRequest, connect
 from cluster.local import LocalCluster
 from cluster.topology import discover_node
 from tests.cluster.gangs import PRELOAD
@@ -13,9 +14,9 @@ def local_cluster(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ray_cluster(tmp_path_factory):
-    from cluster.ray_cluster import RayCluster
-
-    with RayCluster(tmp_path_factory.mktemp("ray"), devices_per_node=4, preload=PRELOAD) as cluster:
+    with connect(
+        ClusterRequest(devices_per_node=4), workdir=tmp_path_factory.mktemp("ray"), preload=PRELOAD
+    ) as cluster:
         yield cluster
 
 

@@ -6,6 +6,7 @@ Prints "ready" when the gang has signed in, then closes the cluster at the first
 import sys
 from pathlib import Path
 
+from cluster.connect import ClusterRequest, connect
 from cluster.local import LocalCluster
 from cluster.topology import discover_node
 from tests.cluster.gangs import PRELOAD, launch, wait_for_pids
@@ -14,9 +15,7 @@ from tests.cluster.gangs import PRELOAD, launch, wait_for_pids
 def open_cluster(kind, workdir):
     if kind == "local":
         return LocalCluster(workdir, discover_node(num_devices=2), preload=PRELOAD)
-    from cluster.ray_cluster import RayCluster
-
-    return RayCluster(workdir, devices_per_node=2, preload=PRELOAD)
+    return connect(ClusterRequest(devices_per_node=2), workdir=workdir, preload=PRELOAD)
 
 
 def main(kind, folder):

@@ -3,6 +3,7 @@
 Every process leaves a file named by its pid in ``spec["pids"]``, for the tests to see that it is gone.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
 from trials.codec import to_json
 from trials.outcome import RankReport, StepBreakdown
@@ -160,3 +162,59 @@ def spawns(spec, progress):
     if spec["then"] == "hang":
         time.sleep(FOREVER_S)
     return report()
+
+
+def hangs_in_step(spec, progress):
+    """All have reported the same step; then one rank hangs in its own way while its peers wait in the collective."""
+    rank = join(spec)
+    all_reduce()
+    progress("measuring", step=1)
+    if rank == spec["rank"]:
+        HANGS[spec["how"]]()
+    all_reduce()
+    return report()
+
+
+def sleep_in_python():
+    time.sleep(FOREVER_S)
+
+
+def stop_oneself():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hold_the_interpreter():
+    """Sleep in C without letting go of the interpreter's lock."""
+    while True:
+        ctypes.PyDLL(None).sleep(FOREVER_S)
+
+
+HANGS = {"sleep": sleep_in_python, "stop": stop_oneself, "c": hold_the_interpreter}
+
+
+def ends_by_sigterm(spec, progress):
+    sign_in(spec)
+    if os.environ["RANK"] == spec["rank"]:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(FOREVER_S)
+
+
+def eats_memory(spec, progress):
+    """One rank, or a child process that loads its data, takes memory without end."""
+    sign_in(spec)
+    if os.environ["RANK"] != "0":
+        time.sleep(FOREVER_S)
+    if spec["where"] == "loader":
+        for _ in DataLoader(Glutton(), num_workers=1):
+            pass
+    Glutton()[0]
+
+
+class Glutton(Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        taken = []
+        while True:
+            taken.append(bytearray(b"x" * (4 << 20)))

@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.base import ClusterError
-from cluster.ray_nodes import Wanted, names_by_id, selector
+from cluster.ray_nodes import NoSuchNodesError, View, Wanted, bundle, names_by_id
 
 
 def node(identity, host="host", *, alive=True, **resources):
@@ -19,40 +19,54 @@ HEAD, SMALL, LARGE, LARGER = (
 NODES = [HEAD, SMALL, LARGE, LARGER]
 
 
-def test_other_nodes_take_the_place_of_those_left_out_as_far_as_there_are_others():
-    one = Wanted(num_nodes=1)
-    assert one.bundles(NODES) == [{"CPU": 8.0, "GPU": 8.0}]
-    assert one.bundles(NODES, {"3"}) == [{"CPU": 8.0, "GPU": 4.0}]
-    assert Wanted(num_nodes=2).bundles(NODES, {"2"}) == [{"CPU": 8.0, "GPU": 8.0}]
-    assert one.devices(one.bundles(NODES)[0]) == ("cuda", 8)
-    assert Wanted(num_nodes=1, devices_per_node=2).devices({"CPU": 8.0}) == ("cpu", 2)
+def fitting(wanted, num_nodes, left_out=()):
+    shape = wanted.shape(NODES, num_nodes, left_out)
+    view = View(nodes={node["NodeID"]: node for node in NODES})
+    return shape.num_devices, [node["NodeID"] for node in view.able(shape)]
+
+
+def test_a_lease_is_of_nodes_alike_the_best_there_are_but_for_those_left_out():
+    assert fitting(Wanted(), 1) == (8, ["3"])
+    assert fitting(Wanted(), 1, {"3"}) == (4, ["3", "2"])
+    assert fitting(Wanted(), 2) == (4, ["3", "2"])
+    assert fitting(Wanted(devices_per_node=2), 2) == (2, ["3", "2"])
+    assert fitting(Wanted(device="cpu"), 3) == (2, ["2", "3", "1"])
+    assert bundle(LARGE) == {"CPU": 8.0, "GPU": 4.0}
 
 
 @pytest.mark.parametrize(
     ("wanted", "left_out", "words"),
     [
-        (Wanted(num_nodes=1), {"2", "3"}, r"every node of the Ray cluster with GPUs is excluded \(2\)"),
-        (Wanted(num_nodes=3), {"2"}, "3 nodes are asked for; the Ray cluster has 2 with GPUs"),
-        (Wanted(num_nodes=2, devices_per_node=8), set(), "devices_per_node is 8; the nodes have 4 GPUs"),
+        (Wanted(), {"2", "3"}, r"every node of the Ray cluster with GPUs is excluded \(2\)"),
+        (Wanted(devices_per_node=8), set(), "devices_per_node is 8; the nodes have 4 GPUs"),
     ],
 )
 def test_what_cannot_be_leased_is_told(wanted, left_out, words):
     with pytest.raises(ClusterError, match=words):
-        wanted.bundles(NODES, left_out)
+        wanted.shape(NODES, 2, left_out)
 
 
 def test_a_cluster_without_gpus_gives_cores_and_dead_nodes_give_nothing():
     cores = [SMALL, node("4", CPU=4.0, alive=False)]
-    assert Wanted(num_nodes=1).bundles(cores) == [{"CPU": 2.0}]
-    with pytest.raises(ClusterError, match="no node of the Ray cluster has a GPU"):
-        Wanted(num_nodes=1, device="cuda").bundles(cores)
+    assert Wanted().shape(cores, 2).label == "2 CPUs"
+    with pytest.raises(NoSuchNodesError, match="no node of the Ray cluster has a GPU"):
+        Wanted(device="cuda").shape(cores, 1)
 
 
-def test_names_are_unique_and_the_same_whatever_is_leased():
+def test_nodes_that_are_partly_held_are_not_free_and_those_to_be_taken_away_not_able():
+    view = View(
+        nodes={node["NodeID"]: node for node in NODES},
+        available={"2": {"CPU": 8.0, "GPU": 4.0}, "3": {"CPU": 8.0, "GPU": 7.0}},
+        draining=frozenset({"2"}),
+    )
+    assert [view.is_free(node) for node in (SMALL, LARGE, LARGER)] == [False, True, False]
+    assert [node["NodeID"] for node in view.able(Wanted().shape(NODES, 2))] == ["3"]
+
+
+def test_names_are_unique_the_same_for_every_lease_and_stay_with_their_nodes():
     alike = [node("b", "x y"), node("a", "x y"), node("c", "other")]
-    assert names_by_id(alike) == names_by_id(alike[::-1]) == {"a": "x-y", "b": "x-y-n1", "c": "other"}
-
-
-def test_the_selector_names_every_node_left_out():
-    assert selector(()) == {}
-    assert selector({"b", "a"}) == {"ray.io/node-id": "!in(a,b)"}
+    names = names_by_id(alike, {})
+    assert names == names_by_id(alike[::-1], {}) == {"a": "x-y", "b": "x-y-n1", "c": "other"}
+    rebooted = [node("a", "x y", alive=False), node("0", "x y"), *alike[::2]]
+    assert names_by_id(rebooted, names) == {**names, "0": "x-y-n2"}
+    assert names_by_id(rebooted, {}) == {"0": "x-y", "b": "x-y-n1", "c": "other"}

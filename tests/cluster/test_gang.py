@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.gang import COLLATERAL, OOM_WINDOW_S, fold
-from cluster.messages import RankFailure, RankSuccess
+from cluster.gang import CAUSE_WINDOW_S, CLOCK_SKEW_S, COLLATERAL, fold, root_cause
+from cluster.messages import Place, RankFailure, RankSuccess
 from trials.outcome import (
     Crashed,
     Diverged,
     GangLost,
+    HostOutOfMemory,
     Infeasible,
     Measured,
     OutOfMemory,
@@ -20,8 +21,10 @@ from trials.outcome import (
     TimedOut,
 )
 
+OOM_WINDOW_S = CAUSE_WINDOW_S["oom"]
 
-def success(rank, times, **changes):
+
+def success(rank, times, place=None, **changes):
     report = RankReport(
         rank=rank,
         world_size=2,
@@ -36,7 +39,7 @@ def success(rank, times, **changes):
         model_flops_per_token=6.0,
         compile_s=float(rank),
     )
-    return RankSuccess(rank=rank, report=dataclasses.replace(report, **changes))
+    return RankSuccess(rank=rank, report=dataclasses.replace(report, **changes), place=place)
 
 
 def failure(category, *, rank=0, at_s=0.0, **changes):
@@ -44,12 +47,15 @@ def failure(category, *, rank=0, at_s=0.0, **changes):
     return RankFailure(rank=rank, category=category, at_s=at_s, **values)
 
 
-ROOT_CATEGORIES = ("oom", "infeasible", "data", "diverged", "error", "exception", "exit", "deadline", "lost")
+OWN_DOING = ("oom", "host_oom", "infeasible", "data", "diverged", "device_busy", "preempted")
+ABSENCE = ("deadline", "lost", "controller")
+ROOT_CATEGORIES = (*OWN_DOING, "error", "exception", "exit", *ABSENCE)
 failures = st.builds(
     failure,
     st.sampled_from((*ROOT_CATEGORIES, "connection", "stopped")),
     rank=st.integers(0, 7),
     at_s=st.floats(0, 5),
+    node=st.sampled_from("ab"),
 )
 
 
@@ -84,11 +90,13 @@ def test_ranks_that_disagree_on_the_number_of_steps_are_an_error():
     ("category", "kind"),
     [
         ("oom", OutOfMemory),
+        ("host_oom", HostOutOfMemory),
         ("infeasible", Infeasible),
         ("data", Infeasible),
         ("diverged", Diverged),
         ("deadline", TimedOut),
         ("lost", GangLost),
+        ("device_busy", GangLost),
         ("error", Crashed),
         ("exit", Crashed),
         ("connection", Crashed),
@@ -137,3 +145,67 @@ def test_a_root_cause_always_comes_before_collateral(found):
         )
     elif any(item.category in COLLATERAL for item in found):
         assert isinstance(outcome, Crashed)
+
+
+@pytest.mark.parametrize(
+    ("category", "cause"),
+    [
+        ("lost", "infrastructure"),
+        ("device_busy", "infrastructure"),
+        ("controller", "controller"),
+        ("preempted", "preempted"),
+    ],
+)
+def test_a_lost_gang_says_by_whom(category, cause):
+    outcome = fold([failure(category, rank=None, at_s=2.0), failure("connection", rank=1, at_s=1.0)])
+    assert isinstance(outcome, GangLost)
+    assert outcome.cause == cause
+    assert outcome.evidence.node == "n"
+
+
+@given(st.sampled_from(OWN_DOING), st.sampled_from(ABSENCE), st.floats(0.001, CLOCK_SKEW_S * 0.99), st.booleans())
+def test_clocks_that_are_apart_do_not_turn_cause_and_effect_around(own, absence, skew_s, same_node):
+    """What cannot be an effect is the cause even if its node's clock is behind; on one node the clock is right."""
+    late = failure(own, rank=0, node="a", at_s=10.0 + skew_s)
+    early = failure(absence, rank=None, node="a" if same_node else "b", at_s=10.0)
+    is_late_the_cause = not same_node or own in CAUSE_WINDOW_S
+    assert root_cause([late, early]) is (late if is_late_the_cause else early)
+    assert root_cause([early, late]) is root_cause([late, early])
+
+
+def test_a_crash_stays_the_cause_when_its_peers_node_is_lost_later():
+    crash = failure("exit", rank=0, node="a", at_s=10.0, exit_code=-11)
+    lost = failure("lost", rank=None, node="b", at_s=40.0)
+    assert fold([lost, crash]).evidence.exit_code == -11
+    assert isinstance(fold([failure("connection", node="a", at_s=10.0), lost]), GangLost), "but no lost connection does"
+
+
+def test_the_earlier_of_two_kinds_of_out_of_memory_counts():
+    device, host = failure("oom", at_s=1.0), failure("host_oom", rank=1, at_s=1.5)
+    assert isinstance(fold([host, device]), OutOfMemory)
+    assert isinstance(fold([dataclasses.replace(host, at_s=0.5), device]), HostOutOfMemory)
+
+
+def place(node, device, host="h"):
+    return Place(node=node, host=host, device=device)
+
+
+def test_where_ranks_ran_is_kept_with_the_measurement():
+    outcome = fold([success(1, [1.0], place("b", "GPU-2")), success(0, [1.0], place("a", "3"))])
+    assert isinstance(outcome, Measured)
+    assert outcome.measurement.places == ("a/3", "b/GPU-2")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "problem"),
+    [
+        (place("a", "0"), place("a", "0"), "ranks 0 and 1 both ran on device 0 of a"),
+        (place("a", "GPU-1"), place("b", "GPU-1"), "ranks 0 and 1 both ran on device GPU-1 of b"),
+        (place("a", "0", host="x"), place("a", "1", host="y"), "ranks of a ran on two hosts, x and y"),
+    ],
+)
+def test_ranks_that_ran_elsewhere_than_ordered_are_no_measurement(first, second, problem):
+    outcome = fold([success(0, [1.0], first), success(1, [1.0], second)])
+    assert isinstance(outcome, GangLost)
+    assert problem in outcome.evidence.message
+    assert outcome.evidence.node == second.node

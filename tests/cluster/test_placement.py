@@ -129,7 +129,7 @@ def test_a_pool_places_as_if_counted_anew(problem, rng):
     taken = [device for device in cluster.devices if rng.random() < 0.5]
     pool.take(taken)
     lost = {cluster.nodes[0].name} if rng.random() < 0.5 else set()
-    pool.lose(lost)
+    pool.set_nodes(cluster, lost)
     pool.give_back(taken)
     pool.take(device for device in cluster.devices if device not in free)
     assert pool.place(**wanted) == place(cluster, frozenset(d for d in free if d.node not in lost), **wanted)

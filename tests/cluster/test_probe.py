@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cluster.accelerators import describe_topology
 from cluster.base import ClusterError, GangLaunch
-from cluster.connect import Simulation, clock_of, connect
+from cluster.connect import ClusterRequest, Simulation, clock_of, connect
 from cluster.placement import Placement
 from cluster.probe import RUNNER, probe, slowest_link
 from cluster.profile import NodeRates, Profile, slow_figures
@@ -31,9 +31,13 @@ QUICK = ProbeSpec(
 
 
 def simulated(**behaviour):
-    return connect(
-        "simulated", workdir=None, num_nodes=6, simulation=Simulation(accelerator="a100-80", noise=0.01, **behaviour)
-    )
+    simulation = Simulation(accelerator="a100-80", noise=0.01, **behaviour)
+    return connect(request(6, simulation=simulation), workdir=None)
+
+
+def request(num_nodes, **rest):
+    rest = {"simulation": Simulation(accelerator="a100-80")} | rest
+    return ClusterRequest(kind="simulated", min_nodes=num_nodes, max_nodes=num_nodes, **rest)
 
 
 def node(name, per_s):
@@ -116,14 +120,8 @@ def test_a_node_that_cannot_be_measured_is_named_with_the_reason():
 
 
 def test_excluded_nodes_are_not_used_whatever_the_backend():
-    excluded = connect(
-        "simulated",
-        workdir=None,
-        num_nodes=3,
-        simulation=Simulation(accelerator="a100-80"),
-        excluded=lambda topology: {topology.nodes[1].name},
-    )
-    with excluded as cluster:
+    without_one = request(3, excluded=lambda topology: {topology.nodes[1].name})
+    with connect(without_one, workdir=None) as cluster:
         assert [found.name for found in cluster.topology.nodes] == ["node0000", "node0002"]
         assert {found.node for found in probe(cluster, at_s=0.0).nodes} == {"node0000", "node0002"}
         assert describe_topology(cluster.topology).num_nodes == 2
@@ -134,12 +132,7 @@ def test_nothing_left_is_an_error_and_gives_the_lease_back(monkeypatch):
     closed = []
     monkeypatch.setattr(SimulatedCluster, "close", lambda self: closed.append(self))
     with pytest.raises(ClusterError, match="every node of the lease is excluded"):
-        connect(
-            "simulated",
-            workdir=None,
-            simulation=Simulation(accelerator="a100-80"),
-            excluded=lambda topology: {topology.nodes[0].name},
-        )
+        connect(request(1, excluded=lambda topology: {topology.nodes[0].name}), workdir=None)
     assert len(closed) == 1
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.accelerators import catalogue, describe_topology
-from cluster.connect import Simulation, connect
+from cluster.connect import ClusterRequest, Simulation, connect
 from cluster.cost.calibrate import derivatives
 from cluster.cost.coefficients import TIME, assumed_prior, load_prior
 from cluster.probe import probe
@@ -30,6 +30,11 @@ CPU = Topology(
         ),
     )
 )
+
+
+def simulated(simulation, num_nodes=4):
+    request = ClusterRequest(kind="simulated", min_nodes=num_nodes, max_nodes=num_nodes, simulation=simulation)
+    return connect(request, workdir=None)
 
 
 def profile(flops_per_s, *, copy=None, link=None, node="n0", formats=("float32",)):
@@ -103,7 +108,7 @@ def test_number_formats_keep_their_measured_ratios():
 
 
 def test_data_sheet_figures_stay():
-    with connect("simulated", workdir=None, simulation=Simulation(accelerator="h100")) as cluster:
+    with simulated(Simulation(accelerator="h100"), num_nodes=1) as cluster:
         described = describe_topology(cluster.topology)
         seen = probe(cluster, at_s=0.0)
     assert with_measured_figures(described, seen) == described
@@ -135,7 +140,7 @@ def test_without_measurements_nothing_moves():
 def test_a_probe_finds_the_coefficients_of_a_machine_far_from_the_prior(seed):
     names = ("memory_efficiency", "link_efficiency", "network_efficiency", "collective_latency_s")
     simulation = Simulation(accelerator="h100", deviation=1.0, seed=seed, noise=0.01)
-    with connect("simulated", workdir=None, num_nodes=4, simulation=simulation) as cluster:
+    with simulated(simulation) as cluster:
         truth = cluster._cost.coefficients
         seen = probe(cluster, at_s=0.0)
         described = describe_topology(cluster.topology)
@@ -150,7 +155,7 @@ def test_a_probe_finds_the_coefficients_of_a_machine_far_from_the_prior(seed):
 
 def test_slow_nodes_reduce_the_rates_unless_they_are_left_out():
     simulation = Simulation(accelerator="h100", slow_nodes={"node0001": 1.5})
-    with connect("simulated", workdir=None, num_nodes=4, simulation=simulation) as cluster:
+    with simulated(simulation) as cluster:
         seen, described = probe(cluster, at_s=0.0), describe_topology(cluster.topology)
     healthy = seen.only({node.node for node in seen.nodes} - set(seen.unfit))
     prior = load_prior("time")
@@ -161,7 +166,7 @@ def test_slow_nodes_reduce_the_rates_unless_they_are_left_out():
 
 def test_racks_joined_by_fast_links_tell_of_those_not_of_the_network():
     simulation = Simulation(accelerator="gb200")
-    with connect("simulated", workdir=None, num_nodes=4, simulation=simulation) as cluster:
+    with simulated(simulation) as cluster:
         seen, described = probe(cluster, at_s=0.0), describe_topology(cluster.topology)
     assert described.accelerator.domain_size > 4 * described.devices_per_node
     prior = assumed_prior(TIME, noise=0.05)

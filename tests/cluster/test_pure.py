@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cluster import topology
 from cluster.base import ClusterError, Deadlines
-from cluster.connect import connect, describe
+from cluster.connect import ClusterRequest, connect, describe
 from cluster.messages import Lines, RankProgress, Stop, line
 from cluster.ray_agent import interface_of
 from cluster.topology import DeviceError, discover_node, path_safe
@@ -84,16 +84,16 @@ def test_only_visible_gpus_count(gpus, monkeypatch):
 def test_asking_for_gpus_without_any_names_the_remedy(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ClusterError, match="use device: cpu"):
-        describe("local", device="cuda")
+        describe(ClusterRequest(kind="local", device="cuda"))
 
 
 def test_describe_starts_nothing_and_knows_what_it_can():
-    found = describe("ray", devices_per_node=3, device="cpu")
+    found = describe(ClusterRequest(devices_per_node=3, device="cpu"))
     assert found is not None
     assert found.num_devices == 3
-    assert describe("ray", address="10.0.0.1:6379") is None
+    assert describe(ClusterRequest(address="10.0.0.1:6379")) is None
     with pytest.raises(ClusterError, match="2 nodes"):
-        describe("local", num_nodes=2)
+        describe(ClusterRequest(kind="local", min_nodes=2, max_nodes=2))
 
 
 def test_an_address_where_nobody_listens_is_told_at_once(tmp_path):
@@ -101,9 +101,9 @@ def test_an_address_where_nobody_listens_is_told_at_once(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with pytest.raises(ClusterError, match=f"nothing answers at 127.0.0.1:{port}.*ray start"):
-        connect("ray", workdir=tmp_path, address=f"127.0.0.1:{port}")
+        connect(ClusterRequest(address=f"127.0.0.1:{port}"), workdir=tmp_path)
     with pytest.raises(ClusterError, match="host:port"):
-        connect("ray", workdir=tmp_path, address="head")
+        connect(ClusterRequest(address="head"), workdir=tmp_path)
 
 
 def test_names_become_safe_for_paths():

@@ -208,8 +208,35 @@ def test_a_lost_node_loses_its_gangs_only():
     assert lost.evidence.node == "node0001"
     assert ends[gangs[1].attempt_id].device_seconds == pytest.approx(4 * 35.0)
     assert cluster.lost_nodes == {"node0001"}
-    again = launch(cluster, "x", spec=trial(), devices=cluster.topology.node("node0001").devices)
+    assert (names(cluster), cluster.waiting) == (["node0000"], "2 nodes are asked for; the cluster has 1")
+    again = dataclasses.replace(gangs[1], attempt_id="again", token="again")
+    cluster.launch(again)
     assert isinstance(end_of(cluster, again).outcome, GangLost)
+
+
+def names(cluster):
+    return [node.name for node in cluster.topology.nodes]
+
+
+def test_a_lease_shrinks_grows_and_takes_another_node_for_one_it_lost_or_gave_back():
+    cluster = simulated(num_nodes=4, node_losses={"node0001": 35.0})
+    cluster.resize(1, keep={"node0001", "node0002"})
+    assert names(cluster) == ["node0001", "node0002"], "what is busy stays until it is named no more"
+    gang = launch(cluster, "x", spec=trial(), devices=cluster.topology.node("node0001").devices)
+    cluster.resize(1, keep={"node0001"})
+    assert names(cluster) == ["node0001"]
+    assert isinstance(end_of(cluster, gang).outcome, GangLost)
+    assert (names(cluster), cluster.waiting) == (["node0000"], "")
+    gang = launch(cluster, "x", spec=trial(), devices=cluster.topology.node("node0000").devices)
+    cluster.release("node0000")
+    assert isinstance(end_of(cluster, gang).outcome, GangLost)
+    assert names(cluster) == ["node0002"]
+    cluster.resize(0)
+    assert (names(cluster), cluster.waiting) == ([], "")
+    cluster.resize(4, at_least=3)
+    assert names(cluster) == [], "three together or none"
+    cluster.resize(4, at_least=2)
+    assert names(cluster) == ["node0002", "node0003"]
 
 
 def test_a_slow_node_slows_its_gangs():

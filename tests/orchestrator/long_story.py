@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from orchestrator.controller import fold
+from orchestrator.events import Budget, ControllerStarted, LedgerEvent, SweepFinished
+from orchestrator.fold import fold
 from orchestrator.ledger import Ledger
-from orchestrator.state import Budget, ControllerStarted, LedgerEvent, SweepFinished, SweepState
+from orchestrator.state import SweepState
 from tests.orchestrator.story import created, ended, failures, launched, measured, proposed
 from trials.outcome import Outcome
 from trials.spec import Candidate, Layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cluster.topology import Device
-from orchestrator.state import AttemptEnded, AttemptLaunched, Budget, SweepCreated, TrialProposed
+from orchestrator.events import AttemptEnded, AttemptLaunched, Budget, SweepCreated, TrialProposed
 from trials.findings import (
     Findings,
     GraphReport,

@@ -4,19 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.controller import apply, decide, fold, step
-from orchestrator.state import (
-    Budget,
-    ControllerStarted,
-    Finish,
-    Launch,
-    Propose,
-    SearchExhausted,
-    SweepFinished,
-    SweepState,
-    Tick,
-    TrialStatus,
-)
+from orchestrator.controller import decide, step
+from orchestrator.events import Budget, ControllerStarted, Finish, Launch, Propose, SearchExhausted, SweepFinished, Tick
+from orchestrator.fold import apply, fold
+from orchestrator.state import SweepState, TrialStatus
 from tests.orchestrator.story import created, ended, evidence, failures, launched, measured, proposed
 from trials.codec import from_json, to_json
 from trials.outcome import GangLost, Outcome
@@ -53,7 +44,7 @@ def test_a_lost_gang_is_launched_again_until_its_own_budget_is_spent():
     events = [created(budget=Budget(max_trials=1, lost_attempts_per_trial=2)), proposed(0)]
     lost = failures()["gang_lost"]
     events += [launched(0, 0), ended(0, lost, 0)]
-    assert decide(fold(events)) == (Launch(trial=0, attempt=1),)
+    assert decide(fold(events)) == (Launch(trial=0, attempt=1, avoid=("host",)),)
     events += [launched(0, 1), ended(0, lost, 1)]
     assert decide(fold(events)) == (Finish(status="finished", reason="the budget of 1 trials is spent"),)
 
@@ -120,11 +111,11 @@ def test_stale_and_repeated_results_change_nothing():
 
 
 def test_attempts_that_ended_with_their_controller_are_on_no_budget():
-    lost = GangLost(evidence=evidence(), by_controller=True)
+    lost = GangLost(evidence=evidence(), cause="controller")
     events = [created(budget=Budget(max_trials=1, lost_attempts_per_trial=2)), proposed(0)]
     for attempt in range(5):
         events += [launched(0, attempt), ended(0, lost, attempt)]
-    assert decide(fold(events)) == (Launch(trial=0, attempt=5),)
+    assert decide(fold(events)) == (Launch(trial=0, attempt=5, avoid=("host",)),)
 
 
 def test_a_failing_sweep_waits_for_the_gangs_beside():

@@ -12,13 +12,13 @@ import pytest
 
 from benchmarks.controller_scale import measure
 from orchestrator import service
-from orchestrator.controller import fold
+from orchestrator.events import TrialProposed
+from orchestrator.fold import fold
 from orchestrator.hardware import known_topology
 from orchestrator.home import Home
 from orchestrator.ledger import Ledger
 from orchestrator.plan import make_plan
 from orchestrator.rounds import as_of, first_trial, round_start
-from orchestrator.state import TrialProposed
 from orchestrator.sweep import load_sweep
 from tests.orchestrator.story import created, ended, failures, launched, measured, proposed
 

@@ -7,15 +7,15 @@ import pytest
 
 from cluster.base import GangProgress
 from orchestrator.beliefs import Predictor
-from orchestrator.controller import fold
 from orchestrator.early_stop import ALLOWANCE, EarlyStop, settled
+from orchestrator.events import AttemptEnded, AttemptStopped
+from orchestrator.fold import fold
 from orchestrator.guided import expected_log_times
 from orchestrator.guided_search import GuidedSearch
 from orchestrator.ledger import Ledger
 from orchestrator.report import cost
 from orchestrator.search import Search
 from orchestrator.space import flat_params
-from orchestrator.state import AttemptEnded, AttemptStopped
 from orchestrator.summary import summarize
 from tests.orchestrator import test_guided_search as machine
 from tests.orchestrator.story import created, ended, failures, launched, measured, proposed

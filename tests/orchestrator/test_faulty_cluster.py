@@ -16,12 +16,12 @@ from cluster.modelled import ModelledCost
 from cluster.simulated import Behaviour, SimulatedCluster
 from cluster.topology import uniform_topology
 from orchestrator.beliefs import Predictor
+from orchestrator.events import Budget
 from orchestrator.guided_search import GuidedSearch
 from orchestrator.ledger import Ledger
-from orchestrator.runtime import Recipe, Recovered, Runtime
+from orchestrator.runtime import Recipe, Runtime
 from orchestrator.search import Search
 from orchestrator.space import flat_params
-from orchestrator.state import Budget
 from tests.orchestrator.story import created
 from tests.orchestrator.virtual_sweeps import Quiet
 from trials.codec import to_json
@@ -86,7 +86,7 @@ def run(behaviour, sampler, seed, folder):
     with Ledger(folder) as ledger, cluster:
         budget = Budget(consecutive_failures=len(CANDIDATES))
         ledger.append(created(workload=WORKLOAD, budget=budget, max_concurrent=16))
-        lost = GangLost(evidence=Evidence(message=""), by_controller=True)
+        lost = GangLost(evidence=Evidence(message=""), cause="controller")
         runtime = Runtime(
             ledger=ledger,
             cluster=cluster,
@@ -97,7 +97,7 @@ def run(behaviour, sampler, seed, folder):
                 build=build,
                 recover=lambda trial: Recovered(outcome=lost, device_seconds=0.0),
             ),
-            projection=Nowhere(),
+            projections=[Nowhere()],
             observer=Quiet(),
             clock=cluster.clock,
         )

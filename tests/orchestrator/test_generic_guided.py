@@ -12,11 +12,11 @@ from cluster.accelerators import load_cluster
 from cluster.modelled import ModelledCost
 from orchestrator.beliefs import Predictor
 from orchestrator.cli import main
-from orchestrator.controller import fold
+from orchestrator.events import Budget
+from orchestrator.fold import fold
 from orchestrator.guided_search import GuidedSearch
 from orchestrator.search import Search
 from orchestrator.space import flat_params
-from orchestrator.state import Budget
 from tests.orchestrator.story import created, ended, launched, measured, proposed
 from tests.orchestrator.virtual_sweeps import submit
 from trials.dryrun.records import Traffic

@@ -14,13 +14,13 @@ from cluster.cost.estimate import CostModel
 from cluster.topology import uniform_topology
 from orchestrator import beliefs
 from orchestrator.beliefs import NotDescribedError, Predictor
-from orchestrator.controller import fold
+from orchestrator.events import Budget
+from orchestrator.fold import fold
 from orchestrator.forecast import make_predictor
 from orchestrator.guided_search import GuidedSearch
 from orchestrator.rules import check
 from orchestrator.search import Search
 from orchestrator.space import flat_params
-from orchestrator.state import Budget
 from tests.orchestrator.story import created, ended, failures, launched, measured, proposed
 from trials.spec import Candidate, Layout, LlamaModel, Loader, Precision, Recompute, TextData, Workload
 

@@ -7,10 +7,10 @@ from click.testing import CliRunner
 from orchestrator.cli import main
 from orchestrator.dryrun_cache import DryRunCache, cache_key
 from orchestrator.estimates import KnownEstimates
+from orchestrator.events import AttemptEnded
 from orchestrator.home import Home
 from orchestrator.knowledge import DRY_RUNS, PROFILE, TRANSFER, Knowledge
 from orchestrator.ledger import Ledger
-from orchestrator.state import AttemptEnded
 from orchestrator.sweep import load_sweep
 from tests.orchestrator.sweep_files import changed, write
 from tests.orchestrator.virtual_sweeps import SWEEP, submit

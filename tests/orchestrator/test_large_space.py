@@ -9,8 +9,9 @@ from rich.console import Console
 
 from cluster.topology import uniform_topology
 from orchestrator import plan, service, space
-from orchestrator.controller import fold
 from orchestrator.errors import ConfigError
+from orchestrator.events import Budget
+from orchestrator.fold import fold
 from orchestrator.forecast import make_predictor
 from orchestrator.guided_search import GuidedSearch
 from orchestrator.home import Home
@@ -20,7 +21,6 @@ from orchestrator.report_plan import render_plan
 from orchestrator.rules import check
 from orchestrator.search import Search, _Space
 from orchestrator.space import flat_params, make_space
-from orchestrator.state import Budget
 from orchestrator.sweep import SweepSpec
 from tests.orchestrator.story import created, ended, failures, launched, measured, proposed
 from tests.orchestrator.sweep_files import changed, write

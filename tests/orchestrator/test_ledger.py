@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.controller import fold
+from orchestrator.events import ControllerStarted
+from orchestrator.fold import fold
 from orchestrator.home import Home
-from orchestrator.ledger import Ledger, LedgerError, SweepBusyError
+from orchestrator.ledger import FencedError, Ledger, LedgerError, SweepBusyError
 from tests.orchestrator.story import created, ended, failures, launched, measured, proposed
 
 STORY = [created(), proposed(0), launched(0), ended(0, measured()), proposed(1), launched(1)]
@@ -137,3 +138,64 @@ def test_an_unknown_event_in_the_file_is_named(tmp_path):
         ledger._db.execute("INSERT INTO events (kind, body) VALUES ('x', ?)", (json.dumps({"kind": "x"}),))
         with pytest.raises(LedgerError, match="unknown kind 'x'"):
             list(ledger.events())
+
+
+def test_requests_wait_for_whoever_takes_them(tmp_path):
+    with Ledger(tmp_path) as controller, Ledger(tmp_path) as other:
+        assert controller.requests(0) == []
+        first = other.ask({"action": "pause"}, by="eve@host", at_s=1.0)
+        second = other.ask({"action": "cancel"}, by="adam@host", at_s=2.0)
+        assert [(request.id, request.by) for request in controller.requests(0)] == [
+            (first, "eve@host"),
+            (second, "adam@host"),
+        ]
+        assert [request.body for request in controller.requests(first)] == [{"action": "cancel"}]
+
+
+def started(epoch):
+    return ControllerStarted(at_s=1.0, epoch=epoch, pid=1, host="host")
+
+
+def test_a_controller_that_was_replaced_can_store_nothing_more(tmp_path):
+    with Ledger(tmp_path) as old, Ledger(tmp_path) as new:
+        old.append(created())
+        old.append(started(1))
+        old.append(proposed(0))
+        new.append(started(2))
+        with pytest.raises(FencedError, match="taken over"):
+            old.append(launched(0))
+        with pytest.raises(FencedError, match="epoch 2"):
+            old.append(started(2))
+        new.append(launched(0))
+        assert [type(event).__name__ for event in new.events()][-2:] == ["ControllerStarted", "AttemptLaunched"]
+        assert [entry.seq for entry in new.entries()] == [1, 2, 3, 4, 5], "what is refused leaves no gap"
+
+
+def test_who_holds_a_ledger_can_be_told_from_outside(tmp_path):
+    with Ledger(tmp_path) as ledger, Ledger(tmp_path) as other:
+        assert not other.is_held()
+        with ledger.hold():
+            assert other.is_held()
+        assert not other.is_held()
+
+
+def test_a_ledger_can_be_read_while_it_is_written_and_on_a_read_only_disk(tmp_path):
+    folder = tmp_path / "disk"
+    with Ledger(folder) as ledger:
+        ledger.append(created())
+        with Ledger.open_existing(folder, read_only=True) as reader:
+            ledger.append(proposed(0))
+            assert len(list(reader.events())) == 2
+            with pytest.raises(LedgerError):
+                reader.append(launched(0))
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    made = subprocess.run(["mount", "--bind", "-o", "ro", folder, mounted], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"cannot mount: {made.stderr.decode()}")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", mounted], check=True)
+        with Ledger.open_existing(mounted, read_only=True) as reader:
+            assert len(list(reader.events())) == 2
+    finally:
+        subprocess.run(["umount", mounted], check=True)

@@ -148,9 +148,9 @@ def test_sweeps_that_prove_nothing_are_refused(
     assert part in refusal(Desk(tmp_path / "sweep", uri, outcomes, finished=finished))
 
 
-def test_a_store_that_is_away_is_said(tmp_path: Path):
+def test_a_store_that_is_away_is_said(tmp_path: Path, uri: str):
     (tmp_path / "blocked").write_text("")
-    desk = Desk(tmp_path / "sweep", f"sqlite:///{tmp_path / 'ok.db'}", speeds(0.1, 0.05))
+    desk = Desk(tmp_path / "sweep", uri, speeds(0.1, 0.05))
     desk.tracker = Tracker(f"sqlite:///{tmp_path / 'blocked' / 'mlflow.db'}")
     with pytest.raises(ConfigError, match="store"):
         desk.promote()

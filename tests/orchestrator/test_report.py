@@ -9,12 +9,13 @@ from rich.console import Console, RenderableType
 
 from cluster.base import GangProgress
 from orchestrator import report
-from orchestrator.controller import fold
+from orchestrator.events import Budget
+from orchestrator.fold import fold
 from orchestrator.invocation import Invocation
 from orchestrator.report_html import report_html
 from orchestrator.report_live import LiveView, eta_s, render_live, trial_line
 from orchestrator.report_promotion import render_promotion, render_recipe
-from orchestrator.state import Budget, SweepState
+from orchestrator.state import SweepState
 from orchestrator.summary import Recorded, summarize
 from tests.orchestrator.long_story import START_S, all_kinds, events, speeds, state
 from tests.orchestrator.story import FOUND, created, failures, launched, measured, proposed

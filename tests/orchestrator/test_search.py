@@ -2,9 +2,9 @@ from itertools import product
 
 import pytest
 
-from orchestrator.controller import fold
+from orchestrator.events import Budget
+from orchestrator.fold import fold
 from orchestrator.search import Search
-from orchestrator.state import Budget
 from tests.orchestrator.story import created, ended, failures, launched, measured, proposed
 from trials.spec import Candidate, Layout, Loader, Precision, Recompute
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from orchestrator.controller import fold
+from orchestrator.events import Budget
+from orchestrator.fold import fold
 from orchestrator.staged import UNITS, Stages, settings
-from orchestrator.state import Budget
 from tests.orchestrator.story import created, ended, failures, launched, measured, proposed
 from trials.spec import Candidate, Kernels, Layout, Loader
 

@@ -12,10 +12,11 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from orchestrator import tracking_content as content
-from orchestrator.controller import fold
+from orchestrator.events import LedgerEvent
 from orchestrator.findings_text import findings_metrics
+from orchestrator.fold import fold
 from orchestrator.ledger import Ledger
-from orchestrator.state import LedgerEvent, SweepState
+from orchestrator.state import SweepState
 from orchestrator.summary import Recorded, summarize
 from orchestrator.tracking import CURSOR, Tracker
 from tests.orchestrator.long_story import START_S, all_kinds, events, fill, speeds

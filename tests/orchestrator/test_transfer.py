@@ -10,11 +10,11 @@ import pytest
 
 from orchestrator import service
 from orchestrator.beliefs import Predictor
+from orchestrator.events import AttemptEnded, SweepFinished
 from orchestrator.home import Home
 from orchestrator.ledger import Ledger
 from orchestrator.report import cost
 from orchestrator.space import flat_params
-from orchestrator.state import AttemptEnded, SweepFinished
 from orchestrator.transfer import MAX_NEAREST, EarlierTrial, from_document, nearest, same_hardware, to_document
 from tests.orchestrator.story import WORKLOAD, failures, measured
 from tests.orchestrator.sweep_files import changed, write

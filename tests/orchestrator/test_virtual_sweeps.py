@@ -7,11 +7,11 @@ import pytest
 from cluster.cost.published import COLUMNS
 from orchestrator import service
 from orchestrator.errors import ConfigError
+from orchestrator.events import AttemptEnded, SweepFinished
 from orchestrator.home import Home
 from orchestrator.ledger import Ledger
 from orchestrator.plan import make_plan
 from orchestrator.planning import plan_file
-from orchestrator.state import AttemptEnded, SweepFinished
 from orchestrator.sweep import load_sweep
 from tests.orchestrator.sweep_files import changed, write
 from tests.orchestrator.virtual_sweeps import SWEEP as BASE

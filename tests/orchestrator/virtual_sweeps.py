@@ -35,6 +35,9 @@ class Quiet:
     def on_state(self, state):
         pass
 
+    def on_lease(self, nodes, waiting):
+        pass
+
     def on_progress(self, trial, progress):
         pass
 

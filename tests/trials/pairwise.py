@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import random
+import time
 from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
 
 Row = Mapping[str, str]
 """One value, by name, of every family of knobs."""
@@ -17,7 +20,7 @@ def pairs_of(row: Row) -> set[Pair]:
 
 
 class Covering:
-    """Finds a covering set greedily.
+    """The legal pairs, and the search for a cheap set of rows that holds them all.
 
     ``cores`` are all legal choices for the families that restrict each other most (the layout's). Of every other
     family the first value is neutral: it forbids nothing, so a pair of values is legal exactly when some core admits
@@ -36,59 +39,88 @@ class Covering:
         self.neutral = {family: values[0] for family, values in self.others.items()}
         self.is_legal = is_legal
         self.cost = cost
-        self.witnesses = self._witnesses()
 
-    def _witnesses(self) -> dict[Pair, Row]:
-        """A legal row for every legal pair."""
-        found: dict[Pair, Row] = {}
+    @functools.cached_property
+    def pairs(self) -> set[Pair]:
+        """Every legal pair."""
+        found: set[Pair] = set()
         single = [{family: value} for family, values in self.others.items() for value in values]
         double = [{**a, **b} for a, b in itertools.combinations(single, 2) if a.keys() != b.keys()]
         for choice in (*single, *double):
-            wanted = set(itertools.combinations(choice.items(), 2)) if len(choice) == 2 else None
+            wanted = pairs_of(choice) if len(choice) == 2 else None
             for core in self.cores:
                 row = {**core, **self.neutral, **choice}
-                new = (wanted or pairs_of(row)) - found.keys()
+                new = (wanted or pairs_of(row)) - found
                 if new and self.is_legal(row):
-                    found.update(dict.fromkeys(new, row))
-                if wanted is not None and wanted <= found.keys():
+                    found |= new
+                if wanted is not None and wanted <= found:
                     break
         return found
 
-    def rows(self, *, seed: int, draws: int) -> list[Row]:
-        """Rows that together hold every legal pair, the same ones for the same seed.
+    def search(self, *, seed: int, seconds: float) -> list[Row]:
+        """Rows that together hold every legal pair, at little cost: the longer the search, the less."""
+        rows = self._legal_rows()
+        numbers = {pair: i for i, pair in enumerate(sorted(self.pairs))}
+        pairs = np.array([[numbers[pair] for pair in itertools.combinations(row.items(), 2)] for row in rows])
+        chosen = _Search(pairs, np.array([self.cost(row) for row in rows]), seed).run(seconds)
+        return [rows[i] for i in chosen]
 
-        Each is the best by gain per cost of ``draws`` random ones: more of them cost less to run, but longer to find.
-        """
-        rng = random.Random(seed)
-        self._missing = dict.fromkeys(sorted(self.witnesses))
-        chosen: list[Row] = []
-        while self._missing:
-            drawn = [self._extended(pair, rng) for pair in rng.choices(list(self._missing), k=draws)]
-            best = max(drawn, key=lambda row: self._gain(row) / self.cost(row))
-            chosen.append(best)
-            for pair in pairs_of(best):
-                self._missing.pop(pair, None)
-        return chosen
+    def _legal_rows(self) -> list[Row]:
+        choices = [dict(zip(self.others, values, strict=True)) for values in itertools.product(*self.others.values())]
+        rows = ({**core, **choice} for core in self.cores for choice in choices)
+        return [row for row in rows if self.is_legal(row)]
 
-    def _gain(self, row: Row) -> int:
-        return len(pairs_of(row) & self._missing.keys())
 
-    def _extended(self, pair: Pair, rng: random.Random) -> Row:
-        """A legal row with the pair, and values for the other families that add much."""
-        fixed = dict(pair)
-        row = self.witnesses[pair]
-        cores = self._cores_with(tuple(item for item in pair if item[0] not in self.others))
-        for core in sorted(rng.sample(cores, min(12, len(cores))), key=self._gain, reverse=True):
-            candidate = {**core, **self.neutral, **fixed}
-            if self.is_legal(candidate):
-                row = candidate
-                break
-        for family in rng.sample(list(self.others), len(self.others)):
-            if family not in fixed:
-                options = [{**row, family: value} for value in self.others[family]]
-                row = max((option for option in options if self.is_legal(option)), key=self._gain)
-        return row
+class _Search:
+    """Weighted set cover by ruin and recreate: some rows are taken out, and what is then missing is covered anew."""
 
-    @functools.cache  # noqa: B019 - lives as long as the test session
-    def _cores_with(self, items: tuple[tuple[str, str], ...]) -> list[Row]:
-        return [core for core in self.cores if all(core[family] == value for family, value in items)]
+    def __init__(self, pairs: NDArray[np.int_], costs: NDArray[np.float64], seed: int) -> None:
+        self._pairs = pairs
+        """Row -> the pairs it holds."""
+        self._costs = costs
+        self._num_pairs = int(pairs.max()) + 1
+        self._rng = np.random.default_rng(seed)
+        self._values = 1.0 / np.sqrt(np.bincount(pairs.ravel()))
+        """Of a pair: what only few rows can cover counts more."""
+
+    def run(self, seconds: float) -> list[int]:
+        end_s = time.monotonic() + seconds
+        best = present = self._completed([])
+        while time.monotonic() < end_s:
+            changed = self._completed(self._ruined(present))
+            worse_by = self._total(changed) - self._total(present)
+            if worse_by <= 0 or self._rng.random() < np.exp(-worse_by / (3e-4 * self._total(best))):
+                present = changed
+            best = min(best, present, key=self._total)
+        return best
+
+    def _total(self, rows: list[int]) -> float:
+        return float(self._costs[rows].sum())
+
+    def _times_covered(self, rows: list[int]) -> NDArray[np.int_]:
+        return np.bincount(self._pairs[rows].ravel(), minlength=self._num_pairs)
+
+    def _ruined(self, rows: list[int]) -> list[int]:
+        """Without some rows, rather those that cost much for the pairs which only they hold."""
+        alone = (self._times_covered(rows)[self._pairs[rows]] == 1).sum(axis=1) / self._costs[rows]
+        weights = 1.0 / (alone + 0.3)
+        number = int(self._rng.integers(3, 15))
+        out = set(self._rng.choice(rows, min(number, len(rows)), replace=False, p=weights / weights.sum()))
+        return [row for row in rows if row not in out]
+
+    def _completed(self, rows: list[int]) -> list[int]:
+        """With rows added until nothing is missing, and without those that are then superfluous."""
+        rows = list(rows)
+        missing = self._times_covered(rows) == 0 if rows else np.ones(self._num_pairs, dtype=bool)
+        costs = self._costs * np.exp(self._rng.normal(0.0, 0.1, len(self._costs)))
+        values = self._values ** self._rng.uniform(0.0, 2.0)
+        while missing.any():
+            gains = np.where(missing, values, 0.0)[self._pairs].sum(axis=1)
+            rows.append(int(np.argmax(gains / costs)))
+            missing[self._pairs[rows[-1]]] = False
+        times = self._times_covered(rows)
+        for row in sorted(rows, key=lambda row: -self._costs[row]):
+            if (times[self._pairs[row]] > 1).all():
+                rows.remove(row)
+                times[self._pairs[row]] -= 1
+        return rows

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.trials.gang import differences, run_gang
+from tests.trials.gang import Result, differences, run_gang
 from tests.trials.tiny import tiny_spec
-from trials.spec import Layout
+from trials.spec import Layout, TrialSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.parity]
 
@@ -83,28 +85,42 @@ PIPELINE = Layout(pp=2, stage_layers=((1, 1),))
 ZBV_ZERO3 = Layout(pp=2, dp_shard=2, zero_stage=3, schedule="zbv", num_virtual_stages=2, stage_layers=((1, 0), (1, 0)))
 
 
-@pytest.mark.parametrize(
-    ("bug", "layout"),
-    [
-        (_gradients_times_four, Layout(dp_shard=2, zero_stage=3)),
-        (_gradients_not_reduced, Layout(dp_replicate=2)),
-        (_partial_sums_taken_for_whole, Layout(tp=2, sequence_parallel=True)),
-        (_norms_not_summed_over_tp, Layout(tp=2, sequence_parallel=True, tp_engine="local")),
-        (_divided_once_more_by_the_schedule, PIPELINE),
-        (_reduced_over_dp_without_cp, Layout(dp_replicate=2, cp=2)),
-        (_split_backward_loses_sharded_weights, ZBV_ZERO3),
-    ],
-)
-def test_the_gradient_norm_catches(bug: Callable[[], None], layout: Layout, tmp_path: Path) -> None:
-    (baseline,) = run_gang([tiny_spec()], tmp_path / "1")
-    (right,) = run_gang([tiny_spec(layout, num_microbatches=layout.pp)], tmp_path / "2")
-    (wrong,) = run_gang([tiny_spec(layout, num_microbatches=layout.pp)], tmp_path / "3", before=bug)
-    assert differences(right, baseline)[1] < 1e-5
-    assert differences(wrong, baseline)[1] > 1e-4  # ten times the limit
+BUGS: dict[Callable[[], None], Layout] = {
+    _gradients_times_four: Layout(dp_shard=2, zero_stage=3),
+    _gradients_not_reduced: Layout(dp_replicate=2),
+    _partial_sums_taken_for_whole: Layout(tp=2, sequence_parallel=True),
+    _norms_not_summed_over_tp: Layout(tp=2, sequence_parallel=True, tp_engine="local"),
+    _divided_once_more_by_the_schedule: PIPELINE,
+    _reduced_over_dp_without_cp: Layout(dp_replicate=2, cp=2),
+    _split_backward_loses_sharded_weights: ZBV_ZERO3,
+}
+
+
+def trial(layout: Layout) -> TrialSpec:
+    return tiny_spec(layout, num_microbatches=layout.pp)
+
+
+@functools.cache
+def right(world_size: int) -> dict[Layout, Result]:
+    """Without bugs, in one gang."""
+    layouts = [layout for layout in (Layout(), *BUGS.values()) if layout.world_size == world_size]
+    with tempfile.TemporaryDirectory() as folder:
+        return dict(zip(layouts, run_gang([trial(layout) for layout in layouts], Path(folder)), strict=True))
+
+
+def baseline() -> Result:
+    return right(1)[Layout()]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_gradient_norm_catches(bug: Callable[[], None], tmp_path: Path) -> None:
+    layout = BUGS[bug]
+    (wrong,) = run_gang([trial(layout)], tmp_path, before=bug)
+    assert differences(right(layout.world_size)[layout], baseline())[1] < 1e-5
+    assert differences(wrong, baseline())[1] > 1e-4  # ten times the limit
 
 
 def test_the_loss_alone_is_blind_to_gradients_of_the_wrong_size(tmp_path: Path) -> None:
-    (baseline,) = run_gang([tiny_spec()], tmp_path / "1")
-    (wrong,) = run_gang([tiny_spec()], tmp_path / "2", before=_gradients_times_four)
-    loss, norm = differences(wrong, baseline)
+    (wrong,) = run_gang([tiny_spec()], tmp_path, before=_gradients_times_four)
+    loss, norm = differences(wrong, baseline())
     assert loss < 1e-4 and norm == pytest.approx(3.0, rel=1e-3)

@@ -1,0 +1,121 @@
+"""The queue of those who share this host: a file in a folder, which is their home."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.queue import Claim, Grant, Policy
+from cluster.queue_entries import Entry, Standing, standings
+from cluster.topology import path_safe
+from trials.codec import CodecError, from_json, to_json
+
+logger = logging.getLogger(__name__)
+
+EXPIRES_S = 600.0
+"""A living process that has not renewed its claim for so long hangs. It is asleep at most when the host is."""
+
+
+class HostAdmission:
+    """Admission to this host, one node. A claim ends when its process does."""
+
+    def __init__(self, folder: Path, policy: Policy, *, devices_per_node: int) -> None:
+        self._folder = folder
+        self._devices_per_node = devices_per_node
+        self._policy = policy
+        self._keys: set[str] = set()
+
+    def beat(self, claim: Claim) -> Grant:
+        pid = os.getpid()
+        entry = Entry(
+            claim=replace(claim, devices_per_node=self._devices_per_node),
+            num_nodes=1,
+            policy=self._policy,
+            renewed_at_s=time.monotonic(),
+            process=(pid, _start_time(pid)),
+        )
+        self._keys.add(claim.key)
+        try:
+            with _locked(self._folder) as file:
+                entries = {**_read(file), claim.key: entry}
+                _write(file, entries)
+        except OSError as error:
+            return Grant(claim.held, f"the queue in {self._folder} cannot be used: {error}")
+        return standings(entries.values())[claim.key].grant
+
+    def leave(self) -> None:
+        try:
+            with _locked(self._folder) as file:
+                entries = _read(file)
+                _write(file, {key: entry for key, entry in entries.items() if key not in self._keys})
+        except OSError as error:
+            logger.warning("the queue in %s is not left: %s; the claim ends with this process", self._folder, error)
+        self._keys.clear()
+
+
+def host_queue(folder: Path) -> tuple[Standing, ...]:
+    """Who shares this host now, in the order of submission. Changes nothing.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    found = standings(_read(_file(folder)).values()).values()
+    return tuple(sorted(found, key=lambda standing: (standing.claim.submitted_at_s, standing.claim.key)))
+
+
+def _file(folder: Path) -> Path:
+    return folder / f"queue-{path_safe(socket.gethostname())}.json"
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[Path]:
+    """The file, while nobody else writes it."""
+    file = _file(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with file.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield file
+
+
+def _read(file: Path) -> dict[str, Entry]:
+    """The claims that stand; those of processes that are gone do not."""
+    try:
+        entries: list[Entry] = [from_json(Entry, body) for body in json.loads(file.read_text(encoding="utf-8"))]
+    except FileNotFoundError:
+        return {}
+    except (ValueError, CodecError) as error:
+        logger.warning("%s is begun anew: %s", file, error)
+        return {}
+    return {entry.claim.key: entry for entry in entries if _stands(entry)}
+
+
+def _stands(entry: Entry) -> bool:
+    pid, started_at = entry.process
+    age_s = time.monotonic() - entry.renewed_at_s
+    return 0 <= age_s <= EXPIRES_S and _start_time(pid) == started_at
+
+
+def _start_time(pid: int) -> int:
+    """In clock ticks since the host booted; -1 when there is no such process. A pid may be used again."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return -1
+
+
+def _write(file: Path, entries: dict[str, Entry]) -> None:
+    """Readers see the whole file or none."""
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps([to_json(entry) for entry in entries.values()], indent=1), encoding="utf-8")
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)

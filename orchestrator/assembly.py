@@ -1,0 +1,105 @@
+"""The parts of a running sweep, made from its file: search, recipe, claim."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from cluster.base import GangLaunch
+from cluster.placement import Placement
+from cluster.recovery import recover
+from cluster.topology import Topology
+from orchestrator.beliefs import NotDescribedError
+from orchestrator.early_stop import EarlyStop
+from orchestrator.forecast import of_plan
+from orchestrator.guided_search import GuidedSearch
+from orchestrator.knowledge import Knowledge
+from orchestrator.plan import Plan
+from orchestrator.runtime import Recipe
+from orchestrator.search import Search
+from orchestrator.space import flat_params
+from orchestrator.staged import Stages
+from orchestrator.state import Trial
+from orchestrator.sweep import SweepSpec
+from orchestrator.takeover import Recovered
+from trials.codec import to_json
+from trials.spec import TrialSpec
+
+logger = logging.getLogger(__name__)
+
+
+def make_search(spec: SweepSpec, made: Plan, topology: Topology | None, known: Knowledge) -> Search:
+    """What proposes candidates."""
+    guide = None
+    if spec.search.sampler == "guided":
+        try:
+            predictor = of_plan(made, spec.to_workload(), topology, known.profile, earlier=known.earlier)
+            guide = GuidedSearch(predictor, _stages(spec, made))
+        except NotDescribedError as error:
+            logger.warning("the guided sampler falls back to tpe: %s", error)
+    return Search(
+        made.candidates,
+        features=flat_params,
+        sampler=spec.search.sampler,
+        seed=spec.search.seed,
+        guide=guide,
+        stop_when_converged=spec.search.stop_when_converged,
+        beyond=made.beyond,
+    )
+
+
+def _stages(spec: SweepSpec, made: Plan) -> Stages | None:
+    if spec.search.staged == "off":
+        return None
+    stages = Stages(made.candidates, made.baseline, spec.budget.max_trials)
+    return stages if stages.is_worth_it else None
+
+
+class Launcher:
+    """Turns trials of one sweep into gangs."""
+
+    def __init__(self, spec: SweepSpec, topology: Topology, attempts: Path) -> None:
+        self._spec = spec
+        self._device = topology.nodes[0].device_kind
+        self._attempts = attempts
+        factor = spec.search.early_stop
+        self._early_stop = None if factor == "off" else EarlyStop(factor=factor, protocol=spec.to_protocol())
+
+    def recipe(self) -> Recipe:
+        return Recipe(
+            baseline=self._spec.baseline_candidate,
+            isolation=self._spec.cluster.isolation,
+            build=self._build,
+            recover=self._recover,
+            early_stop=self._early_stop,
+            placing_s=self._spec.deadlines.placing_s,
+        )
+
+    def _build(self, trial: Trial, attempt_id: str, token: str, placement: Placement) -> GangLaunch:
+        memory_limit_bytes = self._spec.cluster.device_memory_bytes
+        spec = TrialSpec(
+            workload=self._spec.to_workload(),
+            candidate=trial.candidate,
+            protocol=self._spec.to_protocol(),
+            device=self._device,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+        return GangLaunch(
+            attempt_id=attempt_id,
+            token=token,
+            runner=self._spec.runner,
+            spec=to_json(spec),
+            placement=placement,
+            deadlines=self._spec.to_deadlines(),
+        )
+
+    def _recover(self, trial: Trial) -> Recovered:
+        return recovered(self._attempts, trial)
+
+
+def recovered(attempts: Path, trial: Trial) -> Recovered:
+    """What the running attempt of ``trial``, whose controller is gone, left in the folder ``attempts``."""
+    attempt = trial.attempts[-1]
+    found = recover(attempts, attempt.token, len(attempt.ranks))
+    held_s = max(0.0, found.ended_at_s - attempt.launched_at_s) if found.ended_at_s else 0.0
+    return Recovered(outcome=found.outcome, device_seconds=held_s * attempt.num_devices)

@@ -1,0 +1,43 @@
+"""What the commands share: options, exit codes, and how a result is printed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from orchestrator.invocation import DEFAULT_HOME, HOME_VARIABLE
+
+EXIT_FAILED = 1
+EXIT_USER = 2
+EXIT_INTERRUPTED = 130
+
+home_option = click.option(
+    "--home",
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar=HOME_VARIABLE,
+    default=DEFAULT_HOME,
+    show_default=True,
+    help=f"Folder of all sweeps and of the local MLflow store (or {HOME_VARIABLE}).",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+
+
+def print_result(as_json: bool, body: Any, render: Callable[[], Any]) -> None:
+    """Print ``body`` as JSON, or what ``render`` makes of it for people."""
+    if as_json:
+        click.echo(json.dumps(body, indent=2))
+        return
+    from rich.console import Console
+
+    Console().print(render())
+
+
+def announce(links: dict[str, str], as_json: bool) -> None:
+    """Print what is where, at once: a command that goes on follows."""
+    click.echo(json.dumps(links) if as_json else "\n".join(f"{what:<12} {url}" for what, url in links.items()))
+    sys.stdout.flush()

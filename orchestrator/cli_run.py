@@ -1,0 +1,297 @@
+"""Commands that run a controller, here or elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from orchestrator.cli_options import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, home_option, json_option, print_result
+from orchestrator.invocation import Invocation
+
+if TYPE_CHECKING:
+    from orchestrator.service import Result
+    from orchestrator.submission import Begun, Mode, Submission
+
+_HERE = "Keep the controller in this terminal, also with an address. The default without one."
+
+
+def _where_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that say where the controller runs."""
+    for option in (
+        click.option("--follow", is_flag=True, help="Show what a controller in the background writes, until it ends."),
+        click.option("--detach", is_flag=True, help="Run the controller on this host, but apart from this terminal."),
+        click.option("--foreground", is_flag=True, help=_HERE),
+        click.option(
+            "--address",
+            metavar="HOST:PORT",
+            help="Head of a Ray cluster, or http://HOST:PORT of its dashboard; default: RAY_ADDRESS, then "
+            "cluster.address of the file. The controller runs there, as a Ray Job.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@_where_options
+@home_option
+@json_option
+def submit(
+    file: Path, address: str | None, foreground: bool, detach: bool, follow: bool, home: Path, as_json: bool
+) -> None:
+    """Run the sweep in FILE, or go on with it if it was interrupted or paused.
+
+    Without a cluster's address it runs here until it has ended, or apart from this terminal with --detach. With one
+    the controller runs as a Ray Job on the cluster's head, and this command returns when it is at work; --home has to
+    be a folder that the head sees, too. Submitting a sweep that runs already changes nothing.
+
+    \b
+    Examples:
+      tune-cluster submit configs/sweeps/quickstart.yaml
+      tune-cluster submit configs/sweeps/quickstart.yaml --detach --follow
+      tune-cluster submit sweep.yaml --address 10.0.0.1:6379 --home /shared/sweeps
+    """
+    from orchestrator import submission
+    from orchestrator.home import Home
+
+    made = submission.of_file(
+        file, Home(home), address=address, mode=_mode(foreground, detach), options=_program_options()
+    )
+    _go(made, follow=follow, as_json=as_json)
+
+
+@click.command()
+@click.argument("sweep")
+@_where_options
+@home_option
+@json_option
+def resume(
+    sweep: str, address: str | None, foreground: bool, detach: bool, follow: bool, home: Path, as_json: bool
+) -> None:
+    """Go on with SWEEP, which was paused or lost its controller, as its file said when it was submitted.
+
+    \b
+    Examples:
+      tune-cluster resume quickstart
+      tune-cluster resume quickstart --detach --json
+    """
+    from orchestrator import submission
+    from orchestrator.home import Home
+
+    made = submission.of_sweep(
+        sweep, Home(home), address=address, mode=_mode(foreground, detach), options=_program_options()
+    )
+    _go(made, follow=follow, as_json=as_json)
+
+
+@click.command()
+@click.argument("sweep")
+@click.option(
+    "--failed",
+    is_flag=False,
+    flag_value="faults",
+    default="faults",
+    metavar="[=CLASS,...]",
+    help="Which trials: crashed, timed_out, gang_lost and host_oom by default; also oom, infeasible, diverged and "
+    "stopped_early.",
+)
+@_where_options
+@home_option
+@json_option
+def retry(
+    sweep: str,
+    failed: str,
+    address: str | None,
+    foreground: bool,
+    detach: bool,
+    follow: bool,
+    home: Path,
+    as_json: bool,
+) -> None:
+    """Launch trials of SWEEP again that ended without being measured.
+
+    A controller at work takes it up; otherwise this goes on with the sweep as `resume` does, also with one that was
+    finished or had failed.
+
+    \b
+    Examples:
+      tune-cluster retry quickstart --failed
+      tune-cluster retry quickstart --failed=oom,crashed --detach
+    """
+    from orchestrator import control, submission
+    from orchestrator.home import Home
+
+    mode = _mode(foreground, detach)
+    answer = control.retry(sweep, Home(home), _classes(failed))
+    numbers = ", ".join(f"t{number:03d}" for number in answer.trials)
+    click.echo(f"to be launched again: {numbers}", err=True)
+    if answer.is_controlled and not follow:
+        print_result(as_json, answer.to_json(), lambda: "The controller at work takes it up.")
+        return
+    made = submission.of_sweep(sweep, Home(home), address=address, mode=mode, options=_program_options())
+    _go(made, follow=follow, as_json=as_json)
+
+
+def _mode(foreground: bool, detach: bool) -> Mode | None:
+    if foreground and detach:
+        raise click.UsageError("--foreground and --detach exclude each other")
+    return "foreground" if foreground else "detached" if detach else None
+
+
+def _classes(text: str) -> tuple[str, ...]:
+    from orchestrator.errors import ConfigError
+    from orchestrator.requests import FAULTS, RETRIABLE
+
+    if text == "faults":
+        return FAULTS
+    classes = tuple(word.strip() for word in text.split(","))
+    unknown = [word for word in classes if word not in RETRIABLE]
+    if unknown:
+        raise ConfigError(
+            f"trials do not end as {unknown[0]!r}", key="--failed", remedy=f"Classes: {', '.join(RETRIABLE)}."
+        )
+    return classes
+
+
+def _program_options() -> tuple[str, ...]:
+    return ("--verbose",) if click.get_current_context().find_root().params.get("verbose") else ()
+
+
+def _go(made: Submission, *, follow: bool, as_json: bool) -> None:
+    from orchestrator import submission
+    from orchestrator.supervisor import supervised_run
+
+    if made.mode == "foreground":
+        run = supervised_run()
+        if made.needs_supervisor and not run:
+            _become(made.supervised(*(["--json"] if as_json else [])))
+        _run_here(made, run, as_json)
+        return
+    begun = submission.find_running(made) or submission.begin(made, lambda line: click.echo(line, err=True))
+    if begun.exit_code:
+        sys.exit(begun.exit_code)
+    if follow and begun.exit_code is None:
+        _follow(made, begun)
+    if follow or begun.exit_code is not None:
+        _show_result(made, as_json)
+        return
+    print_result(as_json, begun.to_json(), lambda: _words(made, begun))
+
+
+def _become(argv: list[str]) -> NoReturn:
+    """A small process in this one's place: it may have to last for days."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(argv[0], argv)
+
+
+def _run_here(made: Submission, run: int, as_json: bool) -> None:
+    """``run``: how many controllers a supervisor has started, this one included; 0 without supervisor."""
+    from cluster.base import ClusterError, ClusterLostError
+    from orchestrator import background, report, service
+    from orchestrator.heartbeat import MODE_VARIABLE
+    from orchestrator.supervisor import EXIT_CLUSTER_LOST, interruptible
+
+    try:
+        with interruptible(), report.LiveView() as view:
+            background.require_mark(made.home, made.name)
+            if made.words[0] == "submit":
+                result = service.submit(Path(made.words[1]), made.home, observer=view, address=made.address)
+            else:
+                result = service.resume(made.name, made.home, observer=view, address=made.address)
+    except ClusterError as error:
+        # A cluster that comes back may take some time until it can be used.
+        if run > 1 or (run and isinstance(error, ClusterLostError)):
+            click.echo(f"error: {error}", err=True)
+            sys.exit(EXIT_CLUSTER_LOST)
+        raise
+    if MODE_VARIABLE in os.environ:  # nobody sees it; `report` shows the result to whoever asks
+        click.echo(f"{result.state.status}: {result.state.finish_reason}", err=True)
+        _exit_by(result)
+        return
+    _print(made, result, as_json)
+    _exit_by(result)
+
+
+def _follow(made: Submission, begun: Begun) -> None:
+    from orchestrator import submission
+
+    if begun.is_attached:
+        click.echo(_words(made, begun), err=True)
+    try:
+        for line in submission.follow(begun, made.home):
+            click.echo(line, err=True)
+    except KeyboardInterrupt:
+        program = Invocation.current(made.home.path)
+        click.echo(
+            f"no longer following; the sweep {made.name} goes on. To stop it: {program.command('pause', made.name)}, "
+            f"or for good: {program.command('cancel', made.name)}",
+            err=True,
+        )
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _show_result(made: Submission, as_json: bool) -> None:
+    from orchestrator import service
+
+    result = service.load(made.name, made.home)
+    _print(made, result, as_json)
+    if result.state.status == "running":
+        click.echo(
+            f"error: the controller has ended before the sweep; go on with "
+            f"{Invocation.current(made.home.path).command('resume', made.name)}",
+            err=True,
+        )
+        sys.exit(EXIT_USER)
+    _exit_by(result)
+
+
+def _print(made: Submission, result: Result, as_json: bool) -> None:
+    from orchestrator import report
+
+    print_result(
+        as_json,
+        result.summary.to_json(),
+        lambda: report.render_report(
+            result.state,
+            result.summary,
+            recorded=result.recorded,
+            invocation=Invocation.current(made.home.path),
+        ),
+    )
+
+
+def _exit_by(result: Result) -> None:
+    if result.state.status == "failed":
+        click.echo(f"error: the sweep failed: {result.state.finish_reason}", err=True)
+        for line in result.state.last_words:
+            click.echo(f"  | {line}", err=True)
+        sys.exit(EXIT_FAILED)
+
+
+def _words(made: Submission, begun: Begun) -> str:
+    """What runs where, and what to type next."""
+    program = Invocation.current(made.home.path)
+    how = "runs already" if begun.is_attached else "runs"
+    where = {
+        "ray job": f"as Ray Job {begun.job} at {begun.address}",
+        "detached": "apart from this terminal",
+        "foreground": "in another terminal",
+    }[begun.mode]
+    next_steps = {
+        program.command("watch", made.name): "follow it",
+        program.command("logs", made.name): "what its controller writes",
+        program.command("pause", made.name): "stop it; `resume` goes on",
+    }
+    width = max(map(len, next_steps))
+    lines = (f"  {command:<{width}}  {what}" for command, what in next_steps.items())
+    return "\n".join([f"The sweep {made.name} {how}, {where}.", *lines])
+
+
+COMMANDS = (submit, resume, retry)

@@ -1,0 +1,201 @@
+"""Commands that look at sweeps: which there are, where one stands, what came out of it and why."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from orchestrator.cli_options import EXIT_FAILED, EXIT_INTERRUPTED, home_option, json_option, print_result
+from orchestrator.invocation import Invocation
+
+
+@click.command()
+@home_option
+@json_option
+def ps(home: Path, as_json: bool) -> None:
+    """List all sweeps.
+
+    What each does or waits for, how far it is, the best so far, who is at work on it. A sweep is interrupted when
+    it should run but no controller is at work on it. Trials are done, running (run) or waiting to be launched
+    (wait).
+
+    \b
+    Examples:
+      tune-cluster ps
+      tune-cluster ps --json
+    """
+    from orchestrator import inspection_json, report_ps
+    from orchestrator.home import Home
+    from orchestrator.home_sweeps import inspect_all
+
+    sweeps = inspect_all(Home(home))
+    body = [inspection_json.overview(sweep, Home(home)) for sweep in sweeps] if as_json else None
+    print_result(as_json, body, lambda: report_ps.render_ps(sweeps, Home(home)))
+
+
+@click.command()
+@click.argument("sweep")
+@home_option
+@json_option
+def status(sweep: str, home: Path, as_json: bool) -> None:
+    """Show where SWEEP stands.
+
+    Its lease, its budgets, what runs on which nodes, what was asked of it and what failed last.
+
+    \b
+    Example:
+      tune-cluster status quickstart
+    """
+    from orchestrator import inspection_json, report_status
+    from orchestrator.home import Home
+    from orchestrator.home_sweeps import inspect
+
+    seen = inspect(sweep, Home(home))
+    body = inspection_json.detail(seen, Home(home)) if as_json else None
+    print_result(as_json, body, lambda: report_status.render_status(seen, Home(home), Invocation.current(home)))
+
+
+@click.command()
+@click.argument("sweep")
+@home_option
+@json_option
+def watch(sweep: str, home: Path, as_json: bool) -> None:
+    """Follow SWEEP until it ends or is paused.
+
+    Its controller may run anywhere. Ctrl-C leaves the sweep alone.
+
+    With --json, one JSON object a line: first everything as it stands, then what is new. "change" says what a line is
+    of: sweep (state, trials, best), lease (nodes, waiting), trial (state, nodes, speed) or progress (phase, step).
+    Ends with exit code 1 if the sweep failed or no controller is at work on it any more.
+
+    \b
+    Examples:
+      tune-cluster watch quickstart
+      tune-cluster watch quickstart --json | jq 'select(.change == "trial")'
+    """
+    from orchestrator import report_status
+    from orchestrator.home import Home
+    from orchestrator.home_sweeps import open_ledger
+    from orchestrator.inspection import Inspection
+    from orchestrator.report_live import LiveView
+    from orchestrator.watch import changes, looks, show, turn
+
+    last: Inspection | None = None
+    try:
+        with open_ledger(sweep, Home(home)) as ledger, LiveView() as view:
+            for seen in looks(ledger, Home(home)):
+                if as_json:
+                    for line in changes(seen, last):
+                        click.echo(json.dumps(line))
+                    sys.stdout.flush()
+                else:
+                    if (words := turn(seen, last)) and not view.console.is_terminal:
+                        click.echo(words, err=True)
+                    show(view, seen, last)
+                last = seen
+    except KeyboardInterrupt:
+        click.echo(f"no longer watching; the sweep {sweep} goes on", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+    if last is not None and not as_json:
+        end = last
+        print_result(False, None, lambda: report_status.render_status(end, Home(home), Invocation.current(home)))
+    if last is None or last.phase in ("failed", "interrupted"):
+        sys.exit(EXIT_FAILED)
+
+
+@click.command()
+@click.argument("sweep")
+@click.argument("trial", required=False)
+@click.option("--rank", type=click.IntRange(0), help="Only this rank; default: all, the one that failed first.")
+@click.option("--attempt", type=click.IntRange(0), help="This launch of the trial, from 0; default: the last one.")
+@click.option("--lines", type=click.IntRange(0), default=200, show_default=True, help="Last lines of each log.")
+@click.option("-f", "--follow", is_flag=True, help="Go on with what is written until the trial or controller ends.")
+@home_option
+@json_option
+def logs(
+    sweep: str,
+    trial: str | None,
+    rank: int | None,
+    attempt: int | None,
+    lines: int,
+    follow: bool,
+    home: Path,
+    as_json: bool,
+) -> None:
+    """Show the logs of a trial's ranks, or of the controller.
+
+    TRIAL is 3, t003, baseline or best; without it, the controller's log is shown. Logs lie where their ranks ran:
+    of those on other nodes, node and path are shown, and the last lines that were sent home when they failed. With
+    --json and --follow, one JSON object a line.
+
+    \b
+    Examples:
+      tune-cluster logs quickstart
+      tune-cluster logs quickstart t003 --rank 1
+      tune-cluster logs quickstart best --follow
+    """
+    from orchestrator import logs_command
+    from orchestrator.home import Home
+
+    out = logs_command.Output(as_json=as_json, num_lines=lines, follow=follow)
+    try:
+        if trial is None:
+            logs_command.show_controller_log(sweep, Home(home), out)
+        else:
+            logs_command.show_trial_logs(sweep, trial, Home(home), out, rank=rank, attempt=attempt)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+@click.command()
+@click.argument("sweep")
+@click.argument("trial")
+@home_option
+@json_option
+def explain(sweep: str, trial: str, home: Path, as_json: bool) -> None:
+    """Explain why a trial was proposed, waits or failed.
+
+    Also where each launch of it ran, who is to blame for its end, and what the sweep made of that. TRIAL is 3,
+    t003, baseline or best.
+
+    \b
+    Example:
+      tune-cluster explain quickstart t003
+    """
+    from orchestrator import explanation, report_explain
+    from orchestrator.home import Home
+    from orchestrator.home_sweeps import open_ledger
+
+    with open_ledger(sweep, Home(home)) as ledger:
+        explained = explanation.explain(ledger, trial)
+    print_result(as_json, explained.to_json(), lambda: report_explain.render_explanation(explained))
+
+
+@click.command(name="report")
+@click.argument("sweep")
+@home_option
+@json_option
+def report_command(sweep: str, home: Path, as_json: bool) -> None:
+    """Show the result of SWEEP: winner against baseline, every trial, every failure.
+
+    \b
+    Example:
+      tune-cluster report quickstart
+    """
+    from orchestrator import report, service
+    from orchestrator.home import Home
+
+    result = service.load(sweep, Home(home))
+    print_result(
+        as_json,
+        result.summary.to_json(),
+        lambda: report.render_report(
+            result.state, result.summary, recorded=result.recorded, invocation=Invocation.current(home)
+        ),
+    )
+
+
+COMMANDS = (ps, status, watch, logs, explain, report_command)

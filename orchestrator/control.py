@@ -1,0 +1,117 @@
+"""Pause, drain, cancel and retry, from outside the controller."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.assembly import recovered
+from orchestrator.controller import decide, step
+from orchestrator.errors import ConfigError
+from orchestrator.events import Action, Event, Finish, Pause, SweepFinished, SweepPaused
+from orchestrator.fold import fold
+from orchestrator.home import Home
+from orchestrator.ledger import Ledger, SweepBusyError
+from orchestrator.requests import action, asker, chosen, new_events
+from orchestrator.requests import retry as retry_request
+from orchestrator.state import SweepState, SweepStatus
+from orchestrator.takeover import settle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What became of a request so far."""
+
+    sweep: str
+    request: int
+    state: SweepStatus
+    is_controlled: bool
+    """Whether a controller is at work, which takes the request up within a second or two."""
+    trials: tuple[int, ...] = ()
+    """Those to be launched again."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "sweep": self.sweep,
+            "request": self.request,
+            "state": self.state,
+            "controlled": self.is_controlled,
+            "trials": list(self.trials),
+        }
+
+
+def ask(name: str, home: Home, what: Action) -> Answer:
+    """Ask the sweep to pause, drain or end. Where no controller is at work it is done here and now.
+
+    Raises:
+        ConfigError: there is no such sweep, or it is over already.
+    """
+    with home.open(name, read_only=False, begun=False) as ledger:
+        state = fold(ledger.events())
+        _check_open(name, state)
+        number = ledger.ask(action(what), by=asker(), at_s=time.time())
+        return _answer(name, ledger, number)
+
+
+def retry(name: str, home: Home, kinds: Collection[str]) -> Answer:
+    """Have the trials that ended in one of ``kinds`` launched again; a sweep that is over is open again.
+
+    Raises:
+        ConfigError: there is no such sweep, none of its trials ended so, or it was cancelled.
+    """
+    with home.open(name, read_only=False) as ledger:
+        state = fold(ledger.events())
+        if state.status == "cancelled":
+            raise ConfigError(f"the sweep {name!r} was cancelled", remedy="Submit it under another name.")
+        trials = chosen(state, kinds)
+        if not trials:
+            counts = ", ".join(f"{status} {count}" for status, count in state.counts().items()) or "none"
+            raise ConfigError(
+                f"no trial of {name!r} ended as {' or '.join(sorted(kinds))}", remedy=f"Its trials: {counts}."
+            )
+        number = ledger.ask(retry_request(kinds), by=asker(), at_s=time.time())
+        return _answer(name, ledger, number, trials)
+
+
+def apply_requests(ledger: Ledger, folder: Path) -> SweepState:
+    """Do what has been asked of a sweep without a controller; the caller holds its ledger."""
+    state = fold(ledger.events())
+    if state.created is None:
+        return state
+    events: list[Event] = list(new_events(ledger, state, time.time()))
+    if not events:
+        return state
+
+    def take(event: Any) -> None:
+        nonlocal state
+        ledger.append(event)
+        state, _ = step(state, event)
+
+    for event in events:
+        take(event)
+    if state.asked is not None:  # what a dead controller left running is gone, too
+        for end in settle(state, lambda trial: recovered(folder / "attempts", trial), time.time):
+            take(end)
+    for command in decide(state):
+        if isinstance(command, Pause):
+            take(SweepPaused(at_s=time.time(), reason=command.reason))
+        elif isinstance(command, Finish) and state.asked is not None:
+            take(SweepFinished(at_s=time.time(), status=command.status, reason=command.reason))
+    return state
+
+
+def _check_open(name: str, state: SweepState) -> None:
+    if state.is_over:
+        raise ConfigError(f"the sweep {name!r} is {state.status} already", remedy="There is nothing to stop.")
+
+
+def _answer(name: str, ledger: Ledger, number: int, trials: tuple[int, ...] = ()) -> Answer:
+    try:
+        with ledger.hold():
+            state, is_controlled = apply_requests(ledger, ledger.folder), False
+    except SweepBusyError:
+        state, is_controlled = fold(ledger.events()), True
+    return Answer(sweep=name, request=number, state=state.status, is_controlled=is_controlled, trials=trials)

@@ -1,0 +1,88 @@
+"""Which devices a trial gets, out of what the lease holds and allows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from cluster.base import Cluster, ClusterError
+from cluster.placement import Placement, Pool
+from orchestrator.lease import LeaseKeeper
+from orchestrator.state import Trial
+
+
+class Placer:
+    """Keeps the free devices of a lease that changes.
+
+    Args:
+        isolation: ``node`` or ``device``, see :meth:`cluster.placement.Pool.place`.
+        placing_s: how long a trial may wait for nodes while nothing runs.
+    """
+
+    def __init__(self, cluster: Cluster, lease: LeaseKeeper, *, isolation: str, placing_s: float) -> None:
+        self._cluster = cluster
+        self._lease = lease
+        self._isolation = isolation
+        self._placing_s = placing_s
+        self._pool = Pool(cluster.topology)
+        self._followed: tuple[object, ...] = ()
+        self._num_passed_over: dict[int, int] = {}
+        """Waiting trial -> later ones that were placed before it."""
+        self._stuck_since_s: float | None = None
+
+    def follow(self, quarantined: Collection[str]) -> None:
+        """Take in what the lease holds. Nothing new goes to nodes that are lost, quarantined or to be given back."""
+        topology = self._cluster.topology
+        closed = self._cluster.lost_nodes | self.unfit(quarantined) | self._lease.leaving
+        if self._followed != (topology.nodes, closed):
+            self._pool.set_nodes(topology, closed)
+            self._followed = (topology.nodes, closed)
+
+    def unfit(self, quarantined: Collection[str]) -> frozenset[str]:
+        """Quarantined nodes of the lease; none where there is no other."""
+        if not quarantined:
+            return frozenset()
+        nodes = {node.name for node in self._cluster.topology.nodes} - self._cluster.lost_nodes
+        unfit = nodes.intersection(quarantined)
+        return frozenset() if unfit == nodes else frozenset(unfit)
+
+    def place(self, trial: Trial, *, avoid: Collection[str], max_passed_over: int) -> Placement | None:
+        """Devices for the trial, or None for now. A trial that needs many is not passed over for ever."""
+        if any(n < trial.number and count >= max_passed_over for n, count in self._num_passed_over.items()):
+            return None
+        layout = trial.candidate.layout
+        return self._pool.place(world_size=layout.world_size, tp=layout.tp, isolation=self._isolation, avoid=avoid)
+
+    def take(self, number: int, placement: Placement, waiting: Collection[int]) -> None:
+        """Trial ``number`` has been placed; ``waiting`` ones have not."""
+        self._pool.take(placement.reserved)
+        self._stuck_since_s = None
+        self._num_passed_over = {n: count for n, count in self._num_passed_over.items() if n in waiting}
+        for earlier in waiting:
+            if earlier < number:
+                self._num_passed_over[earlier] = self._num_passed_over.get(earlier, 0) + 1
+
+    def give_back(self, placement: Placement) -> None:
+        """Its gang is gone."""
+        self._pool.give_back(placement.reserved)
+
+    def wait(self, trial: Trial, now_s: float) -> None:
+        """While nothing runs, a trial that cannot be placed waits for nodes, if more may come, and not for ever.
+
+        Raises:
+            ClusterError: it has waited in vain.
+        """
+        if self._stuck_since_s is None:
+            self._stuck_since_s = now_s
+        is_overdue = now_s - self._stuck_since_s > self._placing_s and not self._lease.is_preempted
+        if is_overdue or not self._lease.waiting:
+            raise self._unplaceable(trial)
+
+    def _unplaceable(self, trial: Trial) -> ClusterError:
+        lost = ", ".join(sorted(self._cluster.lost_nodes))
+        topology = self._cluster.topology
+        waiting = f" ({self._lease.waiting})" if self._lease.waiting else ""
+        return ClusterError(
+            f"trial {trial.number} needs {trial.candidate.layout.world_size} devices; the lease has "
+            f"{topology.num_devices} on {len(topology.nodes)} node(s){f', of which {lost} went away' if lost else ''}"
+            f"{waiting}. Mend the cluster and submit again, or restrict space.world_size"
+        )

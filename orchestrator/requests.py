@@ -1,0 +1,54 @@
+"""What people ask of a sweep while it runs: left in its ledger by anybody, taken in by whoever writes its events."""
+
+from __future__ import annotations
+
+import getpass
+import platform
+from collections.abc import Collection, Iterator
+from typing import Any, get_args
+
+from orchestrator.events import Action, Asked, TrialsRetried
+from orchestrator.fold import is_retriable
+from orchestrator.ledger import Ledger, Request
+from orchestrator.state import SweepState
+
+FAULTS = ("crashed", "timed_out", "gang_lost", "host_oom")
+"""Kinds of outcomes that another launch may well turn out otherwise."""
+RETRIABLE = (*FAULTS, "oom", "infeasible", "diverged", "stopped_early")
+
+
+def action(name: Action) -> dict[str, Any]:
+    """The request to pause, drain or cancel."""
+    return {"action": name}
+
+
+def retry(kinds: Collection[str]) -> dict[str, Any]:
+    """The request to launch trials again that ended in one of these kinds."""
+    return {"action": "retry", "kinds": sorted(kinds)}
+
+
+def asker() -> str:
+    """Who asks: user and host."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name
+        user = "unknown"
+    return f"{user}@{platform.node()}"
+
+
+def new_events(ledger: Ledger, state: SweepState, at_s: float) -> Iterator[Asked | TrialsRetried]:
+    """What has been asked since ``state``, as events."""
+    for request in ledger.requests(state.num_requests):
+        yield _event(request, state, at_s)
+
+
+def _event(request: Request, state: SweepState, at_s: float) -> Asked | TrialsRetried:
+    name = request.body["action"]
+    if name in get_args(Action):
+        return Asked(at_s=at_s, request=request.id, action=name, by=request.by)
+    return TrialsRetried(at_s=at_s, request=request.id, trials=chosen(state, request.body["kinds"]), by=request.by)
+
+
+def chosen(state: SweepState, kinds: Collection[str]) -> tuple[int, ...]:
+    """Numbers of the trials that ended in one of ``kinds`` and can be launched again."""
+    return tuple(trial.number for trial in state.trials if trial.status in kinds and is_retriable(state, trial.number))

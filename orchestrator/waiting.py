@@ -1,0 +1,24 @@
+"""While a sweep waits for its first nodes: show why, and hear when it is called off."""
+
+from __future__ import annotations
+
+from orchestrator.ledger import Ledger
+from orchestrator.runtime import Observer
+
+
+class WithdrawnError(Exception):
+    """Somebody asked the sweep to pause, drain or end while it waited."""
+
+
+class Waiting:
+    """What :func:`cluster.connect.connect` calls while it waits."""
+
+    def __init__(self, ledger: Ledger, observer: Observer) -> None:
+        self._ledger = ledger
+        self._observer = observer
+        self._num_requests = max((request.id for request in ledger.requests(0)), default=0)
+
+    def __call__(self, reason: str) -> None:
+        self._observer.on_lease((), reason)
+        if any(request.body["action"] != "retry" for request in self._ledger.requests(self._num_requests)):
+            raise WithdrawnError

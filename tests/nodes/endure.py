@@ -1,0 +1,122 @@
+"""A whole sweep with a fault in it, injected while one of its gangs is known to be at work.
+
+What a fault does, how one sees that the service has noticed, and what somebody has to mend afterwards is a
+:class:`Fault`, see :mod:`tests.nodes.faults`; :func:`endure` runs a sweep with it and returns what became of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchestrator.events import AttemptEnded
+from tests.nodes.checks import Story, foreign, leaks, problems
+from tests.nodes.namespaces import Host, wait_until
+from tests.nodes.ray_nodes import RayNodes
+from tests.nodes.trial_sweep import Stage, Sweep
+from trials.outcome import Measured
+
+VICTIM = 1
+"""Number of the trial whose gang is hit; not the winner, so that it may fail for good."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Scene:
+    """A sweep with a gang at work, about to be hit."""
+
+    cluster: RayNodes
+    sweep: Sweep
+    stage: Stage
+    key: str
+    """The ``config_key`` of the gang's candidate."""
+    token: str = ""
+    """Of its attempt."""
+
+    @property
+    def host(self) -> Host:
+        """Where its last rank is."""
+        return self.sweep.host_of(self.key)
+
+    @property
+    def rank_pid(self) -> int:
+        """Of its last rank."""
+        return self.host.outside(self.stage.last_pid())
+
+    def has_ended(self) -> bool:
+        """Whether the controller has noticed: the attempt that was hit has an end."""
+        return not self._is_open()
+
+    def has_let_go(self) -> bool:
+        """Whether nothing of the sweep is left on any node."""
+        return not any(foreign(host) for host in self.cluster.nodes.values())
+
+    def _is_open(self) -> bool:
+        state = self.sweep.state()
+        return any(a.token == self.token and a.outcome is None for trial in state.trials for a in trial.attempts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What is done, and what follows."""
+
+    name: str
+    strike: Callable[[Scene], None]
+    is_noticed: Callable[[Scene], bool] = Scene.has_ended
+    mend: Callable[[Scene], None] = lambda scene: None
+    """What somebody has to do for the sweep to reach its end; runs once the fault has been noticed."""
+    bound: str
+    """What bounds the time to notice it."""
+    hang: int | None = None
+    """This rank hangs from the beginning."""
+    home: Callable[[RayNodes, Path], Path] = lambda cluster, folder: folder / "home"
+    """Where the sweep is kept."""
+    sections: Mapping[str, Any] = field(default_factory=dict)
+    """Of the sweep file, in place of the usual ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endured:
+    """What became of a sweep that had a fault."""
+
+    detected_s: float
+    """From the fault to the moment it was noticed."""
+    recovered_s: float
+    """From there, mending included, to the next finished measurement."""
+    problems: tuple[str, ...]
+    leaks: tuple[str, ...]
+    story: Story
+
+
+def endure(fault: Fault, cluster: RayNodes, stage: Stage, folder: Path, undisturbed: Story) -> Endured:
+    """Run a sweep to its end, with this fault in it; then see whether all is as it should be."""
+    key = undisturbed.state.trials[VICTIM].candidate.config_key
+    sweep = Sweep(cluster, fault.home(cluster, folder), **fault.sections)
+    scene = Scene(cluster=cluster, sweep=sweep, stage=stage, key=key)
+    with stage.hold(key, hang=fault.hang):
+        sweep.submit()
+        stage.wait()
+        scene.token = sweep.attempt(key).token
+        struck_s = time.time()
+        fault.strike(scene)
+        wait_until(lambda: fault.is_noticed(scene), f"{fault.name} to be noticed; {sweep.told()}", limit_s=150.0)
+        noticed_s = time.time()
+    fault.mend(scene)
+    code = sweep.wait()
+    assert code == 0, f"exit code {code}; {sweep.told()}"
+    story = sweep.story()
+    wait_until(lambda: not leaks(cluster), f"nothing to be left, but there is {leaks(cluster)}", limit_s=30.0)
+    return Endured(
+        detected_s=noticed_s - struck_s,
+        recovered_s=_next_measurement_s(story, noticed_s) - noticed_s,
+        problems=tuple(problems(story, undisturbed)),
+        leaks=tuple(leaks(cluster)),
+        story=story,
+    )
+
+
+def _next_measurement_s(story: Story, after_s: float) -> float:
+    ends = [event for event in story.events if isinstance(event, AttemptEnded) and isinstance(event.outcome, Measured)]
+    return min((end.at_s for end in ends if end.at_s > after_s), default=after_s)

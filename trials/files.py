@@ -1,0 +1,35 @@
+"""Files written so that nobody reads half of one, and folders that only their owner reads. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from uuid import uuid4
+
+
+def write_atomically(path: Path, chunks: Iterable[bytes], *, mode: int | None = None) -> None:
+    """Put ``chunks`` at ``path`` as a whole or not at all; a link there is replaced, not followed.
+
+    Args:
+        mode: of the file; None leaves it to the umask.
+
+    Raises:
+        OSError: it cannot be written; what was at ``path`` is as it was.
+    """
+    beside = path.with_name(f".{path.name[:64]}.{uuid4().hex[:8]}")
+    try:
+        with beside.open("xb") as file:
+            if mode is not None:
+                beside.chmod(mode)
+            file.writelines(chunks)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def make_private_folder(path: Path) -> Path:
+    """Create ``path`` and its missing parents for their owner alone; what is there already keeps its mode."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return path

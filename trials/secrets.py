@@ -1,0 +1,205 @@
+"""Which texts are secret, and how they stay out of what is written, shown or sent. Standard library only.
+
+Secret are the values of environment variables named like secrets, the content of the files that ``RAY_AUTH_TOKEN_PATH``
+and its like name, and whatever has the form of a credential: a password in a URL, an ``Authorization`` header, a
+well-known kind of key. Redaction is the second line; the first is that processes get no secret they have no use for,
+see :func:`for_ranks`.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import html
+import json
+import logging
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import quote, quote_plus
+
+from trials.files import write_atomically
+
+MASK = "***"
+MIN_CHARS = 6
+"""Shorter values are words such as ``true``: replacing them would spoil texts and protect nothing."""
+_MIN_DIGITS = 12
+_NO_SECRETS = ("disabled", "enabled", "default")
+_MAX_FILE_BYTES = 8192
+_BLOCK_BYTES = 1 << 16
+_MAX_LINE_BYTES = 1 << 20
+
+_SECRET_NAME = re.compile(
+    r"SECRET|PASSW(OR)?D|PASSPHRASE|(^|[_-])(TOKEN|CREDENTIALS?|(API|ACCESS|PRIVATE|STORAGE)_?KEY|CONNECTION_STRING|"
+    r"WEBHOOK)($|[_-])",
+    re.IGNORECASE,
+)
+_NAMES_A_FILE = re.compile(r"_(PATH|FILE)$|^GOOGLE_APPLICATION_CREDENTIALS$", re.IGNORECASE)
+_WITHHELD = re.compile(r"^(MLFLOW|RAY_AUTH|TUNE_CLUSTER_NOTIFY)_|WEBHOOK", re.IGNORECASE)
+_MLFLOW_USER = "MLFLOW_TRACKING_USERNAME"
+"""No secret itself, and often part of paths; but with the password it makes the header that is sent."""
+_RAY_TOKEN_FILE = ".ray/auth_token"
+
+CREDENTIAL_FORM = re.compile(
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?s:.*?-----END [A-Z ]*PRIVATE KEY-----)?"
+    r"|\b(?:(?:AKIA|ASIA)[0-9A-Z]{16}\b|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|hf_[A-Za-z0-9]{20,}"
+    r"|sk-[\w-]{20,}|xox[abeprs]-\S{10,}|AIza[\w-]{30,}|dapi[0-9a-f]{32}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]*)"
+    r"|https://hooks\.slack\.com/[\w/-]+|https://[\w.]*discord(?:app)?\.com/api/webhooks/[\w/-]+"
+)
+"""Texts that are credentials by their form alone."""
+_CREDENTIAL_MARKS = (
+    *("PRIVATE KEY", "AKIA", "ASIA", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "hf_", "sk-"),
+    *("xoxa-", "xoxb-", "xoxe-", "xoxp-", "xoxr-", "xoxs-", "AIza", "dapi", "eyJ", "hooks.slack.com", "/webhooks/"),
+)
+"""One of these stands in every text that the pattern matches: most texts have none, and to look for them is quick."""
+
+_URL_USER = re.compile(r"://[^\s/@\"'<>\\]+@")
+_LABELLED = re.compile(
+    r"(?P<label>\bbearer[ \t]+(?=\S{16})|\bauthorization[\"']?[ \t]*[:=][ \t]*[\"']?(?:(?:bearer|basic|token)[ \t]+)?"
+    r"|(?:password|passwd|secret|api[_-]?key)(?:=[\"']?|[\"'][ \t]*:[ \t]*[\"'])"
+    r"|[?&][\w-]*(?:token|key|sig|signature|credential|auth)=)"
+    r"[^\s&\"'<>\\,;]{6,}",
+    re.IGNORECASE,
+)
+_LABEL_MARKS = (
+    *("bearer", "authorization", "password", "passwd", "secret", "apikey", "api_key", "api-key"),
+    *("token=", "key=", "sig=", "signature=", "credential=", "auth="),
+)
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a variable of this name holds a secret or, ending in ``_PATH`` or ``_FILE``, names the file with it."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def for_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` without what controller and agents alone need: access to MLflow and Ray, webhooks.
+
+    What training itself may need, such as keys to an object store, stays; it is redacted from what ranks write.
+    """
+    return {name: value for name, value in environment.items() if _WITHHELD.search(name) is None}
+
+
+def redact(text: str) -> str:
+    """``text`` with :data:`MASK` in the place of every secret, also where it is quoted or encoded.
+
+    Redact before cutting into lines or shortening: half a secret is not recognised.
+    """
+    return _redacted(text, _known_now())
+
+
+def redact_all(value: Any) -> Any:
+    """:func:`redact` on every string of a JSON value."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, list | tuple):
+        return [redact_all(item) for item in value]
+    return {key: redact_all(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def redact_file(path: Path) -> bool:
+    """Redact a file that nobody writes to any more, atomically; whether there was anything to redact.
+
+    Raises:
+        OSError: it cannot be read or replaced; it is then as it was.
+    """
+    if path.is_symlink() or not path.is_file():
+        return False
+    with path.open("rb") as source:
+        if all(block == clean for block, clean in _blocks(source)):
+            return False
+        source.seek(0)
+        write_atomically(path, (clean for _, clean in _blocks(source)), mode=0o600)
+    return True
+
+
+class RedactingFormatter(logging.Formatter):
+    """Log lines without secrets, in message, arguments and traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
+def redact_uncaught() -> None:
+    """Have the tracebacks of errors that nobody catches shown without secrets, in all threads."""
+    formatter = logging.Formatter()
+
+    def show(kind: type[BaseException], error: BaseException | None, trace: Any) -> None:
+        sys.stderr.write(redact(formatter.formatException((kind, error or kind(), trace))) + "\n")
+
+    sys.excepthook = show
+    threading.excepthook = lambda args: show(args.exc_type, args.exc_value, args.exc_traceback)
+
+
+def _redacted(text: str, known: tuple[str, ...]) -> str:
+    for form in known:
+        text = text.replace(form, MASK)
+    if any(mark in text for mark in _CREDENTIAL_MARKS):
+        text = CREDENTIAL_FORM.sub(MASK, text)
+    text = _URL_USER.sub(f"://{MASK}@", text)
+    lower = text.lower()
+    if any(mark in lower for mark in _LABEL_MARKS):
+        text = _LABELLED.sub(lambda found: found["label"] + MASK, text)
+    return text
+
+
+def _blocks(source: IO[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    """The content in blocks of whole lines, each with its redacted form; bytes that are no text survive."""
+    known = _known_now()
+    while block := source.read(_BLOCK_BYTES):
+        block += source.readline(_MAX_LINE_BYTES)
+        clean = _redacted(block.decode("utf-8", "surrogateescape"), known)
+        yield block, clean.encode("utf-8", "surrogateescape")
+
+
+def _known_now() -> tuple[str, ...]:
+    variables = [(name, value) for name, value in os.environ.items() if is_secret_name(name)]
+    values = [value.strip() for name, value in variables if not _NAMES_A_FILE.search(name)]
+    files = [value for name, value in variables if _NAMES_A_FILE.search(name)]
+    files.append(f"{os.environ.get('HOME', '')}/{_RAY_TOKEN_FILE}")
+    tokens = [_token_in(file) for file in files]
+    return _known(frozenset((*values, *tokens)), os.environ.get(_MLFLOW_USER))
+
+
+def _token_in(file: str) -> str:
+    """What a token file holds; nothing where it is missing or too large for one."""
+    try:
+        path = Path(file)
+        if path.is_file() and path.stat().st_size <= _MAX_FILE_BYTES:
+            return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        pass
+    return ""
+
+
+@functools.lru_cache(maxsize=8)
+def _known(values: frozenset[str], user: str | None) -> tuple[str, ...]:
+    """All these secrets in all their spellings, longest first."""
+    secrets = {secret for value in values for secret in (value, *_long_lines(value)) if _is_worth_hiding(secret)}
+    if user:
+        secrets |= {_base64(f"{user}:{secret}") for secret in secrets}
+    forms = {form for secret in secrets for form in _spellings(secret)}
+    return tuple(sorted(forms, key=len, reverse=True))
+
+
+def _long_lines(value: str) -> list[str]:
+    """Of a value such as a private key: logs are cut into lines."""
+    return [line for line in value.splitlines() if len(line) >= 2 * MIN_CHARS] if "\n" in value else []
+
+
+def _is_worth_hiding(value: str) -> bool:
+    return len(value) >= (_MIN_DIGITS if value.isdigit() else MIN_CHARS) and value.lower() not in _NO_SECRETS
+
+
+def _spellings(value: str) -> Iterator[str]:
+    """As it may stand in URLs, JSON, Python's ``repr``, HTML and ``Authorization`` headers."""
+    yield from (value, quote(value), quote(value, safe=""), quote_plus(value), html.escape(value), _base64(value))
+    yield from (json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1])
+
+
+def _base64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
