@@ -1,7 +1,7 @@
 """Which of the ranks that make no progress is to blame: the others only wait for it.
 
-Ranks in step report the same progress, so the stacks decide. Every rank has faulthandler dump them into its log on
-SIGUSR1, which works even while C code holds the interpreter.
+Ranks in step report the same progress, so the stacks decide. The fork server has faulthandler dump them into the
+rank's log on SIGUSR1, which works even while C code holds the interpreter.
 """
 
 from __future__ import annotations

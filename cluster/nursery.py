@@ -9,6 +9,7 @@ parent-death signal: that is sent when the *thread* that started it ends, and an
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -20,6 +21,7 @@ import traceback
 from collections.abc import Sequence
 
 from cluster.base import Deadlines
+from cluster.hang import DUMP_SIGNAL
 from cluster.messages import Beat, NodeLaunch, Place, RankFailure, RankProgress, RankSuccess, Slot
 from cluster.processes import adopt_orphans, children, collapse_pages, kill, kill_descendants
 from cluster.warden import warden_main
@@ -118,6 +120,8 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     sys.path.extend(entry for entry in json.loads(sys.argv[2]) if entry not in sys.path)
     adopt_orphans()
+    faulthandler.enable(file=2)  # ranks inherit both: in them descriptor 2 is their own log
+    faulthandler.register(DUMP_SIGNAL, file=2)
     problems = preload(sys.argv[3:])
     for cls in MESSAGES:  # an empty message is no message, but its types are looked up and remembered
         with contextlib.suppress(CodecError):

@@ -28,20 +28,20 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class QueueRow:
     """An entry with its grant."""
 
     claim: Claim
     grant: Grant
 
 
-def standings(entries: Collection[Entry]) -> dict[str, Standing]:
+def divided(entries: Collection[Entry]) -> dict[str, QueueRow]:
     """By the keys of the claims. All see the same division: views of the cluster may differ for a moment, and the
     nodes held exist in any case."""
     num_nodes = max([*(entry.num_nodes for entry in entries), sum(entry.claim.held for entry in entries)])
     claims = [entry.claim for entry in entries]
     grants = share(claims, num_nodes, strictest(entry.policy for entry in entries))
-    return {claim.key: Standing(claim=claim, grant=grants[claim.key]) for claim in claims}
+    return {claim.key: QueueRow(claim=claim, grant=grants[claim.key]) for claim in claims}
 
 
 class Queue:
@@ -57,7 +57,7 @@ class Queue:
         taken: Entry = replace(from_json(Entry, entry), renewed_at_s=now_s)
         self._entries[taken.claim.key] = taken
         self._entries = {key: e for key, e in self._entries.items() if now_s - e.renewed_at_s <= EXPIRES_S}
-        return to_json(standings(self._entries.values())[taken.claim.key].grant)
+        return to_json(divided(self._entries.values())[taken.claim.key].grant)
 
     def leave(self, key: str) -> int:
         """Forget a claim; return how many are left."""

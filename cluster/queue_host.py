@@ -14,14 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.queue import Claim, Grant, Policy
-from cluster.queue_entries import Entry, Standing, standings
+from cluster.queue_entries import Entry, QueueRow, divided
 from cluster.topology import path_safe
 from trials.codec import CodecError, from_json, to_json
 
 logger = logging.getLogger(__name__)
 
 EXPIRES_S = 600.0
-"""A living process that has not renewed its claim for so long hangs. It is asleep at most when the host is."""
+"""A living process that has not renewed its claim for so long hangs."""
+
+LOCK_TIMEOUT_S = 2.0
+"""It is held for milliseconds, but by processes that may be stopped."""
 
 
 class HostAdmission:
@@ -49,26 +52,27 @@ class HostAdmission:
                 _write(file, entries)
         except OSError as error:
             return Grant(claim.held, f"the queue in {self._folder} cannot be used: {error}")
-        return standings(entries.values())[claim.key].grant
+        return divided(entries.values())[claim.key].grant
 
     def leave(self) -> None:
         try:
             with _locked(self._folder) as file:
                 entries = _read(file)
-                _write(file, {key: entry for key, entry in entries.items() if key not in self._keys})
+                ours = {key for key in self._keys if key in entries and entries[key].process[0] == os.getpid()}
+                _write(file, {key: entry for key, entry in entries.items() if key not in ours})
         except OSError as error:
             logger.warning("the queue in %s is not left: %s; the claim ends with this process", self._folder, error)
         self._keys.clear()
 
 
-def host_queue(folder: Path) -> tuple[Standing, ...]:
+def host_queue(folder: Path) -> tuple[QueueRow, ...]:
     """Who shares this host now, in the order of submission. Changes nothing.
 
     Raises:
         OSError: the folder cannot be read.
     """
-    found = standings(_read(_file(folder)).values()).values()
-    return tuple(sorted(found, key=lambda standing: (standing.claim.submitted_at_s, standing.claim.key)))
+    found = divided(_read(_file(folder)).values()).values()
+    return tuple(sorted(found, key=lambda row: (row.claim.submitted_at_s, row.claim.key)))
 
 
 def _file(folder: Path) -> Path:
@@ -81,7 +85,15 @@ def _locked(folder: Path) -> Iterator[Path]:
     file = _file(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with file.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        give_up_s = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up_s:
+                    raise
+                time.sleep(0.01)
         yield file
 
 

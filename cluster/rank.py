@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import importlib
 import os
 import signal
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cluster.device_memory import device_names
-from cluster.hang import DUMP_SIGNAL
 from cluster.messages import NodeLaunch, Place, RankFailure, RankProgress, RankResult, RankSuccess, Slot, line
 from cluster.processes import close_inherited, die_with_parent, make_preferred_oom_victim
 from trials.codec import from_json, to_json
@@ -52,8 +50,6 @@ def _set_scene(launch: NodeLaunch, slot: Slot, pipe: int, warden_pid: int) -> No
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    faulthandler.enable(file=2)
-    faulthandler.register(DUMP_SIGNAL, file=2)
     os.environ.update(
         {
             "RANK": str(slot.rank),

@@ -162,8 +162,7 @@ class _Client(JobSubmissionClient):
     def __init__(self, url: str) -> None:
         self.url = url
         super().__init__(url)
-        if self._ssl_context is None:
-            self._ssl_context = True  # the same, in the form that aiohttp still takes
+        self._ssl_context: Any = True  # what None meant to aiohttp
 
     def _do_request(self, method: str, endpoint: str, **options: Any) -> Any:
         return super()._do_request(method, endpoint, timeout=REQUEST_TIMEOUT_S, allow_redirects=False, **options)

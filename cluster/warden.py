@@ -16,7 +16,6 @@ import selectors
 import signal
 import socket
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +28,6 @@ from cluster.gang import COLLATERAL
 from cluster.host_memory import OomKills, shortage
 from cluster.messages import (
     Beat,
-    Lines,
-    NodeEvent,
     NodeFailing,
     NodeGone,
     NodeLaunch,
@@ -41,14 +38,13 @@ from cluster.messages import (
     RankResult,
     Slot,
     Stop,
-    line,
 )
 from cluster.processes import adopt_orphans, close_inherited, kill_descendants
 from cluster.rank import rank_main
+from cluster.warden_link import CHUNK, AgentLink
 from cluster.watch import RankClock, due_at_s, overdue_reason
 from trials.codec import from_json
 
-CHUNK = 1 << 16
 COLLATERAL_GRACE_S = 2.0
 """How long a lost connection may wait for the failure that caused it before the gang is killed for it."""
 PEER_GRACE_S = 2.0
@@ -62,9 +58,7 @@ class Warden:
     """Runs in its own process and talks with the agent over ``agent``, a stream socket."""
 
     def __init__(self, agent: socket.socket) -> None:
-        self._agent = agent
-        self._lines = Lines()
-        self._outbox: deque[bytes] = deque()
+        self._link = AgentLink(agent)
         self._selector = selectors.DefaultSelector()
         self._ranks: list[ForkedRank] = []
         self._notes: list[RankFailure] = []
@@ -76,19 +70,17 @@ class Warden:
         self._silent_at_s = math.inf
         """When the controller should have been heard of."""
         self._is_stopping = False
-        self._is_orphaned = False
         self._is_preempted = False
         self._reported: tuple[int, int] = (0, 0)
 
     def run(self) -> None:
         """Wait for an attempt and run it to its end."""
-        while not (messages := self._receive()):
-            if self._is_orphaned:
+        self._expect_sigterm()
+        while not (messages := self._link.receive()):
+            if self._link.is_closed:
                 return
         self._launch: NodeLaunch = from_json(NodeLaunch, messages.pop(0))
-        self._agent.setblocking(False)
-        self._selector.register(self._agent, selectors.EVENT_READ, self._hear)
-        self._expect_sigterm()
+        self._link.watch(self._selector, self._obey)
         self._start()
         self._obey(messages)
         while any(rank.is_running for rank in self._ranks) and time.monotonic() < self._release_due_s:
@@ -99,15 +91,6 @@ class Warden:
         self._finish()
         kill_descendants()  # those that would not die must not become the fork server's to wait for
 
-    def _receive(self) -> list[Any]:
-        """Messages that have come from the agent, if any is complete."""
-        try:
-            chunk = self._agent.recv(CHUNK)
-        except ConnectionError:
-            chunk = b""
-        self._is_orphaned = not chunk
-        return list(self._lines.feed(chunk))
-
     def _expect_sigterm(self) -> None:
         """Have the loop wake up for the signal by which a batch system ends a node's processes."""
         awake, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -116,6 +99,8 @@ class Warden:
         self._selector.register(awake, selectors.EVENT_READ, lambda _: self._wake(awake))
 
     def _note_sigterm(self, *_: object) -> None:
+        if self._launch is None:
+            os._exit(1)
         if not self._is_preempted:
             self._is_preempted = True
             self._note("preempted", SIGTERM_SEEN)
@@ -162,16 +147,6 @@ class Warden:
         self._selector.register(rank.pipe, selectors.EVENT_READ, lambda _: self._read(rank))
         self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda _: self._reap(rank))
 
-    def _hear(self, events: int) -> None:
-        """Take orders from the agent, and give it what could not be sent at once."""
-        if events & selectors.EVENT_WRITE:
-            self._flush()
-        if events & selectors.EVENT_READ:
-            self._obey(self._receive())
-            if self._is_orphaned:
-                self._selector.unregister(self._agent)
-                self._stop("the agent is gone")
-
     def _obey(self, messages: list[Any]) -> None:
         for message in messages:
             order: Order = from_json(Order, message)
@@ -182,6 +157,8 @@ class Warden:
                     if order.is_cause:
                         self._note("controller", order.reason)
                     self._stop(order.reason)
+        if self._link.is_closed:
+            self._stop("the agent is gone")
 
     def _read(self, rank: ForkedRank) -> None:
         if rank.pipe < 0:  # drained by _reap() in the same round
@@ -307,7 +284,7 @@ class Warden:
             self._is_stopping = True
             self._kill_at_s = self._silent_at_s = math.inf
             self._release_due_s = time.monotonic() + self._launch.release_s
-            self._tell(NodeFailing(attempt_id=self._launch.attempt_id, token=self._launch.token, reason=reason))
+            self._link.tell(NodeFailing(attempt_id=self._launch.attempt_id, token=self._launch.token, reason=reason))
             for rank in self._ranks:
                 if rank.is_running:
                     rank.kill()
@@ -317,7 +294,7 @@ class Warden:
         if slowest.position > self._reported and len(self._ranks) == len(self._launch.slots):
             self._reported = slowest.position
             os.utime(self._launch.directory)  # shows for how long it held its devices, should the controller die
-            self._tell(
+            self._link.tell(
                 NodeProgress(
                     attempt_id=self._launch.attempt_id,
                     token=self._launch.token,
@@ -327,29 +304,13 @@ class Warden:
                 )
             )
 
-    def _tell(self, event: NodeEvent) -> None:
-        self._outbox.append(line(event))
-        self._flush()
-
-    def _flush(self) -> None:
-        """Send what the socket takes; an agent that is slow to read must not hold up the watch."""
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            while self._outbox:
-                sent = self._agent.send(self._outbox[0])
-                self._outbox[0] = self._outbox[0][sent:]
-                if not self._outbox[0]:
-                    self._outbox.popleft()
-        if self._agent.fileno() in self._selector.get_map():
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
-            self._selector.modify(self._agent, wanted, self._hear)
-
     def _release(self) -> None:
         """See to it that no process of the gang is left and that its devices' memory is free, or note what is not."""
         if survivors := kill_descendants(self._launch.release_s):
             self._note("lost", f"processes {survivors} on {self._launch.node} cannot be killed")
         elif (
             self._ranks
-            and not self._is_orphaned
+            and not self._link.is_closed
             and (problem := wait_until_free(device_names(self._launch), SETTLE_AFTER_S))
         ):
             self._note("device_busy", f"{self._launch.node} is not free after the gang: {problem}")
@@ -358,14 +319,13 @@ class Warden:
 
     def _finish(self) -> None:
         settled = [with_log(rank.result, rank.log) for rank in self._ranks if rank.result is not None]
-        gone = NodeGone(
-            attempt_id=self._launch.attempt_id,
-            token=self._launch.token,
-            results=(*(self._judged(result) for result in settled), *self._notes),
+        self._link.finish(
+            NodeGone(
+                attempt_id=self._launch.attempt_id,
+                token=self._launch.token,
+                results=(*(self._judged(result) for result in settled), *self._notes),
+            )
         )
-        self._agent.setblocking(True)
-        with contextlib.suppress(ConnectionError):
-            self._agent.sendall(b"".join(self._outbox) + line(gone))
 
     def _judged(self, result: RankResult) -> RankResult:
         """In the light of what was learned later: what SIGTERM killed was preempted when the warden got one too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import platform
 import secrets
@@ -11,13 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from cluster.base import ClusterError
 from orchestrator.errors import ConfigError
-from orchestrator.heartbeat import CONTROLLER, MODE_VARIABLE
+from orchestrator.heartbeat import CONTROLLER, LEASE, MODE_VARIABLE
 from orchestrator.home import Home
-from orchestrator.ledger import FILE_NAME, SweepBusyError
+from orchestrator.ledger import FILE_NAME, LedgerError, SweepBusyError
 from orchestrator.log_files import Follower, tail
 from orchestrator.logs import CONTROLLER_LOG
 from orchestrator.terminal_text import plain
@@ -28,7 +29,6 @@ DETACHED, RAY_JOB = "detached", "ray job"
 MARK_VARIABLE = "TUNE_CLUSTER_HOME_MARK"
 POLL_S = 0.2
 NUM_LINES = 200
-LOCK_NAME = "controller.lock"
 _MARK = "submitted"
 
 
@@ -69,10 +69,11 @@ def detach(argv: Sequence[str], home: Home, name: str, *, show: Callable[[str], 
             env={**os.environ, MODE_VARIABLE: DETACHED, "PYTHONUNBUFFERED": "1"},
         )
     while True:
-        is_at_work, exit_code = _is_held_below(folder, child.pid), child.poll()
+        exit_code = child.poll()
+        is_ready = is_under_way(home, name, functools.partial(_is_below, ancestor=child.pid))
         for line in follower.new_lines():
             show(line)
-        if is_at_work or exit_code is not None:
+        if is_ready or exit_code is not None:
             return Started(exit_code=exit_code, log=follower)
         time.sleep(POLL_S)
 
@@ -80,10 +81,13 @@ def detach(argv: Sequence[str], home: Home, name: str, *, show: Callable[[str], 
 def is_at_work(home: Home, name: str) -> bool:
     """Whether a controller runs the sweep, or a detached one waits until it can be started again."""
     folder = home.sweep_folder(name)
-    if not (folder / FILE_NAME).exists():
+    if _is_locked(folder / CONTROLLER_LOG):
+        return True
+    try:
+        with home.open(name, begun=False) as ledger:
+            return ledger.is_held()
+    except (ConfigError, LedgerError):  # there is none, or not any more
         return False
-    with home.open(name, begun=False) as ledger:
-        return ledger.is_held() or _is_locked(folder / CONTROLLER_LOG)
 
 
 def controller_log(home: Home, name: str, *, follow: bool = False, num_lines: int = NUM_LINES) -> Iterator[str]:
@@ -187,15 +191,27 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def _is_held_below(folder: Path, ancestor: int) -> bool:
-    """Whether this process or one that it started is the controller at work."""
-    try:
-        pid: int | None = int((folder / LOCK_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+def is_under_way(home: Home, name: str, is_it: Callable[[dict[str, Any]], bool]) -> bool:
+    """Whether a controller is at work that ``is_it`` recognises by what it says about itself, and that has found its
+    cluster: it holds nodes, or waits for some."""
+    if not (home.sweep_folder(name) / FILE_NAME).exists():
         return False
+    try:
+        with home.open(name, begun=False) as ledger:
+            about, lease = ledger.document(CONTROLLER), ledger.document(LEASE)
+            is_held = ledger.is_held()
+    except (ConfigError, LedgerError):  # it has given up at this very moment
+        return False
+    has_cluster = about is not None and lease is not None and lease["at_s"] >= about["started_at_s"]
+    return is_held and has_cluster and is_it(about)
+
+
+def _is_below(about: dict[str, Any], ancestor: int) -> bool:
+    """Whether the controller is this process or one that it has started."""
+    pid: int | None = about["pid"]
     while pid is not None and pid > 1:
         if pid == ancestor:
-            return _is_locked(folder / LOCK_NAME)
+            return True
         pid = _parent(pid)
     return False
 

@@ -43,7 +43,6 @@ def begin(
         ConfigError: it was measured in another environment.
     """
     prints = fingerprint(topology, _virtual(spec))
-    ledger.put_document(SPEC, spec.to_json())
     if state.created is not None:
         _check_hardware(state.created, prints)
         known = Knowledge.kept(ledger)

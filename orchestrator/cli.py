@@ -1,6 +1,8 @@
 """The command line: thin. stdout carries the result, stderr is for people; heavy imports happen inside commands.
 
-Exit codes: 0 done; 1 the sweep failed; 2 the user's input or surroundings need mending; 130 interrupted.
+Exit codes: 0 done, or at work in the background, paused, cancelled; 1 the sweep failed; 2 the user's input or
+surroundings need mending; 130 interrupted, or no longer following. A controller under a supervisor ends with 75 when
+its cluster went away, and is started again.
 """
 
 from __future__ import annotations

@@ -169,6 +169,8 @@ def _go(made: Submission, *, follow: bool, as_json: bool) -> None:
 
     if made.mode == "foreground":
         run = supervised_run()
+        if not made.is_over and not run:
+            submission.find_running(made)  # one that has just paused it ends; with any other the ledger is busy
         if made.needs_supervisor and not run:
             _become(made.supervised(*(["--json"] if as_json else [])))
         _run_here(made, run, as_json)

@@ -78,14 +78,13 @@ def watch(sweep: str, home: Path, as_json: bool) -> None:
     """
     from orchestrator import report_status
     from orchestrator.home import Home
-    from orchestrator.home_sweeps import open_ledger
     from orchestrator.inspection import Inspection
     from orchestrator.report_live import LiveView
     from orchestrator.watch import changes, looks, show, turn
 
     last: Inspection | None = None
     try:
-        with open_ledger(sweep, Home(home)) as ledger, LiveView() as view:
+        with Home(home).open(sweep, begun=False) as ledger, LiveView() as view:
             for seen in looks(ledger, Home(home)):
                 if as_json:
                     for line in changes(seen, last):
@@ -167,9 +166,8 @@ def explain(sweep: str, trial: str, home: Path, as_json: bool) -> None:
     """
     from orchestrator import explanation, report_explain
     from orchestrator.home import Home
-    from orchestrator.home_sweeps import open_ledger
 
-    with open_ledger(sweep, Home(home)) as ledger:
+    with Home(home).open(sweep, begun=False) as ledger:
         explained = explanation.explain(ledger, trial)
     print_result(as_json, explained.to_json(), lambda: report_explain.render_explanation(explained))
 

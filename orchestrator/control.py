@@ -112,6 +112,8 @@ def _answer(name: str, ledger: Ledger, number: int, trials: tuple[int, ...] = ()
     try:
         with ledger.hold():
             state, is_controlled = apply_requests(ledger, ledger.folder), False
+            if state.created is None:  # it waited for its first nodes when its controller died
+                ledger.discard()
     except SweepBusyError:
         state, is_controlled = fold(ledger.events()), True
     return Answer(sweep=name, request=number, state=state.status, is_controlled=is_controlled, trials=trials)

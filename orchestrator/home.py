@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,10 +78,20 @@ class Home:
         try:
             return Ledger.open_existing(folder, read_only=read_only)
         except LookupError:
-            known = ", ".join(self.sweeps()) or "none"
-            raise ConfigError(
-                f"no sweep {name!r} in {self.path}", remedy=f"Sweeps there: {known}. Use --home for another folder."
-            ) from None
+            pass
+        known = self.sweeps() if begun else self.all_names()
+        near = nearest(name, known)
+        remedy = f"Did you mean {near}?" if near else f"Sweeps there: {', '.join(known[:5]) or 'none'}."
+        raise ConfigError(f"no sweep {name!r} in {self.path}", remedy=f"{remedy} --home names another folder.")
+
+    def all_names(self) -> list[str]:
+        """Names of all sweeps, those included that wait for their first nodes."""
+        return sorted(path.parent.name for path in self.path.glob(f"sweeps/*/{FILE_NAME}"))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Up to three of ``known`` that look like ``name``, in words; empty where none does."""
+    return " or ".join(difflib.get_close_matches(name, list(known), n=3, cutoff=0.5))
 
 
 def _is_begun(folder: Path) -> bool:

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import sqlite3
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ FILE_NAME = "ledger.sqlite"
 _LOCK_NAME = "controller.lock"
 _BUSY_S = 30.0
 """For how long to wait while another process writes."""
+_LOOK_S = 0.5
 MAX_RECENT = 4096
 """Entries the writer keeps at hand for whoever follows closely: they need not be read and decoded again."""
 
@@ -132,10 +134,8 @@ class Ledger:
             SweepBusyError: another process holds it.
         """
         with (self.folder / _LOCK_NAME).open("a+", encoding="utf-8") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise SweepBusyError(f"another controller runs this sweep: process {_holder(lock)}") from None
+            if not _take(lock):
+                raise SweepBusyError(f"another controller runs this sweep: process {_holder(lock)}")
             lock.truncate(0)
             lock.write(f"{os.getpid()}\n")
             lock.flush()
@@ -283,6 +283,18 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
             raise
         db = sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True, isolation_level=None)
     return db
+
+
+def _take(lock: IO[str]) -> bool:
+    """Whether the lock could be had. Who looks whether it is held, has it for an instant."""
+    deadline_s = time.monotonic() + _LOOK_S
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() >= deadline_s:
+            return False
+        time.sleep(0.02)
 
 
 def _holder(lock: IO[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from orchestrator.errors import ConfigError
 from orchestrator.inspection import Inspection
 from orchestrator.log_files import tail
-from orchestrator.state import Attempt, SweepState, Trial
+from orchestrator.state import Attempt, SweepState, Trial, attempt_id
 from orchestrator.terminal_text import plain
 from trials.codec import to_json
 from trials.outcome import Evidence, Measured
@@ -115,7 +115,7 @@ def attempt_logs(
 
 def attempt_folder(sweep_folder: Path, trial: int, attempt: int, token: str) -> Path:
     """Where the ranks of an attempt work, on every node."""
-    return sweep_folder.absolute() / "attempts" / f"t{trial:04d}-a{attempt}-{token[:8]}"
+    return sweep_folder.absolute() / "attempts" / attempt_id(trial, attempt, token)
 
 
 def _attempt_index(trial: Trial, attempt: int | None) -> int:

@@ -9,7 +9,6 @@ import click
 
 from orchestrator.background import controller_log
 from orchestrator.home import Home
-from orchestrator.home_sweeps import open_ledger
 from orchestrator.inspection import Inspection, look
 from orchestrator.ledger import Ledger
 from orchestrator.log_files import Follower, follow
@@ -48,7 +47,7 @@ def show_trial_logs(
     Raises:
         ConfigError: there is no such sweep, trial, attempt or rank.
     """
-    with open_ledger(name, home) as ledger:
+    with home.open(name, begun=False) as ledger:
         sweep = look(ledger)
         trial = find_trial(sweep.state, text, name)
         found = attempt_logs(sweep, trial, attempt=attempt, rank=rank, num_lines=out.num_lines)
@@ -67,7 +66,7 @@ def show_controller_log(name: str, home: Home, out: Output) -> None:
         ConfigError: there is no such sweep, or its controller writes to a terminal.
         ClusterError: the controller is a Ray Job, and the cluster does not answer.
     """
-    with open_ledger(name, home) as ledger:
+    with home.open(name, begun=False) as ledger:
         sweep = look(ledger)
     lines = controller_log(home, name, follow=out.follow, num_lines=out.num_lines)
     if out.as_json and not out.follow:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -26,14 +25,12 @@ from trials.findings import Findings
 
 __all__ = [
     "LiveView",
-    "Standing",
     "by_speed",
     "changed_knobs",
     "cost",
     "found_out",
     "headline",
     "render_report",
-    "render_status",
     "report_markdown",
     "winner_and_baseline",
 ]
@@ -62,29 +59,6 @@ def render_report(
     if failures := _failures(state):
         parts.append(_section("Not measured", failures))
     parts += [_section("Recorded", _recorded(summary, recorded)), _section("Next", _next(summary, invocation))]
-    return Group(*parts)
-
-
-class Standing(Protocol):
-    """A sweep's state, and the same in short."""
-
-    @property
-    def state(self) -> SweepState: ...
-
-    @property
-    def summary(self) -> Summary: ...
-
-
-def render_status(sweeps: Sequence[Standing]) -> RenderableType:
-    """Where each sweep stands, in a few lines."""
-    if not sweeps:
-        return Text("no sweeps yet")
-    parts: list[RenderableType] = []
-    for sweep in sweeps:
-        parts += [_title(sweep.state, sweep.summary), Text(f"  {headline(sweep.summary)}")]
-        if running := [trial for trial in sweep.state.trials if trial.is_running]:
-            parts.append(Text("  running: " + " ".join(fmt.trial_id(t.number) for t in running), style="cyan"))
-        parts.append(Text(f"  {cost(sweep.summary)}", style="dim"))
     return Group(*parts)
 
 

@@ -44,7 +44,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.placing import Placer
 from orchestrator.requests import new_events
 from orchestrator.search import Search
-from orchestrator.state import SweepState, Trial, describe_failure
+from orchestrator.state import SweepState, Trial, attempt_id, describe_failure
 from orchestrator.takeover import Recovered, settle
 from trials.outcome import GangLost, LossCause
 from trials.spec import Candidate
@@ -186,16 +186,16 @@ class Runtime:
             self._dispatch(event)
 
     def _kill_on(self, nodes: frozenset[str], reason: str) -> None:
-        for attempt_id, running in self._running.items():
+        for attempt, running in self._running.items():
             if not nodes.isdisjoint(running.placement.nodes):
-                self._kill(attempt_id, reason, "preempted")
+                self._kill(attempt, reason, "preempted")
 
-    def _kill(self, attempt_id: str, reason: str, cause: LossCause) -> bool:
+    def _kill(self, attempt: str, reason: str, cause: LossCause) -> bool:
         """False if it was told before."""
-        if attempt_id in self._killed:
+        if attempt in self._killed:
             return False
-        self._killed[attempt_id] = cause
-        self._cluster.kill(attempt_id, reason)
+        self._killed[attempt] = cause
+        self._cluster.kill(attempt, reason)
         return True
 
     def _give_up_quarantined(self, busy: set[str]) -> None:
@@ -256,7 +256,7 @@ class Runtime:
         )
 
     def _attempt_id(self, trial: int) -> str:
-        return next(attempt_id for attempt_id, running in self._running.items() if running.trial == trial)
+        return next(name for name, running in self._running.items() if running.trial == trial)
 
     def _launch(self, command: Launch) -> bool:
         trial = self._state.trials[command.trial]
@@ -272,8 +272,8 @@ class Runtime:
 
     def _start(self, trial: Trial, attempt: int, placement: Placement) -> None:
         token = uuid4().hex
-        attempt_id = f"t{trial.number:04d}-a{attempt}-{token[:8]}"
-        launch = self._recipe.build(trial, attempt_id, token, placement)
+        name = attempt_id(trial.number, attempt, token)
+        launch = self._recipe.build(trial, name, token, placement)
         self._dispatch(
             AttemptLaunched(
                 at_s=self._clock(),
@@ -284,7 +284,7 @@ class Runtime:
                 num_devices=len(placement.reserved),
             )
         )
-        self._running[attempt_id] = _Running(trial.number, placement)
+        self._running[name] = _Running(trial.number, placement)
         self._placer.take(trial.number, placement, self._state.waiting)
         self._cluster.launch(launch)
 
@@ -347,8 +347,8 @@ class Runtime:
 
     def _interrupt(self) -> None:
         """Kill what runs and record it as lost, so that its device time is charged and nothing dangles."""
-        for attempt_id in list(self._running):
-            self._kill(attempt_id, "interrupted by the user", "controller")
+        for attempt in list(self._running):
+            self._kill(attempt, "interrupted by the user", "controller")
         deadline_s = self._clock() + 10.0
         while self._running and self._clock() < deadline_s:
             self._wait(POLL_S)

@@ -86,6 +86,7 @@ def _run(spec: SweepSpec, home: Home, observer: Observer, address: str | None, t
     folder = home.sweep_folder(spec.name)
     with Ledger(folder) as ledger, ledger.hold():
         try:
+            ledger.put_document(SPEC, spec.to_json())
             if text is not None:
                 ledger.put_document("sweep_yaml", {"text": text})
             return _lease_and_run(spec, home, ledger, observer, address)

@@ -59,6 +59,11 @@ class Attempt:
     device_seconds: float = 0.0
 
 
+def attempt_id(trial: int, attempt: int, token: str) -> str:
+    """Names the attempt's folder, on every node: ``t0003-a1-`` and the beginning of the token."""
+    return f"t{trial:04d}-a{attempt}-{token[:8]}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """A candidate's record."""

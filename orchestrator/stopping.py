@@ -14,7 +14,6 @@ from orchestrator import control
 from orchestrator import report_format as fmt
 from orchestrator.events import Action
 from orchestrator.home import Home
-from orchestrator.home_sweeps import open_ledger
 from orchestrator.inspection import AT_REST, ENDED, Inspection, look
 from orchestrator.terminal_text import plain
 from orchestrator.watch import looks
@@ -47,7 +46,7 @@ def stop(name: str, home: Home, action: Action, *, wait: bool, tell: Tell) -> St
     Raises:
         ConfigError: there is no such sweep, or it is over already.
     """
-    with open_ledger(name, home) as ledger:
+    with home.open(name, begun=False) as ledger:
         answer = control.ask(name, home, action)
         is_done = False
         for seen in looks(ledger, home) if wait else [look(ledger)]:

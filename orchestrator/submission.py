@@ -16,7 +16,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.fold import fold
 from orchestrator.heartbeat import CONTROLLER
 from orchestrator.home import Home
-from orchestrator.ledger import FILE_NAME
+from orchestrator.ledger import LedgerError
 from orchestrator.log_files import Follower
 from orchestrator.sweep import SweepSpec, load_sweep
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Mode = Literal["foreground", "detached", "ray job"]
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
+ENDING_S = 30.0
 JOB_START_S = 180.0
 """How long a command waits for the job it has submitted to begin its work."""
 EXIT_UNKNOWN = 2
@@ -166,7 +167,13 @@ def choose_address(spec: SweepSpec, given: str | None) -> str | None:
 
 
 def find_running(submission: Submission) -> Begun | None:
-    """The controller at work on the sweep already; None where there is none."""
+    """The controller at work on the sweep already; None where there is none. One that has just paused it is given time
+    to end."""
+    deadline_s = time.monotonic() + ENDING_S
+    while background.is_at_work(submission.home, submission.name) and _is_at_rest(submission):
+        if time.monotonic() > deadline_s:
+            break  # it is none that ends, but one that waits for nodes to go on with
+        time.sleep(_POLL_S)
     if not background.is_at_work(submission.home, submission.name):
         return None
     with submission.home.open(submission.name, begun=False) as ledger:
@@ -178,6 +185,14 @@ def find_running(submission: Submission) -> Begun | None:
         address=about.get("address"),
         is_attached=True,
     )
+
+
+def _is_at_rest(submission: Submission) -> bool:
+    try:
+        with submission.home.open(submission.name) as ledger:
+            return fold(ledger.events()).status != "running"
+    except (ConfigError, LedgerError):  # waits for its first nodes
+        return False
 
 
 def begin(submission: Submission, show: Callable[[str], None]) -> Begun:
@@ -239,19 +254,12 @@ def _await_job(submission: Submission, job: JobHandle, show: Callable[[str], Non
         status = job_status(job)
         if status.is_over:
             return status.exit_code if status.exit_code is not None else EXIT_UNKNOWN
-        if _works_on(submission, job.submission_id):
+        if background.is_under_way(submission.home, submission.name, lambda about: about["job"] == job.submission_id):
             return None
         if time.monotonic() > deadline_s:
             show(f"the job {job.submission_id} is {status.state} still; it begins when the head gets to it")
             return None
         time.sleep(_POLL_S)
-
-
-def _works_on(submission: Submission, job: str) -> bool:
-    if not (submission.home.sweep_folder(submission.name) / FILE_NAME).exists():
-        return False
-    with submission.home.open(submission.name, begun=False) as ledger:
-        return ledger.is_held() and (ledger.document(CONTROLLER) or {}).get("job") == job
 
 
 def follow(begun: Begun, home: Home) -> Iterator[str]:

@@ -34,7 +34,7 @@ def cluster(stage, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster, tmp_path_factory):
-    sweep = Sweep(cluster, tmp_path_factory.mktemp("undisturbed") / "home")
+    sweep = Sweep(cluster, tmp_path_factory.mktemp("undisturbed"))
     sweep.run()
     return sweep.story()
 

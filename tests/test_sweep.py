@@ -153,15 +153,16 @@ def test_a_hang_ends_at_its_deadline_and_too_little_memory_is_an_out_of_memory(t
     file = sweeps.write(
         tmp_path,
         runner="tests.faulty_runner:run_rank",
-        workload={"seq_length": 1024, "global_batch_size": 16},
-        space={"dp_replicate": [1], "micro_batch_size": [1, 8, 16]},
+        workload={"seq_length": 1024, "global_batch_size": 64},
+        space={"dp_replicate": [1], "micro_batch_size": [1, 8, 64]},
         baseline={"dp_replicate": 1, "micro_batch_size": 1},
         cluster={"device_memory": "200MiB"},
-        deadlines={"starting_s": 3},
+        measure={"max_warmup_steps": 1},
+        deadlines={"starting_s": 6},
     )
     result = submit(file, fresh_home(tmp_path))
     found = {trial.candidate.micro_batch_size: trial.status for trial in result.state.trials}
-    assert found == {1: "measured", 8: "timed_out", 16: "oom"}
+    assert found == {1: "measured", 8: "timed_out", 64: "oom"}
 
 
 def test_the_same_error_on_the_first_three_attempts_stops_the_sweep_with_it(tmp_path):

@@ -1,15 +1,18 @@
 """The kernel really kills for want of memory, in a control group with a small limit."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from cluster import host_memory
 from cluster.host_memory import OomKills, available_bytes, shortage
 from cluster.local import LocalCluster
 from cluster.topology import discover_node
 from tests.cluster.gangs import PRELOAD, living, run
+from trials.failure import classify
 from trials.outcome import Crashed, GangLost, HostOutOfMemory
 
 LIMIT_BYTES = 1 << 30
@@ -99,3 +102,17 @@ def test_both_versions_of_control_groups_are_read(version, tmp_path, monkeypatch
     counter = next(name for name in files if "oom_kill" in files[name])
     (folder / counter).write_text(files[counter].replace("oom_kill 2", "oom_kill 3"))
     assert kills.grew()
+
+
+@pytest.mark.parametrize(
+    ("error", "on_cpu", "on_cuda"),
+    [
+        (MemoryError(), "oom", "host_oom"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "oom", "host_oom"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), "oom", "host_oom"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "oom", "oom"),
+        (RuntimeError("NCCL error: ncclSystemError: System call failed"), "connection", "connection"),
+    ],
+)
+def test_only_beside_a_gpu_is_host_memory_another_than_the_devices(error, on_cpu, on_cuda):
+    assert (classify(error, "cpu"), classify(error, "cuda")) == (on_cpu, on_cuda)

@@ -262,4 +262,4 @@ def test_a_local_sweep_waits_for_its_turn_and_leaves_when_it_gives_up(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         connect(asked, workdir=tmp_path, on_wait=on_wait)
     assert heard == ["waits for 1 node held by sweep a"] * 2
-    assert [standing.claim.sweep for standing in host_queue(tmp_path)] == ["a"]
+    assert [row.claim.sweep for row in host_queue(tmp_path)] == ["a"]

@@ -16,25 +16,11 @@ from orchestrator.fold import fold
 from orchestrator.ledger import Ledger
 from orchestrator.state import SweepState
 from tests.nodes.namespaces import Host, command_line
-from tests.nodes.ray_nodes import RayNodes
+from tests.nodes.ray_nodes import RayNodes, is_rays_own
 from trials.outcome import Measured
 
 CLOCK_SLACK_S = 1.0
 """An attempt is charged by the cluster's clock and journalled by the controller's."""
-RAYS_OWN = (
-    "/ray start ",
-    "/gcs/gcs_server",
-    "/raylet/raylet",
-    "/dashboard/dashboard.py",
-    "ray.util.client.server",
-    "ray::DashboardAgent",
-    "ray::RuntimeEnvAgent",
-    "dashboard/agent.py",
-    "runtime_env/agent/main.py",
-    "ray::IDLE",
-    "workers/default_worker.py",
-    "tests.nodes.monitor",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,17 +86,13 @@ class Story:
         return {end.token: (launches[end.token], end) for end in self._ends}
 
 
-def problems(story: Story, undisturbed: Story, *, unmeasured: frozenset[str] = frozenset()) -> list[str]:
-    """What is wrong with the story of a sweep that had a fault; empty if nothing is.
-
-    Args:
-        unmeasured: configurations whose trials the fault made fail for good.
-    """
+def problems(story: Story, undisturbed: Story) -> list[str]:
+    """What is wrong with the story of a sweep that had a fault; empty if nothing is."""
     return [
         *_recorded_once(story),
         *_conserved(story),
         *_never_shared(story),
-        *_same_result(story, undisturbed, unmeasured),
+        *_same_result(story, undisturbed),
     ]
 
 
@@ -123,7 +105,7 @@ def leaks(cluster: RayNodes) -> list[str]:
 def foreign(host: Host) -> list[str]:
     """Command lines of what runs on a host beside Ray itself."""
     lines = [command_line(pid) for pid in host.pids()]
-    return [line for line in lines if line and not any(own in line for own in RAYS_OWN)]
+    return [line for line in lines if line and not is_rays_own(line)]
 
 
 def _recorded_once(story: Story) -> Iterator[str]:
@@ -176,15 +158,15 @@ def _never_shared(story: Story) -> Iterator[str]:
             yield f"trials {one} and {two} held {device} at the same time"
 
 
-def _same_result(story: Story, undisturbed: Story, unmeasured: frozenset[str]) -> Iterator[str]:
+def _same_result(story: Story, undisturbed: Story) -> Iterator[str]:
     state = story.state
     if state.status != "finished":
         yield f"the sweep is {state.status}: {state.finish_reason}"
     if story.winner != undisturbed.winner:
         yield f"the winner is {story.winner}, undisturbed {undisturbed.winner}"
-    expected = undisturbed.measured.keys() - unmeasured
-    yield from (f"{key[:8]} was not measured" for key in expected - story.measured.keys())
-    yield from (f"{key[:8]} was measured, not so undisturbed" for key in story.measured.keys() - expected)
+    missing, extra = undisturbed.measured - story.measured, story.measured - undisturbed.measured
+    yield from (f"{key[:8]} was not measured" for key in missing)
+    yield from (f"{key[:8]} was measured, not so undisturbed" for key in extra)
 
 
 def _runs(uri: str, sweep: str) -> Iterator[Run]:

@@ -6,6 +6,7 @@ What a fault does, how one sees that the service has noticed, and what somebody 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any
 
 from orchestrator.events import AttemptEnded
 from tests.nodes.checks import Story, foreign, leaks, problems
+from tests.nodes.mlflow_server import MlflowServer
 from tests.nodes.namespaces import Host, wait_until
 from tests.nodes.ray_nodes import RayNodes
 from tests.nodes.trial_sweep import Stage, Sweep
@@ -34,6 +36,8 @@ class Scene:
     """The ``config_key`` of the gang's candidate."""
     token: str = ""
     """Of its attempt."""
+    server: MlflowServer | None = None
+    """Where the sweep is recorded; None: without a server."""
 
     @property
     def host(self) -> Host:
@@ -63,6 +67,8 @@ class Fault:
     """What is done, and what follows."""
 
     name: str
+    prepare: Callable[[Scene], None] = lambda scene: None
+    """Before the sweep is submitted."""
     strike: Callable[[Scene], None]
     is_noticed: Callable[[Scene], bool] = Scene.has_ended
     mend: Callable[[Scene], None] = lambda scene: None
@@ -87,34 +93,47 @@ class Endured:
     """From there, mending included, to the next finished measurement."""
     problems: tuple[str, ...]
     leaks: tuple[str, ...]
-    story: Story
+    """Processes and placement groups that were still there half a minute after the sweep's end."""
+    same_winner: bool
 
 
 def endure(fault: Fault, cluster: RayNodes, stage: Stage, folder: Path, undisturbed: Story) -> Endured:
     """Run a sweep to its end, with this fault in it; then see whether all is as it should be."""
     key = undisturbed.state.trials[VICTIM].candidate.config_key
-    sweep = Sweep(cluster, fault.home(cluster, folder), **fault.sections)
+    sweep = Sweep(cluster, folder, fault.home(cluster, folder), **fault.sections)
     scene = Scene(cluster=cluster, sweep=sweep, stage=stage, key=key)
-    with stage.hold(key, hang=fault.hang):
-        sweep.submit()
-        stage.wait()
-        scene.token = sweep.attempt(key).token
-        struck_s = time.time()
-        fault.strike(scene)
-        wait_until(lambda: fault.is_noticed(scene), f"{fault.name} to be noticed; {sweep.told()}", limit_s=150.0)
-        noticed_s = time.time()
-    fault.mend(scene)
-    code = sweep.wait()
-    assert code == 0, f"exit code {code}; {sweep.told()}"
+    try:
+        struck_s, noticed_s = _struck(fault, scene)
+        fault.mend(scene)
+        sweep.expect_end()
+    finally:
+        sweep.kill()
     story = sweep.story()
-    wait_until(lambda: not leaks(cluster), f"nothing to be left, but there is {leaks(cluster)}", limit_s=30.0)
+    if scene.server is not None:
+        scene.server.kill()
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: not leaks(cluster), "nothing to be left", limit_s=30.0)
     return Endured(
         detected_s=noticed_s - struck_s,
         recovered_s=_next_measurement_s(story, noticed_s) - noticed_s,
         problems=tuple(problems(story, undisturbed)),
         leaks=tuple(leaks(cluster)),
-        story=story,
+        same_winner=story.winner == undisturbed.winner,
     )
+
+
+def _struck(fault: Fault, scene: Scene) -> tuple[float, float]:
+    """Submit, inject the fault, wait until it is noticed; when was what?"""
+    fault.prepare(scene)
+    with scene.stage.hold(scene.key, hang=fault.hang):
+        scene.sweep.submit()
+        scene.stage.wait()
+        scene.token = scene.sweep.attempt(scene.key).token
+        struck_s = time.time()
+        fault.strike(scene)
+        words = f"{fault.name} to be noticed"
+        wait_until(lambda: fault.is_noticed(scene), words, limit_s=150.0)
+        return struck_s, time.time()
 
 
 def _next_measurement_s(story: Story, after_s: float) -> float:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 
 from tests.nodes.endure import Fault, Scene
+from tests.nodes.mlflow_server import URI, MlflowServer
 from tests.nodes.namespaces import parent, send
+from tests.nodes.ray_nodes import HEAD_AWAY_S
 
 CHILD = "the death of a child process: at once"
 SILENCE = "the head's health checks: 4 unanswered ones of 1.5 s, 0.5 s apart"
@@ -33,9 +35,10 @@ def _submit_again(scene: Scene) -> None:
     scene.sweep.submit()
 
 
-def _repair_and_submit(scene: Scene) -> None:
-    scene.cluster.repair()
-    _submit_again(scene)
+def _kill_controller(scene: Scene) -> None:
+    """Only the controller: its supervisor starts another."""
+    (pid,) = scene.sweep.controllers
+    assert send(pid, signal.SIGKILL)
 
 
 def _grow_and_submit(scene: Scene) -> None:
@@ -46,6 +49,25 @@ def _grow_and_submit(scene: Scene) -> None:
 def _fill(scene: Scene) -> None:
     scene.cluster.fill_disk()
     scene.stage.release()
+
+
+def _serve(scene: Scene) -> None:
+    scene.server = MlflowServer(scene.cluster, scene.sweep.home)
+    scene.server.start()
+
+
+def _stop_serving(scene: Scene) -> None:
+    assert scene.server is not None
+    scene.server.kill()
+    scene.stage.release()
+
+
+def _serve_again(scene: Scene) -> None:
+    """The sweep does not need MLflow to reach its end; submitted again, it catches up."""
+    assert scene.server is not None
+    scene.sweep.expect_end()
+    scene.server.start()
+    scene.sweep.submit()
 
 
 def _mend_cable(scene: Scene) -> None:
@@ -74,9 +96,20 @@ FAULTS = {
             bound="the head notices that the connection broke",
         ),
         Fault(name="node frozen", strike=lambda scene: scene.host.freeze(), bound=SILENCE),
-        Fault(name="link cut", strike=lambda scene: scene.cluster.cut(scene.host), bound=SILENCE),
+        Fault(
+            name="link cut",
+            strike=lambda scene: scene.cluster.cut(scene.host),
+            mend=_mend_cable,
+            bound=SILENCE,
+        ),
         Fault(
             name="controller killed",
+            strike=_kill_controller,
+            is_noticed=lambda scene: scene.sweep.state().epoch > 1,
+            bound="the supervisor's pause of 1 s, and the start of another controller",
+        ),
+        Fault(
+            name="controller and supervisor killed",
             strike=lambda scene: scene.sweep.kill(),
             is_noticed=Scene.has_let_go,
             mend=_submit_again,
@@ -85,9 +118,9 @@ FAULTS = {
         Fault(
             name="head killed",
             strike=lambda scene: scene.cluster.kill_head(),
-            is_noticed=lambda scene: scene.sweep.has_ended(),
-            mend=_repair_and_submit,
-            bound="RAY_gcs_rpc_server_reconnect_timeout_s",
+            is_noticed=lambda scene: not scene.sweep.controllers,
+            mend=lambda scene: scene.cluster.repair(),
+            bound=f"how long a driver waits for the head: {HEAD_AWAY_S} s here, 60 s by default",
         ),
         Fault(
             name="collective hangs",
@@ -104,6 +137,15 @@ FAULTS = {
             mend=_grow_and_submit,
             bound="the next event to be stored",
             home=lambda cluster, folder: cluster.disk / folder.name,
+        ),
+        Fault(
+            name="MLflow away",
+            prepare=_serve,
+            strike=_stop_serving,
+            is_noticed=lambda scene: "MLflow" in scene.sweep.told(),
+            mend=_serve_again,
+            bound="the next entry to be recorded",
+            sections={"tracking": {"uri": URI}},
         ),
     )
 }

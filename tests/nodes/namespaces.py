@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -94,6 +95,11 @@ class Host:
         for pid in pids:
             send(pid, number)
         return len(pids)
+
+    def listens(self, port: int) -> bool:
+        """Whether somebody inside takes TCP connections at this port."""
+        tables = [_read(self.pid, f"net/{name}") for name in ("tcp", "tcp6")]
+        return any(re.search(f":{port:04X} 0+:0000 0A ", table) for table in tables)
 
     def freeze(self) -> None:
         """Stop every process, so that the host answers nobody any more."""

@@ -14,7 +14,6 @@ import contextlib
 import functools
 import json
 import os
-import re
 import secrets
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from tests.nodes.namespaces import Host, Switch, wait_until
+from tests.nodes.namespaces import Host, Switch, command_line, send, wait_until
 
 ROOT = Path(__file__).parents[2]
 PORT = 6379
@@ -41,10 +40,30 @@ GCS = "/gcs/gcs_server"
 
 
 DISK_BYTES = 32 << 20
+RAYS_OWN = (
+    "/ray start ",
+    "/gcs/gcs_server",
+    "/raylet/raylet",
+    "/dashboard/dashboard.py",
+    "ray.util.client.server",
+    "ray::DashboardAgent",
+    "ray::RuntimeEnvAgent",
+    "dashboard/agent.py",
+    "runtime_env/agent/main.py",
+    "ray::IDLE",
+    "workers/default_worker.py",
+    "ray::QueueActor",  # of all sweeps, on the head: it stays
+    "tests.nodes.monitor",
+)
 
 
 def mount(*arguments: str | Path) -> None:
     subprocess.run(["mount", *arguments], check=True)
+
+
+def is_rays_own(command: str) -> bool:
+    """Whether this is the command line of a process of the cluster, not of a sweep."""
+    return any(own in command for own in RAYS_OWN)
 
 
 class RayNodes:
@@ -71,6 +90,7 @@ class RayNodes:
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_prestart_worker_first_driver": "0",
+            "RAY_worker_niceness": "0",  # not behind whatever else this machine does
             "RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_AWAY_S),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -125,7 +145,7 @@ class RayNodes:
     def _have_joined(self, hosts: Sequence[Host]) -> bool:
         for host in hosts:
             if self._starts[host.name].poll() is not None:
-                host.end_all()
+                self._end_ray(host)
                 self._start_node(host)
         return all(self._is_alive(host) for host in hosts)
 
@@ -160,14 +180,19 @@ class RayNodes:
         for host in self.hosts:
             self._switch.mend(host)
             host.thaw()
-        if not self.head.find(GCS):
-            for host in self.hosts:
-                host.end_all()
-            self.start_head()
-        away = [host for host in self.hosts[1:] if not self._is_alive(host)]
+        away = [host for host in self.hosts[1:] if not self.head.find(GCS) or not self._is_alive(host)]
         for host in away:
-            host.end_all()
+            self._end_ray(host)
+        if not self.head.find(GCS):
+            self.head.end_all()
+            self.start_head()
         self.start(*away)
+
+    def _end_ray(self, host: Host) -> None:
+        """What is left of it; a controller goes on, as it would where it has a host to itself."""
+        own = [pid for pid in host.pids() if host is not self.controller or is_rays_own(command_line(pid))]
+        wait_until(lambda: not sum(send(pid, signal.SIGKILL) for pid in own), f"the end of Ray on {host.name}")
+        host.thaw()
 
     def alive(self) -> dict[str, bool]:
         """By address, what the head thinks of each node; empty where the head does not answer."""
@@ -196,13 +221,9 @@ class RayNodes:
     def _is_alive(self, host: Host) -> bool:
         return self._starts[host.name].poll() is None and bool(self.alive().get(host.address))
 
-    def _head_listens(self) -> bool:
-        sockets = [Path(f"/proc/{self.head.pid}/net/{name}").read_text(encoding="ascii") for name in ("tcp", "tcp6")]
-        return any(re.search(f":{PORT:04X} 0+:0000 0A ", text) for text in sockets)
-
     def _ask(self, question: str) -> Any:
         """Asked on the head's host, whose cable is never cut."""
-        if not self._head_listens():  # Ray itself would try for many seconds
+        if not self.head.listens(PORT):  # Ray itself would try for many seconds
             return {"error": "no head"}
         if self._monitor is not None and self._monitor.poll() is not None:
             self._monitor.communicate()

@@ -17,7 +17,7 @@ from orchestrator.ledger import Ledger, LedgerError
 from orchestrator.state import Attempt, SweepState
 from tests import sweeps
 from tests.nodes.checks import Story
-from tests.nodes.namespaces import Host, descendants, send, wait_until
+from tests.nodes.namespaces import Host, command_line, descendants, send, wait_until
 from tests.nodes.ray_nodes import RayNodes
 from tests.nodes.runner import STAGE
 from tests.orchestrator.mlflow_store import new_store
@@ -39,18 +39,19 @@ class Sweep:
     """One sweep and its controllers.
 
     Args:
-        home: folder of its own; gets a MLflow store that is migrated already.
+        folder: takes the sweep file and what the controllers print.
+        home: of tune-cluster; gets a MLflow store that is migrated already.
         sections: replace keys of :data:`SWEEP`, as in :func:`tests.sweeps.write`.
     """
 
-    def __init__(self, cluster: RayNodes, home: Path, **sections: Any) -> None:
+    def __init__(self, cluster: RayNodes, folder: Path, home: Path | None = None, **sections: Any) -> None:
         self.cluster = cluster
-        self.home = home
-        home.mkdir(exist_ok=True)
-        new_store(home)
+        self.home = home or folder / "home"
+        self.home.mkdir()
+        new_store(self.home)
         place = {**CLUSTER, "address": cluster.address}
-        self.file = sweeps.write(home.parent, f"{home.name}.yaml", **{**SWEEP, "cluster": place, **sections})
-        self._log = home.parent / f"{home.name}.log"
+        self.file = sweeps.write(folder, **{**SWEEP, "cluster": place, **sections})
+        self._log = folder / "controller.log"
         self._controller: subprocess.Popen[bytes] | None = None
 
     def submit(self, *command: str) -> None:
@@ -89,12 +90,19 @@ class Sweep:
         """Have the trials that ended so launched again by the next controller; their numbers."""
         return control.retry(SWEEP["name"], Home(self.home), [kind]).trials
 
-    def kill(self) -> None:
-        """SIGKILL the controller, and nothing else."""
+    @property
+    def controllers(self) -> list[int]:
+        """Processes at work on it beside those that look after them; none while one that was lost is not replaced."""
         assert self._controller is not None
-        for pid in list(descendants(self._controller.pid))[:1]:  # below nsenter
-            send(pid, signal.SIGKILL)
-        self._controller.wait()
+        lines = {pid: command_line(pid) for pid in descendants(self._controller.pid)}
+        return [pid for pid, line in lines.items() if line and "orchestrator.supervisor" not in line]
+
+    def kill(self) -> None:
+        """SIGKILL all there is of its controller on the host: what looks after it, too."""
+        if self._controller is not None:
+            for pid in list(descendants(self._controller.pid)):
+                send(pid, signal.SIGKILL)
+            self._controller.wait()
 
     def told(self) -> str:
         """What its controllers have printed, for messages."""

@@ -32,7 +32,6 @@ from trials.outcome import Evidence, GangLost
 from trials.spec import Candidate, Kernels, Layout, Loader, Protocol, TrialSpec
 
 TOPOLOGY = uniform_topology(3, 2, device_name="A100-80GB", memory_bytes=80 * 10**9)
-LOST_NODE, LOST_AT_S = TOPOLOGY.nodes[0].name, 12.0
 PROTOCOL = Protocol(min_warmup_steps=2, max_warmup_steps=2, num_steps=4, max_steps=4)
 DEADLINES = Deadlines(starting_s=4.0, warmup_s=20.0, measuring_s=20.0, stall_s=2.5)
 
@@ -108,6 +107,8 @@ class World:
     """What outlives controllers: the time, the gangs' files, MLflow, the user."""
 
     now_s: float = 0.0
+    node_losses: dict[str, float] = field(default_factory=lambda: {TOPOLOGY.nodes[0].name: 12.0})
+    """Node -> when it goes away."""
     gangs: dict[str, Gang] = field(default_factory=dict)
     """By token."""
     runs: list[int] = field(default_factory=list)
@@ -139,7 +140,8 @@ class FragileCluster(VirtualCluster):
     def __init__(self, world: World, fuse: Fuse) -> None:
         self._world, self._fuse = world, fuse
         self._start_s = world.now_s
-        super().__init__(TOPOLOGY, play, node_losses={LOST_NODE: max(0.0, LOST_AT_S - world.now_s)})
+        losses = {node: max(0.0, at_s - world.now_s) for node, at_s in world.node_losses.items()}
+        super().__init__(TOPOLOGY, play, node_losses=losses)
 
     def time(self) -> float:
         self._world.now_s = self._start_s + self.clock()

@@ -31,9 +31,21 @@ def test_a_misspelt_key_gets_the_nearest_valid_one(tmp_path, path):
 
 def is_meant(path, bad):
     """Values of this list that some keys do accept."""
-    free_text = (("tracking", "experiment"), ("cluster", "address"), ("cluster", "exclude_nodes", 0))
+    free_text = (
+        ("tracking", "experiment"),
+        ("cluster", "address"),
+        ("cluster", "exclude_nodes", 0),
+        ("notify", "command", 0),
+        ("notify", "command", 1),
+    )
     optional = (
-        *free_text,
+        *free_text[:3],
+        ("notify",),
+        ("notify", "webhook_env"),
+        ("notify", "webhook_file"),
+        ("notify", "command"),
+        ("cluster", "min_nodes"),
+        ("cluster", "max_wait"),
         ("space", "precision", 1, "dtype"),
         ("baseline", "precision", "dtype"),
         ("workload", "data", "path"),
@@ -194,6 +206,21 @@ def test_a_missing_key_is_named_at_the_line_of_its_section(tmp_path, path):
         (("cluster",), {"kind": "local", "address": "x"}, "cluster.address", "no address"),
         (("cluster", "device_memory"), "2 parsecs", "cluster.device_memory", "size with its unit"),
         (("cluster", "device_memory"), 2048, "cluster.device_memory", "size with its unit"),
+        (("cluster", "min_nodes"), 3, "cluster.min_nodes", "above num_nodes 2"),
+        (("cluster", "max_wait"), "soon", "cluster.max_wait", "duration with its unit"),
+        (("cluster", "queue"), "../team", "cluster.queue", "not a valid name"),
+        (("cluster", "priority"), 101, "cluster.priority", "out of range"),
+        (("notify",), {}, "notify", "nobody is told"),
+        (("notify", "webhook_env"), "https://example.org/hook", "notify.webhook_env", "name of an environment"),
+        (("notify", "webhook_env"), "HOME", "notify.webhook_env", "does not look like the name of a secret"),
+        (("notify", "webhook_file"), "url.txt", "notify.webhook_file", "names the URL already"),
+        (("notify", "command"), [], "notify.command", "at least 1"),
+        (("notify", "command"), "notify-team", "notify.command", "expected a list"),
+        (("notify", "command", 1), "a\0b", "notify.command", "NUL"),
+        (("notify", "on"), ["finished", "finished"], "notify.on", "listed twice"),
+        (("notify", "on"), ["done"], "notify.on.0", "expected"),
+        (("budget", "strikes_per_node"), 0, "budget.strikes_per_node", "out of range"),
+        (("deadlines", "placing_s"), 0, "deadlines.placing_s", "out of range"),
         (("budget", "wall_time"), 600, "budget.wall_time", "duration with its unit"),
         (("budget", "wall_time"), "0s", "budget.wall_time", "duration with its unit"),
         (("measure", "max_steps"), 1, "measure.max_steps", "below num_steps 3"),

@@ -122,7 +122,7 @@ behaviours = st.builds(
 
 
 @settings(max_examples=10)
-@given(behaviours, st.sampled_from(["guided", "grid"]), st.integers(0, 9))
+@given(behaviours, st.sampled_from(["guided", "grid", "random"]), st.integers(0, 9))
 def test_the_winner_is_right_whatever_the_nodes_do(behaviour, sampler, seed):
     with TemporaryDirectory() as folder:
         state, search = run(behaviour, sampler, seed, Path(folder))

@@ -2,7 +2,6 @@ import io
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console, RenderableType
@@ -104,14 +103,6 @@ def test_a_server_gets_a_deep_link():
     ).replace("\n  ", "")
     assert "http://host:5000/#/experiments/3/runs/abc/artifacts/report.html?workflowType=machine_learning" in shown
     assert "secret" not in shown
-
-
-def test_status_lists_every_sweep():
-    sweep = state(speeds(0.1, 0.05), finished=False)
-    shown = text(report.render_status([SimpleNamespace(state=sweep, summary=summarize(sweep, ""))] * 2))
-    assert shown.count("2.00x the speed of your present configuration") == 2
-    assert shown.count("running") == 2
-    assert text(report.render_status([])) == "no sweeps yet\n"
 
 
 def test_live_shows_phase_budget_and_what_is_left():

@@ -285,8 +285,8 @@ class Controller(RuleBasedStateMachine):
         assert commands == decide(state) == step(state, Tick(at_s=state.now_s))[1]
         launches = [command.trial for command in commands if isinstance(command, Launch)]
         assert set(launches) <= set(state.waiting)
-        assert len(launches) + len(state.running) <= state.sweep.max_concurrent
-        if state.status != "running":
+        assert len(state.running) + bool(launches) <= state.sweep.max_concurrent
+        if state.is_over or (state.status == "paused" and state.asked != "cancel"):
             assert commands == ()
         if state.asked is not None:
             assert all(isinstance(command, Stop | Pause | Finish) for command in commands)

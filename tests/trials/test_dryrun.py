@@ -63,11 +63,11 @@ def test_layers_are_extrapolated() -> None:
     """Two kinds of them, so three small models."""
     base = FAMILIES["ZeRO-3 x2"]
     assert isinstance(base.workload.model, LlamaModel)
-    model = dataclasses.replace(base.workload.model, num_layers=13)
+    model = dataclasses.replace(base.workload.model, num_layers=23)
     candidate = dataclasses.replace(base.candidate, recompute=Recompute(full=((5,),)))
     spec = dataclasses.replace(base, workload=dataclasses.replace(base.workload, model=model), candidate=candidate)
     plan = plan_small_runs(spec, 0)
-    assert plan is not None and plan.wanted == (8, 5) and plan.lengths == ((3, 3), (4, 3), (3, 4))
+    assert plan is not None and plan.wanted == (18, 5) and plan.lengths == ((3, 3), (4, 3), (3, 4))
     _assert_extrapolation_is_exact(spec, plan)
 
 
