@@ -1,1 +1,1 @@
-"""Places gangs on nodes and runs them: the one package that may import ray (``ray_cluster``)."""
+"""Places gangs on nodes and runs them: the one package that may import ray (``ray_*``)."""

@@ -21,6 +21,8 @@ from cluster.base import ClusterError
 from cluster.guardian import SELF_CLEANING_VARIABLE
 from cluster.messages import Beat, Lines, NodeEvent, NodeGone, NodeLaunch, RankFailure, Stop, line
 from trials.codec import from_json
+from trials.files import make_private_folder
+from trials.secrets import for_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -149,8 +151,8 @@ class Agent:
     def _start_nursery(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "cluster.nursery", str(theirs.fileno()), json.dumps(self._search_path)]
-        environment = {"OPENBLAS_NUM_THREADS": "1", **os.environ, **self._env, SELF_CLEANING_VARIABLE: "1"}
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        environment = {"OPENBLAS_NUM_THREADS": "1", **for_ranks(os.environ), **self._env, SELF_CLEANING_VARIABLE: "1"}
+        make_private_folder(self._log_path.parent)
         with theirs, self._log_path.open("ab") as log:
             self._nursery = subprocess.Popen(
                 [*command, *self._preload],

@@ -12,6 +12,7 @@ from pathlib import Path
 from cluster.host_memory import OomKills
 from cluster.messages import Lines, RankFailure, RankResult, Slot
 from cluster.watch import RankClock
+from trials.secrets import redact
 
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 8192
@@ -71,7 +72,7 @@ def _tail(path: Path) -> tuple[str, ...]:
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
-            text = log.read().decode("utf-8", errors="replace")
+            text = redact(log.read().decode("utf-8", errors="replace"))
     except OSError:
         return ()
     return tuple(text.splitlines()[-LOG_TAIL_LINES:])

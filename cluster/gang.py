@@ -20,6 +20,7 @@ from trials.outcome import (
     OutOfMemory,
     TimedOut,
 )
+from trials.secrets import redact
 
 COLLATERAL = frozenset({"connection"})
 """Failures that only tell of another rank's."""
@@ -84,12 +85,12 @@ def _order(failure: RankFailure) -> tuple[float, int, str, str, str]:
 
 def _outcome(root: RankFailure, *, collateral: Sequence[RankFailure]) -> Failure:
     evidence = Evidence(
-        message=root.message,
+        message=redact(root.message),
         rank=root.rank,
         node=root.node or None,
         error_type=root.error_type,
         exit_code=root.exit_code,
-        log_tail=root.log_tail,
+        log_tail=tuple(map(redact, root.log_tail)),
         collateral=tuple(_describe(failure) for failure in sorted(collateral, key=_order)),
     )
     match root.category:
@@ -115,7 +116,7 @@ def _outcome(root: RankFailure, *, collateral: Sequence[RankFailure]) -> Failure
 
 def _describe(failure: RankFailure) -> str:
     where = failure.node if failure.rank is None else f"rank {failure.rank}"
-    return f"{where}: {failure.category}: {failure.message}"
+    return redact(f"{where}: {failure.category}: {failure.message}")
 
 
 def misplacement(places: Sequence[Place]) -> Evidence | None:

@@ -19,6 +19,8 @@ from pathlib import Path
 LEASE_VARIABLE = "TUNE_CLUSTER_LEASE"
 SELF_CLEANING_VARIABLE = "TUNE_CLUSTER_SELF_CLEANING"
 GRACE_S = 5.0
+GIVE_UP_S = 150.0
+"""More than any process takes that can be killed at all; a broken driver holds some for ever."""
 SETTLE_S = 0.02
 """Pause between two looks at processes that were sent SIGKILL."""
 
@@ -43,13 +45,13 @@ def marked_processes(lease: str) -> dict[int, bool]:
 
 
 def kill_marked(lease: str) -> None:
-    """End all processes of the lease and wait until none is left.
+    """End all processes of the lease and wait until none is left that can be ended.
 
     Fork servers and what they forked get :data:`GRACE_S` to end by themselves, as they do when their agent is gone:
     they know their descendants, even those that have dropped the mark.
     """
-    patience_s = time.monotonic() + GRACE_S
-    while found := marked_processes(lease):
+    patience_s, give_up_s = time.monotonic() + GRACE_S, time.monotonic() + GIVE_UP_S
+    while (found := marked_processes(lease)) and time.monotonic() < give_up_s:
         for pid, is_self_cleaning in found.items():
             if not is_self_cleaning or time.monotonic() > patience_s:
                 with contextlib.suppress(ProcessLookupError):

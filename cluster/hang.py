@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.processes import state
+from trials.secrets import redact
 
 DUMP_SIGNAL = signal.SIGUSR1
 DUMP_S = 0.3
@@ -62,7 +63,7 @@ def examine(ranks: Sequence[tuple[int, Path]]) -> list[Finding]:
 
 def _finding(pid: int, log: Path, size: int) -> Finding:
     stack = main_thread(_read(log, size))
-    before = tuple(_read(log, max(0, size - 4096), size).splitlines()[-TAIL_LINES // 4 :])
+    before = tuple(redact(_read(log, max(0, size - 4096), size)).splitlines()[-TAIL_LINES // 4 :])
     tail = (*before, *stack)[:TAIL_LINES]
     if state(pid) in ("T", "t"):
         return Finding(blame=Blame.STOPPED, where="it was stopped by a signal", tail=tail)

@@ -27,6 +27,7 @@ from cluster.processes import adopt_orphans, children, collapse_pages, kill, kil
 from cluster.warden import warden_main
 from trials.codec import CodecError, from_json
 from trials.outcome import RankReport, StepBreakdown
+from trials.secrets import redact
 
 MESSAGES = (
     NodeLaunch,
@@ -52,8 +53,8 @@ def preload(modules: Sequence[str]) -> list[str]:
         try:
             importlib.import_module(module)
         except Exception as error:
-            traceback.print_exc()
-            problems.append(f"cannot import {module}: {type(error).__name__}: {error}")
+            sys.stderr.write(redact(traceback.format_exc()))
+            problems.append(redact(f"cannot import {module}: {type(error).__name__}: {error}"))
     return problems
 
 

@@ -17,6 +17,7 @@ from cluster.queue import Claim, Grant, Policy
 from cluster.queue_entries import Entry, QueueRow, divided
 from cluster.topology import path_safe
 from trials.codec import CodecError, from_json, to_json
+from trials.files import make_private_folder, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +84,8 @@ def _file(folder: Path) -> Path:
 def _locked(folder: Path) -> Iterator[Path]:
     """The file, while nobody else writes it."""
     file = _file(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with file.with_suffix(".lock").open("w") as lock:
+    make_private_folder(folder)
+    with file.with_suffix(".lock").open("a") as lock:
         give_up_s = time.monotonic() + LOCK_TIMEOUT_S
         while True:
             try:
@@ -125,9 +126,4 @@ def _start_time(pid: int) -> int:
 
 def _write(file: Path, entries: dict[str, Entry]) -> None:
     """Readers see the whole file or none."""
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps([to_json(entry) for entry in entries.values()], indent=1), encoding="utf-8")
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(file, [json.dumps([to_json(entry) for entry in entries.values()], indent=1).encode()])

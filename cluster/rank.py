@@ -20,6 +20,7 @@ from cluster.processes import close_inherited, die_with_parent, make_preferred_o
 from trials.codec import from_json, to_json
 from trials.failure import classify
 from trials.outcome import Phase, ProgressSink, RankReport
+from trials.secrets import redact
 
 Runner = Callable[[Mapping[str, Any], ProgressSink], Any]
 
@@ -46,7 +47,8 @@ def _set_scene(launch: NodeLaunch, slot: Slot, pipe: int, warden_pid: int) -> No
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     make_preferred_oom_victim()
     close_inherited(keep=(pipe,))
-    log = os.open(Path(launch.directory) / f"rank{slot.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    log = os.open(Path(launch.directory) / f"rank{slot.rank}.log", flags, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
@@ -114,7 +116,7 @@ def _failure(error: BaseException, launch: NodeLaunch, slot: Slot, phase: Phase)
         rank=slot.rank,
         node=launch.node,
         category=str(classify(error, launch.device_kind)) if isinstance(error, Exception) else "exception",
-        message=str(error) or cls.__name__,
+        message=redact(str(error)) or cls.__name__,
         at_s=time.time(),
         error_type=cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}",
         phase=phase,

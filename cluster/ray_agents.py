@@ -24,7 +24,12 @@ CLOSE_TIMEOUT_S = 30.0
 LONG_POLL_S = 15.0
 SILENT_S = 30.0
 """An agent that is so late is taken for lost. Ray itself notices a frozen host after a minute."""
-_LIMITS_S = {"describe": START_TIMEOUT_S, "close": CLOSE_TIMEOUT_S, "launch": SILENT_S, "poll": LONG_POLL_S + SILENT_S}
+_LIMITS_S = {
+    "describe": START_TIMEOUT_S,
+    "close": CLOSE_TIMEOUT_S,
+    "launch": 2 * SILENT_S,
+    "poll": LONG_POLL_S + SILENT_S,
+}
 What = Literal["describe", "poll", "launch", "close"]
 
 

@@ -232,6 +232,7 @@ class RayCluster:
             self._start_over(slot)
             return
         self._lease.ready_now(slot)
+        self._lost.pop(slot.name, None)  # it only had not been heard
         self._agents.listen(slot)
         self._show()
 

@@ -23,6 +23,8 @@ from cluster.guardian import LEASE_VARIABLE, Guardian
 from cluster.ray_settings import environment, first_line, fresh_token, require_listener
 from cluster.topology import Node
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 CALL_TIMEOUT_S = 10.0
@@ -80,7 +82,7 @@ def private_ray(node: Node) -> Iterator[None]:
         with settings(changes), loopback_only(), _quiet():
             try:
                 with environment({LEASE_VARIABLE: lease}):  # only while Ray starts: what else we start is not its own
-                    _start_ray(node, folder)
+                    _start_ray(node, folder / "r")  # Ray opens its folder to everybody: not what lies beside it
             except Exception as error:
                 raise ClusterError(f"cannot start a private Ray on this host: {first_line(error)}") from error
             try:
@@ -114,10 +116,21 @@ def remote_ray(address: str) -> Iterator[None]:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:  # Ray raises anything from ConnectionError to RuntimeError
             raise ClusterError(f"cannot join the Ray cluster at {address}: {first_line(error)}; {remedy}") from None
+        if not _asks_for_a_token():
+            logger.warning(
+                "the Ray cluster at %s asks for no token: whoever reaches it can run code there; start it with "
+                "RAY_AUTH_MODE=token",
+                address,
+            )
         try:
             yield
         finally:
             ray.shutdown()
+
+
+def _asks_for_a_token() -> bool:
+    core: Any = importlib.import_module("ray._raylet")
+    return bool(core.get_authentication_mode() == core.AuthenticationMode.TOKEN)
 
 
 @contextlib.contextmanager

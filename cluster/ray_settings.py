@@ -30,13 +30,13 @@ def require_listener(address: str) -> None:
 
 
 def fresh_token(folder: Path) -> dict[str, str]:
-    """Settings for token authentication, with a fresh token unless the user has made a choice."""
-    if "RAY_AUTH_MODE" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ or "RAY_AUTH_TOKEN" in os.environ:
+    """Settings for authentication with a token of its own, whatever others there are, unless the user wants none."""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() == "disabled":
         return {}
     path = folder / "token"
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32), encoding="ascii")
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path), "RAY_AUTH_TOKEN": ""}  # which would come first
 
 
 @contextlib.contextmanager

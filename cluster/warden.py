@@ -44,6 +44,8 @@ from cluster.rank import rank_main
 from cluster.warden_link import CHUNK, AgentLink
 from cluster.watch import RankClock, due_at_s, overdue_reason
 from trials.codec import from_json
+from trials.files import make_private_folder
+from trials.secrets import redact_file
 
 COLLATERAL_GRACE_S = 2.0
 """How long a lost connection may wait for the failure that caused it before the gang is killed for it."""
@@ -70,7 +72,7 @@ class Warden:
         self._silent_at_s = math.inf
         """When the controller should have been heard of."""
         self._is_stopping = False
-        self._is_preempted = False
+        self._preempted_at_s: float | None = None
         self._reported: tuple[int, int] = (0, 0)
 
     def run(self) -> None:
@@ -99,21 +101,17 @@ class Warden:
         self._selector.register(awake, selectors.EVENT_READ, lambda _: self._wake(awake))
 
     def _note_sigterm(self, *_: object) -> None:
-        if self._launch is None:
-            os._exit(1)
-        if not self._is_preempted:
-            self._is_preempted = True
-            self._note("preempted", SIGTERM_SEEN)
+        self._preempted_at_s = self._preempted_at_s or time.time()
 
     def _wake(self, awake: int) -> None:
         os.read(awake, CHUNK)
-        if self._is_preempted:
+        if self._preempted_at_s is not None:
             self._stop(SIGTERM_SEEN)
 
     def _start(self) -> None:
         self._oom_kills.begin()
         try:
-            Path(self._launch.directory).mkdir(parents=True, exist_ok=True)
+            make_private_folder(Path(self._launch.directory))
             if problem := self._not_free():
                 self._note("device_busy", f"{self._launch.node} is not free: {problem}")
                 self._stop(problem)
@@ -236,9 +234,10 @@ class Warden:
     def _unsettled(self) -> list[ForkedRank]:
         return [rank for rank in self._ranks if rank.result is None]
 
-    def _note(self, category: str, message: str) -> None:
+    def _note(self, category: str, message: str, at_s: float | None = None) -> None:
+        at_s = at_s or time.time()
         self._notes.append(
-            RankFailure(rank=None, node=self._launch.node, category=category, message=message, at_s=time.time())
+            RankFailure(rank=None, node=self._launch.node, category=category, message=message, at_s=at_s)
         )
 
     def _patience_s(self) -> float | None:
@@ -316,8 +315,13 @@ class Warden:
             self._note("device_busy", f"{self._launch.node} is not free after the gang: {problem}")
         if any(isinstance(rank.result, RankFailure) and _is_sigterm(rank.result) for rank in self._ranks):
             time.sleep(SIGTERM_GRACE_S)
+        if self._preempted_at_s is not None:
+            self._note("preempted", SIGTERM_SEEN, self._preempted_at_s)
 
     def _finish(self) -> None:
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):  # a full disk: the log stays as it is, for its owner alone
+                redact_file(rank.log)
         settled = [with_log(rank.result, rank.log) for rank in self._ranks if rank.result is not None]
         self._link.finish(
             NodeGone(
@@ -329,7 +333,7 @@ class Warden:
 
     def _judged(self, result: RankResult) -> RankResult:
         """In the light of what was learned later: what SIGTERM killed was preempted when the warden got one too."""
-        if self._is_preempted and isinstance(result, RankFailure) and _is_sigterm(result):
+        if self._preempted_at_s is not None and isinstance(result, RankFailure) and _is_sigterm(result):
             return replace(result, category="preempted")
         return result
 

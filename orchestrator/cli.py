@@ -16,6 +16,7 @@ import click
 
 from orchestrator import cli_control, cli_plan, cli_registry, cli_run, cli_sweeps
 from orchestrator.cli_options import EXIT_INTERRUPTED, EXIT_USER
+from trials.secrets import RedactingFormatter, redact, redact_uncaught
 
 
 class Commands(click.Group):
@@ -33,11 +34,13 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except (ConfigError, ClusterError, LedgerError) as error:
-            click.echo(f"error: {error}", err=True)
+            click.echo(f"error: {redact(str(error))}", err=True)
         except OSError as error:
             if error.errno == errno.EPIPE:
                 raise  # a reader that has seen enough: nothing to mend
-            click.echo(f"error: {error.filename or ''}: {error.strerror or error}".replace(": :", ":"), err=True)
+            click.echo(
+                redact(f"error: {error.filename or ''}: {error.strerror or error}".replace(": :", ":")), err=True
+            )
         except KeyboardInterrupt:
             click.echo("interrupted; a sweep goes on where it stopped when it is submitted again", err=True)
             sys.exit(EXIT_INTERRUPTED)
@@ -54,9 +57,10 @@ def main(verbose: bool) -> None:
     Example:
       tune-cluster submit configs/sweeps/quickstart.yaml
     """
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
-    )
+    redact_uncaught()
+    handler = logging.StreamHandler()
+    handler.setFormatter(RedactingFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
 
 
 for _module in (cli_plan, cli_run, cli_sweeps, cli_control, cli_registry):

@@ -198,7 +198,8 @@ def _run_here(made: Submission, run: int, as_json: bool) -> None:
     from cluster.base import ClusterError, ClusterLostError
     from orchestrator import background, report, service
     from orchestrator.heartbeat import MODE_VARIABLE
-    from orchestrator.supervisor import EXIT_CLUSTER_LOST, interruptible
+    from orchestrator.signals import interruptible
+    from orchestrator.supervisor import EXIT_CLUSTER_LOST
 
     try:
         with interruptible(), report.LiveView() as view:

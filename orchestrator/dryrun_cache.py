@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from pathlib import Path
 from trials.codec import CodecError, digest, from_json, to_json
 from trials.dryrun.records import VERSION, Mode
 from trials.estimate import Estimate
+from trials.files import make_private_folder, write_atomically
 from trials.spec import Candidate, Workload
 
 logger = logging.getLogger(__name__)
@@ -57,15 +56,9 @@ class DryRunCache:
 
     def put(self, key: str, candidate: Candidate, estimate: Estimate) -> None:
         """Keep it; readers see the whole file or none."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=key[:8], suffix=".tmp")
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                json.dump({"candidate": to_json(candidate), "estimate": to_json(estimate)}, file)
-            Path(temporary).replace(self._path(key))
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        make_private_folder(self.folder)
+        body = {"candidate": to_json(candidate), "estimate": to_json(estimate)}
+        write_atomically(self._path(key), [json.dumps(body).encode()])
 
     @staticmethod
     def _read(path: Path) -> tuple[Candidate, Estimate] | None:

@@ -21,6 +21,7 @@ from typing import IO, Any, Self
 
 from orchestrator.events import ControllerStarted, LedgerEvent
 from trials.codec import from_json, to_json
+from trials.files import make_private_folder
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS events (
@@ -95,7 +96,7 @@ class Ledger:
             if read_only:
                 self._db = _connect_to_read(self.path)
                 return
-            folder.mkdir(parents=True, exist_ok=True)
+            make_private_folder(folder)
             self._db = sqlite3.connect(self.path, isolation_level=None, timeout=_BUSY_S)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from orchestrator.terminal_text import plain
+from trials.secrets import redact
 
 T = TypeVar("T")
 
@@ -94,5 +95,5 @@ def follow(files: Sequence[tuple[T, Follower]], is_over: Callable[[], bool]) -> 
 
 
 def _shown(line: str) -> str:
-    text = plain(line)
+    text = redact(plain(line))
     return text if len(text) <= MAX_LINE_CHARS else f"{text[:MAX_LINE_CHARS]} ... {len(text) - MAX_LINE_CHARS} more"

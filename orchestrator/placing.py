@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from cluster.base import Cluster, ClusterError
+from cluster.base import Cluster, ClusterError, ClusterLostError
 from cluster.placement import Placement, Pool
 from orchestrator.lease import LeaseKeeper
 from orchestrator.state import Trial
@@ -69,7 +69,7 @@ class Placer:
         """While nothing runs, a trial that cannot be placed waits for nodes, if more may come, and not for ever.
 
         Raises:
-            ClusterError: it has waited in vain.
+            ClusterError: it has waited in vain; ClusterLostError where nodes have gone away.
         """
         if self._stuck_since_s is None:
             self._stuck_since_s = now_s
@@ -81,7 +81,8 @@ class Placer:
         lost = ", ".join(sorted(self._cluster.lost_nodes))
         topology = self._cluster.topology
         waiting = f" ({self._lease.waiting})" if self._lease.waiting else ""
-        return ClusterError(
+        error = ClusterLostError if lost else ClusterError
+        return error(
             f"trial {trial.number} needs {trial.candidate.layout.world_size} devices; the lease has "
             f"{topology.num_devices} on {len(topology.nodes)} node(s){f', of which {lost} went away' if lost else ''}"
             f"{waiting}. Mend the cluster and submit again, or restrict space.world_size"

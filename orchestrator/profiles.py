@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from orchestrator.fingerprint import fingerprint
 from orchestrator.home import Home
 from orchestrator.sweep import SweepSpec
 from trials.codec import CodecError, digest, from_json, to_json
+from trials.files import make_private_folder, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -63,15 +62,8 @@ class ProfileStore:
         """Keep what was measured beside other nodes' earlier rates; readers see the whole file or none."""
         known = self.get(key)
         profile = measured if known is None else known.updated(measured)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=self.folder, prefix=key[:8], suffix=".tmp")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(to_json(profile), file, indent=1)
-            Path(temporary).replace(self.path(key))
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        make_private_folder(self.folder)
+        write_atomically(self.path(key), [json.dumps(to_json(profile), indent=1).encode()])
         return profile
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, assert_never
 from uuid import uuid4
 
-from cluster.base import Cluster, ClusterError, GangEnded, GangLaunch, GangProgress
+from cluster.base import Cluster, ClusterLostError, GangEnded, GangLaunch, GangProgress
 from cluster.placement import Placement
 from orchestrator.controller import step
 from orchestrator.early_stop import EarlyStop, settled
@@ -334,7 +334,7 @@ class Runtime:
         is_lost = isinstance(outcome, GangLost) and outcome.cause == "infrastructure"
         self._num_lost_in_a_row = self._num_lost_in_a_row + 1 if is_lost else 0
         if self._num_lost_in_a_row >= MAX_LOST_IN_A_ROW:
-            raise ClusterError(
+            raise ClusterLostError(
                 f"{MAX_LOST_IN_A_ROW} attempts in a row were lost, the last one: {describe_failure(outcome)}. "
                 "Mend the cluster and submit again"
             )

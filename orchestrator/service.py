@@ -31,6 +31,7 @@ from orchestrator.summary import Recorded, Summary, summarize
 from orchestrator.sweep import SweepSpec, load_sweep
 from orchestrator.tracking import Tracker
 from orchestrator.waiting import Waiting, WithdrawnError
+from trials.secrets import redact
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def _run(spec: SweepSpec, home: Home, observer: Observer, address: str | None, t
         try:
             ledger.put_document(SPEC, spec.to_json())
             if text is not None:
-                ledger.put_document("sweep_yaml", {"text": text})
+                ledger.put_document("sweep_yaml", {"text": redact(text)})
             return _lease_and_run(spec, home, ledger, observer, address)
         except WithdrawnError:
             apply_requests(ledger, folder)
@@ -206,5 +207,6 @@ def _attach(spec: SweepSpec, home: Home) -> Result | None:
         with ledger.hold():
             if not state.is_over:
                 return None
-            Tracker(tracking_uri(ledger, home)).sync(ledger, state)
+            for projection in _projections(spec, ledger, home):
+                projection.sync(ledger, state)
             return _standing(ledger, home)

@@ -17,11 +17,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from cluster.processes import die_with_parent
 from orchestrator.fold import fold
@@ -39,7 +37,6 @@ MAX_STARTS_WITHOUT_PROGRESS = 6
 """Controllers one after another under which no trial came to its end."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0
 CONNECT_TIMEOUT_S = 5.0
-REPEATED_S = 2.0
 REMIND_S = 60.0
 """Between two messages about the same wait."""
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -59,26 +56,6 @@ def command(argv: Sequence[str], *, home: Path, sweep: str, address: str | None,
         *(sys.executable, "-m", "orchestrator.supervisor"),
         *("--home", str(home.absolute()), "--sweep", sweep, *where, "--", *argv),
     ]
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """While inside, SIGTERM does what Ctrl-C does. Copies of a signal, from a supervisor and from whoever signals all
-    processes of a group, count once; one that comes later interrupts again."""
-    heard_s = -REPEATED_S
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        nonlocal heard_s
-        before_s, heard_s = heard_s, time.monotonic()
-        if heard_s - before_s >= REPEATED_S:
-            raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def supervised_run() -> int:

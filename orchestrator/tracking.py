@@ -26,6 +26,8 @@ from orchestrator.summary import Recorded
 from orchestrator.tracking_projection import project, put_sweep_file
 from orchestrator.tracking_settings import apply_settings
 from trials.codec import to_json
+from trials.files import make_private_folder
+from trials.secrets import redact
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -142,12 +144,12 @@ class Tracker:
         from mlflow.entities import Metric, Param, RunTag
 
         batch_metrics: list[Metric] = [Metric(k, v, _ms(at_s), step) for k, v in (metrics or {}).items()]
-        batch_params: list[Param] = [Param(k, v) for k, v in (params or {}).items()]
+        batch_params: list[Param] = [Param(k, redact(v)) for k, v in (params or {}).items()]
         batch_tags: list[RunTag] = [RunTag(k, v) for k, v in _tags(tags or {}).items()]
         self._mlflow().log_batch(run_id, batch_metrics, batch_params, batch_tags, synchronous=True)
 
     def put_text(self, run_id: str, text: str, artifact: str) -> None:
-        self._mlflow().log_text(run_id, content.scrub(text), artifact)
+        self._mlflow().log_text(run_id, redact(text), artifact)
 
     def go_on(self, run_id: str) -> None:
         self._mlflow().update_run(run_id, status="RUNNING")
@@ -219,7 +221,7 @@ class Tracker:
             for noisy in ("mlflow", "alembic"):
                 logging.getLogger(noisy).setLevel(logging.WARNING)
             if path := sqlite_path(self.uri):
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_private_folder(path.parent)
             client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
             client.search_experiments(max_results=1)
             self._client = client
@@ -289,7 +291,7 @@ def _registered(version: ModelVersion) -> Registered:
 
 def _tags(tags: Mapping[str, str]) -> dict[str, str]:
     """Fit for MLflow: no secrets, not too long."""
-    return {key: content.scrub(value)[: content.MAX_TAG_CHARS] for key, value in tags.items()}
+    return {key: redact(value)[: content.MAX_TAG_CHARS] for key, value in tags.items()}
 
 
 def _ms(at_s: float) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +21,7 @@ from orchestrator.summary import speed_unit
 from trials.codec import digest, to_json
 from trials.findings import Findings
 from trials.outcome import Evidence, Measured, Measurement, Outcome, StoppedEarly
+from trials.secrets import redact, redact_all
 from trials.spec import LinearModel, LlamaModel, Model, ResNetModel
 
 OBJECTIVE = "tokens_per_s_per_device"
@@ -29,9 +29,6 @@ BEST = f"best_{OBJECTIVE}"
 MAX_PARAM_CHARS = 6000
 MAX_TAG_CHARS = 5000
 _MAX_RUN_NAME_CHARS = 200
-_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
-_MIN_SECRET_CHARS = 6
-_URL_PASSWORD = re.compile(r"(?<=://)[^/\s@]+@")
 
 
 def experiment_name(created: SweepCreated) -> str:
@@ -160,7 +157,7 @@ def trial_record(state: SweepState, trial: Trial) -> dict[str, Any]:
         "config_key": trial.candidate.config_key,
         "workload": to_json(state.sweep.workload),
         "candidate": to_json(trial.candidate),
-        "attempts": scrub_all(to_json(trial.attempts)),
+        "attempts": redact_all(to_json(trial.attempts)),
     }
 
 
@@ -206,27 +203,10 @@ def log_tail(trial: Trial) -> str | None:
     return "\n".join([*evidence.log_tail, *collateral]) + "\n"
 
 
-def scrub(text: str) -> str:
-    """``text`` without the values of this process's secret-looking variables and without passwords in URLs."""
-    for name, value in os.environ.items():
-        if _SECRET_NAME.search(name) and len(value) >= _MIN_SECRET_CHARS:
-            text = text.replace(value, "***")
-    return _URL_PASSWORD.sub("***@", text)
-
-
 def first_line(error: Exception) -> str:
     """An error in one line without secrets."""
-    lines = scrub(str(error)).strip().splitlines()
+    lines = redact(str(error)).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def scrub_all(value: Any) -> Any:
-    """:func:`scrub` on every string of a JSON value."""
-    if isinstance(value, str):
-        return scrub(value)
-    if isinstance(value, list):
-        return [scrub_all(item) for item in value]
-    return {key: scrub_all(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _common_tags(created: SweepCreated) -> dict[str, str]:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import artifact_folder
-from orchestrator.signals import interrupt_on_sigterm
+from orchestrator.signals import interruptible
 from trials.secrets import is_secret_name
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def serve(
     _check_port(host, port)
     if not _is_loopback(host):
         logger.warning("the MLflow server at %s asks for no password: who reaches it reads and changes results", base)
-    with _server(_command(uri, host, port)) as server, interrupt_on_sigterm():
+    with _server(_command(uri, host, port)) as server, interruptible():
         try:
             _wait_until_up(server, base)
             if on_ready:

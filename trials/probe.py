@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from trials.codec import from_json, to_json
 from trials.device_rates import copy_rates, matmul_rates
+from trials.files import write_atomically
 from trials.link_rates import Collective, neighbours_of, own_group
 from trials.mesh import RankIdentity, process_group, select_device
 from trials.outcome import ProgressSink
@@ -90,7 +91,7 @@ def main() -> None:
         if args.out is None:
             sys.stdout.write(text)
         else:
-            args.out.write_text(text)
+            write_atomically(args.out, [text.encode()])
 
 
 def _ignore_progress(*_args: object, **_kwargs: object) -> None:

@@ -24,6 +24,7 @@ import torch._dynamo  # optimisers import it at first use; here a fork server do
 from trials.codec import from_json, to_json
 from trials.datasets import Share, StepBatches, build_dataset
 from trials.failure import NonFiniteLoss
+from trials.files import write_atomically
 from trials.findings import LoaderTuningReport
 from trials.graph_metrics import compilations, forget_compilations, graph_report
 from trials.kernel_tuning import KernelTuner
@@ -174,7 +175,7 @@ def main() -> None:
     if args.out is None:
         sys.stdout.write(text)
     else:
-        args.out.write_text(text)
+        write_atomically(args.out, [text.encode()])
 
 
 def _write_progress(phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None:

@@ -41,8 +41,14 @@ class Scene:
 
     @property
     def host(self) -> Host:
-        """Where its last rank is."""
-        return self.sweep.host_of(self.key)
+        """Where the last rank of the attempt is, or was."""
+        (node,) = [
+            attempt.ranks[-1].node
+            for trial in self.sweep.state().trials
+            for attempt in trial.attempts
+            if attempt.token == self.token
+        ]
+        return self.cluster.nodes[node]
 
     @property
     def rank_pid(self) -> int:

@@ -75,6 +75,11 @@ def _mend_cable(scene: Scene) -> None:
     scene.cluster.mend(scene.host)
 
 
+def _thaw(scene: Scene) -> None:
+    """It wakes among those that have gone on without it."""
+    scene.host.thaw()
+
+
 FAULTS = {
     fault.name: fault
     for fault in (
@@ -95,7 +100,7 @@ FAULTS = {
             strike=lambda scene: scene.cluster.kill_raylet(scene.host),
             bound="the head notices that the connection broke",
         ),
-        Fault(name="node frozen", strike=lambda scene: scene.host.freeze(), bound=SILENCE),
+        Fault(name="node frozen", strike=lambda scene: scene.host.freeze(), mend=_thaw, bound=SILENCE),
         Fault(
             name="link cut",
             strike=lambda scene: scene.cluster.cut(scene.host),

@@ -17,7 +17,7 @@ from orchestrator.ledger import Ledger, LedgerError
 from orchestrator.state import Attempt, SweepState
 from tests import sweeps
 from tests.nodes.checks import Story
-from tests.nodes.namespaces import Host, command_line, descendants, send, wait_until
+from tests.nodes.namespaces import command_line, descendants, send, wait_until
 from tests.nodes.ray_nodes import RayNodes
 from tests.nodes.runner import STAGE
 from tests.orchestrator.mlflow_store import new_store
@@ -127,10 +127,6 @@ class Sweep:
     def attempt(self, config_key: str) -> Attempt:
         """The candidate's last one."""
         return self.state().trials[self.number_of(config_key)].attempts[-1]
-
-    def host_of(self, config_key: str) -> Host:
-        """Where the last rank of the candidate's last attempt is."""
-        return self.cluster.nodes[self.attempt(config_key).ranks[-1].node]
 
 
 class Stage:

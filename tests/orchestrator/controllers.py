@@ -12,7 +12,8 @@ from pathlib import Path
 from orchestrator.events import ControllerStarted, SweepFinished
 from orchestrator.fold import fold
 from orchestrator.ledger import Ledger
-from orchestrator.supervisor import interruptible, supervised_run
+from orchestrator.signals import interruptible
+from orchestrator.supervisor import supervised_run
 from tests.orchestrator.story import created, ended, launched, measured, proposed
 
 
