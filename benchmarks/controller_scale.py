@@ -29,7 +29,7 @@ from cluster.base import GangProgress
 from cluster.placement import Pool
 from cluster.topology import cpu_model
 from cluster.virtual import VirtualCluster
-from orchestrator import runtime, service
+from orchestrator import assembly, runtime, service
 from orchestrator.home import Home
 from orchestrator.ledger import Ledger
 from orchestrator.search import Search
@@ -66,7 +66,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "ledger": [(Ledger, "append"), (Ledger, "following"), (Ledger, "cursor"), (Ledger, "advance")],
     "decide": [(runtime, "step"), (service, "fold"), (runtime, "fold")],
     "placement": [(Pool, "place"), (Pool, "take"), (Pool, "give_back"), (Pool, "set_nodes")],
-    "launch": [(service._Launcher, "_build")],
+    "launch": [(assembly.Launcher, "_build")],
     "simulation": [(VirtualCluster, "launch"), (VirtualCluster, "poll"), (VirtualCluster, "kill")],
     "mlflow": [(Tracker, "sync")],
 }

@@ -118,20 +118,26 @@ class Agents:
 
     def answers(self, timeout_s: float) -> list[Answer]:
         """Wait up to ``timeout_s`` for an answer; calls without one for too long are answered with an error."""
-        now_s = time.monotonic()
-        overdue = [ref for ref, call in self._calls.items() if now_s - call.called_at_s > _LIMITS_S[call.what]]
-        found = []
-        for ref in overdue:
-            call = self._calls.pop(ref)
-            error = SilentError(f"no answer to {call.what} for {_LIMITS_S[call.what]:g} s")
-            found.append(Answer(what=call.what, slot=call.slot, error=error))
-        if found:
-            return found
+        if late := self._late():
+            return late
         if not self._calls:
             time.sleep(timeout_s)
             return []
         ready, _ = ray.wait(list(self._calls), num_returns=1, timeout=timeout_s)
         return [self._answer(ref) for ref in ready]
+
+    def _late(self) -> list[Answer]:
+        """Of calls that are overdue. An answer that has come counts, however late it is looked at."""
+        now_s = time.monotonic()
+        overdue = [ref for ref, call in self._calls.items() if now_s - call.called_at_s > _LIMITS_S[call.what]]
+        if not overdue:
+            return []
+        ready, silent = ray.wait(overdue, num_returns=len(overdue), timeout=0)
+        found = [self._answer(ref) for ref in ready]
+        for call in [self._calls.pop(ref) for ref in silent]:
+            error = SilentError(f"no answer to {call.what} for {_LIMITS_S[call.what]:g} s")
+            found.append(Answer(what=call.what, slot=call.slot, error=error))
+        return found
 
     def _answer(self, ref: Any) -> Answer:
         call = self._calls.pop(ref)

@@ -51,7 +51,7 @@ def begin(
     known = Knowledge(
         estimates=kept_estimates(spec, topology, home),
         profile=load_profile(spec, topology, home),
-        earlier=_earlier(spec, prints, home),
+        earlier=earlier(spec, prints, home),
     )
     known.keep(ledger)
     made = make_plan(spec, topology, known.estimates)
@@ -123,7 +123,7 @@ def _virtual(spec: SweepSpec) -> str:
     return "" if cluster.replay is None else digest([Path(cluster.replay.table).name, cluster.replay.problem])[:16]
 
 
-def _earlier(spec: SweepSpec, prints: dict[str, str], home: Home) -> tuple[EarlierTrial, ...]:
+def earlier(spec: SweepSpec, prints: dict[str, str], home: Home) -> tuple[EarlierTrial, ...]:
     """What the guided sampler may learn before its first trial."""
     if spec.search.sampler != "guided" or not spec.search.transfer:
         return ()

@@ -205,9 +205,10 @@ def _run_here(made: Submission, run: int, as_json: bool) -> None:
         with interruptible(), report.LiveView() as view:
             background.require_mark(made.home, made.name)
             if made.words[0] == "submit":
-                result = service.submit(Path(made.words[1]), made.home, observer=view, address=made.address)
+                file = Path(made.words[1])
+                result = service.submit(file, made.home, view, address=made.address, is_restart=run > 1)
             else:
-                result = service.resume(made.name, made.home, observer=view, address=made.address)
+                result = service.resume(made.name, made.home, view, address=made.address, is_restart=run > 1)
     except ClusterError as error:
         # A cluster that comes back may take some time until it can be used.
         if run > 1 or (run and isinstance(error, ClusterLostError)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -77,11 +78,13 @@ def retry(name: str, home: Home, kinds: Collection[str]) -> Answer:
 
 
 def apply_requests(ledger: Ledger, folder: Path) -> SweepState:
-    """Do what has been asked of a sweep without a controller; the caller holds its ledger."""
+    """Do what has been asked of a sweep without a controller; the caller holds its ledger. It happens at the time of
+    the last event: since then nobody has been at work, and no time was spent."""
     state = fold(ledger.events())
     if state.created is None:
         return state
-    events: list[Event] = list(new_events(ledger, state, time.time()))
+    at_s = state.now_s
+    events: list[Event] = list(new_events(ledger, state, at_s))
     if not events:
         return state
 
@@ -93,13 +96,13 @@ def apply_requests(ledger: Ledger, folder: Path) -> SweepState:
     for event in events:
         take(event)
     if state.asked is not None:  # what a dead controller left running is gone, too
-        for end in settle(state, lambda trial: recovered(folder / "attempts", trial), time.time):
+        for end in settle(state, lambda trial: recovered(folder / "attempts", trial), lambda: at_s):
             take(end)
     for command in decide(state):
         if isinstance(command, Pause):
-            take(SweepPaused(at_s=time.time(), reason=command.reason))
+            take(SweepPaused(at_s=at_s, reason=command.reason))
         elif isinstance(command, Finish) and state.asked is not None:
-            take(SweepFinished(at_s=time.time(), status=command.status, reason=command.reason))
+            take(SweepFinished(at_s=at_s, status=command.status, reason=command.reason))
     return state
 
 
@@ -109,11 +112,11 @@ def _check_open(name: str, state: SweepState) -> None:
 
 
 def _answer(name: str, ledger: Ledger, number: int, trials: tuple[int, ...] = ()) -> Answer:
-    try:
-        with ledger.hold():
-            state, is_controlled = apply_requests(ledger, ledger.folder), False
-            if state.created is None:  # it waited for its first nodes when its controller died
-                ledger.discard()
-    except SweepBusyError:
-        state, is_controlled = fold(ledger.events()), True
+    state, is_controlled = fold(ledger.events()), True
+    with contextlib.suppress(SweepBusyError):
+        if not ledger.is_held():
+            with ledger.hold():
+                state, is_controlled = apply_requests(ledger, ledger.folder), False
+                if state.created is None:  # it waited for its first nodes when its controller died
+                    ledger.discard()
     return Answer(sweep=name, request=number, state=state.status, is_controlled=is_controlled, trials=trials)

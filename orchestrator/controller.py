@@ -32,7 +32,8 @@ def decide(state: SweepState) -> tuple[Command, ...]:
     spent = spent_budget(state)
     waiting = () if spent else state.waiting
     num_open = len(waiting) + len(state.running)
-    launches = tuple(_launch(state.trials[number]) for number in waiting)
+    is_full = len(state.running) >= state.sweep.max_concurrent  # several trials may wait once they are retried
+    launches = () if is_full else tuple(_launch(state.trials[number]) for number in waiting)
     end = spent or reason_to_propose_no_more(state)
     if end and not num_open:
         return (Finish(status="finished", reason=end),)

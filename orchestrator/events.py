@@ -68,6 +68,8 @@ class ControllerStarted:
     epoch: int
     pid: int
     host: str
+    is_restart: bool = False
+    """Its supervisor started it, asked by nobody: what was asked of the one before still counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

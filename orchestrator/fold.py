@@ -86,14 +86,15 @@ def _advance_clock(state: SweepState, event: Event) -> SweepState:
 
 
 def _apply_started(state: SweepState, event: ControllerStarted) -> SweepState:
-    """A new controller goes on with a paused sweep. A cancellation stands: nobody may undo it by accident."""
+    """A new controller goes on with a paused sweep: starting it overrules what was asked before. A cancellation stands:
+    nobody may undo it by accident."""
     status: SweepStatus = "running" if state.status == "paused" else state.status
     return replace(
         state,
         epoch=event.epoch,
         status=status,
         finish_reason="" if status == "running" else state.finish_reason,
-        asked=state.asked if state.asked == "cancel" else None,
+        asked=state.asked if state.asked == "cancel" or event.is_restart else None,
         nodes=None,
     )
 

@@ -150,7 +150,7 @@ class Ledger:
             LedgerError: the disk is full or read-only; the event is not stored.
         """
         body = json.dumps(to_json(event), separators=(",", ":"))
-        with self._errors("write"):
+        with self._errors("write"), self._atomic(isinstance(event, ControllerStarted)):
             if isinstance(event, ControllerStarted):
                 self._begin_epoch(event.epoch)
             cursor = self._db.execute(
@@ -164,6 +164,20 @@ class Ledger:
             self._recent.clear()  # somebody else has written in between
         self._recent.append(entry)
         return entry
+
+    @contextmanager
+    def _atomic(self, is_several: bool) -> Iterator[None]:
+        """All statements inside or none: an epoch without its event would shut out every later controller."""
+        if not is_several:
+            yield
+            return
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
 
     def _begin_epoch(self, epoch: int) -> None:
         """From here on, appends of controllers of earlier epochs are refused."""

@@ -112,7 +112,9 @@ class Runtime:
         observer: Observer,
         lease: LeaseKeeper | None = None,
         clock: Callable[[], float] = time.time,
+        is_restart: bool = False,
     ) -> None:
+        """``is_restart``: a supervisor goes on with what nobody has stopped."""
         self._ledger = ledger
         self._cluster = cluster
         self._search = search
@@ -125,6 +127,7 @@ class Runtime:
         self._killed: dict[str, LossCause] = {}
         """Attempts that were told to end -> why."""
         self._placer = Placer(cluster, self._lease, isolation=recipe.isolation, placing_s=recipe.placing_s)
+        self._is_restart = is_restart
         self._num_lost_in_a_row = 0
         self._state = fold(ledger.events())
         self._commands: tuple[Command, ...] = ()
@@ -158,11 +161,16 @@ class Runtime:
                 self._tend()
 
     def _take_over(self) -> None:
-        """Start an epoch and settle what earlier controllers left running. What was asked before the start, but a
-        cancellation, is overruled by it."""
-        self._hear()
+        """Start an epoch and settle what earlier controllers left running."""
+        self._hear()  # before the start, which overrules most of it
         self._dispatch(
-            ControllerStarted(at_s=self._clock(), epoch=self._state.epoch + 1, pid=os.getpid(), host=platform.node())
+            ControllerStarted(
+                at_s=self._clock(),
+                epoch=self._state.epoch + 1,
+                pid=os.getpid(),
+                host=platform.node(),
+                is_restart=self._is_restart,
+            )
         )
         for event in settle(self._state, self._recipe.recover, self._clock):
             self._dispatch(event)

@@ -44,11 +44,14 @@ class Result:
     """Where MLflow holds it; None until something has been written there."""
 
 
-def submit(file: Path, home: Home, observer: Observer, *, address: str | None = None) -> Result:
+def submit(
+    file: Path, home: Home, observer: Observer, *, address: str | None = None, is_restart: bool = False
+) -> Result:
     """Run the sweep to its end, or go on with it; a finished one is only read.
 
     Args:
         address: of the Ray cluster, in place of the one in the file.
+        is_restart: a supervisor does it, not a person: a pause that was asked for stands.
 
     Raises:
         ConfigError: the file, or a sweep of this name with another content.
@@ -63,10 +66,13 @@ def submit(file: Path, home: Home, observer: Observer, *, address: str | None = 
     else:  # refuse what cannot work before anything is started
         topology = known_topology(spec, home)
         make_plan(spec, topology, kept_estimates(spec, topology, home))
-    return _run(spec, home, observer, address, text=file.read_text(encoding="utf-8"))
+    start = _Start(address, is_restart)
+    return _run(spec, home, observer, start, text=file.read_text(encoding="utf-8"))
 
 
-def resume(name: str, home: Home, observer: Observer, *, address: str | None = None) -> Result:
+def resume(
+    name: str, home: Home, observer: Observer, *, address: str | None = None, is_restart: bool = False
+) -> Result:
     """Go on with a sweep that was paused or interrupted, as its file said when it was submitted.
 
     Raises:
@@ -77,10 +83,16 @@ def resume(name: str, home: Home, observer: Observer, *, address: str | None = N
     if state.is_over:
         remedy = "Submit it under another name." if state.status == "cancelled" else "`retry` launches trials again."
         raise ConfigError(f"the sweep {name!r} is {state.status}: {state.finish_reason}", remedy=remedy)
-    return _run(spec, home, observer, address)
+    return _run(spec, home, observer, _Start(address, is_restart))
 
 
-def _run(spec: SweepSpec, home: Home, observer: Observer, address: str | None, text: str | None = None) -> Result:
+@dataclass(frozen=True, slots=True)
+class _Start:
+    address: str | None
+    is_restart: bool
+
+
+def _run(spec: SweepSpec, home: Home, observer: Observer, start: _Start, text: str | None = None) -> Result:
     """``text`` is the file as written, where there is one."""
     if spec.notify is not None:
         check_notify(spec.notify)
@@ -90,7 +102,7 @@ def _run(spec: SweepSpec, home: Home, observer: Observer, address: str | None, t
             ledger.put_document(SPEC, spec.to_json())
             if text is not None:
                 ledger.put_document("sweep_yaml", {"text": redact(text)})
-            return _lease_and_run(spec, home, ledger, observer, address)
+            return _lease_and_run(spec, home, ledger, observer, start)
         except WithdrawnError:
             apply_requests(ledger, folder)
             if ledger.is_begun:
@@ -101,9 +113,9 @@ def _run(spec: SweepSpec, home: Home, observer: Observer, address: str | None, t
                 ledger.discard()
 
 
-def _lease_and_run(spec: SweepSpec, home: Home, ledger: Ledger, observer: Observer, address: str | None) -> Result:
-    watch = Observers([observer, Heartbeat(ledger, address=address or spec.cluster.address)])
-    request = cluster_request(spec, home, address=address)
+def _lease_and_run(spec: SweepSpec, home: Home, ledger: Ledger, observer: Observer, start: _Start) -> Result:
+    watch = Observers([observer, Heartbeat(ledger, address=start.address or spec.cluster.address)])
+    request = cluster_request(spec, home, address=start.address)
     attempts = ledger.folder / "attempts"
     with connect(request, workdir=attempts, on_wait=Waiting(ledger, watch)) as cluster:
         state = fold(ledger.events())
@@ -119,6 +131,7 @@ def _lease_and_run(spec: SweepSpec, home: Home, ledger: Ledger, observer: Observ
             observer=watch,
             lease=LeaseKeeper(cluster, _sized(request.claim, cluster)),
             clock=clock,
+            is_restart=start.is_restart,
         )
         runtime.run()
         return _standing(ledger, home)

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from orchestrator.errors import ConfigError
 from orchestrator.yaml_source import KeyPath, YamlSource
-from trials.secrets import redact
+from trials.secrets import redactor
 
 SEE_DOCS = "See docs/sweep-file.md."
 _SECRET_KEY = re.compile(r"(^|[_-])(password|passwd|secret|token|api[_-]?key|credentials?)$", re.IGNORECASE)
@@ -26,6 +26,7 @@ def refuse_secrets(source: YamlSource) -> None:
     That is a value or key which has the form of a credential or holds what a secret variable of this process holds, or
     anything under a key named like a secret.
     """
+    redact = redactor()
     for path, value in _leaves(source.data, ()):
         for i, part in enumerate(path):
             if isinstance(part, str) and redact(part) != part:

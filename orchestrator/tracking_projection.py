@@ -155,8 +155,17 @@ def _project_ended(runs: Runs, event: AttemptEnded, state: SweepState) -> None:
     for name, text in content.trial_files(state, trial).items():
         runs.put_text(run_id, text, name)
     runs.end(run_id, _run_status(trial.outcome), event.at_s)
+    if trial.number == 0 and trial.measurement:
+        _compare_with(runs, state, event.at_s)
     if not isinstance(event.outcome, GangLost):
         _update_sweep(runs, event, state, trial)
+
+
+def _compare_with(runs: Runs, state: SweepState, at_s: float) -> None:
+    """The speed-up of trials that were measured before the baseline."""
+    for trial in state.trials[1:]:
+        if trial.measurement and not trial.is_running:
+            runs.log(_ensure_trial(runs, state, trial), at_s, metrics=content.trial_metrics(state, trial))
 
 
 def _run_status(outcome: Outcome | None) -> str:

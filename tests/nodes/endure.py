@@ -114,9 +114,9 @@ def endure(fault: Fault, cluster: RayNodes, stage: Stage, folder: Path, undistur
         sweep.expect_end()
     finally:
         sweep.kill()
+        if scene.server is not None:
+            scene.server.kill()
     story = sweep.story()
-    if scene.server is not None:
-        scene.server.kill()
     with contextlib.suppress(AssertionError):
         wait_until(lambda: not leaks(cluster), "nothing to be left", limit_s=30.0)
     return Endured(
@@ -133,12 +133,12 @@ def _struck(fault: Fault, scene: Scene) -> tuple[float, float]:
     fault.prepare(scene)
     with scene.stage.hold(scene.key, hang=fault.hang):
         scene.sweep.submit()
-        scene.stage.wait()
+        wait_until(lambda: scene.stage.is_holding() or scene.sweep.has_ended(), "the gang to be held", limit_s=150.0)
+        assert scene.stage.is_holding(), scene.sweep.told()
         scene.token = scene.sweep.attempt(scene.key).token
         struck_s = time.time()
         fault.strike(scene)
-        words = f"{fault.name} to be noticed"
-        wait_until(lambda: fault.is_noticed(scene), words, limit_s=150.0)
+        wait_until(lambda: fault.is_noticed(scene), f"{fault.name} to be noticed", limit_s=150.0)
         return struck_s, time.time()
 
 

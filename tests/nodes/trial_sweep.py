@@ -17,7 +17,7 @@ from orchestrator.ledger import Ledger, LedgerError
 from orchestrator.state import Attempt, SweepState
 from tests import sweeps
 from tests.nodes.checks import Story
-from tests.nodes.namespaces import command_line, descendants, send, wait_until
+from tests.nodes.namespaces import command_line, descendants, send
 from tests.nodes.ray_nodes import RayNodes
 from tests.nodes.runner import STAGE
 from tests.orchestrator.mlflow_store import new_store
@@ -140,6 +140,7 @@ class Stage:
     @contextlib.contextmanager
     def hold(self, config_key: str, *, hang: int | None = None) -> Iterator[None]:
         """Inside, the candidate's gang does not get on: the ``hang``-th of its ranks hangs, or all of them go round."""
+        self.release()  # a rank that was frozen may have said after the last time that it is held
         if hang is not None:
             self._write("hang", str(hang))
         self._write("hold", config_key)
@@ -153,9 +154,9 @@ class Stage:
         for name in ("hold", "hang", "held"):
             (self._folder / name).unlink(missing_ok=True)
 
-    def wait(self) -> None:
-        """Until the gang to be held has come so far."""
-        wait_until((self._folder / "held").exists, "the gang that is held", limit_s=150.0)
+    def is_holding(self) -> bool:
+        """Whether the gang to be held has come so far."""
+        return (self._folder / "held").exists()
 
     def last_pid(self) -> int:
         """Of the last rank of the gang that is held, as it knows itself."""

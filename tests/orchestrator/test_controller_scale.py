@@ -11,11 +11,12 @@ import time
 import pytest
 
 from benchmarks.controller_scale import measure
-from orchestrator import service
+from orchestrator.assembly import make_search
 from orchestrator.events import TrialProposed
 from orchestrator.fold import fold
 from orchestrator.hardware import known_topology
 from orchestrator.home import Home
+from orchestrator.knowledge import Knowledge
 from orchestrator.ledger import Ledger
 from orchestrator.plan import make_plan
 from orchestrator.rounds import as_of, first_trial, round_start
@@ -54,7 +55,7 @@ def num_proposed(folder):
 def search_of(folder):
     spec = load_sweep(folder / "sweep.yaml")
     topology = known_topology(spec, Home(folder / "home"))
-    return service._search(spec, make_plan(spec, topology), topology)
+    return make_search(spec, make_plan(spec, topology), topology, Knowledge())
 
 
 @pytest.mark.slow

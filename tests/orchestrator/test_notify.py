@@ -261,9 +261,10 @@ def test_section_refuses(data: dict[str, Any], word: str) -> None:
     assert "T0/abc" not in "".join(error["msg"] for error in caught.value.errors())
 
 
-def test_section_defaults_tell_nobody_and_everything() -> None:
-    assert not NotifySection().is_on
-    assert tuple(NotifySection().on) == EVENTS
+def test_everything_is_told_unless_the_file_says_otherwise() -> None:
+    assert tuple(NotifySection(command=["cat"]).on) == EVENTS
+    with pytest.raises(ValidationError, match="nobody is told"):
+        NotifySection()
 
 
 def test_check_names_what_is_missing_without_showing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

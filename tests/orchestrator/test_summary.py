@@ -27,6 +27,7 @@ def test_the_json_form_is_complete():
             "diverged": 1,
             "timed_out": 1,
             "crashed": 1,
+            "host_oom": 0,
             "gang_lost": 1,
             "total": 9,
         },

@@ -3,23 +3,18 @@
 import copy
 import json
 import logging
-from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from orchestrator import service
-from orchestrator.beliefs import Predictor
+from orchestrator import beginning
 from orchestrator.events import AttemptEnded, SweepFinished
 from orchestrator.home import Home
 from orchestrator.ledger import Ledger
 from orchestrator.report import cost
-from orchestrator.space import flat_params
-from orchestrator.transfer import MAX_NEAREST, EarlierTrial, from_document, nearest, same_hardware, to_document
+from orchestrator.sweep import load_sweep
+from orchestrator.transfer import EarlierTrial, from_document, same_hardware, to_document
 from tests.orchestrator.story import WORKLOAD, failures, measured
 from tests.orchestrator.sweep_files import changed, write
-from tests.orchestrator.test_guided_search import CANDIDATES, CLUSTER
-from tests.orchestrator.test_guided_search import WORKLOAD as GUIDED_WORKLOAD
 from tests.orchestrator.virtual_sweeps import SWEEP, submit
 from trials.spec import Candidate
 
@@ -115,34 +110,5 @@ def test_what_is_learned_is_a_value_that_survives_json():
 
 
 def test_no_store_no_question(tmp_path):
-    with Ledger(tmp_path / "sweeps" / "x") as ledger:
-        ledger.put_document("tracking", {"uri": None})
-        spec = service.load_sweep(write(tmp_path, SWEEP))
-        assert service._earlier(spec, {}, ledger, Home(tmp_path / "empty")) == ()
+    assert beginning.earlier(load_sweep(write(tmp_path, SWEEP)), {}, Home(tmp_path / "empty")) == ()
     assert not (tmp_path / "empty").exists()
-
-
-def test_of_many_earlier_trials_those_most_like_a_candidate_teach():
-    here = np.array([[0.0, 0.0], [10.0, 0.0]])
-    past = np.stack([np.linspace(0, 40, 300), np.zeros(300)], axis=1)
-    rows = nearest(past, here)
-    assert len(rows) == MAX_NEAREST and (np.diff(rows) > 0).all()
-    distance = np.abs(past[:, :1] - here[:, 0]).min(axis=1)
-    assert distance[rows].max() <= np.delete(distance, rows).min()
-    assert nearest(past[:5], here).tolist() == [0, 1, 2, 3, 4]
-
-
-def test_trials_unlike_any_candidate_are_left_out_where_there_are_enough_others():
-    def ran(workload, step_time_s):
-        return [
-            EarlierTrial(sweep=f"{step_time_s}", workload=workload, candidate=candidate, step_time_s=step_time_s)
-            for candidate in CANDIDATES[: MAX_NEAREST + 10]
-        ]
-
-    short = replace(GUIDED_WORKLOAD, seq_length=GUIDED_WORKLOAD.seq_length // 8)
-    earlier = ran(short, 5.0) + ran(GUIDED_WORKLOAD, 1.0)
-    predictor = Predictor(GUIDED_WORKLOAD, CANDIDATES, CLUSTER, features=flat_params, earlier=earlier)
-    world_sizes = {candidate.layout.world_size for candidate in CANDIDATES}
-    assert len(predictor.earlier_rows) == len(earlier)
-    assert len(predictor.earlier_times_s) == MAX_NEAREST
-    assert set(predictor.earlier_times_s.values()) <= {1.0 * size for size in world_sizes}

@@ -5,10 +5,11 @@ import csv
 import pytest
 
 from cluster.cost.published import COLUMNS
-from orchestrator import service
+from orchestrator import assembly
 from orchestrator.errors import ConfigError
 from orchestrator.events import AttemptEnded, SweepFinished
 from orchestrator.home import Home
+from orchestrator.knowledge import Knowledge
 from orchestrator.ledger import Ledger
 from orchestrator.plan import make_plan
 from orchestrator.planning import plan_file
@@ -84,7 +85,7 @@ def test_faults_and_lost_nodes_reach_the_sweep(tmp_path):
 def test_what_cannot_be_guided_falls_back_with_a_sentence(tmp_path, caplog):
     content = changed(SWEEP, ("search",), {"sampler": "guided"})
     spec = load_sweep(write(tmp_path, content))
-    assert service._search(spec, make_plan(spec), None).ask is not None
+    assert assembly.make_search(spec, make_plan(spec), None, Knowledge()).ask is not None
     assert "falls back to tpe: the hardware is not known" in caplog.text
 
 
