@@ -33,7 +33,7 @@ CLOCK_SKEW_S = 0.5
 failures on one node are told by one clock."""
 _EVIDENCE = (
     ("oom", "host_oom"),
-    ("infeasible", "data", "diverged", "device_busy", "preempted"),
+    ("infeasible", "data", "diverged", "device_busy", "disk", "preempted"),
     ("error", "exception", "exit"),
 )
 """Categories from those that no peer's failure can bring about to those that may be an effect; what only tells of an
@@ -104,7 +104,7 @@ def _outcome(root: RankFailure, *, collateral: Sequence[RankFailure]) -> Failure
             return Diverged(evidence=evidence)
         case "deadline":
             return TimedOut(phase=root.phase, evidence=evidence)
-        case "lost" | "device_busy":
+        case "lost" | "device_busy" | "disk":
             return GangLost(evidence=evidence)
         case "controller":
             return GangLost(evidence=evidence, cause="controller")

@@ -29,7 +29,11 @@ def rank_main(launch: NodeLaunch, slot: Slot, pipe: int, warden_pid: int) -> NoR
     """Run one rank in this freshly forked process; never returns, so that nothing of the parent runs again."""
     code = 1
     try:
-        _set_scene(launch, slot, pipe, warden_pid)
+        try:
+            _set_scene(launch, slot, pipe, warden_pid)
+        except OSError as error:
+            _write(pipe, line(_failure(error, launch, slot, "starting")))
+            raise
         code = _run(launch, slot, pipe)
     except BaseException:  # nothing above could hear of it but the log
         traceback.print_exc()
@@ -88,9 +92,11 @@ def _run(launch: NodeLaunch, slot: Slot, pipe: int) -> int:
         place = Place(node=launch.node, host=socket.gethostname(), device=_device(slot))
         result: RankResult = RankSuccess(rank=slot.rank, report=from_json(RankReport, report), place=place)
     except BaseException as error:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # the log is on a full disk
+            traceback.print_exc()
         result = _failure(error, launch, slot, reached)
-    _store(launch, slot, result)
+    with contextlib.suppress(OSError):  # what is told counts; it is kept for controllers that die before they hear it
+        _store(launch, slot, result)
     _write(pipe, line(result))
     return 0 if isinstance(result, RankSuccess) else 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -48,6 +49,8 @@ class NodeAgent:
 
     def __init__(self, order: NodeOrder) -> None:
         die_with_parent(os.getppid())  # or it would outlive a raylet that is killed
+        with contextlib.suppress(PermissionError):  # Ray has its workers, and so our ranks, give way to everything else
+            os.setpriority(os.PRIO_PROCESS, 0, min(0, os.getpriority(os.PRIO_PROCESS, 0)))
         self._node = discover_node(
             name=order.name,
             address=order.address,

@@ -73,6 +73,7 @@ def private_ray(node: Node) -> Iterator[None]:
     guardian = Guardian(lease, remove=folder)
     changes = {
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # by default ranks would give way to everything else
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_memory_monitor_refresh_ms": "0",  # ranks, not agents, are what the kernel kills first

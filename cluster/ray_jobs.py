@@ -26,6 +26,7 @@ from ray.job_submission import JobDetails, JobSubmissionClient
 from cluster.base import ClusterError
 from cluster.ray_head import TOKEN_REMEDY, dashboard_url
 from cluster.ray_settings import environment, first_line
+from trials.secrets import is_secret_name
 
 logger = logging.getLogger(__name__)
 logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)
@@ -95,7 +96,10 @@ def submit_job(
 
     Raises:
         ClusterError: nothing answers, the token is missing or wrong, or the head has no dashboard.
+        ValueError: a name in ``env`` is that of a secret.
     """
+    if secret := [key for key in env or {} if is_secret_name(key)]:
+        raise ValueError(f"{secret[0]} is named like a secret, and what is sent along with a job can be read by all")
     with _connected(address) as client:
         for _ in range(MAX_TRIES):
             jobs = _jobs_of(client, name)

@@ -14,10 +14,16 @@ from orchestrator.invocation import Invocation
 @click.command()
 @click.argument("sweep", required=False)
 @click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True, help="Port on this host.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to serve at. The server asks for no password: whoever reaches it changes what it holds.",
+)
 @home_option
 @json_option
-def ui(sweep: str | None, port: int, home: Path, as_json: bool) -> None:
-    """Open the MLflow UI on the sweeps' store, on this host only, until interrupted.
+def ui(sweep: str | None, port: int, host: str, home: Path, as_json: bool) -> None:
+    """Open the MLflow UI on the sweeps' store until interrupted; to this host only, unless told otherwise.
 
     \b
     Example:
@@ -26,7 +32,7 @@ def ui(sweep: str | None, port: int, home: Path, as_json: bool) -> None:
     from orchestrator import service
     from orchestrator.home import Home
 
-    if service.serve_ui(Home(home), sweep, port=port, announce=lambda links: announce(links, as_json)):
+    if service.serve_ui(Home(home), sweep, host=host, port=port, announce=lambda links: announce(links, as_json)):
         click.echo("error: the MLflow server ended by itself; its own message stands above", err=True)
         sys.exit(EXIT_FAILED)
 

@@ -171,7 +171,7 @@ def show(reference: str, home: Home, *, tracking_uri: str | None) -> dict[str, A
     return promotion.show(Tracker(check_tracking_uri(tracking_uri) if tracking_uri else _store(home)), reference)
 
 
-def serve_ui(home: Home, sweep: str | None, *, port: int, announce: Callable[[dict[str, str]], None]) -> int:
+def serve_ui(home: Home, sweep: str | None, *, host: str, port: int, announce: Callable[[dict[str, str]], None]) -> int:
     """Serve the MLflow UI until interrupted; ``announce`` gets the links once it answers."""
     recorded = None
     if sweep is None:
@@ -186,7 +186,7 @@ def serve_ui(home: Home, sweep: str | None, *, port: int, announce: Callable[[di
         else:
             announce(sweep_links(base, recorded.experiment_id, recorded.run_id, sweep))
 
-    return ui.serve(uri, port=port, on_ready=ready)
+    return ui.serve(uri, host, port, on_ready=ready)
 
 
 def _standing(ledger: Ledger, home: Home) -> Result:

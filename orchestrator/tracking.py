@@ -7,7 +7,9 @@ nothing. MLflow being away only delays: entries wait in the ledger behind the cu
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sqlite3
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -222,6 +224,7 @@ class Tracker:
                 logging.getLogger(noisy).setLevel(logging.WARNING)
             if path := sqlite_path(self.uri):
                 make_private_folder(path.parent)
+                _check_openable(path)
             client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
             client.search_experiments(max_results=1)
             self._client = client
@@ -296,3 +299,16 @@ def _tags(tags: Mapping[str, str]) -> dict[str, str]:
 
 def _ms(at_s: float) -> int:
     return round(at_s * 1000)
+
+
+def _check_openable(path: Path) -> None:
+    """MLflow itself would try for two minutes, in which nobody looks after the sweep.
+
+    Raises:
+        OSError: there is no database there, and none can be made.
+    """
+    try:
+        with contextlib.closing(sqlite3.connect(path, timeout=5.0)) as db:
+            db.execute("PRAGMA schema_version")
+    except sqlite3.Error as error:
+        raise OSError(f"{path}: {error}") from error

@@ -13,7 +13,7 @@ import errno
 from collections.abc import Iterator
 from typing import Literal
 
-FailureClass = Literal["oom", "host_oom", "infeasible", "diverged", "data", "connection", "error"]
+FailureClass = Literal["oom", "host_oom", "infeasible", "diverged", "data", "connection", "disk", "error"]
 
 
 class InfeasibleSpec(ValueError):  # noqa: N818  # named like the outcome it leads to
@@ -59,6 +59,9 @@ _CONNECTION = (
 )
 """Lower-case message parts by which gloo, the stores and NCCL report that a *peer* went away or never came."""
 
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Nothing can be written on this host: no fault of what is tried."""
+
 _BY_TYPE_NAME: dict[str, FailureClass] = {
     "InfeasibleSpec": "infeasible",
     "DataError": "data",
@@ -100,6 +103,8 @@ def _classify_one(error: BaseException) -> FailureClass:
         return "host_oom"
     if any(part in message for part in _DEVICE_MEMORY):
         return "oom"
+    if getattr(error, "errno", None) in _DISK:
+        return "disk"
     for cls in type(error).__mro__:
         if cls.__name__ in _BY_TYPE_NAME:
             return _BY_TYPE_NAME[cls.__name__]

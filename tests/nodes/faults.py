@@ -111,7 +111,7 @@ FAULTS = {
             name="controller killed",
             strike=_kill_controller,
             is_noticed=lambda scene: scene.sweep.state().epoch > 1,
-            bound="the supervisor's pause of 1 s, and the start of another controller",
+            bound="the supervisor's pause of 1 s, the start of another controller, its lease",
         ),
         Fault(
             name="controller and supervisor killed",
