@@ -75,7 +75,7 @@ def _inject(faults: Sequence[Fault], repeats: int) -> Iterator[tuple[Fault, list
 
 def _endure(fault: Fault, cluster: RayNodes, stage: Stage, folder: Path, undisturbed: Story) -> Endured | str:
     try:
-        return endure(fault, cluster, stage, folder, undisturbed)
+        return endure([fault], cluster, stage, folder, undisturbed)
     except AssertionError as error:
         return str(error)
 
@@ -108,7 +108,7 @@ def _row(fault: Fault, runs: Sequence[Endured | str]) -> dict[str, Any]:
     return {
         "fault": fault.name,
         "injected": len(runs),
-        "detected_s": _median(run.detected_s for run in seen),
+        "detected_s": _median(run.detected_s[0] for run in seen),
         "recovered_s": _median(run.recovered_s for run in seen),
         "lost": len(lost),
         "duplicates": len([problem for problem in doubled if problem not in lost]),
@@ -128,7 +128,7 @@ def _words(run: Endured | str) -> str:
     if isinstance(run, str):
         return run
     problems = "; ".join([*run.problems, *run.leaks]) or "nothing wrong"
-    return f"noticed in {run.detected_s:.2f} s, next result {run.recovered_s:.2f} s later; {problems}"
+    return f"noticed in {run.detected_s[0]:.2f} s, next result {run.recovered_s:.2f} s later; {problems}"
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:

@@ -327,8 +327,8 @@ class Runtime:
         self._placer.give_back(running.placement)
         outcome = event.outcome
         cause = self._killed.pop(event.attempt_id, None)
-        if isinstance(outcome, GangLost) and cause is not None:
-            outcome = replace(outcome, cause=cause)
+        if isinstance(outcome, GangLost):
+            outcome = replace(outcome, cause=cause or _unasked(outcome.cause))
         outcome = settled(self._state.trials[running.trial], outcome)
         self._dispatch(
             AttemptEnded(
@@ -369,3 +369,8 @@ class Runtime:
     def _finish_projections(self) -> SweepState:
         self._project()
         return self._state
+
+
+def _unasked(cause: LossCause) -> LossCause:
+    """Of a gang that this controller has not told to end: that its node takes it for gone is the infrastructure's."""
+    return "infrastructure" if cause == "controller" else cause

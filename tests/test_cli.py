@@ -151,3 +151,4 @@ def test_the_shipped_sweeps_can_be_planned():
         assert yaml.safe_load(file.read_text(encoding="utf-8"))["name"] == file.stem
         result = run("plan", file, "--json")
         assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["num_legal"] >= 8, "there is nothing to choose from"

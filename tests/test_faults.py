@@ -45,9 +45,24 @@ def repaired(cluster):
     cluster.repair()
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_loses_doubles_and_leaves_nothing(name, repaired, stage, undisturbed, tmp_path):
-    endured = endure(FAULTS[name], repaired, stage, tmp_path, undisturbed)
-    print(f"{name}: detected {endured.detected_s:.1f} s, recovered {endured.recovered_s:.1f} s")
+SWEEPS = (
+    ("warden killed", "raylet killed", "controller killed", "rank killed"),
+    ("agent killed", "link cut", "head killed"),
+    ("node frozen", "controller and supervisor killed"),
+    ("collective hangs",),
+    ("disk full",),
+    ("MLflow away",),
+)
+"""Faults of one sweep, one after the other: all but the last leave the gang they hit to be launched again."""
+
+
+@pytest.mark.parametrize("names", SWEEPS, ids=lambda names: ", ".join(names))
+def test_faults_lose_double_and_leave_nothing(names, repaired, stage, undisturbed, tmp_path):
+    endured = endure([FAULTS[name] for name in names], repaired, stage, tmp_path, undisturbed)
+    print(*(f"{name}: detected {s:.1f} s" for name, s in zip(names, endured.detected_s, strict=True)), sep="\n")
     assert endured.problems == ()
     assert endured.leaks == ()
+
+
+def test_no_fault_is_left_out():
+    assert sorted(name for names in SWEEPS for name in names) == sorted(FAULTS)

@@ -19,7 +19,6 @@ from orchestrator.events import AttemptEnded, AttemptLaunched, TrialProposed
 from orchestrator.home import Home
 from orchestrator.ledger import Ledger
 from orchestrator.report import LiveView
-from orchestrator.tracking import Tracker
 from tests import sweeps
 from tests.orchestrator.mlflow_store import new_store
 from trials.outcome import Measured
@@ -71,7 +70,7 @@ def fresh_home(folder):
 
 
 class Undisturbed(NamedTuple):
-    """A sweep that ran in peace, but for MLflow being away, and was then submitted again."""
+    """A sweep that ran in peace, and was then submitted again."""
 
     home: Path
     first: service.Result
@@ -82,10 +81,7 @@ class Undisturbed(NamedTuple):
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     file, home = sweeps.write(folder, budget={"max_trials": 5}), folder / "home"
-    with pytest.MonkeyPatch.context() as away:
-        away.setattr(Tracker, "sync", lambda self, ledger, state: 0)
-        first = submit(file, home)
-    return Undisturbed(home, first, submit(file, home))
+    return Undisturbed(home, submit(file, home), submit(file, home))
 
 
 def test_a_sweep_measures_records_and_is_only_read_the_second_time(undisturbed):
@@ -97,6 +93,7 @@ def test_a_sweep_measures_records_and_is_only_read_the_second_time(undisturbed):
     assert len(set(keys)) == 5
     assert state.device_seconds > 0
     assert undisturbed.again.state == state
+    assert recorded_trials(undisturbed.home) == [(str(trial), "FINISHED") for trial in range(5)]
 
 
 def test_small_gangs_run_side_by_side_on_disjoint_devices(tmp_path):
@@ -211,14 +208,13 @@ def kill_after(process, home, target, delay_s):
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("kind", ["local", pytest.param("ray", marks=pytest.mark.ray)])
-def test_a_controller_killed_at_any_moment_continues_and_measures_nothing_twice(tmp_path, undisturbed, kind):
+def test_a_controller_killed_at_any_moment_continues_and_measures_nothing_twice(tmp_path, undisturbed):
     """SIGKILL along the way; then every trial is there once, as without kills, and no process is left."""
-    file = sweeps.write(tmp_path, budget={"max_trials": 5}, cluster={"kind": kind})
+    file = sweeps.write(tmp_path, budget={"max_trials": 5})
     home = fresh_home(tmp_path)
     rng = random.Random(0)
     num_kills = 0
-    for target in (2, 7, 11) if kind == "local" else (4, 9):
+    for target in (2, 7, 11):
         process = command("submit", file, "--json", home=home)
         num_kills += kill_after(process, home, target, rng.uniform(0.0, 0.4))
         assert eventually_gone(str(home)) == []
@@ -289,12 +285,6 @@ def test_sigterm_ends_in_good_order_and_the_next_submit_goes_on(tmp_path):
     assert state.trials[0].num_lost == 0
     assert state.device_seconds >= 1.0
     assert [trial.status for trial in submit(file, home).state.trials] == ["measured"]
-
-
-def test_mlflow_away_is_caught_up_with_by_submitting_again(undisturbed):
-    assert undisturbed.first.recorded is None
-    assert undisturbed.again.recorded is not None
-    assert recorded_trials(undisturbed.home) == [(str(trial), "FINISHED") for trial in range(5)]
 
 
 def test_another_file_under_the_same_name_is_refused_and_nothing_changes(tmp_path, undisturbed):

@@ -1,4 +1,4 @@
-"""A whole sweep with a fault in it, injected while one of its gangs is known to be at work.
+"""A whole sweep with faults in it, each injected while one of its gangs is known to be at work.
 
 What a fault does, how one sees that the service has noticed, and what somebody has to mend afterwards is a
 :class:`Fault`, see :mod:`tests.nodes.faults`; :func:`endure` runs a sweep with it and returns what became of it.
@@ -7,8 +7,9 @@ What a fault does, how one sees that the service has noticed, and what somebody 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,15 @@ class Scene:
         """Of its last rank."""
         return self.host.outside(self.stage.last_pid())
 
+    def newest_token(self) -> str:
+        """Of the trial's running attempt; empty while it has none."""
+        attempts = [
+            trial.attempts[-1]
+            for trial in self.sweep.state().trials
+            if trial.candidate.config_key == self.key and trial.is_running
+        ]
+        return attempts[0].token if attempts else ""
+
     def has_ended(self) -> bool:
         """Whether the controller has noticed: the attempt that was hit has an end."""
         return not self._is_open()
@@ -91,26 +101,31 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endured:
-    """What became of a sweep that had a fault."""
+    """What became of a sweep that had faults."""
 
-    detected_s: float
-    """From the fault to the moment it was noticed."""
+    detected_s: tuple[float, ...]
+    """From each fault to the moment it was noticed."""
     recovered_s: float
-    """From there, mending included, to the next finished measurement."""
+    """From the last such moment, mending included, to the next finished measurement."""
     problems: tuple[str, ...]
     leaks: tuple[str, ...]
     """Processes and placement groups that were still there half a minute after the sweep's end."""
     same_winner: bool
 
 
-def endure(fault: Fault, cluster: RayNodes, stage: Stage, folder: Path, undisturbed: Story) -> Endured:
-    """Run a sweep to its end, with this fault in it; then see whether all is as it should be."""
+def endure(faults: Sequence[Fault], cluster: RayNodes, stage: Stage, folder: Path, undisturbed: Story) -> Endured:
+    """Run a sweep to its end, with these faults in it one after the other; then see whether all is as it should be.
+
+    All hit the gangs of one trial. Those before the last have to leave it to be launched again; where, home and
+    sections are those of the last.
+    """
     key = undisturbed.state.trials[VICTIM].candidate.config_key
-    sweep = Sweep(cluster, folder, fault.home(cluster, folder), **fault.sections)
+    last = faults[-1]
+    sweep = Sweep(cluster, folder, last.home(cluster, folder), **last.sections)
     scene = Scene(cluster=cluster, sweep=sweep, stage=stage, key=key)
     try:
-        struck_s, noticed_s = _struck(fault, scene)
-        fault.mend(scene)
+        times_s = _struck(faults, scene)
+        last.mend(scene)
         sweep.expect_end()
     finally:
         sweep.kill()
@@ -119,8 +134,9 @@ def endure(fault: Fault, cluster: RayNodes, stage: Stage, folder: Path, undistur
     story = sweep.story()
     with contextlib.suppress(AssertionError):
         wait_until(lambda: not leaks(cluster), "nothing to be left", limit_s=30.0)
+    noticed_s = times_s[-1][1]
     return Endured(
-        detected_s=noticed_s - struck_s,
+        detected_s=tuple(noticed_s - struck_s for struck_s, noticed_s in times_s),
         recovered_s=_next_measurement_s(story, noticed_s) - noticed_s,
         problems=tuple(problems(story, undisturbed)),
         leaks=tuple(leaks(cluster)),
@@ -128,18 +144,34 @@ def endure(fault: Fault, cluster: RayNodes, stage: Stage, folder: Path, undistur
     )
 
 
-def _struck(fault: Fault, scene: Scene) -> tuple[float, float]:
-    """Submit, inject the fault, wait until it is noticed; when was what?"""
-    fault.prepare(scene)
-    with scene.stage.hold(scene.key, hang=fault.hang):
+def _struck(faults: Sequence[Fault], scene: Scene) -> list[tuple[float, float]]:
+    """Submit, inject the faults, wait until each is noticed; when was what?"""
+    for fault in faults:
+        fault.prepare(scene)
+    times_s = []
+    with scene.stage.hold(scene.key, hang=faults[-1].hang):
         scene.sweep.submit()
-        wait_until(lambda: scene.stage.is_holding() or scene.sweep.has_ended(), "the gang to be held", limit_s=150.0)
-        assert scene.stage.is_holding(), scene.sweep.told()
-        scene.token = scene.sweep.attempt(scene.key).token
-        struck_s = time.time()
-        fault.strike(scene)
-        wait_until(lambda: fault.is_noticed(scene), f"{fault.name} to be noticed", limit_s=150.0)
-        return struck_s, time.time()
+        for i, fault in enumerate(faults):
+            _wait_for_gang(scene)
+            struck_s = time.time()
+            fault.strike(scene)
+            wait_until(functools.partial(fault.is_noticed, scene), f"{fault.name} to be noticed", limit_s=150.0)
+            times_s.append((struck_s, time.time()))
+            if i + 1 < len(faults):
+                scene.stage.forget_held()
+                fault.mend(scene)
+    return times_s
+
+
+def _wait_for_gang(scene: Scene) -> None:
+    """Until the trial's gang, another one than before, is held."""
+
+    def is_held() -> bool:
+        return scene.stage.is_holding() and scene.newest_token() not in ("", scene.token)
+
+    wait_until(lambda: is_held() or scene.sweep.has_ended(), "the gang to be held", limit_s=150.0)
+    assert is_held(), scene.sweep.told()
+    scene.token = scene.newest_token()
 
 
 def _next_measurement_s(story: Story, after_s: float) -> float:

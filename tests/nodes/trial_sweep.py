@@ -154,6 +154,10 @@ class Stage:
         for name in ("hold", "hang", "held"):
             (self._folder / name).unlink(missing_ok=True)
 
+    def forget_held(self) -> None:
+        """The next gang that is held says so again."""
+        (self._folder / "held").unlink(missing_ok=True)
+
     def is_holding(self) -> bool:
         """Whether the gang to be held has come so far."""
         return (self._folder / "held").exists()
