@@ -12,7 +12,7 @@ sweep: $(VENV)/.run
 	$(VENV)/bin/tune-cluster submit configs/sweeps/quickstart.yaml
 
 test: check
-	$(VENV)/bin/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+	$(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.test
 	$(VENV)/bin/ruff check .

@@ -22,23 +22,18 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
-@pytest.hookimpl(tryfirst=True)
+WEIGHTS = {"slow": 1, "ray": 5, "fault": 5}
+"""About how long a test of a marker takes, relative to each other."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several workers: what shares fixtures stays together, and groups with many slow tests begin first."""
+    """With several workers, each takes whole files: those that take longest begin first."""
     if not hasattr(config, "workerinput"):
         return
-    num_slow: Counter[str] = Counter()
+    weights: Counter[Path] = Counter()
     for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(ROOT / "tests").with_suffix("").as_posix()))
-        num_slow[_group(item)] += item.get_closest_marker("slow") is not None
-    items.sort(key=lambda item: -num_slow[_group(item)])
-
-
-def _group(item: pytest.Item) -> str:
-    marker = item.get_closest_marker("xdist_group")
-    assert marker is not None
-    return str(marker.args[0])
+        weights[item.path] += sum(WEIGHTS.get(marker.name, 0) for marker in item.iter_markers())
+    items.sort(key=lambda item: -weights[item.path])
 
 
 @pytest.fixture(autouse=True)

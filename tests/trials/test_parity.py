@@ -79,7 +79,7 @@ def matrix() -> dict[str, TrialSpec]:
 
 MATRIX = matrix()
 PART_SIZE = 10
-"""Trials per gang: parts of the matrix run beside each other when the tests do."""
+"""Trials per gang: one that dies takes no others with it."""
 
 Part = tuple[int, int]
 """World size, and a number that counts the parts of that size."""
@@ -98,11 +98,6 @@ def world_size_of(name: str) -> int:
 
 
 PARTS = parts()
-
-
-def in_group(name: str, *values: Any) -> Any:
-    """Parameters of a test, to be run by the worker that runs the trial's part."""
-    return pytest.param(name, *values, marks=pytest.mark.xdist_group("parity-{}-{}".format(*PARTS[name])))
 
 
 @functools.cache
@@ -138,7 +133,7 @@ def test_every_legal_pair_is_tried() -> None:
 @pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [in_group(name) for name in sorted(MATRIX, key=world_size_of, reverse=True)])
+@pytest.mark.parametrize("name", sorted(MATRIX, key=world_size_of, reverse=True))
 def test_trains_like_a_single_process(name: str) -> None:
     loss, norm = differences(results(PARTS[name])[name], baseline())
     loss_limit, norm_limit = tolerances(MATRIX[name].candidate.precision)
@@ -150,9 +145,9 @@ def test_trains_like_a_single_process(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reference"),
     [
-        in_group("m2/full/O0", "m2/O0"),
-        in_group("ddp/m2/O0/workers", "ddp/m2/O0"),
-        in_group("ddp/m2/O0/full-batch", "ddp/m2/O0"),
+        ("m2/full/O0", "m2/O0"),
+        ("ddp/m2/O0/workers", "ddp/m2/O0"),
+        ("ddp/m2/O0/full-batch", "ddp/m2/O0"),
     ],
 )
 def test_same_arithmetic_is_bit_exact(name: str, reference: str) -> None:
