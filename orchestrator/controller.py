@@ -55,7 +55,10 @@ def _comply(state: SweepState, action: Action) -> tuple[Command, ...]:
 
 
 def _launch(trial: Trial) -> Launch:
+    return Launch(trial=trial.number, attempt=len(trial.attempts), avoid=nodes_to_avoid(trial))
+
+
+def nodes_to_avoid(trial: Trial) -> tuple[str, ...]:
+    """Those on which earlier attempts of the trial failed, in their order."""
     blamed = (attempt.outcome.evidence.node for attempt in trial.attempts if isinstance(attempt.outcome, Failure))
-    return Launch(
-        trial=trial.number, attempt=len(trial.attempts), avoid=tuple(dict.fromkeys(node for node in blamed if node))
-    )
+    return tuple(dict.fromkeys(node for node in blamed if node))

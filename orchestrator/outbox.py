@@ -13,6 +13,8 @@ from orchestrator.state import SweepState
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 2.0, 120.0
+_TURN_S = 5.0
+"""After which a delivery that is not urgent gives way: the sweep has to be looked after."""
 
 
 class Outbox:
@@ -33,10 +35,12 @@ class Outbox:
         """Call ``write`` with each entry and the fold up to and including it; return how many it took.
 
         Its first error ends the delivery; the next calls do nothing until a growing pause is over, unless ``urgent``.
+        A slow system gets some entries at a time, unless ``urgent``.
         """
         if time.monotonic() < self._retry_at_s and not urgent:
             return 0
         num_delivered = 0
+        turn_ends_s = time.monotonic() + _TURN_S
         for entry in ledger.following(ledger.cursor(self._name)):
             state = self._fold_to(ledger, entry)
             try:
@@ -48,6 +52,8 @@ class Outbox:
             self._folded = (entry.seq, state)
             self._num_failures, self._retry_at_s = 0, 0.0
             num_delivered += 1
+            if time.monotonic() > turn_ends_s and not urgent:
+                break
         return num_delivered
 
     def _fold_to(self, ledger: Ledger, entry: Entry) -> SweepState:

@@ -7,8 +7,7 @@ import re
 
 from orchestrator import report_format as fmt
 from orchestrator.consequences import count
-from orchestrator.controller import decide
-from orchestrator.events import Launch
+from orchestrator.controller import nodes_to_avoid
 from orchestrator.inspection import AT_REST, Inspection
 from orchestrator.limits import reason_to_fail, spent_budget
 from orchestrator.state import SweepState, Trial
@@ -29,7 +28,7 @@ def why_pending(sweep: Inspection, trial: Trial) -> tuple[str, ...]:
         return (f"the sweep is about to fail: {failing}",)
     if spent := spent_budget(state):
         return (f"{spent}: nothing is launched any more",)
-    return (_devices(sweep, trial), *_lease(sweep), *_queue(sweep), *_avoided(state, trial))
+    return (_devices(sweep, trial), *_lease(sweep), *_queue(sweep), *_avoided(trial))
 
 
 def devices_per_node(state: SweepState) -> int | None:
@@ -67,7 +66,6 @@ def _queue(sweep: Inspection) -> list[str]:
     return [words] if words else []
 
 
-def _avoided(state: SweepState, trial: Trial) -> list[str]:
-    launches = (command for command in decide(state) if isinstance(command, Launch))
-    avoided = next((launch.avoid for launch in launches if launch.trial == trial.number), ())
+def _avoided(trial: Trial) -> list[str]:
+    avoided = nodes_to_avoid(trial)
     return [f"other nodes than {' '.join(avoided)} are preferred: it failed there"] if avoided else []

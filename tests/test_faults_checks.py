@@ -134,11 +134,13 @@ def test_processes_and_placement_groups_left_behind_are_found():
         cluster = SimpleNamespace(hosts=(host,), groups=list)
         assert leaks(cluster) == []
         command = host.command(sys.executable, "-S", "-c", "import time; time.sleep(600)", "cluster.nursery")
-        with subprocess.Popen(command) as left:
+        left = subprocess.Popen(command)
+        try:
             wait_until(lambda: host.find("cluster.nursery"), "the process")
             cluster.groups = lambda: ["tune-cluster-1"]
             process, group = leaks(cluster)
             assert "cluster.nursery" in process
             assert group == "placement group tune-cluster-1"
+        finally:
             host.end_all()
             left.wait()

@@ -105,7 +105,7 @@ def leaks(cluster: RayNodes) -> list[str]:
 def foreign(host: Host) -> list[str]:
     """Command lines of what runs on a host beside Ray itself."""
     lines = [command_line(pid) for pid in host.pids()]
-    return [line[:60].strip() for line in lines if line and not is_rays_own(line)]
+    return [line[:200].strip() for line in lines if line and not is_rays_own(line)]
 
 
 def _recorded_once(story: Story) -> Iterator[str]:
