@@ -127,11 +127,11 @@ class RayLease:
         if len(usable) <= num_ready or len(usable) < self._at_least:
             return self._infeasible(self.shape, len(usable))
         if len(self.slots) > num_ready:
-            return f"{len(self.slots) - num_ready} of {self._num_nodes} nodes are starting"
+            return f"{len(self.slots) - num_ready} of {self._num_nodes} nodes starting"
         num_free = num_ready + len(self._free_nodes())
         if num_free >= self._num_nodes:
-            return f"{self._num_nodes} nodes are asked for"
-        return f"{num_free} of {self._num_nodes} nodes are free; others hold the rest"
+            return f"nodes are asked for ({self._num_nodes})"
+        return f"{num_free} of {self._num_nodes} nodes free; others hold the rest"
 
     def resize(self, num_nodes: int, at_least: int) -> None:
         if num_nodes > self._num_nodes:

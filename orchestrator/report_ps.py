@@ -11,7 +11,7 @@ from rich.text import Text
 
 from orchestrator import report_format as fmt
 from orchestrator.home import Home
-from orchestrator.inspection import Inspection
+from orchestrator.inspection import AT_REST, Inspection
 from orchestrator.state import SweepState
 from orchestrator.summary import speedup
 from orchestrator.terminal_text import plain
@@ -112,6 +112,8 @@ def _at_work(sweep: Inspection) -> str:
 
 
 def queue_words(sweep: Inspection) -> str:
+    if sweep.phase in AT_REST:
+        return ""
     lease = sweep.lease
     position = f"number {lease.position} in the queue" if lease.position is not None else ""
     priority = f"priority {lease.priority}" if lease.priority else ""
