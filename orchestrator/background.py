@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import os
 import platform
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from cluster.base import ClusterError
+from orchestrator import locks
 from orchestrator.errors import ConfigError
 from orchestrator.heartbeat import CONTROLLER, LEASE, MODE_VARIABLE
 from orchestrator.home import Home
@@ -54,11 +54,8 @@ def detach(argv: Sequence[str], home: Home, name: str, *, show: Callable[[str], 
     """
     folder = make_private_folder(home.sweep_folder(name))
     with _open_log(folder / CONTROLLER_LOG) as file:
-        try:
-            # Held until every process that writes to this file has ended.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SweepBusyError(f"a detached controller runs the sweep {name!r} already") from None
+        if not locks.take(file):  # it is held until every process that writes to this file has ended
+            raise SweepBusyError(f"a detached controller runs the sweep {name!r} already")
         follower = Follower(folder / CONTROLLER_LOG, file.tell())
         child = subprocess.Popen(
             argv,
@@ -81,7 +78,7 @@ def detach(argv: Sequence[str], home: Home, name: str, *, show: Callable[[str], 
 def is_at_work(home: Home, name: str) -> bool:
     """Whether a controller runs the sweep, or a detached one waits until it can be started again."""
     folder = home.sweep_folder(name)
-    if _is_locked(folder / CONTROLLER_LOG):
+    if locks.is_held(folder / CONTROLLER_LOG):
         return True
     try:
         with home.open(name, begun=False) as ledger:
@@ -178,17 +175,6 @@ def _open_log(path: Path) -> IO[bytes]:
     file = os.fdopen(fd, "ab")
     file.seek(0, os.SEEK_END)
     return file
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def is_under_way(home: Home, name: str, is_it: Callable[[dict[str, Any]], bool]) -> bool:

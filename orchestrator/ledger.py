@@ -7,11 +7,9 @@ MLflow is fed from the events behind a cursor, so that neither being away loses 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import sqlite3
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
+from orchestrator import locks
 from orchestrator.events import ControllerStarted, LedgerEvent
 from trials.codec import from_json, to_json
 from trials.files import make_private_folder
@@ -47,7 +46,6 @@ FILE_NAME = "ledger.sqlite"
 _LOCK_NAME = "controller.lock"
 _BUSY_S = 30.0
 """For how long to wait while another process writes."""
-_LOOK_S = 0.5
 MAX_RECENT = 4096
 """Entries the writer keeps at hand for whoever follows closely: they need not be read and decoded again."""
 
@@ -118,14 +116,7 @@ class Ledger:
 
     def is_held(self) -> bool:
         """Whether a controller is at work on the sweep."""
-        try:
-            with (self.folder / _LOCK_NAME).open(encoding="utf-8") as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
+        return locks.is_held(self.folder / _LOCK_NAME)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -135,7 +126,7 @@ class Ledger:
             SweepBusyError: another process holds it.
         """
         with (self.folder / _LOCK_NAME).open("a+", encoding="utf-8") as lock:
-            if not _take(lock):
+            if not locks.take(lock):
                 raise SweepBusyError(f"another controller runs this sweep: process {_holder(lock)}")
             lock.truncate(0)
             lock.write(f"{os.getpid()}\n")
@@ -298,18 +289,6 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
             raise
         db = sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True, isolation_level=None)
     return db
-
-
-def _take(lock: IO[str]) -> bool:
-    """Whether the lock could be had. Who looks whether it is held, has it for an instant."""
-    deadline_s = time.monotonic() + _LOOK_S
-    while True:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        if time.monotonic() >= deadline_s:
-            return False
-        time.sleep(0.02)
 
 
 def _holder(lock: IO[str]) -> str:
