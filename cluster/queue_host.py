@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.queue import Claim, Grant, Policy
-from cluster.queue_entries import Entry, QueueRow, divided
+from cluster.queue_entries import Entry, divided
 from cluster.topology import path_safe
 from trials.codec import CodecError, from_json, to_json
 from trials.files import make_private_folder, write_atomically
@@ -64,16 +64,6 @@ class HostAdmission:
         except OSError as error:
             logger.warning("the queue in %s is not left: %s; the claim ends with this process", self._folder, error)
         self._keys.clear()
-
-
-def host_queue(folder: Path) -> tuple[QueueRow, ...]:
-    """Who shares this host now, in the order of submission. Changes nothing.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
-    found = divided(_read(_file(folder)).values()).values()
-    return tuple(sorted(found, key=lambda row: (row.claim.submitted_at_s, row.claim.key)))
 
 
 def _file(folder: Path) -> Path:

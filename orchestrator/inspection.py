@@ -55,17 +55,16 @@ class Controller:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The nodes the sweep holds, and why they are fewer than it wants; a place in a queue where there is one."""
+    """The nodes the sweep holds, and why they are fewer than it wants."""
 
     nodes: tuple[str, ...] = ()
     wanted: int | None = None
     waiting: str = ""
     at_s: float | None = None
     priority: int | None = None
-    position: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        names = ("wanted", "waiting", "at_s", "priority", "position")
+        names = ("wanted", "waiting", "at_s", "priority")
         return {"nodes": list(self.nodes), **{name: getattr(self, name) for name in names}}
 
 
@@ -207,7 +206,7 @@ def _lease(ledger: Ledger, asked: dict[str, Any], state: SweepState, *, is_held:
     """``asked`` is the file's section on the cluster. Without a controller nothing is held and nothing waited for,
     whatever the last one wrote."""
     body = ledger.document("lease") or {}
-    wanted = body.get("wanted") or asked.get("num_nodes")
+    wanted = asked.get("num_nodes")
     if not is_held:
         return Lease(wanted=wanted)
     return Lease(
@@ -216,7 +215,6 @@ def _lease(ledger: Ledger, asked: dict[str, Any], state: SweepState, *, is_held:
         waiting=body.get("waiting") or "",
         at_s=body.get("at_s"),
         priority=asked.get("priority"),
-        position=body.get("position"),
     )
 
 

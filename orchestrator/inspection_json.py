@@ -75,7 +75,6 @@ def overview(sweep: Inspection, home: Home) -> dict[str, Any]:
         "device_hours": sweep.device_seconds / 3600,
         "controller": sweep.controller.to_json() if sweep.controller and sweep.is_held else None,
         "priority": sweep.lease.priority,
-        "position": sweep.lease.position,
         "began_at_s": began_at_s,
         "age_s": None if began_at_s is None else max(0.0, sweep.at_s - began_at_s),
     }

@@ -60,10 +60,7 @@ def _lease(sweep: Inspection) -> list[str]:
 
 
 def _queue(sweep: Inspection) -> list[str]:
-    lease = sweep.lease
-    place = f"number {lease.position} in the queue for nodes" if lease.position is not None else ""
-    words = ", ".join(part for part in (place, f"priority {lease.priority}" if lease.priority else "") if part)
-    return [words] if words else []
+    return [f"priority {sweep.lease.priority}"] if sweep.lease.priority else []
 
 
 def _avoided(trial: Trial) -> list[str]:

@@ -112,9 +112,6 @@ def _at_work(sweep: Inspection) -> str:
 
 
 def queue_words(sweep: Inspection) -> str:
-    if sweep.phase in AT_REST:
-        return ""
-    lease = sweep.lease
-    position = f"number {lease.position} in the queue" if lease.position is not None else ""
-    priority = f"priority {lease.priority}" if lease.priority else ""
-    return ", ".join(part for part in (position, priority) if part)
+    """How important it is, where that can matter."""
+    priority = sweep.lease.priority
+    return f"priority {priority}" if priority and sweep.phase not in AT_REST else ""

@@ -23,7 +23,7 @@ def keep(folder, name, events=(), **documents):
     ledger = Ledger(Home(folder).sweep_folder(name))
     for event in events:
         ledger.append(event)
-    for key, body in {"tracking": {"uri": None}, **documents}.items():
+    for key, body in {"tracking": {"uri": None}, "spec": SPEC, **documents}.items():
         ledger.put_document(key, body)
     return ledger
 
@@ -49,7 +49,8 @@ def running(name):
     return [*story, proposed(7, long_story.candidate(7), at_s=now_s - 50.0)]
 
 
-LEASE = {"nodes": ["n1", "n2"], "wanted": 4, "waiting": "2 more nodes are busy", "at_s": 0.0}
+SPEC = {"cluster": {"num_nodes": 4}}
+LEASE = {"nodes": ["n1", "n2"], "waiting": "2 more nodes are busy", "at_s": 0.0}
 LIVE = {"trials": {"5": {"phase": "measuring", "step": 7, "step_time_s": 0.2, "at_s": 0.0}}}
 
 

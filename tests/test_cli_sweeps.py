@@ -51,7 +51,7 @@ def test_ps_tells_who_runs_waits_rests_and_was_left_alone(tmp_path):
     keep(tmp_path, "debris")
     draining = keep(tmp_path, "draining", [*story, asked], controller=controller(job="tune-draining", mode="ray job"))
     busy, spec = keep_running(tmp_path), {"cluster": {"num_nodes": 8, "priority": 5}}
-    waits = {"nodes": [], "waiting": "needs 8 nodes, 3 are free", "position": 2, "at_s": 0.0}
+    waits = {"nodes": [], "waiting": "needs 8 nodes, 3 are free", "at_s": 0.0}
     waiting = keep(tmp_path, "waiting", controller=controller(), lease=waits, spec=spec)
     with busy.hold(), waiting.hold(), draining.hold():
         found, shown = rows(tmp_path), run("ps", "--home", tmp_path).stdout
@@ -65,14 +65,14 @@ def test_ps_tells_who_runs_waits_rests_and_was_left_alone(tmp_path):
         "failed": "failed",
     }
     assert list(found)[-3:] != sorted(found)[-3:], "those at work come first"
-    assert [found["waiting"][key] for key in ("reason", "priority", "position")] == ["needs 8 nodes, 3 are free", 5, 2]
+    assert [found["waiting"][key] for key in ("reason", "priority")] == ["needs 8 nodes, 3 are free", 5]
     assert found["busy"]["trials"] | {"done": 5, "running": 2, "waiting": 1, "total": 8} == found["busy"]["trials"]
     assert found["busy"]["device_hours"] * 3600 == pytest.approx(5.0 + 2 * 2 * 90.0, abs=20.0)
     assert found["busy"]["age_s"] == pytest.approx(300.0, abs=20.0)
     assert (found["busy"]["controller"]["pid"], found["left"]["controller"]) == (4242, None)
     assert (found["done"]["verdict"], found["done"]["best"]["trial"]) == ("faster", 1)
     assert re.search(r"busy +running +5/40 +2 +1 +1.25x t001 +0\.10/3 +5 min", shown)
-    assert "number 2 in the queue, priority 5" in shown
+    assert "needs 8 nodes, 3 are free; priority 5" in shown
     assert "Ray job tune-draining" in shown
     assert "always the same error" in shown
 

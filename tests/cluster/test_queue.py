@@ -9,11 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster import queue_host
 from cluster.connect import ClusterRequest, connect
 from cluster.queue import Claim, Grant, Policy, Unlimited, share, strictest
-from cluster.queue_entries import EXPIRES_S, Entry, Queue
-from cluster.queue_host import HostAdmission, host_queue
+from cluster.queue_entries import EXPIRES_S, Entry, Queue, divided
+from cluster.queue_host import HostAdmission
 from trials.codec import to_json
+
+
+def host_queue(folder):
+    """Who shares this host now, in the order of submission."""
+    found = divided(queue_host._read(queue_host._file(folder)).values()).values()
+    return tuple(sorted(found, key=lambda row: (row.claim.submitted_at_s, row.claim.key)))
 
 
 def claim(sweep, min_nodes=1, max_nodes=None, **rest):
