@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import getpass
 import logging
-import os
 import socket
 import time
 from pathlib import Path
@@ -14,6 +12,7 @@ from cluster.exclusion import Excluded
 from cluster.queue import Claim, Policy
 from cluster.topology import DeviceKind, Topology
 from orchestrator.home import Home
+from orchestrator.invocation import user_name
 from orchestrator.profiles import ProfileStore, profile_key
 from orchestrator.queue_policy import load_policy
 from orchestrator.sweep import SweepSpec
@@ -55,7 +54,7 @@ def _claim(spec: SweepSpec, home: Home) -> Claim:
     least, most = spec.cluster.nodes
     return Claim(
         sweep=spec.name,
-        user=_user(),
+        user=user_name(),
         queue=spec.cluster.queue,
         priority=spec.cluster.priority,
         min_nodes=least,
@@ -64,13 +63,6 @@ def _claim(spec: SweepSpec, home: Home) -> Claim:
         submitted_at_s=time.time(),
         home=f"{socket.gethostname()}:{home.path.resolve()}",
     )
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # containers run as users without a name
-        return f"uid-{os.getuid()}"
 
 
 def _excluded(spec: SweepSpec, home: Home | None) -> Excluded | None:

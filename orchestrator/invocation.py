@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import shlex
 import shutil
@@ -36,3 +37,11 @@ class Invocation:
 
 PLAIN = Invocation()
 """As the documents show it."""
+
+
+def user_name() -> str:
+    """Whoever runs this process; containers run as users without a name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid-{os.getuid()}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import getpass
 import platform
 from collections.abc import Collection, Iterator
 from typing import Any, get_args
 
 from orchestrator.events import Action, Asked, TrialsRetried
 from orchestrator.fold import is_retriable
+from orchestrator.invocation import user_name
 from orchestrator.ledger import Ledger, Request
 from orchestrator.state import SweepState
 
@@ -29,17 +29,21 @@ def retry(kinds: Collection[str]) -> dict[str, Any]:
 
 def asker() -> str:
     """Who asks: user and host."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a user id without a name
-        user = "unknown"
-    return f"{user}@{platform.node()}"
+    return f"{user_name()}@{platform.node()}"
 
 
-def new_events(ledger: Ledger, state: SweepState, at_s: float) -> Iterator[Asked | TrialsRetried]:
-    """What has been asked since ``state``, as events."""
+def last_request(ledger: Ledger) -> int:
+    """Number of the latest request; 0 where there is none."""
+    return max((request.id for request in ledger.requests(0)), default=0)
+
+
+def new_events(
+    ledger: Ledger, state: SweepState, at_s: float, *, up_to: int | None = None
+) -> Iterator[Asked | TrialsRetried]:
+    """What has been asked since ``state``, as events; with ``up_to`` no request that is later than that one."""
     for request in ledger.requests(state.num_requests):
-        yield _event(request, state, at_s)
+        if up_to is None or request.id <= up_to:
+            yield _event(request, state, at_s)
 
 
 def _event(request: Request, state: SweepState, at_s: float) -> Asked | TrialsRetried:

@@ -113,8 +113,14 @@ class Runtime:
         lease: LeaseKeeper | None = None,
         clock: Callable[[], float] = time.time,
         is_restart: bool = False,
+        num_overruled: int | None = None,
     ) -> None:
-        """``is_restart``: a supervisor goes on with what nobody has stopped."""
+        """
+        Args:
+            is_restart: a supervisor goes on with what nobody has stopped.
+            num_overruled: starting the sweep overrules a pause asked for by one of so many first requests; None: by any
+                request until now.
+        """
         self._ledger = ledger
         self._cluster = cluster
         self._search = search
@@ -128,6 +134,7 @@ class Runtime:
         """Attempts that were told to end -> why."""
         self._placer = Placer(cluster, self._lease, isolation=recipe.isolation, placing_s=recipe.placing_s)
         self._is_restart = is_restart
+        self._num_overruled = num_overruled
         self._num_lost_in_a_row = 0
         self._state = fold(ledger.events())
         self._commands: tuple[Command, ...] = ()
@@ -162,7 +169,7 @@ class Runtime:
 
     def _take_over(self) -> None:
         """Start an epoch and settle what earlier controllers left running."""
-        self._hear()  # before the start, which overrules most of it
+        self._hear(up_to=self._num_overruled)  # before the start, which overrules most of it
         self._dispatch(
             ControllerStarted(
                 at_s=self._clock(),
@@ -189,8 +196,8 @@ class Runtime:
             self._dispatch(LeaseChanged(at_s=self._clock(), nodes=nodes))
         self._observer.on_lease(nodes, self._lease.waiting)
 
-    def _hear(self) -> None:
-        for event in new_events(self._ledger, self._state, self._clock()):
+    def _hear(self, up_to: int | None = None) -> None:
+        for event in new_events(self._ledger, self._state, self._clock(), up_to=up_to):
             self._dispatch(event)
 
     def _kill_on(self, nodes: frozenset[str], reason: str) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.base import Cluster
 from cluster.connect import clock_of, connect
-from cluster.queue import Claim, Unlimited
 from orchestrator import promotion, ui
 from orchestrator.assembly import Launcher, make_search
 from orchestrator.beginning import SPEC, begin, check_same, kept_estimates, planned_topology, tracking_uri
@@ -117,7 +115,8 @@ def _lease_and_run(spec: SweepSpec, home: Home, ledger: Ledger, observer: Observ
     watch = Observers([observer, Heartbeat(ledger, address=start.address or spec.cluster.address)])
     request = cluster_request(spec, home, address=start.address)
     attempts = ledger.folder / "attempts"
-    with connect(request, workdir=attempts, on_wait=Waiting(ledger, watch)) as cluster:
+    waiting = Waiting(ledger, watch)
+    with connect(request, workdir=attempts, on_wait=waiting) as cluster:
         state = fold(ledger.events())
         clock = clock_of(cluster, start_s=state.now_s or time.time()) or time.time
         topology = planned_topology(spec, cluster.topology)
@@ -129,9 +128,10 @@ def _lease_and_run(spec: SweepSpec, home: Home, ledger: Ledger, observer: Observ
             recipe=Launcher(spec, topology, attempts).recipe(),
             projections=_projections(spec, ledger, home),
             observer=watch,
-            lease=LeaseKeeper(cluster, _sized(request.claim, cluster)),
+            lease=LeaseKeeper(cluster, request.claim),
             clock=clock,
             is_restart=start.is_restart,
+            num_overruled=waiting.num_requests,
         )
         runtime.run()
         return _standing(ledger, home)
@@ -140,13 +140,6 @@ def _lease_and_run(spec: SweepSpec, home: Home, ledger: Ledger, observer: Observ
 def _projections(spec: SweepSpec, ledger: Ledger, home: Home) -> list[Projection]:
     tracker = Tracker(tracking_uri(ledger, home), spec.tracking.experiment)
     return [tracker] if spec.notify is None else [tracker, Notifier(spec.notify)]
-
-
-def _sized(claim: Claim | None, cluster: Cluster) -> Claim | None:
-    """With the nodes' real size, which a quota counts; none where the cluster is nobody else's."""
-    if claim is None or isinstance(cluster.admission, Unlimited):
-        return None
-    return replace(claim, devices_per_node=cluster.topology.nodes[0].num_devices)
 
 
 def load(name: str, home: Home) -> Result:

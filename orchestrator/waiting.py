@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.ledger import Ledger
+from orchestrator.requests import last_request
 from orchestrator.runtime import Observer
 
 
@@ -16,9 +17,10 @@ class Waiting:
     def __init__(self, ledger: Ledger, observer: Observer) -> None:
         self._ledger = ledger
         self._observer = observer
-        self._num_requests = max((request.id for request in ledger.requests(0)), default=0)
+        self.num_requests = last_request(ledger)
+        """Those made before the sweep was started."""
 
     def __call__(self, reason: str) -> None:
         self._observer.on_lease((), reason)
-        if any(request.body["action"] != "retry" for request in self._ledger.requests(self._num_requests)):
+        if any(request.body["action"] != "retry" for request in self._ledger.requests(self.num_requests)):
             raise WithdrawnError

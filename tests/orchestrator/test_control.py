@@ -115,6 +115,19 @@ def test_a_request_made_in_vain_does_not_stop_the_next_controller(tmp_path):
     assert service.resume(NAME, found, Quiet()).state.status == "finished"
 
 
+def test_a_pause_asked_for_while_the_sweep_begins_counts(tmp_path, monkeypatch):
+    found, file = home(tmp_path), write(tmp_path, sweep())
+    begin = service.begin
+
+    def slowly(ledger, *args):
+        ledger.ask({"action": "pause"}, by="eve", at_s=0.0)
+        return begin(ledger, *args)
+
+    monkeypatch.setattr(service, "begin", slowly)
+    paused = service.submit(file, found, Quiet()).state
+    assert (paused.status, len(paused.trials)) == ("paused", 0)
+
+
 def test_failed_trials_are_retried_and_only_they(tmp_path):
     simulation = {**SWEEP["cluster"]["simulation"], "faults": {"crash": 0.5}, "seed": 1}
     found = home(tmp_path)
