@@ -125,7 +125,7 @@ def test_files_written_by_hand(tmp_path):
         check(tmp_path, content, key)
 
 
-def test_a_right_file_would_have_been_taken(tmp_path):
+def test_what_is_wrong_decides_the_message(tmp_path):
     """The messages above come from what is wrong, not from everything."""
     exit_code, message = submit(tmp_path, changed(FULL, ("baseline",), {"dp_replicate": 10**6}))
     assert (exit_code, "baseline" in message) == (2, True)
