@@ -63,7 +63,7 @@ def submit(spec: SweepSpec, variant: Variant) -> SweepState:
 def run_sweep(case: Case, model: Model, variant: Variant) -> dict[str, Any]:
     """What one sweep reached, and after how many trials, the baseline included."""
     state = submit(model.spec, variant)
-    speeds = {t.number: t.measurement.tokens_per_s_per_device for t in state.trials if t.measurement is not None}
+    speeds = {t.number: t.measurement.tokens_per_s_per_device for t in state.searched() if t.measurement is not None}
     best = max(speeds, key=lambda number: speeds[number], default=0)
     reached = speeds.get(best, 0.0)
     machine = _Machine(model, variant)
@@ -77,8 +77,8 @@ def run_sweep(case: Case, model: Model, variant: Variant) -> dict[str, Any]:
         "ratio": reached / start,
         "ratio_to_baseline": reached / speeds[0] if 0 in speeds else None,
         "ratio_to_expert": reached / expert,
-        "trials": len(state.trials),
-        "out_of_memory": sum(trial.status == "oom" for trial in state.trials),
+        "trials": state.num_searched,
+        "out_of_memory": sum(trial.status == "oom" for trial in state.searched()),
         "trials_to_goal": _first(speeds, case.goal * start),
         "trials_to_expert": _first(speeds, expert * (1 - NOISE)),
         "best_trial": best,

@@ -163,6 +163,8 @@ def sweep_file(args: argparse.Namespace) -> dict[str, Any]:
         "space": SPACE | args.narrower,
         "search": {"sampler": args.sampler, "max_concurrent": args.gangs, "seed": args.seed},
         "budget": {"max_trials": args.trials, "consecutive_failures": 50},
+        "confirm": "off",
+        "gate": "off",
         "deadlines": {"starting_s": 600.0, "warmup_s": 3600.0, "measuring_s": 7200.0, "stall_s": 1800.0},
     }
 

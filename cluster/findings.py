@@ -30,6 +30,7 @@ def merge_findings(ranks: Sequence[Findings]) -> Findings:
         kernel_tuning=_first(findings.kernel_tuning for findings in ranks),
         memory_format=_first(findings.memory_format for findings in ranks),
         rates=tuple(rates for findings in ranks for rates in findings.rates),
+        profile=tuple(profile for findings in ranks for profile in findings.profile),
     )
 
 

@@ -20,6 +20,8 @@ from cluster.processes import close_inherited, die_with_parent, make_preferred_o
 from trials.codec import from_json, to_json
 from trials.failure import classify
 from trials.outcome import Phase, ProgressSink, RankReport
+from trials.profile_report import FOLDER as PROFILE
+from trials.profile_report import FOLDER_VARIABLE as PROFILE_VARIABLE
 from trials.secrets import redact
 
 Runner = Callable[[Mapping[str, Any], ProgressSink], Any]
@@ -63,6 +65,7 @@ def _set_scene(launch: NodeLaunch, slot: Slot, pipe: int, warden_pid: int) -> No
             "LOCAL_RANK": str(slot.local_rank),
             "LOCAL_WORLD_SIZE": str(len(launch.slots)),
             "OMP_NUM_THREADS": str(launch.num_threads),
+            PROFILE_VARIABLE: str(Path(launch.directory) / PROFILE),
             **_visible_devices(launch),
             **launch.env,
         }

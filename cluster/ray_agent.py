@@ -7,12 +7,14 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.agent import Agent
-from cluster.messages import NodeEvent, NodeLaunch, Stop
+from cluster.attempt_files import PIECE_BYTES, FilePiece, Homing, pieces
+from cluster.messages import NodeEvent, NodeGone, NodeLaunch, Stop
 from cluster.processes import die_with_parent
 from cluster.topology import DeviceChoice, Node, discover_node
 
@@ -26,6 +28,8 @@ class NodeOrder:
     name: str
     address: str
     workdir: str
+    home: str
+    """The mark by which the controller's file system is known."""
     preload: tuple[str, ...]
     search_path: tuple[str, ...]
     device: DeviceChoice
@@ -61,6 +65,9 @@ class NodeAgent:
         self._agent = Agent(
             node=order.name, workdir=Path(order.workdir), preload=order.preload, search_path=order.search_path
         )
+        self._is_home = Homing.is_home(Path(order.workdir), order.home)
+        self._launches: dict[str, NodeLaunch] = {}
+        self._outgoing: deque[Iterator[NodeEvent | FilePiece]] = deque()
 
     def describe(self) -> Described:
         import ray  # only the actor's process needs it
@@ -76,13 +83,31 @@ class NodeAgent:
             return port
 
     def launch(self, launch: NodeLaunch) -> None:
+        self._launches[launch.attempt_id] = launch
         self._agent.launch(launch)
 
     def stop(self, attempt_id: str, order: Stop) -> None:
         self._agent.stop(attempt_id, order)
 
-    def poll(self, timeout_s: float) -> Sequence[NodeEvent]:
-        return self._agent.poll(timeout_s)
+    def poll(self, timeout_s: float) -> Sequence[NodeEvent | FilePiece]:
+        """Events, and before the last one of an attempt its files; a few megabytes of them at a time."""
+        for event in self._agent.poll(0.0 if self._outgoing else timeout_s):
+            self._outgoing.append(self._with_files(event))
+        batch: list[NodeEvent | FilePiece] = []
+        num_bytes = 0
+        while self._outgoing and num_bytes < PIECE_BYTES:
+            item = next(self._outgoing[0], None)
+            if item is None:
+                self._outgoing.popleft()
+                continue
+            batch.append(item)
+            num_bytes += len(item.data) if isinstance(item, FilePiece) else 0
+        return batch
+
+    def _with_files(self, event: NodeEvent) -> Iterator[NodeEvent | FilePiece]:
+        if isinstance(event, NodeGone) and (launch := self._launches.pop(event.attempt_id, None)) and not self._is_home:
+            yield from pieces(Path(launch.directory), launch.attempt_id, launch.token, launch.slots)
+        yield event
 
     def close(self) -> None:
         self._agent.close()

@@ -19,9 +19,10 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from cluster.agent import PRELOAD
+from cluster.attempt_files import FilePiece, Homing, Receiver
 from cluster.base import ClusterError, GangEvent, GangLaunch
 from cluster.local import single_node_env
-from cluster.messages import Stop, node_launch
+from cluster.messages import NodeEvent, Stop, node_launch
 from cluster.queue import Admission, Unlimited
 from cluster.ray_agent import Described, NodeOrder
 from cluster.ray_agents import CLOSE_TIMEOUT_S, Agents, Answer
@@ -82,6 +83,9 @@ class RayCluster:
         if admission is None:
             admission = Unlimited() if request.claim is None else RayAdmission(self._lease, request.policy)
         self._admission = admission
+        self._receiver = Receiver(self._workdir)
+        self._homing = Homing(self._workdir)
+        self._connection.callback(self._homing.close)
 
     @property
     def topology(self) -> Topology:
@@ -199,6 +203,7 @@ class RayCluster:
             name=slot.name,
             address=slot.address,
             workdir=str(self._workdir),
+            home=self._homing.mark,
             preload=self._preload,
             search_path=tuple(sys.path),
             device=shape.device_kind,
@@ -218,8 +223,14 @@ class RayCluster:
             self._join(slot, answer.value)
         elif answer.what == "poll":
             for event in answer.value:
-                self._pending += self._tracker.handle(slot.name, event, now_s=time.monotonic())
+                self._hear(slot.name, event)
             self._agents.listen(slot)
+
+    def _hear(self, node: str, event: NodeEvent | FilePiece) -> None:
+        if not isinstance(event, FilePiece):
+            self._pending += self._tracker.handle(node, event, now_s=time.monotonic())
+        elif self._tracker.expects(node, event.attempt_id, event.token):
+            self._receiver.take(event)
 
     def _join(self, slot: Slot, described: Described) -> None:
         """Take the node into the topology, unless it is not the one asked for, or is excluded."""

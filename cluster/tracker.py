@@ -42,11 +42,16 @@ class GangTracker:
             launch=launch, log_dir=log_dir, launched_at_s=now_s, waiting=set(launch.placement.nodes)
         )
 
+    def expects(self, node: str, attempt_id: str, token: str) -> bool:
+        """Whether ``node`` is at work on this launch of the attempt."""
+        gang = self._gangs.get(attempt_id)
+        return gang is not None and gang.launch.token == token and node in gang.waiting
+
     def handle(self, node: str, event: NodeEvent, *, now_s: float) -> list[GangEvent]:
         """Take in what ``node`` reports; events of unknown attempts or old tokens are dropped."""
-        gang = self._gangs.get(event.attempt_id)
-        if gang is None or gang.launch.token != event.token or node not in gang.waiting:
+        if not self.expects(node, event.attempt_id, event.token):
             return []
+        gang = self._gangs[event.attempt_id]
         match event:
             case NodeProgress():
                 return self._progress(gang, node, event)

@@ -15,6 +15,7 @@ from orchestrator.forecast import of_plan
 from orchestrator.guided_search import GuidedSearch
 from orchestrator.knowledge import Knowledge
 from orchestrator.plan import Plan
+from orchestrator.proof.values import GateRun, GateSettings, ProfileRun
 from orchestrator.runtime import Recipe
 from orchestrator.search import Search
 from orchestrator.space import flat_params
@@ -23,7 +24,7 @@ from orchestrator.state import Trial
 from orchestrator.sweep import SweepSpec
 from orchestrator.takeover import Recovered
 from trials.codec import to_json
-from trials.spec import TrialSpec
+from trials.spec import Protocol, TrialSpec
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +81,10 @@ class Launcher:
         spec = TrialSpec(
             workload=self._spec.to_workload(),
             candidate=trial.candidate,
-            protocol=self._spec.to_protocol(),
+            protocol=self._protocol(trial),
             device=self._device,
             memory_limit_bytes=memory_limit_bytes,
+            profile=trial.check.profile if isinstance(trial.check, ProfileRun) else None,
         )
         return GangLaunch(
             attempt_id=attempt_id,
@@ -92,6 +94,13 @@ class Launcher:
             placement=placement,
             deadlines=self._spec.to_deadlines(),
         )
+
+    def _protocol(self, trial: Trial) -> Protocol:
+        """For the gate, a fixed number of steps, whatever their times."""
+        if not isinstance(trial.check, GateRun):
+            return self._spec.to_protocol()
+        num_steps = self._spec.proof.gate.num_steps if self._spec.proof.gate else GateSettings().num_steps
+        return Protocol(min_warmup_steps=1, max_warmup_steps=1, num_steps=num_steps - 1, max_steps=num_steps - 1)
 
     def _recover(self, trial: Trial) -> Recovered:
         return recovered(self._attempts, trial)

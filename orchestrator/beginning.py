@@ -23,6 +23,7 @@ from orchestrator.tracking import Tracker
 from orchestrator.tracking_history import earlier_trials
 from orchestrator.transfer import EarlierTrial, num_sweeps
 from trials.codec import digest
+from trials.spec import ProfileSpec
 
 SPEC = "spec"
 """The ledger's document with the sweep file, written out."""
@@ -112,6 +113,9 @@ def _created(
         fingerprint=prints,
         num_earlier_trials=len(known.earlier),
         num_earlier_sweeps=num_sweeps(known.earlier),
+        proof=spec.proof,
+        profiled=() if spec.profile is None else tuple(str(name) for name in spec.profile.trials),
+        profile=ProfileSpec() if spec.profile is None else spec.profile.to_spec(),
     )
 
 

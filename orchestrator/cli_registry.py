@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
 from orchestrator.cli_options import EXIT_FAILED, announce, home_option, json_option, print_result
 from orchestrator.invocation import Invocation
+
+_store_option = click.option("--tracking-uri", help="MLflow store to look in, if it is not the one in --home.")
+_reason_option = click.option("--reason", default="", help="Why, for the records.")
+_expect_option = click.option(
+    "--expect-current", metavar="V", help="Refuse unless version V (or none) is in production: compare-and-set."
+)
+
+
+def _change_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of whatever changes what is in production."""
+    return _reason_option(_expect_option(command))
 
 
 @click.command()
@@ -40,41 +53,140 @@ def ui(sweep: str | None, port: int, host: str, home: Path, as_json: bool) -> No
 @click.command()
 @click.argument("sweep")
 @click.option("--name", required=True, help="Name of the registered configuration, e.g. llama-quickstart.")
-@click.option("--trial", type=int, help="Promote this trial instead of the fastest one.")
-@click.option("--force", is_flag=True, help="Promote even if it was not shown faster than the baseline; recorded.")
+@click.option("--trial", help="Promote this trial (3 or t003) instead of the confirmed winner.")
+@click.option("--force", is_flag=True, help="Promote whatever was measured, also without proof; recorded as forced.")
+@_change_options
 @home_option
 @json_option
-def promote(sweep: str, name: str, trial: int | None, force: bool, home: Path, as_json: bool) -> None:
-    """Register the best configuration of SWEEP as NAME, alias production.
+def promote(
+    sweep: str,
+    name: str,
+    trial: str | None,
+    force: bool,
+    reason: str,
+    expect_current: str | None,
+    home: Path,
+    as_json: bool,
+) -> None:
+    """Put the confirmed winner of SWEEP into production as NAME.
+
+    It becomes a version in MLflow's registry with its recipe and evidence, alias production; the version before gets
+    the alias previous. Refused unless it was confirmed to be faster and has passed the loss gate. Nothing changes where
+    this very recipe is in production already.
 
     \b
-    Example:
+    Examples:
       tune-cluster promote quickstart --name llama-quickstart
+      tune-cluster promote quickstart --name llama-quickstart --expect-current 2 --reason "new drivers"
     """
-    from orchestrator import report_promotion, service
+    from orchestrator import report_promotion
     from orchestrator.home import Home
+    from orchestrator.promotion import commands
 
-    promoted = service.promote(name, Home(home), sweep=sweep, trial=trial, force=force)
+    promoted = commands.promote(
+        name, Home(home), sweep=sweep, trial=trial, reason=reason, expect_current=expect_current, force=force
+    )
     print_result(as_json, promoted, lambda: report_promotion.render_promotion(promoted, Invocation.current(home)))
 
 
 @click.command()
-@click.argument("reference")
+@click.argument("name")
+@click.option("--to", metavar="V", help="This version, instead of the one that was in production before.")
+@_change_options
+@_store_option
 @home_option
-@click.option("--tracking-uri", help="MLflow store to look in, if it is not the one in --home.")
 @json_option
-def show(reference: str, home: Path, tracking_uri: str | None, as_json: bool) -> None:
+def rollback(
+    name: str,
+    to: str | None,
+    reason: str,
+    expect_current: str | None,
+    tracking_uri: str | None,
+    home: Path,
+    as_json: bool,
+) -> None:
+    """Put the version of NAME that was in production before back into production.
+
+    Its files must be those that were registered. A rollback is recorded as a promotion is, and can itself be rolled
+    back.
+
+    \b
+    Examples:
+      tune-cluster rollback llama-quickstart --reason "slower on the new drivers"
+      tune-cluster rollback llama-quickstart --to 1 --expect-current 3
+    """
+    from orchestrator import report_promotion
+    from orchestrator.home import Home
+    from orchestrator.promotion import commands
+
+    changed = commands.roll_back(
+        name, Home(home), to=to, reason=reason, expect_current=expect_current, tracking_uri=tracking_uri
+    )
+    print_result(as_json, changed, lambda: report_promotion.render_rollback(changed, Invocation.current(home)))
+
+
+@click.command()
+@click.argument("name")
+@_store_option
+@home_option
+@json_option
+def history(name: str, tracking_uri: str | None, home: Path, as_json: bool) -> None:
+    """List what was in production as NAME, the newest record first.
+
+    \b
+    Example:
+      tune-cluster history llama-quickstart
+    """
+    from orchestrator import report_promotion
+    from orchestrator.home import Home
+    from orchestrator.promotion import commands
+
+    found = commands.history(name, Home(home), tracking_uri=tracking_uri)
+    print_result(as_json, found, lambda: report_promotion.render_history(found))
+
+
+@click.command()
+@click.argument("reference")
+@_store_option
+@home_option
+@json_option
+def show(reference: str, tracking_uri: str | None, home: Path, as_json: bool) -> None:
     """Print a registered configuration: NAME@production or NAME@3.
 
     \b
     Example:
       tune-cluster show llama-quickstart@production
     """
-    from orchestrator import report_promotion, service
+    from orchestrator import report_promotion
     from orchestrator.home import Home
+    from orchestrator.promotion import commands
 
-    shown = service.show(reference, Home(home), tracking_uri=tracking_uri)
+    shown = commands.show(reference, Home(home), tracking_uri=tracking_uri)
     print_result(as_json, shown, lambda: report_promotion.render_recipe(shown))
 
 
-COMMANDS = (ui, promote, show)
+@click.command()
+@click.argument("a")
+@click.argument("b")
+@_store_option
+@home_option
+@json_option
+def diff(a: str, b: str, tracking_uri: str | None, home: Path, as_json: bool) -> None:
+    """Show what differs between A and B: knobs, workload, environment, evidence.
+
+    Each is NAME@production, NAME@3, or a trial of a sweep as SWEEP:TRIAL.
+
+    \b
+    Examples:
+      tune-cluster diff llama-quickstart@previous llama-quickstart@production
+      tune-cluster diff quickstart:baseline quickstart:winner
+    """
+    from orchestrator import report_promotion
+    from orchestrator.home import Home
+    from orchestrator.promotion import commands
+
+    found = commands.diff(a, b, Home(home), tracking_uri=tracking_uri)
+    print_result(as_json, found.to_json(), lambda: report_promotion.render_difference(found))
+
+
+COMMANDS = (ui, promote, rollback, history, show, diff)

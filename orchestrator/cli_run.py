@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Literal, NamedTuple
 
 import click
 
-from orchestrator.cli_options import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, home_option, json_option, print_result
-from orchestrator.invocation import Invocation
-
-if TYPE_CHECKING:
-    from orchestrator.service import Result
-    from orchestrator.submission import Begun, Mode, Submission
-
-_HERE = "Keep the controller in this terminal, also with an address. The default without one."
-
-
-def _where_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say where the controller runs."""
-    for option in (
-        click.option("--follow", is_flag=True, help="Show what a controller in the background writes, until it ends."),
-        click.option("--detach", is_flag=True, help="Run the controller on this host, but apart from this terminal."),
-        click.option("--foreground", is_flag=True, help=_HERE),
-        click.option(
-            "--address",
-            metavar="HOST:PORT",
-            help="Head of a Ray cluster, or http://HOST:PORT of its dashboard; default: RAY_ADDRESS, then "
-            "cluster.address of the file. The controller runs there, as a Ray Job.",
-        ),
-    ):
-        command = option(command)
-    return command
+from orchestrator.cli_controller import go, mode_of, program_options, where_options
+from orchestrator.cli_options import home_option, json_option, print_result
 
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@_where_options
+@where_options
 @home_option
 @json_option
 def submit(
@@ -61,14 +35,14 @@ def submit(
     from orchestrator.home import Home
 
     made = submission.of_file(
-        file, Home(home), address=address, mode=_mode(foreground, detach), options=_program_options()
+        file, Home(home), address=address, mode=mode_of(foreground, detach), options=program_options()
     )
-    _go(made, follow=follow, as_json=as_json)
+    go(made, follow=follow, as_json=as_json)
 
 
 @click.command()
 @click.argument("sweep")
-@_where_options
+@where_options
 @home_option
 @json_option
 def resume(
@@ -85,9 +59,9 @@ def resume(
     from orchestrator.home import Home
 
     made = submission.of_sweep(
-        sweep, Home(home), address=address, mode=_mode(foreground, detach), options=_program_options()
+        sweep, Home(home), address=address, mode=mode_of(foreground, detach), options=program_options()
     )
-    _go(made, follow=follow, as_json=as_json)
+    go(made, follow=follow, as_json=as_json)
 
 
 @click.command()
@@ -101,7 +75,7 @@ def resume(
     help="Which trials: crashed, timed_out, gang_lost and host_oom by default; also oom, infeasible, diverged and "
     "stopped_early.",
 )
-@_where_options
+@where_options
 @home_option
 @json_option
 def retry(
@@ -127,21 +101,15 @@ def retry(
     from orchestrator import control, submission
     from orchestrator.home import Home
 
-    mode = _mode(foreground, detach)
+    mode = mode_of(foreground, detach)
     answer = control.retry(sweep, Home(home), _classes(failed))
     numbers = ", ".join(f"t{number:03d}" for number in answer.trials)
     click.echo(f"to be launched again: {numbers}", err=True)
     if answer.is_controlled and not follow:
         print_result(as_json, answer.to_json(), lambda: "The controller at work takes it up.")
         return
-    made = submission.of_sweep(sweep, Home(home), address=address, mode=mode, options=_program_options())
-    _go(made, follow=follow, as_json=as_json)
-
-
-def _mode(foreground: bool, detach: bool) -> Mode | None:
-    if foreground and detach:
-        raise click.UsageError("--foreground and --detach exclude each other")
-    return "foreground" if foreground else "detached" if detach else None
+    made = submission.of_sweep(sweep, Home(home), address=address, mode=mode, options=program_options())
+    go(made, follow=follow, as_json=as_json)
 
 
 def _classes(text: str) -> tuple[str, ...]:
@@ -159,143 +127,89 @@ def _classes(text: str) -> tuple[str, ...]:
     return classes
 
 
-def _program_options() -> tuple[str, ...]:
-    return ("--verbose",) if click.get_current_context().find_root().params.get("verbose") else ()
+@click.command()
+@click.argument("sweep")
+@click.argument("trial", required=False)
+@where_options
+@home_option
+@json_option
+def confirm(
+    sweep: str,
+    trial: str | None,
+    address: str | None,
+    foreground: bool,
+    detach: bool,
+    follow: bool,
+    home: Path,
+    as_json: bool,
+) -> None:
+    """Measure a trial of SWEEP again, interleaved with the baseline, and put it through the loss gate.
+
+    TRIAL is 3, t003 or best, the default. A sweep does this by itself when it ends, for its fastest trials; the last
+    verdict is the one that counts. The sweep's budget does not bound what you ask for.
+
+    \b
+    Examples:
+      tune-cluster confirm quickstart
+      tune-cluster confirm quickstart t003
+    """
+    where = _Where(address, foreground, detach, follow)
+    _check("confirm", sweep, trial, where, home, as_json)
 
 
-def _go(made: Submission, *, follow: bool, as_json: bool) -> None:
-    from orchestrator import submission
-    from orchestrator.supervisor import supervised_run
+@click.command()
+@click.argument("sweep")
+@click.argument("trial", required=False)
+@where_options
+@home_option
+@json_option
+def profile(
+    sweep: str,
+    trial: str | None,
+    address: str | None,
+    foreground: bool,
+    detach: bool,
+    follow: bool,
+    home: Path,
+    as_json: bool,
+) -> None:
+    """Run a trial of SWEEP with the profiler on, as section `profile` of its file says.
 
-    if made.mode == "foreground":
-        run = supervised_run()
-        if not made.is_over and not run:
-            submission.find_running(made)  # one that has just paused it ends; with any other the ledger is busy
-        if made.needs_supervisor and not run:
-            _become(made.supervised(*(["--json"] if as_json else [])))
-        _run_here(made, run, as_json)
+    TRIAL is 3, t003, baseline, best or winner, the default. The traces open in Perfetto; docs/profiler.md.
+
+    \b
+    Examples:
+      tune-cluster profile quickstart
+      tune-cluster profile quickstart baseline
+    """
+    where = _Where(address, foreground, detach, follow)
+    _check("profile", sweep, trial, where, home, as_json)
+
+
+class _Where(NamedTuple):
+    """Where the controller runs."""
+
+    address: str | None
+    foreground: bool
+    detach: bool
+    follow: bool
+
+
+def _check(
+    what: Literal["confirm", "profile"], sweep: str, trial: str | None, where: _Where, home: Path, as_json: bool
+) -> None:
+    from orchestrator import control, submission
+    from orchestrator.home import Home
+
+    mode = mode_of(where.foreground, where.detach)
+    answer = control.ask_checks(sweep, Home(home), what, trial)
+    words = {"confirm": "to be confirmed", "profile": "to be profiled"}[what]
+    click.echo(f"{words}: t{answer.trials[0]:03d}", err=True)
+    if answer.is_controlled and not where.follow:
+        print_result(as_json, answer.to_json(), lambda: "The controller at work takes it up.")
         return
-    begun = submission.find_running(made) or submission.begin(made, lambda line: click.echo(line, err=True))
-    if begun.exit_code:
-        sys.exit(begun.exit_code)
-    if follow and begun.exit_code is None:
-        _follow(made, begun)
-    if follow or begun.exit_code is not None:
-        _show_result(made, as_json)
-        return
-    print_result(as_json, begun.to_json(), lambda: _words(made, begun))
+    made = submission.of_sweep(sweep, Home(home), address=where.address, mode=mode, options=program_options())
+    go(made, follow=where.follow, as_json=as_json)
 
 
-def _become(argv: list[str]) -> NoReturn:
-    """A small process in this one's place: it may have to last for days."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(argv[0], argv)
-
-
-def _run_here(made: Submission, run: int, as_json: bool) -> None:
-    """``run``: how many controllers a supervisor has started, this one included; 0 without supervisor."""
-    from cluster.base import ClusterError, ClusterLostError
-    from orchestrator import background, report, service
-    from orchestrator.heartbeat import MODE_VARIABLE
-    from orchestrator.signals import interruptible
-    from orchestrator.supervisor import EXIT_CLUSTER_LOST
-
-    try:
-        with interruptible(), report.LiveView() as view:
-            background.require_mark(made.home, made.name)
-            if made.words[0] == "submit":
-                file = Path(made.words[1])
-                result = service.submit(file, made.home, view, address=made.address, is_restart=run > 1)
-            else:
-                result = service.resume(made.name, made.home, view, address=made.address, is_restart=run > 1)
-    except ClusterError as error:
-        # A cluster that comes back may take some time until it can be used.
-        if run > 1 or (run and isinstance(error, ClusterLostError)):
-            click.echo(f"error: {error}", err=True)
-            sys.exit(EXIT_CLUSTER_LOST)
-        raise
-    if MODE_VARIABLE in os.environ:  # nobody sees it; `report` shows the result to whoever asks
-        click.echo(f"{result.state.status}: {result.state.finish_reason}", err=True)
-        _exit_by(result)
-        return
-    _print(made, result, as_json)
-    _exit_by(result)
-
-
-def _follow(made: Submission, begun: Begun) -> None:
-    from orchestrator import submission
-
-    if begun.is_attached:
-        click.echo(_words(made, begun), err=True)
-    try:
-        for line in submission.follow(begun, made.home):
-            click.echo(line, err=True)
-    except KeyboardInterrupt:
-        program = Invocation.current(made.home.path)
-        click.echo(
-            f"no longer following; the sweep {made.name} goes on. To stop it: {program.command('pause', made.name)}, "
-            f"or for good: {program.command('cancel', made.name)}",
-            err=True,
-        )
-        sys.exit(EXIT_INTERRUPTED)
-
-
-def _show_result(made: Submission, as_json: bool) -> None:
-    from orchestrator import service
-
-    result = service.load(made.name, made.home)
-    _print(made, result, as_json)
-    if result.state.status == "running":
-        click.echo(
-            f"error: the controller has ended before the sweep; go on with "
-            f"{Invocation.current(made.home.path).command('resume', made.name)}",
-            err=True,
-        )
-        sys.exit(EXIT_USER)
-    _exit_by(result)
-
-
-def _print(made: Submission, result: Result, as_json: bool) -> None:
-    from orchestrator import report
-
-    print_result(
-        as_json,
-        result.summary.to_json(),
-        lambda: report.render_report(
-            result.state,
-            result.summary,
-            recorded=result.recorded,
-            invocation=Invocation.current(made.home.path),
-        ),
-    )
-
-
-def _exit_by(result: Result) -> None:
-    if result.state.status == "failed":
-        click.echo(f"error: the sweep failed: {result.state.finish_reason}", err=True)
-        for line in result.state.last_words:
-            click.echo(f"  | {line}", err=True)
-        sys.exit(EXIT_FAILED)
-
-
-def _words(made: Submission, begun: Begun) -> str:
-    """What runs where, and what to type next."""
-    program = Invocation.current(made.home.path)
-    how = "runs already" if begun.is_attached else "runs"
-    where = {
-        "ray job": f"as Ray Job {begun.job} at {begun.address}",
-        "detached": "apart from this terminal",
-        "foreground": "in another terminal",
-    }[begun.mode]
-    next_steps = {
-        program.command("watch", made.name): "follow it",
-        program.command("logs", made.name): "what its controller writes",
-        program.command("pause", made.name): "stop it; `resume` goes on",
-    }
-    width = max(map(len, next_steps))
-    lines = (f"  {command:<{width}}  {what}" for command, what in next_steps.items())
-    return "\n".join([f"The sweep {made.name} {how}, {where}.", *lines])
-
-
-COMMANDS = (submit, resume, retry)
+COMMANDS = (submit, resume, retry, confirm, profile)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from orchestrator.cli_options import EXIT_FAILED, EXIT_INTERRUPTED, home_option, json_option, print_result
 from orchestrator.invocation import Invocation
+
+if TYPE_CHECKING:
+    from orchestrator.home import Home
 
 
 @click.command()
@@ -151,25 +155,49 @@ def logs(
 
 @click.command()
 @click.argument("sweep")
-@click.argument("trial")
+@click.argument("trial", required=False)
+@click.option("--trial", "other", metavar="TRIAL", help="Hold this trial against the baseline, in place of the winner.")
 @home_option
 @json_option
-def explain(sweep: str, trial: str, home: Path, as_json: bool) -> None:
-    """Explain why a trial was proposed, waits or failed.
+def explain(sweep: str, trial: str | None, other: str | None, home: Path, as_json: bool) -> None:
+    """Explain why SWEEP's trials are as fast as they are, or what became of one TRIAL.
 
-    Also where each launch of it ran, who is to blame for its end, and what the sweep made of that. TRIAL is 3,
-    t003, baseline or best.
+    Without TRIAL: where the step time of baseline and winner goes, what holds them back, which knob answers that and
+    what it is expected to bring; how much each knob matters; how good the predictions were. While the sweep runs, of
+    what is known by then.
+
+    With TRIAL: why it was proposed, waits or failed, where each launch of it ran, who is to blame for its end, and
+    what the sweep made of that. TRIAL is 3, t003, baseline or best.
 
     \b
-    Example:
+    Examples:
+      tune-cluster explain quickstart
+      tune-cluster explain quickstart --trial t005
       tune-cluster explain quickstart t003
     """
     from orchestrator import explanation, report_explain
     from orchestrator.home import Home
 
+    if trial is not None and other is not None:
+        raise click.UsageError("TRIAL and --trial exclude each other: one tells a trial's story, one a sweep's.")
+    if trial is None:
+        _explain_sweep(sweep, other, Home(home), as_json)
+        return
     with Home(home).open(sweep, begun=False) as ledger:
         explained = explanation.explain(ledger, trial)
     print_result(as_json, explained.to_json(), lambda: report_explain.render_explanation(explained))
+
+
+def _explain_sweep(sweep: str, trial: str | None, home: Home, as_json: bool) -> None:
+    from rich.console import Console
+
+    from orchestrator import report_explain_sweep
+    from orchestrator.diagnosis.loading import explain_ledger
+
+    with home.open(sweep) as ledger, Console(stderr=True).status("looking for what holds it back ..."):
+        explained = explain_ledger(ledger, trial=trial)
+    body = explained.to_json() if as_json else None
+    print_result(as_json, body, lambda: report_explain_sweep.render_sweep_explanation(explained))
 
 
 @click.command(name="report")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from orchestrator.assembly import recovered
 from orchestrator.controller import decide, step
@@ -16,7 +16,8 @@ from orchestrator.events import Action, Event, Finish, Pause, SweepFinished, Swe
 from orchestrator.fold import fold
 from orchestrator.home import Home
 from orchestrator.ledger import Ledger, SweepBusyError
-from orchestrator.requests import action, asker, chosen, new_events
+from orchestrator.logs import find_trial
+from orchestrator.requests import action, asker, checks, chosen, new_events
 from orchestrator.requests import retry as retry_request
 from orchestrator.state import SweepState, SweepStatus
 from orchestrator.takeover import settle
@@ -32,7 +33,7 @@ class Answer:
     is_controlled: bool
     """Whether a controller is at work, which takes the request up within a second or two."""
     trials: tuple[int, ...] = ()
-    """Those to be launched again."""
+    """Those to be launched again, confirmed or profiled."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -75,6 +76,32 @@ def retry(name: str, home: Home, kinds: Collection[str]) -> Answer:
             )
         number = ledger.ask(retry_request(kinds), by=asker(), at_s=time.time())
         return _answer(name, ledger, number, trials)
+
+
+def ask_checks(name: str, home: Home, what: Literal["confirm", "profile"], trial: str | None) -> Answer:
+    """Have a trial confirmed against the baseline, or profiled; a finished sweep is open again.
+
+    Args:
+        trial: as people write it, see :func:`orchestrator.logs.find_trial`; None: the best one to confirm, the winner
+            to profile.
+
+    Raises:
+        ConfigError: there is no such sweep or trial, it was not measured, or the sweep failed or was cancelled.
+    """
+    with home.open(name, read_only=False) as ledger:
+        state = fold(ledger.events())
+        if state.status in ("cancelled", "failed"):
+            raise ConfigError(
+                f"the sweep {name!r} is {state.status}: {state.finish_reason}", remedy="Submit another one."
+            )
+        chosen_trial = find_trial(state, trial, name) if trial else (state.best if what == "confirm" else state.winner)
+        if chosen_trial is None or chosen_trial.measurement is None or chosen_trial.check is not None:
+            raise ConfigError(f"{trial or 'the best trial'} of {name!r} was not measured", remedy="Name another trial.")
+        if what == "confirm" and chosen_trial.number == 0:
+            raise ConfigError("that is the baseline, which everything is compared with", remedy="Name another trial.")
+        request = checks(**{what: (chosen_trial.number,)})
+        number = ledger.ask(request, by=asker(), at_s=time.time())
+        return _answer(name, ledger, number, (chosen_trial.number,))
 
 
 def apply_requests(ledger: Ledger, folder: Path) -> SweepState:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from orchestrator.events import Action, Command, Event, Finish, Launch, Pause, Propose, Stop
 from orchestrator.fold import apply
-from orchestrator.limits import reason_to_fail, reason_to_propose_no_more, spent_budget
+from orchestrator.limits import end_of_search, reason_not_to_launch, reason_to_fail
+from orchestrator.proof.proving import largest_layout, next_command
+from orchestrator.proof.values import ConfirmationRun
 from orchestrator.state import SweepState, Trial
 from trials.outcome import Failure
 
@@ -20,7 +22,8 @@ def step(state: SweepState, event: Event) -> tuple[SweepState, tuple[Command, ..
 
 
 def decide(state: SweepState) -> tuple[Command, ...]:
-    """What is to be done in ``state``: launches first, then at most one proposal, or the end."""
+    """What is to be done in ``state``: launches first, then at most one proposal, or the next step of the proof, or the
+    end."""
     if state.created is None or state.is_over:
         return ()
     if state.asked is not None and (state.asked == "cancel" or state.status == "running"):
@@ -29,14 +32,13 @@ def decide(state: SweepState) -> tuple[Command, ...]:
         return ()
     if reason := reason_to_fail(state):
         return () if state.running else (Finish(status="failed", reason=reason),)
-    spent = spent_budget(state)
-    waiting = () if spent else state.waiting
+    waiting = [trial for number in state.waiting if not reason_not_to_launch(state, trial := state.trials[number])]
     num_open = len(waiting) + len(state.running)
     is_full = len(state.running) >= state.sweep.max_concurrent  # several trials may wait once they are retried
-    launches = () if is_full else tuple(_launch(state.trials[number]) for number in waiting)
-    end = spent or reason_to_propose_no_more(state)
+    launches = () if is_full else tuple(_launch(state, trial) for trial in waiting)
+    end = end_of_search(state)
     if end and not num_open:
-        return (Finish(status="finished", reason=end),)
+        return (next_command(state, end),)
     if not end and num_open < state.sweep.max_concurrent:
         return (*launches, Propose(trial=len(state.trials)))
     return launches
@@ -54,8 +56,13 @@ def _comply(state: SweepState, action: Action) -> tuple[Command, ...]:
     return (Finish(status="cancelled", reason=reason),) if action == "cancel" else (Pause(reason=reason),)
 
 
-def _launch(trial: Trial) -> Launch:
-    return Launch(trial=trial.number, attempt=len(trial.attempts), avoid=nodes_to_avoid(trial))
+def _launch(state: SweepState, trial: Trial) -> Launch:
+    return Launch(
+        trial=trial.number,
+        attempt=len(trial.attempts),
+        avoid=nodes_to_avoid(trial),
+        within=largest_layout(state) if isinstance(trial.check, ConfirmationRun) else None,
+    )
 
 
 def nodes_to_avoid(trial: Trial) -> tuple[str, ...]:

@@ -8,11 +8,12 @@ from typing import ClassVar, Literal
 
 from cluster.topology import Device
 from orchestrator.expectation import Expectation
+from orchestrator.proof.values import Check, Evaluation, ProofSettings, Verdict
 from trials.codec import digest, to_json
 from trials.outcome import Outcome, StoppedEarly
-from trials.spec import Candidate, Workload
+from trials.spec import Candidate, Layout, ProfileSpec, Workload
 
-Origin = Literal["baseline", "sampler"]
+Origin = Literal["baseline", "sampler", "check"]
 SweepEnd = Literal["finished", "failed", "cancelled"]
 Action = Literal["pause", "drain", "cancel"]
 """What people ask of a sweep: stop now and go on later; finish what runs, go on later; stop for good."""
@@ -53,6 +54,10 @@ class SweepCreated:
     num_earlier_trials: int = 0
     """Of earlier sweeps, from which the search learned before its first trial."""
     num_earlier_sweeps: int = 0
+    proof: ProofSettings = ProofSettings()
+    profiled: tuple[str, ...] = ()
+    """Trials to be profiled at the end: a number, ``baseline`` or ``winner``."""
+    profile: ProfileSpec = ProfileSpec()
 
     def trial_key(self, candidate: Candidate) -> str:
         """Identity of a measurement: SHA-256 of candidate, workload and environment. Equal keys compare."""
@@ -117,6 +122,61 @@ class TrialProposed:
     """Why it was proposed, for people."""
     expected: Expectation | None = None
     """What was predicted of it; None where nothing was."""
+    check: Check | None = None
+    """Set exactly when ``origin`` is ``check``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalistsChosen:
+    """These measured trials, fastest first, are to be confirmed against the baseline. Starts a proof, or a new one."""
+
+    kind: ClassVar[str] = "finalists_chosen"
+    at_s: float
+    finalists: tuple[int, ...]
+    reason: str
+    first_check: int
+    """Number of the next trial: checks before it belong to an earlier proof."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationEnded:
+    """The user's own evaluation of a finalist ended."""
+
+    kind: ClassVar[str] = "evaluation_ended"
+    at_s: float
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerdictReached:
+    """The proof ended."""
+
+    kind: ClassVar[str] = "verdict_reached"
+    at_s: float
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChecksAsked:
+    """Somebody wants these trials confirmed, or profiled. A sweep that was finished or failed is open again."""
+
+    kind: ClassVar[str] = "checks_asked"
+    at_s: float
+    request: int
+    by: str
+    confirm: tuple[int, ...] = ()
+    profile: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promoted:
+    """A configuration of this sweep became, or stopped being, the one in production: see the promotion's own record."""
+
+    kind: ClassVar[str] = "promoted"
+    at_s: float
+    record: Mapping[str, str]
+    """``action`` (promote, rollback), ``name``, ``from_version``, ``to_version``, ``trial``, ``by``, ``reason``,
+    ``forced`` (true, false), ``recipe_sha256``, ``record_id`` (the run in the experiment of promotions)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +247,7 @@ class SweepPaused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepFinished:
-    """Last event, unless trials are retried."""
+    """Last event, unless trials are retried or checked, or one is promoted."""
 
     kind: ClassVar[str] = "sweep_finished"
     at_s: float
@@ -215,6 +275,11 @@ LedgerEvent = (
     | AttemptEnded
     | CandidatesPruned
     | SearchExhausted
+    | FinalistsChosen
+    | EvaluationEnded
+    | VerdictReached
+    | ChecksAsked
+    | Promoted
     | SweepPaused
     | SweepFinished
 )
@@ -229,6 +294,38 @@ class Propose:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChooseFinalists:
+    """Begin the proof with these trials; none: there is nothing to confirm."""
+
+    finalists: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProposeCheck:
+    """Run ``candidate`` again as trial ``trial``."""
+
+    trial: int
+    check: Check
+    candidate: Candidate
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluate:
+    """Start the user's own evaluation of finalist ``trial``, or look whether it has ended."""
+
+    trial: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conclude:
+    """The proof is over."""
+
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """Start this attempt as soon as devices are free."""
 
@@ -236,6 +333,8 @@ class Launch:
     attempt: int
     avoid: tuple[str, ...] = ()
     """Nodes that earlier attempts of the trial failed on: others are preferred."""
+    within: Layout | None = None
+    """Only on nodes that this layout would be given, so that what is compared runs on the same ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,4 +361,4 @@ class Finish:
     reason: str
 
 
-Command = Propose | Launch | Stop | Pause | Finish
+Command = Propose | ChooseFinalists | ProposeCheck | Evaluate | Conclude | Launch | Stop | Pause | Finish

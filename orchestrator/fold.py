@@ -13,9 +13,13 @@ from orchestrator.events import (
     AttemptLaunched,
     AttemptStopped,
     CandidatesPruned,
+    ChecksAsked,
     ControllerStarted,
+    EvaluationEnded,
     Event,
+    FinalistsChosen,
     LeaseChanged,
+    Promoted,
     SearchExhausted,
     SweepCreated,
     SweepFinished,
@@ -23,12 +27,16 @@ from orchestrator.events import (
     Tick,
     TrialProposed,
     TrialsRetried,
+    VerdictReached,
 )
-from orchestrator.state import Attempt, SweepState, SweepStatus, Trial
+from orchestrator.proof.values import ProfileRun
+from orchestrator.state import Attempt, ProofState, SweepState, SweepStatus, Trial
 from orchestrator.vector import Vector
 from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Outcome, TimedOut
 
 TrialEvent = TrialProposed | AttemptLaunched | AttemptStopped | AttemptEnded
+Asking = Asked | TrialsRetried | ChecksAsked
+ProofEvent = FinalistsChosen | EvaluationEnded | VerdictReached
 
 
 def fold(events: Iterable[Event]) -> SweepState:
@@ -41,15 +49,17 @@ def apply(state: SweepState, event: Event) -> SweepState:
     state = _advance_clock(state, event)
     if isinstance(event, TrialEvent):
         return _apply_to_trial(state, event)
+    if isinstance(event, ProofEvent):
+        return _apply_to_proof(state, event)
+    if isinstance(event, Asking):
+        return _apply_request(state, event)
     match event:
         case SweepCreated():
             return replace(state, created=event)
         case ControllerStarted():
             return _apply_started(state, event)
-        case Asked():
-            return _apply_asked(state, event)
-        case TrialsRetried():
-            return _apply_retried(state, event)
+        case Promoted():
+            return replace(state, promotions=(*state.promotions, event))
         case LeaseChanged():
             return replace(state, nodes=event.nodes)
         case CandidatesPruned():
@@ -78,6 +88,40 @@ def _apply_to_trial(state: SweepState, event: TrialEvent) -> SweepState:
             assert_never(event)
 
 
+def _apply_request(state: SweepState, event: Asking) -> SweepState:
+    state = replace(state, num_requests=max(state.num_requests, event.request))
+    match event:
+        case Asked():
+            return _apply_asked(state, event)
+        case TrialsRetried():
+            return _apply_retried(state, event)
+        case ChecksAsked():
+            return _apply_checks_asked(state, event)
+        case _:
+            assert_never(event)
+
+
+def _apply_to_proof(state: SweepState, event: ProofEvent) -> SweepState:
+    match event:
+        case FinalistsChosen():
+            begun = ProofState(
+                finalists=event.finalists,
+                reason=event.reason,
+                first_check=event.first_check,
+                is_asked=bool(state.to_confirm),
+            )
+            return replace(state, proof=begun, to_confirm=())
+        case EvaluationEnded():
+            assert state.proof is not None, "an evaluation belongs to a proof"
+            evaluations = (*state.proof.evaluations, event.evaluation)
+            return replace(state, proof=replace(state.proof, evaluations=evaluations))
+        case VerdictReached():
+            assert state.proof is not None, "a verdict belongs to a proof"
+            return replace(state, proof=replace(state.proof, verdict=event.verdict))
+        case _:
+            assert_never(event)
+
+
 def _advance_clock(state: SweepState, event: Event) -> SweepState:
     """Time without a controller, or without nodes, does not count as active."""
     is_idle = isinstance(event, ControllerStarted | SweepCreated) or state.nodes == () or state.status != "running"
@@ -101,7 +145,6 @@ def _apply_started(state: SweepState, event: ControllerStarted) -> SweepState:
 
 def _apply_asked(state: SweepState, event: Asked) -> SweepState:
     """Nothing overrules a cancellation."""
-    state = replace(state, num_requests=max(state.num_requests, event.request))
     if state.is_over or state.asked == "cancel":
         return state
     return replace(state, asked=event.action, asked_by=event.by)
@@ -114,15 +157,12 @@ def _apply_end(state: SweepState, event: SweepPaused | SweepFinished) -> SweepSt
 
 def _apply_retried(state: SweepState, event: TrialsRetried) -> SweepState:
     """Ended, unmeasured trials wait again; what their running out of memory ruled out is open again."""
-    state = replace(state, num_requests=max(state.num_requests, event.request))
     again = tuple(number for number in event.trials if is_retriable(state, number))
     if not again or state.status == "cancelled":
         return state
-    status: SweepStatus = "running" if state.is_over else state.status
     return replace(
-        state,
-        status=status,
-        finish_reason="" if status == "running" else state.finish_reason,
+        _opened(state),
+        proof=None,  # what the trials show now may be faster than the finalists
         waiting=tuple(sorted({*state.waiting, *again})),
         end_order=(kept := Vector(number for number in state.end_order if number not in again)),
         judged_from=len(kept),
@@ -131,9 +171,24 @@ def _apply_retried(state: SweepState, event: TrialsRetried) -> SweepState:
     )
 
 
+def _apply_checks_asked(state: SweepState, event: ChecksAsked) -> SweepState:
+    if state.status in ("cancelled", "failed"):
+        return state
+    return replace(
+        _opened(state),
+        to_confirm=event.confirm or state.to_confirm,
+        to_profile=tuple(dict.fromkeys((*state.to_profile, *event.profile))),
+    )
+
+
+def _opened(state: SweepState) -> SweepState:
+    """A sweep that is over goes on."""
+    return replace(state, status="running", finish_reason="") if state.is_over else state
+
+
 def is_retriable(state: SweepState, number: int) -> bool:
     """Whether the trial has ended without being measured, and is not about to be launched again anyway."""
-    if not 0 <= number < len(state.trials) or number in state.waiting:
+    if not 0 <= number < len(state.trials) or number in state.waiting or state.trials[number].check is not None:
         return False
     return isinstance(state.trials[number].outcome, Failure)
 
@@ -147,8 +202,14 @@ def _apply_proposed(state: SweepState, event: TrialProposed) -> SweepState:
         proposed_at_s=event.at_s,
         expected=event.expected,
         num_ended=len(state.end_order),
+        check=event.check,
     )
-    return replace(state, trials=state.trials.append(trial), waiting=(*state.waiting, trial.number))
+    state = replace(state, trials=state.trials.append(trial), waiting=(*state.waiting, trial.number))
+    if event.check is None:
+        return state
+    profiled = event.check.of if isinstance(event.check, ProfileRun) else None
+    to_profile = tuple(number for number in state.to_profile if number != profiled)
+    return replace(state, num_checks=state.num_checks + 1, to_profile=to_profile)
 
 
 def _apply_launched(state: SweepState, event: AttemptLaunched) -> SweepState:
@@ -180,12 +241,13 @@ def _apply_ended(state: SweepState, event: AttemptEnded) -> SweepState:
     ended = replace(trial.attempts[-1], outcome=event.outcome, device_seconds=event.device_seconds)
     trial = replace(trial, attempts=(*trial.attempts[:-1], ended))
     goes_again = _is_launched_again(state, trial, event.outcome)
+    is_told = trial.check is None and not goes_again and not _is_lost(event.outcome)
     state = _strike(state, trial, event.outcome)
     state = replace(
         state,
         trials=state.trials.with_item(trial.number, trial),
         device_seconds=state.device_seconds + event.device_seconds,
-        end_order=state.end_order if goes_again or _is_lost(event.outcome) else state.end_order.append(trial.number),
+        end_order=state.end_order.append(trial.number) if is_told else state.end_order,
         running=state.running - {trial.number},
     )
     if goes_again:
@@ -234,6 +296,8 @@ def blamed_node(outcome: Outcome) -> str | None:
 
 def _beats_best(state: SweepState, trial: Trial) -> bool:
     """Whether it has the highest tokens/s/p so far; the lower number on a tie."""
+    if trial.check is not None:
+        return False
     measurement, best = trial.measurement, state.best
     if measurement is None or best is None or best.measurement is None:
         return measurement is not None

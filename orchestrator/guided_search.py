@@ -135,7 +135,7 @@ class GuidedSearch:
         if turn is None or not turn.is_before(state, num_known):
             turn = self._begin(state, candidates, num_known, first_trial(state, num_known))
         for trial in state.trials.since(turn.num_trials):
-            row = self._row(trial)
+            row = self._row(trial) if trial.check is None else None
             if row is not None and not turn.round.believe(row):
                 turn = self._begin(state, candidates, num_known, trial.number)
                 turn.round.believe(row)
@@ -185,7 +185,7 @@ class GuidedSearch:
         history = self._predictor.earlier_times_s
         belief = self._predictor.belief({**history, **{row: device_seconds(trial) for row, trial in calibrating}})
         learned = dict(_most_telling(measured))
-        outcomes = {row: trial.outcome for trial in state.trials if (row := self._row(trial)) is not None}
+        outcomes = {row: trial.outcome for trial in state.searched() if (row := self._row(trial)) is not None}
         seen = Seen(
             times_s={row: device_seconds(trial) for row, trial in learned.items()},
             peaks={row: peak / self._limit_bytes for row, trial in learned.items() if (peak := _peak_bytes(trial))},

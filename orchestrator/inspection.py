@@ -132,8 +132,10 @@ class Inspection:
 
     @property
     def num_done(self) -> int:
-        """Trials that ended and are not to be launched again."""
-        return len(self.state.trials) - len(self.state.running) - len(self.state.waiting)
+        """Trials that ended and are not to be launched again; checks do not count."""
+        state = self.state
+        open_ones = [number for number in (*state.running, *state.waiting) if state.trials[number].check is None]
+        return state.num_searched - len(open_ones)
 
     @property
     def device_seconds(self) -> float:

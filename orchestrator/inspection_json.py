@@ -34,7 +34,7 @@ def budgets(sweep: Inspection) -> list[Spent]:
         return []
     budget = state.created.budget
     return [
-        Spent(name="trials", used=len(state.trials), limit=budget.max_trials),
+        Spent(name="trials", used=state.num_searched, limit=budget.max_trials),
         Spent(name="device_hours", used=state.budgeted_device_seconds / 3600, limit=budget.device_hours),
         Spent(name="wall_time_s", used=state.active_s, limit=budget.wall_time_s),
         Spent(name="consecutive_failures", used=_faults_in_a_row(state), limit=budget.consecutive_failures),
@@ -71,7 +71,7 @@ def overview(sweep: Inspection, home: Home) -> dict[str, Any]:
         "sweep": sweep.name,
         "state": sweep.phase,
         "reason": sweep.reason,
-        "trials": {**body["trials"], **counts, "total": len(sweep.state.trials)},
+        "trials": {**body["trials"], **counts, "total": sweep.state.num_searched},
         "device_hours": sweep.device_seconds / 3600,
         "controller": sweep.controller.to_json() if sweep.controller and sweep.is_held else None,
         "priority": sweep.lease.priority,

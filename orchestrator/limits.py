@@ -4,28 +4,47 @@ from __future__ import annotations
 
 import itertools
 
-from orchestrator.state import SweepState, describe_failure
+from orchestrator.proof.values import ProfileRun
+from orchestrator.state import SweepState, Trial, describe_failure
 from trials.outcome import Crashed, Infeasible, Outcome, TimedOut
 
 SAME_ERROR_LIMIT = 3
 """The same deterministic error on this many first attempts stops the sweep."""
 
 
-def spent_budget(state: SweepState) -> str:
-    """Which budget of time is spent, in words; then nothing is launched any more. Empty while some is left."""
-    budget = state.sweep.budget
-    if budget.device_hours is not None and state.budgeted_device_seconds >= budget.device_hours * 3600:
-        return f"the budget of {budget.device_hours:g} device-hours is spent"
-    if budget.wall_time_s is not None and state.active_s >= budget.wall_time_s:
-        return f"the budget of {budget.wall_time_s:g} s of wall time is spent"
+def spent_budget(state: SweepState, share: float = 1.0) -> str:
+    """Which budget of time is spent, or this share of it, in words; empty while some is left."""
+    budget, part = state.sweep.budget, "the" if share == 1.0 else f"{share:.0%} of the"
+    if budget.device_hours is not None and state.budgeted_device_seconds >= share * budget.device_hours * 3600:
+        return f"{part} budget of {budget.device_hours:g} device-hours is spent"
+    if budget.wall_time_s is not None and state.active_s >= share * budget.wall_time_s:
+        return f"{part} budget of {budget.wall_time_s:g} s of wall time is spent"
     return ""
 
 
-def reason_to_propose_no_more(state: SweepState) -> str:
+def reason_not_to_launch(state: SweepState, trial: Trial) -> str:
+    """Which budget forbids it; empty where none does. What a person has asked for is not bounded."""
+    if trial.check is None:
+        return spent_by_search(state)
+    proof = state.proof
+    is_asked = isinstance(trial.check, ProfileRun) or (proof is not None and proof.is_asked)
+    return "" if is_asked else spent_budget(state)
+
+
+def spent_by_search(state: SweepState) -> str:
+    """Which budget the search has spent; it leaves the proof its share."""
+    confirm = state.sweep.proof.confirm
+    return spent_budget(state, 1.0 if confirm is None else 1.0 - confirm.budget_share)
+
+
+def end_of_search(state: SweepState) -> str:
+    """Why nothing more is to be proposed; empty while something is. With its finalists chosen the search is over."""
+    if state.proof is not None:
+        return state.proof.reason
     limit = state.sweep.budget.max_trials
-    if limit is not None and len(state.trials) >= limit:
+    if limit is not None and state.num_searched >= limit:
         return f"the budget of {limit} trials is spent"
-    return state.exhausted or _spent_patience(state)
+    return spent_by_search(state) or state.exhausted or _spent_patience(state)
 
 
 def _spent_patience(state: SweepState) -> str:

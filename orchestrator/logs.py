@@ -65,19 +65,20 @@ class AttemptLogs:
 
 
 def find_trial(state: SweepState, text: str, sweep: str) -> Trial:
-    """The trial that ``text`` means: ``3``, ``t003``, ``baseline`` or ``best``.
+    """The trial that ``text`` means: ``3``, ``t003``, ``baseline``, ``best`` or ``winner``.
 
     Raises:
         ConfigError: there is none; the message tells which there are.
     """
     match = re.fullmatch(r"[tT]?(\d{1,9})", text)
-    number = int(match[1]) if match else {"baseline": 0, "best": state.best_trial}.get(text)
+    winner = state.winner.number if state.winner else None
+    number = int(match[1]) if match else {"baseline": 0, "best": state.best_trial, "winner": winner}.get(text)
     if number is not None and number < len(state.trials):
         return state.trials[number]
     last = len(state.trials) - 1
     known = f"It has t000 to t{last:03d}." if last > 0 else "It has t000 only." if last == 0 else "It has none yet."
-    words = "nothing was measured yet" if text == "best" else f"no trial {text!r}"
-    raise ConfigError(f"{words} in the sweep {sweep!r}", remedy=f"{known} Write 3, t003, baseline or best.")
+    words = "nothing was measured yet" if text in ("best", "winner") else f"no trial {text!r}"
+    raise ConfigError(f"{words} in the sweep {sweep!r}", remedy=f"{known} Write 3, t003, baseline, best or winner.")
 
 
 def nodes_of(attempt: Attempt) -> tuple[str, ...]:

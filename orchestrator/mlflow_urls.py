@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from urllib.parse import quote, urlencode, urlsplit, urlunsplit
+from urllib.parse import urlencode, urlsplit, urlunsplit
 
 from orchestrator.errors import ConfigError
 from trials.secrets import redact
@@ -59,15 +59,30 @@ def run_url(base: str, experiment_id: str, run_id: str, tab: str = "") -> str:
     return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs/{path}?{urlencode(_VIEW)}"
 
 
-def trials_url(base: str, experiment_id: str, sweep: str) -> str:
-    """The trials of a sweep as a flat list, fastest first."""
-    query = {
-        "searchFilter": f"tags.`tc.sweep` = '{sweep}' AND tags.`tc.kind` = 'trial'",
-        "orderByKey": "metrics.`tokens_per_s_per_device`",
-        "orderByAsc": "false",
-        **_VIEW,
-    }
-    return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs?{urlencode(query, quote_via=quote)}"
+def artifact_path(run_id: str, artifact: str) -> str:
+    """Where the pages of a server find the content of an artifact, from their own address."""
+    return f"get-artifact?{urlencode({'path': artifact, 'run_uuid': run_id})}"
+
+
+def run_path(experiment_id: str, run_id: str, tab: str = "") -> str:
+    """:func:`run_url` from the address of another page of the server."""
+    return run_url("", experiment_id, run_id, tab).lstrip("/")
+
+
+def table_view(sweep: str, run_id: str) -> str:
+    """Name of the saved view with the sweep's trials as a table."""
+    return f"{sweep}-{run_id[:8]}"
+
+
+def charts_view(sweep: str, run_id: str) -> str:
+    """Name of the saved view with the sweep's trials as charts."""
+    return f"{table_view(sweep, run_id)}-charts"
+
+
+def view_url(base: str, experiment_id: str, view: str, *, as_charts: bool = False) -> str:
+    """The runs of the experiment as the saved view shows them."""
+    query = {"viewStateShareKey": view, **({"compareRunsMode": "CHART"} if as_charts else {}), **_VIEW}
+    return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs?{urlencode(query)}"
 
 
 def experiments_url(base: str) -> str:
@@ -76,9 +91,10 @@ def experiments_url(base: str) -> str:
 
 
 def sweep_links(base: str, experiment_id: str, run_id: str, sweep: str) -> dict[str, str]:
-    """What to open first: the sweep's own page, its report, its trials."""
+    """What to open first: the sweep's own page, its report, its trials as a table and as charts."""
     return {
         "sweep": run_url(base, experiment_id, run_id),
         "report": run_url(base, experiment_id, run_id, "artifacts/report.html"),
-        "trials": trials_url(base, experiment_id, sweep),
+        "trials": view_url(base, experiment_id, table_view(sweep, run_id)),
+        "charts": view_url(base, experiment_id, charts_view(sweep, run_id), as_charts=True),
     }

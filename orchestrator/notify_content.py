@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from orchestrator.notify_section import NotifyEvent
 
 BUDGET_SPENT = "the budget of "
-"""How the reasons of sweeps begin that ended because a budget was spent."""
+"""What the reasons of sweeps say that ended because a budget was spent, or the search's share of it."""
 MAX_FAILURES = 5
 MAX_CHARS = 300
 
@@ -47,7 +47,7 @@ def notification(
     event = entry.event
     match event:
         case SweepFinished(status="finished"):
-            return "budget" if event.reason.startswith(BUDGET_SPENT) else "finished"
+            return "budget" if BUDGET_SPENT in event.reason else "finished"
         case SweepFinished():
             return "cancelled" if event.status == "cancelled" else "failed"
         case SweepPaused():
@@ -92,6 +92,7 @@ def payload(event: NotifyEvent, seq: int, state: SweepState) -> dict[str, Any]:
         "speedup",
         "speedup_ci95",
         "verdict",
+        "proof",
         "device_hours",
     )
     told: dict[str, Any] = {

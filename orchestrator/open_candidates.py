@@ -51,7 +51,7 @@ class OpenCandidates:
             self._start()
         for trial in state.trials.since(len(self._state.trials)):
             row = self.row_of.get(trial.candidate.config_key)
-            if row is not None:
+            if row is not None and trial.check is None:
                 self.tried_by[row] = min(self.tried_by[row], trial.number)
         num_known = len(self._state.end_order)
         for place, number in enumerate(state.end_order.since(num_known), start=num_known):

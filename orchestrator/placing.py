@@ -6,8 +6,10 @@ from collections.abc import Collection
 
 from cluster.base import Cluster, ClusterError, ClusterLostError
 from cluster.placement import Placement, Pool
+from orchestrator.events import Launch
 from orchestrator.lease import LeaseKeeper
 from orchestrator.state import Trial
+from trials.spec import Layout
 
 
 class Placer:
@@ -45,12 +47,20 @@ class Placer:
         unfit = nodes.intersection(quarantined)
         return frozenset() if unfit == nodes else frozenset(unfit)
 
-    def place(self, trial: Trial, *, avoid: Collection[str], max_passed_over: int) -> Placement | None:
+    def place(self, trial: Trial, launch: Launch, *, max_passed_over: int) -> Placement | None:
         """Devices for the trial, or None for now. A trial that needs many is not passed over for ever."""
         if any(n < trial.number and count >= max_passed_over for n, count in self._num_passed_over.items()):
             return None
-        layout = trial.candidate.layout
+        if launch.within is None:
+            return self._fit(trial.candidate.layout, launch.avoid)
+        room = self._fit(launch.within, ())
+        return None if room is None else self._fit(trial.candidate.layout, self._all_but(room.nodes))
+
+    def _fit(self, layout: Layout, avoid: Collection[str]) -> Placement | None:
         return self._pool.place(world_size=layout.world_size, tp=layout.tp, isolation=self._isolation, avoid=avoid)
+
+    def _all_but(self, nodes: Collection[str]) -> tuple[str, ...]:
+        return tuple(node.name for node in self._cluster.topology.nodes if node.name not in nodes)
 
     def take(self, number: int, placement: Placement, waiting: Collection[int]) -> None:
         """Trial ``number`` has been placed; ``waiting`` ones have not."""

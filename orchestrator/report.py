@@ -1,4 +1,4 @@
-"""The result of a sweep for people: on the terminal, as HTML for the browser, as Markdown for MLflow."""
+"""The result of a sweep for people, on the terminal."""
 
 from __future__ import annotations
 
@@ -14,26 +14,18 @@ from rich.text import Text
 from orchestrator import report_format as fmt
 from orchestrator.findings_text import findings_lines
 from orchestrator.invocation import PLAIN, Invocation
-from orchestrator.mlflow_urls import run_url
+from orchestrator.mlflow_urls import sweep_links
 from orchestrator.report_live import LiveView
+from orchestrator.report_proof import render_confirmation, render_gate
 from orchestrator.report_table import trial_table
+from orchestrator.report_verdict import confidence, headline, is_worth_it, winner_and_baseline
 from orchestrator.space import diff, short_name
 from orchestrator.state import SweepState, Trial
 from orchestrator.summary import ENDED, Recorded, Result, Summary
 from orchestrator.transfer import learned_from
 from trials.findings import Findings
 
-__all__ = [
-    "LiveView",
-    "by_speed",
-    "changed_knobs",
-    "cost",
-    "found_out",
-    "headline",
-    "render_report",
-    "report_markdown",
-    "winner_and_baseline",
-]
+__all__ = ["LiveView", "by_speed", "changed_knobs", "cost", "found_out", "render_report", "shown_change"]
 
 MAX_TRIALS = 20
 
@@ -47,47 +39,29 @@ def render_report(
     invocation: Invocation = PLAIN,
 ) -> RenderableType:
     """The whole result: winner against baseline, what changed, trials by speed, failures, where to look next."""
-    parts: list[RenderableType] = [_title(state, summary), _result_panel(summary)]
-    if summary.best and summary.baseline and summary.best.trial.number != 0:
-        parts.append(_section("What changed", _changes(summary.baseline.trial, summary.best.trial)))
-    if summary.best:
-        if shares := _breakdown(summary):
-            parts.append(_section("Where the step time goes", shares))
-        if lines := _findings(summary):
-            parts.append(_section("Found out", lines))
-    parts.append(_section(_trials_heading(summary), _trials(state, max_trials)))
-    if failures := _failures(state):
-        parts.append(_section("Not measured", failures))
-    parts += [_section("Recorded", _recorded(summary, recorded)), _section("Next", _next(summary, invocation))]
-    return Group(*parts)
+    parts: list[RenderableType] = [_title(state, summary), _result_panel(state, summary)]
+    results = winner_and_baseline(state, summary)
+    if change := shown_change(state, summary):
+        parts.append(_section("What changed", _changes(*change)))
+    sections = {
+        "Where the step time goes": _breakdown(results),
+        "Found out": _findings(results),
+        "Confirmation (speed over the baseline's, measured again side by side)": render_confirmation(state),
+        "Loss gate": render_gate(state),
+        f"Trials ({cost(summary)})": _trials(state, max_trials),
+        "Not measured": _failures(state),
+        "Recorded": _recorded(summary, recorded),
+        "Next": _next(state, summary, invocation),
+    }
+    return Group(*parts, *(_section(heading, body) for heading, body in sections.items() if body is not None))
 
 
-def headline(summary: Summary) -> str:
-    """The result in one sentence."""
-    best, compared = summary.best, summary.speedup
-    if best is None:
-        return "Nothing was measured."
-    winner = f"{fmt.trial_id(best.trial.number)} at {fmt.rate(best.speed.value)} {summary.unit}"
-    if compared is None:
-        return f"Fastest: {winner}; the baseline was not measured."
-    if compared.verdict == "faster":
-        return f"{compared.ratio.value:.2f}x the speed of your present configuration: {winner}."
-    if best.trial.number == 0:
-        return f"Keep what you have: nothing measured is faster than your present configuration ({winner})."
-    return f"Keep what you have: {winner} does not differ from your present configuration by more than the noise."
-
-
-def report_markdown(state: SweepState, summary: Summary) -> str:
-    """The result in Markdown; the first line is the result."""
-    lines = [f"**{headline(summary)}**", ""]
-    if summary.best:
-        lines += _markdown_results(summary)
-    if summary.best and summary.baseline and summary.best.trial.number != 0:
-        lines += ["", "What changed: " + "; ".join(f"`{c[0]}` {c[1]} → {c[2]}" for c in _changed(summary))]
-    for label, result in winner_and_baseline(summary):
-        lines += [f"- {label}: {line}" for line in findings_lines(found_out(result))]
-    reason = f": {summary.reason}" if summary.reason else ""
-    return "\n".join([*lines, "", f"{state.sweep.hardware} · {summary.state}{reason} · {cost(summary)}"])
+def shown_change(state: SweepState, summary: Summary) -> tuple[Trial, Trial] | None:
+    """Baseline and the trial that is shown beside it; None where that is the baseline itself."""
+    results = winner_and_baseline(state, summary)
+    if len(results) < 2 or summary.baseline is None:
+        return None
+    return summary.baseline.trial, results[0][1].trial
 
 
 def _title(state: SweepState, summary: Summary) -> RenderableType:
@@ -96,27 +70,16 @@ def _title(state: SweepState, summary: Summary) -> RenderableType:
     return title.append(f", {summary.reason}" if summary.reason else "")
 
 
-def _result_panel(summary: Summary) -> RenderableType:
-    faster = summary.speedup is not None and summary.speedup.verdict == "faster"
-    lines: list[RenderableType] = [Text(headline(summary), style="bold green" if faster else "bold")]
-    if summary.speedup and summary.best and summary.best.trial.number != 0:
-        lines.append(Text(f"95 % confidence: {fmt.ratio_interval(summary.speedup.ratio.ci95)}", style="dim"))
+def _result_panel(state: SweepState, summary: Summary) -> RenderableType:
+    is_faster = is_worth_it(state, summary)
+    lines: list[RenderableType] = [Text(headline(state, summary), style="bold green" if is_faster else "bold")]
+    if sure := confidence(state, summary):
+        lines.append(Text(sure, style="dim"))
     grid = Table.grid(padding=(0, 2))
-    for label, result in winner_and_baseline(summary):
+    for label, result in winner_and_baseline(state, summary):
         grid.add_row(Text(label, style="dim"), *_result_cells(result, summary.unit))
-    return Panel(
-        Group(*lines, Text(""), grid), box=box.ROUNDED, border_style="green" if faster else "dim", padding=(0, 1)
-    )
-
-
-def winner_and_baseline(summary: Summary) -> list[tuple[str, Result]]:
-    """(label, result) of what was measured; the baseline alone where it is the fastest. Only what was shown to be
-    faster is called the winner."""
-    is_winner = summary.speedup is not None and summary.speedup.verdict == "faster"
-    pairs = [("winner" if is_winner else "fastest", summary.best), ("baseline", summary.baseline)]
-    if summary.best and summary.best.trial.number == 0:
-        pairs = pairs[1:]
-    return [(label, result) for label, result in pairs if result]
+    style = "green" if is_faster else "dim"
+    return Panel(Group(*lines, Text(""), grid), box=box.ROUNDED, border_style=style, padding=(0, 1))
 
 
 def _result_cells(result: Result, unit: str) -> list[Text]:
@@ -149,14 +112,9 @@ def _value(value: object) -> str:
     return {True: "on", False: "off", None: fmt.DASH}[value] if isinstance(value, bool | None) else str(value)
 
 
-def _changed(summary: Summary) -> list[tuple[str, str, str]]:
-    assert summary.baseline is not None and summary.best is not None
-    return changed_knobs(summary.baseline.trial, summary.best.trial)
-
-
-def _breakdown(summary: Summary) -> RenderableType | None:
+def _breakdown(results: Sequence[tuple[str, Result]]) -> RenderableType | None:
     grid = Table.grid(padding=(0, 2))
-    for label, result in winner_and_baseline(summary):
+    for label, result in results:
         measurement = result.trial.measurement
         assert measurement is not None
         shares = [Text.assemble((name, "dim"), f" {share:.0%}") for name, share in fmt.breakdown(measurement)]
@@ -165,11 +123,11 @@ def _breakdown(summary: Summary) -> RenderableType | None:
     return grid if grid.rows else None
 
 
-def _findings(summary: Summary) -> RenderableType | None:
+def _findings(results: Sequence[tuple[str, Result]]) -> RenderableType | None:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold", ratio=1)
-    for label, result in winner_and_baseline(summary):
+    for label, result in results:
         for i, line in enumerate(findings_lines(found_out(result))):
             grid.add_row(Text("" if i else label, style="dim"), Text(line))
     return grid if grid.rows else None
@@ -179,10 +137,6 @@ def found_out(result: Result) -> Findings:
     """What the runner found out while measuring the trial."""
     assert result.trial.measurement is not None
     return result.trial.measurement.findings
-
-
-def _trials_heading(summary: Summary) -> str:
-    return f"Trials ({cost(summary)})"
 
 
 def cost(summary: Summary) -> str:
@@ -208,12 +162,12 @@ def _trials(state: SweepState, max_trials: int | None) -> RenderableType:
 
 
 def by_speed(state: SweepState) -> list[Trial]:
-    """All trials: measured ones from fast to slow, then the others in order of their numbers."""
+    """The search's trials: measured ones from fast to slow, then the others in order of their numbers."""
 
     def key(trial: Trial) -> tuple[float, int]:
         return (-trial.measurement.tokens_per_s_per_device if trial.measurement else 0.0, trial.number)
 
-    return sorted(state.trials, key=key)
+    return sorted(state.searched(), key=key)
 
 
 def _has_tie(state: SweepState, trials: Sequence[Trial]) -> bool:
@@ -247,39 +201,32 @@ def _recorded(summary: Summary, recorded: Recorded | None) -> RenderableType:
     uri = summary.tracking_uri
     if recorded is None:
         return Text(f"MLflow  {uri}  (nothing recorded there yet)", overflow="fold")
-    lines = [Text(f"MLflow  {uri}", overflow="fold")]
-    if uri.startswith("http"):
-        url = run_url(uri, recorded.experiment_id, recorded.run_id, "artifacts/report.html")
-        lines.append(Text(url, style=f"link {url}", overflow="fold"))
-    return Group(*lines)
+    return Group(Text(f"MLflow  {uri}", overflow="fold"), *link_lines(uri, recorded, summary.sweep))
 
 
-def _next(summary: Summary, invocation: Invocation) -> RenderableType:
-    """Three commands, each whole on a line of its own, ready to be copied."""
+def link_lines(uri: str, recorded: Recorded, sweep: str) -> list[Text]:
+    """Pages of the sweep on a tracking server, one a line; none where it is recorded in a file."""
+    if not uri.startswith("http"):
+        return []
+    links = sweep_links(uri, recorded.experiment_id, recorded.run_id, sweep)
+    return [Text.assemble((f"{what:<8}", "dim"), (url, f"link {url}"), overflow="fold") for what, url in links.items()]
+
+
+def _next(state: SweepState, summary: Summary, invocation: Invocation) -> RenderableType:
+    """Commands, each whole on a line of its own, ready to be copied."""
     name = summary.sweep
-    worth = summary.speedup is not None and summary.speedup.verdict == "faster"
-    note = "make the winner the production configuration" if worth else "refused unless forced: not shown to be faster"
     commands = {
         invocation.command("ui", name): "look at every trial in the browser",
-        invocation.command("report", name, "--json"): "the same result for scripts",
-        invocation.command("promote", name, "--name", "NAME"): note,
+        invocation.command("report", name, "--html"): "one page to keep or to send",
+        invocation.command("explain", name): "the bottleneck, and what answers it",
     }
+    if state.verdict is None or state.verdict.conclusion == "unconfirmed":
+        commands[invocation.command("confirm", name)] = "measure it again beside the baseline"
+    if state.verdict is None or state.verdict.conclusion == "confirmed":
+        note = "make it the production configuration" if state.verdict else "refused unless forced: not confirmed"
+        commands[invocation.command("promote", name, "--name", "NAME")] = note
     width = max(len(command) for command in commands)
     lines = [Text.assemble(f"{command:<{width}}   ", (why, "dim")) for command, why in commands.items()]
     for text in lines:
         text.no_wrap, text.overflow = True, "ellipsis"
     return Group(*lines)
-
-
-def _markdown_results(summary: Summary) -> list[str]:
-    rows = [f"| | trial | configuration | {summary.unit} | 95 % interval |", "|---|---|---|---|---|"]
-    for label, result in winner_and_baseline(summary):
-        cells = (
-            label,
-            fmt.trial_id(result.trial.number),
-            f"`{short_name(result.trial.candidate)}`",
-            fmt.rate(result.speed.value),
-            fmt.interval(result.speed.ci95),
-        )
-        rows.append(f"| {' | '.join(cells)} |")
-    return rows

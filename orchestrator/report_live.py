@@ -9,11 +9,13 @@ from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from cluster.base import GangProgress
 from orchestrator import report_format as fmt
+from orchestrator.report_proof import check_words, render_confirmation
 from orchestrator.report_table import trial_table
 from orchestrator.space import short_name
 from orchestrator.state import SweepState, Trial
@@ -33,13 +35,25 @@ def render_live(
     is why it has fewer nodes than it could use."""
     if state.created is None:
         return Text(f"waiting for nodes: {waiting}" if waiting else "starting ...")
-    running = [trial for trial in state.trials if not _has_ended(trial)]
+    running = [trial for trial in state.searched() if not _has_ended(trial)]
     shown = _shown(state)
     table = trial_table(state, [*shown, *running], {n: phase_words(p) for n, p in progress.items()})
-    hidden = len(state.trials) - len(running) - len(shown)
+    hidden = state.num_searched - len(running) - len(shown)
     more = [Text(f"  ... and {hidden} more", style="dim")] if hidden else []
     told = [Text(f"waiting for nodes: {waiting}", style="yellow")] if waiting else []
-    return Group(_header(state, now_s), table, *more, *told, _footer(state, now_s))
+    return Group(_header(state, now_s), table, *more, *_checks(state, progress), *told, _footer(state, now_s))
+
+
+def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[RenderableType]:
+    """The confirmation so far, and the checks that run now."""
+    parts: list[RenderableType] = []
+    if (confirmed := render_confirmation(state)) is not None:
+        parts += [Text("confirmation", style="bold"), Padding(confirmed, (0, 0, 0, 2))]
+    for number in sorted(state.running):
+        if words := check_words(state.trials[number]):
+            doing = phase_words(progress[number]) if number in progress else "started"
+            parts.append(Text.assemble((f"{fmt.trial_id(number)}  {words}", "cyan"), f"  {doing}"))
+    return parts
 
 
 def phase_words(progress: GangProgress) -> str:
@@ -49,9 +63,9 @@ def phase_words(progress: GangProgress) -> str:
 
 
 def eta_s(state: SweepState, now_s: float) -> float | None:
-    """Seconds left at the pace so far, bounded by every budget; None before the first trial has ended."""
-    budget, num_ended = state.sweep.budget, len(state.end_order)
-    if not num_ended or state.is_over:
+    """Seconds the search has left at the pace so far, within every budget; None before the first trial has ended."""
+    budget, num_ended = state.sweep.budget, _num_ended(state)
+    if not num_ended or state.is_over or state.proof is not None:
         return None
     active_s = state.active_s + max(0.0, now_s - state.now_s)
     num_total = min(budget.max_trials or state.sweep.num_legal + 1, state.sweep.num_legal + 1)
@@ -146,7 +160,14 @@ def trial_line(state: SweepState, trial: Trial) -> str:
         result = f"{fmt.rate(measurement.tokens_per_s_per_device)} {unit} {fmt.spread(measurement)}"
         tail = "  baseline" if trial.number == 0 else f"  {fmt.versus(fmt.versus_baseline(trial, state))} vs baseline"
         tail += "  best so far" if best and trial.number else ""
+    if what := check_words(trial):
+        return f"{fmt.trial_id(trial.number)}  {what}  {result}{'' if measurement else tail}"
     return f"{fmt.trial_id(trial.number)}  {short_name(trial.candidate)}  {result}{tail}"
+
+
+def _num_ended(state: SweepState) -> int:
+    """Of the search's trials."""
+    return sum(state.trials[number].check is None for number in state.end_order)
 
 
 def _has_ended(trial: Trial) -> bool:
@@ -155,7 +176,7 @@ def _has_ended(trial: Trial) -> bool:
 
 def _shown(state: SweepState) -> list[Trial]:
     """Ended trials worth a row: the baseline, the fastest, then the latest failures."""
-    ended = [trial for trial in state.trials if _has_ended(trial)]
+    ended = [trial for trial in state.searched() if _has_ended(trial)]
     measured = sorted((t for t in ended if t.measurement), key=_speed, reverse=True)
     failed = [trial for trial in reversed(ended) if not trial.measurement]
     keep = [*ended[:1], *measured, *failed]
@@ -180,7 +201,7 @@ def _header(state: SweepState, now_s: float) -> RenderableType:
 
 def _footer(state: SweepState, now_s: float) -> RenderableType:
     budget = state.sweep.budget
-    done = f"{len(state.end_order)}"
+    done = f"{_num_ended(state)}"
     parts = [f"{done} of {budget.max_trials} trials" if budget.max_trials else f"{done} trials"]
     used = fmt.device_time(state.device_seconds)
     parts.append(f"{used} of {budget.device_hours:g} h" if budget.device_hours else used)

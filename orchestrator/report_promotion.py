@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import yaml
+from rich import box
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from orchestrator import report_format as fmt
 from orchestrator.invocation import PLAIN, Invocation
+from orchestrator.promotion.difference import Difference
+from orchestrator.promotion.recipe import gate_words, speed_words
+from orchestrator.terminal_text import plain
+
+_STATE_STYLES = {"begun": "yellow", "void": "dim"}
+_STATE_WORDS = {"begun": "not ended: the next promote or rollback settles it", "void": "did not come about"}
 
 
 def render_promotion(promoted: Mapping[str, Any], invocation: Invocation = PLAIN) -> RenderableType:
@@ -20,11 +29,24 @@ def render_promotion(promoted: Mapping[str, Any], invocation: Invocation = PLAIN
         first = Text(f"{where} is this configuration already (version {promoted['version']}).")
     else:
         first = Text(f"{where} is now version {promoted['version']}.", style="bold green")
-    lines = [first, _evidence(promoted["recipe"])]
-    if promoted["previous_version"]:
-        lines.append(Text(f"{promoted['name']}@previous is version {promoted['previous_version']}.", style="dim"))
+    lines = [first, *_evidence(promoted["recipe"])]
+    if promoted["previous_version"] and promoted["is_new"]:
+        lines.append(_way_back(promoted, invocation))
     lines.append(Text(invocation.command("show", where)))
     return Group(*lines)
+
+
+def render_rollback(changed: Mapping[str, Any], invocation: Invocation = PLAIN) -> RenderableType:
+    """The outcome of a rollback, from its JSON form."""
+    record = changed["record"]
+    source = f"{record['short_name']}, t{int(record['trial']):03d} of {record['sweep']}" if record["sweep"] else ""
+    first = Text(f"{changed['name']}@production is version {changed['version']} again.", style="bold green")
+    return Group(first, Text(source), _way_back(changed, invocation))
+
+
+def _way_back(changed: Mapping[str, Any], invocation: Invocation) -> Text:
+    back = invocation.command("rollback", changed["name"])
+    return Text(f"{changed['name']}@previous is version {changed['previous_version']}; back to it: {back}", style="dim")
 
 
 def render_recipe(shown: Mapping[str, Any]) -> RenderableType:
@@ -32,16 +54,72 @@ def render_recipe(shown: Mapping[str, Any]) -> RenderableType:
     aliases = " ".join(f"@{alias}" for alias in shown["aliases"])
     title = Text.assemble((f"{shown['name']} version {shown['version']}", "bold"), (f"  {aliases}", "green"))
     body = yaml.safe_dump({"candidate": shown["candidate"]}, sort_keys=False)
-    return Group(title, _evidence(shown), Text(""), Text(body.rstrip()))
+    lines = [title, *_evidence(shown)]
+    if verified := shown.get("verified"):
+        lines.append(Text(f"last verified {verified['at']}: {verified['result']}"))
+    return Group(*lines, Text(""), Text(body.rstrip()))
 
 
-def _evidence(recipe: Mapping[str, Any]) -> Text:
-    evidence = recipe["evidence"]
-    speed = f"{fmt.rate(evidence['tokens_per_s_per_device'])} {evidence.get('unit', 'tokens/s/p')}"
-    compared = evidence["speedup"]
-    against = f", {compared['ratio']:.2f}x the baseline" if compared else ""
-    source = f"{fmt.trial_id(evidence['trial'])} of {evidence['sweep']} on {evidence['hardware']}"
-    text = Text(f"{recipe['short_name']}: {speed}{against}; {source}")
-    if evidence["forced"]:
-        text.append("; promoted by force, not shown to be faster", style="yellow")
-    return text
+def _evidence(recipe: Mapping[str, Any]) -> list[Text]:
+    facts = recipe["evidence"]
+    source = f"{fmt.trial_id(facts['trial'])} of {facts['sweep']} on {facts['hardware']}"
+    verdict = facts["verdict"]
+    lines = [
+        Text(f"{recipe['short_name']}: {speed_words(facts)}; {source}"),
+        Text(f"verdict: {verdict['conclusion']}, {verdict['reason']}" if verdict else "verdict: not confirmed"),
+        Text(f"loss gate: {gate_words(facts)}"),
+    ]
+    if facts["forced"]:
+        lines.append(Text(f"promoted by force: {'; '.join(facts['missing'])}", style="yellow"))
+    return lines
+
+
+def render_history(found: Mapping[str, Any]) -> RenderableType:
+    """The records of a name, the newest first."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", collapse_padding=True)
+    for heading in ("#", "when", "version", "action"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("configuration", "from", "by", "reason"):
+        table.add_column(heading, overflow="fold")
+    for record in found["records"]:
+        table.add_row(*_row(record), style=_STATE_STYLES.get(record["state"], ""))
+    current = found["production"]
+    title = Text(f"{found['name']}@production is {f'version {current}' if current else 'none'}", style="bold")
+    if found["is_settled"]:
+        return Group(title, table)
+    why = (
+        "The records do not say so (yet): a change was interrupted, or the alias was moved elsewhere. "
+        "The next promote or rollback settles that."
+    )
+    return Group(title, Text(why, style="yellow"), table)
+
+
+def _row(record: Mapping[str, Any]) -> list[Text]:
+    forced = f"forced: {'; '.join(record['missing'])}" if record["forced"] else ""
+    state = _STATE_WORDS.get(record["state"], "")
+    reasons = [part for part in (record["reason"], forced, state, record["note"]) if part]
+    trial = f"t{int(record['trial']):03d} of {record['sweep']}" if record["trial"] else ""
+    cells = (
+        str(record["number"]),
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(record["at_s"])),
+        f"{record['from_version'] or fmt.DASH} → {record['to_version'] or fmt.DASH}",
+        record["action"],
+        " ".join(part for part in (record["short_name"], record["speedup"]) if part),
+        trial,
+        record["by"],
+        "; ".join(reasons),
+    )
+    return [Text(plain(cell)) for cell in cells]
+
+
+def render_difference(found: Difference) -> RenderableType:
+    """What differs, part by part."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", collapse_padding=True)
+    table.add_column("", no_wrap=True)
+    for label in (found.a, found.b):
+        table.add_column(label, overflow="fold")
+    for part, pairs in found.parts.items():
+        table.add_row(Text(part, style="bold"), "", "" if pairs else Text("no difference", style="dim"))
+        for name, (a, b) in pairs.items():
+            table.add_row(f"  {name}", Text(a), Text(b))
+    return table

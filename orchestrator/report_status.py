@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from rich import box
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -16,9 +17,11 @@ from orchestrator.inspection import AT_REST, Inspection
 from orchestrator.inspection_json import Spent, budgets, failures, summary_of
 from orchestrator.invocation import Invocation
 from orchestrator.logs import nodes_of
-from orchestrator.report import cost, headline
+from orchestrator.report import cost
 from orchestrator.report_live import phase_words
+from orchestrator.report_proof import check_words, render_confirmation
 from orchestrator.report_ps import PHASE_STYLES, age_words, queue_words
+from orchestrator.report_verdict import headline
 from orchestrator.space import short_name
 from orchestrator.state import Trial, describe_failure
 from orchestrator.terminal_text import plain
@@ -37,7 +40,7 @@ def render_status(sweep: Inspection, home: Home, invocation: Invocation) -> Rend
     """One sweep in detail."""
     parts: list[RenderableType] = [_title(sweep)]
     if summary := summary_of(sweep, home):
-        parts += [Text(f"  {headline(summary)}"), Text(f"  {cost(summary)}", style="dim")]
+        parts += [Text(f"  {headline(sweep.state, summary)}"), Text(f"  {cost(summary)}", style="dim")]
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold", ratio=1)
@@ -46,6 +49,8 @@ def render_status(sweep: Inspection, home: Home, invocation: Invocation) -> Rend
     parts += [Text(""), grid]
     if sweep.running:
         parts.append(_running(sweep))
+    if sweep.state.created is not None and (confirmed := render_confirmation(sweep.state)):
+        parts += [_section("Confirmation"), Padding(confirmed, (0, 0, 0, 2))]
     if lost := failures(sweep.state):
         parts.append(_section("Last failures"))
         parts += [_failure(trial, index, describe_failure(outcome), outcome.kind) for trial, index, outcome in lost]
@@ -132,7 +137,7 @@ def _running(sweep: Inspection) -> RenderableType:
         attempt, progress = trial.attempts[-1], sweep.live.get(trial.number)
         table.add_row(
             Text(fmt.trial_id(trial.number), style="cyan"),
-            Text(short_name(trial.candidate)),
+            Text(check_words(trial) or short_name(trial.candidate)),
             Text(phase_words(progress) if progress else "started"),
             Text(age_words(sweep.at_present.now_s - attempt.launched_at_s)),
             Text(_names(nodes_of(attempt))),

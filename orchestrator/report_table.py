@@ -55,4 +55,5 @@ def _row(state: SweepState, trial: Trial, name: str, phase: str | None) -> list[
 
 
 def _row_style(state: SweepState, trial: Trial) -> str:
-    return "bold" if state.best is not None and trial.number == state.best.number else ""
+    shown = state.winner if state.verdict is not None else state.best
+    return "bold" if shown is not None and trial.number == shown.number else ""

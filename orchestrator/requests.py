@@ -6,7 +6,7 @@ import platform
 from collections.abc import Collection, Iterator
 from typing import Any, get_args
 
-from orchestrator.events import Action, Asked, TrialsRetried
+from orchestrator.events import Action, Asked, ChecksAsked, TrialsRetried
 from orchestrator.fold import is_retriable
 from orchestrator.invocation import user_name
 from orchestrator.ledger import Ledger, Request
@@ -14,6 +14,7 @@ from orchestrator.state import SweepState
 
 FAULTS = ("crashed", "timed_out", "gang_lost", "host_oom")
 """Kinds of outcomes that another launch may well turn out otherwise."""
+RequestEvent = Asked | TrialsRetried | ChecksAsked
 RETRIABLE = (*FAULTS, "oom", "infeasible", "diverged", "stopped_early")
 
 
@@ -25,6 +26,11 @@ def action(name: Action) -> dict[str, Any]:
 def retry(kinds: Collection[str]) -> dict[str, Any]:
     """The request to launch trials again that ended in one of these kinds."""
     return {"action": "retry", "kinds": sorted(kinds)}
+
+
+def checks(*, confirm: Collection[int] = (), profile: Collection[int] = ()) -> dict[str, Any]:
+    """The request to confirm or profile these trials."""
+    return {"action": "check", "confirm": list(confirm), "profile": list(profile)}
 
 
 def asker() -> str:
@@ -39,15 +45,18 @@ def last_request(ledger: Ledger) -> int:
 
 def new_events(
     ledger: Ledger, state: SweepState, at_s: float, *, up_to: int | None = None
-) -> Iterator[Asked | TrialsRetried]:
+) -> Iterator[RequestEvent]:
     """What has been asked since ``state``, as events; with ``up_to`` no request that is later than that one."""
     for request in ledger.requests(state.num_requests):
         if up_to is None or request.id <= up_to:
             yield _event(request, state, at_s)
 
 
-def _event(request: Request, state: SweepState, at_s: float) -> Asked | TrialsRetried:
+def _event(request: Request, state: SweepState, at_s: float) -> RequestEvent:
     name = request.body["action"]
+    if name == "check":
+        confirm, profile = (tuple(request.body[key]) for key in ("confirm", "profile"))
+        return ChecksAsked(at_s=at_s, request=request.id, by=request.by, confirm=confirm, profile=profile)
     if name in get_args(Action):
         return Asked(at_s=at_s, request=request.id, action=name, by=request.by)
     return TrialsRetried(at_s=at_s, request=request.id, trials=chosen(state, request.body["kinds"]), by=request.by)

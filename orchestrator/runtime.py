@@ -23,25 +23,28 @@ from orchestrator.events import (
     AttemptEnded,
     AttemptLaunched,
     AttemptStopped,
+    ChooseFinalists,
     Command,
+    Conclude,
     ControllerStarted,
+    Evaluate,
+    EvaluationEnded,
     Event,
     Finish,
     Launch,
     LeaseChanged,
     Pause,
     Propose,
-    SearchExhausted,
+    ProposeCheck,
     Stop,
-    SweepFinished,
-    SweepPaused,
     Tick,
-    TrialProposed,
 )
 from orchestrator.fold import fold
 from orchestrator.lease import LeaseKeeper
 from orchestrator.ledger import Ledger
 from orchestrator.placing import Placer
+from orchestrator.proof.evaluator import Evaluator
+from orchestrator.proposals import propose, written_down
 from orchestrator.requests import new_events
 from orchestrator.search import Search
 from orchestrator.state import SweepState, Trial, attempt_id, describe_failure
@@ -136,6 +139,7 @@ class Runtime:
         self._is_restart = is_restart
         self._num_overruled = num_overruled
         self._num_lost_in_a_row = 0
+        self._evaluator = Evaluator(ledger.folder / "evaluations")
         self._state = fold(ledger.events())
         self._commands: tuple[Command, ...] = ()
 
@@ -157,6 +161,7 @@ class Runtime:
             self._interrupt()
             raise
         finally:
+            self._evaluator.close()
             self._lease.close()
         return self._finish_projections()
 
@@ -229,46 +234,26 @@ class Runtime:
             case Propose():
                 for event in self._search.newly_pruned(self._state):
                     self._dispatch(replace(event, at_s=self._clock()))
-                self._dispatch(self._propose(command.trial))
+                self._dispatch(propose(self._search, self._state, command, self._recipe.baseline, self._clock()))
                 return True
+            case Evaluate():
+                return self._evaluate(command)
             case Launch():
                 return self._launch(command)
             case Stop():
                 return self._kill(self._attempt_id(command.trial), command.reason, "controller")
-            case Pause():
-                self._dispatch(SweepPaused(at_s=self._clock(), reason=command.reason))
-                return True
-            case Finish():
-                self._dispatch(SweepFinished(at_s=self._clock(), status=command.status, reason=command.reason))
+            case ChooseFinalists() | ProposeCheck() | Conclude() | Pause() | Finish():
+                self._dispatch(written_down(command, self._state, self._clock()))
                 return True
             case _:
                 assert_never(command)
 
-    def _propose(self, number: int) -> TrialProposed | SearchExhausted:
-        if number == 0:
-            baseline = self._recipe.baseline
-            return TrialProposed(
-                at_s=self._clock(),
-                trial=0,
-                candidate=baseline,
-                origin="baseline",
-                reason="the present configuration, for comparison",
-                expected=self._search.expect(baseline),
-            )
-        if self._search.is_converged(self._state):
-            return SearchExhausted(at_s=self._clock(), reason="no candidate left is expected to beat the best one")
-        suggestion = self._search.ask(number, self._state)
-        if suggestion is None:
-            ruled_out = " or ruled out" if any(event.rules for event in self._state.pruned) else ""
-            return SearchExhausted(at_s=self._clock(), reason=f"every legal candidate was tried{ruled_out}")
-        return TrialProposed(
-            at_s=self._clock(),
-            trial=number,
-            candidate=suggestion.candidate,
-            origin="sampler",
-            reason=suggestion.reason,
-            expected=suggestion.expected,
-        )
+    def _evaluate(self, command: Evaluate) -> bool:
+        ended = self._evaluator.look(self._state, command.trial)
+        if ended is None:
+            return False
+        self._dispatch(EvaluationEnded(at_s=self._clock(), evaluation=ended))
+        return True
 
     def _attempt_id(self, trial: int) -> str:
         return next(name for name, running in self._running.items() if running.trial == trial)
@@ -277,7 +262,7 @@ class Runtime:
         trial = self._state.trials[command.trial]
         self._placer.follow(self._state.quarantined)
         limit = self._state.sweep.max_concurrent
-        placement = self._placer.place(trial, avoid=command.avoid, max_passed_over=limit)
+        placement = self._placer.place(trial, command, max_passed_over=limit)
         if placement is None:
             if not self._running:
                 self._placer.wait(trial, self._clock())
@@ -321,9 +306,9 @@ class Runtime:
     def _stop_hopeless(self, event: GangProgress) -> None:
         running = self._running[event.attempt_id]
         running.progress.append(event)
-        if self._recipe.early_stop is None:
-            return
         trial = self._state.trials[running.trial]
+        if self._recipe.early_stop is None or trial.check is not None:
+            return
         verdict = self._recipe.early_stop.verdict(self._state, trial, running.progress)
         if verdict is not None:
             self._dispatch(AttemptStopped(at_s=self._clock(), trial=trial.number, token=event.token, outcome=verdict))

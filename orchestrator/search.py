@@ -180,10 +180,10 @@ class Search:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_num_startup_trials(state))
         study = optuna.create_study(direction="maximize", sampler=sampler)
-        measured = [t.measurement.tokens_per_s_per_device for t in state.trials if t.measurement]
+        measured = [t.measurement.tokens_per_s_per_device for t in state.searched() if t.measurement]
         for number in _told(state):
             self._tell(study, state.trials[number], worst=min(measured, default=0.0))
-        for trial in state.trials:
+        for trial in state.searched():
             if trial.outcome is None:
                 self._tell(study, trial, worst=0.0)
         return study

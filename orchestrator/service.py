@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cluster.connect import clock_of, connect
-from orchestrator import promotion, ui
+from orchestrator import ui
 from orchestrator.assembly import Launcher, make_search
 from orchestrator.beginning import SPEC, begin, check_same, kept_estimates, planned_topology, tracking_uri
 from orchestrator.control import apply_requests
@@ -20,7 +19,7 @@ from orchestrator.heartbeat import Heartbeat, Observers
 from orchestrator.home import Home
 from orchestrator.lease import LeaseKeeper
 from orchestrator.ledger import Ledger
-from orchestrator.mlflow_urls import check_tracking_uri, experiments_url, sweep_links
+from orchestrator.mlflow_urls import experiments_url, sweep_links
 from orchestrator.notify import Notifier, check_notify
 from orchestrator.plan import make_plan
 from orchestrator.runtime import Observer, Projection, Runtime
@@ -150,18 +149,6 @@ def load(name: str, home: Home) -> Result:
     """
     with home.open(name) as ledger:
         return _standing(ledger, home)
-
-
-def promote(name: str, home: Home, *, sweep: str, trial: int | None, force: bool) -> dict[str, Any]:
-    """Register a configuration of ``sweep`` as ``name``@production; see :func:`orchestrator.promotion.promote`."""
-    with home.open(sweep, read_only=False) as ledger, ledger.hold():
-        tracker = Tracker(tracking_uri(ledger, home))
-        return promotion.promote(ledger=ledger, tracker=tracker, name=name, trial=trial, force=force).to_json()
-
-
-def show(reference: str, home: Home, *, tracking_uri: str | None) -> dict[str, Any]:
-    """The recipe registered as ``reference`` (NAME@ALIAS or NAME@VERSION)."""
-    return promotion.show(Tracker(check_tracking_uri(tracking_uri) if tracking_uri else _store(home)), reference)
 
 
 def serve_ui(home: Home, sweep: str | None, *, host: str, port: int, announce: Callable[[dict[str, str]], None]) -> int:

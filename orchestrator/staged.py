@@ -74,7 +74,7 @@ class Stages:
         is_first = len(self._tried_first(state)) < self._num_first
         if is_first and (keys := self._first & everything.keys):
             return Stage(keys, "stage 1 of 3, kernels and data reading in the baseline's layout")
-        is_second = len(state.trials) < self._max_trials - self._num_last
+        is_second = state.num_searched < self._max_trials - self._num_last
         if is_second and (keys := self._with_settings(self._chosen(state)) & everything.keys):
             return Stage(keys, "stage 2 of 3, layouts")
         if keys := self._around(state.best or baseline) & everything.keys:

@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cluster.topology import Device
-from orchestrator.events import Action, CandidatesPruned, Origin, SweepCreated
+from orchestrator.events import Action, CandidatesPruned, Origin, Promoted, SweepCreated
 from orchestrator.expectation import Expectation
+from orchestrator.proof.values import Check, Evaluation, Verdict
 from orchestrator.vector import Vector
 from trials.outcome import GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly
 from trials.spec import Candidate
@@ -77,6 +78,8 @@ class Trial:
     """What was predicted of it; None where nothing was."""
     num_ended: int = 0
     """Length of the state's ``end_order`` when it was proposed."""
+    check: Check | None = None
+    """What it tests; None for the search's own trials."""
     attempts: tuple[Attempt, ...] = ()
 
     @property
@@ -115,6 +118,22 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProofState:
+    """A proof: begun, and what it came to."""
+
+    finalists: tuple[int, ...]
+    """Fastest first."""
+    reason: str
+    first_check: int
+    """Number from which on checks belong to it."""
+    is_asked: bool = False
+    """By a person, so that the sweep's budget does not bound it."""
+    evaluations: tuple[Evaluation, ...] = ()
+    verdict: Verdict | None = None
+    """None while it goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SweepState:
     """Everything known about a sweep. Trials are in order of their numbers.
 
@@ -146,6 +165,15 @@ class SweepState:
     pruned: Vector[CandidatesPruned] = field(default_factory=Vector)
     exhausted: str = ""
     """Why there is nothing left to propose; empty while there is."""
+    num_checks: int = 0
+    """Of the trials, those that test an earlier one."""
+    proof: ProofState | None = None
+    """The last one begun."""
+    to_confirm: tuple[int, ...] = ()
+    """Trials that somebody wants to have confirmed."""
+    to_profile: tuple[int, ...] = ()
+    """Trials that somebody wants to have profiled."""
+    promotions: tuple[Promoted, ...] = ()
     now_s: float = 0.0
     active_s: float = 0.0
     """Seconds during which some controller was at work and held nodes."""
@@ -181,6 +209,28 @@ class SweepState:
         )
 
     @property
+    def num_searched(self) -> int:
+        """Trials without checks."""
+        return len(self.trials) - self.num_checks
+
+    def searched(self) -> list[Trial]:
+        """Trials without checks, in order."""
+        return [trial for trial in self.trials if trial.check is None]
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Of the last proof; None while there is none."""
+        return self.proof.verdict if self.proof else None
+
+    @property
+    def winner(self) -> Trial | None:
+        """The trial to use: the confirmed finalist; the baseline where none is; where nothing was to be confirmed or it
+        was not settled, the best."""
+        if self.verdict is None or self.verdict.conclusion == "unconfirmed":
+            return self.best
+        return self.baseline if self.verdict.winner is None else self.trials[self.verdict.winner]
+
+    @property
     def baseline(self) -> Trial | None:
         return self.trials[0] if self.trials else None
 
@@ -196,9 +246,9 @@ class SweepState:
         return () if outcome is None or isinstance(outcome, Measured) else outcome.evidence.log_tail
 
     def counts(self) -> dict[str, int]:
-        """Number of trials per status, in order of first appearance."""
+        """Number of trials per status, checks left out, in order of first appearance."""
         counts: dict[str, int] = {}
-        for trial in self.trials:
+        for trial in self.searched():
             counts[trial.status] = counts.get(trial.status, 0) + 1
         return counts
 

@@ -10,6 +10,7 @@ from orchestrator import statistics
 from orchestrator.events import CandidatesPruned
 from orchestrator.ledger import Ledger
 from orchestrator.mlflow_urls import public_uri
+from orchestrator.proof.values import Verdict as ProofVerdict
 from orchestrator.space import short_name
 from orchestrator.state import SweepState, SweepStatus, Trial, TrialStatus
 from orchestrator.statistics import Estimate, Interval, Verdict
@@ -87,6 +88,8 @@ class Summary:
     """Of earlier sweeps, from which the search learned before its first trial."""
     num_earlier_sweeps: int
     tracking_uri: str
+    proof: ProofVerdict | None = None
+    """What confirmation and gate came to; None while they have not, or are off."""
     unit: str = "tokens/s/p"
     """Of speeds; samples/s/p for workloads whose samples are no sequences, where both are the same number."""
 
@@ -109,6 +112,7 @@ class Summary:
             "saved_device_hours": self.saved_device_hours,
             "learned_from": {"trials": self.num_earlier_trials, "sweeps": self.num_earlier_sweeps},
             "tracking_uri": self.tracking_uri,
+            "proof": to_json(self.proof),
         }
 
 
@@ -126,19 +130,20 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
         best=result(state.best),
         baseline=result(state.baseline),
         speedup=speedup(state.best, state.baseline),
-        trials={**{status: counts.get(status, 0) for status in ENDED}, "total": len(state.trials)},
+        trials={**{status: counts.get(status, 0) for status in ENDED}, "total": state.num_searched},
         ruled_out=tuple(event for event in state.pruned if event.rules),
         device_hours=state.device_seconds / 3600,
         saved_device_hours=_saved_device_seconds(state) / 3600,
         num_earlier_trials=state.sweep.num_earlier_trials,
         num_earlier_sweeps=state.sweep.num_earlier_sweeps,
         tracking_uri=public_uri(tracking_uri),
+        proof=state.verdict,
         unit=speed_unit(state.sweep.workload),
     )
 
 
 def _saved_device_seconds(state: SweepState) -> float:
-    outcomes = [trial.outcome for trial in state.trials]
+    outcomes = [trial.outcome for trial in state.searched()]
     return sum(outcome.saved_device_seconds for outcome in outcomes if isinstance(outcome, StoppedEarly))
 
 

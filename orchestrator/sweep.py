@@ -13,6 +13,9 @@ from orchestrator.candidates import build_candidate
 from orchestrator.errors import ConfigError
 from orchestrator.knob_types import Section, fault
 from orchestrator.notify_section import NotifySection
+from orchestrator.profile_section import ProfileSection
+from orchestrator.proof.values import ProofSettings
+from orchestrator.proof_sections import ConfirmSection, ConfirmValue, GateSection, GateValue
 from orchestrator.replay_space import ReplayError, ReplaySpace, replay_space
 from orchestrator.rules import Filters, check
 from orchestrator.sweep_errors import refuse_secrets, to_config_error
@@ -47,6 +50,15 @@ class SweepSpec(Section):
     search: SearchSection = Field(default=SearchSection(), description="In what order candidates are tried.")
     measure: MeasureSection = Field(default=MeasureSection(), description="How a trial is measured.")
     budget: BudgetSection = Field(default=BudgetSection(), description="When to stop.")
+    confirm: ConfirmValue = Field(
+        default=ConfirmSection(), description="How the fastest trials are measured again; off: they are not."
+    )
+    gate: GateValue = Field(
+        default=GateSection(), description="Whether the winner trains the same model; off: nobody looks."
+    )
+    profile: ProfileSection | None = Field(
+        default=None, description="Trials to run once more with the profiler on; null: none."
+    )
     deadlines: DeadlinesSection = Field(default=DeadlinesSection(), description="How long a trial may take.")
     runner: Annotated[str, AfterValidator(check_runner)] = Field(
         default="trials.worker:run_rank", description="Function every rank runs, as module:function."
@@ -136,6 +148,16 @@ class SweepSpec(Section):
             global_batch_size=workload.global_batch_size,
             optimizer=workload.optimizer.to_optimizer(),
             seed=workload.seed,
+        )
+
+    @property
+    def proof(self) -> ProofSettings:
+        """What the winner has to pass. A table of published measurements cannot be measured again."""
+        if self.cluster.kind == "replay":
+            return ProofSettings()
+        return ProofSettings(
+            confirm=self.confirm.to_settings() if self.confirm.is_on else None,
+            gate=self.gate.to_settings() if self.gate.is_on else None,
         )
 
     def to_protocol(self) -> Protocol:

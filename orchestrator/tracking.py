@@ -1,4 +1,4 @@
-"""Projection of the ledger into MLflow, and the model registry. The one module importing mlflow, and only when used.
+"""Projection of the ledger into MLflow. It and the registry are the modules importing mlflow, and only when used.
 
 One experiment per model and hardware; a parent run per sweep; a child run per trial, with further attempts of a trial
 as tags. Runs are found again by their tags, metrics carry the events' own times, so writing an entry twice changes
@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sqlite3
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator import tracking_content as content
 from orchestrator.errors import ConfigError
-from orchestrator.events import SweepCreated, SweepFinished
+from orchestrator.events import SweepCreated
 from orchestrator.ledger import Entry, Ledger
-from orchestrator.mlflow_urls import artifact_folder, public_uri, sqlite_path
+from orchestrator.mlflow_urls import artifact_folder, public_uri, run_path, sqlite_path
 from orchestrator.outbox import Outbox
+from orchestrator.review.sources import Sources
 from orchestrator.state import SweepState
 from orchestrator.summary import Recorded
-from orchestrator.tracking_projection import project, put_sweep_file
+from orchestrator.tracking_projection import Context, project
 from orchestrator.tracking_settings import apply_settings
 from trials.codec import to_json
 from trials.files import make_private_folder
@@ -34,29 +35,19 @@ from trials.secrets import redact
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param, RunTag
-    from mlflow.entities.model_registry import ModelVersion
+
+    from orchestrator.diagnosis.values import SweepExplanation
 
 logger = logging.getLogger(__name__)
 
+_MAX_BATCH = 1000
+"""Metrics that MLflow takes in one call."""
 CURSOR = "mlflow"
 """Name of the ledger's cursor and of the document that says where MLflow holds the sweep."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Registered:
-    """A version in the model registry."""
-
-    name: str
-    version: str
-    run_id: str
-    source: str
-    """Where its files are, ``runs:/<run_id>/<folder>``."""
-    tags: Mapping[str, str]
-    aliases: tuple[str, ...] = ()
-
-
 class Tracker:
-    """Carries one sweep's ledger into the MLflow store at ``uri``, and speaks to its model registry.
+    """Carries one sweep's ledger into the MLflow store at ``uri``.
 
     Args:
         uri: a tracking URI: ``sqlite:///...`` or the address of a server.
@@ -120,7 +111,7 @@ class Tracker:
         run_id = self.find_run(state, None)
         return Recorded(experiment_id=self._experiment_id(state), run_id=run_id) if run_id else None
 
-    # ---- the runs of a sweep, see tracking_projection.Runs ----
+    # ---- the runs of a sweep, see tracking_runs.Runs ----
 
     def sweep_runs(self, state: SweepState) -> dict[str, str]:
         identity = content.sweep_id(state.sweep)
@@ -150,67 +141,47 @@ class Tracker:
         batch_tags: list[RunTag] = [RunTag(k, v) for k, v in _tags(tags or {}).items()]
         self._mlflow().log_batch(run_id, batch_metrics, batch_params, batch_tags, synchronous=True)
 
+    def log_series(self, run_id: str, at_s: float, series: Mapping[str, Sequence[float]]) -> None:
+        from mlflow.entities import Metric
+
+        metrics: list[Metric] = [
+            Metric(key, value, _ms(at_s), step)
+            for key, values in series.items()
+            for step, value in enumerate(values, start=1)
+            if math.isfinite(value)
+        ]
+        for start in range(0, len(metrics), _MAX_BATCH):
+            self._mlflow().log_batch(run_id, metrics[start : start + _MAX_BATCH], synchronous=True)
+
     def put_text(self, run_id: str, text: str, artifact: str) -> None:
         self._mlflow().log_text(run_id, redact(text), artifact)
+
+    def put_bytes(self, run_id: str, content: bytes, artifact: str) -> None:
+        folder, _, name = artifact.rpartition("/")
+        with tempfile.TemporaryDirectory() as place:
+            path = Path(place) / name
+            path.write_bytes(content)
+            self.put_file(run_id, path, folder)
+
+    def put_file(self, run_id: str, path: Path, folder: str) -> None:
+        self._mlflow().log_artifact(run_id, str(path), folder or None)
+
+    def tag_experiment(self, state: SweepState, tags: Mapping[str, str]) -> None:
+        for key, value in tags.items():
+            self._mlflow().set_experiment_tag(self._experiment_id(state), key, value)
+
+    def with_role(self, state: SweepState, role: str) -> list[str]:
+        which = f"tags.`tc.sweep_id` = '{content.sweep_id(state.sweep)}' AND tags.`tc.role` = '{role}'"
+        return [run.info.run_id for run in self._mlflow().search_runs([self._experiment_id(state)], which)]
+
+    def page(self, state: SweepState, run_id: str, tab: str) -> str:
+        return run_path(self._experiment_id(state), run_id, tab)
 
     def go_on(self, run_id: str) -> None:
         self._mlflow().update_run(run_id, status="RUNNING")
 
     def end(self, run_id: str, status: str, at_s: float) -> None:
         self._mlflow().set_terminated(run_id, status, _ms(at_s))
-
-    # ---- the model registry ----
-
-    def register(
-        self, name: str, run_id: str, files: Mapping[str, str], folder: str, tags: Mapping[str, str], description: str
-    ) -> Registered:
-        """Put ``files`` (name -> text) into ``folder`` of the run's artifacts and make a model version of it."""
-        client = self._mlflow()
-        for file_name, text in files.items():
-            self.put_text(run_id, text, f"{folder}/{file_name}")
-        if not client.search_registered_models(filter_string=f"name = '{name}'"):
-            client.create_registered_model(name, description="Training configurations promoted by tune-cluster.")
-        version = client.create_model_version(
-            name, f"runs:/{run_id}/{folder}", run_id, tags=_tags(tags), description=description
-        )
-        return _registered(version)
-
-    def set_alias(self, name: str, alias: str, version: str) -> None:
-        self._mlflow().set_registered_model_alias(name, alias, version)
-
-    def model_version(self, name: str, *, alias: str | None = None, version: str | None = None) -> Registered | None:
-        """The version with this alias or number; None where there is none."""
-        client = self._mlflow()
-        from mlflow.exceptions import MlflowException
-
-        try:
-            if alias is not None:
-                version = str(client.get_model_version_by_alias(name, alias).version)
-            return _registered(client.get_model_version(name, str(version)))
-        except MlflowException as error:
-            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-                return None
-            raise
-
-    def read_model_file(self, registered: Registered, file_name: str) -> str:
-        """The text of a file of a model version.
-
-        Raises:
-            LookupError: the version does not point into its run's artifacts, or the file is not there.
-        """
-        prefix = f"runs:/{registered.run_id}/"
-        if not registered.source.startswith(prefix):
-            raise LookupError(f"its source {registered.source} is not in the run it names")
-        artifact = f"{registered.source.removeprefix(prefix)}/{file_name}"
-        client = self._mlflow()
-        from mlflow.exceptions import MlflowException
-
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                path = client.download_artifacts(registered.run_id, artifact, folder)
-            except (OSError, MlflowException) as error:
-                raise LookupError(f"its artifact {artifact} cannot be read: {content.first_line(error)}") from None
-            return Path(path).read_text(encoding="utf-8")
 
     # ---- the store ----
 
@@ -262,9 +233,12 @@ class Tracker:
 
     def _write(self, ledger: Ledger, entry: Entry, state: SweepState) -> None:
         try:
-            project(self, entry, state)
-            if isinstance(entry.event, SweepFinished) and (document := ledger.document("sweep_yaml")):
-                put_sweep_file(self, state, document["text"])
+            context = Context(
+                folder=ledger.folder,
+                sources=lambda: Sources.of(ledger),
+                explain=lambda state: _explained(ledger, state),
+            )
+            project(self, entry, state, context)
             if isinstance(entry.event, SweepCreated) and (recorded := self.recorded(state)):
                 ledger.put_document(CURSOR, to_json(recorded))
         except BaseException:
@@ -281,15 +255,15 @@ class Tracker:
         )
 
 
-def _registered(version: ModelVersion) -> Registered:
-    return Registered(
-        name=version.name,
-        version=str(version.version),
-        run_id=version.run_id or "",
-        source=version.source or "",
-        tags=dict(version.tags),
-        aliases=tuple(version.aliases),
-    )
+def _explained(ledger: Ledger, state: SweepState) -> SweepExplanation | None:
+    """None where that fails: the report is worth having without it."""
+    from orchestrator.diagnosis import explain_ledger
+
+    try:
+        return explain_ledger(ledger, state=state)
+    except Exception:
+        logger.warning("the report of %s goes without an explanation", state.sweep.sweep, exc_info=True)
+        return None
 
 
 def _tags(tags: Mapping[str, str]) -> dict[str, str]:

@@ -14,10 +14,12 @@ from typing import Any
 from orchestrator import report_format as fmt
 from orchestrator.events import SweepCreated
 from orchestrator.findings_text import findings_lines, findings_metrics
+from orchestrator.proof.values import ProfileRun
 from orchestrator.space import flat_params, short_name
 from orchestrator.state import SweepState, Trial, describe_failure
 from orchestrator.statistics import relative_spread, tokens_per_s_per_device
 from orchestrator.summary import speed_unit
+from orchestrator.tracking_checks import check_note, check_prefix, check_tags
 from trials.codec import digest, to_json
 from trials.findings import Findings
 from trials.outcome import Evidence, Measured, Measurement, Outcome, StoppedEarly
@@ -70,14 +72,17 @@ def sweep_params(created: SweepCreated) -> dict[str, str]:
 
 
 def trial_name(trial: Trial) -> str:
-    """``t014 dp2 z3 mbs4``: the only thing MLflow's default tables show of a run."""
-    return f"{fmt.trial_id(trial.number)} {short_name(trial.candidate)}"[:_MAX_RUN_NAME_CHARS]
+    """``t014 dp2 z3 mbs4``, ``confirm r1 t004 dp2 mbs4``: the only thing MLflow's default tables show of a run."""
+    of = fmt.trial_id(trial.check.of if trial.check else trial.number)
+    return f"{check_prefix(trial.check)}{of} {short_name(trial.candidate)}"[:_MAX_RUN_NAME_CHARS]
 
 
 def trial_tags(created: SweepCreated, trial: Trial, parent_run_id: str) -> dict[str, str]:
     return _common_tags(created) | {
         "mlflow.parentRunId": parent_run_id,
-        "tc.kind": "trial",
+        "tc.kind": "trial" if trial.check is None else "check",
+        **check_tags(trial.check),
+        **({"tc.role": "baseline"} if trial.number == 0 else {}),
         "tc.trial": str(trial.number),
         "tc.origin": trial.origin,
         "tc.reason": trial.reason,
@@ -122,11 +127,11 @@ def trial_metrics(state: SweepState, trial: Trial) -> dict[str, float]:
     if isinstance(trial.outcome, StoppedEarly):
         values["step_time_at_least_s"] = trial.outcome.at_least_s
         values["saved_device_s"] = trial.outcome.saved_device_seconds
-    if trial.measurement:
+    if trial.measurement and not isinstance(trial.check, ProfileRun):  # the profiler's own cost is in its times
         values |= _measured_metrics(trial.measurement)
         if trial.expected is not None:
             values["step_time_over_predicted"] = trial.measurement.step_time_s / trial.expected.step_time_s
-        compared = fmt.versus_baseline(trial, state)
+        compared = fmt.versus_baseline(trial, state) if trial.check is None else None
         values["speedup"] = compared.ratio.value if compared else None
     return {key: float(value) for key, value in values.items() if value is not None and math.isfinite(value)}
 
@@ -177,6 +182,8 @@ def json_text(value: Any) -> str:
 
 def trial_note(state: SweepState, trial: Trial) -> str:
     """Markdown; the first line is the result, the last one why the trial was made."""
+    if trial.check is not None:
+        return f"{check_note(trial, trial_name(trial), speed_unit(state.sweep.workload))}\n\nProposed: {trial.reason}."
     return "\n\n".join(part for part in (_result_note(state, trial), f"Proposed: {trial.reason}.") if part)
 
 

@@ -71,7 +71,8 @@ def _kind(sweep: Any) -> str:
 def _trials_of(client: Any, experiment: str, sweep: str) -> Iterator[EarlierTrial]:
     """Half of them the fastest, the others in order of their numbers: what is slow or too large teaches, too."""
     runs = list(client.search_runs([experiment], f"tags.`tc.sweep_id` = '{sweep}'", max_results=1000))
-    told = [run for run in runs if run.data.tags.get("tc.state") in ("measured", "oom")]
+    trials = [run for run in runs if run.data.tags.get("tc.kind") == "trial"]
+    told = [run for run in trials if run.data.tags.get("tc.state") in ("measured", "oom")]
     by_number = sorted(told, key=lambda run: int(run.data.tags["tc.trial"]))
     by_speed = sorted(by_number, key=lambda run: -run.data.metrics.get("tokens_per_s_per_device", 0.0))
     chosen = {run.info.run_id: run for run in [*by_speed[: MAX_PER_SWEEP // 2], *by_number]}

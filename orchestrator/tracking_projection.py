@@ -1,89 +1,81 @@
-"""Which event of the ledger puts what into MLflow. Free of MLflow itself: it speaks to :class:`Runs`."""
+"""Which event of the ledger puts what into MLflow. Free of MLflow itself: it speaks to ``tracking_runs.Runs``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from orchestrator import tracking_checks as checks
 from orchestrator import tracking_content as content
 from orchestrator.events import (
     AttemptEnded,
     AttemptLaunched,
+    ChecksAsked,
     ControllerStarted,
+    EvaluationEnded,
+    FinalistsChosen,
+    Promoted,
     SweepCreated,
     SweepEnd,
     SweepFinished,
     SweepPaused,
     TrialsRetried,
+    VerdictReached,
 )
 from orchestrator.ledger import Entry
-from orchestrator.report import report_markdown
-from orchestrator.report_html import report_html
+from orchestrator.report_markdown import report_markdown
+from orchestrator.review import series
+from orchestrator.review.page import Page, page_html
+from orchestrator.review.sources import Sources, rejected_csv
+from orchestrator.review.trial_files import failed_logs, profile_paths
 from orchestrator.state import SweepState, Trial
 from orchestrator.summary import summarize
+from orchestrator.tracking_runs import Runs
+from orchestrator.tracking_views import view_tags
 from trials.outcome import GangLost, Measured, Outcome, StoppedEarly
 
+if TYPE_CHECKING:
+    from orchestrator.diagnosis.values import SweepExplanation
+
+ProofEvent = FinalistsChosen | EvaluationEnded | VerdictReached
 _NOTE = "mlflow.note.content"
 
 
-class Runs(Protocol):
-    """The runs of a sweep. Writing the same twice changes nothing."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What is written besides what the events say."""
 
-    @property
-    def uri(self) -> str:
-        """Of the store."""
-        ...
-
-    def sweep_runs(self, state: SweepState) -> dict[str, str]:
-        """Run ids: ``sweep`` for the parent, the trial's number for a trial. What is created is added to it."""
-        ...
-
-    def create_run(self, state: SweepState, name: str, tags: Mapping[str, str], at_s: float) -> str:
-        """Its id."""
-        ...
-
-    def log(
-        self,
-        run_id: str,
-        at_s: float,
-        *,
-        metrics: Mapping[str, float] | None = None,
-        params: Mapping[str, str] | None = None,
-        tags: Mapping[str, str] | None = None,
-        step: int = 0,
-    ) -> None: ...
-
-    def put_text(self, run_id: str, text: str, artifact: str) -> None: ...
-
-    def go_on(self, run_id: str) -> None:
-        """It is running again."""
-        ...
-
-    def end(self, run_id: str, status: str, at_s: float) -> None: ...
+    folder: Path | None = None
+    """Of the sweep, with the files of its trials as far as they lie on this host."""
+    sources: Callable[[], Sources] = Sources
+    explain: Callable[[SweepState], SweepExplanation | None] = lambda _: None
+    """The sweep explained, for its report; None where that cannot be done."""
 
 
-def project(runs: Runs, entry: Entry, state: SweepState) -> None:
+def project(runs: Runs, entry: Entry, state: SweepState, context: Context | None = None) -> None:
     """Write one entry; ``state`` is the fold up to and including it. Repeating it changes nothing."""
+    context = context or Context()
     match entry.event:
         case SweepCreated():
-            _ensure_sweep(runs, state)
+            _project_created(runs, state, context.sources())
         case AttemptLaunched():
             _project_launched(runs, entry.event, state)
         case AttemptEnded():
-            _project_ended(runs, entry.event, state)
-        case ControllerStarted() | TrialsRetried():
+            _project_ended(runs, entry.event, state, context.folder)
+        case ControllerStarted() | TrialsRetried() | ChecksAsked():
             _project_going_on(runs, entry.event, state)
+        case FinalistsChosen() | EvaluationEnded() | VerdictReached():
+            _project_proof(runs, entry.event, state)
         case SweepPaused():
             _project_paused(runs, entry.event, state)
         case SweepFinished():
-            _project_finished(runs, entry.event, state)
+            _project_finished(runs, entry.event, state, context)
+        case Promoted():
+            _project_promoted(runs, entry.event, state, context)
         case _:
             pass
-
-
-def put_sweep_file(runs: Runs, state: SweepState, text: str) -> None:
-    """The file as submitted, beside the sweep's report."""
-    runs.put_text(_ensure_sweep(runs, state), text, "sweep.yaml")
 
 
 def _ensure_sweep(runs: Runs, state: SweepState) -> str:
@@ -95,8 +87,23 @@ def _ensure_sweep(runs: Runs, state: SweepState) -> str:
     return known["sweep"]
 
 
-def _project_going_on(runs: Runs, event: ControllerStarted | TrialsRetried, state: SweepState) -> None:
-    if state.epoch > 1 or isinstance(event, TrialsRetried):
+def _project_created(runs: Runs, state: SweepState, sources: Sources) -> None:
+    run_id = _ensure_sweep(runs, state)
+    if sources.sweep_yaml:
+        runs.put_text(run_id, sources.sweep_yaml, "sweep.yaml")
+    if sources.plan is not None:
+        runs.put_text(run_id, content.json_text(sources.plan), "plan.json")
+        runs.put_text(run_id, rejected_csv(sources.plan), "rejected.csv")
+    _save_views(runs, state, run_id)
+
+
+def _save_views(runs: Runs, state: SweepState, run_id: str) -> None:
+    knobs = series.coordinates(state).knobs
+    runs.tag_experiment(state, view_tags(state.sweep.sweep, run_id, state.sweep.at_s, knobs))
+
+
+def _project_going_on(runs: Runs, event: ControllerStarted | TrialsRetried | ChecksAsked, state: SweepState) -> None:
+    if state.epoch > 1 or not isinstance(event, ControllerStarted):
         run_id = _ensure_sweep(runs, state)
         runs.go_on(run_id)
         runs.log(run_id, event.at_s, tags={"tc.state": state.status})
@@ -108,16 +115,54 @@ def _project_paused(runs: Runs, event: SweepPaused, state: SweepState) -> None:
     runs.end(run_id, "KILLED", event.at_s)
 
 
-def _project_finished(runs: Runs, event: SweepFinished, state: SweepState) -> None:
+def _project_proof(runs: Runs, event: ProofEvent, state: SweepState) -> None:
+    """Roles as tags of the trials' runs; the verdict as tags and metrics of the sweep's."""
+    known, run_id = runs.sweep_runs(state), _ensure_sweep(runs, state)
+    roles = checks.roles(state)
+    for former in runs.with_role(state, "winner"):
+        if former not in {known.get(str(number)) for number in roles}:
+            runs.log(former, event.at_s, tags={"tc.role": "finalist"})
+    for number, tags in roles.items():
+        if str(number) in known:
+            runs.log(known[str(number)], event.at_s, tags=tags)
+    tags = {**checks.verdict_tags(state), _NOTE: _note(runs, state, run_id)}
+    runs.log(run_id, event.at_s, metrics=checks.verdict_metrics(state), tags=tags)
+
+
+def _note(runs: Runs, state: SweepState, run_id: str) -> str:
+    """The short story, with a link to the report where that will be."""
+    link = (lambda artifact: runs.page(state, run_id, f"artifacts/{artifact}")) if state.is_over else None
+    return report_markdown(state, summarize(state, runs.uri), link)
+
+
+def _project_finished(runs: Runs, event: SweepFinished, state: SweepState, context: Context) -> None:
     run_id = _ensure_sweep(runs, state)
-    summary = summarize(state, runs.uri)
-    note = report_markdown(state, summary)
-    runs.put_text(run_id, note, "report.md")
-    runs.put_text(run_id, report_html(state, summary), "report.html")
-    runs.put_text(run_id, content.json_text(summary.to_json()), "summary.json")
-    runs.log(run_id, event.at_s, tags={_NOTE: note, "tc.state": event.status, "tc.reason": event.reason})
+    _save_views(runs, state, run_id)
+    _put_report(runs, state, run_id, context)
+    tags = {_NOTE: _note(runs, state, run_id), "tc.state": event.status, "tc.reason": event.reason}
+    runs.log(run_id, event.at_s, tags=tags)
     ends: dict[SweepEnd, str] = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
     runs.end(run_id, ends[event.status], event.at_s)
+
+
+def _put_report(runs: Runs, state: SweepState, run_id: str, context: Context) -> None:
+    summary = summarize(state, runs.uri)
+    page = Page(state=state, summary=summary, sources=context.sources(), explanation=context.explain(state))
+    runs.put_text(run_id, report_markdown(state, summary), "report.md")
+    runs.put_text(run_id, content.json_text(summary.to_json()), "summary.json")
+    plots = page.gallery()
+    runs.put_text(run_id, page_html(page, plots), "report.html")
+    for name, plot in plots.items():
+        runs.put_bytes(run_id, plot.png(), f"plots/{name}.png")
+
+
+def _project_promoted(runs: Runs, event: Promoted, state: SweepState, context: Context) -> None:
+    known, run_id = runs.sweep_runs(state), _ensure_sweep(runs, state)
+    tags = checks.promotion_tags(event.record)
+    runs.log(run_id, event.at_s, tags={**tags, _NOTE: _note(runs, state, run_id)})
+    if (of_trial := known.get(event.record.get("trial", ""))) is not None:
+        runs.log(of_trial, event.at_s, tags=tags)
+    _put_report(runs, state, run_id, context)
 
 
 def _ensure_trial(runs: Runs, state: SweepState, trial: Trial) -> str:
@@ -140,7 +185,7 @@ def _project_launched(runs: Runs, event: AttemptLaunched, state: SweepState) -> 
         runs.go_on(run_id)
 
 
-def _project_ended(runs: Runs, event: AttemptEnded, state: SweepState) -> None:
+def _project_ended(runs: Runs, event: AttemptEnded, state: SweepState, folder: Path | None) -> None:
     trial = state.trials[event.trial]
     if trial.is_running or not trial.attempts or trial.attempts[-1].token != event.token:
         return
@@ -152,8 +197,8 @@ def _project_ended(runs: Runs, event: AttemptEnded, state: SweepState) -> None:
         params=content.trial_params(trial),
         tags={**content.attempt_tags(trial), _NOTE: content.trial_note(state, trial)},
     )
-    for name, text in content.trial_files(state, trial).items():
-        runs.put_text(run_id, text, name)
+    runs.log_series(run_id, event.at_s, checks.trial_series(trial))
+    _put_files(runs, run_id, state, trial, folder)
     runs.end(run_id, _run_status(trial.outcome), event.at_s)
     if trial.number == 0 and trial.measurement:
         _compare_with(runs, state, event.at_s)
@@ -161,9 +206,18 @@ def _project_ended(runs: Runs, event: AttemptEnded, state: SweepState) -> None:
         _update_sweep(runs, event, state, trial)
 
 
+def _put_files(runs: Runs, run_id: str, state: SweepState, trial: Trial, folder: Path | None) -> None:
+    for name, text in content.trial_files(state, trial).items():
+        runs.put_text(run_id, text, name)
+    for name, text in failed_logs(folder, trial).items():
+        runs.put_text(run_id, text, f"logs/{name}")
+    for path in profile_paths(folder, trial):
+        runs.put_file(run_id, path, "profile")
+
+
 def _compare_with(runs: Runs, state: SweepState, at_s: float) -> None:
     """The speed-up of trials that were measured before the baseline."""
-    for trial in state.trials[1:]:
+    for trial in state.searched()[1:]:
         if trial.measurement and not trial.is_running:
             runs.log(_ensure_trial(runs, state, trial), at_s, metrics=content.trial_metrics(state, trial))
 
@@ -179,11 +233,8 @@ def _update_sweep(runs: Runs, event: AttemptEnded, state: SweepState, trial: Tri
     """The curve of the best so far over trial numbers; the note when the result changes."""
     if state.best is None or state.best.measurement is None:
         return
-    changed = trial.number in (0, state.best.number)
-    runs.log(
-        _ensure_sweep(runs, state),
-        event.at_s,
-        metrics={content.BEST: state.best.measurement.tokens_per_s_per_device},
-        step=trial.number,
-        tags={_NOTE: report_markdown(state, summarize(state, runs.uri))} if changed else {},
-    )
+    run_id = _ensure_sweep(runs, state)
+    changed = trial.check is not None or trial.number in (0, state.best.number)
+    tags = {_NOTE: _note(runs, state, run_id)} if changed else {}
+    best = {} if trial.check else {content.BEST: state.best.measurement.tokens_per_s_per_device}
+    runs.log(run_id, event.at_s, metrics=best, step=trial.number, tags=tags)

@@ -104,7 +104,7 @@ def _standing(sweep: Inspection) -> dict[str, Any]:
             "done": sweep.num_done,
             "running": len(sweep.state.running),
             "waiting": len(sweep.state.waiting),
-            "total": len(sweep.state.trials),
+            "total": sweep.state.num_searched,
         },
         "best": {"trial": best.number, "tokens_per_s_per_device": speed} if best else None,
     }

@@ -22,6 +22,8 @@ TINY = {
     "search": {"sampler": "grid", "early_stop": "off"},  # how fast a trial is depends on the machine's load
     "measure": {"min_warmup_steps": 1, "max_warmup_steps": 2, "num_steps": 3, "max_steps": 3},
     "budget": {"max_trials": 4},
+    "confirm": "off",  # what is proven has tests of its own
+    "gate": "off",
 }
 
 

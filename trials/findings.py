@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trials.profile_report import RankProfile
 from trials.rates import RankRates
 
 
@@ -112,3 +113,5 @@ class Findings:
     memory_format: MemoryFormatReport | None = None
     rates: tuple[RankRates, ...] = ()
     """Of a probe: one per rank."""
+    profile: tuple[RankProfile, ...] = ()
+    """Of a profiled run: one per profiled rank."""

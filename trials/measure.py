@@ -124,13 +124,14 @@ class Measurer:
         *,
         memory_format: torch.memory_format = torch.preserve_format,
         before_step: Callable[[int], None] | None = None,
+        clock: StepClock | None = None,
     ) -> None:
         self._trainer = trainer
         self._batches = batches
         self._progress = progress
         self._memory_format = memory_format
         self._before_step = before_step
-        self._clock = StepClock(trainer.device)
+        self._clock = clock or StepClock(trainer.device)
         self._recording = Recording()
 
     def run(self, protocol: Protocol) -> Recording:

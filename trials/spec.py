@@ -328,6 +328,22 @@ class Protocol:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileSpec:
+    """What torch's profiler records of a run."""
+
+    start_step: int = 3
+    """First recorded step, counted from 1 over warm-up and measuring: the first steps compile and allocate."""
+    stop_step: int = 5
+    """Last recorded step."""
+    ranks: tuple[int, ...] = ()
+    """``()``: the first rank of every pipeline stage."""
+    memory: bool = False
+    stack: bool = False
+    communication: bool = True
+    """Count collectives per module, besides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrialSpec:
     """All a gang needs to run one trial, as JSON."""
 
@@ -337,3 +353,5 @@ class TrialSpec:
     device: Literal["cpu", "cuda"] = "cpu"
     memory_limit_bytes: int | None = None
     """Device memory a rank may use beyond what the idle process holds; ``None`` leaves it to the device."""
+    profile: ProfileSpec | None = None
+    """Set: the run is recorded, and its times are not a measurement."""

@@ -9,8 +9,9 @@ import gzip
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ Event = Mapping[str, Any]
 
 STEP = r"ProfilerStep#\d+"
 """Names the profiler gives the steps it records."""
+STEP_NAME = re.compile(STEP)
 _CPU_COLLECTIVE = re.compile(r"gloo:|mpi:")
 """Ranges from the start of a collective to its end."""
 _CPU_COMMUNICATION = re.compile(r"c10d|wait_tensor|gloo:|mpi:|record_param_comms")
@@ -49,8 +51,18 @@ class StepTimes:
 
 def load(path: Path) -> list[Event]:
     """The events with a duration of a Chrome trace, maybe compressed (``.gz``)."""
+    return lasting(load_trace(path))
+
+
+def load_trace(path: Path) -> dict[str, Any]:
+    """A Chrome trace as JSON, maybe compressed (``.gz``)."""
     data = path.read_bytes()
-    trace = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    trace: dict[str, Any] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    return trace
+
+
+def lasting(trace: Mapping[str, Any]) -> list[Event]:
+    """The events of a trace with a duration."""
     return [event for event in trace["traceEvents"] if event.get("ph") == "X"]
 
 
@@ -96,14 +108,24 @@ def _cpu_computation(operators: list[Event]) -> list[Interval]:
     return subtract(union(map(_interval, computing)), union(map(_interval, waiting)))
 
 
+def is_operator(name: str) -> bool:
+    """Whether this event on the CPU is an operator of torch, or a call into compiled code."""
+    return ("::" in name and "autograd::" not in name) or _COMPILED.search(name) is not None
+
+
 def _is_computation(name: str) -> bool:
-    is_operator = "::" in name and not _CPU_COMMUNICATION.search(name) and "autograd::" not in name
-    return is_operator or _COMPILED.search(name) is not None
+    return is_operator(name) and not _CPU_COMMUNICATION.search(name)
 
 
 def _interval(event: Event) -> Interval:
     """Chrome traces count microseconds."""
     return event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+
+
+def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
+    """Of one step or more."""
+    means = {field.name: statistics.fmean(getattr(step, field.name) for step in steps) for field in fields(StepTimes)}
+    return StepTimes(**means)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

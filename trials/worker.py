@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import statistics
 import sys
 import warnings
@@ -38,6 +39,8 @@ from trials.memory_format import settle_memory_format
 from trials.mesh import RankIdentity, build_mesh, process_group, select_device
 from trials.outcome import Phase, ProgressSink, RankReport
 from trials.precision import check_device
+from trials.profile_report import FOLDER_VARIABLE
+from trials.profiler import Profiler, check_profile, folder_of_environment, long_enough
 from trials.rank_report import build_report
 from trials.spec import Loader, Protocol, TrialSpec
 from trials.stages import coordinates, data_parallel_rank
@@ -58,6 +61,8 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
     trial: TrialSpec = from_json(TrialSpec, spec)
     progress("starting")
     check(trial)
+    if trial.profile is not None:
+        check_profile(trial.profile)
     identity = RankIdentity.from_env()
     wanted = trial.candidate.layout.world_size
     if identity.world_size != wanted:
@@ -118,8 +123,13 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
             memory.restart()
             if kernels.compile != "off":
                 forget_compilations()
-        measurer = Measurer(trainer, batches, progress, memory_format=memory_format, before_step=tuner.before_step)
-        recording = measurer.run(_warm_until(trial.protocol, tuner.last_step))
+        profiler = None if trial.profile is None else Profiler(trial, identity.rank, device, folder_of_environment())
+        measurer = Measurer(
+            trainer, batches, progress, memory_format=memory_format, before_step=tuner.before_step, clock=profiler
+        )
+        watching = contextlib.nullcontext() if profiler is None else profiler.watching(trainer, tuner.last_step)
+        with watching:
+            recording = measurer.run(_protocol(trial, tuner.last_step))
     if all(result.skipped for result in recording.results):
         raise NonFiniteLoss(f"loss scaling skipped all {len(recording.results)} steps; lower the initial scale")
     findings = dataclasses.replace(
@@ -128,6 +138,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
         loader=_judged(loader_report, recording, device),
         kernel_tuning=tuner.report(),
         memory_format=format_report,
+        profile=() if profiler is None else profiler.report(),
     )
     return build_report(trial, identity, device, recording, memory, findings)
 
@@ -152,6 +163,11 @@ def _judged(report: LoaderTuningReport | None, recording: Recording, device: tor
     return with_verdict(report, data_s=data_s, step_time_s=step_time_s)
 
 
+def _protocol(trial: TrialSpec, tuned_until: int) -> Protocol:
+    protocol = _warm_until(trial.protocol, tuned_until)
+    return protocol if trial.profile is None else long_enough(protocol, trial.profile)
+
+
 def _warm_until(protocol: Protocol, step: int) -> Protocol:
     """Keep the steps up to this one, in which kernels are being tuned, out of the measurement."""
     return dataclasses.replace(
@@ -166,7 +182,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m trials.worker", description="Run one rank of a trial.")
     parser.add_argument("--spec", required=True, type=Path, help="TrialSpec as a JSON file")
     parser.add_argument("--out", type=Path, help="where rank 0 writes its report as JSON (default: stdout)")
+    parser.add_argument("--profile-dir", type=Path, help="folder for the files of a profile (default: write none)")
     args = parser.parse_args()
+    if args.profile_dir is not None:
+        os.environ[FOLDER_VARIABLE] = str(args.profile_dir.absolute())
     is_first = RankIdentity.from_env().rank == 0
     report = run_rank(json.loads(args.spec.read_text()), _write_progress if is_first else _ignore_progress)
     if not is_first:

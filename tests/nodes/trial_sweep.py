@@ -30,6 +30,8 @@ SWEEP = {
     "baseline": {"dp_replicate": 8, "micro_batch_size": 1},
     "search": {"sampler": "random", "seed": 4, "max_concurrent": 2, "early_stop": "off"},
     "budget": {"max_trials": 6},
+    "confirm": "off",  # what is proven has tests of its own
+    "gate": "off",
     "deadlines": {"starting_s": 60, "stall_s": 10},
 }
 CLUSTER = {"kind": "ray", "num_nodes": 3, "min_nodes": 2, "devices_per_node": 4, "isolation": "device"}

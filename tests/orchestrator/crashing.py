@@ -21,6 +21,7 @@ from orchestrator.fold import fold
 from orchestrator.guided_search import GuidedSearch
 from orchestrator.ledger import Ledger
 from orchestrator.outbox import Outbox
+from orchestrator.proof.values import ConfirmSettings, GateSettings, ProofSettings
 from orchestrator.runtime import Recipe, Recovered, Runtime
 from orchestrator.search import Search
 from orchestrator.space import flat_params
@@ -33,6 +34,10 @@ from trials.spec import Candidate, Kernels, Layout, Loader, Protocol, TrialSpec
 
 TOPOLOGY = uniform_topology(3, 2, device_name="A100-80GB", memory_bytes=80 * 10**9)
 PROTOCOL = Protocol(min_warmup_steps=2, max_warmup_steps=2, num_steps=4, max_steps=4)
+PROOF = ProofSettings(
+    confirm=ConfirmSettings(num_finalists=1, min_rounds=2, max_rounds=3),
+    gate=GateSettings(num_steps=PROTOCOL.min_warmup_steps + PROTOCOL.num_steps, command=("/bin/true",)),
+)
 DEADLINES = Deadlines(starting_s=4.0, warmup_s=20.0, measuring_s=20.0, stall_s=2.5)
 
 
@@ -216,6 +221,7 @@ WISHES = (
     (2, requests.action("pause")),
     (4, requests.action("drain")),
     (7, requests.retry(["crashed", "timed_out"])),
+    (9, requests.checks(profile=[0])),
 )
 """What is asked for once so many trials have ended."""
 
@@ -338,7 +344,9 @@ class Scenario:
             if fold(ledger.events()).created is None:
                 ledger.put_document("tracking", {"uri": self.store})
                 budget = Budget(consecutive_failures=50)
-                ledger.append(created(at_s=cluster.time(), budget=budget, max_concurrent=self.max_concurrent))
+                ledger.append(
+                    created(at_s=cluster.time(), budget=budget, max_concurrent=self.max_concurrent, proof=PROOF)
+                )
             return Runtime(
                 ledger=ledger,
                 cluster=cluster,

@@ -25,6 +25,10 @@ def _template() -> Path:
 def new_store(folder: Path) -> str:
     """The tracking URI of a fresh store in ``folder``."""
     path = folder / "mlflow.db"
-    with closing(sqlite3.connect(_template())) as template, closing(sqlite3.connect(path)) as copy:
-        template.backup(copy)
+    copy_store(_template(), path)
     return f"sqlite:///{path}"
+
+
+def copy_store(source: Path, target: Path) -> None:
+    with closing(sqlite3.connect(source)) as template, closing(sqlite3.connect(target)) as copy:
+        template.backup(copy)

@@ -37,6 +37,9 @@ def is_meant(path, bad):
         ("cluster", "exclude_nodes", 0),
         ("notify", "command", 0),
         ("notify", "command", 1),
+        ("gate", "command", 0),
+        ("gate", "command", 1),
+        ("profile", "output"),
     )
     optional = (
         *free_text[:3],
@@ -59,6 +62,10 @@ def is_meant(path, bad):
         ("budget", "wall_time"),
         ("tracking", "uri"),
         ("search", "patience"),
+        ("profile",),
+        ("profile", "output"),
+        ("gate", "loss_tolerance"),
+        ("gate", "grad_norm_tolerance"),
     )
     pattern = path == ("workload", "data", "pattern")  # the path is a file, so the pattern is not used
     huge_number = bad == 10**30 and isinstance(at(FULL, path), float)

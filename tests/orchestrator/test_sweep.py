@@ -297,7 +297,7 @@ def test_the_quickstart_is_what_it_says():
     assert {candidate.layout.world_size for candidate in plan.candidates} == {1, 2}
     assert plan.baseline.layout.dp_replicate == 2 and plan.baseline.micro_batch_size == 1
     assert plan.baseline.recompute.full == ((4,),) and plan.baseline.precision.level == "O0"
-    assert spec.budget.max_trials == 14
+    assert spec.budget.max_trials == 12
 
 
 def test_the_shipped_schema_is_up_to_date():

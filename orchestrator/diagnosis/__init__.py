@@ -1,0 +1,39 @@
+"""Why a sweep's trials are as fast as they are: where the step time goes, what holds it back, which knob matters.
+
+:func:`explain_sweep` is pure; :func:`explain_ledger` reads what it needs from a sweep's ledger.
+"""
+
+from orchestrator.diagnosis.basis import Basis
+from orchestrator.diagnosis.explaining import explain_sweep
+from orchestrator.diagnosis.loading import explain_ledger, load_basis
+from orchestrator.diagnosis.values import (
+    Answer,
+    Diagnosis,
+    Importance,
+    KnobEffect,
+    KnobImportance,
+    Loss,
+    Part,
+    Predicted,
+    Predictions,
+    StepParts,
+    SweepExplanation,
+)
+
+__all__ = [
+    "Answer",
+    "Basis",
+    "Diagnosis",
+    "Importance",
+    "KnobEffect",
+    "KnobImportance",
+    "Loss",
+    "Part",
+    "Predicted",
+    "Predictions",
+    "StepParts",
+    "SweepExplanation",
+    "explain_ledger",
+    "explain_sweep",
+    "load_basis",
+]

@@ -1,0 +1,220 @@
+"""Which knobs answer which kind of bottleneck, and what the legal changes of them are expected to bring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestrator.diagnosis.model import ModelView
+from orchestrator.diagnosis.values import Answer, Kind
+from orchestrator.report_format import num_bytes, status_words, trial_id
+from orchestrator.space import diff
+from orchestrator.state import SweepState, Trial
+from trials.outcome import OutOfMemory
+from trials.spec import Candidate, LlamaModel, ResNetModel, Workload
+
+LAYOUT = frozenset({"pp", "dp_replicate", "dp_shard", "cp", "tp"})
+IMPLIED: Mapping[str, frozenset[str]] = {
+    "pp": frozenset({"schedule", "num_virtual_stages", "stage_layers"}),
+    "tp": frozenset({"sequence_parallel", "tp_engine"}),
+    "dp_shard": frozenset({"zero_stage", "replicate_with"}),
+    "num_virtual_stages": frozenset({"schedule", "stage_layers"}),
+    "schedule": frozenset({"num_virtual_stages", "stage_layers"}),
+    "num_workers": frozenset({"prefetch_factor", "persistent_workers"}),
+    "dataloader": frozenset({"num_workers", "prefetch_factor"}),
+}
+"""Knobs that may have to change with another one."""
+
+ANSWERS: Mapping[Kind, tuple[str, ...]] = {
+    "memory": (
+        *("recompute", "zero_stage", "dp_shard", "micro_batch_size", "sequence_parallel", "shard_embedding"),
+        *("pp", "tp", "dp_replicate", "cp"),
+    ),
+    "compute": (
+        *("precision", "compile", "matmul_precision", "attention", "memory_format", "cudnn_benchmark"),
+        *("compile_mode", "micro_batch_size"),
+    ),
+    "communication": (
+        *("num_copies", "sequence_parallel", "zero_stage", "dp_shard", "dp_replicate", "tp", "pp", "cp"),
+        *("tp_engine", "cp_method", "replicate_with", "shard_embedding", "micro_batch_size"),
+    ),
+    "io": ("num_workers", "dataloader", "prefetch_factor", "pin_memory", "persistent_workers", "full_batch"),
+    "bubble": ("schedule", "num_virtual_stages", "micro_batch_size", "pp", "dp_replicate", "dp_shard"),
+    "imbalance": ("stage_layers", "num_virtual_stages", "recompute", "schedule"),
+    "dispatch": ("compile", "compile_mode", "micro_batch_size", "num_copies"),
+}
+"""The most direct ones first."""
+
+ONLY_WITH: Mapping[str, str] = {
+    "sequence_parallel": "tp",
+    "tp_engine": "tp",
+    "num_copies": "tp",
+    "cp_method": "cp",
+    "schedule": "pp",
+    "num_virtual_stages": "pp",
+    "stage_layers": "pp",
+}
+"""Knobs without effect where that degree is 1."""
+
+PENALTY = 0.02
+"""What each further knob to be changed must bring besides, relative."""
+MIN_GAIN = 1.005
+MIN_FITS = 0.75
+"""Probability of fitting from which on a change is proposed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A legal candidate, and what differs."""
+
+    candidate: Candidate
+    changed: Mapping[str, tuple[Any, Any]]
+    trial: Trial | None
+    """Of this sweep, with this candidate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What the changes of a kind's knobs promise."""
+
+    best: Answer | None
+    """The fastest that fits; None where none is known to be faster."""
+    blocked: Answer | None
+    """One that would be faster still, were there memory for it."""
+    num_changes: int
+    note: str
+
+
+def applicable(kind: Kind, candidate: Candidate, workload: Workload) -> tuple[str, ...]:
+    """Knobs that answer ``kind`` and have an effect on this candidate."""
+    degrees = {"tp": candidate.layout.tp, "cp": candidate.layout.cp, "pp": candidate.layout.pp}
+    is_resnet, is_decoder = isinstance(workload.model, ResNetModel), isinstance(workload.model, LlamaModel)
+    pointless = set() if is_resnet else {"memory_format", "cudnn_benchmark"}
+    pointless |= set() if is_decoder else {"attention", "sequence_parallel", "tp", "pp", "cp", "shard_embedding"}
+    pointless |= {knob for knob, degree in ONLY_WITH.items() if degrees[degree] == 1}
+    if candidate.layout.world_size == 1:
+        pointless |= {"zero_stage", "replicate_with", "shard_embedding"}
+    if candidate.kernels.compile == "off":
+        pointless.add("compile_mode")
+    return tuple(knob for knob in ANSWERS[kind] if knob not in pointless)
+
+
+def changes(trial: Trial, candidates: Iterable[Candidate], state: SweepState) -> list[Change]:
+    """Candidates that differ from the trial's in knobs of one kind of bottleneck only."""
+    tried = {other.candidate.config_key: other for other in state.searched()}
+    allowed = [_closure(knobs) for knobs in ANSWERS.values()]
+    found = []
+    for candidate in candidates:
+        if candidate == trial.candidate or _num_parts(candidate, trial.candidate) > 2:
+            continue
+        changed = diff(candidate, trial.candidate)
+        if any(changed.keys() <= knobs for knobs in allowed):
+            change = Change(candidate=candidate, changed=changed, trial=tried.get(candidate.config_key))
+            found.append(change)
+    return found
+
+
+def _closure(knobs: Sequence[str]) -> frozenset[str]:
+    implied = frozenset[str]().union(*(IMPLIED.get(knob, frozenset()) for knob in knobs))
+    return frozenset(knobs) | implied | {"world_size"}
+
+
+def _num_parts(one: Candidate, other: Candidate) -> int:
+    """Parts in which they differ: cheap, unlike comparing knob by knob."""
+    names = ("layout", "micro_batch_size", "recompute", "precision", "loader", "kernels")
+    return sum(getattr(one, name) != getattr(other, name) for name in names)
+
+
+def answer(kind: Kind, trial: Trial, all_changes: Sequence[Change], view: ModelView | None) -> Found:
+    """The best of the changes of the knobs that answer ``kind``; predicted by ``view``, or as the sweep measured it."""
+    allowed, direct = _closure(ANSWERS[kind]), frozenset(ANSWERS[kind])
+    own = [c for c in all_changes if c.changed.keys() <= allowed and not direct.isdisjoint(c.changed)]
+    rated = [(change, rated) for change in own if (rated := _rate(trial, change, view)) is not None]
+    best = max((found for change, found in rated if _fits(change, found)), key=_score, default=None)
+    blocked = max((found for change, found in rated if _needs_memory(change, found)), key=_score, default=None)
+    is_better = best is not None and best.gain >= MIN_GAIN
+    floor = best.gain if is_better and best is not None else 1.0
+    return Found(
+        best=best if is_better else None,
+        blocked=blocked if blocked is not None and blocked.gain > floor * MIN_GAIN else None,
+        num_changes=len(own),
+        note="" if is_better else _no_answer(own, best),
+    )
+
+
+def _rate(trial: Trial, change: Change, view: ModelView | None) -> Answer | None:
+    """Measured where the sweep tried it, predicted where it did not; None where nobody knows."""
+    assert trial.measurement is not None
+    peak = fits = None
+    if view is not None:
+        peak = view.peak_bytes(change.candidate, like=trial)
+        fits = view.probability_fits(change.candidate)
+    made = Answer(
+        candidate=change.candidate,
+        changed=change.changed,
+        gain=1.0,
+        source="measured",
+        log_spread=None,
+        peak_bytes=peak,
+        probability_fits=fits,
+        trial=change.trial.number if change.trial else None,
+    )
+    if change.trial is not None and change.trial.measurement is not None:
+        speed, before = change.trial.measurement.tokens_per_s_per_device, trial.measurement.tokens_per_s_per_device
+        return replace(made, gain=speed / before)
+    if view is None or not view.tells_apart(trial.candidate, change.candidate):
+        return None
+    gain, log_spread = view.gain(trial.candidate, change.candidate)
+    return replace(made, gain=gain, source="modelled", log_spread=log_spread)
+
+
+def _fits(change: Change, found: Answer) -> bool:
+    """As the sweep saw it, else as expected. One that failed or was stopped early is none to propose either."""
+    if _has_ended(change):
+        return change.trial is not None and change.trial.measurement is not None
+    return found.probability_fits is None or found.probability_fits >= MIN_FITS
+
+
+def _needs_memory(change: Change, found: Answer) -> bool:
+    """Whether memory is what speaks against it."""
+    if _has_ended(change):
+        return change.trial is not None and isinstance(change.trial.outcome, OutOfMemory)
+    return found.probability_fits is not None and found.probability_fits < MIN_FITS
+
+
+def _has_ended(change: Change) -> bool:
+    return change.trial is not None and change.trial.outcome is not None
+
+
+def _score(found: Answer) -> float:
+    num_changed = len(found.changed.keys() - {"world_size"})
+    return math.log(found.gain) - PENALTY * (num_changed - 1)
+
+
+def _no_answer(own: Sequence[Change], best: Answer | None) -> str:
+    if not own:
+        return "the sweep has no candidate that differs in these knobs alone"
+    if best is None:
+        failed = [c.trial for c in own if c.trial is not None and _has_ended(c)]
+        if failed:
+            tried = ", ".join(f"{trial_id(t.number)} {status_words(t.status)}" for t in failed[:3])
+            return f"none of {len(own)} legal changes is known to be faster and to fit ({tried})"
+        return f"what the {len(own)} legal changes would bring, the cost model does not know; none was tried"
+    how = f"{trial_id(best.trial)} measured" if best.source == "measured" and best.trial is not None else "expected"
+    return f"none of {len(own)} legal changes is known to be faster; the best: {told(best)}, {how} {best.gain:.2f}x"
+
+
+def told(found: Answer) -> str:
+    """What it changes, in words."""
+    return ", ".join(f"{name} {old} → {new}" for name, (old, new) in found.changed.items())
+
+
+def memory_words(found: Answer, limit_bytes: float | None) -> str:
+    """What is known of the memory it needs."""
+    if found.peak_bytes is None or not limit_bytes:
+        return ""
+    words = f"peak {num_bytes(found.peak_bytes)} of {num_bytes(limit_bytes)}"
+    sure = found.probability_fits
+    return words if found.source == "measured" or sure is None else f"{words}, fits with {sure:.0%}"

@@ -1,0 +1,136 @@
+"""What changing one knob did: from pairs of trials that differ in nothing else, else from a regression over all."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from orchestrator import statistics as measured_statistics
+from orchestrator.diagnosis.observations import Observation, Table
+from orchestrator.diagnosis.values import KnobEffect
+
+Array = NDArray[np.float64]
+Value = tuple[Any, ...]
+LogRatio = tuple[float, float | None, float | None]
+"""Logarithm of a ratio of speeds with its 95 % interval, where that is known."""
+
+MIN_SPARE = 3
+"""Trials beyond the unknowns of the regression, below which it says nothing."""
+MAX_RELATIVE_ERROR = 1.0
+"""Standard error of a log ratio above which a regression says nothing worth showing."""
+
+
+def main_effects(table: Table) -> tuple[KnobEffect, ...]:
+    """Per knob, its most frequent value against each other one. What the trials show comes first, then what they leave
+    open; the largest first. Trials that were stopped early are left out."""
+    regression = _Regression.of(table)
+    found = [
+        effect
+        for index in range(len(table.knobs))
+        for reference, other in _contrasts(table.measured, index)
+        if (effect := _effect(table, index, reference, other, regression)) is not None
+    ]
+    return tuple(sorted(found, key=lambda effect: (not effect.is_shown, -effect.ratio)))
+
+
+def _contrasts(rows: Sequence[Observation], index: int) -> list[tuple[Value, Value]]:
+    """The most frequent value with each of the others."""
+    counts = Counter(row.values[index] for row in rows)
+    (reference, _), *others = counts.most_common() or [((), 0)]
+    return [(reference, value) for value, _ in others]
+
+
+def _effect(table: Table, index: int, one: Value, other: Value, regression: _Regression | None) -> KnobEffect | None:
+    pairs = _pairs(table.measured, index, one, other)
+    estimate = _of_pairs(pairs) if pairs else None
+    if estimate is None and regression is not None:
+        estimate = regression.contrast(index, one, other)
+    if estimate is None:
+        return None
+    log_ratio, low, high = estimate
+    before, after = (one, other) if log_ratio >= 0 else (other, one)
+    if log_ratio < 0:
+        log_ratio, low, high = -log_ratio, _negative(high), _negative(low)
+    return KnobEffect(
+        knobs=table.knobs[index],
+        before=before,
+        after=after,
+        ratio=math.exp(log_ratio),
+        low=None if low is None else math.exp(low),
+        high=None if high is None else math.exp(high),
+        num_pairs=len(pairs),
+    )
+
+
+def _pairs(rows: Sequence[Observation], index: int, one: Value, other: Value) -> list[tuple[Observation, Observation]]:
+    """Trials with ``one`` and with ``other`` that agree in all other knobs."""
+    alike: Mapping[tuple[Value, ...], dict[Value, Observation]] = defaultdict(dict)
+    for row in rows:
+        alike[row.values[:index] + row.values[index + 1 :]][row.values[index]] = row
+    return [(found[one], found[other]) for found in alike.values() if one in found and other in found]
+
+
+def _of_pairs(pairs: Sequence[tuple[Observation, Observation]]) -> LogRatio:
+    """Mean log ratio of speeds with Student's interval; of a single pair, what the noise of its steps leaves open."""
+    logs = np.array([one.log_time - other.log_time for one, other in pairs])
+    mean = float(logs.mean())
+    if len(logs) > 1:
+        half = float(stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)))
+        return mean, mean - half, mean + half
+    (one, other), *_ = pairs
+    assert one.measurement is not None and other.measurement is not None
+    ci95 = measured_statistics.speed_ratio(other.measurement, one.measurement).ci95
+    return (mean, math.log(ci95.low), math.log(ci95.high)) if ci95 else (mean, None, None)
+
+
+def _negative(value: float | None) -> float | None:
+    return None if value is None else -value
+
+
+class _Regression:
+    """Least squares of log time on a term per value of each knob. Only contrasts that the trials determine count."""
+
+    def __init__(self, columns: Mapping[tuple[int, Value], int], design: Array, times: Array) -> None:
+        self._columns = columns
+        self._inverse: Array = np.asarray(np.linalg.pinv(design.T @ design), dtype=np.float64)
+        self._projection: Array = self._inverse @ (design.T @ design)
+        self._weights: Array = self._inverse @ design.T @ times
+        self._num_spare = len(design) - int(np.linalg.matrix_rank(design))
+        misses = times - design @ self._weights
+        self._variance = float(misses @ misses) / max(1, self._num_spare)
+
+    @classmethod
+    def of(cls, table: Table) -> _Regression | None:
+        """None where too few trials are left to tell how well it fits."""
+        rows = table.measured
+        if not rows or not table.knobs:
+            return None
+        keys = dict.fromkeys((i, row.values[i]) for i, row in itertools.product(range(len(table.knobs)), rows))
+        columns = {key: 1 + number for number, key in enumerate(keys)}
+        design = np.zeros((len(rows), 1 + len(columns)))
+        design[:, 0] = 1.0
+        for at, row in enumerate(rows):
+            for i, value in enumerate(row.values):
+                design[at, columns[(i, value)]] = 1.0
+        made = cls(columns, design, np.array([row.log_time for row in rows]))
+        return made if made._num_spare >= MIN_SPARE else None
+
+    def contrast(self, index: int, one: Value, other: Value) -> LogRatio | None:
+        """Log ratio of speeds with its 95 % interval; None where the trials leave it open."""
+        weights = np.zeros(len(self._weights))
+        weights[self._columns[(index, one)]], weights[self._columns[(index, other)]] = 1.0, -1.0
+        if not np.allclose(self._projection @ weights, weights, atol=1e-6):
+            return None
+        error = math.sqrt(max(0.0, self._variance * float(weights @ self._inverse @ weights)))
+        if error > MAX_RELATIVE_ERROR:
+            return None
+        mean = float(weights @ self._weights)
+        half = float(stats.t.ppf(0.975, self._num_spare)) * error
+        return mean, mean - half, mean + half

@@ -1,0 +1,160 @@
+"""A sweep explained: pure, from its state and what is known of its candidates and hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from orchestrator.beliefs import NotDescribedError
+from orchestrator.diagnosis.answers import Change, changes
+from orchestrator.diagnosis.basis import Basis
+from orchestrator.diagnosis.effects import main_effects
+from orchestrator.diagnosis.losses import Case, diagnose
+from orchestrator.diagnosis.model import ModelView
+from orchestrator.diagnosis.observations import Table, tabulate
+from orchestrator.diagnosis.parts import ProfileOf, split
+from orchestrator.diagnosis.predictions import hold_against
+from orchestrator.diagnosis.profiled import profiles_of
+from orchestrator.diagnosis.values import Diagnosis, Importance, KnobEffect, StepParts, SweepExplanation
+from orchestrator.errors import ConfigError
+from orchestrator.forecast import make_predictor
+from orchestrator.report_format import status_words, trial_id
+from orchestrator.space import flat_params
+from orchestrator.state import SweepState, Trial
+from orchestrator.summary import speed_unit
+from trials.spec import Candidate
+
+
+def explain_sweep(state: SweepState, basis: Basis, *, trial: int | None = None) -> SweepExplanation:
+    """Everything there is to say of a sweep, at any time of its life; of ``trial`` in place of its winner.
+
+    Raises:
+        LookupError: the sweep has not been created yet.
+        ConfigError: ``trial`` was not measured.
+    """
+    baseline, chosen, role = _diagnosed(state, trial)
+    asked = [t for t in (baseline, chosen) if t is not None]
+    legal = tuple(dict.fromkeys([*basis.candidates, *(t.candidate for t in state.searched())]))
+    near = {t.number: changes(t, legal, state) for t in asked}
+    view, unmodelled = _view(state, basis, [c.candidate for found in near.values() for c in found])
+    table = tabulate(state.searched())
+    effects = main_effects(table)
+    doctor = _Doctor(state, basis, view, unmodelled, effects)
+    return SweepExplanation(
+        sweep=state.sweep.sweep,
+        unit=speed_unit(state.sweep.workload),
+        hardware=state.sweep.hardware,
+        phase=state.status,
+        step_parts={t.number: doctor.parts(t) for t in state.searched() if t.measurement is not None},
+        baseline=doctor.diagnosis(baseline, "baseline", near[baseline.number]) if baseline else None,
+        chosen=doctor.diagnosis(chosen, role, near[chosen.number]) if chosen else None,
+        importance=_importance(table),
+        effects=effects,
+        predictions=hold_against(state.searched()),
+        limit_bytes=doctor.limit_bytes,
+        unmodelled=unmodelled,
+        model_error=view.error if view else None,
+    )
+
+
+def _diagnosed(state: SweepState, asked: int | None) -> tuple[Trial | None, Trial | None, str]:
+    """The baseline and the trial to hold against it, as far as measured, with its role."""
+    baseline = state.baseline if state.baseline and state.baseline.measurement else None
+    if asked is None:
+        chosen, is_confirmed = state.winner, state.verdict is not None and state.verdict.conclusion == "confirmed"
+        role = "winner" if is_confirmed else "fastest"
+    else:
+        chosen, role = _measured(state, asked), "chosen"
+    if chosen is None or chosen.measurement is None or chosen.number == 0:
+        return baseline, None, role
+    return baseline, chosen, role
+
+
+def _measured(state: SweepState, number: int) -> Trial:
+    """The trial asked for; for a check, the one it tests."""
+    trial = state.trials[number]
+    if trial.check is not None:
+        trial = state.trials[trial.check.of]
+    if trial.measurement is None:
+        name = trial_id(trial.number)
+        remedy = f"`tune-cluster explain {state.sweep.sweep} {name}` tells its story."
+        raise ConfigError(f"{name} was not measured: {status_words(trial.status)}", remedy=remedy)
+    return trial
+
+
+def _view(state: SweepState, basis: Basis, near: Sequence[Candidate]) -> tuple[ModelView | None, str]:
+    """The cost model on the sweep's trials and the changes of interest, or why there is none."""
+    candidates = tuple(dict.fromkeys([*(trial.candidate for trial in state.searched()), *near]))
+    known = basis.knowledge
+    if basis.topology is None or not candidates:
+        return None, basis.problem or "the hardware is not known"
+    try:
+        predictor = make_predictor(
+            state.sweep.workload,
+            candidates,
+            basis.topology,
+            known.profile,
+            estimates=known.estimates.by_candidate,
+            earlier=known.earlier,
+        )
+    except NotDescribedError as error:
+        return None, str(error)
+    return ModelView(predictor, state, known.profile), ""
+
+
+def _importance(table: Table) -> Importance:
+    from orchestrator.diagnosis.importance import importance  # optuna takes seconds to import
+
+    return importance(table)
+
+
+class _Doctor:
+    """Diagnoses trials of one sweep."""
+
+    def __init__(
+        self, state: SweepState, basis: Basis, view: ModelView | None, unmodelled: str, effects: Sequence[KnobEffect]
+    ) -> None:
+        self._state, self._basis, self._view = state, basis, view
+        self._unmodelled = unmodelled
+        self._effects = effects
+        self._profiles: Mapping[int, ProfileOf] = profiles_of(state)
+        self._varied = basis.varied if basis.varied is not None else _varied(basis, state)
+
+    def parts(self, trial: Trial) -> StepParts:
+        return split(trial, self._terms_s(trial), self._unmodelled, self._profiles.get(trial.number))
+
+    def diagnosis(self, trial: Trial, role: str, near: Sequence[Change]) -> Diagnosis:
+        parts = self.parts(trial)
+        case = Case(
+            trial=trial,
+            workload=self._state.sweep.workload,
+            parts=parts,
+            terms_s=self._terms_s(trial),
+            view=self._view,
+            profile=self._profiles.get(trial.number),
+            changes=near,
+            varied=self._varied,
+            limit_bytes=self.limit_bytes,
+            effects=self._effects,
+        )
+        return Diagnosis(trial=trial.number, role=role, parts=parts, losses=diagnose(case))
+
+    def _terms_s(self, trial: Trial) -> Mapping[str, float]:
+        return self._view.step_terms_s(trial.candidate) if self._view is not None else {}
+
+    @property
+    def limit_bytes(self) -> float | None:
+        """Of a rank; ranks on CPUs share the host's memory unless the sweep limits them."""
+        if self._view is not None:
+            return self._view.limit_bytes
+        topology = self._basis.topology
+        return float(min(node.device_memory_bytes for node in topology.nodes)) if topology else None
+
+
+def _varied(basis: Basis, state: SweepState) -> frozenset[str]:
+    """Knobs in which the candidates differ."""
+    candidates = [*basis.candidates, *(trial.candidate for trial in state.searched())]
+    seen: dict[str, set[str]] = {}
+    for candidate in candidates:
+        for name, value in flat_params(candidate).items():
+            seen.setdefault(name, set()).add(str(value))
+    return frozenset(name for name, values in seen.items() if len(values) > 1)

@@ -1,0 +1,75 @@
+"""The sweep's trials as a table: knobs that vary, and the log of the device time of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.space import flat_params
+from orchestrator.state import Trial
+from trials.outcome import Measurement, StoppedEarly
+
+IMPLIED = ("world_size",)
+"""Follows from other knobs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """One trial. ``values`` are those of the table's knobs, in their order."""
+
+    trial: int
+    values: tuple[tuple[Any, ...], ...]
+    log_time: float
+    """Of device-seconds per step: of step time where all trials use as many devices."""
+    measurement: Measurement | None
+    """None: it was stopped early, and would have taken at least so long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """``knobs`` are groups: those that always changed together, and cannot be told apart, are one."""
+
+    knobs: tuple[tuple[str, ...], ...]
+    rows: tuple[Observation, ...]
+
+    @property
+    def measured(self) -> tuple[Observation, ...]:
+        return tuple(row for row in self.rows if row.measurement is not None)
+
+
+def tabulate(trials: Iterable[Trial]) -> Table:
+    """Trials of the search that were measured or stopped early."""
+    seen = [(trial, seconds) for trial in trials if trial.check is None and (seconds := _device_seconds(trial))]
+    params = [flat_params(trial.candidate) for trial, _ in seen]
+    names = [name for name in (params[0] if params else ()) if len({str(p[name]) for p in params}) > 1]
+    groups = _aliases(names, params)
+    rows = tuple(
+        Observation(
+            trial=trial.number,
+            values=tuple(tuple(p[name] for name in group) for group in groups),
+            log_time=math.log(seconds),
+            measurement=trial.measurement,
+        )
+        for (trial, seconds), p in zip(seen, params, strict=True)
+    )
+    return Table(knobs=groups, rows=rows)
+
+
+def _device_seconds(trial: Trial) -> float | None:
+    if trial.measurement is not None:
+        return trial.measurement.step_time_s * trial.measurement.world_size
+    outcome = trial.outcome
+    return outcome.at_least_s * trial.candidate.layout.world_size if isinstance(outcome, StoppedEarly) else None
+
+
+def _aliases(names: Sequence[str], params: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], ...]:
+    """Names by the partition of the trials that they make; what is implied alone is left out."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name in names:
+        codes: dict[str, int] = {}
+        partition = tuple(codes.setdefault(str(p[name]), len(codes)) for p in params)
+        groups.setdefault(partition, []).append(name)
+    kept = ([name for name in group if name not in IMPLIED] for group in groups.values())
+    return tuple(tuple(group) for group in kept if group)

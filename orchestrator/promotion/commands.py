@@ -1,0 +1,213 @@
+"""What the commands on production do, without the command line."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from orchestrator.beginning import tracking_uri as tracking_uri_of
+from orchestrator.errors import ConfigError
+from orchestrator.events import Promoted
+from orchestrator.fold import fold
+from orchestrator.home import Home, check_name
+from orchestrator.ledger import Ledger, LedgerError, SweepBusyError
+from orchestrator.promotion.desk import NONE, PRODUCTION, Change, Desk
+from orchestrator.promotion.difference import Difference, compare
+from orchestrator.promotion.evidence import choose
+from orchestrator.promotion.reading import describe, read, store
+from orchestrator.promotion.recipe import build_recipe
+from orchestrator.promotion.records import Record, Records, chain
+from orchestrator.registry import Registry
+from orchestrator.state import SweepState
+from orchestrator.tracking import Tracker
+from orchestrator.tracking_content import sweep_id
+
+logger = logging.getLogger(__name__)
+
+_HOLD_S = 60.0
+"""How long to wait for another command that writes to the sweep's ledger."""
+_POLL_S = 0.2
+
+
+def promote(
+    name: str,
+    home: Home,
+    *,
+    sweep: str,
+    trial: str | None = None,
+    reason: str = "",
+    expect_current: str | None = None,
+    force: bool = False,
+    on_step: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Put the confirmed winner of ``sweep``, or a trial of it, into production under ``name``.
+
+    Raises:
+        ConfigError: it is not proven and not forced, or another version is in production than expected.
+        SweepBusyError: a controller is at work on the sweep.
+    """
+    check_name(name, "registered name")
+    _check_expectation(expect_current)
+    with home.open(sweep, read_only=False) as ledger:
+        tracker = Tracker(tracking_uri_of(ledger, home))
+        choose(fold(ledger.events()), trial, force=force)  # refuse before anything is waited for
+        with _held(ledger):
+            state = fold(ledger.events())
+            chosen = choose(state, trial, force=force)
+            recipe = build_recipe(ledger, state, chosen)
+            with tracker.reached():
+                _bring_up_to_date(tracker, ledger, state, chosen.trial.number)
+        with tracker.reached():
+            desk = Desk(tracker, on_step)
+            change = desk.promote(name, recipe, reason=reason, expect_current=expect_current)
+            _note_in_ledgers(home, tracker, desk, name)
+    return {
+        **_change_json(change),
+        "forced": chosen.forced,
+        "missing": list(chosen.missing),
+        "trial": chosen.trial.number,
+        "recipe": dict(recipe.content),
+    }
+
+
+def roll_back(
+    name: str,
+    home: Home,
+    *,
+    to: str | None = None,
+    reason: str = "",
+    expect_current: str | None = None,
+    tracking_uri: str | None = None,
+    on_step: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Put the version before, or version ``to``, back into production.
+
+    Raises:
+        ConfigError: there is none, its files were altered, or another is in production than expected.
+    """
+    _check_expectation(expect_current)
+    tracker = store(home, tracking_uri)
+    with tracker.reached():
+        desk = Desk(tracker, on_step)
+        change = desk.roll_back(name, to=to, reason=reason, expect_current=expect_current)
+        _note_in_ledgers(home, tracker, desk, name)
+    return _change_json(change)
+
+
+def history(name: str, home: Home, *, tracking_uri: str | None = None) -> dict[str, Any]:
+    """What was in production under ``name``, the newest record first.
+
+    Raises:
+        ConfigError: nothing was ever promoted under that name.
+    """
+    check_name(name, "registered name")
+    tracker = store(home, tracking_uri)
+    with tracker.reached():
+        registry = Registry(tracker.client())
+        records = Records(tracker.client(), registry, tracker.uri).of(name)
+        found = registry.find(name, alias=PRODUCTION)
+    if not records and found is None:
+        raise ConfigError(f"nothing was ever promoted as {name}", remedy=f"tune-cluster promote SWEEP --name {name}")
+    current = found.version if found else None
+    last = max(chain(records), key=lambda record: record.number, default=None)
+    return {
+        "name": name,
+        "production": current,
+        "is_settled": (last.to_version if last else "") == (current or "")
+        and not any(record.state == "begun" for record in records),
+        "records": [record.to_json() for record in reversed(records)],
+    }
+
+
+def show(reference: str, home: Home, *, tracking_uri: str | None = None) -> dict[str, Any]:
+    """The recipe registered as ``reference``."""
+    return read(store(home, tracking_uri), reference).to_json()
+
+
+def diff(a: str, b: str, home: Home, *, tracking_uri: str | None = None) -> Difference:
+    """What differs between two registered versions, or trials of sweeps."""
+    return compare(describe(a, home, tracking_uri), describe(b, home, tracking_uri))
+
+
+def _check_expectation(expected: str | None) -> None:
+    if expected is not None and expected != NONE and not expected.isdigit():
+        raise ConfigError(f"{expected!r} is no version", key="--expect-current", remedy=f"Write its number, or {NONE}.")
+
+
+def _change_json(change: Change) -> dict[str, Any]:
+    record = change.record
+    return {
+        "name": record.name,
+        "version": record.to_version,
+        "previous_version": record.from_version or None,
+        "is_new": change.is_new,
+        "record": record.to_json(),
+    }
+
+
+def _bring_up_to_date(tracker: Tracker, ledger: Ledger, state: SweepState, trial: int) -> None:
+    """MLflow with the sweep: the evidence refers to its runs."""
+    tracker.sync(ledger, state)
+    if tracker.find_run(state, trial) is None:
+        raise ConfigError(
+            f"trial {trial} of {state.sweep.sweep} is not recorded in MLflow",
+            remedy="Check that the tracking store can be reached, then promote again.",
+        )
+
+
+def _note_in_ledgers(home: Home, tracker: Tracker, desk: Desk, name: str) -> None:
+    """Write the records of ``name`` into the ledgers of their sweeps, as far as those are here and lack them. What
+    cannot be written now is by the next command."""
+    records = chain(desk.records.of(name))
+    sweeps = {(record.sweep, record.sweep_id) for record in records}
+    known = set(home.sweeps())
+    for sweep, identity in sorted(sweeps):
+        if sweep in known:
+            of_it = [record for record in records if identity in (record.sweep_id, record.from_sweep_id)]
+            try:
+                _note_in_ledger(home, tracker, sweep, identity, of_it)
+            except (LedgerError, ConfigError) as error:
+                logger.warning("the ledger of %s learns of it later: %s", sweep, error)
+
+
+def _note_in_ledger(home: Home, tracker: Tracker, sweep: str, identity: str, records: list[Record]) -> None:
+    with home.open(sweep, read_only=False) as ledger:
+        if not _missing(ledger, identity, records):
+            return
+        with _held(ledger):
+            state = fold(ledger.events())
+            for record in _missing(ledger, identity, records):
+                at_s = max(record.at_s, state.now_s)
+                ledger.append(Promoted(at_s=at_s, record=record.for_ledger()))
+            tracker.sync(ledger, fold(ledger.events()))
+
+
+def _missing(ledger: Ledger, identity: str, records: list[Record]) -> list[Record]:
+    state = fold(ledger.events())
+    if sweep_id(state.sweep) != identity:
+        return []  # another sweep of that name
+    noted = {event.record["record_id"] for event in state.promotions}
+    return [record for record in records if record.record_id not in noted]
+
+
+@contextmanager
+def _held(ledger: Ledger) -> Iterator[None]:
+    """The ledger held; other commands are waited for, a controller at work is not.
+
+    Raises:
+        SweepBusyError: it is held for other reasons than a short command's.
+    """
+    deadline_s = time.monotonic() + _HOLD_S
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(ledger.hold())
+                break
+            except SweepBusyError:
+                if time.monotonic() > deadline_s or not fold(ledger.events()).is_over:
+                    raise
+                time.sleep(_POLL_S)
+        yield

@@ -1,0 +1,188 @@
+"""Which trial of a sweep may go to production, what speaks for it, and what is missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator import report_format as fmt
+from orchestrator.errors import ConfigError
+from orchestrator.logs import find_trial
+from orchestrator.proof.standing import checks, gate_runs
+from orchestrator.proof.values import ConfirmationRun, GateReport, Verdict
+from orchestrator.state import SweepState, Trial
+from orchestrator.summary import interval_json, result, speed_unit, speedup
+from orchestrator.tracking_content import sweep_id
+from trials.codec import to_json
+from trials.outcome import Measurement
+from trials.spec import Candidate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """A measured trial, and what is missing for it to be promoted without force."""
+
+    trial: Trial
+    missing: tuple[str, ...]
+    remedy: str
+
+    @property
+    def forced(self) -> bool:
+        return bool(self.missing)
+
+
+def choose(state: SweepState, trial: str | None, *, force: bool) -> Chosen:
+    """The confirmed winner of a sweep, or the trial that was named.
+
+    Raises:
+        ConfigError: there is no such trial, it was not measured or is a check; or, without force, it is not the
+            confirmed winner, or has not passed the loss gate.
+    """
+    name = state.sweep.sweep
+    chosen = find_trial(state, trial, name) if trial is not None else state.winner
+    if chosen is None:
+        raise ConfigError(f"sweep {name} measured nothing", remedy=f"See why: tune-cluster report {name}")
+    if chosen.check is not None:
+        of = fmt.trial_id(chosen.check.of)
+        raise ConfigError(f"{fmt.trial_id(chosen.number)} of {name} is a check of {of}", remedy=f"Promote {of}.")
+    if chosen.measurement is None:
+        why = f"{fmt.status_words(chosen.status)}: {fmt.failure(chosen)}"
+        raise ConfigError(
+            f"{fmt.trial_id(chosen.number)} of {name} was not measured ({why})", remedy="Choose another trial."
+        )
+    found = Chosen(trial=chosen, missing=_missing(state, chosen), remedy=_remedy(state, chosen))
+    if found.missing and not force:
+        subject = f"{fmt.trial_id(chosen.number)} of {name} cannot go to production: "
+        raise ConfigError(subject + "; ".join(found.missing), remedy=found.remedy)
+    return found
+
+
+def _missing(state: SweepState, chosen: Trial) -> tuple[str, ...]:
+    """Sentences, without full stops."""
+    missing = [] if state.is_over else [f"the sweep is {state.status}, its proof may still come"]
+    verdict = state.verdict
+    if chosen.number == 0:
+        why = f" ({verdict.reason})" if verdict and verdict.conclusion == "keep" else ""
+        return (*missing, f"it is the present configuration{why}")
+    if verdict is None:
+        return (*missing, "it was not measured again, interleaved with the baseline", _gate_missing(None))
+    if verdict.winner == chosen.number:
+        report = gate_of(verdict, chosen.number)
+        return tuple(missing) if report is not None and report.passed else (*missing, _gate_missing(report))
+    return (*missing, _not_the_winner(verdict, chosen.number), *_gate_doubt(verdict, chosen.number))
+
+
+def _not_the_winner(verdict: Verdict, number: int) -> str:
+    match verdict.conclusion:
+        case "confirmed":
+            assert verdict.winner is not None, "a confirmed verdict has a winner"
+            tied = ", though it cannot be told from it" if number in verdict.tied_with else ""
+            return f"the confirmed winner is {fmt.trial_id(verdict.winner)}{tied}"
+        case "keep":
+            return f"it is not shown to be faster than what you have ({verdict.reason})"
+        case "unconfirmed":
+            return f"the confirmation was not settled ({verdict.reason})"
+
+
+def _gate_doubt(verdict: Verdict, number: int) -> tuple[str, ...]:
+    report = gate_of(verdict, number)
+    return () if report is not None and report.passed else (_gate_missing(report),)
+
+
+def _gate_missing(report: GateReport | None) -> str:
+    if report is None:
+        return "the loss gate did not look whether it trains the same model"
+    return f"the loss gate found that it does not train the same model: {report.reasons[0]}"
+
+
+def _remedy(state: SweepState, chosen: Trial) -> str:
+    name, verdict = state.sweep.sweep, state.verdict
+    force = "--force promotes it all the same, and that is recorded."
+    if not state.is_over:
+        return f"Wait for it: tune-cluster status {name}. {force}"
+    report = gate_of(verdict, chosen.number) if verdict else None
+    is_refuted = verdict is not None and verdict.conclusion == "keep" and verdict.winner is None
+    if chosen.number == 0 or is_refuted or (report is not None and not report.passed):
+        return f"Keep what you have. {force}"
+    if verdict is not None and verdict.winner == chosen.number:
+        return f"Submit the sweep under another name with `gate:` on. {force}"
+    return f"Prove it: tune-cluster confirm {name} --trial {chosen.number}. {force}"
+
+
+def gate_of(verdict: Verdict, number: int) -> GateReport | None:
+    """The gate's report about a finalist; None where it did not look."""
+    return next((report for report in verdict.gates if report.trial == number), None)
+
+
+def evidence(state: SweepState, chosen: Chosen) -> dict[str, Any]:
+    """What was measured of the trial, as JSON values: enough to judge it, and to compare with later."""
+    trial = chosen.trial
+    measured, compared = result(trial), speedup(trial, state.baseline)
+    assert measured is not None, "only measured trials are chosen"
+    return {
+        "sweep": state.sweep.sweep,
+        "sweep_id": sweep_id(state.sweep),
+        "trial": trial.number,
+        "tokens_per_s_per_device": measured.speed.value,
+        "unit": speed_unit(state.sweep.workload),
+        "ci95": interval_json(measured.speed.ci95),
+        "speedup": compared.to_json() if compared else None,
+        "verdict": to_json(state.verdict),
+        "confirmation": _confirmation(state, trial.number),
+        "gate": _gate(state, trial.number),
+        "training": trajectory_json(trial.measurement, trial.candidate),
+        "forced": chosen.forced,
+        "missing": list(chosen.missing),
+        "hardware": state.sweep.hardware,
+        "fingerprint": dict(state.sweep.fingerprint),
+    }
+
+
+def _confirmation(state: SweepState, number: int) -> list[dict[str, Any]]:
+    """Runs of the trial and of the baseline in the last proof."""
+    if state.proof is None:
+        return []
+    return [
+        {
+            "trial": run.number,
+            "of": run.check.of,
+            "round": run.check.round,
+            "tokens_per_s_per_device": run.measurement.tokens_per_s_per_device,
+        }
+        for run in checks(state, state.proof)
+        if isinstance(run.check, ConfirmationRun) and run.check.of in (0, number) and run.measurement is not None
+    ]
+
+
+def _gate(state: SweepState, number: int) -> dict[str, Any] | None:
+    """What the gate said of the trial and what it compared; None where it did not look at it."""
+    report = gate_of(state.verdict, number) if state.verdict else None
+    if report is None:
+        return None
+    runs = {
+        role: {"trial": run.number, **trajectory_json(run.measurement, run.candidate)}
+        for role, run in gate_runs(state, number).items()
+        if run.measurement is not None
+    }
+    return {"report": to_json(report), "runs": runs}
+
+
+def trajectory_json(measurement: Measurement | None, candidate: Candidate) -> dict[str, Any]:
+    """How a run trained, step by step from the first: what :class:`orchestrator.proof.accuracy.Trajectory` needs."""
+    if measurement is None:
+        return {}
+    return {
+        "losses": _finite(measurement.losses),
+        "grad_norms": _finite(measurement.grad_norms),
+        "num_skipped_steps": measurement.num_skipped_steps,
+        "precision": to_json(candidate.precision),
+        "matmul_precision": candidate.kernels.matmul_precision,
+        "micro_batch_size": candidate.micro_batch_size,
+    }
+
+
+def _finite(values: Sequence[float]) -> list[float | None]:
+    """JSON has no other numbers."""
+    return [value if math.isfinite(value) else None for value in values]

@@ -1,0 +1,1 @@
+"""Proof that a finalist is faster than the baseline and trains the same model: confirmation, loss gate, verdict."""

@@ -1,0 +1,151 @@
+"""The user's own evaluation of a finalist: a command that is told the facts and passes by exiting with 0."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.logs import attempt_folder
+from orchestrator.proof.accuracy import trajectory
+from orchestrator.proof.evaluation_keeper import KILL_S, Ending, Order
+from orchestrator.proof.standing import BASELINE, gate_runs
+from orchestrator.proof.values import Evaluation, GateReport
+from orchestrator.state import SweepState, Trial
+from trials.codec import to_json
+from trials.files import make_private_folder, write_atomically
+
+logger = logging.getLogger(__name__)
+
+FACTS_PLACEHOLDER = "{facts}"
+FACTS_VARIABLE = "TUNE_CLUSTER_FACTS"
+FACTS_FILE, LOG_FILE = "facts.json", "output.log"
+_GRACE_S = 2 * KILL_S
+"""How much later than its deadline the keeper of a command is given up."""
+
+
+class EvaluationProcess:
+    """One run of the command, beside the controller; nothing of it outlives its end, or the controller's."""
+
+    def __init__(self) -> None:
+        self._trial = 0
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._give_up_s = 0.0
+        self._failure = ""
+
+    def start(self, command: tuple[str, ...], facts: Mapping[str, Any], folder: Path, timeout_s: float) -> None:
+        """Write ``facts``, as :func:`facts` gives them, into ``folder`` and run ``command`` without a shell.
+
+        Its path stands for ``{facts}`` in any argument, and is in the variable ``TUNE_CLUSTER_FACTS``. What the
+        command writes goes to ``output.log`` beside it.
+        """
+        self._trial = facts["trial"]
+        self._give_up_s = time.monotonic() + timeout_s + _GRACE_S
+        path = folder.absolute() / FACTS_FILE
+        order = Order(
+            command=[argument.replace(FACTS_PLACEHOLDER, str(path)) for argument in command],
+            variables={FACTS_VARIABLE: str(path)},
+            log=str(path.with_name(LOG_FILE)),
+            timeout_s=timeout_s,
+        )
+        try:
+            make_private_folder(folder)
+            write_atomically(path, [json.dumps(facts, indent=1).encode()], mode=0o600)
+            self._keeper = _start_keeper(order)
+        except OSError as error:
+            self._failure = f"the evaluation cannot be started: {error}"
+
+    def poll(self) -> Evaluation | None:
+        """How it ended; None while it goes on. Never waits."""
+        if self._keeper is None:
+            return self._ended(Ending(exit_code=None, tail=(self._failure,)))
+        if self._keeper.poll() is None:
+            if time.monotonic() < self._give_up_s:
+                return None
+            self.kill()
+            return self._ended(Ending(exit_code=None, tail=("it did not end, and could not be killed in time",)))
+        assert self._keeper.stdout is not None
+        with self._keeper.stdout as pipe:
+            text = pipe.read().decode()
+        _close_input(self._keeper)
+        if self._keeper.returncode != 0 or not text:
+            return self._ended(Ending(exit_code=None, tail=("the process that runs the evaluation was killed",)))
+        return self._ended(Ending.from_json(text))
+
+    def kill(self) -> None:
+        """End it, with all that it started. Waits until that is done."""
+        keeper = self._keeper
+        if keeper is None or keeper.returncode is not None:
+            return
+        _close_input(keeper)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            keeper.wait(_GRACE_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(keeper.pid, signal.SIGKILL)
+        keeper.wait()
+        if keeper.stdout is not None:
+            keeper.stdout.close()
+
+    def _ended(self, ending: Ending) -> Evaluation:
+        passed = ending.exit_code == 0
+        if not passed:
+            logger.warning("the evaluation of t%03d failed (exit code %s)", self._trial, ending.exit_code)
+        return Evaluation(trial=self._trial, passed=passed, exit_code=ending.exit_code, output_tail=ending.tail)
+
+
+def _start_keeper(order: Order) -> subprocess.Popen[bytes]:
+    keeper = subprocess.Popen(
+        [sys.executable, "-m", "orchestrator.proof.evaluation_keeper"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for the sweep
+    )
+    assert keeper.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        keeper.stdin.write(f"{order.to_json()}\n".encode())
+        keeper.stdin.flush()
+    return keeper
+
+
+def _close_input(keeper: subprocess.Popen[bytes]) -> None:
+    assert keeper.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        keeper.stdin.close()
+
+
+def facts(state: SweepState, trial: int, report: GateReport | None, folder: Path | None = None) -> dict[str, Any]:
+    """What the command is told about finalist ``trial``, as JSON.
+
+    ``folder`` is the sweep's: with it, the gate runs' own folders are told as well.
+    """
+    return {
+        "sweep": state.sweep.sweep,
+        "trial": trial,
+        "candidate": to_json(state.trials[trial].candidate),
+        "baseline": to_json(state.trials[BASELINE].candidate),
+        "workload": to_json(state.sweep.workload),
+        "gate": None if report is None else to_json(report),
+        "runs": {role: _run_facts(run, folder) for role, run in gate_runs(state, trial).items()},
+    }
+
+
+def _run_facts(run: Trial, folder: Path | None) -> dict[str, Any]:
+    """Of one gate run: what it trained, how that went, and where its last attempt worked."""
+    measurement, number = run.measurement, len(run.attempts) - 1
+    where = None
+    if folder is not None and run.attempts:
+        where = str(attempt_folder(folder, run.number, number, run.attempts[-1].token))
+    return {
+        "trial": run.number,
+        "candidate": to_json(run.candidate),
+        "trajectory": None if measurement is None else to_json(trajectory(measurement, run.candidate)),
+        "folder": where,
+    }

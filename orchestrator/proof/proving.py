@@ -1,0 +1,258 @@
+"""What a proof does next: a pure function of the sweep's state.
+
+::
+
+    search ended --> finalists chosen --> rounds of confirmation --> gate --> user's evaluation --> verdict --> profiles
+                                          ^        | undecided       | failed: the next finalist that is shown faster
+                                          +--------+                 +--> gate
+
+Nothing is confirmed that was not measured again, interleaved with the baseline on the same nodes, after it had been
+chosen: the best of many measurements is partly the luckiest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from orchestrator.events import ChooseFinalists, Command, Conclude, Evaluate, Finish, ProposeCheck
+from orchestrator.limits import spent_budget
+from orchestrator.proof.accuracy import reference_candidate
+from orchestrator.proof.standing import (
+    BASELINE,
+    Confirmation,
+    confirm_settings,
+    confirmation,
+    gate_report,
+    gate_roles,
+    gate_runs,
+)
+from orchestrator.proof.values import (
+    Check,
+    Conclusion,
+    ConfirmationRun,
+    Evaluation,
+    GateReport,
+    GateRole,
+    GateRun,
+    ProfileRun,
+    RatioInterval,
+    Verdict,
+)
+from orchestrator.state import ProofState, SweepState, Trial
+from orchestrator.statistics import tokens_per_s_per_device
+from trials.spec import Layout
+
+MAX_VOID_ROUNDS = 4
+"""Rounds whose runs had to be spread over different nodes and do not count, before the proof gives up."""
+
+
+def next_command(state: SweepState, end: str) -> Command:
+    """The search has ended because of ``end`` and nothing runs: the next step of the proof, a profile, or the end."""
+    if (begin := _finalists(state, end)) is not None:
+        return begin
+    if state.proof is not None and state.proof.verdict is None:
+        return _prove(state, state.proof)
+    for number in _to_be_profiled(state):
+        check = ProfileRun(of=number, profile=state.sweep.profile)
+        return _propose(state, check, f"profile of t{number:03d}")
+    return Finish(status="finished", reason=end)
+
+
+def largest_layout(state: SweepState) -> Layout | None:
+    """That of the finalists and the baseline which needs most devices."""
+    if state.proof is None:
+        return None
+    layouts = [state.trials[number].candidate.layout for number in (BASELINE, *state.proof.finalists)]
+    return max(layouts, key=lambda layout: layout.world_size)
+
+
+def _finalists(state: SweepState, end: str) -> ChooseFinalists | None:
+    if state.to_confirm:
+        return ChooseFinalists(finalists=state.to_confirm, reason=end)
+    if state.proof is not None or state.sweep.proof.confirm is None or state.best is None:
+        return None
+    return ChooseFinalists(finalists=choose_finalists(state), reason=end)
+
+
+def choose_finalists(state: SweepState) -> tuple[int, ...]:
+    """Measured trials that may be faster than the baseline: those with the highest upper bounds of their intervals."""
+    baseline = state.trials[BASELINE].measurement
+    if baseline is None:
+        return ()
+    bar = baseline.tokens_per_s_per_device
+    bounds: dict[int, tuple[float, float]] = {}
+    for trial in state.searched():
+        if trial.number != BASELINE and trial.measurement is not None:
+            speed = tokens_per_s_per_device(trial.measurement)
+            bounds[trial.number] = (speed.ci95.high if speed.ci95 else speed.value, speed.value)
+    hopeful = [number for number, (upper, _) in bounds.items() if upper > bar]
+    chosen = sorted(hopeful, key=lambda n: (-bounds[n][0], n))[: confirm_settings(state).num_finalists]
+    return tuple(sorted(chosen, key=lambda n: (-bounds[n][1], n)))
+
+
+def _prove(state: SweepState, proof: ProofState) -> Command:
+    found = confirmation(state)
+    if found is None:
+        return _nothing_to_confirm(state)
+    if BASELINE in found.failed:
+        why = f"the baseline could not be measured again: {found.failed[BASELINE]}"
+        return _conclude(found, "unconfirmed", None, why)
+    spent = "" if proof.is_asked else spent_budget(state)
+    if found.missing and not spent:
+        return _measure_again(state, found)
+    if spent and found.judgement.leader is None:
+        return _conclude(found, "unconfirmed", None, f"{spent} before anything was shown faster than the baseline")
+    return _gate(state, proof, found, spent)
+
+
+def _nothing_to_confirm(state: SweepState) -> Conclude:
+    is_measured = state.trials[BASELINE].measurement is not None
+    return Conclude(
+        verdict=Verdict(
+            conclusion="keep" if is_measured else "unconfirmed",
+            winner=None,
+            reason="no trial was faster than the baseline"
+            if is_measured
+            else "the baseline was not measured, so that nothing can be compared with it",
+        )
+    )
+
+
+def _measure_again(state: SweepState, found: Confirmation) -> Command:
+    number = found.current.number if found.current else found.num_begun
+    if number - len(found.complete) > MAX_VOID_ROUNDS:
+        why = f"{MAX_VOID_ROUNDS} rounds could not be measured on the same nodes"
+        return _conclude(found, "unconfirmed", None, why)
+    of = found.missing[0]
+    name = "the baseline" if of == BASELINE else f"t{of:03d}"
+    return _propose(state, ConfirmationRun(of=of, round=number), f"round {number + 1} of confirming {name}")
+
+
+def _gate(state: SweepState, proof: ProofState, found: Confirmation, spent: str) -> Command:
+    """Finalists shown faster, the leader first, until one trains the same model."""
+    settings = state.sweep.proof.gate
+    reports: list[GateReport] = []
+    for finalist in shown_faster(found):
+        if settings is not None:
+            report = gate_report(state, finalist, settings)
+            if report is None:
+                if spent:
+                    return _conclude(found, "unconfirmed", None, f"{spent} before the loss gate was through", reports)
+                return _train_for_gate(state, finalist)
+            reports.append(report)
+            if gate_runs(state, finalist)["baseline"].measurement is None:
+                return _conclude(found, "unconfirmed", None, report.reasons[0], reports)
+            if not report.passed:
+                continue
+            if settings.command:
+                evaluation = evaluation_of(proof, finalist)
+                if evaluation is None:
+                    return Evaluate(trial=finalist)
+                if not evaluation.passed:
+                    continue
+        return _conclude(found, "confirmed", finalist, _winner_words(found, finalist), reports, proof.evaluations)
+    return _conclude(found, "keep", None, _keep_words(found, reports, proof.evaluations), reports, proof.evaluations)
+
+
+def shown_faster(found: Confirmation) -> tuple[int, ...]:
+    """Finalists shown faster than the baseline, the leader first, then by their ratios."""
+    compared = found.judgement.against_baseline
+    faster = [n for n in found.finalists if n in compared and compared[n].verdict == "faster"]
+    return tuple(sorted(faster, key=lambda n: (n != found.judgement.leader, -compared[n].ratio.value, n)))
+
+
+def evaluation_of(proof: ProofState, finalist: int) -> Evaluation | None:
+    """How the user's evaluation of ``finalist`` ended; None while it has not."""
+    return next((one for one in proof.evaluations if one.trial == finalist), None)
+
+
+def _train_for_gate(state: SweepState, finalist: int) -> Command:
+    runs = gate_runs(state, finalist)
+    role: GateRole = next(role for role in gate_roles(state, finalist) if role not in runs)
+    of = finalist if role == "finalist" else BASELINE
+    who = {"baseline": "the baseline", "finalist": f"t{finalist:03d}", "reference": "the baseline in fp32"}[role]
+    return _propose(state, GateRun(of=of, role=role), f"losses of {who} for the gate")
+
+
+def _propose(state: SweepState, check: Check, reason: str) -> ProposeCheck:
+    candidate = state.trials[check.of].candidate
+    if isinstance(check, GateRun) and check.role == "reference":
+        candidate = reference_candidate(candidate, state.sweep.workload)
+    return ProposeCheck(trial=len(state.trials), check=check, candidate=candidate, reason=reason)
+
+
+def _to_be_profiled(state: SweepState) -> Iterator[int]:
+    """Those asked for by people, then those of the sweep's file; measured ones only."""
+    yield from state.to_profile
+    if not state.sweep.profiled:
+        return
+    done = {trial.check.of for trial in state.trials if isinstance(trial.check, ProfileRun)}
+    for name in state.sweep.profiled:
+        trial = named(state, name)
+        if trial is not None and trial.measurement is not None and trial.number not in done:
+            yield trial.number
+
+
+def named(state: SweepState, name: str) -> Trial | None:
+    """The trial called ``winner``, ``baseline`` or by its number; None where there is none."""
+    if name == "winner":
+        return state.winner
+    number = BASELINE if name == "baseline" else int(name)
+    return state.trials[number] if number < len(state.trials) else None
+
+
+# ---- words ----
+
+
+def _conclude(
+    found: Confirmation,
+    conclusion: Conclusion,
+    winner: int | None,
+    reason: str,
+    gates: Sequence[GateReport] = (),
+    evaluations: Sequence[Evaluation] = (),
+) -> Conclude:
+    judgement = found.judgement
+    shown = winner if winner is not None else _fastest(found)
+    compared = judgement.against_baseline.get(shown) if shown is not None else None
+    interval = None
+    if compared is not None:
+        ci95 = compared.ratio.ci95
+        interval = RatioInterval(
+            value=compared.ratio.value, low=ci95.low if ci95 else None, high=ci95.high if ci95 else None
+        )
+    return Conclude(
+        verdict=Verdict(
+            conclusion=conclusion,
+            winner=winner,
+            reason=reason,
+            speedup=interval,
+            tied_with=judgement.tied_with_leader if winner is not None and winner == judgement.leader else (),
+            num_rounds=len(found.complete),
+            gates=tuple(gates),
+            evaluations=tuple(evaluations),
+        )
+    )
+
+
+def _fastest(found: Confirmation) -> int | None:
+    compared = found.judgement.against_baseline
+    return max(compared, key=lambda n: compared[n].ratio.value, default=None)
+
+
+def _winner_words(found: Confirmation, winner: int) -> str:
+    tied = found.judgement.tied_with_leader if winner == found.judgement.leader else ()
+    words = f"t{winner:03d} is faster than the baseline in {len(found.complete)} rounds"
+    if not tied:
+        return words
+    return f"{words}; it cannot be told from {' '.join(f't{n:03d}' for n in tied)}"
+
+
+def _keep_words(found: Confirmation, reports: Sequence[GateReport], evaluations: Sequence[Evaluation]) -> str:
+    refused = [f"t{r.trial:03d} does not train the same model: {r.reasons[0]}" for r in reports if not r.passed]
+    refused += [f"t{e.trial:03d} failed your evaluation" for e in evaluations if not e.passed]
+    refused += [f"t{n:03d} failed when it was measured again: {why}" for n, why in found.failed.items()]
+    words = (
+        "" if shown_faster(found) else f"no finalist is shown faster than the baseline in {len(found.complete)} rounds"
+    )
+    return "; ".join([words, *refused] if words else refused)

@@ -1,0 +1,179 @@
+"""What a proof has measured so far, read from the checks of a sweep's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from orchestrator.proof.accuracy import failed_gate, judge_gate, needs_reference, trajectory
+from orchestrator.proof.judging import Judgement, judge, order
+from orchestrator.proof.values import (
+    ConfirmationRun,
+    ConfirmSettings,
+    GateReport,
+    GateRole,
+    GateRun,
+    GateSettings,
+)
+from orchestrator.state import ProofState, SweepState, Trial, describe_failure
+from trials.outcome import Failure
+
+BASELINE = 0
+"""Number of the trial everything is compared with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One turn of measuring everybody once more."""
+
+    number: int
+    runs: dict[int, Trial] = field(default_factory=dict)
+    """Finalist or baseline to its measured run."""
+
+    @property
+    def speeds(self) -> dict[int, float]:
+        """tokens/s/p of each."""
+        return {of: run.measurement.tokens_per_s_per_device for of, run in self.runs.items() if run.measurement}
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether all ran on nodes of the one that ran on most."""
+        nodes = [{device.node for device in run.attempts[-1].ranks} for run in self.runs.values()]
+        widest: set[str] = max(nodes, key=len, default=set())
+        return all(names <= widest for names in nodes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmation:
+    """How far the confirmation of a proof is."""
+
+    finalists: tuple[int, ...]
+    """Those still in, fastest of the search first."""
+    failed: dict[int, str]
+    """Finalist, or baseline, to why its run was not measured."""
+    complete: tuple[Round, ...]
+    """Rounds that count."""
+    current: Round | None
+    """The last round, where it is not complete yet."""
+    num_begun: int
+    """Rounds begun, those that do not count included."""
+    missing: tuple[int, ...]
+    """Who is still to be measured in the current or the next round, in order; empty when it is decided."""
+    judgement: Judgement
+
+
+def checks(state: SweepState, proof: ProofState) -> Iterator[Trial]:
+    """The checks of this proof, in order, profiles among them."""
+    return (trial for trial in state.trials[proof.first_check :] if trial.check is not None)
+
+
+def confirm_settings(state: SweepState) -> ConfirmSettings:
+    """Those of the sweep; the defaults where a person asks for what its file turned off."""
+    return state.sweep.proof.confirm or ConfirmSettings()
+
+
+def confirmation(state: SweepState) -> Confirmation | None:
+    """Where the confirmation of the last proof stands; None without one, or without anything to confirm."""
+    proof = state.proof
+    if proof is None or not proof.finalists:
+        return None
+    settings = confirm_settings(state)
+    rounds, failed = _rounds(state, proof)
+    finalists = tuple(number for number in proof.finalists if number not in failed)
+
+    def judged(of: list[Round]) -> Judgement:
+        return judge(
+            [one.speeds for one in of],
+            baseline=BASELINE,
+            finalists=finalists,
+            min_rounds=settings.min_rounds,
+            max_rounds=settings.max_rounds,
+        )
+
+    last = rounds[-1] if rounds else None
+    before = [one for one in rounds[:-1] if BASELINE in one.speeds and one.is_comparable]
+    if last is not None:
+        wanted = order(judged(before).contenders, last.number)
+        missing = tuple(number for number in wanted if number not in last.runs)
+        if missing:
+            return Confirmation(
+                finalists=finalists,
+                failed=failed,
+                complete=tuple(before),
+                current=last,
+                num_begun=len(rounds),
+                missing=missing,
+                judgement=judged(before),
+            )
+        before += [last] if last.is_comparable else []
+    judgement = judged(before)
+    return Confirmation(
+        finalists=finalists,
+        failed=failed,
+        complete=tuple(before),
+        current=None,
+        num_begun=len(rounds),
+        missing=() if judgement.is_decided else order(judgement.contenders, len(rounds)),
+        judgement=judgement,
+    )
+
+
+def _rounds(state: SweepState, proof: ProofState) -> tuple[list[Round], dict[int, str]]:
+    """Measured runs by round; a round that was begun but has no measured run is there, too. Those who failed."""
+    rounds: dict[int, Round] = {}
+    failed: dict[int, str] = {}
+    for trial in checks(state, proof):
+        check = trial.check
+        if isinstance(check, ConfirmationRun):
+            runs = rounds.setdefault(check.round, Round(number=check.round)).runs
+            if trial.measurement is not None:
+                runs[check.of] = trial
+            elif isinstance(trial.outcome, Failure) and not _goes_again(state, trial):
+                failed[check.of] = describe_failure(trial.outcome) or trial.status
+    return [rounds[number] for number in sorted(rounds)], failed
+
+
+def gate_runs(state: SweepState, finalist: int) -> dict[GateRole, Trial]:
+    """The last proof's gate runs that judge ``finalist``: one of the baseline serves all."""
+    found: dict[GateRole, Trial] = {}
+    if state.proof is None:
+        return found
+    for trial in checks(state, state.proof):
+        check = trial.check
+        if isinstance(check, GateRun) and (check.role != "finalist" or check.of == finalist):
+            found[check.role] = trial
+    return found
+
+
+def gate_roles(state: SweepState, finalist: int) -> tuple[GateRole, ...]:
+    """Who has to train for the gate to judge ``finalist``, in order."""
+    baseline, candidate = state.trials[BASELINE].candidate, state.trials[finalist].candidate
+    reference: tuple[GateRole, ...] = ("reference",) if needs_reference(baseline, candidate) else ()
+    return ("baseline", *reference, "finalist")
+
+
+def gate_report(state: SweepState, finalist: int, settings: GateSettings) -> GateReport | None:
+    """What the gate says about ``finalist``; None while its runs are not there."""
+    runs = gate_runs(state, finalist)
+    roles = gate_roles(state, finalist)
+    if any(role not in runs or runs[role].outcome is None or _goes_again(state, runs[role]) for role in roles):
+        return None
+    for role in roles:
+        run = runs[role]
+        match role:
+            case "finalist" | "baseline":
+                if run.measurement is None:
+                    why = describe_failure(run.outcome) or run.status
+                    return failed_gate(finalist, settings, f"the {role}'s run for the gate failed: {why}")
+            case "reference":
+                pass  # it may not fit in fp32: the gate says that it did without
+            case _:
+                assert_never(role)
+    of = {role: trajectory(run.measurement, run.candidate) for role, run in runs.items() if run.measurement}
+    reference = of.get("reference") if "reference" in roles else None
+    return judge_gate(finalist, of["baseline"], of["finalist"], reference, settings, state.sweep.workload)
+
+
+def _goes_again(state: SweepState, run: Trial) -> bool:
+    return run.number in state.waiting or run.number in state.running

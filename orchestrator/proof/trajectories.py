@@ -1,0 +1,179 @@
+"""What a gate run showed, and how two of them compare step by step. Standard library only.
+
+Steps count from 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+
+from orchestrator.proof.tolerances import Tolerance, class_name
+from trials.outcome import Measurement
+from trials.spec import Candidate, Precision
+
+BASELINE_FACTOR = 2.0
+"""A finalist may lie this many times as far from the reference as the baseline does, where that is more."""
+SPIKE_FACTOR = 3.0
+"""A gradient norm this many times the median of those before is a spike."""
+LOSS_AFTER_SPIKE = 3e-2
+"""Limit of the loss from a spike on, at least."""
+_SPIKE_WINDOW = 5
+_FLOOR = 0.01
+"""Of the largest value: deviations of smaller ones are relative to this."""
+_TINY = 1e-12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """Of one gate run, step by step from the first."""
+
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    """0 where loss scaling skipped the update."""
+    num_skipped_steps: int
+    precision: Precision
+    matmul_precision: str = "highest"
+    micro_batch_size: int | None = None
+
+    @property
+    def class_name(self) -> str:
+        """Names its number formats."""
+        return class_name(self.precision, self.matmul_precision)
+
+    @property
+    def num_steps(self) -> int:
+        return min(len(self.losses), len(self.grad_norms))
+
+    @property
+    def skipped(self) -> frozenset[int]:
+        """Steps whose update loss scaling skipped."""
+        if not self.num_skipped_steps:
+            return frozenset()
+        return frozenset(step for step, norm in enumerate(self.grad_norms, start=1) if norm == 0.0)
+
+    @property
+    def spike(self) -> int | None:
+        """First step whose gradient norm is far above those before; None without any.
+
+        There the training is unstable: a rounding error may become as large as the values themselves within one step.
+        """
+        seen: list[float] = []
+        for step, norm in enumerate(self.grad_norms, start=1):
+            if step in self.skipped:
+                continue
+            if seen and norm > SPIKE_FACTOR * statistics.median(seen[-_SPIKE_WINDOW:]):
+                return step
+            seen.append(norm)
+        return None
+
+    def first(self, num_steps: int) -> Trajectory:
+        """The beginning: tuning kernels may make a run longer than was asked."""
+        return replace(self, losses=self.losses[:num_steps], grad_norms=self.grad_norms[:num_steps])
+
+
+def trajectory(measurement: Measurement, candidate: Candidate) -> Trajectory:
+    """Of a gate run."""
+    return Trajectory(
+        losses=measurement.losses,
+        grad_norms=measurement.grad_norms,
+        num_skipped_steps=measurement.num_skipped_steps,
+        precision=candidate.precision,
+        matmul_precision=candidate.kernels.matmul_precision,
+        micro_batch_size=candidate.micro_batch_size,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One quantity: how far two runs lie apart, and how far they may. Both relative; element i is step i + 1."""
+
+    deviations: tuple[float | None, ...]
+    """None where nothing can be compared: the update was skipped, after a spike, or a value is not finite."""
+    limits: tuple[float, ...]
+
+    @property
+    def beyond(self) -> tuple[int, ...]:
+        """Steps beyond their limits."""
+        pairs = enumerate(zip(self.deviations, self.limits, strict=True), start=1)
+        return tuple(step for step, (deviation, limit) in pairs if deviation is not None and deviation > limit)
+
+    @property
+    def worst(self) -> int | None:
+        """The step nearest to its limit, or furthest beyond it; None where no step can be compared."""
+        ratios = {
+            step: deviation / max(limit, _TINY)
+            for step, (deviation, limit) in enumerate(zip(self.deviations, self.limits, strict=True), start=1)
+            if deviation is not None
+        }
+        return max(ratios, key=lambda step: ratios[step], default=None)
+
+
+def loss_curve(expected: Trajectory, run: Trajectory, limits: Tolerance, baseline: Trajectory | None) -> Curve:
+    """Of ``run`` against ``expected``; ``baseline`` where ``expected`` is a reference that it lies apart from, too."""
+    values, nothing = expected.losses, frozenset[int]()
+    own = None if baseline is None else _relative(values, baseline.losses, nothing)
+    allowed = _allowed(limits, own, len(values))
+    if expected.spike is not None:
+        start = expected.spike - 1
+        allowed[start:] = [max(limit, LOSS_AFTER_SPIKE) for limit in allowed[start:]]
+    return Curve(
+        deviations=_relative(values, run.losses, nothing),
+        limits=_with_delays(allowed, values, expected, run),
+    )
+
+
+def norm_curve(expected: Trajectory, run: Trajectory, limits: Tolerance, baseline: Trajectory | None) -> Curve:
+    """As :func:`loss_curve`, of gradient norms; after a spike they say nothing."""
+    values = expected.grad_norms
+    wild = frozenset() if expected.spike is None else frozenset(range(expected.spike, len(values) + 1))
+    void = expected.skipped | wild
+    own = None if baseline is None else _relative(values, baseline.grad_norms, void | baseline.skipped)
+    return Curve(
+        deviations=_relative(values, run.grad_norms, void | run.skipped),
+        limits=_with_delays(_allowed(limits, own, len(values)), values, expected, run),
+    )
+
+
+def _relative(expected: Sequence[float], values: Sequence[float], void: AbstractSet[int]) -> tuple[float | None, ...]:
+    """Deviation per step; None in the ``void`` ones, and where a value is not finite."""
+    floor = _floor(expected)
+    return tuple(
+        None if step in void or not math.isfinite(a - b) else abs(b - a) / max(abs(a), floor)
+        for step, (a, b) in enumerate(zip(expected, values, strict=True), start=1)
+    )
+
+
+def _floor(values: Sequence[float]) -> float:
+    return max(_TINY, _FLOOR * max((abs(value) for value in values if math.isfinite(value)), default=0.0))
+
+
+def _allowed(limits: Tolerance, own: Sequence[float | None] | None, num_steps: int) -> list[float]:
+    """Limits of the class, or what the baseline's own deviations so far justify."""
+    allowed = [limits.at(step) for step in range(1, num_steps + 1)]
+    if own is None:
+        return allowed
+    largest_yet = itertools.accumulate((deviation or 0.0 for deviation in own), max)
+    return [max(limit, BASELINE_FACTOR * most) for limit, most in zip(allowed, largest_yet, strict=True)]
+
+
+def _with_delays(
+    limits: Sequence[float], values: Sequence[float], expected: Trajectory, run: Trajectory
+) -> tuple[float, ...]:
+    """Limits with what skipped updates add to them.
+
+    A run that skipped n updates which the other made is n updates behind, having seen the same data: its values may
+    lie as far off as any two of ``values`` do that are n steps apart.
+    """
+    differing, floor = expected.skipped ^ run.skipped, _floor(values)
+    made = {step: value for step, value in enumerate(values, start=1) if step not in expected.skipped}
+    allowed = []
+    for step, (limit, value) in enumerate(zip(limits, values, strict=True), start=1):
+        lag = sum(before < step for before in differing)
+        change = max((abs(made[s] - made[s - lag]) for s in made if s - lag in made), default=max(map(abs, values)))
+        allowed.append(limit + change / max(abs(value), floor))
+    return tuple(allowed)

@@ -1,0 +1,220 @@
+"""Exporting a winner to a framework's own configuration, so that nothing it asks for is dropped silently.
+
+A recipe is a table of :class:`Setting` objects. Each names the fields it speaks for (paths as in
+:func:`orchestrator.recipes.fields.flatten`), writes them as the framework's settings, and reads them back. What a
+framework cannot say becomes a :class:`Note`. Two things make sure of that: a test that every field there is has a
+setting in every recipe, and :func:`audited`, which reads every export back and adds a note wherever it says something
+else than what was asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from orchestrator.recipes.fields import candidate_of, defaults, flatten, is_at_or_below
+from trials.spec import Candidate, Workload
+
+Severity = Literal["warning", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """What the framework cannot say of the fields at or below the path ``knob``.
+
+    An error changes what is trained or how; a warning says what was approximated, or left to the framework.
+    """
+
+    knob: str
+    message: str
+    severity: Severity
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.knob}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """Configuration for one framework: text by file name, and the command that starts training with it."""
+
+    format: str
+    files: Mapping[str, str]
+    command: str
+    notes: tuple[Note, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsed:
+    """What exported files say: value by path, for the fields that the framework can express."""
+
+    values: Mapping[str, Any]
+
+    @property
+    def candidate(self) -> Candidate:
+        return candidate_of(self.values)
+
+
+class Recipe(Protocol):
+    """One framework's format."""
+
+    name: str
+    """As in ``--format``."""
+    title: str
+
+    @property
+    def handled(self) -> Mapping[str, tuple[str, ...]]:
+        """By path, or part above paths: the framework's names for it; ``()`` where it has none."""
+
+    def export(self, candidate: Candidate, workload: Workload) -> Export: ...
+
+    def parse(self, files: Mapping[str, str]) -> Parsed: ...
+
+
+@dataclass(slots=True)
+class Draft:
+    """An export in the making: what is asked for, and what has been written so far."""
+
+    candidate: Candidate
+    workload: Workload
+    values: Mapping[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+
+    def warn(self, knob: str, message: str) -> None:
+        self.notes.append(Note(knob=knob, message=message, severity="warning"))
+
+    def refuse(self, knob: str, message: str) -> None:
+        self.notes.append(Note(knob=knob, message=message, severity="error"))
+
+    def note(self, severity: Severity, knob: str, message: str) -> None:
+        self.notes.append(Note(knob=knob, message=message, severity=severity))
+
+
+Settings = Mapping[str, Any]
+"""The framework's names and their values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How a framework says some fields; ``names`` are all settings that ``write`` may set."""
+
+    paths: tuple[str, ...]
+    names: tuple[str, ...]
+    write: Callable[[Draft], None]
+    read: Callable[[Settings], Mapping[str, Any]]
+
+
+def option(path: str, name: str, *, to: Callable[[Any], Any] = lambda value: value, of: Any = None) -> Setting:
+    """One field, one setting: ``to`` makes the framework's value, ``of`` makes ours again.
+
+    A field without a value here (of an absent part) writes nothing.
+    """
+
+    def write(draft: Draft) -> None:
+        if path in draft.values:
+            draft.settings[name] = to(draft.values[path])
+
+    def read(settings: Settings) -> dict[str, Any]:
+        return {path: of(settings[name]) if of else settings[name]} if name in settings else {}
+
+    return Setting(paths=(path,), names=(name,), write=write, read=read)
+
+
+def fixed(name: str, value: Any) -> Setting:
+    """A setting that every export needs, because the runner always works so and the framework's default differs."""
+
+    def write(draft: Draft) -> None:
+        draft.settings[name] = value
+
+    return Setting(paths=(), names=(name,), write=write, read=lambda _: {})
+
+
+def lacking(path: str, message: str, *, means: Any = None, severity: Severity = "warning") -> Setting:
+    """A field, or a part with all its fields, that the framework has no setting for. It always does ``means`` (by
+    default our default, or nothing for an optional part); anything else is noted."""
+    only = defaults().get(path) if means is None else means
+
+    def write(draft: Draft) -> None:
+        if any(value != only for known, value in draft.values.items() if is_at_or_below(known, path)):
+            draft.note(severity, path, message)
+
+    return Setting(paths=(path,), names=(), write=write, read=lambda _: {} if only is None else {path: only})
+
+
+def custom(
+    paths: Iterable[str],
+    names: Iterable[str],
+    write: Callable[[Draft], None],
+    read: Callable[[Settings], Mapping[str, Any]] = lambda _: {},
+) -> Setting:
+    """Several fields, or several settings, that belong together."""
+    return Setting(paths=tuple(paths), names=tuple(names), write=write, read=read)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableRecipe:
+    """A :class:`Recipe` made of settings; ``render`` writes the files of a finished draft, ``load`` reads them."""
+
+    name: str
+    title: str
+    settings: tuple[Setting, ...]
+    render: Callable[[Draft], Mapping[str, str]]
+    load: Callable[[Mapping[str, str]], Settings]
+    command: Callable[[Draft], str]
+
+    @property
+    def handled(self) -> Mapping[str, tuple[str, ...]]:
+        found: dict[str, tuple[str, ...]] = {}
+        for setting in self.settings:
+            for path in setting.paths:
+                found[path] = (*found.get(path, ()), *setting.names)
+        return found
+
+    def export(self, candidate: Candidate, workload: Workload) -> Export:
+        draft = Draft(candidate, workload, flatten(candidate, workload))
+        for setting in self.settings:
+            setting.write(draft)
+        return Export(format=self.name, files=self.render(draft), command=self.command(draft), notes=tuple(draft.notes))
+
+    def parse(self, files: Mapping[str, str]) -> Parsed:
+        settings = self.load(files)
+        values: dict[str, Any] = {}
+        for setting in self.settings:
+            values |= setting.read(settings)
+        return Parsed(values=values)
+
+
+def audited(recipe: Recipe, candidate: Candidate, workload: Workload) -> Export:
+    """The export, with an error for every field that reading it back does not give and that no note speaks of."""
+    export = recipe.export(candidate, workload)
+    parsed = recipe.parse(export.files).values
+    extra = [
+        Note(knob=path, message=_difference(asked, said), severity="error")
+        for path, (asked, said) in differences(flatten(candidate, workload), parsed).items()
+        if not any(is_at_or_below(path, note.knob) for note in export.notes)
+    ]
+    return dataclasses.replace(export, notes=(*export.notes, *extra))
+
+
+ABSENT = "nothing"
+
+
+def differences(asked: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What was asked for and what was said instead, by path; a candidate's field that is not said is the default."""
+    known = {**defaults(), **said}
+    return {
+        path: (asked.get(path, ABSENT), known.get(path, ABSENT))
+        for path in sorted({*asked, *said})
+        if asked.get(path, ABSENT) != known.get(path, ABSENT)
+    }
+
+
+def _difference(asked: Any, said: Any) -> str:
+    return f"asked for {asked}, but these files say {said}"
+
+
+def comments(notes: Iterable[Note], mark: str = "#") -> list[str]:
+    """Notes as comment lines at the head of a file."""
+    return [f"{mark} {' '.join(str(note).split())}" for note in notes]

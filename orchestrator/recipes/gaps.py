@@ -1,0 +1,82 @@
+"""Settings for what several frameworks leave to the user's own code, or cannot do at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.recipes.base import Draft, Setting, custom
+from orchestrator.recipes.fields import WORKLOAD, defaults, is_at_or_below
+
+TORCH_SCALER: dict[str, Any] = {
+    "precision.loss_scale.initial": 2.0**16,
+    "precision.loss_scale.growth_factor": 2.0,
+    "precision.loss_scale.growth_interval": 2000,
+    "precision.loss_scale.backoff_factor": 0.5,
+    "precision.loss_scale.backoff_interval": 1,
+    "precision.loss_scale.dynamic": True,
+}
+"""What ``torch.amp.GradScaler`` does unless told otherwise."""
+
+
+def asked(draft: Draft, part: str) -> dict[str, Any]:
+    """What the candidate asks for at or below ``part`` that is not the default; all of it for a workload."""
+    return {
+        path: value
+        for path, value in draft.values.items()
+        if is_at_or_below(path, part) and (is_at_or_below(path, WORKLOAD) or defaults().get(path) != value)
+    }
+
+
+def left_to_script(part: str, advice: str) -> Setting:
+    """The fields at or below ``part`` are for the user's training script: a warning says so, with their values."""
+
+    def write(draft: Draft) -> None:
+        if values := asked(draft, part):
+            draft.warn(part, f"{advice}; asked for {in_words(values, part)}")
+
+    return custom((part,), (), write)
+
+
+def takes_torch_scaler(draft: Draft) -> bool:
+    """Whether the loss scale is that of torch's GradScaler."""
+    return all(draft.values[path] == value for path, value in TORCH_SCALER.items())
+
+
+def in_words(values: Mapping[str, Any], part: str) -> str:
+    """``num_workers 2, pin_memory True``; of a single field only its value."""
+    return ", ".join(f"{path.removeprefix(part).lstrip('.')} {value}".strip() for path, value in values.items())
+
+
+def unable(*paths: str, message: str) -> Setting:
+    """Fields whose values other than the default the framework cannot do: each an error."""
+
+    def write(draft: Draft) -> None:
+        for path in paths:
+            if asked(draft, path):
+                draft.refuse(path, message)
+
+    return custom(paths, (), write, lambda _: {path: defaults()[path] for path in paths})
+
+
+def no_pipeline(message: str) -> Setting:
+    """Errors for everything that belongs to a pipeline."""
+    names = ("pp", "schedule", "num_virtual_stages", "stage_layers")
+    return unable(*(f"layout.{name}" for name in names), message=message)
+
+
+def own_data(reader: str) -> Setting:
+    """The data are always the user's own affair."""
+    return left_to_script("workload.data", reader)
+
+
+def own_seed() -> Setting:
+    return left_to_script("workload.seed", "your script sets the seed")
+
+
+KERNELS_OF_SCRIPT = (
+    left_to_script("kernels.attention", "your script chooses it: torch.nn.attention.sdpa_kernel(...)"),
+    left_to_script("kernels.cudnn_tuning_range", "your script sets torch.backends.cudnn.benchmark in these steps"),
+    left_to_script("kernels.memory_format", "your script calls model.to(memory_format=torch.channels_last)"),
+)
+"""Kernel choices that are calls into torch."""
