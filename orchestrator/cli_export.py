@@ -43,8 +43,6 @@ def export(
       tune-cluster export quickstart:winner --format accelerate
     """
     from orchestrator import recipes
-    from orchestrator.home import Home
-    from orchestrator.promotion import reading
 
     if lists:
         _print_formats(as_json)
@@ -52,6 +50,10 @@ def export(
     if reference is None or name is None:
         raise click.UsageError("say what to export and how: NAME@production --format FORMAT, or --formats for a list")
     recipes.recipe(name)
+
+    from orchestrator.home import Home
+    from orchestrator.promotion import reading
+
     described = reading.describe(reference, Home(home), tracking_uri)
     made = recipes.export(name, described.candidate, described.workload, allow_lossy=allow_lossy)
     written = [] if out is None else _write(made, out)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from orchestrator.cli_options import EXIT_FAILED, announce, home_option, json_option, print_result
 from orchestrator.invocation import Invocation
+
+if TYPE_CHECKING:
+    from orchestrator.promotion.drift import Kind
 
 _store_option = click.option("--tracking-uri", help="MLflow store to look in, if it is not the one in --home.")
 _reason_option = click.option("--reason", default="", help="Why, for the records.")
@@ -189,4 +192,69 @@ def diff(a: str, b: str, tracking_uri: str | None, home: Path, as_json: bool) ->
     print_result(as_json, found.to_json(), lambda: report_promotion.render_difference(found))
 
 
-COMMANDS = (ui, promote, rollback, history, show, diff)
+@click.command()
+@click.argument("reference")
+@click.option(
+    "--rounds", type=click.IntRange(1, 50), default=3, show_default=True, help="Times it is measured, each run anew."
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.05,
+    show_default=True,
+    help="Relative loss of speed that does not count.",
+)
+@click.option(
+    "--ignore",
+    "ignored",
+    multiple=True,
+    type=click.Choice(["driver", "library", "hardware", "training", "speed", "loss"]),
+    help="Kind of drift that does not count; may be repeated.",
+)
+@click.option("--address", metavar="HOST:PORT", help="Head of a Ray cluster, in place of the one in the sweep's file.")
+@_store_option
+@home_option
+@json_option
+def verify(
+    reference: str,
+    rounds: int,
+    tolerance: float,
+    ignored: tuple[Kind, ...],
+    address: str | None,
+    tracking_uri: str | None,
+    home: Path,
+    as_json: bool,
+) -> None:
+    """Measure NAME@production again on today's cluster and report what has drifted.
+
+    Compared are driver, libraries and hardware with those it was promoted on, today's speed with the promoted one, and
+    today's losses, step by step. For cron and CI: exit code 0 without drift, 1 with drift, 2 where it cannot be
+    verified. The result is recorded in MLflow.
+
+    \b
+    Examples:
+      tune-cluster verify llama-quickstart@production
+      tune-cluster verify llama-quickstart@production --tolerance 0.1 --ignore library --json
+    """
+    from orchestrator import report, report_promotion
+    from orchestrator.home import Home
+    from orchestrator.promotion import verification
+    from orchestrator.signals import interruptible
+
+    with interruptible(), report.LiveView() as view:
+        found = verification.verify(
+            reference,
+            Home(home),
+            view,
+            num_rounds=rounds,
+            tolerance=tolerance,
+            ignored=ignored,
+            address=address,
+            tracking_uri=tracking_uri,
+        )
+    print_result(as_json, found.to_json(), lambda: report_promotion.render_verification(found))
+    if found.drifted:
+        sys.exit(EXIT_FAILED)
+
+
+COMMANDS = (ui, promote, rollback, history, show, diff, verify)

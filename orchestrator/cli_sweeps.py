@@ -167,7 +167,7 @@ def explain(sweep: str, trial: str | None, other: str | None, home: Path, as_jso
     what is known by then.
 
     With TRIAL: why it was proposed, waits or failed, where each launch of it ran, who is to blame for its end, and
-    what the sweep made of that. TRIAL is 3, t003, baseline or best.
+    what the sweep made of that. TRIAL is 3, t003, baseline, best or winner.
 
     \b
     Examples:
@@ -202,18 +202,32 @@ def _explain_sweep(sweep: str, trial: str | None, home: Home, as_json: bool) -> 
 
 @click.command(name="report")
 @click.argument("sweep")
+@click.option(
+    "--html",
+    "html",
+    is_flag=False,
+    flag_value="",
+    metavar="[FILE]",
+    help="Write it as one page, readable offline, with plots; default: SWEEP-report.html here.",
+)
 @home_option
 @json_option
-def report_command(sweep: str, home: Path, as_json: bool) -> None:
-    """Show the result of SWEEP: winner against baseline, every trial, every failure.
+def report_command(sweep: str, html: str | None, home: Path, as_json: bool) -> None:
+    """Show the result of SWEEP: the verdict and what it rests on, every trial, every failure.
 
     \b
-    Example:
+    Examples:
       tune-cluster report quickstart
+      tune-cluster report quickstart --html quickstart.html
     """
     from orchestrator import report, service
     from orchestrator.home import Home
 
+    if html is not None:
+        path = _write_page(sweep, Path(html) if html else None, Home(home))
+        if not as_json:
+            click.echo(f"written to {path}")
+            return
     result = service.load(sweep, Home(home))
     print_result(
         as_json,
@@ -222,6 +236,17 @@ def report_command(sweep: str, home: Path, as_json: bool) -> None:
             result.state, result.summary, recorded=result.recorded, invocation=Invocation.current(home)
         ),
     )
+
+
+def _write_page(sweep: str, file: Path | None, home: Home) -> Path:
+    from rich.console import Console
+
+    from orchestrator import service
+    from orchestrator.review.page_file import make_page, write_page
+
+    result = service.load(sweep, home)
+    with home.open(sweep) as ledger, Console(stderr=True).status("drawing ..."):
+        return write_page(make_page(ledger, result.state, result.summary, Invocation.current(home.path)), file)
 
 
 COMMANDS = (ps, status, watch, logs, explain, report_command)

@@ -18,7 +18,7 @@ from orchestrator.mlflow_urls import sweep_links
 from orchestrator.report_live import LiveView
 from orchestrator.report_proof import render_confirmation, render_gate
 from orchestrator.report_table import trial_table
-from orchestrator.report_verdict import confidence, headline, is_worth_it, winner_and_baseline
+from orchestrator.report_verdict import change_heading, confidence, details, headline, is_worth_it, winner_and_baseline
 from orchestrator.space import diff, short_name
 from orchestrator.state import SweepState, Trial
 from orchestrator.summary import ENDED, Recorded, Result, Summary
@@ -42,7 +42,7 @@ def render_report(
     parts: list[RenderableType] = [_title(state, summary), _result_panel(state, summary)]
     results = winner_and_baseline(state, summary)
     if change := shown_change(state, summary):
-        parts.append(_section("What changed", _changes(*change)))
+        parts.append(_section(change_heading(state, summary), _changes(*change)))
     sections = {
         "Where the step time goes": _breakdown(results),
         "Found out": _findings(results),
@@ -73,8 +73,7 @@ def _title(state: SweepState, summary: Summary) -> RenderableType:
 def _result_panel(state: SweepState, summary: Summary) -> RenderableType:
     is_faster = is_worth_it(state, summary)
     lines: list[RenderableType] = [Text(headline(state, summary), style="bold green" if is_faster else "bold")]
-    if sure := confidence(state, summary):
-        lines.append(Text(sure, style="dim"))
+    lines += [Text(line, style="dim") for line in (*details(state), confidence(state, summary)) if line]
     grid = Table.grid(padding=(0, 2))
     for label, result in winner_and_baseline(state, summary):
         grid.add_row(Text(label, style="dim"), *_result_cells(result, summary.unit))

@@ -86,7 +86,8 @@ def _part_cells(side: Diagnosis, name: PartName) -> tuple[str, str, Text]:
         return "", "", Text("")
     style = "cyan" if name in ("compute", "forward_backward") else "yellow"
     bar = Text("█" * round(BAR_WIDTH * share), style=style)
-    return f"{_mark(found)}{fmt.milliseconds(side.parts.seconds(name))}", f"{share:.0%}", bar
+    words = f"{share:.0%}" if share >= 0.005 else "<1%"
+    return f"{_mark(found)}{fmt.milliseconds(side.parts.seconds(name))}", words, bar
 
 
 def _mark(parts: Iterable[Part]) -> str:
@@ -165,7 +166,7 @@ def _loss_grid(loss: Loss, explained: SweepExplanation) -> RenderableType:
     else:
         grid.add_row("change", Text(loss.note or "none is known to be faster"))
     if loss.at_most is not None:
-        grid.add_row("at most", Text(f"{loss.at_most:.2f}x, if all of it went"))
+        grid.add_row("at most", Text(f"{loss.at_most:.2f}x from this alone, if all of it went"))
     if loss.fixed:
         grid.add_row("fixed", Text(f"not varied by this sweep: {', '.join(loss.fixed[:5])}"))
     return Padding(grid, (0, 0, 0, 2))
@@ -178,7 +179,7 @@ def _others(losses: Iterable[Loss]) -> RenderableType:
     grid.add_column(overflow="fold", ratio=1)
     for loss in losses:
         found = loss.answer
-        words = f"{told(found)}: {_gain(found)}" if found else loss.note
+        words = f"{told(found)}: {_gain(found)}" if found else "no change is known to be faster"
         grid.add_row(KIND_WORDS.get(loss.kind, loss.kind), f"{loss.share:.0%}", Text(words))
     return Padding(grid, (0, 0, 0, 2))
 

@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from orchestrator import report_format as fmt
 from orchestrator.findings_text import findings_lines
 from orchestrator.report import changed_knobs, cost, found_out, shown_change
-from orchestrator.report_verdict import confidence, gate_words, headline, ratio_interval, winner_and_baseline
+from orchestrator.report_verdict import (
+    change_heading,
+    confidence,
+    details,
+    gate_words,
+    headline,
+    ratio_interval,
+    winner_and_baseline,
+)
 from orchestrator.review import proof_data
 from orchestrator.space import short_name
 from orchestrator.state import SweepState
 from orchestrator.summary import Summary
 
-Link = Callable[[str], str]
-"""The address of an artifact of the sweep's run."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
+    """What lies beside the note."""
+
+    links: Mapping[str, str] = field(default_factory=dict)
+    """What to read to its address."""
+    plots: Mapping[str, str] = field(default_factory=dict)
+    """Name of a plot to its address."""
 
 
-def report_markdown(state: SweepState, summary: Summary, link: Link | None = None) -> str:
-    """The result; the first line is the verdict. With ``link``, leads to the report and shows the first plot."""
+def report_markdown(state: SweepState, summary: Summary, attached: Attached | None = None) -> str:
+    """The result; the first line is the verdict, the second how sure that is, the third leads on."""
+    attached = attached or Attached()
     lines = [f"**{headline(state, summary)}**", ""]
     if sure := confidence(state, summary):
         lines += [sure + ".", ""]
-    if link is not None:
-        lines += [f"[The whole report]({link('report.html')})", ""]
+    if attached.links:
+        lines += [" · ".join(f"[{what}]({url})" for what, url in attached.links.items()), ""]
+    lines += [*(f"- {reason}" for reason in details(state)), ""] if details(state) else []
     lines += _results(state, summary)
     lines += ["", *_facts(state, summary)]
+    for name, url in attached.plots.items():
+        lines += ["", f"![{name}]({url})"]
     reason = f": {summary.reason}" if summary.reason else ""
     return "\n".join([*lines, "", f"{state.sweep.hardware} · {summary.state}{reason} · {cost(summary)}"])
 
@@ -45,7 +65,7 @@ def _results(state: SweepState, summary: Summary) -> Iterator[str]:
 def _facts(state: SweepState, summary: Summary) -> Iterator[str]:
     if change := shown_change(state, summary):
         changes = (f"`{knob}` {before} → {after}" for knob, before, after in changed_knobs(*change))
-        yield f"- What changed: {'; '.join(changes)}"
+        yield f"- {change_heading(state, summary)}: {'; '.join(changes)}"
     for one in proof_data.finalists(state):
         ratio = f"{one.overall.value:.2f}x ({ratio_interval(one.overall)})" if one.overall else "no round yet"
         yield f"- Confirmation of {fmt.trial_id(one.trial)}: {ratio}, {one.words}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich import box
@@ -15,8 +15,11 @@ from rich.text import Text
 from orchestrator import report_format as fmt
 from orchestrator.invocation import PLAIN, Invocation
 from orchestrator.promotion.difference import Difference
-from orchestrator.promotion.recipe import gate_words, speed_words
+from orchestrator.promotion.recipe import gate_words, speed_words, verdict_of
 from orchestrator.terminal_text import plain
+
+if TYPE_CHECKING:
+    from orchestrator.promotion.verification import Verification
 
 _STATE_STYLES = {"begun": "yellow", "void": "dim"}
 _STATE_WORDS = {"begun": "not ended: the next promote or rollback settles it", "void": "did not come about"}
@@ -63,10 +66,9 @@ def render_recipe(shown: Mapping[str, Any]) -> RenderableType:
 def _evidence(recipe: Mapping[str, Any]) -> list[Text]:
     facts = recipe["evidence"]
     source = f"{fmt.trial_id(facts['trial'])} of {facts['sweep']} on {facts['hardware']}"
-    verdict = facts["verdict"]
     lines = [
         Text(f"{recipe['short_name']}: {speed_words(facts)}; {source}"),
-        Text(f"verdict: {verdict['conclusion']}, {verdict['reason']}" if verdict else "verdict: not confirmed"),
+        Text(": ".join(verdict_of(facts))),
         Text(f"loss gate: {gate_words(facts)}"),
     ]
     if facts["forced"]:
@@ -123,3 +125,20 @@ def render_difference(found: Difference) -> RenderableType:
         for name, (a, b) in pairs.items():
             table.add_row(f"  {name}", Text(a), Text(b))
     return table
+
+
+def render_verification(found: Verification) -> RenderableType:
+    """What was looked at, and whether it has drifted."""
+    title = Text.assemble(
+        (f"{found.name} version {found.version}: ", "bold"), (found.result, "red" if found.drifted else "green")
+    )
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold", ratio=1)
+    for one in found.findings:
+        mark = Text("ok", style="green") if not one.is_drift else Text("drift", style="red")
+        if one.is_drift and one.kind in found.ignored:
+            mark = Text("ignored", style="dim")
+        grid.add_row(one.kind, mark, Text(plain(one.text)))
+    return Group(title, grid)

@@ -17,6 +17,7 @@ from orchestrator.inspection import AT_REST, Inspection
 from orchestrator.inspection_json import Spent, budgets, failures, summary_of
 from orchestrator.invocation import Invocation
 from orchestrator.logs import nodes_of
+from orchestrator.mlflow_urls import public_uri, sweep_links
 from orchestrator.report import cost
 from orchestrator.report_live import phase_words
 from orchestrator.report_proof import check_words, render_confirmation
@@ -24,6 +25,7 @@ from orchestrator.report_ps import PHASE_STYLES, age_words, queue_words
 from orchestrator.report_verdict import headline
 from orchestrator.space import short_name
 from orchestrator.state import Trial, describe_failure
+from orchestrator.summary import Recorded
 from orchestrator.terminal_text import plain
 
 MAX_NODES = 8
@@ -44,7 +46,7 @@ def render_status(sweep: Inspection, home: Home, invocation: Invocation) -> Rend
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold", ratio=1)
-    for label, value in _facts(sweep):
+    for label, value in (*_facts(sweep), *_links(sweep, home)):
         grid.add_row(label, value)
     parts += [Text(""), grid]
     if sweep.running:
@@ -90,6 +92,19 @@ def _facts(sweep: Inspection) -> list[tuple[str, Text]]:
             )
         )
     return facts
+
+
+def _links(sweep: Inspection, home: Home) -> list[tuple[str, Text]]:
+    """Pages of the sweep on its tracking server; none where it has none, or nothing was recorded there yet."""
+    uri = sweep.tracking_uri or ""
+    if not uri.startswith("http"):
+        return []
+    with home.open(sweep.name, begun=False) as ledger:
+        recorded = Recorded.of(ledger)
+    if recorded is None:
+        return []
+    links = sweep_links(public_uri(uri), recorded.experiment_id, recorded.run_id, sweep.name)
+    return [(what, Text(url, style=f"link {url}")) for what, url in links.items()]
 
 
 def _controller(sweep: Inspection) -> str:

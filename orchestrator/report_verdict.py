@@ -8,6 +8,8 @@ from orchestrator.space import short_name
 from orchestrator.state import SweepState, Trial
 from orchestrator.summary import Result, Summary, result
 
+_MAX_REASON_CHARS = 110
+
 
 def headline(state: SweepState, summary: Summary) -> str:
     """The result in one sentence."""
@@ -18,8 +20,24 @@ def headline(state: SweepState, summary: Summary) -> str:
         speed = f"{verdict.speedup.value:.2f}x the speed of" if verdict.speedup else "faster than"
         return f"Confirmed: {speed} your present configuration{_same(verdict)}: {_named(state.trials[verdict.winner])}."
     if verdict.conclusion == "keep":
-        return f"Keep what you have: {verdict.reason}."
-    return f"Unconfirmed: {verdict.reason}. {_of_the_search(summary)}"
+        return f"Keep what you have: {_short(verdict.reason)}"
+    return f"Unconfirmed: {_short(verdict.reason)} {_of_the_search(summary)}"
+
+
+def _short(reason: str) -> str:
+    """The first of the reasons, up to its details; all of it is told by :func:`details`."""
+    first = reason.split("; ")[0]
+    if len(reason) <= _MAX_REASON_CHARS:
+        return f"{reason}."
+    return f"{first.split(': ')[0]}."
+
+
+def details(state: SweepState) -> list[str]:
+    """The reasons of the verdict, where the headline does not tell all of them."""
+    verdict = state.verdict
+    if verdict is None or verdict.conclusion == "confirmed":
+        return []
+    return verdict.reason.split("; ") if len(verdict.reason) > _MAX_REASON_CHARS else []
 
 
 def _same(verdict: Verdict) -> str:
@@ -79,6 +97,11 @@ def is_worth_it(state: SweepState, summary: Summary) -> bool:
     if state.verdict is not None:
         return state.verdict.conclusion == "confirmed"
     return summary.speedup is not None and summary.speedup.verdict == "faster"
+
+
+def change_heading(state: SweepState, summary: Summary) -> str:
+    """Above the knobs in which the trial shown beside the baseline differs from it."""
+    return "What changed" if is_worth_it(state, summary) else "How the fastest differs from what you have"
 
 
 def winner_and_baseline(state: SweepState, summary: Summary) -> list[tuple[str, Result]]:

@@ -23,10 +23,9 @@ from orchestrator.events import SweepCreated
 from orchestrator.ledger import Entry, Ledger
 from orchestrator.mlflow_urls import artifact_folder, public_uri, run_path, sqlite_path
 from orchestrator.outbox import Outbox
-from orchestrator.review.sources import Sources
 from orchestrator.state import SweepState
 from orchestrator.summary import Recorded
-from orchestrator.tracking_projection import Context, project
+from orchestrator.tracking_projection import project
 from orchestrator.tracking_settings import apply_settings
 from trials.codec import to_json
 from trials.files import make_private_folder
@@ -35,8 +34,6 @@ from trials.secrets import redact
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param, RunTag
-
-    from orchestrator.diagnosis.values import SweepExplanation
 
 logger = logging.getLogger(__name__)
 
@@ -233,12 +230,7 @@ class Tracker:
 
     def _write(self, ledger: Ledger, entry: Entry, state: SweepState) -> None:
         try:
-            context = Context(
-                folder=ledger.folder,
-                sources=lambda: Sources.of(ledger),
-                explain=lambda state: _explained(ledger, state),
-            )
-            project(self, entry, state, context)
+            project(self, ledger, entry, state)
             if isinstance(entry.event, SweepCreated) and (recorded := self.recorded(state)):
                 ledger.put_document(CURSOR, to_json(recorded))
         except BaseException:
@@ -253,17 +245,6 @@ class Tracker:
             type(error).__name__,
             content.first_line(error),
         )
-
-
-def _explained(ledger: Ledger, state: SweepState) -> SweepExplanation | None:
-    """None where that fails: the report is worth having without it."""
-    from orchestrator.diagnosis import explain_ledger
-
-    try:
-        return explain_ledger(ledger, state=state)
-    except Exception:
-        logger.warning("the report of %s goes without an explanation", state.sweep.sweep, exc_info=True)
-        return None
 
 
 def _tags(tags: Mapping[str, str]) -> dict[str, str]:

@@ -65,16 +65,16 @@ def verdict_tags(state: SweepState) -> dict[str, str]:
 
 
 def verdict_metrics(state: SweepState) -> dict[str, float]:
-    """Of the sweep's run: the speed-up that was confirmed, or of the fastest finalist, with its interval."""
+    """Of the sweep's run: the speed-up as confirmation measured it, of the winner or the fastest finalist."""
     verdict = state.verdict
     if verdict is None:
         return {}
     found = verdict.speedup
     values = {"confirmation_rounds": float(verdict.num_rounds)}
     if found is not None:
-        values |= {"confirmed_speedup": found.value}
+        values |= {"speedup": found.value}
     if found is not None and found.low is not None and found.high is not None:
-        values |= {"confirmed_speedup_ci95_low": found.low, "confirmed_speedup_ci95_high": found.high}
+        values |= {"speedup_ci95_low": found.low, "speedup_ci95_high": found.high}
     return values
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from orchestrator import tracking_checks as checks
 from orchestrator import tracking_content as content
@@ -24,10 +22,12 @@ from orchestrator.events import (
     TrialsRetried,
     VerdictReached,
 )
-from orchestrator.ledger import Entry
-from orchestrator.report_markdown import report_markdown
+from orchestrator.ledger import Entry, Ledger
+from orchestrator.mlflow_urls import artifact_path
+from orchestrator.report_markdown import Attached, report_markdown
 from orchestrator.review import series
-from orchestrator.review.page import Page, page_html
+from orchestrator.review.page import page_html
+from orchestrator.review.page_file import make_page
 from orchestrator.review.sources import Sources, rejected_csv
 from orchestrator.review.trial_files import failed_logs, profile_paths
 from orchestrator.state import SweepState, Trial
@@ -36,34 +36,21 @@ from orchestrator.tracking_runs import Runs
 from orchestrator.tracking_views import view_tags
 from trials.outcome import GangLost, Measured, Outcome, StoppedEarly
 
-if TYPE_CHECKING:
-    from orchestrator.diagnosis.values import SweepExplanation
-
 ProofEvent = FinalistsChosen | EvaluationEnded | VerdictReached
 _NOTE = "mlflow.note.content"
+_TOLD = ("confirmation", "history", "breakdown")
+"""Plots that the note shows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
-    """What is written besides what the events say."""
-
-    folder: Path | None = None
-    """Of the sweep, with the files of its trials as far as they lie on this host."""
-    sources: Callable[[], Sources] = Sources
-    explain: Callable[[SweepState], SweepExplanation | None] = lambda _: None
-    """The sweep explained, for its report; None where that cannot be done."""
-
-
-def project(runs: Runs, entry: Entry, state: SweepState, context: Context | None = None) -> None:
-    """Write one entry; ``state`` is the fold up to and including it. Repeating it changes nothing."""
-    context = context or Context()
+def project(runs: Runs, ledger: Ledger, entry: Entry, state: SweepState) -> None:
+    """Write one entry of the ledger; ``state`` is the fold up to and including it. Repeating it changes nothing."""
     match entry.event:
         case SweepCreated():
-            _project_created(runs, state, context.sources())
+            _project_created(runs, state, Sources.of(ledger))
         case AttemptLaunched():
             _project_launched(runs, entry.event, state)
         case AttemptEnded():
-            _project_ended(runs, entry.event, state, context.folder)
+            _project_ended(runs, entry.event, state, ledger.folder)
         case ControllerStarted() | TrialsRetried() | ChecksAsked():
             _project_going_on(runs, entry.event, state)
         case FinalistsChosen() | EvaluationEnded() | VerdictReached():
@@ -71,9 +58,9 @@ def project(runs: Runs, entry: Entry, state: SweepState, context: Context | None
         case SweepPaused():
             _project_paused(runs, entry.event, state)
         case SweepFinished():
-            _project_finished(runs, entry.event, state, context)
+            _project_finished(runs, entry.event, state, ledger)
         case Promoted():
-            _project_promoted(runs, entry.event, state, context)
+            _project_promoted(runs, entry.event, state, ledger)
         case _:
             pass
 
@@ -129,40 +116,49 @@ def _project_proof(runs: Runs, event: ProofEvent, state: SweepState) -> None:
     runs.log(run_id, event.at_s, metrics=checks.verdict_metrics(state), tags=tags)
 
 
-def _note(runs: Runs, state: SweepState, run_id: str) -> str:
-    """The short story, with a link to the report where that will be."""
-    link = (lambda artifact: runs.page(state, run_id, f"artifacts/{artifact}")) if state.is_over else None
-    return report_markdown(state, summarize(state, runs.uri), link)
+def _note(runs: Runs, state: SweepState, run_id: str, plots: Sequence[str] = ()) -> str:
+    """The short story, leading to the report and showing some of its plots once they are there."""
+    attached = None
+    if plots:
+        tabs = {"The whole report": "artifacts/report.html", "All plots": "artifacts/plots"}
+        shown = [name for name in _TOLD if name in plots]
+        attached = Attached(
+            links={what: runs.page(state, run_id, tab) for what, tab in tabs.items()},
+            plots={name: artifact_path(run_id, f"plots/{name}.png") for name in shown},
+        )
+    return report_markdown(state, summarize(state, runs.uri), attached)
 
 
-def _project_finished(runs: Runs, event: SweepFinished, state: SweepState, context: Context) -> None:
+def _project_finished(runs: Runs, event: SweepFinished, state: SweepState, ledger: Ledger) -> None:
     run_id = _ensure_sweep(runs, state)
     _save_views(runs, state, run_id)
-    _put_report(runs, state, run_id, context)
-    tags = {_NOTE: _note(runs, state, run_id), "tc.state": event.status, "tc.reason": event.reason}
+    plots = _put_report(runs, state, run_id, ledger)
+    tags = {_NOTE: _note(runs, state, run_id, plots), "tc.state": event.status, "tc.reason": event.reason}
     runs.log(run_id, event.at_s, tags=tags)
     ends: dict[SweepEnd, str] = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
     runs.end(run_id, ends[event.status], event.at_s)
 
 
-def _put_report(runs: Runs, state: SweepState, run_id: str, context: Context) -> None:
+def _put_report(runs: Runs, state: SweepState, run_id: str, ledger: Ledger) -> Sequence[str]:
+    """The page with its plots, also one by one; their names."""
     summary = summarize(state, runs.uri)
-    page = Page(state=state, summary=summary, sources=context.sources(), explanation=context.explain(state))
+    page = make_page(ledger, state, summary)
     runs.put_text(run_id, report_markdown(state, summary), "report.md")
     runs.put_text(run_id, content.json_text(summary.to_json()), "summary.json")
     plots = page.gallery()
     runs.put_text(run_id, page_html(page, plots), "report.html")
     for name, plot in plots.items():
         runs.put_bytes(run_id, plot.png(), f"plots/{name}.png")
+    return list(plots)
 
 
-def _project_promoted(runs: Runs, event: Promoted, state: SweepState, context: Context) -> None:
+def _project_promoted(runs: Runs, event: Promoted, state: SweepState, ledger: Ledger) -> None:
     known, run_id = runs.sweep_runs(state), _ensure_sweep(runs, state)
     tags = checks.promotion_tags(event.record)
-    runs.log(run_id, event.at_s, tags={**tags, _NOTE: _note(runs, state, run_id)})
+    plots = _put_report(runs, state, run_id, ledger)
+    runs.log(run_id, event.at_s, tags={**tags, _NOTE: _note(runs, state, run_id, plots)})
     if (of_trial := known.get(event.record.get("trial", ""))) is not None:
         runs.log(of_trial, event.at_s, tags=tags)
-    _put_report(runs, state, run_id, context)
 
 
 def _ensure_trial(runs: Runs, state: SweepState, trial: Trial) -> str:
@@ -185,7 +181,7 @@ def _project_launched(runs: Runs, event: AttemptLaunched, state: SweepState) -> 
         runs.go_on(run_id)
 
 
-def _project_ended(runs: Runs, event: AttemptEnded, state: SweepState, folder: Path | None) -> None:
+def _project_ended(runs: Runs, event: AttemptEnded, state: SweepState, folder: Path) -> None:
     trial = state.trials[event.trial]
     if trial.is_running or not trial.attempts or trial.attempts[-1].token != event.token:
         return
@@ -206,7 +202,7 @@ def _project_ended(runs: Runs, event: AttemptEnded, state: SweepState, folder: P
         _update_sweep(runs, event, state, trial)
 
 
-def _put_files(runs: Runs, run_id: str, state: SweepState, trial: Trial, folder: Path | None) -> None:
+def _put_files(runs: Runs, run_id: str, state: SweepState, trial: Trial, folder: Path) -> None:
     for name, text in content.trial_files(state, trial).items():
         runs.put_text(run_id, text, name)
     for name, text in failed_logs(folder, trial).items():

@@ -15,18 +15,31 @@ from orchestrator.mlflow_urls import charts_view, table_view
 
 TAG_PREFIX = "mlflow.sharedViewState."
 _ORDER = "metrics.`tokens_per_s_per_device`"
-_COLUMNS = (
-    _ORDER,
-    "metrics.`speedup`",
-    "metrics.`step_time_s`",
-    "metrics.`step_time_spread`",
-    "metrics.`peak_memory_bytes`",
-    "tags.`tc.state`",
-    "tags.`tc.role`",
-    "tags.`tc.failure`",
-)
-_WIDTHS = {_ORDER: 190, "tags.`tc.failure`": 320}
+_COLUMNS = {
+    _ORDER: 190,
+    "metrics.`speedup`": 110,
+    "metrics.`peak_memory_bytes`": 150,
+    "metrics.`step_time_s`": 110,
+    "metrics.`step_time_spread`": 130,
+    "tags.`tc.role`": 90,
+    "tags.`tc.gate`": 90,
+    "tags.`tc.state`": 120,
+    "tags.`tc.failure`": 320,
+}
+"""In this order, with their widths in pixels."""
 _SECTION = "tune-cluster"
+_SECTIONS = [
+    {
+        "uuid": _SECTION,
+        "name": "Knobs and speed",
+        "display": True,
+        "isReordered": False,
+        "deleted": False,
+        "isGenerated": False,
+        "columns": 2,
+        "cardHeight": 420,
+    }
+]
 
 
 def view_tags(sweep: str, run_id: str, at_s: float, knobs: Sequence[str]) -> dict[str, str]:
@@ -43,11 +56,11 @@ def view_tags(sweep: str, run_id: str, at_s: float, knobs: Sequence[str]) -> dic
         "orderByKey": _ORDER,
         "orderByAsc": False,
     }
-    table = {**facets, "selectedColumns": list(_COLUMNS), "columnWidths": _WIDTHS}
+    table = {**facets, "selectedColumns": list(_COLUMNS), "columnOrder": list(_COLUMNS), "columnWidths": _COLUMNS}
     charts = {
         **table,
         "compareRunCharts": _charts(knobs),
-        "compareRunSections": _sections(),
+        "compareRunSections": _SECTIONS,
         "runsHiddenMode": "SHOW_ALL",
     }
     return {
@@ -58,11 +71,6 @@ def view_tags(sweep: str, run_id: str, at_s: float, knobs: Sequence[str]) -> dic
 
 def _saved(name: str, at_ms: int, state: Mapping[str, Any]) -> str:
     return json.dumps({"name": name, "createdAt": at_ms, "updatedAt": at_ms, "state": json.dumps(state)})
-
-
-def _sections() -> list[dict[str, Any]]:
-    common = {"display": True, "isReordered": False, "deleted": False, "isGenerated": False}
-    return [{"uuid": _SECTION, "name": "Knobs and speed", **common}]
 
 
 def _charts(knobs: Sequence[str]) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ def cheated(tmp_path_factory):
 
 
 def test_a_planted_fast_but_wrong_candidate_is_refused(cheated):
-    home, result = cheated
+    home, _ = cheated
     proof = run("confirm", "cheated", "t001", home=home)["proof"]
     assert proof["conclusion"] == "keep" and proof["winner"] is None
     (report,) = proof["gates"]

@@ -190,6 +190,8 @@ class _Keys:
         self._writes: dict[int, int] = {}
 
     def of(self, tensor: Tensor) -> Output:
+        if tensor.layout is not torch.strided:
+            return object(), tensor.numel()
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address not in self._storages:

@@ -70,11 +70,11 @@ class Redundancy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPeak:
-    """What holds memory when most is allocated within the profiled steps, on the device trained on."""
+    """When most memory is allocated within the profiled steps, on the device trained on."""
 
     peak_bytes: int
     start_bytes: int
-    """Allocated when profiling began."""
+    """Allocated when recording began. On CPUs nobody knows: there it is 0, and the peak counts from then on."""
     phase: str
     """Of the step, when the peak came."""
 

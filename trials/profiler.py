@@ -7,8 +7,8 @@ import gzip
 import json
 import os
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trials.collective_counts import CollectiveCounter
-from trials.failure import InfeasibleSpec
 from trials.files import make_private_folder, write_atomically
 from trials.graph_dump import MAX_GRAPHS, dumped_graphs
 from trials.measure import PHASES, StepClock
 from trials.profile_operators import top_operators
-from trials.profile_report import FOLDER_VARIABLE, MemoryPeak, PhaseTime, ProfileFile, RankProfile
+from trials.profile_plan import profiled_ranks
+from trials.profile_report import MemoryPeak, PhaseTime, ProfileFile, RankProfile
 from trials.profile_trace import (
     MARK,
     memory_curve,
@@ -33,47 +33,14 @@ from trials.profile_trace import (
     show_phases,
     step_ranges,
 )
-from trials.spec import Layout, ProfileSpec, Protocol, TrialSpec
+from trials.spec import TrialSpec
 from trials.stages import coordinates
 from trials.step import Trainer
 from trials.trace import lasting, load_trace, mean_times, step_times
 
-_COMPILED = (
+_GRAPH_MODE = (
     "collectives were counted in a step without graph mode, which makes the same ones unless the compiler moves them"
 )
-
-
-def check_profile(spec: ProfileSpec) -> None:
-    """Refuse steps that cannot be recorded.
-
-    Raises:
-        InfeasibleSpec: names the rule and the remedy.
-    """
-    if spec.start_step < 1:
-        raise InfeasibleSpec(f"profile.start_step is {spec.start_step}; steps count from 1")
-    if spec.stop_step < spec.start_step:
-        raise InfeasibleSpec(
-            f"profile.stop_step {spec.stop_step} comes before start_step {spec.start_step}; both are recorded, so make "
-            "stop_step at least start_step"
-        )
-
-
-def last_step(spec: ProfileSpec) -> int:
-    """The step after which the run may end; it counts collectives after the recorded ones."""
-    return spec.stop_step + spec.communication
-
-
-def long_enough(protocol: Protocol, spec: ProfileSpec) -> Protocol:
-    """A protocol that ends with the last step needed: what it measures counts for nothing."""
-    num_warmup = max(protocol.min_warmup_steps, 1)
-    num_steps = max(1, last_step(spec) - num_warmup)
-    return replace(protocol, max_warmup_steps=num_warmup, num_steps=num_steps, max_steps=num_steps)
-
-
-def profiled_ranks(spec: ProfileSpec, layout: Layout) -> tuple[int, ...]:
-    """Those asked for that exist; else, and by default, the first of every pipeline stage."""
-    asked = tuple(rank for rank in sorted(set(spec.ranks)) if 0 <= rank < layout.world_size)
-    return asked or tuple(range(0, layout.world_size, layout.world_size // layout.pp))
 
 
 class Profiler(StepClock):
@@ -176,17 +143,24 @@ class Profiler(StepClock):
             self._counter = CollectiveCounter(self._models, self._layout)
             self._around_step.enter_context(self._counter.counting())
 
-    def report(self) -> tuple[RankProfile, ...]:
-        """What was recorded; nothing on ranks that were not. Writes the trace."""
+    def report(self, alive: Callable[[], None]) -> tuple[RankProfile, ...]:
+        """What was recorded; nothing on ranks that were not. Writes the trace.
+
+        A large trace takes minutes; ``alive`` is called in between, for those who watch over the rank.
+        """
         if self._profile is None:
             return ()
+        alive()
         trace = self._exported()
+        alive()
         phases = phase_ranges(trace)
         curve = memory_curve(trace, self._device.type) if self._spec.memory else []
         events = lasting(trace)
         times = mean_times(step_times(events))
         operators = top_operators(events, step_ranges(events))
+        alive()
         self._write_files(trace, curve)
+        alive()
         counter = self._counter
         return (
             RankProfile(
@@ -200,7 +174,7 @@ class Profiler(StepClock):
                 collectives=() if counter is None else counter.counts(),
                 redundancies=() if counter is None else counter.redundancies(),
                 counted=counter is not None,
-                memory=_peak(curve, phases),
+                memory=self._peak(curve, phases),
                 folder="" if self._folder is None else str(self._folder),
                 files=self._files(),
                 notes=self._all_notes(),
@@ -245,20 +219,14 @@ class Profiler(StepClock):
     def _all_notes(self) -> tuple[str, ...]:
         notes = list(self._notes)
         if self._counter is not None and self._trial.candidate.kernels.compile != "off":
-            notes.append(_COMPILED)
+            notes.append(_GRAPH_MODE)
         if absent := [rank for rank in self._spec.ranks if rank >= self._layout.world_size]:
             notes.append(f"the run has {self._layout.world_size} ranks: no rank {', '.join(map(str, absent))}")
         return tuple(notes)
 
-
-def _peak(curve: Sequence[tuple[float, int]], phases: Sequence[Any]) -> MemoryPeak | None:
-    if not curve:
-        return None
-    ts_us, peak_bytes = max(curve, key=lambda point: point[1])
-    return MemoryPeak(peak_bytes=peak_bytes, start_bytes=curve[0][1], phase=phase_at(phases, ts_us))
-
-
-def folder_of_environment() -> Path | None:
-    """Where the launcher wants the files of a profile."""
-    folder = os.environ.get(FOLDER_VARIABLE)
-    return Path(folder) if folder else None
+    def _peak(self, curve: Sequence[tuple[float, int]], phases: Sequence[Any]) -> MemoryPeak | None:
+        if not curve:
+            return None
+        ts_us, peak_bytes = max(curve, key=lambda point: point[1])
+        start_bytes = curve[0][1] if self._device.type == "cuda" else 0
+        return MemoryPeak(peak_bytes=peak_bytes, start_bytes=start_bytes, phase=phase_at(phases, ts_us))

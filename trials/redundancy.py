@@ -117,7 +117,7 @@ class Flow:
         value = self._value(sent)
         same = (started.kind, started.group, started.phase, value.number)
         if same in self._started:
-            self._found.append((started, f"starts an {started.kind} again that it could keep the result of"))
+            self._found.append((started, f"starts the same {started.kind} of the same tensor again"))
         self._started.add(same)
         before = value.source
         if before is not None:

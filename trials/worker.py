@@ -39,8 +39,9 @@ from trials.memory_format import settle_memory_format
 from trials.mesh import RankIdentity, build_mesh, process_group, select_device
 from trials.outcome import Phase, ProgressSink, RankReport
 from trials.precision import check_device
+from trials.profile_plan import check_profile, folder_of_environment, long_enough
 from trials.profile_report import FOLDER_VARIABLE
-from trials.profiler import Profiler, check_profile, folder_of_environment, long_enough
+from trials.profiler import Profiler
 from trials.rank_report import build_report
 from trials.spec import Loader, Protocol, TrialSpec
 from trials.stages import coordinates, data_parallel_rank
@@ -105,7 +106,8 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
     """Build, tune what is to be tuned before training, then warm up and measure."""
     candidate = trial.candidate
     kernels = candidate.kernels
-    if trial.memory_limit_bytes is not None:
+    if trial.memory_limit_bytes is not None and not (trial.profile and device.type == "cpu"):
+        # Of a CPU's memory the profiler takes much itself; that the candidate fits was seen when it was measured.
         limit_device_memory(device, trial.memory_limit_bytes)
     if kernels.compile != "off":
         forget_compilations()
@@ -132,13 +134,14 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
             recording = measurer.run(_protocol(trial, tuner.last_step))
     if all(result.skipped for result in recording.results):
         raise NonFiniteLoss(f"loss scaling skipped all {len(recording.results)} steps; lower the initial scale")
+    num_steps = len(recording.step_times_s)
     findings = dataclasses.replace(
-        trainer.findings(len(recording.step_times_s)),
+        trainer.findings(num_steps),
         graph=graph_report(compilations()) if kernels.compile != "off" else None,
         loader=_judged(loader_report, recording, device),
         kernel_tuning=tuner.report(),
         memory_format=format_report,
-        profile=() if profiler is None else profiler.report(),
+        profile=() if profiler is None else profiler.report(lambda: progress("measuring", step=num_steps)),
     )
     return build_report(trial, identity, device, recording, memory, findings)
 
@@ -198,8 +201,9 @@ def main() -> None:
 
 
 def _write_progress(phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None:
-    took = "" if step_time_s is None else f" {step_time_s:.4f} s"
-    sys.stderr.write(f"{phase} {step}{took}\n" if step else f"{phase}\n")
+    if step and step_time_s is None:
+        return  # a sign of life
+    sys.stderr.write(f"{phase}\n" if step_time_s is None else f"{phase} {step} {step_time_s:.4f} s\n")
 
 
 def _ignore_progress(phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None:

@@ -9,13 +9,14 @@ from typing import Any
 
 from orchestrator.diagnosis.model import ModelView
 from orchestrator.diagnosis.values import Answer, Kind
+from orchestrator.large_space import without_effect
 from orchestrator.report_format import num_bytes, status_words, trial_id
 from orchestrator.space import diff
 from orchestrator.state import SweepState, Trial
+from orchestrator.statistics import MIN_DIFFERENCE, compare
 from trials.outcome import OutOfMemory
 from trials.spec import Candidate, LlamaModel, ResNetModel, Workload
 
-LAYOUT = frozenset({"pp", "dp_replicate", "dp_shard", "cp", "tp"})
 IMPLIED: Mapping[str, frozenset[str]] = {
     "pp": frozenset({"schedule", "num_virtual_stages", "stage_layers"}),
     "tp": frozenset({"sequence_parallel", "tp_engine"}),
@@ -47,20 +48,10 @@ ANSWERS: Mapping[Kind, tuple[str, ...]] = {
 }
 """The most direct ones first."""
 
-ONLY_WITH: Mapping[str, str] = {
-    "sequence_parallel": "tp",
-    "tp_engine": "tp",
-    "num_copies": "tp",
-    "cp_method": "cp",
-    "schedule": "pp",
-    "num_virtual_stages": "pp",
-    "stage_layers": "pp",
-}
-"""Knobs without effect where that degree is 1."""
-
 PENALTY = 0.02
 """What each further knob to be changed must bring besides, relative."""
-MIN_GAIN = 1.005
+SURE_SPREADS = 0.67
+"""Standard deviations that a predicted gain must lie above none: three to one that it is one."""
 MIN_FITS = 0.75
 """Probability of fitting from which on a change is proposed."""
 
@@ -89,16 +80,10 @@ class Found:
 
 def applicable(kind: Kind, candidate: Candidate, workload: Workload) -> tuple[str, ...]:
     """Knobs that answer ``kind`` and have an effect on this candidate."""
-    degrees = {"tp": candidate.layout.tp, "cp": candidate.layout.cp, "pp": candidate.layout.pp}
     is_resnet, is_decoder = isinstance(workload.model, ResNetModel), isinstance(workload.model, LlamaModel)
     pointless = set() if is_resnet else {"memory_format", "cudnn_benchmark"}
     pointless |= set() if is_decoder else {"attention", "sequence_parallel", "tp", "pp", "cp", "shard_embedding"}
-    pointless |= {knob for knob, degree in ONLY_WITH.items() if degrees[degree] == 1}
-    if candidate.layout.world_size == 1:
-        pointless |= {"zero_stage", "replicate_with", "shard_embedding"}
-    if candidate.kernels.compile == "off":
-        pointless.add("compile_mode")
-    return tuple(knob for knob in ANSWERS[kind] if knob not in pointless)
+    return tuple(knob for knob in ANSWERS[kind] if knob not in pointless | without_effect(candidate))
 
 
 def changes(trial: Trial, candidates: Iterable[Candidate], state: SweepState) -> list[Change]:
@@ -132,16 +117,25 @@ def answer(kind: Kind, trial: Trial, all_changes: Sequence[Change], view: ModelV
     allowed, direct = _closure(ANSWERS[kind]), frozenset(ANSWERS[kind])
     own = [c for c in all_changes if c.changed.keys() <= allowed and not direct.isdisjoint(c.changed)]
     rated = [(change, rated) for change in own if (rated := _rate(trial, change, view)) is not None]
-    best = max((found for change, found in rated if _fits(change, found)), key=_score, default=None)
+    fitting = [(change, found) for change, found in rated if _fits(change, found)]
+    best = max((f for change, f in fitting if _is_faster(trial, change, f)), key=_score, default=None)
     blocked = max((found for change, found in rated if _needs_memory(change, found)), key=_score, default=None)
-    is_better = best is not None and best.gain >= MIN_GAIN
-    floor = best.gain if is_better and best is not None else 1.0
+    floor = best.gain if best is not None else 1.0
+    nearest = max((found for _, found in fitting), key=_score, default=None)
     return Found(
-        best=best if is_better else None,
-        blocked=blocked if blocked is not None and blocked.gain > floor * MIN_GAIN else None,
+        best=best,
+        blocked=blocked if blocked is not None and blocked.gain > floor * (1 + MIN_DIFFERENCE) else None,
         num_changes=len(own),
-        note="" if is_better else _no_answer(own, best),
+        note="" if best is not None else _no_answer(own, nearest),
     )
+
+
+def _is_faster(trial: Trial, change: Change, found: Answer) -> bool:
+    """Shown to be, or sure enough to be worth a trial."""
+    if found.log_spread is not None:
+        return math.log(found.gain) > max(SURE_SPREADS * found.log_spread, MIN_DIFFERENCE)
+    assert trial.measurement is not None and change.trial is not None and change.trial.measurement is not None
+    return compare(change.trial.measurement, trial.measurement) == "faster"
 
 
 def _rate(trial: Trial, change: Change, view: ModelView | None) -> Answer | None:
@@ -200,10 +194,11 @@ def _no_answer(own: Sequence[Change], best: Answer | None) -> str:
         failed = [c.trial for c in own if c.trial is not None and _has_ended(c)]
         if failed:
             tried = ", ".join(f"{trial_id(t.number)} {status_words(t.status)}" for t in failed[:3])
-            return f"none of {len(own)} legal changes is known to be faster and to fit ({tried})"
+            return f"{_none_of(own)} and to fit ({tried})"
         return f"what the {len(own)} legal changes would bring, the cost model does not know; none was tried"
-    how = f"{trial_id(best.trial)} measured" if best.source == "measured" and best.trial is not None else "expected"
-    return f"none of {len(own)} legal changes is known to be faster; the best: {told(best)}, {how} {best.gain:.2f}x"
+    if best.source == "measured" and best.trial is not None:
+        return f"{_none_of(own)}; the best: {told(best)}, {trial_id(best.trial)} measured {best.gain:.2f}x"
+    return f"{_none_of(own)}; the best: {told(best)}, {best.gain:.2f}x ± {best.log_spread or 0.0:.2f} expected"
 
 
 def told(found: Answer) -> str:
@@ -218,3 +213,9 @@ def memory_words(found: Answer, limit_bytes: float | None) -> str:
     words = f"peak {num_bytes(found.peak_bytes)} of {num_bytes(limit_bytes)}"
     sure = found.probability_fits
     return words if found.source == "measured" or sure is None else f"{words}, fits with {sure:.0%}"
+
+
+def _none_of(own: Sequence[Change]) -> str:
+    if len(own) == 1:
+        return "the one legal change is not known to be faster"
+    return f"none of {len(own)} legal changes is known to be faster"

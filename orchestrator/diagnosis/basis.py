@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from cluster.topology import Topology
 from orchestrator.knowledge import Knowledge
+from orchestrator.large_space import LargeSpace
 from trials.spec import Candidate
 
 
@@ -15,6 +16,8 @@ class Basis:
 
     candidates: tuple[Candidate, ...] = ()
     """Legal ones, as the sweep's plan has them."""
+    beyond: LargeSpace | None = None
+    """Of what these are a part, where the space was too large to list."""
     varied: frozenset[str] | None = None
     """Knobs with more than one value in the sweep's space; None: those in which the candidates differ."""
     topology: Topology | None = None

@@ -14,6 +14,7 @@ from orchestrator.diagnosis.observations import Table, tabulate
 from orchestrator.diagnosis.parts import ProfileOf, split
 from orchestrator.diagnosis.predictions import hold_against
 from orchestrator.diagnosis.profiled import profiles_of
+from orchestrator.diagnosis.surroundings import around
 from orchestrator.diagnosis.values import Diagnosis, Importance, KnobEffect, StepParts, SweepExplanation
 from orchestrator.errors import ConfigError
 from orchestrator.forecast import make_predictor
@@ -33,8 +34,7 @@ def explain_sweep(state: SweepState, basis: Basis, *, trial: int | None = None) 
     """
     baseline, chosen, role = _diagnosed(state, trial)
     asked = [t for t in (baseline, chosen) if t is not None]
-    legal = tuple(dict.fromkeys([*basis.candidates, *(t.candidate for t in state.searched())]))
-    near = {t.number: changes(t, legal, state) for t in asked}
+    near = {t.number: _changes(t, state, basis) for t in asked}
     view, unmodelled = _view(state, basis, [c.candidate for found in near.values() for c in found])
     table = tabulate(state.searched())
     effects = main_effects(table)
@@ -79,6 +79,13 @@ def _measured(state: SweepState, number: int) -> Trial:
         remedy = f"`tune-cluster explain {state.sweep.sweep} {name}` tells its story."
         raise ConfigError(f"{name} was not measured: {status_words(trial.status)}", remedy=remedy)
     return trial
+
+
+def _changes(trial: Trial, state: SweepState, basis: Basis) -> list[Change]:
+    """Among the plan's candidates, what was tried, and of a space too large to list what lies near."""
+    near = around(basis.beyond, trial.candidate) if basis.beyond is not None else []
+    tried = (other.candidate for other in state.searched())
+    return changes(trial, dict.fromkeys([*basis.candidates, *tried, *near]), state)
 
 
 def _view(state: SweepState, basis: Basis, near: Sequence[Candidate]) -> tuple[ModelView | None, str]:

@@ -66,7 +66,14 @@ def load_basis(ledger: Ledger, state: SweepState) -> Basis:
     if made is None:
         return Basis(topology=topology, knowledge=known, problem=illegal)
     varied = None if spec.replayed is not None else _varied(spec)
-    return Basis(candidates=made.candidates, varied=varied, topology=topology, knowledge=known, problem=unknown)
+    return Basis(
+        candidates=made.candidates,
+        beyond=made.beyond,
+        varied=varied,
+        topology=topology,
+        knowledge=known,
+        problem=unknown,
+    )
 
 
 def _spec(ledger: Ledger) -> tuple[SweepSpec | None, str]:

@@ -20,6 +20,8 @@ MIN_BOTTLENECK = 0.1
 MIN_SHOWN = 0.03
 NEAR_LIMIT = 0.85
 """Share of device memory from which on it is said to be nearly full."""
+MUCH_LONGER = 1.5
+"""Of a bubble, than that of balanced stages."""
 LITTLE_GAIN = 1.05
 """Of mixed precision, below which it brought nothing."""
 PART_OF: Mapping[Kind, PartName] = {
@@ -120,9 +122,12 @@ def _of_bubble(case: Case) -> list[str]:
     num = case.trial.candidate.num_microbatches(case.workload.global_batch_size)
     ideal = (layout.pp - 1) / (layout.num_virtual_stages * num + layout.pp - 1)
     virtual = f" x {layout.num_virtual_stages} chunks" if layout.num_virtual_stages > 1 else ""
-    return [
+    lines = [
         f"{layout.schedule}, {layout.pp} stages{virtual}, {num} micro-batches: balanced stages would idle {ideal:.0%}"
     ]
+    if case.parts.share("bubble") > MUCH_LONGER * ideal:
+        lines.append("the rest is uneven stages, passing tensors on, or ranks slowed down by others")
+    return lines
 
 
 def _of_dispatch(case: Case) -> list[str]:

@@ -14,9 +14,10 @@ from orchestrator.events import Promoted
 from orchestrator.fold import fold
 from orchestrator.home import Home, check_name
 from orchestrator.ledger import Ledger, LedgerError, SweepBusyError
-from orchestrator.promotion.desk import NONE, PRODUCTION, Change, Desk
+from orchestrator.promotion.desk import NONE, Change, Desk
 from orchestrator.promotion.difference import Difference, compare
 from orchestrator.promotion.evidence import choose
+from orchestrator.promotion.past import PRODUCTION
 from orchestrator.promotion.reading import describe, read, store
 from orchestrator.promotion.recipe import build_recipe
 from orchestrator.promotion.records import Record, Records, chain

@@ -8,26 +8,28 @@ end where the version is complete, or declares it void; production never changes
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from orchestrator.errors import ConfigError
 from orchestrator.home import check_name
 from orchestrator.promotion.lock import RegistryLock
-from orchestrator.promotion.recipe import Recipe, check_files, describe, ratio_of, version_tags
+from orchestrator.promotion.past import PREVIOUS, PRODUCTION, Past, found_moved, promotion_of, rollback_to
+from orchestrator.promotion.recipe import Recipe, check_files, describe, version_tags
 from orchestrator.promotion.records import RECIPE_FOLDER, Record, Records, chain
 from orchestrator.registry import Registered, Registry
 from orchestrator.requests import asker
 from orchestrator.tracking import Tracker
-from trials.codec import digest
 
 logger = logging.getLogger(__name__)
 
-PRODUCTION, PREVIOUS = "production", "previous"
 NONE = "none"
 """How people say that nothing is in production."""
+
+
+_HARMLESS = ("begin", "files", "number")
+"""Writes that nobody else sees: whoever has lost the lock is told before the next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +59,12 @@ class Desk:
             ConfigError: another version is in production than expected, or others hold the name for too long.
         """
         check_name(name, "registered name")
-        with self._changing(name, expect_current) as (step, last):
-            current = self._version(name, last)
-            if last is not None and current is not None and current.tags.get("recipe_sha256") == recipe.sha256:
-                return Change(record=last, is_new=False)
+        with self._changing(name, expect_current) as (step, past):
+            current = self.registry.find(name, version=past.current) if past.current else None
+            if past.last is not None and current is not None and current.tags.get("recipe_sha256") == recipe.sha256:
+                return Change(record=past.last, is_new=False)
             step("begin")
-            record = self.records.begin(self._promotion(name, recipe, reason, last))
+            record = self.records.begin(promotion_of(name, recipe, reason, past))
             step("files")
             self.records.put_files(record, recipe.files)
             step("version")
@@ -81,17 +83,17 @@ class Desk:
             ConfigError: as of :meth:`promote`; there is no such version, or its files were altered.
         """
         check_name(name, "registered name")
-        with self._changing(name, expect_current) as (step, last):
-            target = to or (last.from_version if last else "")
+        with self._changing(name, expect_current) as (step, past):
+            target = to or (past.last.from_version if past.last else "")
             found = self.registry.find(name, version=target) if target else None
-            if last is None or found is None:
+            if found is None:
                 what = f"has no version {target}" if target else "has no version before the one in production"
                 raise ConfigError(f"{name} {what}", remedy=f"See which there are: tune-cluster history {name}")
-            if last.to_version == target:
+            if past.current == target:
                 raise ConfigError(f"{name}@production is version {target} already", remedy="There is nothing to do.")
             self.check(found)
             step("begin")
-            record = self.records.begin(self._rollback(found, reason, last))
+            record = self.records.begin(rollback_to(found, reason, past))
             return Change(record=self._complete(record, step))
 
     def check(self, registered: Registered) -> None:
@@ -108,24 +110,25 @@ class Desk:
     # ---- the protocol ----
 
     @contextmanager
-    def _changing(self, name: str, expect_current: str | None) -> Iterator[tuple[Callable[[str], None], Record | None]]:
+    def _changing(self, name: str, expect_current: str | None) -> Iterator[tuple[Callable[[str], None], Past]]:
         """With the lock held, the past settled and the expectation met: a function to call before every write, and
-        the last record."""
+        what was before."""
         lock = RegistryLock(self.registry, name, asker())
         with lock.hold() as renew:
 
             def step(what: str) -> None:
-                renew()
+                if what not in _HARMLESS:
+                    renew()
                 self._on_step(what)
 
-            last = self._settle(name, step)
-            current = last.to_version if last else ""
+            past = self._settle(name, step)
+            current = past.current
             if expect_current is not None and expect_current != (current or NONE):
                 raise ConfigError(
                     f"{name}@production is {f'version {current}' if current else NONE}, not {expect_current}",
                     remedy=f"Somebody changed it meanwhile: tune-cluster history {name}",
                 )
-            yield step, last
+            yield step, past
         self._on_step("end")
 
     def _complete(self, record: Record, step: Callable[[str], None], note: str = "") -> Record:
@@ -143,27 +146,34 @@ class Desk:
         elif self.registry.find(name, alias=alias):
             self.registry.delete_alias(name, alias)
 
-    def _settle(self, name: str, step: Callable[[str], None]) -> Record | None:
-        """End what others have begun and left; returns the last record that came about."""
-        records = self.records.of(name)
-        for begun in (record for record in records if record.state == "begun"):
+    def _settle(self, name: str, step: Callable[[str], None]) -> Past:
+        """End what others have begun and left, and write down what was changed past this program."""
+        past, left = self._past(name)
+        for begun in left:
             step("settle")
-            self._carry_on(begun, self._last(name), step)
-        last = self._last(name)
+            self._carry_on(begun, past, step)
+            past, _ = self._past(name)
         found = self.registry.find(name, alias=PRODUCTION)
-        if (found.version if found else "") == (last.to_version if last else ""):
-            return last
+        if (found.version if found else "") == past.current:
+            return past
         step("external")
-        return self._complete(self.records.begin(self._external(name, last, found)), step)
+        self._complete(self.records.begin(found_moved(name, found, past)), step)
+        return self._past(name)[0]
 
-    def _carry_on(self, begun: Record, last: Record | None, step: Callable[[str], None]) -> None:
+    def _past(self, name: str) -> tuple[Past, list[Record]]:
+        """Also the records that were begun and left."""
+        records = self.records.of(name)
+        last = max(chain(records), key=lambda record: record.number, default=None)
+        return Past(last=last, num_records=len(records)), [record for record in records if record.state == "begun"]
+
+    def _carry_on(self, begun: Record, past: Past, step: Callable[[str], None]) -> None:
         made = self._made(begun)
         if made is None:
             self.records.void(begun, "interrupted before there was a version")
             return
         found = self.registry.find(begun.name, alias=PRODUCTION)
         actual = found.version if found else ""
-        if begun.from_version != (last.to_version if last else "") or actual not in (begun.from_version, made.version):
+        if begun.from_version != past.current or actual not in (begun.from_version, made.version):
             self.records.void(begun, f"interrupted, and production is {actual or NONE} by now")
             return
         try:
@@ -175,70 +185,9 @@ class Desk:
             begun = self.records.lead_to(begun, made.version)
         self._complete(begun, step, note=f"interrupted, carried to its end by {asker()}")
 
-    def _last(self, name: str) -> Record | None:
-        return max(chain(self.records.of(name)), key=lambda record: record.number, default=None)
-
     def _made(self, begun: Record) -> Registered | None:
         """The version that a begun record leads to, if it is there."""
         if begun.to_version:
             return self.registry.find(begun.name, version=begun.to_version)
         versions = self.registry.versions(begun.name)
         return next((version for version in versions if version.tags.get("record") == begun.record_id), None)
-
-    # ---- records to be ----
-
-    def _promotion(self, name: str, recipe: Recipe, reason: str, last: Record | None) -> Record:
-        facts, ratio = recipe.content["evidence"], ratio_of(recipe.content["evidence"])
-        return replace(
-            self._blank(name, last),
-            action="promote",
-            reason=reason,
-            forced=facts["forced"],
-            missing=tuple(facts["missing"]),
-            sweep=facts["sweep"],
-            sweep_id=facts["sweep_id"],
-            trial=str(facts["trial"]),
-            short_name=recipe.content["short_name"],
-            speedup=f"{ratio.value:.2f}x" if ratio else "",
-            recipe_sha256=recipe.sha256,
-            files_sha256=digest(recipe.file_digests),
-        )
-
-    def _rollback(self, target: Registered, reason: str, last: Record) -> Record:
-        return replace(self._to(target, last), action="rollback", reason=reason)
-
-    def _external(self, name: str, last: Record | None, found: Registered | None) -> Record:
-        record = self._to(found, last) if found else self._blank(name, last)
-        reason = f"the alias {PRODUCTION} was moved past tune-cluster"
-        return replace(record, action="external", by="unknown", reason=reason)
-
-    def _to(self, target: Registered, last: Record | None) -> Record:
-        tags = target.tags
-        speedup = f"{float(tags['speedup']):.2f}x" if tags.get("speedup", "unknown") != "unknown" else ""
-        return replace(
-            self._blank(target.name, last),
-            to_version=target.version,
-            speedup=speedup,
-            sweep=tags.get("sweep", ""),
-            sweep_id=tags.get("sweep_id", ""),
-            trial=tags.get("trial", ""),
-            short_name=tags.get("short_name", ""),
-            recipe_sha256=tags.get("recipe_sha256", ""),
-            files_sha256=tags.get("files_sha256", ""),
-        )
-
-    def _blank(self, name: str, last: Record | None) -> Record:
-        return Record(
-            name=name,
-            number=1 + max((record.number for record in self.records.of(name)), default=0),
-            action="promote",
-            from_version=last.to_version if last else "",
-            to_version="",
-            by=asker(),
-            at_s=time.time(),
-            from_sweep=last.sweep if last else "",
-            from_sweep_id=last.sweep_id if last else "",
-        )
-
-    def _version(self, name: str, last: Record | None) -> Registered | None:
-        return self.registry.find(name, version=last.to_version) if last and last.to_version else None

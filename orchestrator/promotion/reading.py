@@ -12,8 +12,8 @@ from orchestrator.fold import fold
 from orchestrator.home import Home, check_name
 from orchestrator.logs import find_trial
 from orchestrator.mlflow_urls import check_tracking_uri
-from orchestrator.promotion.desk import PRODUCTION
-from orchestrator.promotion.recipe import JSON, SWEEP_WRITTEN_OUT, check_content
+from orchestrator.promotion.past import PRODUCTION
+from orchestrator.promotion.recipe import JSON, SWEEP_WRITTEN_OUT, check_content, verdict_of
 from orchestrator.registry import Registered, Registry
 from orchestrator.summary import result, speed_unit
 from orchestrator.tracking import Tracker
@@ -122,7 +122,7 @@ def describe(reference: str, home: Home, tracking_uri: str | None) -> Described:
         fingerprint=facts["fingerprint"],
         speed=facts["tokens_per_s_per_device"],
         unit=facts["unit"],
-        verdict=(facts["verdict"] or {}).get("conclusion", "not confirmed"),
+        verdict=verdict_of(facts)[0],
     )
 
 

@@ -98,12 +98,12 @@ def _exports(candidate: Candidate, workload: Workload) -> dict[str, str]:
 def version_tags(recipe: Recipe) -> dict[str, str]:
     """What the registry's pages show beside a version, and what it is checked against later."""
     facts = recipe.content["evidence"]
-    verdict, ratio = facts["verdict"] or {}, ratio_of(facts)
+    ratio = ratio_of(facts)
     return {
         "tokens_per_s_per_device": f"{facts['tokens_per_s_per_device']:.6g}",
         "speedup": f"{ratio.value:.4g}" if ratio else "unknown",
         "speedup_ci95": fmt.ratio_interval(ratio.ci95) if ratio else "unknown",
-        "verdict": verdict.get("conclusion", "not confirmed"),
+        "verdict": verdict_of(facts)[0],
         "gate": gate_words(facts),
         "sweep": facts["sweep"],
         "sweep_id": facts["sweep_id"],
@@ -139,6 +139,15 @@ def ratio_of(facts: Mapping[str, Any]) -> Ratio | None:
     return Ratio(searched["ratio"], Interval(*searched["ci95"]) if searched["ci95"] else None, False)
 
 
+def verdict_of(facts: Mapping[str, Any]) -> tuple[str, str]:
+    """About this very trial: ``confirmed`` or ``not confirmed``, and why."""
+    verdict = facts["verdict"]
+    if verdict is None:
+        return "not confirmed", "it was not measured again"
+    is_winner = verdict["winner"] == facts["trial"]
+    return ("confirmed", verdict["reason"]) if is_winner else ("not confirmed", f"in its sweep, {verdict['reason']}")
+
+
 def gate_words(facts: Mapping[str, Any]) -> str:
     if facts["gate"] is None:
         return "not run"
@@ -157,7 +166,7 @@ def describe(recipe: Recipe) -> str:
     facts = recipe.content["evidence"]
     head = f"**{speed_words(facts)}** — `{recipe.content['short_name']}`"
     lines = [
-        f"- verdict: {(facts['verdict'] or {}).get('reason', 'not confirmed')}",
+        f"- {': '.join(verdict_of(facts))}",
         f"- loss gate: {gate_words(facts)}",
         f"- trial {facts['trial']} of sweep {facts['sweep']} on {facts['hardware']}",
     ]

@@ -42,7 +42,7 @@ class Record:
 
     name: str
     number: int
-    """Position in the history of the name, from 1; those of void records are not used again."""
+    """Position in the history of the name, from 1, void records counted."""
     action: Action
     from_version: str
     to_version: str

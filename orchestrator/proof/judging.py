@@ -151,7 +151,7 @@ class _Effect:
     def may_be_shown(self, what: Verdict) -> bool:
         """Whether it would be after the last round if those left were all like the interval's end on that side.
 
-        Giving up early can only take away claims, so no claim becomes less sure by it.
+        Intervals hold whenever rounds end, so giving up early makes no claim less sure.
         """
         if self.half_width == math.inf or self.verdict == what:
             return True

@@ -22,7 +22,7 @@ from orchestrator.proof.standing import (
     Confirmation,
     confirm_settings,
     confirmation,
-    gate_report,
+    gate_reports,
     gate_roles,
     gate_runs,
 )
@@ -129,29 +129,23 @@ def _measure_again(state: SweepState, found: Confirmation) -> Command:
 
 
 def _gate(state: SweepState, proof: ProofState, found: Confirmation, spent: str) -> Command:
-    """Finalists shown faster, the leader first, until one trains the same model."""
-    settings = state.sweep.proof.gate
-    reports: list[GateReport] = []
-    for finalist in shown_faster(found):
-        if settings is not None:
-            report = gate_report(state, finalist, settings)
-            if report is None:
-                if spent:
-                    return _conclude(found, "unconfirmed", None, f"{spent} before the loss gate was through", reports)
-                return _train_for_gate(state, finalist)
-            reports.append(report)
-            if gate_runs(state, finalist)["baseline"].measurement is None:
-                return _conclude(found, "unconfirmed", None, report.reasons[0], reports)
-            if not report.passed:
-                continue
-            if settings.command:
-                evaluation = evaluation_of(proof, finalist)
-                if evaluation is None:
-                    return Evaluate(trial=finalist)
-                if not evaluation.passed:
-                    continue
-        return _conclude(found, "confirmed", finalist, _winner_words(found, finalist), reports, proof.evaluations)
-    return _conclude(found, "keep", None, _keep_words(found, reports, proof.evaluations), reports, proof.evaluations)
+    """The fastest finalist that is shown faster and was not refused yet trains beside the baseline."""
+    settings, reports = state.sweep.proof.gate, gate_reports(state)
+    if any(gate_runs(state, report.trial)["baseline"].measurement is None for report in reports):
+        return _conclude(found, "unconfirmed", None, reports[0].reasons[0], reports)
+    finalist = next(iter(shown_faster(found)), None)
+    if finalist is None:
+        return _conclude(
+            found, "keep", None, _keep_words(found, reports, proof.evaluations), reports, proof.evaluations
+        )
+    if settings is not None:
+        if all(report.trial != finalist for report in reports):
+            if spent:
+                return _conclude(found, "unconfirmed", None, f"{spent} before the loss gate was through", reports)
+            return _train_for_gate(state, finalist)
+        if settings.command and evaluation_of(proof, finalist) is None:
+            return Evaluate(trial=finalist)
+    return _conclude(found, "confirmed", finalist, _winner_words(found, finalist), reports, proof.evaluations)
 
 
 def shown_faster(found: Confirmation) -> tuple[int, ...]:
@@ -252,7 +246,9 @@ def _keep_words(found: Confirmation, reports: Sequence[GateReport], evaluations:
     refused = [f"t{r.trial:03d} does not train the same model: {r.reasons[0]}" for r in reports if not r.passed]
     refused += [f"t{e.trial:03d} failed your evaluation" for e in evaluations if not e.passed]
     refused += [f"t{n:03d} failed when it was measured again: {why}" for n, why in found.failed.items()]
-    words = (
-        "" if shown_faster(found) else f"no finalist is shown faster than the baseline in {len(found.complete)} rounds"
+    if not found.finalists:
+        return "; ".join(refused)
+    others = "other " if refused else ""
+    return "; ".join(
+        [*refused, f"no {others}finalist is shown faster than the baseline in {len(found.complete)} rounds"]
     )
-    return "; ".join([words, *refused] if words else refused)

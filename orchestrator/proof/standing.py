@@ -49,7 +49,7 @@ class Confirmation:
     """How far the confirmation of a proof is."""
 
     finalists: tuple[int, ...]
-    """Those still in, fastest of the search first."""
+    """Those still in, fastest of the search first: neither failed, nor refused by gate or evaluation."""
     failed: dict[int, str]
     """Finalist, or baseline, to why its run was not measured."""
     complete: tuple[Round, ...]
@@ -80,7 +80,9 @@ def confirmation(state: SweepState) -> Confirmation | None:
         return None
     settings = confirm_settings(state)
     rounds, failed = _rounds(state, proof)
-    finalists = tuple(number for number in proof.finalists if number not in failed)
+    refused = {report.trial for report in gate_reports(state) if not report.passed}
+    refused |= {evaluation.trial for evaluation in proof.evaluations if not evaluation.passed}
+    finalists = tuple(number for number in proof.finalists if number not in failed and number not in refused)
 
     def judged(of: list[Round]) -> Judgement:
         return judge(
@@ -151,6 +153,15 @@ def gate_roles(state: SweepState, finalist: int) -> tuple[GateRole, ...]:
     baseline, candidate = state.trials[BASELINE].candidate, state.trials[finalist].candidate
     reference: tuple[GateRole, ...] = ("reference",) if needs_reference(baseline, candidate) else ()
     return ("baseline", *reference, "finalist")
+
+
+def gate_reports(state: SweepState) -> tuple[GateReport, ...]:
+    """Of the finalists of the last proof whose gate runs are there, in their order."""
+    settings = state.sweep.proof.gate
+    if state.proof is None or settings is None:
+        return ()
+    reports = (gate_report(state, finalist, settings) for finalist in state.proof.finalists)
+    return tuple(report for report in reports if report is not None)
 
 
 def gate_report(state: SweepState, finalist: int, settings: GateSettings) -> GateReport | None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
-from orchestrator.proof.tolerances import Tolerance, class_name
+from orchestrator.proof.tolerances import LOSS_MOST, Tolerance, class_name
 from trials.outcome import Measurement
 from trials.spec import Candidate, Precision
 
@@ -20,8 +20,10 @@ BASELINE_FACTOR = 2.0
 """A finalist may lie this many times as far from the reference as the baseline does, where that is more."""
 SPIKE_FACTOR = 3.0
 """A gradient norm this many times the median of those before is a spike."""
-LOSS_AFTER_SPIKE = 3e-2
+LOSS_AFTER_SPIKE = 2 * LOSS_MOST
 """Limit of the loss from a spike on, at least."""
+EXCUSED_SHARE = 0.5
+"""Of the steps: gradient norms of so many may be beyond their limits, but not the first."""
 _SPIKE_WINDOW = 5
 _FLOOR = 0.01
 """Of the largest value: deviations of smaller ones are relative to this."""
@@ -95,29 +97,46 @@ class Curve:
     deviations: tuple[float | None, ...]
     """None where nothing can be compared: the update was skipped, after a spike, or a value is not finite."""
     limits: tuple[float, ...]
+    num_excused: int = 0
+    """Steps that may be beyond their limits, the first one that can be compared excepted."""
 
     @property
     def beyond(self) -> tuple[int, ...]:
         """Steps beyond their limits."""
-        pairs = enumerate(zip(self.deviations, self.limits, strict=True), start=1)
-        return tuple(step for step, (deviation, limit) in pairs if deviation is not None and deviation > limit)
+        return tuple(step for step, share in self._shares().items() if share > 1.0)
 
     @property
-    def worst(self) -> int | None:
-        """The step nearest to its limit, or furthest beyond it; None where no step can be compared."""
-        ratios = {
-            step: deviation / max(limit, _TINY)
-            for step, (deviation, limit) in enumerate(zip(self.deviations, self.limits, strict=True), start=1)
-            if deviation is not None
-        }
-        return max(ratios, key=lambda step: ratios[step], default=None)
+    def decisive(self) -> int | None:
+        """The step whose deviation and limit decide: within it everything is; None where no step can be compared."""
+        shares = self._shares()
+        if not shares:
+            return None
+        first, *others = shares
+        others.sort(key=lambda step: -shares[step])
+        return max([first, *others[self.num_excused : self.num_excused + 1]], key=lambda step: shares[step])
+
+    @property
+    def is_within(self) -> bool:
+        decisive = self.decisive
+        return decisive is not None and decisive not in self.beyond
+
+    def at(self, step: int | None) -> tuple[float | None, float]:
+        """Deviation and limit of this step."""
+        return (None, self.limits[0]) if step is None else (self.deviations[step - 1], self.limits[step - 1])
+
+    def _shares(self) -> dict[int, float]:
+        """Step to its deviation in multiples of its limit."""
+        pairs = enumerate(zip(self.deviations, self.limits, strict=True), start=1)
+        return {step: value / max(limit, _TINY) for step, (value, limit) in pairs if value is not None}
 
 
 def loss_curve(expected: Trajectory, run: Trajectory, limits: Tolerance, baseline: Trajectory | None) -> Curve:
     """Of ``run`` against ``expected``; ``baseline`` where ``expected`` is a reference that it lies apart from, too."""
     values, nothing = expected.losses, frozenset[int]()
-    own = None if baseline is None else _relative(values, baseline.losses, nothing)
-    allowed = _allowed(limits, own, len(values))
+    allowed = _allowed(limits, len(values))
+    if baseline is not None:
+        largest_yet = itertools.accumulate(_relative(values, baseline.losses, nothing), _larger)
+        allowed = [max(limit, BASELINE_FACTOR * (own or 0.0)) for limit, own in zip(allowed, largest_yet, strict=True)]
     if expected.spike is not None:
         start = expected.spike - 1
         allowed[start:] = [max(limit, LOSS_AFTER_SPIKE) for limit in allowed[start:]]
@@ -128,14 +147,23 @@ def loss_curve(expected: Trajectory, run: Trajectory, limits: Tolerance, baselin
 
 
 def norm_curve(expected: Trajectory, run: Trajectory, limits: Tolerance, baseline: Trajectory | None) -> Curve:
-    """As :func:`loss_curve`, of gradient norms; after a spike they say nothing."""
+    """As :func:`loss_curve`, of gradient norms.
+
+    In single steps they may be far off in equal training, where some batch is one that the model is sensitive to; after
+    a spike they say nothing.
+    """
     values = expected.grad_norms
     wild = frozenset() if expected.spike is None else frozenset(range(expected.spike, len(values) + 1))
     void = expected.skipped | wild
-    own = None if baseline is None else _relative(values, baseline.grad_norms, void | baseline.skipped)
+    allowed = _allowed(limits, len(values))
+    if baseline is not None:
+        own = _relative(values, baseline.grad_norms, void | baseline.skipped)
+        allowed = [max(limit, BASELINE_FACTOR * (off or 0.0)) for limit, off in zip(allowed, own, strict=True)]
+    found = _relative(values, run.grad_norms, void | run.skipped)
     return Curve(
-        deviations=_relative(values, run.grad_norms, void | run.skipped),
-        limits=_with_delays(_allowed(limits, own, len(values)), values, expected, run),
+        deviations=found,
+        limits=_with_delays(allowed, values, expected, run),
+        num_excused=int(EXCUSED_SHARE * (len(found) - found.count(None))),
     )
 
 
@@ -152,13 +180,12 @@ def _floor(values: Sequence[float]) -> float:
     return max(_TINY, _FLOOR * max((abs(value) for value in values if math.isfinite(value)), default=0.0))
 
 
-def _allowed(limits: Tolerance, own: Sequence[float | None] | None, num_steps: int) -> list[float]:
-    """Limits of the class, or what the baseline's own deviations so far justify."""
-    allowed = [limits.at(step) for step in range(1, num_steps + 1)]
-    if own is None:
-        return allowed
-    largest_yet = itertools.accumulate((deviation or 0.0 for deviation in own), max)
-    return [max(limit, BASELINE_FACTOR * most) for limit, most in zip(allowed, largest_yet, strict=True)]
+def _allowed(limits: Tolerance, num_steps: int) -> list[float]:
+    return [limits.at(step) for step in range(1, num_steps + 1)]
+
+
+def _larger(one: float | None, other: float | None) -> float | None:
+    return max(one or 0.0, other or 0.0)
 
 
 def _with_delays(

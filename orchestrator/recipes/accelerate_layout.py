@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from orchestrator.recipes import hf_model
-from orchestrator.recipes.base import Draft, Setting, Settings, custom, lacking
+from orchestrator.recipes.base import Draft, Setting, Settings, custom, fixed, lacking
 from orchestrator.recipes.gaps import no_pipeline, unable
 from trials.spec import Layout, LlamaModel
 
@@ -52,8 +52,6 @@ def _write_layout(draft: Draft) -> None:
     draft.settings |= {
         TYPE: engine,
         NUM_PROCESSES: layout.dp * layout.cp * (layout.tp if engine == "FSDP" else 1),
-        f"{FILE}:compute_environment": "LOCAL_MACHINE",
-        f"{FILE}:main_training_function": "main",
     }
     if engine == "FSDP":
         _write_fsdp(draft, layout)
@@ -85,6 +83,8 @@ def _write_fsdp(draft: Draft, layout: Layout) -> None:
 
 def _note_engine(draft: Draft, layout: Layout, engine: str) -> None:
     """Where what Accelerate's engine does is near what was asked for, but not it."""
+    if engine == "FSDP" and layout.tp > 1:
+        draft.warn("layout.tp", f"your script loads the model split over {layout.tp} ranks: tp_plan='auto'")
     if engine == "FSDP" and layout.dp_replicate > 1 and layout.dp_shard == 1:
         draft.refuse("layout.dp_replicate", "beside cp or tp, Accelerate has no replicas without dp_shard above 1")
     if layout.zero_stage == 1:
@@ -151,6 +151,8 @@ def _read_recompute(settings: Settings) -> dict[str, Any]:
 
 
 SETTINGS: tuple[Setting, ...] = (
+    fixed(f"{FILE}:compute_environment", "LOCAL_MACHINE"),
+    fixed(f"{FILE}:main_training_function", "main"),
     custom(
         (*(f"layout.{name}" for name in SIZES), "layout.zero_stage", "layout.replicate_with"),
         (TYPE, NUM_PROCESSES, *SIZES.values(), _CP_STRATEGY, f"{ARGUMENTS}:fsdp", *_WRAP),

@@ -121,7 +121,7 @@ SETTINGS: tuple[Setting, ...] = (
         _write_precision,
         _read_precision,
     ),
-    unable("precision.white", "precision.black", message="autocast's own lists cannot be changed"),
+    unable("precision.white", "precision.black", message="autocast's own lists of operators cannot be changed"),
     option("loader.num_workers", f"{ARGUMENTS}:dataloader_num_workers"),
     option(
         "loader.prefetch_factor",

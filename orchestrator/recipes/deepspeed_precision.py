@@ -12,6 +12,8 @@ from trials.legality import uses_ddp
 from trials.spec import LossScale
 
 _AUTOCAST, _AUTOCAST_DTYPE = f"{FILE}:torch_autocast.enabled", f"{FILE}:torch_autocast.dtype"
+_SAFE = f"{FILE}:torch_autocast.lower_precision_safe_modules"
+"""Modules whose weights and gradients travel in 16 bits under autocast; by default the matrix products."""
 _BF16, _BF16_OVERFLOW = f"{FILE}:bf16.enabled", f"{FILE}:bf16.check_grad_overflow"
 _FP16 = f"{FILE}:fp16.enabled"
 _STATIC_SCALE, _POWER = f"{FILE}:fp16.loss_scale", f"{FILE}:fp16.initial_scale_power"
@@ -30,7 +32,7 @@ def _write_precision(draft: Draft) -> None:
         _FP16: is_half and precision.dtype == "float16",
     }
     if precision.level == "O1":
-        draft.settings[_AUTOCAST_DTYPE] = precision.dtype
+        _write_autocast(draft, precision.dtype)
     if is_half:
         reduced = _SHORT[precision.dtype] if uses_ddp(layout) or layout.world_size == 1 else "fp32"
         draft.settings |= {_COMMUNICATION: reduced, _ACCUMULATED: reduced}
@@ -38,6 +40,15 @@ def _write_precision(draft: Draft) -> None:
         draft.settings[_BF16_OVERFLOW] = False
     if precision.loss_scale is not None:
         _write_loss_scale(draft, precision.loss_scale)
+
+
+def _write_autocast(draft: Draft, dtype: str) -> None:
+    """Nothing travels in 16 bits, as in the runner; but DeepSpeed scales losses only for what does."""
+    draft.settings[_AUTOCAST_DTYPE] = dtype
+    if dtype == "bfloat16":
+        draft.settings[_SAFE] = []
+    else:
+        draft.warn("precision.level", "gradients of matrix products are reduced in float16, where fp32 was measured")
 
 
 def _write_loss_scale(draft: Draft, scale: LossScale) -> None:
@@ -55,6 +66,10 @@ def _write_loss_scale(draft: Draft, scale: LossScale) -> None:
     }
     if scale.dynamic and scale.initial != 2.0**power:
         draft.warn("precision.loss_scale.initial", f"DeepSpeed starts from a power of two: 2^{power}")
+    for factor in ("growth_factor", "backoff_factor"):
+        path = f"precision.loss_scale.{factor}"
+        if draft.values[path] != TORCH_SCALER[path]:
+            draft.refuse(path, f"DeepSpeed doubles and halves; asked for {draft.values[path]}")
 
 
 def _read_precision(settings: Settings) -> dict[str, Any]:
@@ -86,6 +101,7 @@ SETTINGS: tuple[Setting, ...] = (
         (
             _AUTOCAST,
             _AUTOCAST_DTYPE,
+            _SAFE,
             _BF16,
             _BF16_OVERFLOW,
             _FP16,
@@ -100,5 +116,5 @@ SETTINGS: tuple[Setting, ...] = (
         _write_precision,
         _read_precision,
     ),
-    unable("precision.white", "precision.black", message="torch_autocast chooses modules, not operators"),
+    unable("precision.white", "precision.black", message="autocast's own lists of operators cannot be changed"),
 )

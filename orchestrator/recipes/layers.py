@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.choices import ALL_LAYERS, RecomputeChoice, even_split, layers_of, resolve_recompute
+from orchestrator.choices import ALL_LAYERS, RecomputeChoice, layers_of, resolve_recompute
 from orchestrator.recipes.base import Draft
 from trials.spec import Candidate, Counts, Layout, Recompute
 from trials.stages import all_chunks
@@ -41,14 +41,6 @@ def is_uniform(counts: Counts) -> bool:
     return len({number for row in counts for number in row}) <= 1
 
 
-def is_default_split(layout: Layout, num_layers: int) -> bool:
-    """Whether every stage holds as many layers as any other, up to what does not divide."""
-    if layout.pp == 1:
-        return True
-    usual = even_split(num_layers, layout.pp, layout.num_virtual_stages, layout.schedule)
-    return layout.stage_layers == usual
-
-
 def in_model_order(layout: Layout, num_layers: int) -> list[int]:
     """Layers of every virtual stage, first to last."""
     return [len(chunk.layer_ids) for chunk in all_chunks(layout, num_layers)]
@@ -61,6 +53,13 @@ def layer_ids(counts: Counts, layout: Layout, num_layers: int) -> list[int]:
         for chunk in all_chunks(layout, num_layers)
         for layer in chunk.layer_ids[: counts[chunk.chunk][chunk.stage]]
     )
+
+
+def refuse_stages(draft: Draft, message: str) -> None:
+    """The stages become others, and with them what numbers of layers per stage mean."""
+    draft.refuse("layout.stage_layers", message)
+    if draft.candidate.recompute != Recompute():
+        draft.refuse("recompute", "numbers of layers are those of other stages")
 
 
 def num_microbatches(draft: Draft) -> int:

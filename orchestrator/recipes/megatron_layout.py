@@ -6,9 +6,9 @@ import re
 from typing import Any
 
 from orchestrator.recipes.base import Draft, Setting, Settings, custom, lacking, option
-from orchestrator.recipes.layers import in_model_order, is_uniform, num_microbatches
+from orchestrator.recipes.layers import in_model_order, is_uniform, num_microbatches, refuse_stages
 from orchestrator.recipes.shell import WORLD_SIZE
-from trials.spec import Counts, Recompute
+from trials.spec import Counts
 
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
 _INSTANCES = "--num-distributed-optimizer-instances"
@@ -111,9 +111,7 @@ def _note_schedule(draft: Draft) -> None:
     layout = draft.candidate.layout
     if layout.schedule == "zbv":
         draft.refuse("layout.schedule", "Megatron-LM has no zero-bubble schedule")
-        draft.refuse("layout.stage_layers", "stages in a V need the zero-bubble schedule")
-        if draft.candidate.recompute != Recompute():
-            draft.refuse("recompute", "its numbers of layers are those of stages in a V")
+        refuse_stages(draft, "stages in a V need the zero-bubble schedule")
     elif layout.schedule == "gpipe":
         kind = "interleaved 1F1B" if layout.num_virtual_stages > 1 else "1F1B"
         draft.warn("layout.schedule", f"Megatron-LM runs {kind}: the same bubble, fewer activations in flight")

@@ -57,8 +57,9 @@ def _write_selective(draft: Draft) -> None:
 
 
 def _note_communication(draft: Draft) -> None:
-    recompute = draft.candidate.recompute
-    always = gathered_again(recompute, present(draft)) if draft.candidate.layout.sequence_parallel else ()
+    recompute, held = draft.candidate.recompute, present(draft)
+    said = Recompute(full=first_layers(most(recompute.full), held))
+    always = gathered_again(said, held) if draft.candidate.layout.sequence_parallel else ()
     if recompute.communication != always:
         draft.warn("recompute.communication", "Megatron-LM always gathers sequence shards again, in every layer")
 

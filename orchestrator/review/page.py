@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator import report_format as fmt
 from orchestrator.invocation import PLAIN, Invocation
 from orchestrator.report import changed_knobs, cost, shown_change
-from orchestrator.report_verdict import confidence, headline, winner_and_baseline
+from orchestrator.report_verdict import change_heading, confidence, details, headline, winner_and_baseline
 from orchestrator.review.gallery import Plot, gallery
 from orchestrator.review.html import cell, code, row, section, table, text
 from orchestrator.review.page_proof import confirmation, evaluations, gate
@@ -33,6 +34,8 @@ class Page:
     state: SweepState
     summary: Summary
     sources: Sources = field(default_factory=Sources)
+    folder: Path | None = None
+    """Of the sweep, with the files of its trials as far as they lie on this host."""
     explanation: SweepExplanation | None = None
     links: Mapping[str, str] = field(default_factory=dict)
     """Name to address, of the sweep's pages on a tracking server."""
@@ -54,7 +57,7 @@ def page_html(page: Page, plots: Mapping[str, Plot] | None = None) -> str:
     plots = page.gallery() if plots is None else plots
     gates = [name for name in plots if name.startswith("gate-")]
     parts = {
-        "change": ("What changed", _changes(state, summary)),
+        "change": (change_heading(state, summary), _changes(state, summary)),
         "confirmation": ("Confirmation", _figures(plots, ["confirmation"]) + confirmation(state)),
         "gate": ("Loss gate", _figures(plots, gates) + gate(state) + evaluations(state)),
         "time": ("Where the step time goes", step_time(page.explanation, _figures(plots, ["breakdown"]))),
@@ -64,7 +67,7 @@ def page_html(page: Page, plots: Mapping[str, Plot] | None = None) -> str:
         "failed": ("Not measured", not_measured(state)),
         "found": ("Found out", found_out(state, summary)),
         "plan": ("What could be tried", plan_and_rejected(page.sources)),
-        "profile": ("Profile", profiles(state)),
+        "profile": ("Profile", profiles(state, page.folder)),
         "environment": ("Workload and environment", environment(state, page.sources)),
         "next": ("What next", next_steps(state, summary, page.invocation)),
     }
@@ -82,8 +85,8 @@ def _heading(page: Page, anchors: Sequence[tuple[str, str]]) -> str:
     state, summary = page.state, page.summary
     reason = f", {summary.reason}" if summary.reason else ""
     where = text(f"{state.sweep.hardware} · {summary.state}{reason} · {cost(summary)}")
-    sure = confidence(state, summary)
-    confident = f'<p class="dim">{text(sure)}</p>' if sure else ""
+    lines = [line for line in (*details(state), confidence(state, summary)) if line]
+    confident = "".join(f'<p class="dim">{text(line)}</p>' for line in lines)
     conclusion = state.verdict.conclusion if state.verdict else ""
     links = [f'<a href="{text(url)}">{text(what)} in MLflow</a>' for what, url in page.links.items()]
     links += [f'<a href="#{anchor}">{text(heading)}</a>' for anchor, heading in anchors]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from orchestrator import report_format as fmt
 from orchestrator.invocation import Invocation
 from orchestrator.proof.values import ProfileRun
 from orchestrator.report_markdown import promotion_words
 from orchestrator.review.html import cell, code, row, table, text
+from orchestrator.review.profile_files import profile_files
+from orchestrator.review.profile_text import profile_html
 from orchestrator.review.sources import Sources
-from orchestrator.state import SweepState, Trial
+from orchestrator.state import SweepState
 from orchestrator.summary import Summary
 from orchestrator.tracking_content import sweep_params
 
@@ -31,18 +35,14 @@ def plan_and_rejected(sources: Sources) -> str:
     return words + table(rows, ("rejected by rule", "candidates", "for example"), numbers=(1,))
 
 
-def profiles(state: SweepState) -> str:
-    """Of every profiled trial, what its profile shows."""
-    found = [trial for trial in state.trials if isinstance(trial.check, ProfileRun) and trial.measurement is not None]
-    return "".join(map(_profile, found))
-
-
-def _profile(trial: Trial) -> str:
-    from orchestrator.review.profile_text import profile_html
-
-    assert trial.check is not None
-    html = profile_html(trial)
-    return f"<h3>{fmt.trial_id(trial.check.of)}</h3>{html}" if html else ""
+def profiles(state: SweepState, folder: Path | None) -> str:
+    """Of every profiled trial, what its profile shows; its files are looked for in the sweep's ``folder``."""
+    parts = []
+    for trial in state.trials:
+        if isinstance(trial.check, ProfileRun) and trial.measurement is not None:
+            html = profile_html(trial, profile_files(folder, trial) if folder else ())
+            parts.append(f"<h3>{fmt.trial_id(trial.check.of)}</h3>{html}" if html else "")
+    return "".join(parts)
 
 
 def environment(state: SweepState, sources: Sources) -> str:

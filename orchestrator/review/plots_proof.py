@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from orchestrator import report_format as fmt
-from orchestrator.proof.accuracy import Curve
+from orchestrator.proof.trajectories import Curve
 from orchestrator.proof.values import GateReport, RatioInterval
+from orchestrator.report_verdict import percent
 from orchestrator.review.figures import BLUE, DIM, ORANGE, SERIES, VERMILION, add_axes, integer_steps, new_figure
 from orchestrator.review.proof_data import Finalist, GateCurves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+_GATE_HEIGHT_IN = 5.8
 
 
 def plot_rounds(found: Sequence[Finalist], title: str) -> Figure:
@@ -52,7 +56,7 @@ def _axis_of_rounds(axes: Axes, num_rounds: int) -> None:
     ticks = list(range(1, num_rounds + 1, max(1, num_rounds // 20)))
     axes.set_xticks([*ticks, num_rounds + 0.85], [*map(str, ticks), "all"])
     axes.set_xlabel("round")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.2f}x")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
 
 
 def _side_labels(axes: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
@@ -66,27 +70,30 @@ def _side_labels(axes: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
 
 
 def plot_gate(found: GateCurves, report: GateReport | None) -> Figure:
-    """Losses of the same steps above; below, the finalist's relative deviation, which has to stay in the band."""
+    """Losses of the same steps; below, how far loss and gradient norm deviate, and how far they may."""
     num_steps = len(found.runs["finalist"].losses)
-    figure = new_figure(_gate_title(found.trial, report), _gate_subtitle(found, num_steps), 4.4)
-    above = add_axes(figure, right_in=1.2, bottom_in=2.0)
-    below = add_axes(figure, right_in=1.2, bottom_in=0.5, top_in=2.85)
-    for axes in (above, below):
+    figure = new_figure(_gate_title(found.trial, report), _gate_subtitle(found, num_steps), _GATE_HEIGHT_IN)
+    panels = []
+    for bottom_in, height_in in ((3.35, 1.75), (1.95, 1.0), (0.5, 1.0)):
+        top_in = _GATE_HEIGHT_IN - bottom_in - height_in
+        axes = add_axes(figure, right_in=1.2, bottom_in=bottom_in, top_in=top_in)
         axes.grid(axis="y")
         axes.spines["left"].set_visible(False)
         axes.set_xlim(0.5, num_steps + 0.5)
         integer_steps(axes)
-    above.tick_params(labelbottom=False)
-    below.set_xlabel("step")
-    _draw_losses(above, found)
+        axes.tick_params(labelbottom=bottom_in < 1)
+        panels.append(axes)
+    _draw_losses(panels[0], found)
+    panels[2].set_xlabel("step")
     if found.comparison is not None:
-        _draw_deviations(below, found.comparison.loss)
+        _draw_deviations(panels[1], found.comparison.loss, "loss")
+        _draw_deviations(panels[2], found.comparison.grad_norm, "gradient norm")
     return figure
 
 
 def _gate_subtitle(found: GateCurves, num_steps: int) -> str:
     against = f" from the {found.comparison.compared_with}" if found.comparison else ""
-    return f"loss over the same {num_steps} steps; below, its relative deviation{against}, and how far it may go"
+    return f"loss over the same {num_steps} steps; below, the relative deviation{against}, and how far it may go"
 
 
 def _draw_losses(axes: Axes, found: GateCurves) -> None:
@@ -106,16 +113,17 @@ def _draw_losses(axes: Axes, found: GateCurves) -> None:
     _side_labels(axes, labels)
 
 
-def _draw_deviations(axes: Axes, curve: Curve) -> None:
+def _draw_deviations(axes: Axes, curve: Curve, name: str) -> None:
+    axes.annotate(name, (0.0, 1.04), xycoords="axes fraction", color=DIM, size=8)
     steps = range(1, len(curve.limits) + 1)
     axes.fill_between(steps, 0.0, curve.limits, color=BLUE, alpha=0.1, linewidth=0, step="mid")
     axes.step(steps, curve.limits, where="mid", color=VERMILION, linewidth=1.0)
     values = [math.nan if value is None else value for value in curve.deviations]
     axes.plot(steps, values, "o-", color=BLUE, linewidth=1.3, markersize=3, markeredgewidth=0)
-    beyond = curve.beyond
-    axes.plot(
-        [i + 1 for i in beyond], [values[i] for i in beyond], "X", color=VERMILION, markersize=6, markeredgewidth=0
-    )
+    pairs = zip(values, curve.limits, strict=True)
+    beyond = [(step, value) for step, (value, limit) in enumerate(pairs, start=1) if value > limit]
+    at, heights = [step for step, _ in beyond], [value for _, value in beyond]
+    axes.plot(at, heights, "X", color=VERMILION, markersize=6, markeredgewidth=0)
     if curve.limits:
         room = 1.25 * max(curve.limits)
         largest = max((value for value in values if math.isfinite(value)), default=0.0)
@@ -131,11 +139,13 @@ def _gate_title(trial: int, report: GateReport | None) -> str:
     name = fmt.trial_id(trial)
     if report is None:
         return f"The loss gate has not judged {name} yet"
-    if not report.passed:
-        return f"{name} does not train the same: {report.reasons[0] if report.reasons else 'outside the tolerance'}"
-    if report.loss_deviation is None:
-        return f"{name} trains the same"
-    return (
-        f"{name} trains the same: its loss is at most {100 * report.loss_deviation:.2g} % off where "
-        f"{100 * report.loss_tolerance:.2g} % may be"
-    )
+    if report.passed:
+        off = "" if report.loss_deviation is None else f": its loss is {percent(report.loss_deviation)} off"
+        return f"{name} trains the same{off}{f' where {percent(report.loss_tolerance)} may be' if off else ''}"
+    for what, deviation, tolerance in (
+        ("loss", report.loss_deviation, report.loss_tolerance),
+        ("gradient norm", report.grad_norm_deviation, report.grad_norm_tolerance),
+    ):
+        if deviation is not None and deviation > tolerance:
+            return f"{name} does not train the same: {what} {percent(deviation)} off where {percent(tolerance)} may be"
+    return f"{name} does not train the same: {report.reasons[0] if report.reasons else 'outside the tolerance'}"

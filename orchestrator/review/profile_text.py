@@ -44,7 +44,7 @@ def render_profile(trial: Trial, found: Sequence[Path] = ()) -> RenderableType:
     for line in _remarks(tables):
         parts.append(Text(line, style="yellow" if line.startswith("redundant") else ""))
     if tables.files:
-        parts += [Text(""), Text("Files (traces open in ui.perfetto.dev and chrome://tracing)", style="bold")]
+        parts += [Text(""), Text("Files; traces open in ui.perfetto.dev", style="bold")]
         parts += [Text(f"  {line}", overflow="fold") for line in _file_lines(tables, found)]
     return Group(*parts)
 
@@ -70,8 +70,11 @@ def profile_html(trial: Trial, found: Sequence[Path] = ()) -> str:
 def _rich(shown: _Shown) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", collapse_padding=True)
     for i, head in enumerate(shown.heads):
-        is_word = i < shown.num_words
-        table.add_column(head, no_wrap=True, justify="left" if is_word else "right", overflow="ellipsis")
+        if i < shown.num_words:
+            table.add_column(head, overflow="ellipsis")
+        else:  # words give way to numbers
+            width = max(map(len, (head, *(row[i] for row in shown.rows))))
+            table.add_column(head, no_wrap=True, justify="right", min_width=width)
     for row in shown.rows:
         table.add_row(*row)
     return table
@@ -184,10 +187,9 @@ def _remarks(tables: ProfileTables) -> Iterator[str]:
     for profile in tables.ranks:
         if profile.memory is not None:
             phase = f" in {profile.memory.phase}" if profile.memory.phase else ""
-            yield (
-                f"rank {profile.rank}: {fmt.num_bytes(profile.memory.peak_bytes)} allocated at the peak{phase}, "
-                f"{fmt.num_bytes(profile.memory.start_bytes)} at the start"
-            )
+            start_bytes = profile.memory.start_bytes
+            start = f"{fmt.num_bytes(start_bytes)} before" if start_bytes else "beyond what was when recording began"
+            yield f"rank {profile.rank}: {fmt.num_bytes(profile.memory.peak_bytes)} at the memory peak{phase}, {start}"
     yield from tables.notes
 
 
@@ -196,14 +198,17 @@ def _redundancy(found: Redundancy) -> str:
     return f"redundant: {found.module} ({found.phase}) {found.problem}; {calls}"
 
 
-def _file_lines(tables: ProfileTables, found: Sequence[Path]) -> list[str]:
+def _file_lines(tables: ProfileTables, found: Sequence[Path]) -> Iterator[str]:
+    """The files that are here, below their folder; then where the others are."""
     here = {path.name: path for path in found}
-    return [_file_line(file, here.get(file.name)) for file in tables.files]
+    for folder in dict.fromkeys(path.parent for path in found):
+        yield f"in {folder}"
+        of = [file for file in tables.files if file.name in here and here[file.name].parent == folder]
+        yield from (f"  {file.name}  {fmt.num_bytes(file.num_bytes)}" for file in of)
+    yield from (_elsewhere(file) for file in tables.files if file.name not in here)
 
 
-def _file_line(file: FileAt, here: Path | None) -> str:
-    if here is not None:
-        return f"{here}  {fmt.num_bytes(file.num_bytes)}"
+def _elsewhere(file: FileAt) -> str:
     line = f"{file.node}:{file.path}" if file.node else file.path
     if file.is_too_large:
         return f"{line}  stayed there: rank {file.rank} has more than {fmt.num_bytes(MAX_BYTES_PER_RANK)}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from orchestrator.log_files import tail
 from orchestrator.logs import attempt_folder
 from orchestrator.proof.values import ProfileRun
+from orchestrator.review.profile_files import profile_files
 from orchestrator.state import Trial
 from trials.outcome import Measured, StoppedEarly
 
@@ -16,9 +17,9 @@ MAX_RANKS = 8
 """Logs kept of an attempt where nobody knows which rank failed."""
 
 
-def failed_logs(sweep_folder: Path | None, trial: Trial) -> dict[str, str]:
+def failed_logs(sweep_folder: Path, trial: Trial) -> dict[str, str]:
     """Name to text: the failed rank's log of the last attempt, as far as it lies here; empty for what was measured."""
-    if sweep_folder is None or not trial.attempts:
+    if not trial.attempts:
         return {}
     index, attempt = len(trial.attempts) - 1, trial.attempts[-1]
     if attempt.outcome is None or isinstance(attempt.outcome, Measured | StoppedEarly):
@@ -35,10 +36,8 @@ def failed_logs(sweep_folder: Path | None, trial: Trial) -> dict[str, str]:
     return found
 
 
-def profile_paths(sweep_folder: Path | None, trial: Trial) -> list[Path]:
+def profile_paths(sweep_folder: Path, trial: Trial) -> list[Path]:
     """Traces and tables of a profiled trial."""
-    if sweep_folder is None or not isinstance(trial.check, ProfileRun) or trial.measurement is None:
+    if not isinstance(trial.check, ProfileRun) or trial.measurement is None:
         return []
-    from orchestrator.review.profile_files import profile_files
-
-    return [path for path in profile_files(sweep_folder, trial) if path.is_file()]
+    return profile_files(sweep_folder, trial)

@@ -30,7 +30,6 @@ NUM_ROUNDS = 4
 NUM_STEPS = 20
 
 
-
 def trained(step_time_s: float, shift: float = 0.0) -> Measured:
     """A gate run: the loss falls, ``shift`` away from where it should be."""
     losses = tuple((5.5 * math.exp(-0.03 * step)) * (1 + shift * step / NUM_STEPS) for step in range(NUM_STEPS))

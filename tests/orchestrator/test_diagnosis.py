@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from orchestrator.diagnosis import Basis, explain_sweep
 from orchestrator.diagnosis.parts import ProfileOf, split
+from orchestrator.diagnosis.surroundings import around
 from orchestrator.errors import ConfigError
+from orchestrator.plan import make_plan
+from orchestrator.proof.values import Verdict
+from orchestrator.rules import check
+from orchestrator.space import diff
+from orchestrator.state import ProofState
+from tests.orchestrator import test_large_space
 from tests.orchestrator.diagnosed import (
     ONE_NODE,
     TINY,
@@ -159,6 +166,11 @@ def test_winner_and_baseline_stand_side_by_side_and_any_other_trial_can():
     explained = explain_sweep(state, basis(candidates))
     assert (explained.baseline.trial, explained.chosen.trial, explained.chosen.role) == (0, 1, "fastest")
     assert explained.bottleneck == explained.chosen.bottleneck
+    proven = Verdict(conclusion="confirmed", winner=1, reason="it is faster")
+    proof = ProofState(finalists=(1,), reason="test", first_check=3, verdict=proven)
+    assert explain_sweep(replace(state, proof=proof), basis(candidates)).chosen.role == "winner"
+    kept = replace(proof, verdict=replace(proven, conclusion="keep", winner=None))
+    assert explain_sweep(replace(state, proof=kept), basis(candidates)).chosen is None
     assert set(explained.step_parts) == {0, 1}
     assert explain_sweep(state, basis(candidates), trial=0).chosen is None
     with pytest.raises(ConfigError, match="t002 was not measured: out of memory"):
@@ -205,3 +217,15 @@ def test_parts_sum_to_the_measured_step_time_whatever_is_known(breakdown, ranks,
     assert sum(part.seconds for part in found.parts) == pytest.approx(taken.measurement.step_time_s)
     assert all(part.seconds > 0 for part in found.parts)
     assert len({part.name for part in found.parts}) == len(found.parts)
+
+
+def test_in_a_space_too_large_to_list_changes_are_looked_for_around_the_trial():
+    space = test_large_space.spec()
+    topology = test_large_space.TOPOLOGY
+    beyond = make_plan(space, topology).beyond
+    candidate = beyond.sample(1, seed=0)[0]
+    near = around(beyond, candidate)
+    assert len(near) == len(set(near)) > 100
+    assert all(not check(other, space.to_workload(), topology) for other in near[::50])
+    changed = {frozenset(diff(other, candidate)) for other in near}
+    assert {"compile"} in changed and {"micro_batch_size"} in changed and {"recompute"} in changed

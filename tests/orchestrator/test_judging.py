@@ -177,6 +177,24 @@ def test_nothing_faster_ends_without_a_leader():
     assert (found.against_leader, found.tied_with_leader) == ({}, ())
 
 
+def test_what_was_shown_not_faster_is_not_tied_with_a_leader_that_emerges_later():
+    rounds = [{0: 1.0, 3: 0.985, 8: 0.985}] * 3 + [{0: 1.0, 3: 1.3}] * 5
+    found = judged(rounds, (3, 8))
+    assert found.leader == 3
+    assert found.against_leader[8].verdict == "tie"
+    assert found.tied_with_leader == ()
+
+
+def test_finalists_are_compared_with_each_other_by_stricter_intervals_where_they_are_many():
+    noisy = (1.0, 1.1, 1.2)
+    rounds = [{0: 1.0, 3: 1.5, 7: 1.4, 8: 1.3, 11: 1.2, 12: factor} for factor in noisy]
+    found = judged(rounds, (3, 7, 8, 11, 12))
+    widths = [
+        math.log(c.ratio.ci95.high / c.ratio.ci95.low) for c in (found.against_baseline[7], found.against_leader[7])
+    ]
+    assert widths[1] > 1.1 * widths[0]
+
+
 def test_a_finalist_that_was_beaten_comes_back_when_the_leader_is_withdrawn():
     rng = np.random.default_rng(8)
     rounds = drawn({0: 1.0, 3: 3.0, 7: 1.05, 8: 0.9}, 3, 0.03, rng)

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from orchestrator.mlflow_urls import public_uri, trials_url
+from orchestrator.mlflow_urls import public_uri
 from orchestrator.state import SweepState
 from orchestrator.summary import summarize
 from tests.orchestrator.long_story import all_kinds, candidate, speeds, state
@@ -91,11 +91,3 @@ def test_passwords_stay_out():
     uri = "http://user:pass@mlflow.example:5000/x"
     assert summarize(state(speeds(0.1)), uri).to_json()["tracking_uri"] == "http://mlflow.example:5000/x"
     assert public_uri("sqlite:////srv/a@b/mlflow.db") == "sqlite:////srv/a@b/mlflow.db"
-
-
-def test_deep_links_open_the_training_view():
-    url = trials_url("http://127.0.0.1:5000/", "7", "story")
-    assert url.startswith(
-        "http://127.0.0.1:5000/#/experiments/7/runs?searchFilter=tags.%60tc.sweep%60%20%3D%20%27story"
-    )
-    assert url.endswith("workflowType=machine_learning")

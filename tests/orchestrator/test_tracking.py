@@ -1,5 +1,6 @@
 import json
 import logging
+import re
 import socket
 import subprocess
 import sys
@@ -12,15 +13,19 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 
 from orchestrator import tracking_content as content
-from orchestrator.events import LedgerEvent
+from orchestrator.events import ChecksAsked, FinalistsChosen, LedgerEvent, SweepFinished
 from orchestrator.findings_text import findings_metrics
 from orchestrator.fold import fold
 from orchestrator.ledger import Ledger
+from orchestrator.logs import attempt_folder
+from orchestrator.mlflow_urls import sweep_links
+from orchestrator.review.sources import PLAN
 from orchestrator.state import SweepState
 from orchestrator.summary import Recorded, summarize
 from orchestrator.tracking import CURSOR, Tracker
 from tests.orchestrator.long_story import START_S, all_kinds, events, fill, speeds
 from tests.orchestrator.mlflow_store import new_store
+from tests.orchestrator.proof_story import proof_events
 from tests.orchestrator.story import FOUND, created, ended, evidence, failures, launched, measured
 from tests.orchestrator.virtual_sweeps import SWEEP, home, submit
 from trials.codec import from_json
@@ -48,8 +53,12 @@ class Recording:
         self.experiments = [e for e in self.client.search_experiments() if e.name != "Default"]
         runs = list(self.client.search_runs([e.experiment_id for e in self.experiments]))
         self.sweeps = [run for run in runs if run.data.tags["tc.kind"] == "sweep"]
-        trials = [run for run in runs if run.data.tags["tc.kind"] == "trial"]
-        self.trials = sorted(trials, key=lambda run: int(run.data.tags["tc.trial"]))
+        self.trials, self.checks = (
+            sorted(
+                (run for run in runs if run.data.tags["tc.kind"] == kind), key=lambda r: int(r.data.tags["tc.trial"])
+            )
+            for kind in ("trial", "check")
+        )
 
     def artifact(self, run: Run, name: str, folder: Path) -> str:
         return Path(self.client.download_artifacts(run.info.run_id, name, str(folder))).read_text(encoding="utf-8")
@@ -64,7 +73,7 @@ class Recording:
                     for key in run.data.metrics
                 },
             )
-            for run in (*self.sweeps, *self.trials)
+            for run in (*self.sweeps, *self.trials, *self.checks)
         ]
 
 
@@ -162,6 +171,87 @@ def test_writing_everything_again_changes_nothing(ledger: Ledger, uri: str):
     ledger.advance(CURSOR, 0)
     assert Tracker(uri).sync(ledger, state) == len(events(all_kinds()))
     assert Recording(uri).everything() == before
+
+
+def test_checks_are_runs_of_their_own_and_the_verdict_is_on_the_parent(ledger: Ledger, uri: str, tmp_path: Path):
+    ledger.put_document("sweep_yaml", {"text": "name: story\n"})
+    rule = {"rule": "r", "count": 2, "examples": []}
+    counts = {"num_legal": 9, "product_size": 11, "num_duplicates": 0}
+    ledger.put_document(PLAN, {**counts, "too_large": "", "rejected": [rule]})
+    recording, state = synced(ledger, uri, proof_events(is_promoted=True))
+    names = [run.info.run_name for run in recording.checks]
+    assert names[1] == "confirm r1 t001 z2x2 mbs1 O0"
+    assert names[-3:] == ["gate t000 dp2 mbs1 O0", "gate t001 z2x2 mbs1 O0", "profile t001 z2x2 mbs1 O0"]
+    confirm, gate, profile = recording.checks[1], recording.checks[-2], recording.checks[-1]
+    assert (confirm.data.tags["tc.of"], confirm.data.tags["tc.round"]) == ("t001", "1")
+    assert "speedup" not in confirm.data.metrics
+    assert "tokens_per_s_per_device" in confirm.data.metrics
+    assert "tokens_per_s_per_device" not in profile.data.metrics
+    losses = recording.client.get_metric_history(gate.info.run_id, "loss")
+    measurement = state.trials[-2].measurement
+    assert measurement is not None
+    assert {m.step: m.value for m in losses} == dict(enumerate(measurement.losses, start=1))
+    (sweep,) = recording.sweeps
+    tags, metrics = sweep.data.tags, sweep.data.metrics
+    assert (tags["tc.verdict"], tags["tc.winner"], tags["tc.promoted"]) == ("confirmed", "t001", "llama version 1")
+    assert (metrics["speedup"], metrics["speedup_ci95_low"]) == (1.25, 1.2)
+    assert [run.data.tags.get("tc.role") for run in recording.trials[:4]] == ["baseline", "winner", "finalist", None]
+    assert recording.trials[1].data.tags["tc.gate"] == "passed"
+    history = recording.client.get_metric_history(sweep.info.run_id, "best_tokens_per_s_per_device")
+    assert max(metric.step for metric in history) < len(recording.trials)
+    found = {file.path for file in recording.client.list_artifacts(sweep.info.run_id)}
+    assert {"plan.json", "rejected.csv", "sweep.yaml", "report.html", "summary.json", "plots"} <= found
+    plots = {file.path for file in recording.client.list_artifacts(sweep.info.run_id, "plots")}
+    assert {"plots/history.png", "plots/confirmation.png", "plots/gate-t001.png"} <= plots
+    assert recording.artifact(sweep, "rejected.csv", tmp_path).endswith("r,2,,\n")
+    note = tags["mlflow.note.content"]
+    assert note.startswith("**Confirmed: 1.25x")
+    assert f"](get-artifact?path=plots%2Fconfirmation.png&run_uuid={sweep.info.run_id})" in note
+    ledger.advance(CURSOR, 0)
+    before = recording.everything()
+    Tracker(uri).sync(ledger, state)
+    assert Recording(uri).everything() == before
+
+
+def test_a_later_proof_takes_the_role_of_the_winner_away(ledger: Ledger, uri: str):
+    story = proof_events()
+    first = sum(event.kind == "trial_proposed" for event in story)
+    again = [
+        ChecksAsked(at_s=START_S + 900.0, request=1, by="me", confirm=(2,)),
+        FinalistsChosen(at_s=START_S + 901.0, finalists=(2,), reason="asked for", first_check=first),
+        SweepFinished(at_s=START_S + 902.0, status="cancelled", reason="asked to"),
+    ]
+    recording, _ = synced(ledger, uri, [*story, *again])
+    assert [run.data.tags.get("tc.role") for run in recording.trials[:3]] == ["baseline", "finalist", "finalist"]
+    assert recording.sweeps[0].info.status == "KILLED"
+
+
+def test_the_log_of_the_failed_rank_is_attached_whole(ledger: Ledger, uri: str, tmp_path: Path):
+    folder = attempt_folder(ledger.folder, 1, 0, "token-1-0")
+    folder.mkdir(parents=True)
+    (folder / "rank0.log").write_text("a line\nwith http://me:pw123@host\n")
+    recording, _ = synced(ledger, uri, events([measured(0.1), failures()["crashed"]]))
+    log = recording.artifact(recording.trials[1], "logs/attempt0-rank0.log", tmp_path)
+    assert log.startswith("a line\n")
+    assert "pw123" not in log
+
+
+def test_the_run_table_opens_with_its_columns_order_and_charts(ledger: Ledger, uri: str):
+    recording, _ = synced(ledger, uri, events(all_kinds()))
+    (experiment,), (sweep,) = recording.experiments, recording.sweeps
+    links = sweep_links("http://host:5000/", experiment.experiment_id, sweep.info.run_id, "story")
+    for what in ("trials", "charts"):
+        view = re.search(r"viewStateShareKey=([\w-]+)", links[what])
+        assert view is not None
+        assert links[what].endswith("workflowType=machine_learning")
+        saved = json.loads(experiment.tags[f"mlflow.sharedViewState.{view[1]}"])
+        shown = json.loads(saved["state"])
+        assert saved["name"] == f"story: {what}"
+        assert shown["selectedColumns"][0] == shown["orderByKey"] == "metrics.`tokens_per_s_per_device`"
+        found = recording.client.search_runs([experiment.experiment_id], shown["searchFilter"])
+        assert {run.info.run_id for run in found} == {run.info.run_id for run in recording.trials}
+    charts = {chart["type"]: chart for chart in shown["compareRunCharts"]}
+    assert charts["PARALLEL"]["selectedParams"] == ["micro_batch_size", "dp_replicate", "dp_shard", "zero_stage"]
 
 
 def test_the_result_does_not_depend_on_when_it_was_written(ledger: Ledger, tmp_path: Path):
@@ -278,7 +368,8 @@ def test_secrets_of_the_environment_stay_out(ledger: Ledger, uri: str, tmp_path:
     stored = json.dumps(recording.everything())
     for run in (*recording.sweeps, *recording.trials):
         for artifact in recording.client.list_artifacts(run.info.run_id):
-            stored += recording.artifact(run, artifact.path, tmp_path)
+            if not artifact.is_dir:
+                stored += recording.artifact(run, artifact.path, tmp_path)
     assert "cannot log in with ***" in stored
     assert "hunter2" not in stored
     assert "pw123" not in stored

@@ -1,6 +1,5 @@
 """Aliases, records and artifact hashes agree, whoever else changes them and wherever a process dies."""
 
-import itertools
 import json
 import multiprocessing
 import os
@@ -14,11 +13,12 @@ import pytest
 from mlflow import MlflowClient
 
 from orchestrator.errors import ConfigError
+from orchestrator.fold import fold
 from orchestrator.home import Home
 from orchestrator.promotion import commands
 from orchestrator.promotion.desk import Desk
 from orchestrator.promotion.lock import LockLostError, RegistryLock
-from orchestrator.promotion.recipe import sha256_of
+from orchestrator.promotion.recipe import Recipe, sha256_of
 from orchestrator.promotion.records import Record, chain
 from orchestrator.registry import Registry
 from orchestrator.tracking import Tracker
@@ -26,8 +26,8 @@ from tests.promotion.proven import proven_home, recipe
 from trials.codec import digest
 
 NAME = "llama"
-PROMOTING = ("begin", "files", "version", "number", "previous", "production", "finish", "end")
-ROLLING_BACK = ("begin", "previous", "production", "finish", "end")
+PROMOTING = ("files", "version", "number", "previous", "production", "finish")
+ROLLING_BACK = ("previous", "production", "finish")
 
 
 def desk(home: Home, on_step: Callable[[str], None] = lambda _: None) -> Desk:
@@ -50,16 +50,12 @@ def invariants(home: Home) -> list[Record]:
         version = client.get_model_version(NAME, record.to_version)
         with tempfile.TemporaryDirectory() as folder:
             root = Path(client.download_artifacts(version.run_id, "recipe", folder))
-            files = {p.relative_to(root).as_posix(): sha256_of(p.read_bytes()) for p in root.rglob("*") if p.is_file()}
-        assert digest(files) == version.tags["files_sha256"] == record.files_sha256
-        assert version.tags["recipe_sha256"] == record.recipe_sha256
-        assert digest(json.loads((root_text := client_text(client, version.run_id)))) == record.recipe_sha256, root_text
+            files = {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+        digests = {path: sha256_of(content) for path, content in files.items()}
+        assert digest(digests) == version.tags["files_sha256"] == record.files_sha256
+        recipe_sha256 = digest(json.loads(files["recipe.json"]))
+        assert recipe_sha256 == version.tags["recipe_sha256"] == record.recipe_sha256
     return done
-
-
-def client_text(client: MlflowClient, run_id: str) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        return Path(client.download_artifacts(run_id, "recipe/recipe.json", folder)).read_text(encoding="utf-8")
 
 
 # ---- processes ----
@@ -85,31 +81,35 @@ def dying_at(step: str) -> Callable[[str], None]:
     return on_step
 
 
-def promote_and_die(folder: Path, trial: int, step: str) -> None:
-    desk(Home(folder), dying_at(step)).promote(NAME, recipe(Home(folder), trial))
+def promote_and_die(folder: Path, wanted: Recipe, step: str) -> None:
+    desk(Home(folder), dying_at(step)).promote(NAME, wanted)
 
 
 def roll_back_and_die(folder: Path, step: str) -> None:
     desk(Home(folder), dying_at(step)).roll_back(NAME)
 
 
+def production(home: Home) -> str:
+    found = desk(home).registry.find(NAME, alias="production")
+    return found.version if found else ""
+
+
 @pytest.mark.slow
 @pytest.mark.fault
 def test_a_killed_promotion_is_settled_by_the_next_command(tmp_path: Path):
+    """It comes about where it had got as far as a version, and leaves no trace in production otherwise."""
     home = proven_home(tmp_path)
-    one, two = recipe(home, 1), recipe(home, 2)
-    desk(home).promote(NAME, one)
-    for step in PROMOTING:
-        before = desk(home).records.of(NAME)
-        trial = 2 if before[-1].trial == "1" else 1
-        assert children((promote_and_die, (tmp_path, trial, step))) == [-signal.SIGKILL]
-        found = desk(home).promote(NAME, two if trial == 2 else one)  # what the dead one wanted
-        done = invariants(home)
-        came_about = step in PROMOTING[PROMOTING.index("number") :]
-        assert found.is_new != came_about, step
-        voided = [record for record in desk(home).records.of(NAME)[len(before) :] if record.state == "void"]
-        assert len(voided) == (step in ("files", "version")), step
-        assert done[-1].trial == str(trial)
+    recipes = recipe(home, 1), recipe(home, 2)
+    desk(home).promote(NAME, recipes[0])
+    for number, step in enumerate(PROMOTING, start=1):
+        wanted = recipes[number % 2]
+        assert children((promote_and_die, (tmp_path, wanted, step))) == [-signal.SIGKILL]
+        found = desk(home).promote(NAME, wanted)  # what the dead one wanted
+        assert found.is_new == (step in ("files", "version")), step
+        assert production(home) == found.record.to_version
+    records = desk(home).records.of(NAME)
+    assert [record.state for record in records] == ["done", "void", "done", "void", *["done"] * 5]
+    assert len(invariants(home)) == 1 + len(PROMOTING)
 
 
 @pytest.mark.slow
@@ -118,26 +118,39 @@ def test_a_killed_rollback_is_settled_by_the_next_command(tmp_path: Path):
     home = proven_home(tmp_path)
     desk(home).promote(NAME, recipe(home, 1))
     desk(home).promote(NAME, recipe(home, 2))
-    current = itertools.cycle("21")
-    for step in ROLLING_BACK:
-        before = next(current)
+    for step, expected in zip(ROLLING_BACK, "121", strict=True):
         assert children((roll_back_and_die, (tmp_path, step))) == [-signal.SIGKILL]
-        came_about = step != "begin"
-        expected = before if not came_about else {"1": "2", "2": "1"}[before]
         with pytest.raises(ConfigError, match=f"is version {expected}, not 9"):
             desk(home).roll_back(NAME, expect_current="9")  # settles, and goes no further
-        assert invariants(home)[-1].to_version == expected
-        if not came_about:
-            desk(home).roll_back(NAME)
+    assert [record.to_version for record in invariants(home)] == ["1", "2", *"121"]
+
+
+def promote_and_die_before_the_ledger(folder: Path) -> None:
+    commands.promote(NAME, Home(folder), sweep="story", on_step=dying_at("end"))
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_a_ledger_learns_later_of_a_promotion_whose_process_was_killed(tmp_path: Path):
+    home = proven_home(tmp_path)
+    assert children((promote_and_die_before_the_ledger, (tmp_path,))) == [-signal.SIGKILL]
+    assert noted(home) == []
+    commands.promote(NAME, home, sweep="story", trial="2", force=True)
+    assert noted(home) == [("", "1"), ("1", "2")] == [(r.from_version, r.to_version) for r in invariants(home)]
+
+
+def noted(home: Home) -> list[tuple[str, str]]:
+    with home.open("story") as ledger:
+        promotions = fold(ledger.events()).promotions
+    return [(event.record["from_version"], event.record["to_version"]) for event in promotions]
 
 
 # ---- at the same time ----
 
 
-def contend(folder: Path, number: int) -> None:
+def contend(folder: Path, one: Recipe, two: Recipe, number: int) -> None:
     """Everybody believes that nothing is in production; then everybody goes on as they like."""
     home = Home(folder)
-    one, two = recipe(home, 1), recipe(home, 2)
     try:
         desk(home).promote(NAME, one, expect_current="none", reason=f"first {number}")
     except ConfigError:
@@ -159,10 +172,11 @@ def contend(folder: Path, number: int) -> None:
 @pytest.mark.fault
 def test_processes_that_change_it_at_the_same_time_are_one_after_another(tmp_path: Path):
     home = proven_home(tmp_path)
-    codes = children(*((contend, (tmp_path, number)) for number in range(6)))
+    recipes = recipe(home, 1), recipe(home, 2)
+    codes = children(*((contend, (tmp_path, *recipes, number)) for number in range(6)))
     assert set(codes[1:]) == {0} and codes[0] in (0, -signal.SIGKILL)
     assert len(list(tmp_path.glob("won-*"))) == 1
-    desk(home).promote(NAME, recipe(home, 1))  # settles what the killed one left
+    desk(home).promote(NAME, recipes[0])  # settles what the killed one left
     done = invariants(home)
     assert done[0].reason.startswith("first")
     assert not [record for record in desk(home).records.of(NAME) if record.state == "begun"]

@@ -1,8 +1,9 @@
-"""What settings the real packages have: ``python -m tests.recipes.facts deepspeed > tests/recipes/data/deepspeed.json``.
+"""What settings the real packages have; ``python -m tests.recipes.facts deepspeed`` writes ``data/deepspeed.json``.
 
 Names are those of the recipes, so that the tests can look up every setting that an export writes.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -121,6 +122,7 @@ def _deepspeed():
     found[f"{file}{constants.DATA_TYPES}.{constants.GRAD_ACCUM_DTYPE}"] = _fact(choices=["fp16", "bf16", "fp32"])
     autocast = f"{file}{constants.TORCH_AUTOCAST}."
     found[f"{autocast}{constants.TORCH_AUTOCAST_ENABLED}"] = _fact(bool)
+    found[f"{autocast}{constants.TORCH_AUTOCAST_LOWER_PRECISION_SAFE_MODULES}"] = _fact(list)
     found[f"{autocast}{constants.TORCH_AUTOCAST_DTYPE}"] = _fact(choices=["bfloat16", "float16"])
     found[f"{file}optimizer.type"] = _fact(choices=["AdamW"])
     assert config.ADAMW_OPTIMIZER == "adamw"
@@ -139,7 +141,7 @@ def _accelerate():
     from accelerate.utils import DistributedType, DynamoBackend
 
     file = "accelerate.yaml:"
-    found = {name: fact for name, fact in _fields(file, ClusterConfig).items()}
+    found = _fields(file, ClusterConfig)
     for action in launch_command_parser()._actions:
         for section, prefix in (
             ("fsdp_config", "fsdp_"),
@@ -147,9 +149,9 @@ def _accelerate():
             ("dynamo_config", "dynamo_"),
         ):
             if action.dest.startswith(prefix):
-                found[f"{file}{section}.{action.dest}"] = _fact(
-                    choices=list(action.choices) if action.choices else None
-                )
+                # On the command line numbers are words; the file writes them as numbers.
+                choices = [int(word) if word.isdigit() else word for word in action.choices or ()]
+                found[f"{file}{section}.{action.dest}"] = _fact(choices=choices or None)
     found[f"{file}distributed_type"] = _fact(choices=[kind.value for kind in DistributedType])
     found[f"{file}compute_environment"] = _fact(choices=["LOCAL_MACHINE"])
     found[f"{file}mixed_precision"] = _fact(choices=["no", "fp16", "bf16", "fp8"])
@@ -181,4 +183,6 @@ def write(facts):
 
 
 if __name__ == "__main__":
-    sys.stdout.write(write(collect(sys.argv[1])))
+    with contextlib.redirect_stdout(sys.stderr):
+        found = collect(sys.argv[1])
+    sys.stdout.write(write(found))

@@ -1,7 +1,8 @@
 """What the real packages understand of exported files: ``python -m tests.recipes.real_packages deepspeed FOLDER``.
 
 In a process of its own, because importing these packages changes the environment, the log and the warnings. Each folder
-in FOLDER holds one export; printed is, per folder, what the package made of it: values by path, as recipes read them.
+in FOLDER holds one export; printed is, per folder, what the package made of it, as values by path, and the package's
+facts as in ``tests.recipes.facts``.
 """
 
 import contextlib
@@ -11,12 +12,18 @@ import os
 import sys
 from pathlib import Path
 
+from tests.recipes import facts
+
+FACTS = {"accelerate": ("accelerate", "transformers"), "deepspeed": ("deepspeed",), "torchtitan": ("torchtitan",)}
+"""The packages that read a format."""
+
 
 def main(format_, folder):
     check = {"accelerate": _accelerate, "deepspeed": _deepspeed, "torchtitan": _torchtitan}[format_]
     with contextlib.redirect_stdout(sys.stderr):
         said = {path.name: check(path) for path in sorted(Path(folder).iterdir())}
-    print(json.dumps(said))
+        found = {package: facts.collect(package) for package in FACTS[format_]}
+    print(json.dumps({"said": said, "facts": found}))
 
 
 # ---- the model ----
@@ -129,18 +136,15 @@ class _Ranks:
 
 
 def _deepspeed(folder):
+    """Ranks are only spoken of: a process group of DeepSpeed's would compile C++ first."""
     import deepspeed
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     written = json.loads((folder / "deepspeed.json").read_text())
-    sequence = written.get("sequence_parallel_size", 1)
     micro, accumulation = written["train_micro_batch_size_per_gpu"], written["gradient_accumulation_steps"]
     dp = written["train_batch_size"] // (micro * accumulation)
-    if not dist.is_initialized():
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
-        deepspeed.comm.init_distributed(dist_backend="fake", verbose=False)
+    deepspeed.comm.get_rank = lambda: 0
     config = deepspeed.DeepSpeedConfig(str(folder / "deepspeed.json"), mpu=_Ranks(dp))
+    assert config.world_size == dp
     fp16, bf16 = config.float16_config, config.bfloat16_config
     level = "O1" if config.torch_autocast_enabled else "O2" if fp16.enabled or bf16.enabled else "O0"
     said = {
@@ -148,7 +152,7 @@ def _deepspeed(folder):
         "micro_batch_size": config.train_micro_batch_size_per_gpu,
         "layout.zero_stage": int(config.zero_optimization_stage),
         "layout.tp": max(1, config.tensor_parallel_config.autotp_size),
-        "layout.cp": sequence,
+        "layout.cp": written.get("sequence_parallel_size", 1),
         "precision.level": level,
         "workload.optimizer.lr": config.optimizer_params["lr"],
     }
@@ -156,7 +160,7 @@ def _deepspeed(folder):
     if fp16.enabled and not fp16.loss_scale:
         said["precision.loss_scale.initial"] = float(fp16.initial_dynamic_scale())
         said["precision.loss_scale.backoff_interval"] = fp16.hysteresis
-    return said | _llama(folder)
+    return said
 
 
 # ---- torchtitan ----

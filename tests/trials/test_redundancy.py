@@ -35,7 +35,7 @@ def test_the_same_tensor_gathered_twice_is_known_through_copies_and_views() -> N
         collective(flow, "all_gather", copy, f"all of {copy}")
         flow.compute([(f"all of {copy}", 8)])
     (found,) = flow.redundancies()
-    assert "starts an all_gather again" in found.problem
+    assert "starts the same all_gather" in found.problem
     assert (found.num_calls, found.num_bytes) == (1, 8)
 
 
@@ -116,7 +116,7 @@ def _planted() -> list[tuple[str, str, str]]:
 
 
 def test_planted_redistributions_of_real_dtensors_are_found(tmp_path: Any) -> None:
-    repeated = ("w3", "forward", "starts an all_gather again that it could keep the result of")
+    repeated = ("w3", "forward", "starts the same all_gather of the same tensor again")
     round_trip = ("step", "step", "gathers again what had been gathered and cut before, with nothing computed between")
     for found in run_ranks(_planted, 2, tmp_path):
         assert set(found) == {repeated, round_trip}

@@ -1,0 +1,110 @@
+"""Whether what was promoted still holds: environment, speed and losses of today against those of the promotion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from scipy.special import stdtrit
+
+from orchestrator import report_format as fmt
+from orchestrator.promotion.difference import differing
+from orchestrator.proof.accuracy import Trajectory, judge_gate
+from orchestrator.proof.values import GateSettings
+from orchestrator.statistics import Estimate, Interval
+from trials.codec import from_json
+from trials.spec import Precision, Workload
+
+Kind = Literal["driver", "library", "hardware", "training", "speed", "loss"]
+KINDS: tuple[Kind, ...] = ("driver", "library", "hardware", "training", "speed", "loss")
+"""``training``: it does not run any more."""
+
+_HARDWARE = ("hardware", "device_memory_bytes", "threads_per_device", "virtual")
+MIN_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at."""
+
+    kind: Kind
+    is_drift: bool
+    text: str
+    """One sentence for people, without full stop."""
+
+
+def environment(then: Mapping[str, str], now: Mapping[str, str]) -> list[Finding]:
+    """What is different by name; one finding without drift where nothing is."""
+    found = [
+        Finding(kind=_kind(name), is_drift=True, text=f"{name} was {before}, is {after}")
+        for name, (before, after) in sorted(differing(then, now).items())
+    ]
+    return found or [Finding(kind="library", is_drift=False, text="the environment is the same")]
+
+
+def _kind(name: str) -> Kind:
+    return "driver" if name == "driver" else "hardware" if name in _HARDWARE else "library"
+
+
+def speed(then: Sequence[float], now: Sequence[float], tolerance: float) -> tuple[Finding, Estimate]:
+    """Drift is being shown slower, with 95 % confidence, by more than ``tolerance`` (relative)."""
+    ratio = speed_ratio(then, now)
+    if ratio.ci95 is None:
+        slower = ratio.value < 1 - tolerance
+        words = "without an interval: a single run then and now says nothing about the noise"
+    else:
+        slower = ratio.ci95.high < 1 - tolerance
+        words = f"95 %: {fmt.ratio_interval(ratio.ci95)}"
+    verdict = "slower by more than" if slower else "not shown slower by more than"
+    text = f"{ratio.value:.3f}x the promoted speed ({words}), {verdict} {tolerance:.0%}"
+    return Finding(kind="speed", is_drift=slower, text=text), ratio
+
+
+def speed_ratio(then: Sequence[float], now: Sequence[float]) -> Estimate:
+    """Today's speed over that of the promotion, from the logarithms of whole runs, whose noise is pooled (Student's t
+    with equal variances: there are few runs, and they are alike)."""
+    before, after = np.log(np.asarray(then)), np.log(np.asarray(now))
+    mean = float(after.mean() - before.mean())
+    degrees = len(before) + len(after) - 2
+    if degrees < 1:
+        return Estimate(math.exp(mean), None)
+    squares = float(((before - before.mean()) ** 2).sum() + ((after - after.mean()) ** 2).sum())
+    error = math.sqrt(squares / degrees * (1 / len(before) + 1 / len(after)))
+    half_width = float(stdtrit(degrees, 0.975)) * error
+    return Estimate(math.exp(mean), Interval(math.exp(mean - half_width), math.exp(mean + half_width)))
+
+
+def loss(then: Mapping[str, Any], now: Mapping[str, Any], settings: GateSettings, workload: Workload) -> Finding:
+    """Both are :func:`orchestrator.promotion.evidence.trajectory_json` of runs with one seed and one configuration."""
+    num_steps = min(len(then.get("losses", ())), len(now.get("losses", ())))
+    if num_steps < MIN_STEPS:
+        return Finding(kind="loss", is_drift=False, text="no losses were kept to compare with")
+    gate = GateSettings(
+        num_steps=num_steps,
+        loss_tolerance=settings.loss_tolerance,
+        grad_norm_tolerance=settings.grad_norm_tolerance,
+    )
+    report = judge_gate(0, _trajectory(then), _trajectory(now), None, gate, workload)
+    if report.passed:
+        deviation = f"{report.loss_deviation:.2g}" if report.loss_deviation is not None else "unknown"
+        return Finding(kind="loss", is_drift=False, text=f"the same in {num_steps} steps (within {deviation})")
+    reasons = "; ".join(report.reasons).replace("the baseline's", "the promoted one's")
+    return Finding(kind="loss", is_drift=True, text=reasons)
+
+
+def _trajectory(stored: Mapping[str, Any]) -> Trajectory:
+    return Trajectory(
+        losses=_numbers(stored["losses"]),
+        grad_norms=_numbers(stored["grad_norms"]),
+        num_skipped_steps=stored["num_skipped_steps"],
+        precision=from_json(Precision, stored["precision"]),
+        matmul_precision=stored["matmul_precision"],
+        micro_batch_size=stored["micro_batch_size"],
+    )
+
+
+def _numbers(values: Sequence[float | None]) -> tuple[float, ...]:
+    return tuple(math.nan if value is None else value for value in values)

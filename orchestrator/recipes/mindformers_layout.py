@@ -1,0 +1,221 @@
+"""MindFormers settings of the parallel layout and of recompute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orchestrator.recipes.base import Draft, Setting, Settings, custom, lacking, option
+from orchestrator.recipes.layers import num_microbatches
+from trials.spec import Counts, SelectiveRecompute
+
+DP, PP = "parallel_config.data_parallel", "parallel_config.pipeline_stage"
+TP, CP = "parallel_config.model_parallel", "parallel_config.context_parallel"
+NUM_LAYERS = "model.model_config.num_layers"
+COPIES = "micro_batch_interleave_num"
+BATCH, ACCUMULATED = "runner_config.batch_size", "runner_config.gradient_accumulation_steps"
+MICRO_BATCHES = "parallel_config.micro_batch_num"
+_SHARDS, _LEVEL, _SHARD_SIZE = (
+    "parallel.enable_parallel_optimizer",
+    "parallel.parallel_optimizer_config.optimizer_level",
+    "parallel.parallel_optimizer_config.optimizer_weight_shard_size",
+)
+_INTERLEAVE, _SCHEDULER = "parallel.pipeline_config.pipeline_interleave", "parallel.pipeline_config.pipeline_scheduler"
+_CHUNKS, _OFFSET = "model.model_config.pp_interleave_num", "model.model_config.offset"
+_CP_METHOD = "parallel_config.context_parallel_algo"
+_CP_METHODS = {"all_gather": "colossalai_cp", "ulysses": "ulysses_cp"}
+_SCHEDULERS = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "1f1b", "zbv": "zero_bubble_v"}
+FULL, SELECT = "recompute_config.recompute", "recompute_config.select_recompute"
+_COMMUNICATION = "recompute_config.select_comm_recompute"
+_GATHERS = r".*\.norm"
+"""Operators before which MindFormers gathers sequence shards."""
+_PATTERNS = {
+    "attention": "attention",
+    "attention_norm": "attention_norm",
+    r"attention_norm\.rms_norm": r"attention_norm\.norm",
+    r"attention\.scaled_dot_product_attention": r"attention\.flash_attention",
+    "feed_forward": "feed_forward",
+    r"feed_forward\.mul": r"feed_forward\.mul",
+    r"feed_forward\.silu": r"feed_forward\.w1\.activation\.silu",
+    "feed_forward_norm": "ffn_norm",
+    r"feed_forward_norm\.rms_norm": r"ffn_norm\.norm",
+}
+"""Operators and modules of the runner's layers, and what MindFormers' Llama calls them."""
+
+
+def _write_data_parallel(draft: Draft) -> None:
+    layout = draft.candidate.layout
+    draft.settings |= {DP: layout.dp, _SHARDS: layout.zero_stage > 0}
+    if layout.zero_stage:
+        draft.settings |= {_LEVEL: f"level{layout.zero_stage}", _SHARD_SIZE: layout.dp_shard}
+        if layout.cp > 1:
+            draft.warn("layout.dp_shard", "weights are sharded over data-parallel ranks only, not over cp too")
+
+
+def _read_data_parallel(settings: Settings) -> dict[str, Any]:
+    stage = int(settings[_LEVEL].removeprefix("level")) if settings[_SHARDS] else 0
+    shards = settings[_SHARD_SIZE] if stage else 1
+    return {
+        "layout.dp_replicate": settings[DP] // shards,
+        "layout.dp_shard": shards,
+        "layout.zero_stage": stage,
+    }
+
+
+def _write_shard_embedding(draft: Draft) -> None:
+    if draft.candidate.layout.shard_embedding and draft.candidate.layout.zero_stage == 0:
+        draft.refuse("layout.shard_embedding", "embedding and head are sharded by the parallel optimiser only")
+    elif draft.candidate.layout.shard_embedding:
+        draft.warn("layout.shard_embedding", "the parallel optimiser shards embedding and head like other weights")
+
+
+def _write_tp_engine(draft: Draft) -> None:
+    """Sharded over the vocabulary, like the runner's embedding, wherever there is tensor parallelism."""
+    layout = draft.candidate.layout
+    draft.settings["parallel_config.vocab_emb_dp"] = layout.tp == 1
+    if layout.tp > 1 and layout.tp_engine != "local":
+        draft.warn("layout.tp_engine", "MindSpore's compiler places the collectives")
+
+
+def _read_tp_engine(settings: Settings) -> dict[str, Any]:
+    return {"layout.tp_engine": "local" if settings[TP] > 1 else "dtensor"}
+
+
+def _write_cp_method(draft: Draft) -> None:
+    layout = draft.candidate.layout
+    if layout.cp > 1:
+        draft.settings[_CP_METHOD] = _CP_METHODS[layout.cp_method]
+
+
+def _read_cp_method(settings: Settings) -> dict[str, Any]:
+    ours = {theirs: name for name, theirs in _CP_METHODS.items()}
+    return {"layout.cp_method": ours[settings[_CP_METHOD]]} if _CP_METHOD in settings else {}
+
+
+def _write_pipeline(draft: Draft) -> None:
+    layout = draft.candidate.layout
+    if layout.pp == 1:
+        return
+    chunks = layout.num_virtual_stages
+    draft.settings |= {_INTERLEAVE: chunks > 1, _SCHEDULER: _SCHEDULERS[layout.schedule], _CHUNKS: chunks}
+    share = draft.workload.num_layers // (layout.pp * chunks)
+    rows = [[count - share for count in row] for row in layout.stage_layers]
+    draft.settings[_OFFSET] = rows[0] if len(rows) == 1 else rows
+    if 0 in [count for row in layout.stage_layers for count in row][1:-1]:
+        draft.refuse("layout.stage_layers", "only the first and the last stage may be without layers")
+    if num_microbatches(draft) < layout.pp:
+        draft.refuse("layout.pp", f"MindFormers needs a micro-batch per stage: {num_microbatches(draft)}")
+
+
+def _read_pipeline(settings: Settings) -> dict[str, Any]:
+    if settings[PP] == 1:
+        return {}
+    theirs = settings[_SCHEDULER]
+    schedule = {"zero_bubble_v": "zbv"}.get(theirs, theirs)
+    chunks = settings[_CHUNKS]
+    return {
+        "layout.schedule": "interleaved" if chunks > 1 and schedule == "1f1b" else schedule,
+        "layout.num_virtual_stages": chunks,
+        "layout.stage_layers": held_layers(settings),
+    }
+
+
+def held_layers(settings: Settings) -> Counts:
+    """Layers of every chunk and stage, without a pipeline too."""
+    pp = settings[PP]
+    if pp == 1:
+        return ((settings.get(NUM_LAYERS, 0),),)
+    share = settings.get(NUM_LAYERS, 0) // (pp * settings[_CHUNKS])
+    offset = settings[_OFFSET]
+    rows = offset if isinstance(offset[0], list) else [offset]
+    return tuple(tuple(share + number for number in row) for row in rows)
+
+
+def _write_batch(draft: Draft) -> None:
+    candidate, number = draft.candidate, num_microbatches(draft)
+    copies = candidate.layout.num_copies
+    draft.settings |= {COPIES: copies, BATCH: candidate.micro_batch_size // copies}
+    draft.settings |= {MICRO_BATCHES: number} if candidate.layout.pp > 1 else {ACCUMULATED: number}
+
+
+def _read_batch(settings: Settings) -> dict[str, Any]:
+    micro_batch = settings[BATCH] * settings[COPIES]
+    number = settings[MICRO_BATCHES if settings[PP] > 1 else ACCUMULATED]
+    return {
+        "layout.num_copies": settings[COPIES],
+        "micro_batch_size": micro_batch,
+        "workload.global_batch_size": micro_batch * number * settings[DP],
+    }
+
+
+def _write_recompute(draft: Draft) -> None:
+    recompute = draft.candidate.recompute
+    draft.settings |= {FULL: _rows(recompute.full), SELECT: False, _COMMUNICATION: False}
+    said = {
+        _PATTERNS[part.pattern]: _rows(part.num_layers) for part in recompute.selective if part.pattern in _PATTERNS
+    }
+    unknown = [part.pattern for part in recompute.selective if part.pattern not in _PATTERNS]
+    if said:
+        draft.settings[SELECT] = said
+    if unknown:
+        draft.refuse("recompute.selective", f"{', '.join(unknown)}: known are {', '.join(_PATTERNS)}")
+    if recompute.communication:
+        draft.settings[_COMMUNICATION] = {_GATHERS: _rows(recompute.communication)}
+
+
+def _rows(counts: Counts) -> Any:
+    return [list(row) for row in counts] if counts else False
+
+
+def _counts(rows: Any) -> Counts:
+    return tuple(tuple(row) for row in rows) if rows else ()
+
+
+def _read_recompute(settings: Settings) -> dict[str, Any]:
+    ours = {theirs: name for name, theirs in _PATTERNS.items()}
+    select = {ours[pattern]: _counts(rows) for pattern, rows in (settings[SELECT] or {}).items()}
+    gathers = settings[_COMMUNICATION] or {}
+    return {
+        "recompute.full": _counts(settings[FULL]),
+        "recompute.selective": tuple(
+            SelectiveRecompute(pattern=pattern, num_layers=counts) for pattern, counts in sorted(select.items())
+        ),
+        "recompute.communication": _counts(gathers.get(_GATHERS)),
+    }
+
+
+_PIPELINE = (_INTERLEAVE, _SCHEDULER, _CHUNKS, _OFFSET)
+
+SETTINGS: tuple[Setting, ...] = (
+    option("layout.tp", TP),
+    option("layout.pp", PP),
+    option("layout.cp", CP),
+    custom(
+        ("layout.dp_replicate", "layout.dp_shard", "layout.zero_stage"),
+        (DP, _SHARDS, _LEVEL, _SHARD_SIZE),
+        _write_data_parallel,
+        _read_data_parallel,
+    ),
+    lacking("layout.replicate_with", "MindSpore replicates with its own fused all-reduce, as ddp does"),
+    custom(("layout.shard_embedding",), (), _write_shard_embedding),
+    option("layout.sequence_parallel", "parallel_config.use_seq_parallel"),
+    custom(("layout.tp_engine",), ("parallel_config.vocab_emb_dp",), _write_tp_engine, _read_tp_engine),
+    custom(("layout.cp_method",), (_CP_METHOD,), _write_cp_method, _read_cp_method),
+    custom(
+        ("layout.schedule", "layout.num_virtual_stages", "layout.stage_layers"),
+        _PIPELINE,
+        _write_pipeline,
+        _read_pipeline,
+    ),
+    custom(
+        ("layout.num_copies", "micro_batch_size", "workload.global_batch_size"),
+        (COPIES, BATCH, MICRO_BATCHES, ACCUMULATED),
+        _write_batch,
+        _read_batch,
+    ),
+    custom(
+        ("recompute.full", "recompute.selective", "recompute.communication"),
+        (FULL, SELECT, _COMMUNICATION),
+        _write_recompute,
+        _read_recompute,
+    ),
+)

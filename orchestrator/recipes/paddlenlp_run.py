@@ -1,0 +1,109 @@
+"""PaddleNLP arguments of number formats, data loading and kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from orchestrator.recipes.base import Draft, Setting, Settings, custom, lacking
+from trials.spec import LossScale
+
+_FLASH = "use_flash_attention"
+_WORKERS = "dataloader_num_workers"
+_OPERATORS = {"linear": "matmul_v2", "softmax": "softmax"}
+"""Operators that autocast's lists of both sides name."""
+
+
+def _write_precision(draft: Draft) -> None:
+    precision, layout = draft.candidate.precision, draft.candidate.layout
+    reduces_fp32 = layout.zero_stage >= 2 or layout.replicate_with == "fsdp2"
+    draft.settings |= {
+        "bf16": precision.dtype == "bfloat16",
+        "fp16": precision.dtype == "float16",
+        "fp16_opt_level": precision.level,
+        "amp_master_grad": precision.level == "O2" and reduces_fp32,
+    }
+    for name in ("white", "black"):
+        _write_operators(draft, name, getattr(precision, name))
+    if precision.loss_scale is not None:
+        _write_loss_scale(draft, precision.loss_scale)
+
+
+def _write_operators(draft: Draft, name: str, operators: tuple[str, ...]) -> None:
+    unknown = [operator for operator in operators if operator not in _OPERATORS]
+    if unknown:
+        draft.refuse(f"precision.{name}", f"no operators of Paddle are known for {', '.join(unknown)}")
+    draft.settings[f"amp_custom_{name}_list"] = [_OPERATORS[known] for known in operators if known in _OPERATORS]
+
+
+def _write_loss_scale(draft: Draft, scale: LossScale) -> None:
+    draft.settings["scale_loss"] = scale.initial
+    if not scale.dynamic:
+        draft.refuse("precision.loss_scale.dynamic", "the scale always changes")
+    for name in ("growth_factor", "backoff_factor"):
+        if getattr(scale, name) != getattr(LossScale(), name):
+            draft.refuse(f"precision.loss_scale.{name}", f"always {getattr(LossScale(), name)}")
+    for name in ("growth_interval", "backoff_interval"):
+        draft.warn(f"precision.loss_scale.{name}", "the default of your version of Paddle counts")
+
+
+def _read_precision(settings: Settings) -> dict[str, Any]:
+    dtype = "bfloat16" if settings["bf16"] else "float16" if settings["fp16"] else "float32"
+    names = {theirs: ours for ours, theirs in _OPERATORS.items()}
+    values: dict[str, Any] = {"precision.dtype": dtype, "precision.level": settings["fp16_opt_level"]}
+    for name in ("white", "black"):
+        values[f"precision.{name}"] = tuple(names[theirs] for theirs in settings[f"amp_custom_{name}_list"])
+    if dtype == "float16":
+        scale = dataclasses.asdict(LossScale(initial=settings["scale_loss"]))
+        values |= {f"precision.loss_scale.{name}": value for name, value in scale.items()}
+    return values
+
+
+def _write_loader(draft: Draft) -> None:
+    loader = draft.candidate.loader
+    if loader.tuning is not None:
+        draft.warn("loader.tuning", f"nothing finds the number of workers; set {_WORKERS} to what was found")
+        return
+    draft.settings[_WORKERS] = loader.num_workers
+    if loader.num_workers and loader.prefetch_factor != 2:
+        draft.warn("loader.prefetch_factor", "always 2 batches ahead")
+
+
+def _read_loader(settings: Settings) -> dict[str, Any]:
+    workers = settings.get(_WORKERS, 0)
+    return {"loader.num_workers": workers, "loader.prefetch_factor": 2 if workers else 0}
+
+
+def _write_attention(draft: Draft) -> None:
+    wanted = draft.candidate.kernels.attention
+    if wanted in ("flash", "math"):
+        draft.settings[_FLASH] = wanted == "flash"
+    elif wanted != "auto":
+        draft.warn("kernels.attention", f"there is no {wanted} attention; PaddleNLP's own is used")
+
+
+def _read_attention(settings: Settings) -> dict[str, Any]:
+    return {"kernels.attention": {True: "flash", False: "math", None: "auto"}[settings.get(_FLASH)]}
+
+
+_AMP = ("bf16", "fp16", "fp16_opt_level", "amp_master_grad", "amp_custom_white_list", "amp_custom_black_list")
+
+SETTINGS: tuple[Setting, ...] = (
+    custom(
+        ("precision.level", "precision.dtype", "precision.white", "precision.black", "precision.loss_scale"),
+        (*_AMP, "scale_loss"),
+        _write_precision,
+        _read_precision,
+    ),
+    custom(("loader.num_workers", "loader.prefetch_factor", "loader.tuning"), (_WORKERS,), _write_loader, _read_loader),
+    lacking("loader.pin_memory", "Paddle manages host memory itself"),
+    lacking("loader.persistent_workers", "workers are started again for every epoch"),
+    lacking("loader.full_batch", "every rank reads its own rows only"),
+    custom(("kernels.attention",), (_FLASH,), _write_attention, _read_attention),
+    lacking("kernels.compile", "dynamic graph; to_static needs Paddle's automatic parallelism"),
+    lacking("kernels.backend", "Paddle does not use torch.compile"),
+    lacking("kernels.compile_mode", "Paddle does not use torch.compile"),
+    lacking("kernels.matmul_precision", "export NVIDIA_TF32_OVERRIDE before starting"),
+    lacking("kernels.cudnn_tuning_range", "there are no convolutions"),
+    lacking("kernels.memory_format", "there are no convolutions"),
+)
