@@ -183,7 +183,7 @@ def variants(workload: Workload, class_name: str) -> Iterator[tuple[str, TrialSp
         spec = spec_of(workload, class_name, **knobs)
         if class_name in EMULATED and name not in ("plain", "m4", "recompute"):
             continue
-        if workload.model != TINY.model and (name not in FEW or "float16" in class_name):
+        if workload.model != TINY.model and (name not in FEW or class_name.startswith("float16")):
             continue
         if is_legal(spec):
             yield name, spec

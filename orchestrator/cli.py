@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from orchestrator import cli_control, cli_plan, cli_registry, cli_run, cli_sweeps
+from orchestrator import cli_control, cli_export, cli_plan, cli_registry, cli_run, cli_sweeps
 from orchestrator.cli_options import EXIT_INTERRUPTED, EXIT_USER
 from trials.secrets import RedactingFormatter, redact, redact_uncaught
 
@@ -63,7 +63,7 @@ def main(verbose: bool) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
 
 
-for _module in (cli_plan, cli_run, cli_sweeps, cli_control, cli_registry):
+for _module in (cli_plan, cli_run, cli_sweeps, cli_control, cli_registry, cli_export):
     for _command in _module.COMMANDS:
         main.add_command(_command)
 

@@ -36,14 +36,14 @@ class Registry:
     """The registry behind ``client``. Raises what MLflow raises, see :meth:`orchestrator.tracking.Tracker.reached`."""
 
     def __init__(self, client: MlflowClient) -> None:
-        self._client = client
+        self.client = client
 
     def create_version(
         self, name: str, run_id: str, folder: str, tags: Mapping[str, str], description: str
     ) -> Registered:
         """Make a version of the files in ``folder`` of the run's artifacts, with its tags, in one step."""
         self.create_entry(name, {}, "Training configurations promoted by tune-cluster.")
-        version = self._client.create_model_version(
+        version = self.client.create_model_version(
             name,
             f"runs:/{run_id}/{folder}",
             run_id,
@@ -53,21 +53,21 @@ class Registry:
         return _registered(version)
 
     def set_alias(self, name: str, alias: str, version: str) -> None:
-        self._client.set_registered_model_alias(name, alias, version)
+        self.client.set_registered_model_alias(name, alias, version)
 
     def delete_alias(self, name: str, alias: str) -> None:
         """Nothing happens where there is none."""
-        self._client.delete_registered_model_alias(name, alias)
+        self.client.delete_registered_model_alias(name, alias)
 
     def set_tag(self, name: str, version: str, key: str, value: str) -> None:
-        self._client.set_model_version_tag(name, version, key, redact(value))
+        self.client.set_model_version_tag(name, version, key, redact(value))
 
     def versions(self, name: str) -> list[Registered]:
         """All versions, in order; their aliases are not read."""
         found: list[ModelVersion] = []
         token = None
         while True:
-            page = self._client.search_model_versions(f"name = '{name}'", max_results=200, page_token=token)
+            page = self.client.search_model_versions(f"name = '{name}'", max_results=200, page_token=token)
             found += page
             token = page.token
             if not token:
@@ -79,8 +79,8 @@ class Registry:
 
         try:
             if alias is not None:
-                version = str(self._client.get_model_version_by_alias(name, alias).version)
-            return _registered(self._client.get_model_version(name, str(version)))
+                version = str(self.client.get_model_version_by_alias(name, alias).version)
+            return _registered(self.client.get_model_version(name, str(version)))
         except MlflowException as error:
             if error.error_code in _ABSENT:
                 return None
@@ -108,10 +108,10 @@ class Registry:
 
     def ensure_experiment(self, name: str, location: str | None) -> str:
         """The id of the experiment, created where it is missing."""
-        found = self._client.get_experiment_by_name(name)
+        found = self.client.get_experiment_by_name(name)
         if found is None:
-            self._done("RESOURCE_ALREADY_EXISTS", lambda: self._client.create_experiment(name, location))
-            found = self._client.get_experiment_by_name(name)
+            self._done("RESOURCE_ALREADY_EXISTS", lambda: self.client.create_experiment(name, location))
+            found = self.client.get_experiment_by_name(name)
         assert found is not None, "it was just created"
         return str(found.experiment_id)
 
@@ -120,22 +120,22 @@ class Registry:
     def create_entry(self, name: str, tags: Mapping[str, str], description: str) -> bool:
         """Whether it was created; False where there is one of this name already. Atomic."""
         return self._done(
-            "RESOURCE_ALREADY_EXISTS", lambda: self._client.create_registered_model(name, dict(tags), description)
+            "RESOURCE_ALREADY_EXISTS", lambda: self.client.create_registered_model(name, dict(tags), description)
         )
 
     def entries(self, prefix: str) -> dict[str, dict[str, str]]:
         """Tags of the registered models whose names begin so; there are few."""
         pattern = prefix.replace("'", "")
-        found = self._client.search_registered_models(f"name LIKE '{pattern}%'", max_results=1000)
+        found = self.client.search_registered_models(f"name LIKE '{pattern}%'", max_results=1000)
         return {model.name: dict(model.tags) for model in found if model.name.startswith(prefix)}
 
     def tag_entry(self, name: str, key: str, value: str) -> bool:
         """Whether it is still there to be tagged."""
-        return self._done("RESOURCE_DOES_NOT_EXIST", lambda: self._client.set_registered_model_tag(name, key, value))
+        return self._done("RESOURCE_DOES_NOT_EXIST", lambda: self.client.set_registered_model_tag(name, key, value))
 
     def delete_entry(self, name: str) -> None:
         """With its versions. Nothing happens where there is none."""
-        self._done("RESOURCE_DOES_NOT_EXIST", lambda: self._client.delete_registered_model(name))
+        self._done("RESOURCE_DOES_NOT_EXIST", lambda: self.client.delete_registered_model(name))
 
     @staticmethod
     def _done(otherwise: str, action: Callable[[], Any]) -> bool:
@@ -158,7 +158,7 @@ class Registry:
             raise LookupError(f"its source {registered.source} is not in the run it names")
         artifact = f"{registered.source.removeprefix(prefix)}/{file_name}".rstrip("/")
         try:
-            path = Path(self._client.download_artifacts(registered.run_id, artifact, folder))
+            path = Path(self.client.download_artifacts(registered.run_id, artifact, folder))
         except (OSError, MlflowException) as error:
             lines = redact(str(error)).strip().splitlines() or [type(error).__name__]
             raise LookupError(f"its artifact {artifact} cannot be read: {lines[0]}") from None

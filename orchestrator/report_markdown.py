@@ -70,7 +70,8 @@ def _facts(state: SweepState, summary: Summary) -> Iterator[str]:
         ratio = f"{one.overall.value:.2f}x ({ratio_interval(one.overall)})" if one.overall else "no round yet"
         yield f"- Confirmation of {fmt.trial_id(one.trial)}: {ratio}, {one.words}"
     for report in proof_data.gates(state):
-        yield f"- Loss gate of {fmt.trial_id(report.trial)}: {gate_words(report)}"
+        words = gate_words(report) if report.passed or not details(state) else "failed"
+        yield f"- Loss gate of {fmt.trial_id(report.trial)}: {words}"
     for label, result in winner_and_baseline(state, summary):
         yield from (f"- {label}: {line}" for line in findings_lines(found_out(result)))
     yield from (f"- {promotion_words(event.record)}" for event in state.promotions)

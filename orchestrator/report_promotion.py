@@ -77,41 +77,49 @@ def _evidence(recipe: Mapping[str, Any]) -> list[Text]:
 
 
 def render_history(found: Mapping[str, Any]) -> RenderableType:
-    """The records of a name, the newest first."""
+    """The records of a name, the newest first; below, why they were made."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", collapse_padding=True)
     for heading in ("#", "when", "version", "action"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("configuration", "from", "by", "reason"):
+    for heading in ("configuration", "from", "by"):
         table.add_column(heading, overflow="fold")
+    notes = Table.grid(padding=(0, 2))
+    notes.add_column(no_wrap=True)
+    notes.add_column(overflow="fold", ratio=1)
     for record in found["records"]:
         table.add_row(*_row(record), style=_STATE_STYLES.get(record["state"], ""))
+        if words := _reasons(record):
+            notes.add_row(str(record["number"]), Text(plain(words)))
     current = found["production"]
-    title = Text(f"{found['name']}@production is {f'version {current}' if current else 'none'}", style="bold")
-    if found["is_settled"]:
-        return Group(title, table)
-    why = (
-        "The records do not say so (yet): a change was interrupted, or the alias was moved elsewhere. "
-        "The next promote or rollback settles that."
-    )
-    return Group(title, Text(why, style="yellow"), table)
+    parts: list[RenderableType] = [
+        Text(f"{found['name']}@production is {f'version {current}' if current else 'none'}", style="bold")
+    ]
+    if not found["is_settled"]:
+        why = (
+            "The records do not say so (yet): a change was interrupted, or the alias was moved elsewhere. "
+            "The next promote or rollback settles that."
+        )
+        parts.append(Text(why, style="yellow"))
+    return Group(*parts, table, notes)
 
 
 def _row(record: Mapping[str, Any]) -> list[Text]:
-    forced = f"forced: {'; '.join(record['missing'])}" if record["forced"] else ""
-    state = _STATE_WORDS.get(record["state"], "")
-    reasons = [part for part in (record["reason"], forced, state, record["note"]) if part]
-    trial = f"t{int(record['trial']):03d} of {record['sweep']}" if record["trial"] else ""
     cells = (
         str(record["number"]),
         time.strftime("%Y-%m-%d %H:%M", time.localtime(record["at_s"])),
         f"{record['from_version'] or fmt.DASH} → {record['to_version'] or fmt.DASH}",
         record["action"],
         " ".join(part for part in (record["short_name"], record["speedup"]) if part),
-        trial,
+        f"t{int(record['trial']):03d} of {record['sweep']}" if record["trial"] else "",
         record["by"],
-        "; ".join(reasons),
     )
     return [Text(plain(cell)) for cell in cells]
+
+
+def _reasons(record: Mapping[str, Any]) -> str:
+    forced = f"forced: {'; '.join(record['missing'])}" if record["forced"] and record["missing"] else ""
+    state = _STATE_WORDS.get(record["state"], "")
+    return "; ".join(part for part in (record["reason"], forced, state, record["note"]) if part)
 
 
 def render_difference(found: Difference) -> RenderableType:

@@ -76,6 +76,6 @@ def check_words(trial: Trial) -> str:
         case ConfirmationRun():
             return f"{of} again, round {check.round + 1}"
         case GateRun():
-            return "fp32 reference for the loss gate" if check.role == "reference" else f"{of} for the loss gate"
+            return f"{of} in fp32 for the loss gate" if check.role.endswith("reference") else f"{of} for the loss gate"
         case _:
             return f"{of} with the profiler"

@@ -21,7 +21,9 @@ def headline(state: SweepState, summary: Summary) -> str:
         return f"Confirmed: {speed} your present configuration{_same(verdict)}: {_named(state.trials[verdict.winner])}."
     if verdict.conclusion == "keep":
         return f"Keep what you have: {_short(verdict.reason)}"
-    return f"Unconfirmed: {_short(verdict.reason)} {_of_the_search(summary)}"
+    best = summary.best
+    fastest = f" Fastest by now: {fmt.trial_id(best.trial.number)}." if best and best.trial.number else ""
+    return f"Unconfirmed: {_short(verdict.reason)}{fastest}"
 
 
 def _short(reason: str) -> str:

@@ -22,6 +22,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.mlflow_urls import experiments_url, sweep_links
 from orchestrator.notify import Notifier, check_notify
 from orchestrator.plan import make_plan
+from orchestrator.review.profile_files import ProfileCopies
 from orchestrator.runtime import Observer, Projection, Runtime
 from orchestrator.state import SweepState
 from orchestrator.summary import Recorded, Summary, summarize
@@ -111,7 +112,8 @@ def _run(spec: SweepSpec, home: Home, observer: Observer, start: _Start, text: s
 
 
 def _lease_and_run(spec: SweepSpec, home: Home, ledger: Ledger, observer: Observer, start: _Start) -> Result:
-    watch = Observers([observer, Heartbeat(ledger, address=start.address or spec.cluster.address)])
+    heartbeat = Heartbeat(ledger, address=start.address or spec.cluster.address)
+    watch = Observers([observer, heartbeat, *_profile_copies(spec, ledger)])
     request = cluster_request(spec, home, address=start.address)
     attempts = ledger.folder / "attempts"
     waiting = Waiting(ledger, watch)
@@ -134,6 +136,12 @@ def _lease_and_run(spec: SweepSpec, home: Home, ledger: Ledger, observer: Observ
         )
         runtime.run()
         return _standing(ledger, home)
+
+
+def _profile_copies(spec: SweepSpec, ledger: Ledger) -> list[ProfileCopies]:
+    if spec.profile is None or spec.profile.output is None:
+        return []
+    return [ProfileCopies(Path(spec.profile.output), ledger.folder)]
 
 
 def _projections(spec: SweepSpec, ledger: Ledger, home: Home) -> list[Projection]:

@@ -17,7 +17,7 @@ def check_prefix(check: Check | None) -> str:
         case ConfirmationRun():
             return f"confirm r{check.round + 1} "
         case GateRun():
-            return "gate reference " if check.role == "reference" else "gate "
+            return "gate reference " if check.role.endswith("reference") else "gate "
         case ProfileRun():
             return "profile "
 

@@ -16,14 +16,13 @@ from orchestrator.mlflow_urls import charts_view, table_view
 TAG_PREFIX = "mlflow.sharedViewState."
 _ORDER = "metrics.`tokens_per_s_per_device`"
 _COLUMNS = {
-    _ORDER: 190,
-    "metrics.`speedup`": 110,
-    "metrics.`peak_memory_bytes`": 150,
-    "metrics.`step_time_s`": 110,
-    "metrics.`step_time_spread`": 130,
-    "tags.`tc.role`": 90,
-    "tags.`tc.gate`": 90,
-    "tags.`tc.state`": 120,
+    _ORDER: 175,
+    "metrics.`speedup`": 95,
+    "metrics.`peak_memory_bytes`": 140,
+    "metrics.`step_time_s`": 100,
+    "tags.`tc.role`": 85,
+    "tags.`tc.gate`": 80,
+    "tags.`tc.state`": 110,
     "tags.`tc.failure`": 320,
 }
 """In this order, with their widths in pixels."""

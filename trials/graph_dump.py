@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,13 +28,17 @@ MAX_GRAPHS = 100
 
 
 class _Writer(logging.Handler):
-    """Graphs of one compilation share its number: ``rank0.graph-0-0.forward.txt``, ``rank0.graph-0-0.backward.txt``."""
+    """Graphs of one compilation share its number: ``rank0.graph-0-0.forward.txt``, ``rank0.graph-0-0.backward.txt``.
+
+    Where DDP has one cut to pieces, at its buckets, the later ones are ``rank0.graph-0-0-part2.forward.txt`` and so on.
+    """
 
     def __init__(self, folder: Path, prefix: str) -> None:
         super().__init__(logging.DEBUG)
         self._folder = folder
         self._prefix = prefix
         self.num_graphs = 0
+        self._parts: Counter[tuple[str, str]] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
         told = getattr(record, "metadata", {})
@@ -45,6 +50,9 @@ class _Writer(logging.Handler):
         if self.num_graphs > MAX_GRAPHS:
             return
         number = f"{told.get('frame_id', 0)}-{told.get('frame_compile_id', 0)}"
+        self._parts[number, what] += 1
+        if (part := self._parts[number, what]) > 1:
+            number = f"{number}-part{part}"
         try:
             write_atomically(self._folder / f"{self._prefix}.graph-{number}.{what}.txt", [text.encode()], mode=0o600)
         except OSError as error:  # training goes on without

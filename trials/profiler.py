@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -112,7 +113,7 @@ class Profiler(StepClock):
         if self._is_recording:
             self._phases_s.append(timing[1])
             if self._number == self._spec.stop_step:
-                self._profile.stop_trace()
+                self._end_recording()
         return timing
 
     @property
@@ -134,6 +135,15 @@ class Profiler(StepClock):
         )
         profiler.prepare_trace()
         return profiler
+
+    def _end_recording(self) -> None:
+        self._profile.stop_trace()
+        if self._device.type == "cuda" and self._spec.memory:
+            if self._folder is not None:
+                snapshot = self._folder / f"rank{self._rank}.memory.pickle"
+                torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
+                snapshot.chmod(0o600)
+            torch.cuda.memory._record_memory_history(enabled=None)
 
     def _begin_counting(self) -> None:
         """Graph mode is off in this step, on all ranks or none: the compiler may order collectives differently."""
@@ -183,13 +193,10 @@ class Profiler(StepClock):
 
     def _exported(self) -> dict[str, Any]:
         """The trace as torch writes it."""
-        folder = self._folder or Path(os.environ.get("TMPDIR", "/tmp"))
-        path = folder / f".rank{self._rank}.{os.getpid()}.json"
-        try:
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            path = Path(folder, "trace.json")
             self._profile.export_chrome_trace(str(path))
             return load_trace(path)
-        finally:
-            path.unlink(missing_ok=True)
 
     def _write_files(self, trace: dict[str, Any], curve: Sequence[tuple[float, int]]) -> None:
         if self._folder is None:
@@ -202,9 +209,6 @@ class Profiler(StepClock):
             show_memory(trace, pid, curve)
         path = self._folder / f"rank{self._rank}.trace.json.gz"
         write_atomically(path, [gzip.compress(json.dumps(trace).encode(), compresslevel=6)], mode=0o600)
-        if self._spec.memory and self._device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(str(self._folder / f"rank{self._rank}.memory.pickle"))  # type: ignore[no-untyped-call]
-            torch.cuda.memory._record_memory_history(enabled=None)
 
     def _files(self) -> tuple[ProfileFile, ...]:
         if self._folder is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from trials.spec import Candidate, LlamaModel, ResNetModel, Workload
 
 IMPLIED: Mapping[str, frozenset[str]] = {
     "pp": frozenset({"schedule", "num_virtual_stages", "stage_layers"}),
-    "tp": frozenset({"sequence_parallel", "tp_engine"}),
+    "tp": frozenset({"sequence_parallel"}),
     "dp_shard": frozenset({"zero_stage", "replicate_with"}),
     "num_virtual_stages": frozenset({"schedule", "stage_layers"}),
     "schedule": frozenset({"num_virtual_stages", "stage_layers"}),
@@ -27,6 +27,9 @@ IMPLIED: Mapping[str, frozenset[str]] = {
     "dataloader": frozenset({"num_workers", "prefetch_factor"}),
 }
 """Knobs that may have to change with another one."""
+
+FOLLOWING = frozenset({"world_size", "tp_engine"})
+"""Knobs that may follow from any other one: from degrees, or from schedule and recompute where the engine is auto."""
 
 ANSWERS: Mapping[Kind, tuple[str, ...]] = {
     "memory": (
@@ -48,6 +51,9 @@ ANSWERS: Mapping[Kind, tuple[str, ...]] = {
 }
 """The most direct ones first."""
 
+MAX_PARTS = 3
+"""Of a candidate (layout, precision, loader, ...) in which a change may differ."""
+MAX_LOOKED_AT = 1000
 PENALTY = 0.02
 """What each further knob to be changed must bring besides, relative."""
 SURE_SPREADS = 0.67
@@ -62,6 +68,8 @@ class Change:
 
     candidate: Candidate
     changed: Mapping[str, tuple[Any, Any]]
+    forced: frozenset[str]
+    """Of those, the ones that differ in every candidate."""
     trial: Trial | None
     """Of this sweep, with this candidate."""
 
@@ -86,24 +94,34 @@ def applicable(kind: Kind, candidate: Candidate, workload: Workload) -> tuple[st
     return tuple(knob for knob in ANSWERS[kind] if knob not in pointless | without_effect(candidate))
 
 
-def changes(trial: Trial, candidates: Iterable[Candidate], state: SweepState) -> list[Change]:
-    """Candidates that differ from the trial's in knobs of one kind of bottleneck only."""
+def changes(trial: Trial, candidates: Sequence[Candidate], state: SweepState) -> list[Change]:
+    """Candidates that differ from the trial's in knobs of one kind of bottleneck only, and in those that none of them
+    has as the trial has: a baseline may lie outside of the space."""
     tried = {other.candidate.config_key: other for other in state.searched()}
-    allowed = [_closure(knobs) for knobs in ANSWERS.values()]
+    forced = _forced(trial.candidate, candidates)
+    allowed = [_closure(knobs) | forced for knobs in ANSWERS.values()]
     found = []
     for candidate in candidates:
-        if candidate == trial.candidate or _num_parts(candidate, trial.candidate) > 2:
+        if candidate == trial.candidate or _num_parts(candidate, trial.candidate) > MAX_PARTS:
             continue
         changed = diff(candidate, trial.candidate)
         if any(changed.keys() <= knobs for knobs in allowed):
-            change = Change(candidate=candidate, changed=changed, trial=tried.get(candidate.config_key))
-            found.append(change)
+            other = tried.get(candidate.config_key)
+            found.append(Change(candidate=candidate, changed=changed, forced=forced, trial=other))
     return found
+
+
+def _forced(candidate: Candidate, candidates: Sequence[Candidate]) -> frozenset[str]:
+    """Knobs of which no other candidate has this one's value, as far as an evenly spaced part of them tells."""
+    others = [other for other in candidates[:: 1 + len(candidates) // MAX_LOOKED_AT] if other != candidate]
+    if not others:
+        return frozenset()
+    return frozenset.intersection(*(frozenset(diff(other, candidate)) for other in others))
 
 
 def _closure(knobs: Sequence[str]) -> frozenset[str]:
     implied = frozenset[str]().union(*(IMPLIED.get(knob, frozenset()) for knob in knobs))
-    return frozenset(knobs) | implied | {"world_size"}
+    return frozenset(knobs) | implied | FOLLOWING
 
 
 def _num_parts(one: Candidate, other: Candidate) -> int:
@@ -115,7 +133,11 @@ def _num_parts(one: Candidate, other: Candidate) -> int:
 def answer(kind: Kind, trial: Trial, all_changes: Sequence[Change], view: ModelView | None) -> Found:
     """The best of the changes of the knobs that answer ``kind``; predicted by ``view``, or as the sweep measured it."""
     allowed, direct = _closure(ANSWERS[kind]), frozenset(ANSWERS[kind])
-    own = [c for c in all_changes if c.changed.keys() <= allowed and not direct.isdisjoint(c.changed)]
+    own = [
+        change
+        for change in all_changes
+        if change.changed.keys() <= allowed | change.forced and not direct.isdisjoint(change.changed.keys())
+    ]
     rated = [(change, rated) for change in own if (rated := _rate(trial, change, view)) is not None]
     fitting = [(change, found) for change, found in rated if _fits(change, found)]
     best = max((f for change, f in fitting if _is_faster(trial, change, f)), key=_score, default=None)
@@ -126,7 +148,7 @@ def answer(kind: Kind, trial: Trial, all_changes: Sequence[Change], view: ModelV
         best=best,
         blocked=blocked if blocked is not None and blocked.gain > floor * (1 + MIN_DIFFERENCE) else None,
         num_changes=len(own),
-        note="" if best is not None else _no_answer(own, nearest),
+        note="" if best is not None else _no_answer(own, nearest, is_known=bool(rated)),
     )
 
 
@@ -183,11 +205,11 @@ def _has_ended(change: Change) -> bool:
 
 
 def _score(found: Answer) -> float:
-    num_changed = len(found.changed.keys() - {"world_size"})
+    num_changed = len(found.changed.keys() - FOLLOWING)
     return math.log(found.gain) - PENALTY * (num_changed - 1)
 
 
-def _no_answer(own: Sequence[Change], best: Answer | None) -> str:
+def _no_answer(own: Sequence[Change], best: Answer | None, *, is_known: bool) -> str:
     if not own:
         return "the sweep has no candidate that differs in these knobs alone"
     if best is None:
@@ -195,7 +217,10 @@ def _no_answer(own: Sequence[Change], best: Answer | None) -> str:
         if failed:
             tried = ", ".join(f"{trial_id(t.number)} {status_words(t.status)}" for t in failed[:3])
             return f"{_none_of(own)} and to fit ({tried})"
-        return f"what the {len(own)} legal changes would bring, the cost model does not know; none was tried"
+        if is_known:
+            return f"{_none_of(own)} and to fit"
+        which = f"{len(own)} legal changes" if len(own) > 1 else "one legal change"
+        return f"what the {which} would bring, the cost model does not know, and it was not tried"
     if best.source == "measured" and best.trial is not None:
         return f"{_none_of(own)}; the best: {told(best)}, {trial_id(best.trial)} measured {best.gain:.2f}x"
     return f"{_none_of(own)}; the best: {told(best)}, {best.gain:.2f}x ± {best.log_spread or 0.0:.2f} expected"

@@ -85,7 +85,7 @@ def _changes(trial: Trial, state: SweepState, basis: Basis) -> list[Change]:
     """Among the plan's candidates, what was tried, and of a space too large to list what lies near."""
     near = around(basis.beyond, trial.candidate) if basis.beyond is not None else []
     tried = (other.candidate for other in state.searched())
-    return changes(trial, dict.fromkeys([*basis.candidates, *tried, *near]), state)
+    return changes(trial, tuple(dict.fromkeys([*basis.candidates, *tried, *near])), state)
 
 
 def _view(state: SweepState, basis: Basis, near: Sequence[Candidate]) -> tuple[ModelView | None, str]:

@@ -108,7 +108,7 @@ def history(name: str, home: Home, *, tracking_uri: str | None = None) -> dict[s
     tracker = store(home, tracking_uri)
     with tracker.reached():
         registry = Registry(tracker.client())
-        records = Records(tracker.client(), registry, tracker.uri).of(name)
+        records = Records(registry, tracker.uri).of(name)
         found = registry.find(name, alias=PRODUCTION)
     if not records and found is None:
         raise ConfigError(f"nothing was ever promoted as {name}", remedy=f"tune-cluster promote SWEEP --name {name}")
@@ -181,7 +181,7 @@ def _note_in_ledger(home: Home, tracker: Tracker, sweep: str, identity: str, rec
         with _held(ledger):
             state = fold(ledger.events())
             for record in _missing(ledger, identity, records):
-                at_s = max(record.at_s, state.now_s)
+                at_s = max(record.at_s, state.now_s) if state.is_over else state.now_s  # costs no active time
                 ledger.append(Promoted(at_s=at_s, record=record.for_ledger()))
             tracker.sync(ledger, fold(ledger.events()))
 

@@ -7,7 +7,6 @@ end where the version is complete, or declares it void; production never changes
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,8 +20,6 @@ from orchestrator.promotion.records import RECIPE_FOLDER, Record, Records, chain
 from orchestrator.registry import Registered, Registry
 from orchestrator.requests import asker
 from orchestrator.tracking import Tracker
-
-logger = logging.getLogger(__name__)
 
 NONE = "none"
 """How people say that nothing is in production."""
@@ -49,7 +46,7 @@ class Desk:
 
     def __init__(self, tracker: Tracker, on_step: Callable[[str], None] = lambda _: None) -> None:
         self.registry = Registry(tracker.client())
-        self.records = Records(tracker.client(), self.registry, tracker.uri)
+        self.records = Records(self.registry, tracker.uri)
         self._on_step = on_step
 
     def promote(self, name: str, recipe: Recipe, *, reason: str = "", expect_current: str | None = None) -> Change:

@@ -22,7 +22,7 @@ from trials.spec import Candidate, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promoted:
+class Version:
     """A version with its recipe, checked against the key it was registered with."""
 
     registered: Registered
@@ -79,7 +79,7 @@ def store(home: Home, tracking_uri: str | None) -> Tracker:
     return Tracker(home.default_tracking_uri)
 
 
-def read(tracker: Tracker, reference: str) -> Promoted:
+def read(tracker: Tracker, reference: str) -> Version:
     """The version ``name@alias``, ``name@number`` or ``name``, which means ``name@production``.
 
     Raises:
@@ -100,7 +100,7 @@ def read(tracker: Tracker, reference: str) -> Promoted:
             raise ConfigError(f"{name}@{which} cannot be read: {error}", remedy="Promote the sweep again.") from None
     candidate = check_content(recipe, found)
     spec = json.loads(files[SWEEP_WRITTEN_OUT]) if SWEEP_WRITTEN_OUT in files else None
-    return Promoted(registered=found, recipe=recipe, candidate=candidate, spec=spec)
+    return Version(registered=found, recipe=recipe, candidate=candidate, spec=spec)
 
 
 def describe(reference: str, home: Home, tracking_uri: str | None) -> Described:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +23,6 @@ from orchestrator.statistics import Interval
 from trials.codec import CodecError, digest, from_json, to_json
 from trials.secrets import redact, redact_all
 from trials.spec import Candidate, Workload
-
-logger = logging.getLogger(__name__)
 
 JSON, YAML = "recipe.json", "recipe.yaml"
 SWEEP_AS_WRITTEN, SWEEP_WRITTEN_OUT = "sweep.yaml", "sweep.json"

@@ -18,7 +18,6 @@ from orchestrator.registry import Registry
 from trials.secrets import redact
 
 if TYPE_CHECKING:
-    from mlflow import MlflowClient
     from mlflow.entities import Run
 
 EXPERIMENT = "promotions"
@@ -88,8 +87,10 @@ class Record:
 
     @classmethod
     def from_run(cls, run: Run) -> Self:
-        """Raises:
-        LookupError: the run is no record of this program.
+        """Of a run as MLflow gives it.
+
+        Raises:
+            LookupError: the run is no record of this program.
         """
         tags = {key.removeprefix(_PREFIX): text for key, text in run.data.tags.items() if key.startswith(_PREFIX)}
         texts: dict[str, Any] = {f.name: tags.get(f.name, "") for f in fields(cls) if f.type == "str"}
@@ -110,10 +111,10 @@ class Record:
 
 
 class Records:
-    """The records in the store behind ``client``. Raises what MLflow raises."""
+    """The records in the store at ``uri``, which ``registry`` speaks to. Raises what MLflow raises."""
 
-    def __init__(self, client: MlflowClient, registry: Registry, uri: str) -> None:
-        self._client = client
+    def __init__(self, registry: Registry, uri: str) -> None:
+        self._client = registry.client
         self._registry = registry
         self._uri = uri
 

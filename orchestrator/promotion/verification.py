@@ -27,7 +27,7 @@ from orchestrator.home import Home
 from orchestrator.promotion import drift
 from orchestrator.promotion.drift import Finding, Kind
 from orchestrator.promotion.evidence import trajectory_json
-from orchestrator.promotion.reading import Promoted, read, store
+from orchestrator.promotion.reading import Version, read, store
 from orchestrator.promotion.records import Records
 from orchestrator.proof.values import GateSettings
 from orchestrator.registry import Registry
@@ -126,7 +126,7 @@ def verify(
     return _record(found, tracker)
 
 
-def verification_specs(promoted: Promoted, tracker: Tracker, num_rounds: int, at_s: float) -> list[dict[str, Any]]:
+def verification_specs(promoted: Version, tracker: Tracker, num_rounds: int, at_s: float) -> list[dict[str, Any]]:
     """The contents of one sweep file per round.
 
     Raises:
@@ -194,7 +194,7 @@ def _measure(spec: Mapping[str, Any], home: Home, observer: Observer, address: s
 
 
 def compare(
-    promoted: Promoted, states: list[SweepState], tolerance: float
+    promoted: Version, states: list[SweepState], tolerance: float
 ) -> tuple[tuple[Finding, ...], Estimate | None]:
     """Everything that was looked at, and today's speed over that of the promotion."""
     facts = promoted.recipe["evidence"]
@@ -214,7 +214,7 @@ def compare(
     return (*findings, speed, loss), ratio
 
 
-def _gate_settings(promoted: Promoted) -> GateSettings:
+def _gate_settings(promoted: Version) -> GateSettings:
     """With the tolerances of the promoted sweep's file, where it names any."""
     gate = (promoted.spec or {}).get("gate")
     given = gate if isinstance(gate, Mapping) else {}
@@ -234,7 +234,7 @@ def _record(found: Verification, tracker: Tracker) -> Verification:
     """In the experiment of promotions, and as tags of the version."""
     with tracker.reached():
         registry = Registry(tracker.client())
-        records = Records(tracker.client(), registry, tracker.uri)
+        records = Records(registry, tracker.uri)
         tags = {"tc.name": found.name, "tc.version": found.version, "tc.result": found.result}
         lines = [f"- {'**drift** ' if one.is_drift else ''}{one.kind}: {one.text}" for one in found.findings]
         note = "\n".join([f"**{found.name} version {found.version}: {found.result}**", "", *lines])

@@ -24,7 +24,7 @@ from typing import Self
 
 from cluster.processes import adopt_orphans, die_with_parent, kill_descendants
 from orchestrator.invocation import HOME_VARIABLE
-from trials.secrets import for_ranks, redact, redact_file
+from trials.secrets import for_ranks, redact, redact_file, redact_uncaught
 
 TAIL_LINES, TAIL_CHARS = 20, 300
 KILL_S = 10.0
@@ -145,6 +145,7 @@ def _tail(path: Path) -> list[str]:
 
 def main() -> int:
     """The order's line ends at once; the input stays open for as long as the controller wants this to go on."""
+    redact_uncaught()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     adopt_orphans()
     text = b""

@@ -31,7 +31,7 @@ class Evaluator:
             self._process = EvaluationProcess()
             self._process.start(
                 settings.command,
-                facts(state, trial, report),
+                facts(state, trial, report, self._folder.parent),
                 self._folder / f"t{trial:04d}",
                 settings.command_timeout_s,
             )

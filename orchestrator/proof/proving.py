@@ -163,14 +163,15 @@ def evaluation_of(proof: ProofState, finalist: int) -> Evaluation | None:
 def _train_for_gate(state: SweepState, finalist: int) -> Command:
     runs = gate_runs(state, finalist)
     role: GateRole = next(role for role in gate_roles(state, finalist) if role not in runs)
-    of = finalist if role == "finalist" else BASELINE
-    who = {"baseline": "the baseline", "finalist": f"t{finalist:03d}", "reference": "the baseline in fp32"}[role]
+    of = BASELINE if role in ("baseline", "reference") else finalist
+    who = "the baseline" if of == BASELINE else f"t{finalist:03d}"
+    who = f"{who} in fp32" if role.endswith("reference") else who
     return _propose(state, GateRun(of=of, role=role), f"losses of {who} for the gate")
 
 
 def _propose(state: SweepState, check: Check, reason: str) -> ProposeCheck:
     candidate = state.trials[check.of].candidate
-    if isinstance(check, GateRun) and check.role == "reference":
+    if isinstance(check, GateRun) and check.role.endswith("reference"):
         candidate = reference_candidate(candidate, state.sweep.workload)
     return ProposeCheck(trial=len(state.trials), check=check, candidate=candidate, reason=reason)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from orchestrator.proof.accuracy import failed_gate, judge_gate, needs_reference, trajectory
@@ -143,7 +143,7 @@ def gate_runs(state: SweepState, finalist: int) -> dict[GateRole, Trial]:
         return found
     for trial in checks(state, state.proof):
         check = trial.check
-        if isinstance(check, GateRun) and (check.role != "finalist" or check.of == finalist):
+        if isinstance(check, GateRun) and (check.role in ("baseline", "reference") or check.of == finalist):
             found[check.role] = trial
     return found
 
@@ -151,8 +151,11 @@ def gate_runs(state: SweepState, finalist: int) -> dict[GateRole, Trial]:
 def gate_roles(state: SweepState, finalist: int) -> tuple[GateRole, ...]:
     """Who has to train for the gate to judge ``finalist``, in order."""
     baseline, candidate = state.trials[BASELINE].candidate, state.trials[finalist].candidate
-    reference: tuple[GateRole, ...] = ("reference",) if needs_reference(baseline, candidate) else ()
-    return ("baseline", *reference, "finalist")
+    is_coarse = candidate.precision.level != "O0"
+    needed = needs_reference(baseline, candidate) or (is_coarse and baseline.precision.level != "O0")
+    reference: tuple[GateRole, ...] = ("reference",) if needed else ()
+    exact: tuple[GateRole, ...] = ("finalist_reference",) if is_coarse else ()
+    return ("baseline", *reference, "finalist", *exact)
 
 
 def gate_reports(state: SweepState) -> tuple[GateReport, ...]:
@@ -177,13 +180,26 @@ def gate_report(state: SweepState, finalist: int, settings: GateSettings) -> Gat
                 if run.measurement is None:
                     why = describe_failure(run.outcome) or run.status
                     return failed_gate(finalist, settings, f"the {role}'s run for the gate failed: {why}")
-            case "reference":
-                pass  # it may not fit in fp32: the gate says that it did without
+            case "reference" | "finalist_reference":
+                pass  # they may not fit in fp32: the gate does without
             case _:
                 assert_never(role)
     of = {role: trajectory(run.measurement, run.candidate) for role, run in runs.items() if run.measurement}
     reference = of.get("reference") if "reference" in roles else None
-    return judge_gate(finalist, of["baseline"], of["finalist"], reference, settings, state.sweep.workload)
+    is_exact = reference is not None or runs["baseline"].candidate.precision.level == "O0"
+    report = judge_gate(
+        finalist,
+        of["baseline"],
+        of["finalist"],
+        reference,
+        settings,
+        state.sweep.workload,
+        finalist_reference=of.get("finalist_reference") if is_exact else None,
+    )
+    if "finalist_reference" in roles and "finalist_reference" not in of:
+        why = describe_failure(runs["finalist_reference"].outcome) or runs["finalist_reference"].status
+        return replace(report, notes=(*report.notes, f"its layout was not judged in float32: {why}"))
+    return report
 
 
 def _goes_again(state: SweepState, run: Trial) -> bool:

@@ -11,8 +11,8 @@ from typing import ClassVar, Literal
 
 from trials.spec import ProfileSpec
 
-GateRole = Literal["baseline", "finalist", "reference"]
-"""Who trains in a gate run; the reference is the baseline in fp32 (O0)."""
+GateRole = Literal["baseline", "finalist", "reference", "finalist_reference"]
+"""Who trains in a gate run; the references are the baseline and the finalist in fp32 (O0)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class GateReport:
     loss_tolerance: float
     grad_norm_tolerance: float
     loss_deviation: float | None
-    """Largest relative deviation that was judged; None where it could not be computed (not finite, run failed)."""
+    """Relative, in the step that decides, as the tolerance is; None where there is none (not finite, run failed)."""
     grad_norm_deviation: float | None
     notes: tuple[str, ...] = ()
     """What people should know although it passed, e.g. that no reference could be trained."""

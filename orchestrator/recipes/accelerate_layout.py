@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from orchestrator.recipes import hf_model
 from orchestrator.recipes.base import Draft, Setting, Settings, custom, fixed, lacking
-from orchestrator.recipes.gaps import no_pipeline, unable
+from orchestrator.recipes.gaps import WHOLE_BETWEEN, no_pipeline, unable
 from trials.spec import Layout, LlamaModel
 
 FILE = "accelerate.yaml"
@@ -138,8 +138,7 @@ def _write_recompute(draft: Draft) -> None:
     if is_fsdp:
         draft.settings |= {_RECOMPUTE: num_layers > 0, f"{_MIRROR}activation_checkpointing": num_layers > 0}
     if num_layers and draft.candidate.recompute.full != ((draft.workload.num_layers,),):
-        message = f"it is all layers or none: these files say all, where {num_layers} were asked for"
-        draft.refuse("recompute.full", message)
+        draft.warn("recompute.full", f"it is all layers or none: these files say all, instead of {num_layers}")
     elif num_layers and not isinstance(draft.workload.model, LlamaModel):
         draft.warn("recompute.full", "your model needs activation_checkpointing_enable(), as transformers' models have")
 
@@ -162,8 +161,8 @@ SETTINGS: tuple[Setting, ...] = (
     unable("layout.cp_method", message="Ulysses needs DeepSpeed as the engine: see the format deepspeed"),
     no_pipeline("Accelerate has pipelines only through Megatron-LM"),
     lacking("layout.tp_engine", "tensor parallelism is by DTensor"),
-    lacking("layout.sequence_parallel", "what is between the projections stays whole on every rank: more memory"),
-    lacking("layout.shard_embedding", "embedding and head belong to the root's unit, which stays gathered"),
+    unable("layout.sequence_parallel", message=WHOLE_BETWEEN),
+    unable("layout.shard_embedding", message="embedding and head belong to the root's unit, which stays gathered"),
     lacking("layout.num_copies", "micro-batches are not halved to overlap collectives"),
     custom(("micro_batch_size", "workload.global_batch_size"), (_BATCH, _ACCUMULATION), _write_batch, _read_batch),
     custom(

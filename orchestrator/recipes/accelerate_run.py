@@ -22,6 +22,7 @@ _COMPILE = f"{ARGUMENTS}:torch_compile"
 _TF32, _DECAY = f"{ARGUMENTS}:tf32", f"{ARGUMENTS}:weight_decay"
 DYNAMO_BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs", "tvm", "tensorrt")
 """Those of ``DynamoBackend`` that torch.compile knows by the same name."""
+_POLICY = "FSDP gathers weights and reduces gradients in 16 bits unless your script sets plugin.mixed_precision_policy"
 _SHORT = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -36,9 +37,9 @@ def _write_precision(draft: Draft) -> None:
         f"{ARGUMENTS}:fp16": precision.dtype == "float16",
     }
     if is_fsdp and precision.level == "O1":
-        draft.warn("precision.level", "besides autocast, FSDP gathers weights and reduces gradients in 16 bits")
+        draft.warn("precision.level", f"{_POLICY}; pass MixedPrecisionPolicy() for autocast alone")
     elif is_fsdp and precision.level == "O2":
-        draft.warn("precision.level", "FSDP reduces gradients in 16 bits, where fp32 was measured; autocast is on too")
+        draft.warn("precision.level", f"{_POLICY}; pass MixedPrecisionPolicy(..., reduce_dtype=torch.float32)")
     elif precision.level == "O2":
         draft.refuse("precision.level", "without FSDP there is autocast (O1), but no 16-bit weights with fp32 masters")
     if precision.loss_scale is not None and not takes_torch_scaler(draft):

@@ -48,7 +48,7 @@ def _write_autocast(draft: Draft, dtype: str) -> None:
     if dtype == "bfloat16":
         draft.settings[_SAFE] = []
     else:
-        draft.warn("precision.level", "gradients of matrix products are reduced in float16, where fp32 was measured")
+        draft.refuse("precision.level", "gradients of matrix products are reduced in float16, where fp32 was measured")
 
 
 def _write_loss_scale(draft: Draft, scale: LossScale) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 from orchestrator.recipes.base import Draft, Setting, custom
 from orchestrator.recipes.fields import WORKLOAD, defaults, is_at_or_below
 
+WHOLE_BETWEEN = "what is between the projections stays whole on every rank, which takes more memory"
+"""Of tensor parallelism that does not split the sequence there."""
 TORCH_SCALER: dict[str, Any] = {
     "precision.loss_scale.initial": 2.0**16,
     "precision.loss_scale.growth_factor": 2.0,

@@ -118,7 +118,7 @@ _WORKLOAD: tuple[Setting, ...] = (
         lambda settings: {"workload.optimizer.weight_decay": float(settings["--weight-decay"])},
     ),
     option("workload.seed", "--seed", of=int),
-    custom(("workload.data",), ("--data-path",), _write_data),
+    custom(("workload.data",), (), _write_data),
 )
 
 

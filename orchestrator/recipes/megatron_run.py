@@ -16,9 +16,6 @@ def _write_precision(draft: Draft) -> None:
     precision, layout = draft.candidate.precision, draft.candidate.layout
     if precision.level == "O1":
         draft.refuse("precision.level", "Megatron-LM has no autocast; its 16-bit formats are those of level O2")
-    for name in ("white", "black"):
-        if getattr(precision, name):
-            draft.refuse(f"precision.{name}", "Megatron-LM has no lists of operators")
     reduces_fp32 = layout.zero_stage >= 2 or layout.replicate_with == "fsdp2"
     if precision.dtype == "bfloat16":
         draft.settings |= {"--bf16": True} if reduces_fp32 else {"--bf16": True, "--grad-reduce-in-bf16": True}
@@ -64,29 +61,27 @@ def _read_loss_scale(settings: Settings) -> dict[str, Any]:
     return {f"precision.loss_scale.{name}": value for name, value in dataclasses.asdict(scale).items()}
 
 
-def _write_loader(draft: Draft) -> None:
+def _write_workers(draft: Draft) -> None:
+    if draft.candidate.loader.tuning is None:
+        draft.settings["--num-workers"] = draft.candidate.loader.num_workers
+
+
+def _num_workers(settings: Settings) -> int:
+    return int(settings.get("--num-workers", 0))
+
+
+def _note_prefetch(draft: Draft) -> None:
     loader = draft.candidate.loader
-    if loader.tuning is None:
-        draft.settings["--num-workers"] = loader.num_workers
-        if loader.num_workers and loader.prefetch_factor != 2:
-            draft.warn("loader.prefetch_factor", "always 2 batches ahead")
-        if loader.num_workers and not loader.persistent_workers:
-            draft.warn("loader.persistent_workers", "workers always stay from one epoch to the next")
-    else:
-        draft.warn("loader.tuning", "nothing finds the number of workers; set --num-workers to what was found")
+    if loader.num_workers and loader.prefetch_factor != 2:
+        draft.warn("loader.prefetch_factor", "always 2 batches ahead")
+
+
+def _note_persistent(draft: Draft) -> None:
+    loader = draft.candidate.loader
+    if not loader.persistent_workers and (loader.num_workers or loader.tuning):
         draft.warn("loader.persistent_workers", "workers always stay from one epoch to the next")
-    if not loader.pin_memory:
-        draft.warn("loader.pin_memory", "host memory is always page-locked")
-
-
-def _read_loader(settings: Settings) -> dict[str, Any]:
-    workers = int(settings.get("--num-workers", 0))
-    return {
-        "loader.num_workers": workers,
-        "loader.prefetch_factor": 2 if workers else 0,
-        "loader.persistent_workers": workers > 0,
-        "loader.pin_memory": True,
-    }
+    elif loader.persistent_workers and loader.tuning:
+        draft.warn("loader.persistent_workers", "workers stay once --num-workers is set")
 
 
 def _write_attention(draft: Draft) -> None:
@@ -103,21 +98,35 @@ def _read_attention(settings: Settings) -> dict[str, Any]:
 
 
 _LOSS_SCALE = ("--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis", "--loss-scale")
-_LOADER = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "tuning")
-
 SETTINGS: tuple[Setting, ...] = (
     custom(
-        ("precision.level", "precision.dtype", "precision.white", "precision.black", "precision.loss_scale"),
+        ("precision.level", "precision.dtype", "precision.loss_scale"),
         ("--bf16", "--fp16", "--grad-reduce-in-bf16", "--accumulate-allreduce-grads-in-fp32", *_LOSS_SCALE),
         _write_precision,
         _read_precision,
     ),
+    lacking("precision.white", "Megatron-LM has no lists of operators", severity="error"),
+    lacking("precision.black", "Megatron-LM has no lists of operators", severity="error"),
     custom(
-        tuple(f"loader.{name}" for name in _LOADER),
+        ("loader.num_workers",),
         ("--num-workers",),
-        _write_loader,
-        _read_loader,
+        _write_workers,
+        lambda settings: {"loader.num_workers": _num_workers(settings)},
     ),
+    custom(
+        ("loader.prefetch_factor",),
+        (),
+        _note_prefetch,
+        lambda settings: {"loader.prefetch_factor": 2 if _num_workers(settings) else 0},
+    ),
+    custom(
+        ("loader.persistent_workers",),
+        (),
+        _note_persistent,
+        lambda settings: {"loader.persistent_workers": _num_workers(settings) > 0},
+    ),
+    lacking("loader.pin_memory", "host memory is always page-locked", means=True),
+    lacking("loader.tuning", "nothing finds the number of workers; set --num-workers to what was found"),
     lacking("loader.full_batch", "every rank reads its own rows only"),
     custom(("kernels.attention",), ("--attention-backend",), _write_attention, _read_attention),
     lacking("kernels.compile", "Megatron-LM does not use torch.compile; its own fused kernels stand in"),

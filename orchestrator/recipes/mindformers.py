@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from orchestrator.recipes import mindformers_layout, mindformers_run
+from orchestrator.recipes import mindformers_layout, mindformers_recompute, mindformers_run
 from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, comments, custom, option
 from orchestrator.recipes.documents import settings_of, tree
 from orchestrator.recipes.mindformers_layout import NUM_LAYERS
@@ -106,7 +106,7 @@ _WORKLOAD: tuple[Setting, ...] = (
         lambda settings: {"workload.optimizer.weight_decay": settings["optimizer.weight_decay"]},
     ),
     option("workload.seed", "seed"),
-    custom(("workload.data",), ("train_dataset.data_loader.dataset_dir",), _write_data),
+    custom(("workload.data",), (), _write_data),
 )
 
 
@@ -133,7 +133,7 @@ def _command(draft: Draft) -> str:
 RECIPE = TableRecipe(
     name="mindformers",
     title="MindFormers",
-    settings=(*_WORKLOAD, *mindformers_layout.SETTINGS, *mindformers_run.SETTINGS),
+    settings=(*_WORKLOAD, *mindformers_layout.SETTINGS, *mindformers_recompute.SETTINGS, *mindformers_run.SETTINGS),
     render=_render,
     load=_load,
     command=_command,

@@ -1,4 +1,4 @@
-"""MindFormers settings of the parallel layout and of recompute."""
+"""MindFormers settings of the parallel layout and the batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from orchestrator.recipes.base import Draft, Setting, Settings, custom, lacking, option
 from orchestrator.recipes.layers import num_microbatches
-from trials.spec import Counts, SelectiveRecompute
+from trials.spec import Counts
 
 DP, PP = "parallel_config.data_parallel", "parallel_config.pipeline_stage"
 TP, CP = "parallel_config.model_parallel", "parallel_config.context_parallel"
@@ -24,36 +24,18 @@ _CHUNKS, _OFFSET = "model.model_config.pp_interleave_num", "model.model_config.o
 _CP_METHOD = "parallel_config.context_parallel_algo"
 _CP_METHODS = {"all_gather": "colossalai_cp", "ulysses": "ulysses_cp"}
 _SCHEDULERS = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "1f1b", "zbv": "zero_bubble_v"}
-FULL, SELECT = "recompute_config.recompute", "recompute_config.select_recompute"
-_COMMUNICATION = "recompute_config.select_comm_recompute"
-_GATHERS = r".*\.norm"
-"""Operators before which MindFormers gathers sequence shards."""
-_PATTERNS = {
-    "attention": "attention",
-    "attention_norm": "attention_norm",
-    r"attention_norm\.rms_norm": r"attention_norm\.norm",
-    r"attention\.scaled_dot_product_attention": r"attention\.flash_attention",
-    "feed_forward": "feed_forward",
-    r"feed_forward\.mul": r"feed_forward\.mul",
-    r"feed_forward\.silu": r"feed_forward\.w1\.activation\.silu",
-    "feed_forward_norm": "ffn_norm",
-    r"feed_forward_norm\.rms_norm": r"ffn_norm\.norm",
-}
-"""Operators and modules of the runner's layers, and what MindFormers' Llama calls them."""
 
 
 def _write_data_parallel(draft: Draft) -> None:
     layout = draft.candidate.layout
     draft.settings |= {DP: layout.dp, _SHARDS: layout.zero_stage > 0}
     if layout.zero_stage:
-        draft.settings |= {_LEVEL: f"level{layout.zero_stage}", _SHARD_SIZE: layout.dp_shard}
-        if layout.cp > 1:
-            draft.warn("layout.dp_shard", "weights are sharded over data-parallel ranks only, not over cp too")
+        draft.settings |= {_LEVEL: f"level{layout.zero_stage}", _SHARD_SIZE: layout.dp_shard * layout.cp}
 
 
 def _read_data_parallel(settings: Settings) -> dict[str, Any]:
     stage = int(settings[_LEVEL].removeprefix("level")) if settings[_SHARDS] else 0
-    shards = settings[_SHARD_SIZE] if stage else 1
+    shards = settings[_SHARD_SIZE] // settings[CP] if stage else 1
     return {
         "layout.dp_replicate": settings[DP] // shards,
         "layout.dp_shard": shards,
@@ -69,11 +51,13 @@ def _write_shard_embedding(draft: Draft) -> None:
 
 
 def _write_tp_engine(draft: Draft) -> None:
-    """Sharded over the vocabulary, like the runner's embedding, wherever there is tensor parallelism."""
-    layout = draft.candidate.layout
-    draft.settings["parallel_config.vocab_emb_dp"] = layout.tp == 1
-    if layout.tp > 1 and layout.tp_engine != "local":
+    if draft.candidate.layout.tp > 1 and draft.candidate.layout.tp_engine != "local":
         draft.warn("layout.tp_engine", "MindSpore's compiler places the collectives")
+
+
+def _write_embedding(draft: Draft) -> None:
+    """Split over the vocabulary, like the runner's, wherever there is tensor parallelism."""
+    draft.settings["parallel_config.vocab_emb_dp"] = draft.candidate.layout.tp == 1
 
 
 def _read_tp_engine(settings: Settings) -> dict[str, Any]:
@@ -147,42 +131,6 @@ def _read_batch(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _write_recompute(draft: Draft) -> None:
-    recompute = draft.candidate.recompute
-    draft.settings |= {FULL: _rows(recompute.full), SELECT: False, _COMMUNICATION: False}
-    said = {
-        _PATTERNS[part.pattern]: _rows(part.num_layers) for part in recompute.selective if part.pattern in _PATTERNS
-    }
-    unknown = [part.pattern for part in recompute.selective if part.pattern not in _PATTERNS]
-    if said:
-        draft.settings[SELECT] = said
-    if unknown:
-        draft.refuse("recompute.selective", f"{', '.join(unknown)}: known are {', '.join(_PATTERNS)}")
-    if recompute.communication:
-        draft.settings[_COMMUNICATION] = {_GATHERS: _rows(recompute.communication)}
-
-
-def _rows(counts: Counts) -> Any:
-    return [list(row) for row in counts] if counts else False
-
-
-def _counts(rows: Any) -> Counts:
-    return tuple(tuple(row) for row in rows) if rows else ()
-
-
-def _read_recompute(settings: Settings) -> dict[str, Any]:
-    ours = {theirs: name for name, theirs in _PATTERNS.items()}
-    select = {ours[pattern]: _counts(rows) for pattern, rows in (settings[SELECT] or {}).items()}
-    gathers = settings[_COMMUNICATION] or {}
-    return {
-        "recompute.full": _counts(settings[FULL]),
-        "recompute.selective": tuple(
-            SelectiveRecompute(pattern=pattern, num_layers=counts) for pattern, counts in sorted(select.items())
-        ),
-        "recompute.communication": _counts(gathers.get(_GATHERS)),
-    }
-
-
 _PIPELINE = (_INTERLEAVE, _SCHEDULER, _CHUNKS, _OFFSET)
 
 SETTINGS: tuple[Setting, ...] = (
@@ -198,7 +146,8 @@ SETTINGS: tuple[Setting, ...] = (
     lacking("layout.replicate_with", "MindSpore replicates with its own fused all-reduce, as ddp does"),
     custom(("layout.shard_embedding",), (), _write_shard_embedding),
     option("layout.sequence_parallel", "parallel_config.use_seq_parallel"),
-    custom(("layout.tp_engine",), ("parallel_config.vocab_emb_dp",), _write_tp_engine, _read_tp_engine),
+    custom(("layout.tp_engine",), (), _write_tp_engine, _read_tp_engine),
+    custom((), ("parallel_config.vocab_emb_dp",), _write_embedding),
     custom(("layout.cp_method",), (_CP_METHOD,), _write_cp_method, _read_cp_method),
     custom(
         ("layout.schedule", "layout.num_virtual_stages", "layout.stage_layers"),
@@ -211,11 +160,5 @@ SETTINGS: tuple[Setting, ...] = (
         (COPIES, BATCH, MICRO_BATCHES, ACCUMULATED),
         _write_batch,
         _read_batch,
-    ),
-    custom(
-        ("recompute.full", "recompute.selective", "recompute.communication"),
-        (FULL, SELECT, _COMMUNICATION),
-        _write_recompute,
-        _read_recompute,
     ),
 )

@@ -17,6 +17,7 @@ _WEIGHTS = f"{_MODEL}.param_init_type"
 _SCALE = "runner_wrapper.scale_sense"
 _WORKERS, _PREFETCH = "train_dataset.num_parallel_workers", "train_dataset.prefetch_size"
 _FULL_BATCH, _STRATEGY = "parallel.full_batch", "parallel.dataset_strategy"
+_BY_MODULE = "formats are set for kinds of modules, not by lists of operators"
 _FLASH = f"{_MODEL}.use_flash_attention"
 
 
@@ -28,10 +29,7 @@ def _write_precision(draft: Draft) -> None:
     draft.settings |= dict.fromkeys(_PARTS, parts)
     draft.settings[_SCALE] = 1.0
     if precision.level == "O1":
-        draft.warn("precision.level", "formats are set for kinds of modules, not by lists of operators")
-    for name in ("white", "black"):
-        if getattr(precision, name):
-            draft.refuse(f"precision.{name}", "formats are set for kinds of modules, not by lists of operators")
+        draft.warn("precision.level", _BY_MODULE)
     if precision.loss_scale is not None:
         _write_loss_scale(draft, precision.loss_scale)
 
@@ -81,22 +79,16 @@ def _read_loss_scale(theirs: Any) -> LossScale:
 def _write_loader(draft: Draft) -> None:
     loader, settings = draft.candidate.loader, draft.settings
     if loader.tuning is not None:
-        draft.warn("loader.tuning", f"nothing is found beforehand; set {_WORKERS} and {_PREFETCH} to what was found")
-    else:
-        settings[_WORKERS] = max(1, loader.num_workers)
-        settings[_PREFETCH] = max(1, loader.prefetch_factor)
-        if loader.num_workers == 0:
-            draft.warn("loader.num_workers", "MindSpore always reads beside the training process")
-            draft.warn("loader.prefetch_factor", "MindSpore always reads ahead")
-    if not loader.persistent_workers:
-        draft.warn("loader.persistent_workers", "MindSpore's data pipeline stays from one epoch to the next")
+        return
+    settings |= {_WORKERS: max(1, loader.num_workers), _PREFETCH: max(1, loader.prefetch_factor)}
+    if loader.num_workers == 0:
+        draft.warn("loader.num_workers", "MindSpore always reads beside the training process")
+        draft.warn("loader.prefetch_factor", "MindSpore always reads ahead")
 
 
 def _read_loader(settings: Settings) -> dict[str, Any]:
-    values: dict[str, Any] = {"loader.persistent_workers": True}
-    if _WORKERS in settings:
-        values |= {"loader.num_workers": settings[_WORKERS], "loader.prefetch_factor": settings[_PREFETCH]}
-    return values
+    names = {"loader.num_workers": _WORKERS, "loader.prefetch_factor": _PREFETCH}
+    return {path: settings[name] for path, name in names.items() if name in settings}
 
 
 def _write_full_batch(draft: Draft) -> None:
@@ -106,29 +98,28 @@ def _write_full_batch(draft: Draft) -> None:
 
 def _write_attention(draft: Draft) -> None:
     wanted = draft.candidate.kernels.attention
-    if wanted in ("flash", "math"):
-        draft.settings[_FLASH] = wanted == "flash"
-    elif wanted != "auto":
-        draft.warn("kernels.attention", f"there is no {wanted} attention; MindFormers' own is used")
-    if draft.settings[CP] > 1 and wanted != "flash":
-        draft.settings[_FLASH] = True
-        draft.warn("kernels.attention", "context parallelism takes flash attention")
+    flash = wanted != "math" or draft.settings[CP] > 1
+    draft.settings[_FLASH] = flash
+    if wanted != ("flash" if flash else "math"):
+        draft.warn("kernels.attention", "flash attention; context parallelism takes no other")
 
 
 def _read_attention(settings: Settings) -> dict[str, Any]:
-    return {"kernels.attention": {True: "flash", False: "math", None: "auto"}[settings.get(_FLASH)]}
+    return {"kernels.attention": "flash" if settings[_FLASH] else "math"}
 
-
-_LOADER = ("num_workers", "prefetch_factor", "persistent_workers", "tuning")
 
 SETTINGS: tuple[Setting, ...] = (
     custom(
-        ("precision.level", "precision.dtype", "precision.white", "precision.black", "precision.loss_scale"),
+        ("precision.level", "precision.dtype", "precision.loss_scale"),
         (_COMPUTE, _WEIGHTS, _RESIDUAL, *_PARTS, _SCALE),
         _write_precision,
         _read_precision,
     ),
-    custom(tuple(f"loader.{name}" for name in _LOADER), (_WORKERS, _PREFETCH), _write_loader, _read_loader),
+    lacking("precision.white", _BY_MODULE, severity="error"),
+    lacking("precision.black", _BY_MODULE, severity="error"),
+    custom(("loader.num_workers", "loader.prefetch_factor"), (_WORKERS, _PREFETCH), _write_loader, _read_loader),
+    lacking("loader.persistent_workers", "the data pipeline stays from one epoch to the next", means=True),
+    lacking("loader.tuning", f"nothing is found beforehand; set {_WORKERS} and {_PREFETCH} to what was found"),
     custom(
         ("loader.full_batch",),
         (_FULL_BATCH, _STRATEGY),

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.recipes import paddlenlp_layout, paddlenlp_run, shell
+from orchestrator.recipes import paddlenlp_layout, paddlenlp_recompute, paddlenlp_run, shell
 from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, custom, option
 from orchestrator.recipes.paddlenlp_layout import NUM_LAYERS
 from trials.spec import LlamaModel
@@ -95,7 +95,7 @@ _WORKLOAD: tuple[Setting, ...] = (
         lambda settings: {"workload.optimizer.weight_decay": settings["weight_decay"]},
     ),
     option("workload.seed", "seed"),
-    custom(("workload.data",), ("input_dir",), _write_data),
+    custom(("workload.data",), (), _write_data),
 )
 
 
@@ -122,7 +122,7 @@ def _load(files: Mapping[str, str]) -> Settings:
 RECIPE = TableRecipe(
     name="paddlenlp",
     title="PaddleNLP",
-    settings=(*_WORKLOAD, *paddlenlp_layout.SETTINGS, *paddlenlp_run.SETTINGS),
+    settings=(*_WORKLOAD, *paddlenlp_layout.SETTINGS, *paddlenlp_recompute.SETTINGS, *paddlenlp_run.SETTINGS),
     render=_render,
     load=_load,
     command=lambda _: f"bash {SCRIPT}",

@@ -1,24 +1,20 @@
-"""PaddleNLP arguments of the parallel layout and of recompute."""
+"""PaddleNLP arguments of the parallel layout and the batch."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from orchestrator.recipes.base import Draft, Setting, Settings, custom, lacking, option
-from orchestrator.recipes.layers import first_layers, is_uniform, layer_ids, num_microbatches, refuse_stages
+from orchestrator.recipes.layers import is_uniform, num_microbatches, refuse_stages
 from orchestrator.recipes.shell import WORLD_SIZE
-from trials.spec import Counts, Layout, SelectiveRecompute
-from trials.stages import all_chunks
+from trials.spec import Counts
 
 TP, PP = "tensor_parallel_degree", "pipeline_parallel_degree"
 RING, ULYSSES = "context_parallel_degree", "sep_parallel_degree"
-_CHUNKS = "virtual_pp_degree"
+CHUNKS = "virtual_pp_degree"
 _SHARDING, _SHARDS = "sharding", "sharding_parallel_degree"
 _BATCH, _ACCUMULATED = "per_device_train_batch_size", "gradient_accumulation_steps"
 NUM_LAYERS = "model:num_hidden_layers"
-_RECOMPUTE, _GRANULARITY, _KEPT = "recompute", "recompute_granularity", "no_recompute_layers"
-_PATTERNS = {"core_attn": r"attention\.scaled_dot_product_attention", "full_attn": "attention"}
-"""What each granularity other than full drops, as the runner's patterns say it."""
 
 
 def _cp(settings: Settings) -> int:
@@ -38,9 +34,7 @@ def _write_data_parallel(draft: Draft) -> None:
     if layout.zero_stage > 1 and layout.pp > 1:
         draft.refuse("layout.zero_stage", "PaddleNLP takes stage1 only beside pipeline stages")
     if layout.zero_stage and layout.cp > 1:
-        draft.warn(
-            "layout.dp_shard", "states are sharded over the sharding group only, not over context parallel ranks"
-        )
+        draft.refuse("layout.dp_shard", "states are not sharded over context-parallel ranks too: more memory")
 
 
 def _read_data_parallel(settings: Settings) -> dict[str, Any]:
@@ -85,7 +79,7 @@ def _write_pipeline(draft: Draft) -> None:
     layout = draft.candidate.layout
     if layout.pp == 1:
         return
-    draft.settings[_CHUNKS] = layout.num_virtual_stages
+    draft.settings[CHUNKS] = layout.num_virtual_stages
     if layout.schedule == "zbv":
         draft.refuse("layout.schedule", "PaddleNLP has no such zero-bubble schedule")
         refuse_stages(draft, "stages in a V need the zero-bubble schedule")
@@ -112,7 +106,7 @@ def _read_pipeline(settings: Settings) -> dict[str, Any]:
 
 def held_layers(settings: Settings) -> Counts:
     """Layers of every chunk and stage, without a pipeline too."""
-    pp, chunks = int(settings[PP]), int(settings.get(_CHUNKS, 1))
+    pp, chunks = int(settings[PP]), int(settings.get(CHUNKS, 1))
     return ((int(settings.get(NUM_LAYERS, 0)) // (pp * chunks),) * pp,) * chunks
 
 
@@ -123,57 +117,6 @@ def _write_batch(draft: Draft) -> None:
 def _read_batch(settings: Settings) -> dict[str, Any]:
     size, number = settings[_BATCH], settings[_ACCUMULATED]
     return {"micro_batch_size": size, "workload.global_batch_size": size * number * data_parallel(settings)}
-
-
-def _write_recompute(draft: Draft) -> None:
-    recompute = draft.candidate.recompute
-    if recompute.full:
-        _write_granularity(draft, "recompute.full", "full", recompute.full)
-        if recompute.selective:
-            draft.refuse("recompute.selective", "whole layers or attention are recomputed, not both")
-    elif recompute.selective:
-        granularities = {pattern: name for name, pattern in _PATTERNS.items()}
-        first, *others = recompute.selective
-        if others or first.pattern not in granularities:
-            draft.refuse("recompute.selective", f"one of {', '.join(granularities)} is recomputed, nothing else")
-        else:
-            _write_granularity(draft, "recompute.selective", granularities[first.pattern], first.num_layers)
-    if recompute.communication:
-        draft.refuse("recompute.communication", "gathered sequence shards are kept: more memory")
-
-
-def _write_granularity(draft: Draft, knob: str, granularity: str, counts: Counts) -> None:
-    layout, num_layers = draft.candidate.layout, draft.workload.num_layers
-    again = layer_ids(counts, layout, num_layers)
-    kept = [layer for layer in range(num_layers) if layer not in again]
-    if kept and granularity == "full" and layout.pp > 1:
-        draft.warn(
-            knob, "beside pipeline stages every layer is recomputed in full, or none: here every one, which fits"
-        )
-        kept = []
-    draft.settings |= {_RECOMPUTE: True, _GRANULARITY: granularity, _KEPT: kept}
-
-
-def _read_recompute(settings: Settings) -> dict[str, Any]:
-    if not settings.get(_RECOMPUTE):
-        return {}
-    granularity, counts = settings[_GRANULARITY], _recomputed(settings)
-    if granularity == "full":
-        return {"recompute.full": counts}
-    part = SelectiveRecompute(pattern=_PATTERNS[granularity], num_layers=counts)
-    return {"recompute.selective": (part,)}
-
-
-def _recomputed(settings: Settings) -> Counts:
-    """Number of layers recomputed, from the first on, in every chunk and stage."""
-    held, kept = held_layers(settings), settings[_KEPT]
-    if not kept:
-        return first_layers(settings.get(NUM_LAYERS, 0), held)
-    layout = Layout(pp=settings[PP], num_virtual_stages=settings.get(_CHUNKS, 1), stage_layers=held)
-    counts = [[0] * layout.pp for _ in range(layout.num_virtual_stages)]
-    for chunk in all_chunks(layout, settings.get(NUM_LAYERS, 0)):
-        counts[chunk.chunk][chunk.stage] = sum(layer not in kept for layer in chunk.layer_ids)
-    return tuple(tuple(row) for row in counts)
 
 
 SETTINGS: tuple[Setting, ...] = (
@@ -193,15 +136,9 @@ SETTINGS: tuple[Setting, ...] = (
     lacking("layout.num_copies", "a micro-batch runs as one"),
     custom(
         ("layout.schedule", "layout.num_virtual_stages", "layout.stage_layers"),
-        (_CHUNKS,),
+        (CHUNKS,),
         _write_pipeline,
         _read_pipeline,
     ),
     custom(("micro_batch_size", "workload.global_batch_size"), (_BATCH, _ACCUMULATED), _write_batch, _read_batch),
-    custom(
-        ("recompute.full", "recompute.selective", "recompute.communication"),
-        (_RECOMPUTE, _GRANULARITY, _KEPT),
-        _write_recompute,
-        _read_recompute,
-    ),
 )

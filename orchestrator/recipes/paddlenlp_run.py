@@ -59,31 +59,34 @@ def _read_precision(settings: Settings) -> dict[str, Any]:
     return values
 
 
-def _write_loader(draft: Draft) -> None:
+def _write_workers(draft: Draft) -> None:
+    if draft.candidate.loader.tuning is None:
+        draft.settings[_WORKERS] = draft.candidate.loader.num_workers
+
+
+def _read_workers(settings: Settings) -> dict[str, Any]:
+    return {"loader.num_workers": settings.get(_WORKERS, 0)}
+
+
+def _note_prefetch(draft: Draft) -> None:
     loader = draft.candidate.loader
-    if loader.tuning is not None:
-        draft.warn("loader.tuning", f"nothing finds the number of workers; set {_WORKERS} to what was found")
-        return
-    draft.settings[_WORKERS] = loader.num_workers
     if loader.num_workers and loader.prefetch_factor != 2:
         draft.warn("loader.prefetch_factor", "always 2 batches ahead")
 
 
-def _read_loader(settings: Settings) -> dict[str, Any]:
-    workers = settings.get(_WORKERS, 0)
-    return {"loader.num_workers": workers, "loader.prefetch_factor": 2 if workers else 0}
+def _read_prefetch(settings: Settings) -> dict[str, Any]:
+    return {"loader.prefetch_factor": 2 if settings.get(_WORKERS) else 0}
 
 
 def _write_attention(draft: Draft) -> None:
     wanted = draft.candidate.kernels.attention
-    if wanted in ("flash", "math"):
-        draft.settings[_FLASH] = wanted == "flash"
-    elif wanted != "auto":
-        draft.warn("kernels.attention", f"there is no {wanted} attention; PaddleNLP's own is used")
+    draft.settings[_FLASH] = wanted != "math"
+    if wanted not in ("flash", "math"):
+        draft.warn("kernels.attention", "flash attention, for the number formats that it takes")
 
 
 def _read_attention(settings: Settings) -> dict[str, Any]:
-    return {"kernels.attention": {True: "flash", False: "math", None: "auto"}[settings.get(_FLASH)]}
+    return {"kernels.attention": "flash" if settings[_FLASH] else "math"}
 
 
 _AMP = ("bf16", "fp16", "fp16_opt_level", "amp_master_grad", "amp_custom_white_list", "amp_custom_black_list")
@@ -95,7 +98,9 @@ SETTINGS: tuple[Setting, ...] = (
         _write_precision,
         _read_precision,
     ),
-    custom(("loader.num_workers", "loader.prefetch_factor", "loader.tuning"), (_WORKERS,), _write_loader, _read_loader),
+    custom(("loader.num_workers",), (_WORKERS,), _write_workers, _read_workers),
+    custom(("loader.prefetch_factor",), (), _note_prefetch, _read_prefetch),
+    lacking("loader.tuning", f"nothing finds the number of workers; set {_WORKERS} to what was found"),
     lacking("loader.pin_memory", "Paddle manages host memory itself"),
     lacking("loader.persistent_workers", "workers are started again for every epoch"),
     lacking("loader.full_batch", "every rank reads its own rows only"),

@@ -39,7 +39,9 @@ def _write_precision(draft: Draft) -> None:
             "precision", "torchtitan computes in bfloat16 or fp32, without loss scaling; this file says bfloat16"
         )
     elif precision.level == "O1":
-        draft.warn("precision.level", "instead of autocast, FSDP2 gathers weights in 16 bits and all computes in them")
+        draft.refuse(
+            "precision.level", "torchtitan has no autocast; this file says O2: weights are gathered in 16 bits"
+        )
 
 
 def _read_precision(settings: Settings) -> dict[str, Any]:

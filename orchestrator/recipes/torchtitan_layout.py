@@ -53,7 +53,7 @@ def _write_data_parallel(draft: Draft) -> None:
     if layout.dp_shard > 1 and not layout.shard_embedding:
         draft.warn("layout.shard_embedding", "embedding and head are FSDP units of their own, gathered for each use")
     elif layout.shard_embedding and (layout.dp_shard == 1 or layout.dp_replicate > 1):
-        draft.warn("layout.shard_embedding", f"embedding and head are sharded over {layout.dp_shard} ranks only")
+        draft.refuse("layout.shard_embedding", f"embedding and head are sharded over {layout.dp_shard} ranks only")
 
 
 def _chooses_engine(layout: Layout) -> bool:
@@ -152,7 +152,7 @@ def _write_recompute(draft: Draft) -> None:
     full = draft.candidate.recompute.full
     draft.settings[ACTIVATION_CHECKPOINT] = "full" if full else "none"
     if full not in ((), present(draft)):
-        draft.refuse("recompute.full", "it is all layers or none: this file says all")
+        draft.warn("recompute.full", "it is all layers or none: this file says all, to be on the safe side of memory")
 
 
 def _read_recompute(settings: Settings) -> dict[str, Any]:

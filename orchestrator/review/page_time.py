@@ -45,7 +45,7 @@ def _loss(loss: Loss) -> str:
         cell(text(loss.kind)),
         cell(f"{loss.share:.0%}", "num"),
         cell(at_most, "num"),
-        cell(text(" ".join(loss.evidence)), "dim"),
+        cell(text("; ".join(loss.evidence)), "dim"),
         cell(knobs + fixed),
         cell(_answer(loss.answer) if loss.answer else text(loss.note), "" if loss.answer else "dim"),
     )

@@ -14,6 +14,7 @@ from orchestrator.review.figures import (
     GREY,
     INK,
     ORANGE,
+    PAPER,
     PURPLE,
     SKY,
     VERMILION,
@@ -79,7 +80,7 @@ def _bar(axes: Axes, row: int, step: StepParts, longest: float) -> None:
     for name, seconds in step.parts:
         axes.barh(row, seconds, left=at, height=0.62, color=part_color(name), linewidth=0)
         if seconds > 0.06 * longest:
-            axes.text(at + seconds / 2, row, _number(1000 * seconds), ha="center", va="center", size=8, color="white")
+            axes.text(at + seconds / 2, row, _number(1000 * seconds), ha="center", va="center", size=8, color=PAPER)
         at += seconds
     axes.text(at + 0.01 * longest, row, fmt.milliseconds(step.step_time_s), ha="left", va="center", size=9, color=DIM)
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from cluster.base import GangProgress
 from orchestrator.errors import ConfigError
 from orchestrator.logs import attempt_folder
+from orchestrator.proof.values import ProfileRun
 from orchestrator.report_format import trial_id
-from orchestrator.state import Trial
+from orchestrator.state import SweepState, Trial
 from trials.files import make_private_folder
 from trials.profile_report import FOLDER
+
+logger = logging.getLogger(__name__)
 
 
 def profile_files(sweep_folder: Path, trial: Trial) -> list[Path]:
@@ -26,6 +31,36 @@ def profile_files(sweep_folder: Path, trial: Trial) -> list[Path]:
     return [
         path for path in sorted(folder.iterdir()) if path.name in names and not path.is_symlink() and path.is_file()
     ]
+
+
+class ProfileCopies:
+    """Watches a running sweep, and copies the files of each profile to the user's folder as soon as they are there.
+
+    What cannot be copied is left where it is, with a warning: a sweep does not fail for it.
+    """
+
+    def __init__(self, output: Path, sweep_folder: Path) -> None:
+        self._output = output
+        self._sweep_folder = sweep_folder
+        self._done: set[int] = set()
+
+    def on_state(self, state: SweepState) -> None:
+        if not state.num_checks:
+            return
+        for trial in state.trials:
+            is_profile = isinstance(trial.check, ProfileRun) and trial.measurement is not None
+            if is_profile and trial.number not in self._done:
+                self._done.add(trial.number)
+                try:
+                    copy_profile(self._output, state.sweep.sweep, trial, profile_files(self._sweep_folder, trial))
+                except ConfigError as error:
+                    logger.warning("%s", error)
+
+    def on_progress(self, trial: int, progress: GangProgress) -> None:
+        pass
+
+    def on_lease(self, nodes: Sequence[str], waiting: str) -> None:
+        pass
 
 
 def copy_profile(output: Path, sweep: str, trial: Trial, paths: Sequence[Path]) -> Path:

@@ -13,9 +13,11 @@ from rich.text import Text
 
 from cluster.attempt_files import MAX_BYTES_PER_RANK
 from orchestrator import report_format as fmt
+from orchestrator.proof.values import ProfileRun
 from orchestrator.review import html
+from orchestrator.review.profile_files import profile_files
 from orchestrator.review.profile_tables import FileAt, ProfileTables, phase_s, profile_tables
-from orchestrator.state import Trial
+from orchestrator.state import SweepState, Trial
 from trials.profile_report import CollectiveCount, OperatorTime, RankProfile, Redundancy
 
 PHASES = ("data", "forward", "backward", "bubble", "optimizer", "other")
@@ -47,6 +49,17 @@ def render_profile(trial: Trial, found: Sequence[Path] = ()) -> RenderableType:
         parts += [Text(""), Text("Files; traces open in ui.perfetto.dev", style="bold")]
         parts += [Text(f"  {line}", overflow="fold") for line in _file_lines(tables, found)]
     return Group(*parts)
+
+
+def render_profiles(state: SweepState, sweep_folder: Path | None = None) -> RenderableType | None:
+    """All profiled trials of a sweep; None where there are none."""
+    parts: list[RenderableType] = []
+    for trial in state.trials:
+        if isinstance(trial.check, ProfileRun) and profile_tables(trial) is not None:
+            heading = f"{fmt.trial_id(trial.check.of)}, recorded as {fmt.trial_id(trial.number)}"
+            found = profile_files(sweep_folder, trial) if sweep_folder else ()
+            parts += [Text(heading, style="bold cyan"), render_profile(trial, found), Text("")]
+    return Group(*parts[:-1]) if parts else None
 
 
 def profile_html(trial: Trial, found: Sequence[Path] = ()) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from orchestrator import report_format as fmt
 from orchestrator.proof.accuracy import Comparison, deviations, trajectory
-from orchestrator.proof.standing import BASELINE, Confirmation, confirmation, gate_report, gate_runs
+from orchestrator.proof.standing import BASELINE, Confirmation, confirmation, gate_report, gate_roles, gate_runs
 from orchestrator.proof.values import Evaluation, GateReport, GateRole, GateSettings, RatioInterval
 from orchestrator.state import SweepState
 from orchestrator.statistics import Estimate, speed_ratio
@@ -91,7 +91,8 @@ def _comparison(state: SweepState, finalist: int) -> Comparison | None:
     of = {role: trajectory(t.measurement, t.candidate) for role, t in trials.items() if t.measurement is not None}
     if "baseline" not in of or "finalist" not in of:
         return None
-    return deviations(of["baseline"], of["finalist"], of.get("reference"), _settings(state))
+    reference = of.get("reference") if "reference" in gate_roles(state, finalist) else None
+    return deviations(of["baseline"], of["finalist"], reference, _settings(state), state.sweep.workload)
 
 
 def _settings(state: SweepState) -> GateSettings:

@@ -22,10 +22,10 @@ from orchestrator.proof.accuracy import (
     reference_candidate,
     trajectory,
 )
-from orchestrator.proof.tolerances import ERRORS
+from orchestrator.proof.tolerances import ERRORS, Tolerance
 from orchestrator.proof.values import GateReport, GateSettings
-from tests.orchestrator.candidate_strategies import FITTING, OTHER_WORKLOADS, WORKLOADS
 from tests.orchestrator.story import WORKLOAD, measured
+from tests.trials.parity_knobs import read_rows, spec_of
 from trials.codec import canonical_json, from_json, to_json
 from trials.legality import violations
 from trials.spec import Candidate, ImageFolderData, Kernels, LossScale, Precision, Recompute, ResNetModel, Workload
@@ -35,6 +35,7 @@ SETTINGS = GateSettings(num_steps=N)
 FP32 = Precision()
 BF16 = Precision(level="O1", dtype="bfloat16")
 FP16 = Precision(level="O2", dtype="float16", loss_scale=LossScale())
+IMAGES = Workload(model=ResNetModel(depth=18), data=ImageFolderData(), seq_length=1, global_batch_size=8)
 LOSSES = tuple(5.0 * 0.97**i for i in range(N))
 NORMS = tuple(2.0 * 0.98**i for i in range(N))
 
@@ -234,14 +235,19 @@ def test_a_wrong_layout_shows_in_float32_where_16_bits_hide_it() -> None:
 
 
 def test_batch_norm_over_other_micro_batches_has_wide_limits() -> None:
-    images = Workload(model=ResNetModel(), data=ImageFolderData(), seq_length=1, global_batch_size=8)
     other = run(scaled(LOSSES, 1.03), scaled(NORMS, 1.1), micro_batch_size=4)
     baseline = run(micro_batch_size=8)
     assert not judge(other, baseline).passed
     assert not judge(other, baseline, workload=WORKLOAD).passed
-    report = judge(other, baseline, workload=images)
+    report = judge(other, baseline, workload=IMAGES)
     assert report.passed and "batch norm" in report.notes[0]
-    assert not judge(dataclasses.replace(other, micro_batch_size=8), baseline, workload=images).passed
+    assert not judge(dataclasses.replace(other, micro_batch_size=8), baseline, workload=IMAGES).passed
+
+
+def test_batch_norm_amplifies_rounding() -> None:
+    off = run(scaled(LOSSES, 1 + 5e-5), scaled(NORMS, 1 + 5e-4))
+    assert judge(off, workload=IMAGES).passed and not judge(off, workload=WORKLOAD).passed
+    assert not judge(run(scaled(LOSSES, 1 + 1e-4)), workload=IMAGES).passed
 
 
 def test_a_failed_run_is_a_failed_gate() -> None:
@@ -264,13 +270,17 @@ def test_a_reference_is_needed_when_formats_differ_and_none_is_exact() -> None:
     assert not needs_reference(bf16, dataclasses.replace(bf16, recompute=Recompute(full=((1,),))))
 
 
-@given(FITTING, WORKLOADS | OTHER_WORKLOADS)
-def test_the_reference_is_legal_and_exact(candidate: Candidate, workload: Workload) -> None:
-    made = reference_candidate(candidate, workload)
-    assert made.layout == candidate.layout and made.precision == FP32 and made.kernels == Kernels()
-    assert made.micro_batch_size == candidate.micro_batch_size, "batch norm takes its statistics over it"
-    if not any(violations(workload, candidate)):
+def test_the_reference_is_legal_and_exact() -> None:
+    """Of candidates in which every legal pair of knob values occurs."""
+    specs = [spec_of(row) for row in read_rows()]
+    baselines = [(spec.workload, spec.candidate) for spec in specs]
+    baselines.append((IMAGES, Candidate(micro_batch_size=4, precision=BF16, kernels=Kernels(memory_format="nhwc"))))
+    for workload, candidate in baselines:
+        assert not list(violations(workload, candidate))
+        made = reference_candidate(candidate, workload)
         assert not list(violations(workload, made))
+        assert made.layout == candidate.layout and made.precision == FP32 and made.kernels == Kernels()
+        assert made.micro_batch_size == candidate.micro_batch_size, "batch norm takes its statistics over it"
 
 
 def test_the_documented_limits_are_the_ones_in_use() -> None:
@@ -283,3 +293,9 @@ def test_the_documented_limits_are_the_ones_in_use() -> None:
         name: (limits.loss.first, limits.loss.growth, limits.grad_norm.first, limits.grad_norm.growth)
         for name, limits in ERRORS.items()
     }
+
+
+def test_limits_grow_with_the_square_of_the_steps() -> None:
+    limit = Tolerance(first=1.0, growth=2.0, most=30.0)
+    assert [limit.at(step) for step in (1, 2, 4, 5)] == [1.0, 3.0, 19.0, 30.0]
+    assert (limit + Tolerance(first=0.5)).at(2) == 3.5

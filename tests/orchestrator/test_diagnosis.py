@@ -34,7 +34,7 @@ from tests.orchestrator.diagnosed import (
 from tests.orchestrator.story import measured
 from trials.findings import Findings, LoaderPoint, LoaderTuningReport, PatternEffect
 from trials.outcome import StepBreakdown
-from trials.spec import Candidate, Kernels, Layout, LinearModel, Precision, RandomData, TrialSpec
+from trials.spec import Candidate, Kernels, Layout, LinearModel, Loader, Precision, RandomData, TrialSpec
 
 SHARDED = Layout(dp_shard=16, zero_stage=3)
 EVEN = pipeline(8, 8, 8, 8, dp_replicate=2)
@@ -229,3 +229,12 @@ def test_in_a_space_too_large_to_list_changes_are_looked_for_around_the_trial():
     assert all(not check(other, space.to_workload(), topology) for other in near[::50])
     changed = {frozenset(diff(other, candidate)) for other in near}
     assert {"compile"} in changed and {"micro_batch_size"} in changed and {"recompute"} in changed
+
+
+def test_a_baseline_outside_of_the_space_is_answered_from_inside_of_it():
+    """No candidate reads data as the baseline does, so that every change changes that too."""
+    outside = llama(MANY_STAGES, micro_batch_size=4, loader=Loader(full_batch=True))
+    inside = [llama(MANY_STAGES, micro_batch_size=size) for size in (1, 2)]
+    found = diagnosed([outside, *inside]).bottleneck
+    assert found.kind == "bubble"
+    assert set(found.answer.changed) == {"micro_batch_size", "full_batch"}

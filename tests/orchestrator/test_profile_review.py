@@ -3,20 +3,24 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
 from cluster.attempt_files import MAX_BYTES_PER_RANK
+from cluster.findings import merge_findings
 from cluster.topology import Device
 from orchestrator.errors import ConfigError
 from orchestrator.logs import attempt_folder
 from orchestrator.profile_section import ProfileSection
-from orchestrator.review.profile_files import copy_profile, profile_files
+from orchestrator.proof.values import ProfileRun
+from orchestrator.review.profile_files import ProfileCopies, copy_profile, profile_files
 from orchestrator.review.profile_tables import profile_tables
 from orchestrator.review.profile_text import profile_html, render_profile
 from orchestrator.state import Attempt, Trial
+from trials.codec import from_json, to_json
 from trials.findings import Findings
 from trials.outcome import Measured, Measurement, StepBreakdown
 from trials.profile_report import (
@@ -124,6 +128,12 @@ def shown(trial, found=()):
     return console.export_text()
 
 
+def test_every_profiled_rank_reaches_the_measurement():
+    merged = merge_findings([Findings(profile=(FIRST,)), Findings(), Findings(profile=(SECOND,))])
+    assert merged.profile == (FIRST, SECOND)
+    assert from_json(Findings, to_json(merged)) == merged
+
+
 def test_stages_are_compared_by_what_they_compute():
     tables = profile_tables(trial(SECOND, FIRST))
     assert [rank.rank for rank in tables.ranks] == [0, 2]
@@ -175,7 +185,7 @@ def test_the_page_has_the_same_escaped():
     assert profile_html(trial()) == ""
 
 
-def test_files_are_those_the_ranks_named_and_are_copied_where_the_user_wants_them(tmp_path):
+def test_files_are_those_the_ranks_named_and_are_copied_where_the_user_wants_them(tmp_path, caplog):
     profiled = trial(FIRST, SECOND)
     folder = attempt_folder(tmp_path, 7, 0, "0123456789ab") / FOLDER
     assert profile_files(tmp_path, profiled) == []
@@ -187,7 +197,13 @@ def test_files_are_those_the_ranks_named_and_are_copied_where_the_user_wants_the
     assert found == [folder / TRACE]
     copied = copy_profile(tmp_path / "out", "quick", profiled, found)
     assert copied == tmp_path / "out/quick-t007" and (copied / TRACE).read_bytes() == b"trace"
+    asked = replace(profiled, check=ProfileRun(of=0, profile=ProfileSpec()))
+    state = SimpleNamespace(num_checks=1, trials=[profiled, asked], sweep=SimpleNamespace(sweep="watched"))
+    ProfileCopies(tmp_path / "out", tmp_path).on_state(state)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["quick-t007", "watched-t007"]
     (tmp_path / "file").touch()
+    ProfileCopies(tmp_path / "file", tmp_path).on_state(state)
+    assert "cannot copy the profile" in caplog.text
     with pytest.raises(ConfigError, match="cannot copy the profile"):
         copy_profile(tmp_path / "file", "quick", profiled, found)
 

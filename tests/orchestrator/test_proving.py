@@ -156,9 +156,9 @@ def test_a_reference_in_full_precision_is_trained_when_number_formats_differ():
     candidates = [Candidate(precision=half), Candidate(precision=other)]
     state = Play([0.1, 0.04], candidates=candidates).run()
     roles = {trial.check.role: trial.candidate.precision.level for trial in checks(state, GateRun)}
-    assert roles == {"baseline": "O1", "reference": "O0", "finalist": "O2"}
+    assert roles == {"baseline": "O1", "reference": "O0", "finalist": "O2", "finalist_reference": "O0"}
     same = Play([0.1, 0.04], candidates=[Candidate(), Candidate(precision=half)]).run()
-    assert {trial.check.role for trial in checks(same, GateRun)} == {"baseline", "finalist"}
+    assert {trial.check.role for trial in checks(same, GateRun)} == {"baseline", "finalist", "finalist_reference"}
 
 
 def test_a_finalist_that_fails_when_measured_again_is_out():

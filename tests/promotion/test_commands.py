@@ -5,11 +5,8 @@ import re
 from pathlib import Path
 
 from click.testing import CliRunner, Result
-from mlflow import MlflowClient
 
 from orchestrator.cli import main
-from orchestrator.home import Home
-from orchestrator.promotion import commands
 from orchestrator.promotion.desk import Desk
 from orchestrator.tracking import Tracker
 from tests.promotion.proven import proven_home, recipe
@@ -64,9 +61,9 @@ def test_a_configuration_goes_to_production_and_back(tmp_path: Path):
 
 
 def test_what_cannot_be_done_is_said(tmp_path: Path):
-    proven_home(tmp_path)
     home = ("--home", tmp_path)
-    commands.promote("llama", Home(tmp_path), sweep="story")
+    own = proven_home(tmp_path)
+    Desk(Tracker(own.default_tracking_uri)).promote("llama", recipe(own, 1))
     for words, part in {
         ("rollback", "llama"): "llama has no version before the one in production",
         ("rollback", "llama", "--to", "1"): "llama@production is version 1 already",
@@ -97,9 +94,8 @@ def test_differences_are_shown_by_part(tmp_path: Path):
 
 def test_a_change_that_was_not_ended_is_shown_as_such(tmp_path: Path):
     own = proven_home(tmp_path)
-    commands.promote("llama", own, sweep="story")
-    client = MlflowClient(tracking_uri=own.default_tracking_uri, registry_uri=own.default_tracking_uri)
-    record = commands.history("llama", own)["records"][0]["record_id"]
-    client.update_run(record, status="RUNNING")
+    desk = Desk(Tracker(own.default_tracking_uri))
+    record = desk.promote("llama", recipe(own, 1)).record
+    desk.registry.client.update_run(record.record_id, status="RUNNING")
     shown = ok("history", "llama", "--home", tmp_path)
     assert "a change was interrupted" in shown and "the next promote or rollback settles it" in shown

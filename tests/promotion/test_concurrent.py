@@ -209,11 +209,11 @@ def test_a_lock_left_elsewhere_is_taken_over_and_its_owner_notices(registry: Reg
 
 def test_what_happened_past_this_program_is_written_down(tmp_path: Path):
     home = proven_home(tmp_path)
-    commands.promote(NAME, home, sweep="story")
-    commands.promote(NAME, home, sweep="story", trial="2", force=True)
-    client = MlflowClient(tracking_uri=home.default_tracking_uri, registry_uri=home.default_tracking_uri)
-    client.set_registered_model_alias(NAME, "production", "1")
+    at = desk(home)
+    for trial in (1, 2):
+        at.promote(NAME, recipe(home, trial))
+    at.registry.set_alias(NAME, "production", "1")
     assert commands.history(NAME, home)["is_settled"] is False
-    back = commands.roll_back(NAME, home, expect_current="1")
-    assert (back["version"], back["previous_version"]) == ("2", "1")
+    back = at.roll_back(NAME, expect_current="1").record
+    assert (back.to_version, back.from_version) == ("2", "1")
     assert [record.action for record in invariants(home)] == ["promote", "promote", "external", "rollback"]

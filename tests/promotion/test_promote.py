@@ -12,12 +12,14 @@ from orchestrator.fold import fold
 from orchestrator.home import Home
 from orchestrator.ledger import SweepBusyError
 from orchestrator.promotion import commands
+from orchestrator.promotion.desk import Desk
 from orchestrator.promotion.evidence import choose
 from orchestrator.promotion.recipe import sha256_of
 from orchestrator.proof.values import Verdict
+from orchestrator.tracking import Tracker
 from tests.orchestrator.long_story import candidate
 from tests.orchestrator.story import WORKLOAD
-from tests.promotion.proven import confirmed, gate, new_home, proven_home, sweep
+from tests.promotion.proven import confirmed, gate, new_home, proven_home, recipe, sweep
 from trials.codec import digest, from_json
 from trials.spec import Candidate, Workload
 
@@ -171,16 +173,17 @@ def test_a_sweep_at_work_is_left_alone(tmp_path: Path):
 
 
 def test_an_altered_recipe_is_noticed(home: Home, tmp_path: Path):
-    commands.promote("llama", home, sweep="story")
-    commands.promote("llama", home, sweep="story", trial="2", force=True)
+    desk = Desk(Tracker(home.default_tracking_uri))
+    for trial in (1, 2):
+        desk.promote("llama", recipe(home, trial))
     (stored, _) = sorted(tmp_path.glob("mlartifacts/promotions/*/artifacts/recipe/recipe.json"), key=_written)
-    recipe = json.loads(stored.read_text())
-    recipe["candidate"]["micro_batch_size"] = 64
-    stored.write_text(json.dumps(recipe))
+    content = json.loads(stored.read_text())
+    content["candidate"]["micro_batch_size"] = 64
+    stored.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="altered"):
         commands.show("llama@1", home)
     with pytest.raises(ConfigError, match=r"altered.*recipe\.json"):
-        commands.roll_back("llama", home)
+        desk.roll_back("llama")
     stored.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         commands.show("llama@1", home)

@@ -9,15 +9,17 @@ import pytest
 from orchestrator.candidates import build_candidate, knob_values
 from orchestrator.errors import ConfigError
 from orchestrator.promotion import commands, drift
+from orchestrator.promotion.desk import Desk
 from orchestrator.promotion.evidence import trajectory_json
 from orchestrator.promotion.reading import store
 from orchestrator.promotion.verification import baseline_section, verify
 from orchestrator.proof.values import GateSettings
 from orchestrator.sweep_knobs import BaselineSection
+from orchestrator.tracking import Tracker
 from tests.orchestrator.candidate_strategies import random_candidate
 from tests.orchestrator.story import WORKLOAD, measured
 from tests.orchestrator.virtual_sweeps import SWEEP, Quiet, home, submit
-from tests.promotion.proven import proven_home
+from tests.promotion.proven import proven_home, recipe
 from trials.legality import violations
 from trials.outcome import Measurement
 from trials.spec import Candidate, LlamaModel
@@ -114,7 +116,7 @@ def test_drift_of_every_kind_is_found(tmp_path: Path):
     spec = {**SWEEP, "name": "story", "workload": workload, "baseline": {"dp_replicate": 2}, "space": {}}
     with own.open("story", read_only=False) as ledger:
         ledger.put_document("spec", spec)
-    commands.promote("llama", own, sweep="story")
+    Desk(Tracker(own.default_tracking_uri)).promote("llama", recipe(own, 1))
     found = verify("llama@1", own, Quiet(), num_rounds=2, ignored=("library",))
     kinds = {one.kind: one.is_drift for one in found.findings}
     assert kinds["driver"] and kinds["hardware"] and kinds["library"] and kinds["loss"]
@@ -128,7 +130,7 @@ def _fields(model: LlamaModel) -> dict[str, int]:
 
 def test_what_cannot_be_measured_again_is_said(tmp_path: Path):
     own = proven_home(tmp_path)
-    commands.promote("llama", own, sweep="story")
+    Desk(Tracker(own.default_tracking_uri)).promote("llama", recipe(own, 1))
     with pytest.raises(ConfigError, match="keeps no sweep file"):
         verify("llama", own, Quiet())
     for reference in ("llama@7", "other", "llama@nowhere"):

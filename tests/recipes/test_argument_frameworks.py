@@ -182,21 +182,29 @@ def test_mindformers_says_recompute_by_chunk_stage_and_operator():
 
 
 def test_paddlenlp_says_which_layers_keep_their_activations():
-    layout = Layout(dp_shard=4, zero_stage=3, cp=2, cp_method="ulysses")
+    layout = Layout(dp_replicate=2, dp_shard=4, zero_stage=3)
     precision = Precision(level="O1", dtype="bfloat16", white=("linear", "softmax"))
     part = SelectiveRecompute(pattern="attention", num_layers=((6,),))
-    candidate = Candidate(
-        layout=layout, micro_batch_size=2, precision=precision, recompute=Recompute(selective=(part,))
-    )
+    candidate = replace(CANDIDATE, layout=layout, precision=precision, recompute=Recompute(selective=(part,)))
+    candidate = replace(candidate, loader=Loader(num_workers=2, prefetch_factor=2))
     made = export("paddlenlp", candidate, WORKLOAD)
     assert not errors(made)
     said = recipe("paddlenlp").load(made.files)
-    assert (said["sharding"], said["sharding_parallel_degree"], said["sep_parallel_degree"]) == ("stage3", 4, 2)
+    assert (said["WORLD_SIZE"], said["sharding"], said["sharding_parallel_degree"]) == (8, "stage3", 4)
     assert (said["recompute_granularity"], said["no_recompute_layers"]) == ("full_attn", [6, 7])
     assert (said["bf16"], said["fp16_opt_level"]) == (True, "O1")
     assert said["amp_custom_white_list"] == ["matmul_v2", "softmax"]
-    assert said["gradient_accumulation_steps"] == 12
+    assert (said["per_device_train_batch_size"], said["gradient_accumulation_steps"]) == (2, 6)
     assert recipe("paddlenlp").parse(made.files).candidate == candidate
+
+
+def test_context_parallel_methods_have_degrees_of_their_own_in_paddlenlp():
+    ulysses, ring = (Candidate(layout=Layout(cp=2, cp_method=method)) for method in ("ulysses", "all_gather"))
+    made = {cp.layout.cp_method: export("paddlenlp", cp, WORKLOAD) for cp in (ulysses, ring)}
+    degrees = {method: recipe("paddlenlp").load(export.files) for method, export in made.items()}
+    assert degrees["ulysses"]["sep_parallel_degree"] == degrees["all_gather"]["context_parallel_degree"] == 2
+    assert "sep_parallel_degree" not in degrees["all_gather"]
+    assert [note.knob for note in made["all_gather"].notes if note.knob.startswith("layout")] == ["layout.cp_method"]
 
 
 ZBV = Layout(pp=2, schedule="zbv", num_virtual_stages=2, stage_layers=ALL)
@@ -211,6 +219,7 @@ O1 = Precision(level="O1", dtype="bfloat16")
         ("mindformers", Candidate(precision=replace(O1, black=("softmax",))), {"precision.black"}),
         ("paddlenlp", Candidate(layout=ZBV), {"layout.schedule", "layout.stage_layers"}),
         ("paddlenlp", Candidate(layout=replace(LAYOUT, zero_stage=2)), {"layout.zero_stage"}),
+        ("paddlenlp", Candidate(layout=Layout(dp_shard=2, zero_stage=1, cp=2)), {"layout.dp_shard"}),
         ("paddlenlp", replace(CANDIDATE, recompute=Recompute(communication=ALL)), {"recompute.communication"}),
     ],
 )

@@ -129,6 +129,12 @@ def test_deepspeed_says_float16_as_the_runner_scales_it():
     assert recipe("deepspeed").parse(made.files).candidate == candidate
 
 
+def test_deepspeed_keeps_what_travels_in_fp32_under_autocast_as_the_runner_does():
+    precision = Precision(level="O1", dtype="bfloat16")
+    said = json.loads(export("deepspeed", Candidate(precision=precision), WORKLOAD).files["deepspeed.json"])
+    assert said["torch_autocast"] == {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+
+
 def test_accelerate_tells_launcher_and_trainer_the_same():
     layout = Layout(dp_replicate=2, dp_shard=4, zero_stage=3)
     kernels = Kernels(compile="block")
@@ -148,11 +154,11 @@ def test_accelerate_tells_launcher_and_trainer_the_same():
 @pytest.mark.parametrize(
     ("name", "candidate", "refused"),
     [
-        ("deepspeed", Candidate(layout=Layout(dp_replicate=2, dp_shard=2, zero_stage=3)), {"layout.dp_shard"}),
+        ("deepspeed", Candidate(layout=Layout(tp=2, sequence_parallel=True)), {"layout.sequence_parallel"}),
         ("deepspeed", Candidate(layout=Layout(cp=2)), {"layout.cp_method"}),
         ("accelerate", Candidate(layout=Layout(tp=2)), {"layout.tp"}),
         ("accelerate", Candidate(precision=O2), {"precision.level"}),
-        ("accelerate", Candidate(recompute=Recompute(full=((3,),))), {"recompute.full"}),
+        ("torchtitan", Candidate(precision=replace(O2, level="O1")), {"precision.level"}),
         ("torchtitan", Candidate(layout=Layout(cp=2, cp_method="ulysses")), {"layout.cp_method"}),
         ("torchtitan", Candidate(precision=replace(O2, dtype="float16", loss_scale=LossScale())), {"precision"}),
         ("torchtitan", Candidate(kernels=Kernels(compile="block", backend="cudagraphs")), {"kernels.backend"}),
@@ -165,6 +171,13 @@ def test_what_would_train_otherwise_is_refused_unless_allowed(name, candidate, r
     assert refused <= errors(made)
     for knob in refused:
         assert knob in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["accelerate", "torchtitan"])
+def test_recompute_of_some_layers_becomes_that_of_all(name):
+    made = export(name, Candidate(recompute=Recompute(full=((3,),))), WORKLOAD)
+    assert "recompute.full" in {note.knob for note in made.notes}
+    assert recipe(name).parse(made.files).candidate.recompute == ALL
 
 
 def test_every_reason_is_told_at_once():
