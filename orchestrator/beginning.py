@@ -17,6 +17,7 @@ from orchestrator.knowledge import Knowledge
 from orchestrator.ledger import Ledger
 from orchestrator.plan import Plan, make_plan
 from orchestrator.profiles import load_profile
+from orchestrator.review.sources import PLAN, plan_document
 from orchestrator.state import SweepState
 from orchestrator.sweep import SweepSpec
 from orchestrator.tracking import Tracker
@@ -56,6 +57,7 @@ def begin(
     )
     known.keep(ledger)
     made = make_plan(spec, topology, known.estimates)
+    ledger.put_document(PLAN, plan_document(made))
     ledger.append(_created(spec, made, topology, prints, known, at_s=clock()))
     return made, known
 

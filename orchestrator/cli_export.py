@@ -78,6 +78,7 @@ def _to_json(made: Export) -> dict[str, Any]:
 def _write(made: Export, folder: Path) -> list[str]:
     """Raises ConfigError, before anything is written, where a file of that name says something else."""
     from orchestrator.errors import ConfigError
+    from trials.files import write_atomically
 
     for name, text in made.files.items():
         path = folder / name
@@ -85,7 +86,7 @@ def _write(made: Export, folder: Path) -> list[str]:
             raise ConfigError(f"{path} is there, with other content", remedy="Name another folder, or move it away.")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in made.files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        write_atomically(folder / name, [text.encode()])
     return [str(folder / name) for name in made.files]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from cluster.topology import Device
@@ -54,10 +54,10 @@ class SweepCreated:
     num_earlier_trials: int = 0
     """Of earlier sweeps, from which the search learned before its first trial."""
     num_earlier_sweeps: int = 0
-    proof: ProofSettings = ProofSettings()
+    proof: ProofSettings = field(default_factory=ProofSettings)
     profiled: tuple[str, ...] = ()
     """Trials to be profiled at the end: a number, ``baseline`` or ``winner``."""
-    profile: ProfileSpec = ProfileSpec()
+    profile: ProfileSpec = field(default_factory=ProfileSpec)
 
     def trial_key(self, candidate: Candidate) -> str:
         """Identity of a measurement: SHA-256 of candidate, workload and environment. Equal keys compare."""

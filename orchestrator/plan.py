@@ -62,7 +62,8 @@ class Plan:
         """What is done about a space too large to enumerate; empty where it was enumerated."""
         return "" if self.beyond is None else self.beyond.message
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, max_candidates: int | None = None) -> dict[str, Any]:
+        """``max_candidates``: list no more than these; None: all."""
         return {
             "baseline": self._describe(self.baseline),
             "num_legal": len(self.candidates),
@@ -83,7 +84,7 @@ class Plan:
                 }
                 for rule_id, count in self.num_rejected.items()
             ],
-            "candidates": [self._describe(candidate) for candidate in self.candidates],
+            "candidates": [self._describe(candidate) for candidate in self.candidates[:max_candidates]],
         }
 
     def _describe(self, candidate: Candidate) -> dict[str, Any]:

@@ -43,9 +43,7 @@ def last_request(ledger: Ledger) -> int:
     return max((request.id for request in ledger.requests(0)), default=0)
 
 
-def new_events(
-    ledger: Ledger, state: SweepState, at_s: float, *, up_to: int | None = None
-) -> Iterator[RequestEvent]:
+def new_events(ledger: Ledger, state: SweepState, at_s: float, *, up_to: int | None = None) -> Iterator[RequestEvent]:
     """What has been asked since ``state``, as events; with ``up_to`` no request that is later than that one."""
     for request in ledger.requests(state.num_requests):
         if up_to is None or request.id <= up_to:

@@ -28,7 +28,7 @@ from orchestrator.summary import Recorded
 from orchestrator.tracking_projection import project
 from orchestrator.tracking_settings import apply_settings
 from trials.codec import to_json
-from trials.files import make_private_folder
+from trials.files import make_private_folder, write_atomically
 from trials.secrets import redact
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Tracker:
         folder, _, name = artifact.rpartition("/")
         with tempfile.TemporaryDirectory() as place:
             path = Path(place) / name
-            path.write_bytes(content)
+            write_atomically(path, [content])
             self.put_file(run_id, path, folder)
 
     def put_file(self, run_id: str, path: Path, folder: str) -> None:

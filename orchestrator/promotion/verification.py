@@ -38,6 +38,7 @@ from orchestrator.summary import interval_json
 from orchestrator.sweep_knobs import BaselineSection
 from orchestrator.tracking import Tracker
 from trials.codec import from_json, to_json
+from trials.files import write_atomically
 from trials.outcome import GangLost, TimedOut
 from trials.spec import Candidate, Workload
 
@@ -181,7 +182,7 @@ def _measure(spec: Mapping[str, Any], home: Home, observer: Observer, address: s
     own = Home(home.path / FOLDER)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "sweep.yaml"
-        file.write_text(yaml.safe_dump(dict(spec), sort_keys=False), encoding="utf-8")
+        write_atomically(file, [yaml.safe_dump(dict(spec), sort_keys=False).encode()])
         state = service.submit(file, own, observer, address=address).state
     trial = state.baseline
     if trial is None or trial.outcome is None or isinstance(trial.outcome, GangLost | TimedOut):

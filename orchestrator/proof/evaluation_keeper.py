@@ -90,8 +90,7 @@ def keep(order: Order, input_fd: int) -> Ending | None:
 
 
 def _start(order: Order, log: Path) -> subprocess.Popen[bytes]:
-    log.touch(mode=0o600)
-    with log.open("wb") as file:
+    with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         return subprocess.Popen(
             order.command,
             stdin=subprocess.DEVNULL,
@@ -113,7 +112,7 @@ def _environment(own: Mapping[str, str]) -> dict[str, str]:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Wait for the keeper of a controller that died to have finished with this folder."""
-    with (folder / "lock").open("w") as lock:
+    with (folder / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

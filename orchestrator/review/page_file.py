@@ -14,6 +14,7 @@ from orchestrator.review.page import Page, page_html
 from orchestrator.review.sources import Sources
 from orchestrator.state import SweepState
 from orchestrator.summary import Recorded, Summary
+from trials.files import write_atomically
 
 if TYPE_CHECKING:
     from orchestrator.diagnosis.values import SweepExplanation
@@ -46,7 +47,7 @@ def write_page(page: Page, file: Path | None) -> Path:
     """
     path = (file or Path(f"{page.summary.sweep}-report.html")).absolute()
     try:
-        path.write_text(page_html(page), encoding="utf-8")
+        write_atomically(path, [page_html(page).encode()])
     except OSError as error:
         raise ConfigError(
             f"cannot write {path}: {error.strerror}", key="--html", remedy="Name a file in a folder that you may write."

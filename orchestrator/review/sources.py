@@ -54,8 +54,7 @@ def _device_memory_bytes(ledger: Ledger) -> int | None:
 
 def plan_document(plan: Plan) -> dict[str, Any]:
     """The plan as it is kept: all rules with their examples, but not more than some legal candidates."""
-    body = plan.to_json()
-    return {**body, "candidates": body["candidates"][:MAX_CANDIDATES]}
+    return plan.to_json(MAX_CANDIDATES)
 
 
 def rejected_csv(plan: Mapping[str, Any]) -> str:
