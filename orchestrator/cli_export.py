@@ -38,8 +38,8 @@ def export(
     only approximated or is left to your script.
 
     \b
-    Example:
-      tune-cluster export llama-quickstart@production --format torchtitan --out train
+    Examples:
+      tune-cluster export llama-quickstart@production --format deepspeed --out train
       tune-cluster export quickstart:winner --format accelerate
     """
     from orchestrator import recipes

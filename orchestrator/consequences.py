@@ -47,6 +47,8 @@ def count(number: int, noun: str) -> str:
 
 
 def _told(before: SweepState, after: SweepState, number: int, outcome: Outcome) -> list[str]:
+    if after.trials[number].check is not None and isinstance(outcome, Measured | OutOfMemory | Infeasible | Diverged):
+        return ["a check: not told to the search"]
     match outcome:
         case Measured():
             is_best = after.best_trial == number != before.best_trial

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from orchestrator.inspection import Inspection, look
 from orchestrator.ledger import Ledger
 from orchestrator.logs import attempt_folder, find_trial, nodes_of
 from orchestrator.pending import why_pending
+from orchestrator.report_verdict import evaluation_words, gate_words, ratio_interval, rounds
+from orchestrator.review import proof_data
 from orchestrator.space import diff, short_name
 from orchestrator.state import Attempt, SweepState, Trial
 from orchestrator.summary import speed_unit
@@ -76,6 +78,8 @@ class Explanation:
     pending: tuple[str, ...]
     """Why it was not launched yet, or not again; empty where it does not wait."""
     attempts: tuple[AttemptStory, ...]
+    proof: tuple[str, ...]
+    """What the last proof showed of it, in words; empty where it was no finalist."""
     ruled_out: Mapping[str, int]
     """Rule to the number of candidates that are not tried because this trial ran out of memory."""
 
@@ -107,6 +111,7 @@ class Explanation:
             "measured_over_expected": self.surprise,
             "pending": list(self.pending),
             "attempts": [story.to_json() for story in self.attempts],
+            "proof": list(self.proof),
             "ruled_out": dict(self.ruled_out),
             "device_seconds": trial.device_seconds,
         }
@@ -129,7 +134,19 @@ def explain(ledger: Ledger, text: str) -> Explanation:
         changed=diff(trial.candidate, state.trials[0].candidate),
         pending=why_pending(sweep, trial),
         attempts=tuple(_stories(sweep, trial)),
+        proof=tuple(_proof(state, trial.number)),
         ruled_out={rule: count for rules in ruled_out for rule, count in rules.items()},
+    )
+
+
+def _proof(state: SweepState, number: int) -> Iterator[str]:
+    for one in proof_data.finalists(state):
+        if one.trial == number:
+            speed = f"{one.overall.value:.2f}x the baseline ({ratio_interval(one.overall)}), " if one.overall else ""
+            yield f"measured again in {rounds(len(one.rounds))}: {speed}{one.words}"
+    yield from (f"loss gate {gate_words(report)}" for report in proof_data.gates(state) if report.trial == number)
+    yield from (
+        f"your evaluation: {evaluation_words(one)}" for one in proof_data.evaluations(state) if one.trial == number
     )
 
 

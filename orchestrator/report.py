@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
@@ -182,7 +182,9 @@ def _failures(state: SweepState) -> RenderableType | None:
     grid.add_column(overflow="fold", ratio=1)
     for status in ENDED[1:]:
         if trials := [trial for trial in state.trials if trial.status == status]:
-            grid.add_row(fmt.status_words(status), _numbers(trials), Text(fmt.failure(trials[0]), style="dim"))
+            first = f"{fmt.trial_id(trials[0].number)}: " if len(trials) > 1 else ""
+            words = Text(f"{first}{fmt.failure(trials[0])}", style="dim")
+            grid.add_row(fmt.status_words(status), _numbers(trials), words)
     for event in state.pruned:
         if count := sum(event.rules.values()):
             rules = ", ".join(f"{rule} {number}" for rule, number in event.rules.items())
@@ -224,8 +226,20 @@ def _next(state: SweepState, summary: Summary, invocation: Invocation) -> Render
     if state.verdict is None or state.verdict.conclusion == "confirmed":
         note = "make it the production configuration" if state.verdict else "refused unless forced: not confirmed"
         commands[invocation.command("promote", name, "--name", "NAME")] = note
-    width = max(len(command) for command in commands)
-    lines = [Text.assemble(f"{command:<{width}}   ", (why, "dim")) for command, why in commands.items()]
-    for text in lines:
-        text.no_wrap, text.overflow = True, "ellipsis"
-    return Group(*lines)
+    return Commands(commands)
+
+
+class Commands:
+    """A command a line with what it is for behind it, or above it where there is no room: never cut."""
+
+    def __init__(self, commands: Mapping[str, str]) -> None:
+        self._commands = commands
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = max(map(len, self._commands))
+        is_wide = width + 3 + max(map(len, self._commands.values())) <= options.max_width
+        for command, why in self._commands.items():
+            if is_wide:
+                yield Text.assemble(f"{command:<{width}}   ", (why, "dim"))
+            else:
+                yield Group(Text(f"{why}:", style="dim"), Padding(Text(command, overflow="fold"), (0, 0, 0, 2)))

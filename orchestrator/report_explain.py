@@ -32,6 +32,8 @@ def render_explanation(explained: Explanation) -> RenderableType:
         parts += [_heading("Waits"), *_lines(explained.pending, "yellow")]
     for story in explained.attempts:
         parts += [_attempt_heading(story), *_attempt(story)]
+    if explained.proof:
+        parts += [_heading("Proof"), *_lines(explained.proof)]
     if explained.ruled_out:
         total = sum(explained.ruled_out.values())
         rules = ", ".join(f"{rule} {number}" for rule, number in explained.ruled_out.items())
@@ -47,7 +49,9 @@ def _proposed(explained: Explanation) -> RenderableType:
         grid.add_row("changed", Text(", ".join(changed)))
     if expected := trial.expected:
         words = f"step {fmt.milliseconds(expected.step_time_s)} (± {100 * expected.log_spread:.0f} %)"
-        memory = f"peak {fmt.num_bytes(expected.peak_bytes)}, fits with {expected.probability_fits:.0%}"
+        memory = (
+            f"peak {fmt.num_bytes(expected.peak_bytes)}, fits with a probability of {expected.probability_fits:.0%}"
+        )
         grid.add_row("expected", Text(f"{words}, {memory}"))
     if measured:
         words = f"step {fmt.milliseconds(measured.step_time_s)}, peak {fmt.num_bytes(peak_bytes(measured))}"

@@ -40,7 +40,6 @@ PART_WORDS: Mapping[PartName, str] = {
     "communication": "exposed comm.",
     "bubble": "bubble",
     "forward_backward": "forward+backward",
-    "optimizer": "optimiser",
     "data": "data wait",
 }
 KIND_WORDS = {"io": "IO", "imbalance": "imbalance"}

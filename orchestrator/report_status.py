@@ -54,7 +54,7 @@ def render_status(sweep: Inspection, home: Home, invocation: Invocation) -> Rend
     if sweep.state.created is not None and (confirmed := render_confirmation(sweep.state)):
         parts += [_section("Confirmation"), Padding(confirmed, (0, 0, 0, 2))]
     if lost := failures(sweep.state):
-        parts.append(_section("Last failures"))
+        parts.append(_section("Not measured, the latest first"))
         parts += [_failure(trial, index, describe_failure(outcome), outcome.kind) for trial, index, outcome in lost]
     if hint := _hint(sweep, invocation):
         parts += [Text(""), Text(hint, style="dim")]

@@ -76,7 +76,8 @@ def confidence(state: SweepState, summary: Summary) -> str:
     """How sure the result is, in a line; empty where there is nothing to be sure of."""
     verdict = state.verdict
     if verdict is not None and verdict.speedup is not None:
-        return f"95 % interval of the speed-up: {ratio_interval(verdict.speedup)}, in {rounds(verdict.num_rounds)}"
+        interval = f"95 % interval of the speed-up: {ratio_interval(verdict.speedup)}, in {rounds(verdict.num_rounds)}"
+        return f"{interval} of measuring it again; below, what the search measured"
     if summary.speedup and summary.best and summary.best.trial.number != 0:
         return f"95 % confidence: {fmt.ratio_interval(summary.speedup.ratio.ci95)}"
     return ""

@@ -88,6 +88,8 @@ class Summary:
     """Of earlier sweeps, from which the search learned before its first trial."""
     num_earlier_sweeps: int
     tracking_uri: str
+    winner: Result | None = None
+    """The confirmed finalist, as the search measured it; None where none is confirmed."""
     proof: ProofVerdict | None = None
     """What confirmation and gate came to; None while they have not, or are off."""
     unit: str = "tokens/s/p"
@@ -101,6 +103,7 @@ class Summary:
             "state": self.state,
             "reason": self.reason,
             "unit": self.unit,
+            "winner": self.winner.to_json() if self.winner else None,
             "best": self.best.to_json() if self.best else None,
             "baseline": self.baseline.to_json() if self.baseline else None,
             "speedup": compared.ratio.value if compared else None,
@@ -137,6 +140,7 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
         num_earlier_trials=state.sweep.num_earlier_trials,
         num_earlier_sweeps=state.sweep.num_earlier_sweeps,
         tracking_uri=public_uri(tracking_uri),
+        winner=result(state.winner) if state.verdict and state.verdict.winner is not None else None,
         proof=state.verdict,
         unit=speed_unit(state.sweep.workload),
     )

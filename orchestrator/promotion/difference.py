@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator import report_format as fmt
 from orchestrator.promotion.reading import Described
 from orchestrator.space import flat_params, short_name
 from trials.codec import to_json
@@ -49,7 +50,7 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:
 
 
 def _evidence(of: Described) -> dict[str, str]:
-    speed = f"{of.speed:.6g} {of.unit}" if of.speed is not None else "not measured"
+    speed = f"{fmt.rate(of.speed)} {of.unit}" if of.speed is not None else "not measured"
     return {"configuration": short_name(of.candidate), "speed": speed, "verdict": of.verdict}
 
 

@@ -108,7 +108,7 @@ def _remedy(state: SweepState, chosen: Trial) -> str:
         return f"Keep what you have. {force}"
     if verdict is not None and verdict.winner == chosen.number:
         return f"Submit the sweep under another name with `gate:` on. {force}"
-    return f"Prove it: tune-cluster confirm {name} --trial {chosen.number}. {force}"
+    return f"Prove it: tune-cluster confirm {name} {fmt.trial_id(chosen.number)}. {force}"
 
 
 def gate_of(verdict: Verdict, number: int) -> GateReport | None:

@@ -132,7 +132,7 @@ def _of_trial(sweep: str, trial: str, home: Home) -> Described:
     found = find_trial(state, trial, sweep)
     measured, verdict = result(found), state.verdict
     return Described(
-        label=f"{sweep}:{found.number}",
+        label=f"{sweep}:t{found.number:03d}",
         candidate=found.candidate,
         workload=state.sweep.workload,
         hardware=state.sweep.hardware,

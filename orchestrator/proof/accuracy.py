@@ -96,7 +96,7 @@ def judge_gate(
         grad_norm_tolerance=norm_limit,
         loss_deviation=loss_deviation,
         grad_norm_deviation=norm_deviation,
-        notes=tuple(_notes(baseline, finalist, reference, settings, workload)),
+        notes=(*_notes(baseline, finalist, reference, settings, workload), *_excused(found)),
     )
 
 
@@ -185,6 +185,16 @@ def _excesses(found: Comparison) -> Iterator[str]:
                 f"the {name} is {deviation:.2g} (relative) off the {found.compared_with}'s in step {step}, where"
                 f" {limit:.2g} is allowed, and beyond its limit in {len(curve.beyond)} of {len(curve.limits)} steps"
             )
+
+
+def _excused(found: Comparison) -> Iterator[str]:
+    curve = found.grad_norm
+    if curve.is_within and curve.beyond:
+        largest = max(curve.deviations[step - 1] or 0.0 for step in curve.beyond)
+        yield (
+            f"the gradient norm is beyond its limit in {len(curve.beyond)} of {len(curve.limits)} steps, up to"
+            f" {100 * largest:.2g} % off, where {curve.num_excused} may be: in single steps rounding is amplified"
+        )
 
 
 def _notes(

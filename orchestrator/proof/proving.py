@@ -25,6 +25,7 @@ from orchestrator.proof.standing import (
     gate_reports,
     gate_roles,
     gate_runs,
+    ratio_interval,
 )
 from orchestrator.proof.values import (
     Check,
@@ -35,7 +36,6 @@ from orchestrator.proof.values import (
     GateRole,
     GateRun,
     ProfileRun,
-    RatioInterval,
     Verdict,
 )
 from orchestrator.state import ProofState, SweepState, Trial
@@ -210,18 +210,12 @@ def _conclude(
     judgement = found.judgement
     shown = winner if winner is not None else _fastest(found)
     compared = judgement.against_baseline.get(shown) if shown is not None else None
-    interval = None
-    if compared is not None:
-        ci95 = compared.ratio.ci95
-        interval = RatioInterval(
-            value=compared.ratio.value, low=ci95.low if ci95 else None, high=ci95.high if ci95 else None
-        )
     return Conclude(
         verdict=Verdict(
             conclusion=conclusion,
             winner=winner,
             reason=reason,
-            speedup=interval,
+            speedup=None if compared is None else ratio_interval(compared.ratio),
             tied_with=judgement.tied_with_leader if winner is not None and winner == judgement.leader else (),
             num_rounds=len(found.complete),
             gates=tuple(gates),

@@ -15,8 +15,10 @@ from orchestrator.proof.values import (
     GateRole,
     GateRun,
     GateSettings,
+    RatioInterval,
 )
 from orchestrator.state import ProofState, SweepState, Trial, describe_failure
+from orchestrator.statistics import Estimate
 from trials.outcome import Failure
 
 BASELINE = 0
@@ -134,6 +136,12 @@ def _rounds(state: SweepState, proof: ProofState) -> tuple[list[Round], dict[int
             elif isinstance(trial.outcome, Failure) and not _goes_again(state, trial):
                 failed[check.of] = describe_failure(trial.outcome) or trial.status
     return [rounds[number] for number in sorted(rounds)], failed
+
+
+def ratio_interval(ratio: Estimate) -> RatioInterval:
+    """As the verdict keeps it."""
+    ci95 = ratio.ci95
+    return RatioInterval(value=ratio.value, low=ci95.low if ci95 else None, high=ci95.high if ci95 else None)
 
 
 def gate_runs(state: SweepState, finalist: int) -> dict[GateRole, Trial]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from orchestrator.recipes.base import Draft, Setting, Settings, custom, lacking
-from orchestrator.recipes.gaps import WHOLE_BETWEEN, no_pipeline, unable
+from orchestrator.recipes.gaps import WHOLE_BETWEEN, no_pipeline, sharded_from, unable
 from trials.spec import LlamaModel
 
 FILE = "deepspeed.json"
@@ -40,14 +40,6 @@ def _write_layout(draft: Draft) -> None:
         draft.warn("layout.dp_replicate", message)
     if layout.zero_stage == 0 and layout.dp > 1 and layout.replicate_with != "ddp":
         draft.warn("layout.replicate_with", "replicas are DeepSpeed's own, as with DDP")
-
-
-def _write_shard_embedding(draft: Draft) -> None:
-    layout = draft.candidate.layout
-    if layout.shard_embedding and layout.zero_stage == 3:
-        draft.warn("layout.shard_embedding", "stage 3 shards embedding and head like everything else")
-    elif layout.shard_embedding:
-        draft.refuse("layout.shard_embedding", "only stage 3 shards embedding and head")
 
 
 def _read_layout(settings: Settings) -> dict[str, Any]:
@@ -129,7 +121,11 @@ SETTINGS: tuple[Setting, ...] = (
     custom(("layout.cp", "layout.cp_method"), (_SEQUENCE, _DATA), _write_sequence, _read_sequence),
     no_pipeline("a pipeline is code: PipelineModule(layers, num_stages=...), which takes ZeRO stage 0 or 1"),
     unable("layout.sequence_parallel", message=WHOLE_BETWEEN),
-    custom(("layout.shard_embedding",), (), _write_shard_embedding),
+    sharded_from(
+        3,
+        refused="only stage 3 shards embedding and head",
+        warned="stage 3 shards embedding and head like everything else",
+    ),
     lacking("layout.num_copies", "Domino is another training loop, not configuration"),
     custom(("recompute.full",), (_CHECKPOINTS, _PARTITION), _write_recompute, _read_recompute),
     unable("recompute.selective", "recompute.communication", message="DeepSpeed recomputes whole layers only"),

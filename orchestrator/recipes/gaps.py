@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from orchestrator.recipes.base import Draft, Setting, custom
+from orchestrator.recipes.base import Draft, Setting, Settings, custom
 from orchestrator.recipes.fields import WORKLOAD, defaults, is_at_or_below
 
 WHOLE_BETWEEN = "what is between the projections stays whole on every rank, which takes more memory"
@@ -65,6 +65,45 @@ def no_pipeline(message: str) -> Setting:
     """Errors for everything that belongs to a pipeline."""
     names = ("pp", "schedule", "num_virtual_stages", "stage_layers")
     return unable(*(f"layout.{name}" for name in names), message=message)
+
+
+def sharded_from(stage: int, *, refused: str, warned: str) -> Setting:
+    """Embedding and head are sharded from this ZeRO stage on, together with other weights."""
+
+    def write(draft: Draft) -> None:
+        layout = draft.candidate.layout
+        if layout.shard_embedding and layout.zero_stage < stage:
+            draft.refuse("layout.shard_embedding", refused)
+        elif layout.shard_embedding:
+            draft.warn("layout.shard_embedding", warned)
+
+    return custom(("layout.shard_embedding",), (), write)
+
+
+def own_collectives(message: str, tp: Callable[[Settings], int]) -> Setting:
+    """Tensor parallelism always has its collectives placed outside of DTensor, as ``tp_engine: local``; ``tp`` reads
+    its degree."""
+
+    def write(draft: Draft) -> None:
+        if draft.candidate.layout.tp > 1 and draft.candidate.layout.tp_engine != "local":
+            draft.warn("layout.tp_engine", message)
+
+    def read(settings: Settings) -> dict[str, Any]:
+        return {"layout.tp_engine": "local" if tp(settings) > 1 else "dtensor"}
+
+    return custom(("layout.tp_engine",), (), write, read)
+
+
+def weight_decay_but_norms(name: str) -> Setting:
+    """``name`` is the weight decay, from which the framework spares the weights of norms."""
+    path = "workload.optimizer.weight_decay"
+
+    def write(draft: Draft) -> None:
+        draft.settings[name] = draft.workload.optimizer.weight_decay
+        if draft.workload.optimizer.weight_decay:
+            draft.warn(path, "the weights of norms are not decayed")
+
+    return custom((path,), (name,), write, lambda settings: {path: float(settings[name])})
 
 
 def own_data(reader: str) -> Setting:

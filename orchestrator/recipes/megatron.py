@@ -7,6 +7,7 @@ from typing import Any
 
 from orchestrator.recipes import megatron_layout, megatron_recompute, megatron_run, shell
 from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, custom, option
+from orchestrator.recipes.gaps import weight_decay_but_norms
 from trials.spec import LlamaModel
 
 FILE = "megatron.sh"
@@ -79,12 +80,6 @@ def _read_rope(settings: Settings) -> dict[str, Any]:
     return {f"{_LLAMA}.rope_theta": float(settings["--rotary-base"])} if "--rotary-base" in settings else {}
 
 
-def _write_weight_decay(draft: Draft) -> None:
-    draft.settings["--weight-decay"] = draft.workload.optimizer.weight_decay
-    if draft.workload.optimizer.weight_decay:
-        draft.warn("workload.optimizer.weight_decay", "the weights of norms are not decayed")
-
-
 def _write_data(draft: Draft) -> None:
     draft.warn("workload.data", "convert your tokens with tools/preprocess_data.py and name the result in DATA_PATH")
 
@@ -111,12 +106,7 @@ _WORKLOAD: tuple[Setting, ...] = (
     option("workload.optimizer.beta1", "--adam-beta1", of=float),
     option("workload.optimizer.beta2", "--adam-beta2", of=float),
     option("workload.optimizer.eps", "--adam-eps", of=float),
-    custom(
-        ("workload.optimizer.weight_decay",),
-        ("--weight-decay",),
-        _write_weight_decay,
-        lambda settings: {"workload.optimizer.weight_decay": float(settings["--weight-decay"])},
-    ),
+    weight_decay_but_norms("--weight-decay"),
     option("workload.seed", "--seed", of=int),
     custom(("workload.data",), (), _write_data),
 )

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from orchestrator.recipes.base import Draft, Setting, Settings, custom, lacking, option
+from orchestrator.recipes.gaps import own_collectives, sharded_from
 from orchestrator.recipes.layers import in_model_order, is_uniform, num_microbatches, refuse_stages
 from orchestrator.recipes.shell import WORLD_SIZE
 from trials.spec import Counts
@@ -61,23 +62,6 @@ def _read_data_parallel(settings: Settings) -> dict[str, Any]:
         return {"layout.dp_replicate": total, "layout.dp_shard": 1, "layout.zero_stage": 0}
     replicas = degree(settings, _INSTANCES)
     return {"layout.dp_replicate": replicas, "layout.dp_shard": total // replicas, "layout.zero_stage": stage}
-
-
-def _write_shard_embedding(draft: Draft) -> None:
-    """Under ZeRO-3 the embedding is sharded like every other weight."""
-    if draft.candidate.layout.shard_embedding and draft.candidate.layout.zero_stage < 3:
-        draft.refuse("layout.shard_embedding", "embedding and head are sharded with zero_stage 3 only")
-    elif draft.candidate.layout.shard_embedding:
-        draft.warn("layout.shard_embedding", "zero_stage 3 shards embedding and head, as parts of larger units")
-
-
-def _write_tp_engine(draft: Draft) -> None:
-    if draft.candidate.layout.tp > 1 and draft.candidate.layout.tp_engine != "local":
-        draft.warn("layout.tp_engine", "Megatron-LM always places its collectives by hand, as tp_engine local does")
-
-
-def _read_tp_engine(settings: Settings) -> dict[str, Any]:
-    return {"layout.tp_engine": "local" if degree(settings, TP) > 1 else "dtensor"}
 
 
 def _write_sequence_parallel(draft: Draft) -> None:
@@ -158,14 +142,21 @@ SETTINGS: tuple[Setting, ...] = (
         _read_data_parallel,
     ),
     lacking("layout.replicate_with", "Megatron-LM replicates with its own bucketed all-reduce, as ddp does"),
-    custom(("layout.shard_embedding",), (), _write_shard_embedding),
+    sharded_from(
+        3,
+        refused="embedding and head are sharded with zero_stage 3 only",
+        warned="zero_stage 3 shards embedding and head, as parts of larger units",
+    ),
     custom(
         ("layout.sequence_parallel",),
         ("--sequence-parallel",),
         _write_sequence_parallel,
         lambda settings: {"layout.sequence_parallel": "--sequence-parallel" in settings},
     ),
-    custom(("layout.tp_engine",), (), _write_tp_engine, _read_tp_engine),
+    own_collectives(
+        "Megatron-LM always places its collectives by hand, as tp_engine local does",
+        lambda settings: degree(settings, TP),
+    ),
     lacking(
         "layout.num_copies",
         "a micro-batch runs as one; what overlaps instead, inside operators, is --tp-comm-overlap, not set here",

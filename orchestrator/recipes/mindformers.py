@@ -10,6 +10,7 @@ import yaml
 from orchestrator.recipes import mindformers_layout, mindformers_recompute, mindformers_run
 from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, comments, custom, option
 from orchestrator.recipes.documents import settings_of, tree
+from orchestrator.recipes.gaps import weight_decay_but_norms
 from orchestrator.recipes.mindformers_layout import NUM_LAYERS
 from trials.spec import LlamaModel
 
@@ -70,12 +71,6 @@ def _read_betas(settings: Settings) -> dict[str, Any]:
     return {f"workload.optimizer.beta{i}": beta for i, beta in enumerate(settings[_BETAS], start=1)}
 
 
-def _write_weight_decay(draft: Draft) -> None:
-    draft.settings["optimizer.weight_decay"] = draft.workload.optimizer.weight_decay
-    if draft.workload.optimizer.weight_decay:
-        draft.warn("workload.optimizer.weight_decay", "the weights of norms are not decayed")
-
-
 def _write_data(draft: Draft) -> None:
     draft.warn("workload.data", "convert your tokens to MindRecord (seq_length + 1 per sample) and set dataset_dir")
 
@@ -99,12 +94,7 @@ _WORKLOAD: tuple[Setting, ...] = (
     option("workload.optimizer.lr", "lr_schedule.learning_rate"),
     custom(("workload.optimizer.beta1", "workload.optimizer.beta2"), (_BETAS,), _write_betas, _read_betas),
     option("workload.optimizer.eps", "optimizer.eps"),
-    custom(
-        ("workload.optimizer.weight_decay",),
-        ("optimizer.weight_decay",),
-        _write_weight_decay,
-        lambda settings: {"workload.optimizer.weight_decay": settings["optimizer.weight_decay"]},
-    ),
+    weight_decay_but_norms("optimizer.weight_decay"),
     option("workload.seed", "seed"),
     custom(("workload.data",), (), _write_data),
 )

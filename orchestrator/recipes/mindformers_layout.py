@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from orchestrator.recipes.base import Draft, Setting, Settings, custom, lacking, option
+from orchestrator.recipes.gaps import own_collectives, sharded_from
 from orchestrator.recipes.layers import num_microbatches
 from trials.spec import Counts
 
@@ -43,25 +44,9 @@ def _read_data_parallel(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _write_shard_embedding(draft: Draft) -> None:
-    if draft.candidate.layout.shard_embedding and draft.candidate.layout.zero_stage == 0:
-        draft.refuse("layout.shard_embedding", "embedding and head are sharded by the parallel optimiser only")
-    elif draft.candidate.layout.shard_embedding:
-        draft.warn("layout.shard_embedding", "the parallel optimiser shards embedding and head like other weights")
-
-
-def _write_tp_engine(draft: Draft) -> None:
-    if draft.candidate.layout.tp > 1 and draft.candidate.layout.tp_engine != "local":
-        draft.warn("layout.tp_engine", "MindSpore's compiler places the collectives")
-
-
 def _write_embedding(draft: Draft) -> None:
     """Split over the vocabulary, like the runner's, wherever there is tensor parallelism."""
     draft.settings["parallel_config.vocab_emb_dp"] = draft.candidate.layout.tp == 1
-
-
-def _read_tp_engine(settings: Settings) -> dict[str, Any]:
-    return {"layout.tp_engine": "local" if settings[TP] > 1 else "dtensor"}
 
 
 def _write_cp_method(draft: Draft) -> None:
@@ -144,9 +129,13 @@ SETTINGS: tuple[Setting, ...] = (
         _read_data_parallel,
     ),
     lacking("layout.replicate_with", "MindSpore replicates with its own fused all-reduce, as ddp does"),
-    custom(("layout.shard_embedding",), (), _write_shard_embedding),
+    sharded_from(
+        1,
+        refused="embedding and head are sharded by the parallel optimiser only",
+        warned="the parallel optimiser shards embedding and head like other weights",
+    ),
     option("layout.sequence_parallel", "parallel_config.use_seq_parallel"),
-    custom(("layout.tp_engine",), (), _write_tp_engine, _read_tp_engine),
+    own_collectives("MindSpore's compiler places the collectives", lambda settings: int(settings[TP])),
     custom((), ("parallel_config.vocab_emb_dp",), _write_embedding),
     custom(("layout.cp_method",), (_CP_METHOD,), _write_cp_method, _read_cp_method),
     custom(

@@ -9,6 +9,7 @@ from typing import Any
 
 from orchestrator.recipes import paddlenlp_layout, paddlenlp_recompute, paddlenlp_run, shell
 from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, custom, option
+from orchestrator.recipes.gaps import weight_decay_but_norms
 from orchestrator.recipes.paddlenlp_layout import NUM_LAYERS
 from trials.spec import LlamaModel
 
@@ -63,12 +64,6 @@ def _write_data(draft: Draft) -> None:
         draft.warn(f"{_LLAMA}.vocab_size", "run_pretrain.py rounds the tokenizer's size up to a multiple of 128")
 
 
-def _write_weight_decay(draft: Draft) -> None:
-    draft.settings["weight_decay"] = draft.workload.optimizer.weight_decay
-    if draft.workload.optimizer.weight_decay:
-        draft.warn("workload.optimizer.weight_decay", "the weights of norms are not decayed")
-
-
 _WORKLOAD: tuple[Setting, ...] = (
     custom(
         ("workload.model.kind", "workload.model.resnet", "workload.model.linear", "workload.seq_length"),
@@ -88,12 +83,7 @@ _WORKLOAD: tuple[Setting, ...] = (
     option("workload.optimizer.beta1", "adam_beta1"),
     option("workload.optimizer.beta2", "adam_beta2"),
     option("workload.optimizer.eps", "adam_epsilon"),
-    custom(
-        ("workload.optimizer.weight_decay",),
-        ("weight_decay",),
-        _write_weight_decay,
-        lambda settings: {"workload.optimizer.weight_decay": settings["weight_decay"]},
-    ),
+    weight_decay_but_norms("weight_decay"),
     option("workload.seed", "seed"),
     custom(("workload.data",), (), _write_data),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from orchestrator.recipes.base import Draft, Setting, Settings, custom, lacking, option
+from orchestrator.recipes.gaps import own_collectives, sharded_from
 from orchestrator.recipes.layers import is_uniform, num_microbatches, refuse_stages
 from orchestrator.recipes.shell import WORLD_SIZE
 from trials.spec import Counts
@@ -44,22 +45,6 @@ def _read_data_parallel(settings: Settings) -> dict[str, Any]:
         "layout.dp_shard": shards,
         "layout.zero_stage": int(settings.get(_SHARDING, "stage0").removeprefix("stage")),
     }
-
-
-def _write_shard_embedding(draft: Draft) -> None:
-    if draft.candidate.layout.shard_embedding and draft.candidate.layout.zero_stage < 3:
-        draft.refuse("layout.shard_embedding", "embedding and head are sharded with stage3 only")
-    elif draft.candidate.layout.shard_embedding:
-        draft.warn("layout.shard_embedding", "stage3 shards embedding and head like other weights")
-
-
-def _write_tp_engine(draft: Draft) -> None:
-    if draft.candidate.layout.tp > 1 and draft.candidate.layout.tp_engine != "local":
-        draft.warn("layout.tp_engine", "Paddle always places its collectives by hand, as tp_engine local does")
-
-
-def _read_tp_engine(settings: Settings) -> dict[str, Any]:
-    return {"layout.tp_engine": "local" if settings[TP] > 1 else "dtensor"}
 
 
 def _write_cp(draft: Draft) -> None:
@@ -130,9 +115,15 @@ SETTINGS: tuple[Setting, ...] = (
         _read_data_parallel,
     ),
     lacking("layout.replicate_with", "Paddle replicates with its own bucketed all-reduce, as ddp does"),
-    custom(("layout.shard_embedding",), (), _write_shard_embedding),
+    sharded_from(
+        3,
+        refused="embedding and head are sharded with stage3 only",
+        warned="stage3 shards embedding and head like other weights",
+    ),
     option("layout.sequence_parallel", "sequence_parallel"),
-    custom(("layout.tp_engine",), (), _write_tp_engine, _read_tp_engine),
+    own_collectives(
+        "Paddle always places its collectives by hand, as tp_engine local does", lambda settings: int(settings[TP])
+    ),
     lacking("layout.num_copies", "a micro-batch runs as one"),
     custom(
         ("layout.schedule", "layout.num_virtual_stages", "layout.stage_layers"),

@@ -98,8 +98,8 @@ def importances(explanation: SweepExplanation | None) -> list[KnobImportance]:
     found = []
     for one in explanation.importance.knobs:
         effect = gains.get(one.knobs)
-        values = ", ".join(map(str, effect.after)) if effect else ""
-        note = f"{values} is {effect.ratio:.2f}x as fast" if effect else ""
+        after, before = (", ".join(map(str, of)) for of in (effect.after, effect.before)) if effect else ("", "")
+        note = f"{after} is {effect.ratio:.2f}x as fast as {before}" if effect else ""
         found.append(KnobImportance(knob=", ".join(one.knobs), share=one.share, low=one.low, high=one.high, note=note))
     return found
 

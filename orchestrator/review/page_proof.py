@@ -22,12 +22,12 @@ def confirmation(state: SweepState) -> str:
     rows = []
     for one in found:
         of = {ratio.round: ratio for ratio in one.rounds}
-        each = [cell(f"{of[n].value:.3f}x" if n in of else "", "num dim keep") for n in numbers]
+        each = [cell(f"{of[n].value:.2f}x" if n in of else "", "num dim keep") for n in numbers]
         rows.append(
             row(
                 cell(fmt.trial_id(one.trial)),
                 cell(code(short_name(state.trials[one.trial].candidate))),
-                cell(f"<strong>{one.overall.value:.3f}x</strong>" if one.overall else fmt.DASH, "num"),
+                cell(f"<strong>{one.overall.value:.2f}x</strong>" if one.overall else fmt.DASH, "num"),
                 cell(ratio_interval(one.overall) if one.overall else "", "num dim keep"),
                 cell(text(one.words), _KINDS.get(one.words, "")),
                 *each,

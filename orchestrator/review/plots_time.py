@@ -137,10 +137,20 @@ class KnobImportance:
     """Its best value, say."""
 
 
+def _importance_title(shown: Sequence[KnobImportance]) -> str:
+    if not shown:
+        return "No knob matters"
+    first, *others = shown
+    share = f"{first.share:.0%} of the differences"
+    if any(other.high > first.low for other in others):
+        return f"No knob is shown to matter most; {first.knob} explains {share}"
+    return f"{first.knob} matters most: {share}"
+
+
 def plot_importance(knobs: Sequence[KnobImportance], max_knobs: int = 10) -> Figure:
     """A bar per knob with its interval, most important first."""
     shown = sorted(knobs, key=lambda knob: -knob.share)[:max_knobs]
-    title = f"{shown[0].knob} matters most: {shown[0].share:.0%} of the differences" if shown else "No knob matters"
+    title = _importance_title(shown)
     what = "share of the differences in speed between trials that a knob explains, with its 95 % interval"
     figure = new_figure(title, what, 0.85 + 0.28 * max(1, len(shown)))
     axes = add_axes(figure, left_in=1.9, right_in=2.8, bottom_in=0.1, top_in=0.65)
@@ -152,6 +162,6 @@ def plot_importance(knobs: Sequence[KnobImportance], max_knobs: int = 10) -> Fig
         axes.barh(row, knob.share, height=0.6, color=BLUE if row == 0 else SKY, linewidth=0)
         axes.hlines(row, knob.low, knob.high, color=DIM, linewidth=1.2)
         axes.text(-0.015 * longest, row, knob.knob, ha="right", va="center", size=9)
-        note = f"   {knob.note}" if knob.note else ""
+        note = f"; {knob.note}" if knob.note else ""
         axes.text(1.02 * longest, row, f"  {knob.share:.0%}{note}", ha="left", va="center", size=8, color=DIM)
     return figure

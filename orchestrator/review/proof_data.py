@@ -6,10 +6,18 @@ from dataclasses import dataclass
 
 from orchestrator import report_format as fmt
 from orchestrator.proof.accuracy import Comparison, deviations, trajectory
-from orchestrator.proof.standing import BASELINE, Confirmation, confirmation, gate_report, gate_roles, gate_runs
+from orchestrator.proof.standing import (
+    BASELINE,
+    Confirmation,
+    confirmation,
+    gate_report,
+    gate_roles,
+    gate_runs,
+    ratio_interval,
+)
 from orchestrator.proof.values import Evaluation, GateReport, GateRole, GateSettings, RatioInterval
 from orchestrator.state import SweepState
-from orchestrator.statistics import Estimate, speed_ratio
+from orchestrator.statistics import speed_ratio
 from trials.outcome import Measurement
 
 
@@ -46,10 +54,11 @@ class GateCurves:
 
 
 def finalists(state: SweepState) -> list[Finalist]:
-    """Of the last proof, the fastest of the search first; empty without any."""
+    """Of the last proof: the winner, then the fastest of the search first; empty without any."""
     found = confirmation(state)
     if found is None or state.proof is None:
         return []
+    winner = state.verdict.winner if state.verdict else None
     return [
         Finalist(
             trial=number,
@@ -57,7 +66,7 @@ def finalists(state: SweepState) -> list[Finalist]:
             overall=_overall(found, number),
             words=_words(state, found, number),
         )
-        for number in state.proof.finalists
+        for number in sorted(state.proof.finalists, key=lambda number: number != winner)
     ]
 
 
@@ -113,13 +122,7 @@ def _round_ratios(found: Confirmation, finalist: int) -> list[RoundRatio]:
 
 def _overall(found: Confirmation, finalist: int) -> RatioInterval | None:
     compared = found.judgement.against_baseline.get(finalist)
-    return None if compared is None else interval(compared.ratio)
-
-
-def interval(ratio: Estimate) -> RatioInterval:
-    """As the verdict keeps it."""
-    ci95 = ratio.ci95
-    return RatioInterval(value=ratio.value, low=ci95.low if ci95 else None, high=ci95.high if ci95 else None)
+    return None if compared is None else ratio_interval(compared.ratio)
 
 
 def _words(state: SweepState, found: Confirmation, finalist: int) -> str:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -14,6 +15,7 @@ from orchestrator import report
 from orchestrator.cli import main
 from orchestrator.fold import fold
 from orchestrator.ledger import Ledger
+from orchestrator.plan import make_plan
 from orchestrator.report_live import render_live
 from orchestrator.report_markdown import report_markdown
 from orchestrator.review import figures, plots, plots_proof, plots_time, proof_data, series
@@ -23,11 +25,13 @@ from orchestrator.review.plots_time import KnobImportance, StepParts
 from orchestrator.review.series import Coordinates, History, SpeedPoint
 from orchestrator.review.sources import Sources, plan_document, rejected_csv
 from orchestrator.summary import summarize
+from orchestrator.sweep import load_sweep
 from tests.orchestrator.long_story import START_S, events, fill, speeds
 from tests.orchestrator.proof_story import NUM_ROUNDS, proof_events
 from tests.orchestrator.story import failures
 from tests.orchestrator.test_report import text
 
+QUICKSTART = Path(__file__).parents[2] / "configs" / "sweeps" / "quickstart.yaml"
 HOSTILE = '</title><script>alert(1)</script><img src=x onerror="alert(2)">$x_1$'
 
 
@@ -212,12 +216,11 @@ def test_while_it_is_being_confirmed_the_table_says_so():
     assert "Being confirmed." in text(report.render_report(state, summarize(state, "")), 200)
 
 
-def test_the_kept_plan_bounds_what_it_lists():
-    class Planned:
-        def to_json(self):
-            return {"candidates": list(range(10_000)), "num_legal": 10_000}
-
-    assert len(plan_document(Planned())["candidates"]) == 500  # type: ignore[arg-type]
+def test_the_kept_plan_bounds_what_it_lists(monkeypatch):
+    monkeypatch.setattr("orchestrator.review.sources.MAX_CANDIDATES", 3)
+    plan = make_plan(load_sweep(QUICKSTART))
+    kept = plan_document(plan)
+    assert (len(kept["candidates"]), kept["num_legal"]) == (3, len(plan.candidates))
 
 
 def test_what_is_not_drawn_costs_nothing():

@@ -104,13 +104,13 @@ UNSETTLED = Verdict(conclusion="unconfirmed", winner=None, reason="the budget of
 @pytest.mark.parametrize(
     ("verdict", "trial", "parts"),
     [
-        (None, None, ("not measured again", "tune-cluster confirm story --trial 1")),
+        (None, None, ("not measured again", "tune-cluster confirm story t001")),
         (KEEP, "1", ("not shown to be faster than what you have", "Keep what you have")),
         (KEEP, None, ("it is the present configuration (no finalist is shown faster", "Keep what you have")),
         (WRONG, "t001", ("loss gate found", "the loss differs by 0.2 in step 3", "Keep what you have")),
-        (UNSETTLED, None, ("the budget of 2 device-hours is spent", "confirm story --trial 1")),
+        (UNSETTLED, None, ("the budget of 2 device-hours is spent", "confirm story t001")),
         (confirmed(gates=()), None, ("the loss gate did not look", "`gate:` on")),
-        (confirmed(), "2", ("the confirmed winner is t001", "confirm story --trial 2")),
+        (confirmed(), "2", ("the confirmed winner is t001", "confirm story t002")),
         (confirmed(tied_with=(2,)), "2", ("the confirmed winner is t001, though it cannot be told from it",)),
     ],
 )
