@@ -16,11 +16,15 @@ from orchestrator.events import Action, Event, Finish, Pause, SweepFinished, Swe
 from orchestrator.fold import fold
 from orchestrator.home import Home
 from orchestrator.ledger import Ledger, SweepBusyError
+from orchestrator.limits import spent_by_search
 from orchestrator.logs import find_trial
 from orchestrator.requests import action, asker, checks, chosen, new_events
 from orchestrator.requests import retry as retry_request
 from orchestrator.state import SweepState, SweepStatus
 from orchestrator.takeover import settle
+
+CLOSING_S = 30.0
+"""For how long to wait for the controller of a sweep that has just ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +72,10 @@ def retry(name: str, home: Home, kinds: Collection[str]) -> Answer:
         state = fold(ledger.events())
         if state.status == "cancelled":
             raise ConfigError(f"the sweep {name!r} was cancelled", remedy="Submit it under another name.")
+        if spent := spent_by_search(state):
+            raise ConfigError(
+                f"{spent}: {name!r} launches nothing more", remedy="Submit it under another name, with a larger budget."
+            )
         trials = chosen(state, kinds)
         if not trials:
             counts = ", ".join(f"{status} {count}" for status, count in state.counts().items()) or "none"
@@ -95,7 +103,10 @@ def ask_checks(name: str, home: Home, what: Literal["confirm", "profile"], trial
                 f"the sweep {name!r} is {state.status}: {state.finish_reason}", remedy="Submit another one."
             )
         chosen_trial = find_trial(state, trial, name) if trial else (state.best if what == "confirm" else state.winner)
-        if chosen_trial is None or chosen_trial.measurement is None or chosen_trial.check is not None:
+        if chosen_trial is not None and chosen_trial.check is not None:
+            of = f"t{chosen_trial.check.of:03d}"
+            raise ConfigError(f"{trial} of {name!r} is a check of {of}", remedy=f"Name {of} itself.")
+        if chosen_trial is None or chosen_trial.measurement is None:
             raise ConfigError(f"{trial or 'the best trial'} of {name!r} was not measured", remedy="Name another trial.")
         if what == "confirm" and chosen_trial.number == 0:
             raise ConfigError("that is the baseline, which everything is compared with", remedy="Name another trial.")
@@ -139,6 +150,9 @@ def _check_open(name: str, state: SweepState) -> None:
 
 
 def _answer(name: str, ledger: Ledger, number: int, trials: tuple[int, ...] = ()) -> Answer:
+    deadline_s = time.monotonic() + CLOSING_S
+    while ledger.is_held() and fold(ledger.events()).is_over and time.monotonic() < deadline_s:
+        time.sleep(0.2)  # its controller is about to leave, and takes up nothing any more
     state, is_controlled = fold(ledger.events()), True
     with contextlib.suppress(SweepBusyError):
         if not ledger.is_held():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from orchestrator.events import Action, Command, Event, Finish, Launch, Pause, Propose, Stop
 from orchestrator.fold import apply
-from orchestrator.limits import end_of_search, reason_not_to_launch, reason_to_fail
+from orchestrator.limits import end_of_search, launchable, reason_to_fail
 from orchestrator.proof.proving import largest_layout, next_command
 from orchestrator.proof.values import ConfirmationRun
 from orchestrator.state import SweepState, Trial
@@ -32,7 +32,7 @@ def decide(state: SweepState) -> tuple[Command, ...]:
         return ()
     if reason := reason_to_fail(state):
         return () if state.running else (Finish(status="failed", reason=reason),)
-    waiting = [trial for number in state.waiting if not reason_not_to_launch(state, trial := state.trials[number])]
+    waiting = [state.trials[number] for number in launchable(state)]
     num_open = len(waiting) + len(state.running)
     is_full = len(state.running) >= state.sweep.max_concurrent  # several trials may wait once they are retried
     launches = () if is_full else tuple(_launch(state, trial) for trial in waiting)

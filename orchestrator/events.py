@@ -158,7 +158,7 @@ class VerdictReached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChecksAsked:
-    """Somebody wants these trials confirmed, or profiled. A sweep that was finished or failed is open again."""
+    """Somebody wants these trials confirmed, or profiled. A finished sweep is open again."""
 
     kind: ClassVar[str] = "checks_asked"
     at_s: float

@@ -202,10 +202,5 @@ def _measured_json(measurement: Measurement | None) -> dict[str, Any] | None:
     return {
         "step_time_s": measurement.step_time_s,
         "tokens_per_s_per_device": measurement.tokens_per_s_per_device,
-        "peak_bytes": peak_bytes(measurement),
+        "peak_bytes": measurement.peak_bytes,
     }
-
-
-def peak_bytes(measurement: Measurement) -> int:
-    """The largest peak over ranks, reserved by the allocator where that is known."""
-    return max((*measurement.peak_reserved_bytes, *measurement.peak_allocated_bytes), default=0)

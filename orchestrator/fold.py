@@ -29,7 +29,8 @@ from orchestrator.events import (
     TrialsRetried,
     VerdictReached,
 )
-from orchestrator.proof.values import ProfileRun
+from orchestrator.limits import spent_by_search
+from orchestrator.proof.values import ConfirmationRun, GateRun, ProfileRun
 from orchestrator.state import Attempt, ProofState, SweepState, SweepStatus, Trial
 from orchestrator.vector import Vector
 from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Outcome, TimedOut
@@ -110,7 +111,7 @@ def _apply_to_proof(state: SweepState, event: ProofEvent) -> SweepState:
                 first_check=event.first_check,
                 is_asked=bool(state.to_confirm),
             )
-            return replace(state, proof=begun, to_confirm=())
+            return replace(state, proof=begun, to_confirm=(), waiting=_without_proof(state))
         case EvaluationEnded():
             assert state.proof is not None, "an evaluation belongs to a proof"
             evaluations = (*state.proof.evaluations, event.evaluation)
@@ -158,12 +159,12 @@ def _apply_end(state: SweepState, event: SweepPaused | SweepFinished) -> SweepSt
 def _apply_retried(state: SweepState, event: TrialsRetried) -> SweepState:
     """Ended, unmeasured trials wait again; what their running out of memory ruled out is open again."""
     again = tuple(number for number in event.trials if is_retriable(state, number))
-    if not again or state.status == "cancelled":
+    if not again or state.status == "cancelled" or spent_by_search(state):
         return state
     return replace(
         _opened(state),
         proof=None,  # what the trials show now may be faster than the finalists
-        waiting=tuple(sorted({*state.waiting, *again})),
+        waiting=tuple(sorted({*_without_proof(state), *again})),
         end_order=(kept := Vector(number for number in state.end_order if number not in again)),
         judged_from=len(kept),
         exhausted="",
@@ -171,12 +172,18 @@ def _apply_retried(state: SweepState, event: TrialsRetried) -> SweepState:
     )
 
 
+def _without_proof(state: SweepState) -> tuple[int, ...]:
+    """Those that wait, but for checks of a proof that is over: nobody would look at them."""
+    over = ConfirmationRun | GateRun
+    return tuple(number for number in state.waiting if not isinstance(state.trials[number].check, over))
+
+
 def _apply_checks_asked(state: SweepState, event: ChecksAsked) -> SweepState:
     if state.status in ("cancelled", "failed"):
         return state
     return replace(
         _opened(state),
-        to_confirm=event.confirm or state.to_confirm,
+        to_confirm=tuple(dict.fromkeys((*state.to_confirm, *event.confirm))),
         to_profile=tuple(dict.fromkeys((*state.to_profile, *event.profile))),
     )
 

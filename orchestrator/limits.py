@@ -31,6 +31,11 @@ def reason_not_to_launch(state: SweepState, trial: Trial) -> str:
     return "" if is_asked else spent_budget(state)
 
 
+def launchable(state: SweepState) -> tuple[int, ...]:
+    """Of the trials that wait, those that no budget keeps from being launched."""
+    return tuple(number for number in state.waiting if not reason_not_to_launch(state, state.trials[number]))
+
+
 def spent_by_search(state: SweepState) -> str:
     """Which budget the search has spent; it leaves the proof its share."""
     confirm = state.sweep.proof.confirm

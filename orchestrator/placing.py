@@ -62,11 +62,15 @@ class Placer:
     def _all_but(self, nodes: Collection[str]) -> tuple[str, ...]:
         return tuple(node.name for node in self._cluster.topology.nodes if node.name not in nodes)
 
+    def heed(self, waiting: Collection[int]) -> None:
+        """Only these wait to be launched: others keep nobody back any more."""
+        self._num_passed_over = {n: count for n, count in self._num_passed_over.items() if n in waiting}
+
     def take(self, number: int, placement: Placement, waiting: Collection[int]) -> None:
-        """Trial ``number`` has been placed; ``waiting`` ones have not."""
+        """Trial ``number`` has been placed; ``waiting`` ones, which could be launched as well, have not."""
         self._pool.take(placement.reserved)
         self._stuck_since_s = None
-        self._num_passed_over = {n: count for n, count in self._num_passed_over.items() if n in waiting}
+        self.heed(waiting)
         for earlier in waiting:
             if earlier < number:
                 self._num_passed_over[earlier] = self._num_passed_over.get(earlier, 0) + 1
@@ -75,8 +79,9 @@ class Placer:
         """Its gang is gone."""
         self._pool.give_back(placement.reserved)
 
-    def wait(self, trial: Trial, now_s: float) -> None:
-        """While nothing runs, a trial that cannot be placed waits for nodes, if more may come, and not for ever.
+    def wait(self, trial: Trial, now_s: float, within: Layout | None = None) -> None:
+        """While nothing runs, a trial that cannot be placed (``within``: as one that needs more) waits for nodes, if
+        more may come, and not for ever.
 
         Raises:
             ClusterError: it has waited in vain; ClusterLostError where nodes have gone away.
@@ -85,15 +90,15 @@ class Placer:
             self._stuck_since_s = now_s
         is_overdue = now_s - self._stuck_since_s > self._placing_s and not self._lease.is_preempted
         if is_overdue or not self._lease.waiting:
-            raise self._unplaceable(trial)
+            raise self._unplaceable(trial, within)
 
-    def _unplaceable(self, trial: Trial) -> ClusterError:
+    def _unplaceable(self, trial: Trial, within: Layout | None) -> ClusterError:
         lost = ", ".join(sorted(self._cluster.lost_nodes))
         topology = self._cluster.topology
         waiting = f" ({self._lease.waiting})" if self._lease.waiting else ""
         error = ClusterLostError if lost else ClusterError
         return error(
-            f"trial {trial.number} needs {trial.candidate.layout.world_size} devices; the lease has "
+            f"trial {trial.number} needs {(within or trial.candidate.layout).world_size} devices; the lease has "
             f"{topology.num_devices} on {len(topology.nodes)} node(s){f', of which {lost} went away' if lost else ''}"
             f"{waiting}. Mend the cluster and submit again, or restrict space.world_size"
         )

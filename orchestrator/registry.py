@@ -86,20 +86,11 @@ class Registry:
                 return None
             raise
 
-    def read_file(self, registered: Registered, file_name: str) -> str:
-        """The text of a file of a version.
-
-        Raises:
-            LookupError: the version does not point into its run's artifacts, or the file is not there.
-        """
-        with tempfile.TemporaryDirectory() as folder:
-            return self._download(registered, file_name, folder).read_text(encoding="utf-8")
-
     def read_files(self, registered: Registered) -> dict[str, bytes]:
         """All files of a version: path below its folder to content.
 
         Raises:
-            LookupError: as of :meth:`read_file`.
+            LookupError: the version does not point into its run's artifacts, or they are not there.
         """
         with tempfile.TemporaryDirectory() as folder:
             root = self._download(registered, "", folder)

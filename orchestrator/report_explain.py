@@ -11,7 +11,7 @@ from rich.text import Text
 
 from orchestrator import report_format as fmt
 from orchestrator.consequences import count, signal_name
-from orchestrator.explanation import AttemptStory, Explanation, peak_bytes
+from orchestrator.explanation import AttemptStory, Explanation
 from orchestrator.logs import nodes_of
 from orchestrator.space import short_name
 from orchestrator.terminal_text import plain
@@ -54,7 +54,7 @@ def _proposed(explained: Explanation) -> RenderableType:
         )
         grid.add_row("expected", Text(f"{words}, {memory}"))
     if measured:
-        words = f"step {fmt.milliseconds(measured.step_time_s)}, peak {fmt.num_bytes(peak_bytes(measured))}"
+        words = f"step {fmt.milliseconds(measured.step_time_s)}, peak {fmt.num_bytes(measured.peak_bytes)}"
         ratio = f"; {explained.surprise:.2f} times the expected step" if explained.surprise is not None else ""
         speed = f"{fmt.rate(measured.tokens_per_s_per_device)} {explained.unit}"
         grid.add_row("measured", Text(f"{words}, {speed}{ratio}"))

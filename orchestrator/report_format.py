@@ -90,7 +90,7 @@ def num_bytes(value: float) -> str:
 
 def peak_memory(measurement: Measurement) -> str:
     """The largest peak over ranks, reserved by the allocator where that is known."""
-    return num_bytes(max((*measurement.peak_reserved_bytes, *measurement.peak_allocated_bytes), default=0))
+    return num_bytes(measurement.peak_bytes)
 
 
 def breakdown(measurement: Measurement) -> list[tuple[str, float]]:

@@ -42,6 +42,7 @@ from orchestrator.events import (
 from orchestrator.fold import fold
 from orchestrator.lease import LeaseKeeper
 from orchestrator.ledger import Ledger
+from orchestrator.limits import launchable
 from orchestrator.placing import Placer
 from orchestrator.proof.evaluator import Evaluator
 from orchestrator.proposals import propose, written_down
@@ -262,10 +263,11 @@ class Runtime:
         trial = self._state.trials[command.trial]
         self._placer.follow(self._state.quarantined)
         limit = self._state.sweep.max_concurrent
+        self._placer.heed(launchable(self._state))
         placement = self._placer.place(trial, command, max_passed_over=limit)
         if placement is None:
             if not self._running:
-                self._placer.wait(trial, self._clock())
+                self._placer.wait(trial, self._clock(), command.within)
             return False
         self._start(trial, command.attempt, placement)
         return True
@@ -285,7 +287,7 @@ class Runtime:
             )
         )
         self._running[name] = _Running(trial.number, placement)
-        self._placer.take(trial.number, placement, self._state.waiting)
+        self._placer.take(trial.number, placement, launchable(self._state))
         self._cluster.launch(launch)
 
     def _wait(self, timeout_s: float) -> None:

@@ -280,6 +280,10 @@ class TrackingSection(Section):
     experiment: str | None = Field(
         default=None, min_length=1, max_length=200, description="Experiment; null: named after model and hardware."
     )
+    report: bool = Field(
+        default=True,
+        description="Attach the report page and its plots to the sweep's run; they take some seconds when it ends.",
+    )
 
 
 def check_runner(value: str) -> str:

@@ -140,16 +140,23 @@ def _project_finished(runs: Runs, event: SweepFinished, state: SweepState, ledge
 
 
 def _put_report(runs: Runs, state: SweepState, run_id: str, ledger: Ledger) -> Sequence[str]:
-    """The page with its plots, also one by one; their names."""
+    """The result as text, and the page with its plots, also one by one, where they are wanted; the plots' names."""
     summary = summarize(state, runs.uri)
-    page = make_page(ledger, state, summary)
     runs.put_text(run_id, report_markdown(state, summary), "report.md")
     runs.put_text(run_id, content.json_text(summary.to_json()), "summary.json")
+    if not _wants_page(ledger):
+        return ()
+    page = make_page(ledger, state, summary)
     plots = page.gallery()
     runs.put_text(run_id, page_html(page, plots), "report.html")
     for name, plot in plots.items():
         runs.put_bytes(run_id, plot.png(), f"plots/{name}.png")
     return list(plots)
+
+
+def _wants_page(ledger: Ledger) -> bool:
+    tracking = (ledger.document("spec") or {}).get("tracking") or {}
+    return bool(tracking.get("report", True))
 
 
 def _project_promoted(runs: Runs, event: Promoted, state: SweepState, ledger: Ledger) -> None:

@@ -52,7 +52,7 @@ class EarlierTrial:
         """None where the outcome says nothing about the hardware."""
         match outcome:
             case Measured(measurement=found):
-                peak = max((*found.peak_reserved_bytes, *found.peak_allocated_bytes), default=0) or None
+                peak = found.peak_bytes or None
                 time_s: float | None = found.step_time_s
             case OutOfMemory():
                 peak, time_s = None, None

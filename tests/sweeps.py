@@ -24,6 +24,7 @@ TINY = {
     "budget": {"max_trials": 4},
     "confirm": "off",  # what is proven has tests of its own
     "gate": "off",
+    "tracking": {"report": False},  # pages have tests of their own, too
 }
 
 

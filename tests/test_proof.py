@@ -10,12 +10,11 @@ from tests.sweeps import write
 
 pytestmark = pytest.mark.slow
 
-PROOF = {"confirm": {"finalists": 1, "min_rounds": 2, "max_rounds": 4}, "gate": {"num_steps": 5}}
+PROOF = {"confirm": {"finalists": 1, "max_rounds": 8}, "gate": {"num_steps": 5}}
 FAST = {
     "workload": {"global_batch_size": 16},
-    "space": {"dp_replicate": [1], "micro_batch_size": [1, 4, 8]},
-    "baseline": {"dp_replicate": 1, "micro_batch_size": 1},
-    "cluster": {"devices_per_node": 1},
+    "space": {"dp_replicate": [1], "micro_batch_size": [4, 8]},
+    "baseline": {"dp_replicate": 2, "micro_batch_size": 1},
     "budget": {"max_trials": 3},
     **PROOF,
 }

@@ -111,6 +111,11 @@ class Measurement:
         return self.samples_per_step / (self.step_time_s * self.world_size)
 
     @property
+    def peak_bytes(self) -> int:
+        """The largest peak over ranks, reserved by the allocator where that is known."""
+        return max((*self.peak_reserved_bytes, *self.peak_allocated_bytes), default=0)
+
+    @property
     def mfu(self) -> float | None:
         """Model FLOPs utilisation in 0..1 (Chowdhery et al., arXiv 2204.02311, appendix B); None without a peak."""
         if self.peak_flops_per_s is None:

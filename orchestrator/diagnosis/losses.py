@@ -9,7 +9,6 @@ from orchestrator.diagnosis.answers import Change, Found, answer, applicable, me
 from orchestrator.diagnosis.model import ModelView
 from orchestrator.diagnosis.parts import TERMS, ProfileOf
 from orchestrator.diagnosis.values import Kind, KnobEffect, Loss, PartName, Source, StepParts
-from orchestrator.explanation import peak_bytes
 from orchestrator.report_format import num_bytes, status_words, trial_id
 from orchestrator.state import Trial
 from trials.outcome import Measurement
@@ -160,7 +159,7 @@ def _memory(case: Case) -> Loss | None:
 
 def _of_memory(case: Case, again_s: float, found: Found) -> list[str]:
     lines = []
-    peak = peak_bytes(case.measurement)
+    peak = case.measurement.peak_bytes
     if peak and case.limit_bytes:
         share = peak / case.limit_bytes
         spare = "room is left: recompute may not be needed" if again_s else "room is left"

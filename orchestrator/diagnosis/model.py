@@ -17,7 +17,6 @@ from cluster.profile import Profile
 from cluster.profile_prior import with_probe
 from orchestrator import described
 from orchestrator.beliefs import LOCAL_STD, Predictor, believed
-from orchestrator.explanation import peak_bytes
 from orchestrator.guided import Belief, Seen, probability_fits
 from orchestrator.guided_search import device_seconds
 from orchestrator.residual import Residual, condition, learn
@@ -167,4 +166,4 @@ class ModelView:
 
 def _peak(trial: Trial) -> int:
     """Of the fullest rank, in bytes; 0 where nobody measured it."""
-    return peak_bytes(trial.measurement) if trial.measurement else 0
+    return trial.measurement.peak_bytes if trial.measurement else 0

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from scipy import stats
 
 from orchestrator.diagnosis.values import Predicted, Predictions
-from orchestrator.explanation import peak_bytes
 from orchestrator.space import flat_params
 from orchestrator.state import Trial
 from trials.outcome import OutOfMemory
@@ -56,7 +55,7 @@ def _predicted(trial: Trial) -> Predicted | None:
         step_time_s=measured.step_time_s,
         log_spread=expected.log_spread,
         expected_peak_bytes=expected.peak_bytes,
-        peak_bytes=peak_bytes(measured) or None,
+        peak_bytes=measured.peak_bytes or None,
     )
 
 

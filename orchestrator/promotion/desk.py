@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.errors import ConfigError
 from orchestrator.home import check_name
@@ -58,7 +58,7 @@ class Desk:
         check_name(name, "registered name")
         with self._changing(name, expect_current) as (step, past):
             current = self.registry.find(name, version=past.current) if past.current else None
-            if past.last is not None and current is not None and current.tags.get("recipe_sha256") == recipe.sha256:
+            if past.last is not None and current is not None and self._holds(current, recipe):
                 return Change(record=past.last, is_new=False)
             step("begin")
             record = self.records.begin(promotion_of(name, recipe, reason, past))
@@ -81,12 +81,14 @@ class Desk:
         """
         check_name(name, "registered name")
         with self._changing(name, expect_current) as (step, past):
+            if past.carried is not None and past.carried.action == "rollback" and to in (None, past.current):
+                return Change(record=past.carried)  # the way back was interrupted: another would undo it
             target = to or (past.last.from_version if past.last else "")
             found = self.registry.find(name, version=target) if target else None
             if found is None:
                 what = f"has no version {target}" if target else "has no version before the one in production"
                 raise ConfigError(f"{name} {what}", remedy=f"See which there are: tune-cluster history {name}")
-            if past.current == target:
+            if past.current == found.version:
                 raise ConfigError(f"{name}@production is version {target} already", remedy="There is nothing to do.")
             self.check(found)
             step("begin")
@@ -103,6 +105,16 @@ class Desk:
             where = f"{registered.name} version {registered.version}"
             raise ConfigError(f"{where} cannot be read: {error}", remedy="Promote the sweep again.") from None
         check_files(registered, files)
+
+    def _holds(self, registered: Registered, recipe: Recipe) -> bool:
+        """Whether the version is this recipe, with its files as they were registered."""
+        if registered.tags.get("recipe_sha256") != recipe.sha256:
+            return False
+        try:
+            self.check(registered)
+        except ConfigError:
+            return False
+        return True
 
     # ---- the protocol ----
 
@@ -146,13 +158,15 @@ class Desk:
     def _settle(self, name: str, step: Callable[[str], None]) -> Past:
         """End what others have begun and left, and write down what was changed past this program."""
         past, left = self._past(name)
+        carried = None
         for begun in left:
             step("settle")
             self._carry_on(begun, past, step)
             past, _ = self._past(name)
+            carried = past.last if past.last and past.last.record_id == begun.record_id else carried
         found = self.registry.find(name, alias=PRODUCTION)
         if (found.version if found else "") == past.current:
-            return past
+            return replace(past, carried=carried)
         step("external")
         self._complete(self.records.begin(found_moved(name, found, past)), step)
         return self._past(name)[0]

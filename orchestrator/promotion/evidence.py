@@ -71,7 +71,14 @@ def _missing(state: SweepState, chosen: Trial) -> tuple[str, ...]:
     if verdict.winner == chosen.number:
         report = gate_of(verdict, chosen.number)
         return tuple(missing) if report is not None and report.passed else (*missing, _gate_missing(report))
+    if verdict.conclusion != "confirmed" and not _is_judged(state, chosen):
+        return (*missing, "the last proof of the sweep was not about it", _gate_missing(None))
     return (*missing, _not_the_winner(verdict, chosen.number), *_gate_doubt(verdict, chosen.number))
+
+
+def _is_judged(state: SweepState, chosen: Trial) -> bool:
+    """Whether the last proof was about this trial; without finalists it was about all: none was as fast."""
+    return state.proof is None or not state.proof.finalists or chosen.number in state.proof.finalists
 
 
 def _not_the_winner(verdict: Verdict, number: int) -> str:
@@ -94,6 +101,8 @@ def _gate_doubt(verdict: Verdict, number: int) -> tuple[str, ...]:
 def _gate_missing(report: GateReport | None) -> str:
     if report is None:
         return "the loss gate did not look whether it trains the same model"
+    if not report.precision_class:
+        return f"it failed in the loss gate: {report.reasons[0]}"
     return f"the loss gate found that it does not train the same model: {report.reasons[0]}"
 
 
@@ -103,7 +112,7 @@ def _remedy(state: SweepState, chosen: Trial) -> str:
     if not state.is_over:
         return f"Wait for it: tune-cluster status {name}. {force}"
     report = gate_of(verdict, chosen.number) if verdict else None
-    is_refuted = verdict is not None and verdict.conclusion == "keep" and verdict.winner is None
+    is_refuted = verdict is not None and verdict.conclusion == "keep" and _is_judged(state, chosen)
     if chosen.number == 0 or is_refuted or (report is not None and not report.passed):
         return f"Keep what you have. {force}"
     if verdict is not None and verdict.winner == chosen.number:

@@ -21,6 +21,8 @@ class Past:
     last: Record | None
     """The last record that came about."""
     num_records: int
+    carried: Record | None = None
+    """A change that was found interrupted, and has just been carried to its end."""
 
     @property
     def current(self) -> str:

@@ -13,7 +13,7 @@ from orchestrator.home import Home, check_name
 from orchestrator.logs import find_trial
 from orchestrator.mlflow_urls import check_tracking_uri
 from orchestrator.promotion.past import PRODUCTION
-from orchestrator.promotion.recipe import JSON, SWEEP_WRITTEN_OUT, check_content, verdict_of
+from orchestrator.promotion.recipe import JSON, SWEEP_WRITTEN_OUT, check_content, check_files, verdict_of
 from orchestrator.registry import Registered, Registry
 from orchestrator.summary import result, speed_unit
 from orchestrator.tracking import Tracker
@@ -99,6 +99,7 @@ def read(tracker: Tracker, reference: str) -> Version:
         except (LookupError, ValueError) as error:
             raise ConfigError(f"{name}@{which} cannot be read: {error}", remedy="Promote the sweep again.") from None
     candidate = check_content(recipe, found)
+    check_files(found, files)
     spec = json.loads(files[SWEEP_WRITTEN_OUT]) if SWEEP_WRITTEN_OUT in files else None
     return Version(registered=found, recipe=recipe, candidate=candidate, spec=spec)
 

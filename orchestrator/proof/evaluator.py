@@ -20,12 +20,16 @@ class Evaluator:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._process: EvaluationProcess | None = None
+        self._trial: int | None = None
 
     def look(self, state: SweepState, trial: int) -> Evaluation | None:
         """How the evaluation of this finalist ended; None while it goes on. The first look starts it."""
         settings = state.sweep.proof.gate
         assert settings is not None and settings.command, "nobody asked for an evaluation"
+        if self._trial != trial:  # of a proof that was taken back
+            self.close()
         if self._process is None:
+            self._trial = trial
             report = gate_report(state, trial, settings)
             assert report is not None, "the gate comes before the user's evaluation"
             self._process = EvaluationProcess()

@@ -20,11 +20,13 @@ from orchestrator.proof.accuracy import reference_candidate
 from orchestrator.proof.standing import (
     BASELINE,
     Confirmation,
+    checks,
     confirm_settings,
     confirmation,
     gate_reports,
     gate_roles,
     gate_runs,
+    is_open,
     ratio_interval,
 )
 from orchestrator.proof.values import (
@@ -38,8 +40,9 @@ from orchestrator.proof.values import (
     ProfileRun,
     Verdict,
 )
-from orchestrator.state import ProofState, SweepState, Trial
+from orchestrator.state import ProofState, SweepState, Trial, describe_failure
 from orchestrator.statistics import tokens_per_s_per_device
+from trials.outcome import Failure, GangLost
 from trials.spec import Layout
 
 MAX_VOID_ROUNDS = 4
@@ -67,11 +70,12 @@ def largest_layout(state: SweepState) -> Layout | None:
 
 
 def _finalists(state: SweepState, end: str) -> ChooseFinalists | None:
-    if state.to_confirm:
-        return ChooseFinalists(finalists=state.to_confirm, reason=end)
-    if state.proof is not None or state.sweep.proof.confirm is None or state.best is None:
-        return None
-    return ChooseFinalists(finalists=choose_finalists(state), reason=end)
+    if state.proof is not None and state.proof.verdict is None:
+        return None  # what has been begun is ended first
+    if state.proof is None and state.sweep.proof.confirm is not None and state.best is not None:
+        chosen = choose_finalists(state)
+        return ChooseFinalists(finalists=(*chosen, *(n for n in state.to_confirm if n not in chosen)), reason=end)
+    return ChooseFinalists(finalists=state.to_confirm, reason=end) if state.to_confirm else None
 
 
 def choose_finalists(state: SweepState) -> tuple[int, ...]:
@@ -96,6 +100,10 @@ def _prove(state: SweepState, proof: ProofState) -> Command:
         return _nothing_to_confirm(state)
     if BASELINE in found.failed:
         why = f"the baseline could not be measured again: {found.failed[BASELINE]}"
+        return _conclude(found, "unconfirmed", None, why)
+    trained = [trial for trial in checks(state, proof) if trial.check == GateRun(of=BASELINE, role="baseline")]
+    if any(isinstance(run.outcome, Failure) and not is_open(state, run) for run in trained):
+        why = f"the baseline could not be trained for the loss gate: {describe_failure(trained[-1].outcome)}"
         return _conclude(found, "unconfirmed", None, why)
     spent = "" if proof.is_asked else spent_budget(state)
     if found.missing and not spent:
@@ -131,13 +139,11 @@ def _measure_again(state: SweepState, found: Confirmation) -> Command:
 def _gate(state: SweepState, proof: ProofState, found: Confirmation, spent: str) -> Command:
     """The fastest finalist that is shown faster and was not refused yet trains beside the baseline."""
     settings, reports = state.sweep.proof.gate, gate_reports(state)
-    if any(gate_runs(state, report.trial)["baseline"].measurement is None for report in reports):
-        return _conclude(found, "unconfirmed", None, reports[0].reasons[0], reports)
     finalist = next(iter(shown_faster(found)), None)
     if finalist is None:
-        return _conclude(
-            found, "keep", None, _keep_words(found, reports, proof.evaluations), reports, proof.evaluations
-        )
+        words = _keep_words(found, reports, proof.evaluations)
+        conclusion: Conclusion = "unconfirmed" if _is_one_lost(state, proof) else "keep"
+        return _conclude(found, conclusion, None, words, reports, proof.evaluations)
     if settings is not None:
         if all(report.trial != finalist for report in reports):
             if spent:
@@ -146,6 +152,20 @@ def _gate(state: SweepState, proof: ProofState, found: Confirmation, spent: str)
         if settings.command and evaluation_of(proof, finalist) is None:
             return Evaluate(trial=finalist)
     return _conclude(found, "confirmed", finalist, _winner_words(found, finalist), reports, proof.evaluations)
+
+
+def _is_one_lost(state: SweepState, proof: ProofState) -> bool:
+    """Whether a finalist is out because its gang was lost again and again, which says nothing about it."""
+    lost = (trial.check for trial in checks(state, proof) if isinstance(trial.outcome, GangLost))
+    return any(
+        isinstance(check, ConfirmationRun) or (isinstance(check, GateRun) and check.role == "finalist")
+        for check in lost
+    )
+
+
+def gate_words(report: GateReport) -> str:
+    """What a report that did not pass says: a run that failed shows nothing about what the model learns."""
+    return "does not train the same model" if report.precision_class else "failed in the loss gate"
 
 
 def shown_faster(found: Confirmation) -> tuple[int, ...]:
@@ -238,7 +258,7 @@ def _winner_words(found: Confirmation, winner: int) -> str:
 
 
 def _keep_words(found: Confirmation, reports: Sequence[GateReport], evaluations: Sequence[Evaluation]) -> str:
-    refused = [f"t{r.trial:03d} does not train the same model: {r.reasons[0]}" for r in reports if not r.passed]
+    refused = [f"t{r.trial:03d} {gate_words(r)}: {r.reasons[0]}" for r in reports if not r.passed]
     refused += [f"t{e.trial:03d} failed your evaluation" for e in evaluations if not e.passed]
     refused += [f"t{n:03d} failed when it was measured again: {why}" for n, why in found.failed.items()]
     if not found.finalists:

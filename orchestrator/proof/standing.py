@@ -15,6 +15,7 @@ from orchestrator.proof.values import (
     GateRole,
     GateRun,
     GateSettings,
+    ProfileRun,
     RatioInterval,
 )
 from orchestrator.state import ProofState, SweepState, Trial, describe_failure
@@ -98,7 +99,7 @@ def confirmation(state: SweepState) -> Confirmation | None:
     last = rounds[-1] if rounds else None
     before = [one for one in rounds[:-1] if BASELINE in one.speeds and one.is_comparable]
     if last is not None:
-        wanted = order(judged(before).contenders, last.number)
+        wanted = () if _is_gate_begun(state, proof) else order(judged(before).contenders, last.number)
         missing = tuple(number for number in wanted if number not in last.runs)
         if missing:
             return Confirmation(
@@ -110,7 +111,7 @@ def confirmation(state: SweepState) -> Confirmation | None:
                 missing=missing,
                 judgement=judged(before),
             )
-        before += [last] if last.is_comparable else []
+        before += [last] if BASELINE in last.speeds and last.is_comparable else []
     judgement = judged(before)
     return Confirmation(
         finalists=finalists,
@@ -123,6 +124,12 @@ def confirmation(state: SweepState) -> Confirmation | None:
     )
 
 
+def _is_gate_begun(state: SweepState, proof: ProofState) -> bool:
+    """Whether something has trained for the gate since the last round: whoever is measured now was not beside it."""
+    proving = [trial.check for trial in checks(state, proof) if not isinstance(trial.check, ProfileRun)]
+    return bool(proving) and isinstance(proving[-1], GateRun)
+
+
 def _rounds(state: SweepState, proof: ProofState) -> tuple[list[Round], dict[int, str]]:
     """Measured runs by round; a round that was begun but has no measured run is there, too. Those who failed."""
     rounds: dict[int, Round] = {}
@@ -133,7 +140,7 @@ def _rounds(state: SweepState, proof: ProofState) -> tuple[list[Round], dict[int
             runs = rounds.setdefault(check.round, Round(number=check.round)).runs
             if trial.measurement is not None:
                 runs[check.of] = trial
-            elif isinstance(trial.outcome, Failure) and not _goes_again(state, trial):
+            elif isinstance(trial.outcome, Failure) and not is_open(state, trial):
                 failed[check.of] = describe_failure(trial.outcome) or trial.status
     return [rounds[number] for number in sorted(rounds)], failed
 
@@ -179,7 +186,7 @@ def gate_report(state: SweepState, finalist: int, settings: GateSettings) -> Gat
     """What the gate says about ``finalist``; None while its runs are not there."""
     runs = gate_runs(state, finalist)
     roles = gate_roles(state, finalist)
-    if any(role not in runs or runs[role].outcome is None or _goes_again(state, runs[role]) for role in roles):
+    if any(role not in runs or runs[role].outcome is None or is_open(state, runs[role]) for role in roles):
         return None
     for role in roles:
         run = runs[role]
@@ -204,11 +211,16 @@ def gate_report(state: SweepState, finalist: int, settings: GateSettings) -> Gat
         state.sweep.workload,
         finalist_reference=of.get("finalist_reference") if is_exact else None,
     )
-    if "finalist_reference" in roles and "finalist_reference" not in of:
-        why = describe_failure(runs["finalist_reference"].outcome) or runs["finalist_reference"].status
-        return replace(report, notes=(*report.notes, f"its layout was not judged in float32: {why}"))
-    return report
+    if "finalist_reference" not in roles:
+        return report
+    if "finalist_reference" in of:
+        note = "its layout was judged in float32 besides"
+    else:
+        exact = runs["finalist_reference"]
+        note = f"its layout was not judged in float32: {describe_failure(exact.outcome) or exact.status}"
+    return replace(report, notes=(*report.notes, note))
 
 
-def _goes_again(state: SweepState, run: Trial) -> bool:
+def is_open(state: SweepState, run: Trial) -> bool:
+    """Whether it runs, or is to be launched, maybe again."""
     return run.number in state.waiting or run.number in state.running

@@ -61,6 +61,8 @@ def _explained(ledger: Ledger, state: SweepState) -> SweepExplanation | None:
 
     try:
         return explain_ledger(ledger, state=state)
+    except ConfigError:
+        return None  # nothing was measured
     except Exception:
         logger.warning("the page of %s goes without an explanation", state.sweep.sweep, exc_info=True)
         return None

@@ -61,16 +61,15 @@ def next_steps(state: SweepState, summary: Summary, invocation: Invocation) -> s
     """Commands to copy; what was promoted."""
     name = summary.sweep
     conclusion = state.verdict.conclusion if state.verdict else None
-    commands = {
-        "Make it the production configuration": invocation.command("promote", name, "--name", "MODEL"),
-        "Back to the one before": invocation.command("rollback", "MODEL"),
-        "Measure it again beside the baseline": invocation.command("confirm", name),
-        "Look at every trial in the browser": invocation.command("ui", name),
-    }
-    if conclusion == "keep":
-        commands = dict(list(commands.items())[3:])
-    elif conclusion != "confirmed":
-        commands = dict(list(commands.items())[2:])
+    commands: dict[str, str] = {}
+    if conclusion == "confirmed":
+        commands["Make it the production configuration"] = invocation.command("promote", name, "--name", "MODEL")
+    if state.promotions:
+        production = state.promotions[-1].record["name"]
+        commands["Back to the one before"] = invocation.command("rollback", production)
+    if conclusion != "keep":
+        commands["Measure it again beside the baseline"] = invocation.command("confirm", name)
+    commands["Look at every trial in the browser"] = invocation.command("ui", name)
     done = "".join(f"<p>{text(promotion_words(event.record))}</p>" for event in state.promotions)
     rows = [row(cell(text(what), "keep"), cell(code(command))) for what, command in commands.items()]
     return done + table(rows)

@@ -46,12 +46,11 @@ def _numbers(state: SweepState, trial: Trial, measurement: Measurement) -> list[
     versus = "baseline" if trial.number == 0 else fmt.versus(compared)
     ratio = compared.ratio.value if compared else 1.0
     speed, step_s = measurement.tokens_per_s_per_device, measurement.step_time_s
-    peak = max((*measurement.peak_reserved_bytes, *measurement.peak_allocated_bytes), default=0)
     return [
         cell(fmt.rate(speed), "num keep", speed),
         cell(fmt.spread(measurement), "num dim keep"),
         cell(versus, f"num keep {kind}", ratio),
-        cell(fmt.peak_memory(measurement), "num keep", peak),
+        cell(fmt.peak_memory(measurement), "num keep", measurement.peak_bytes),
         cell(fmt.milliseconds(step_s), "num dim keep", step_s),
     ]
 

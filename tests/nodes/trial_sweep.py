@@ -32,6 +32,7 @@ SWEEP = {
     "budget": {"max_trials": 6},
     "confirm": "off",  # what is proven has tests of its own
     "gate": "off",
+    "tracking": {"report": False},  # pages have tests of their own, too
     "deadlines": {"starting_s": 60, "stall_s": 10},
 }
 CLUSTER = {"kind": "ray", "num_nodes": 3, "min_nodes": 2, "devices_per_node": 4, "isolation": "device"}

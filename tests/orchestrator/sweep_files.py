@@ -166,7 +166,7 @@ FULL = {
         "after_failures": 2,
     },
     "runner": "trials.worker:run_rank",
-    "tracking": {"uri": "http://127.0.0.1:5000", "experiment": "mine"},
+    "tracking": {"uri": "http://127.0.0.1:5000", "experiment": "mine", "report": False},
 }
 """Every key a file with a llama model may hold, none at its default where that can be helped."""
 

@@ -6,11 +6,17 @@ from cluster.base import ClusterError
 from cluster.queue import Claim, Grant
 from cluster.simulated import Cost, SimulatedCluster
 from cluster.topology import uniform_topology
+from orchestrator.events import Launch
 from orchestrator.fold import fold
 from orchestrator.lease import BEAT_S, GRACE_S, LeaseKeeper
 from orchestrator.placing import Placer
 from tests.orchestrator.story import created, proposed
 from trials.spec import Candidate, Layout
+
+
+def launch(*avoid):
+    return Launch(trial=0, attempt=0, avoid=avoid)
+
 
 TOPOLOGY = uniform_topology(4, 2, device_name="test", memory_bytes=1)
 
@@ -97,35 +103,35 @@ def test_nothing_is_placed_on_nodes_that_are_unfit_or_to_be_given_back():
     world.tend(busy=["node0000", "node0001", "node0002"])
     assert len(world.lease.leaving) == 1
     world.placer.follow(quarantined=["node0000"])
-    placement = world.placer.place(trial(0, 2), avoid=(), max_passed_over=1)
+    placement = world.placer.place(trial(0, 2), launch(), max_passed_over=1)
     assert set(placement.nodes).isdisjoint({"node0000", *world.lease.leaving})
     world.placer.follow(quarantined=world.held)
-    assert world.placer.place(trial(0, 2), avoid=(), max_passed_over=1) is not None, "there is no other node"
+    assert world.placer.place(trial(0, 2), launch(), max_passed_over=1) is not None, "there is no other node"
 
 
 def test_nodes_that_failed_the_trial_are_used_only_where_there_is_no_other():
     placer = World().placer
-    first = placer.place(trial(0, 2), avoid=["node0000"], max_passed_over=1)
+    first = placer.place(trial(0, 2), launch("node0000"), max_passed_over=1)
     assert first.nodes != ("node0000",)
-    everywhere = placer.place(trial(0, 8), avoid=["node0000"], max_passed_over=1)
+    everywhere = placer.place(trial(0, 8), launch("node0000"), max_passed_over=1)
     assert set(everywhere.nodes) == {node.name for node in TOPOLOGY.nodes}
 
 
 def test_small_trials_do_not_starve_a_large_one():
     placer = World().placer
-    one = placer.place(trial(0, 2), avoid=(), max_passed_over=2)
+    one = placer.place(trial(0, 2), launch(), max_passed_over=2)
     placer.take(0, one, waiting=())
-    assert placer.place(trial(1, 8), avoid=(), max_passed_over=2) is None
+    assert placer.place(trial(1, 8), launch(), max_passed_over=2) is None
     for number in (2, 3):
-        small = placer.place(trial(number, 2), avoid=(), max_passed_over=2)
+        small = placer.place(trial(number, 2), launch(), max_passed_over=2)
         placer.take(number, small, waiting=[1])
         placer.give_back(small)
-    assert placer.place(trial(4, 2), avoid=(), max_passed_over=2) is None, "the large one's turn comes first"
+    assert placer.place(trial(4, 2), launch(), max_passed_over=2) is None, "the large one's turn comes first"
     placer.give_back(one)
-    large = placer.place(trial(1, 8), avoid=(), max_passed_over=2)
+    large = placer.place(trial(1, 8), launch(), max_passed_over=2)
     placer.take(1, large, waiting=[4])
     placer.give_back(large)
-    assert placer.place(trial(4, 2), avoid=(), max_passed_over=2) is not None
+    assert placer.place(trial(4, 2), launch(), max_passed_over=2) is not None
 
 
 def test_a_trial_waits_for_nodes_as_long_as_more_may_come_and_not_for_ever():
@@ -134,7 +140,7 @@ def test_a_trial_waits_for_nodes_as_long_as_more_may_come_and_not_for_ever():
     world.tend()
     world.placer.follow(())
     big = trial(0, 8)
-    assert world.placer.place(big, avoid=(), max_passed_over=1) is None
+    assert world.placer.place(big, launch(), max_passed_over=1) is None
     world.placer.wait(big, 0.0)
     world.placer.wait(big, 59.0)
     with pytest.raises(ClusterError, match=r"needs 8 devices; the lease has 4 on 2 node.*others hold two"):

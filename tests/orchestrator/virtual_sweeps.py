@@ -27,6 +27,7 @@ SWEEP = {
     "budget": {"max_trials": 6, "consecutive_failures": 50},
     "confirm": "off",  # what is proven has tests of its own
     "gate": "off",
+    "tracking": {"report": False},  # pages have tests of their own, too
     "deadlines": {"starting_s": 600.0, "warmup_s": 3600.0, "measuring_s": 7200.0, "stall_s": 1800.0},
 }
 
