@@ -36,7 +36,7 @@ TOPOLOGY = uniform_topology(3, 2, device_name="A100-80GB", memory_bytes=80 * 10*
 PROTOCOL = Protocol(min_warmup_steps=2, max_warmup_steps=2, num_steps=4, max_steps=4)
 PROOF = ProofSettings(
     confirm=ConfirmSettings(num_finalists=1, min_rounds=2, max_rounds=3),
-    gate=GateSettings(num_steps=PROTOCOL.min_warmup_steps + PROTOCOL.num_steps, command=("/bin/true",)),
+    gate=GateSettings(num_steps=PROTOCOL.min_warmup_steps + PROTOCOL.num_steps),
 )
 DEADLINES = Deadlines(starting_s=4.0, warmup_s=20.0, measuring_s=20.0, stall_s=2.5)
 
@@ -334,6 +334,8 @@ class Scenario:
     sampler: str = "grid"
     max_concurrent: int = 3
     wishes: tuple = WISHES
+    evaluation: tuple[str, ...] = ()
+    """The user's own evaluation of the finalist, a process."""
     store: str = ""
     """URI of a real MLflow store; else :class:`Mlflow`."""
 
@@ -344,8 +346,9 @@ class Scenario:
             if fold(ledger.events()).created is None:
                 ledger.put_document("tracking", {"uri": self.store})
                 budget = Budget(consecutive_failures=50)
+                proof = replace(PROOF, gate=replace(PROOF.gate, command=self.evaluation))
                 ledger.append(
-                    created(at_s=cluster.time(), budget=budget, max_concurrent=self.max_concurrent, proof=PROOF)
+                    created(at_s=cluster.time(), budget=budget, max_concurrent=self.max_concurrent, proof=proof)
                 )
             return Runtime(
                 ledger=ledger,

@@ -73,7 +73,8 @@ def found(trial):
 def test_every_kind_of_event_and_of_end_is_among_the_points():
     state, points = undisturbed()
     kinds = {point.split()[-1] for point in points if point.startswith("INSERT INTO events")}
-    assert kinds == {event.kind for event in typing.get_args(LedgerEvent)} - {"promoted"}  # no controller promotes
+    others = {"promoted", "evaluation_ended"}  # no controller promotes; see below
+    assert kinds == {event.kind for event in typing.get_args(LedgerEvent)} - others
     assert set(state.counts()) == {"measured", "stopped_early", "oom", "infeasible", "diverged", "crashed", "timed_out"}
     attempts = [attempt.outcome for trial in state.trials for attempt in trial.attempts]
     assert {outcome.cause for outcome in attempts if outcome.kind == "gang_lost"} == {"controller", "infrastructure"}
@@ -104,6 +105,15 @@ def test_killed_again_while_going_on(tmp_path):
     for _ in range(30):
         first, second, third = rng.randrange(len(points)), rng.randrange(12), rng.randrange(100)
         run_and_check(SWEEP, tmp_path, expected, first, second, third)
+
+
+def test_killed_around_the_users_own_evaluation(tmp_path):
+    scenario = Scenario(evaluation=("/bin/true",))
+    expected, points = undisturbed(scenario)
+    assert [one.passed for one in expected.verdict.evaluations] == [True]
+    (end,) = (at for at, point in enumerate(points) if point.endswith("evaluation_ended"))
+    for at in range(end - 6, end + 5):
+        run_and_check(scenario, tmp_path, expected, at)
 
 
 @pytest.mark.parametrize(("sampler", "num_points"), [("guided", 5), ("tpe", 5), ("random", 10)])
