@@ -140,4 +140,5 @@ def _words(state: SweepState, found: Confirmation, finalist: int) -> str:
     compared = found.judgement.against_baseline.get(finalist)
     if compared is None:
         return "not measured yet"
-    return {"faster": "faster", "slower": "slower", "tie": "not shown faster"}[compared.verdict]
+    tie = "not shown faster" if verdict is not None else "not shown yet"
+    return {"faster": "faster", "slower": "slower", "tie": tie}[compared.verdict]
