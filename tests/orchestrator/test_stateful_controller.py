@@ -32,6 +32,7 @@ from orchestrator.events import (
     TrialsRetried,
 )
 from orchestrator.fold import fold
+from orchestrator.limits import spent_by_search
 from orchestrator.requests import RETRIABLE, chosen
 from orchestrator.state import SweepState
 from tests.orchestrator.story import created, evidence, failures, measured, proposed
@@ -243,6 +244,8 @@ class Controller(RuleBasedStateMachine):
         self.happens(TrialsRetried(at_s=self.now_s, request=before.num_requests + 1, trials=trials, by="user"))
         if before.status == "cancelled":
             assert (self.state.status, self.commands) == ("cancelled", ())
+        elif spent_by_search(before):  # they could not be launched, and a verdict would be lost for nothing
+            assert (self.state.status, self.state.waiting) == (before.status, before.waiting)
         else:
             assert set(self.state.waiting) == {*before.waiting, *trials}
             assert not self.state.is_over or not trials
