@@ -104,7 +104,7 @@ def test_a_detached_sweep_is_followed_to_its_end_and_its_trials_launched_again(h
 @pytest.mark.slow
 @pytest.mark.fault
 def test_a_detached_controller_survives_kill_and_pause_and_followers_come_and_go(home: Path, tmp_path: Path) -> None:
-    file = sweeps.write(tmp_path, measure={"num_steps": 300, "max_steps": 300})  # it has to last that long
+    file = sweeps.write(tmp_path, measure={"num_steps": 150, "max_steps": 150})  # it has to last that long
     begun = command("submit", file, "--home", home, "--detach", "--json")
     assert begun.returncode == 0, begun.stderr
     wait_for(lambda: state(home, "tiny").best is not None)
