@@ -46,9 +46,9 @@ def obey(word: str, ledger: Ledger) -> int:
             ledger.append(SweepFinished(at_s=2.0, status="failed", reason="test"))
             return 1
         case "wait":
-            (ledger.folder / "waiting").touch()
             try:
                 with interruptible():
+                    (ledger.folder / "waiting").touch()
                     time.sleep(120)
             except KeyboardInterrupt:
                 with (ledger.folder / "interrupted").open("a") as file:
