@@ -46,15 +46,15 @@ def obey(word: str, ledger: Ledger) -> int:
             ledger.append(SweepFinished(at_s=2.0, status="failed", reason="test"))
             return 1
         case "wait":
-            try:
-                with interruptible():
-                    (ledger.folder / "waiting").touch()
+            with interruptible():
+                (ledger.folder / "waiting").touch()
+                try:
                     time.sleep(120)
-            except KeyboardInterrupt:
-                with (ledger.folder / "interrupted").open("a") as file:
-                    file.write("once\n")
-                time.sleep(0.5)  # a second signal would come now
-                return 130
+                except KeyboardInterrupt:
+                    with (ledger.folder / "interrupted").open("a") as file:
+                        file.write("once\n")
+                    time.sleep(0.5)  # a second signal would come now
+            return 130
         case code:
             return int(code)
     return 0
