@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -42,7 +43,10 @@ def run(words, folder, *more):
 
 def open_pages(words, folder):
     """Serve the UI, read the sweep's report through it as the link leads there, and stop it as Ctrl-C does."""
-    server = run(words, folder, "--port", "5791", "--json")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = run(words, folder, "--port", str(port), "--json")
     try:
         links = json.loads(server.stdout.readline())
         run_id = re.search(r"/runs/([0-9a-f]{32})", links["report"])[1]
