@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import click
 
@@ -14,14 +15,33 @@ from orchestrator.cli_options import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, p
 from orchestrator.invocation import Invocation
 
 if TYPE_CHECKING:
+    from orchestrator.control import Answer
     from orchestrator.service import Result
     from orchestrator.submission import Begun, Mode, Submission
 
 _HERE = "Keep the controller in this terminal, also with an address. The default without one."
 
 
+class Where(NamedTuple):
+    """Where the controller runs, as said on the command line."""
+
+    address: str | None
+    mode: Mode | None
+    """None leaves it to the address."""
+    follow: bool
+
+
 def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say where the controller runs."""
+    """The options that say where the controller runs; the command gets them as ``where``."""
+
+    @wraps(command)
+    def with_where(*, address: str | None, foreground: bool, detach: bool, follow: bool, **others: Any) -> Any:
+        if foreground and detach:
+            raise click.UsageError("--foreground and --detach exclude each other")
+        mode: Mode | None = "foreground" if foreground else "detached" if detach else None
+        return command(where=Where(address, mode, follow), **others)
+
+    wrapped: Callable[..., Any] = with_where
     for option in (
         click.option("--follow", is_flag=True, help="Show what a controller in the background writes, until it ends."),
         click.option("--detach", is_flag=True, help="Run the controller on this host, but apart from this terminal."),
@@ -33,14 +53,22 @@ def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "cluster.address of the file. The controller runs there, as a Ray Job.",
         ),
     ):
-        command = option(command)
-    return command
+        wrapped = option(wrapped)
+    return wrapped
 
 
-def mode_of(foreground: bool, detach: bool) -> Mode | None:
-    if foreground and detach:
-        raise click.UsageError("--foreground and --detach exclude each other")
-    return "foreground" if foreground else "detached" if detach else None
+def take_up(answer: Answer, home: Path, where: Where, *, as_json: bool) -> None:
+    """Leave what was asked of a sweep to the controller at work, or go on with the sweep."""
+    from orchestrator import submission
+    from orchestrator.home import Home
+
+    if answer.is_controlled and not where.follow:
+        print_result(as_json, answer.to_json(), lambda: "The controller at work takes it up.")
+        return
+    made = submission.of_sweep(
+        answer.sweep, Home(home), address=where.address, mode=where.mode, options=program_options()
+    )
+    go(made, follow=where.follow, as_json=as_json)
 
 
 def program_options() -> tuple[str, ...]:
@@ -150,6 +178,7 @@ def _print(made: Submission, result: Result, as_json: bool) -> None:
             result.state,
             result.summary,
             recorded=result.recorded,
+            sweep_folder=made.home.sweep_folder(made.name),
             invocation=Invocation.current(made.home.path),
         ),
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import click
 
-from orchestrator.cli_controller import go, mode_of, program_options, where_options
-from orchestrator.cli_options import home_option, json_option, print_result
+from orchestrator.cli_controller import Where, go, program_options, take_up, where_options
+from orchestrator.cli_options import home_option, json_option
 
 
 @click.command()
@@ -16,9 +16,7 @@ from orchestrator.cli_options import home_option, json_option, print_result
 @where_options
 @home_option
 @json_option
-def submit(
-    file: Path, address: str | None, foreground: bool, detach: bool, follow: bool, home: Path, as_json: bool
-) -> None:
+def submit(file: Path, where: Where, home: Path, as_json: bool) -> None:
     """Run the sweep in FILE, or go on with it if it was interrupted or paused.
 
     Without a cluster's address it runs here until it has ended, or apart from this terminal with --detach. With one
@@ -34,10 +32,8 @@ def submit(
     from orchestrator import submission
     from orchestrator.home import Home
 
-    made = submission.of_file(
-        file, Home(home), address=address, mode=mode_of(foreground, detach), options=program_options()
-    )
-    go(made, follow=follow, as_json=as_json)
+    made = submission.of_file(file, Home(home), address=where.address, mode=where.mode, options=program_options())
+    go(made, follow=where.follow, as_json=as_json)
 
 
 @click.command()
@@ -45,9 +41,7 @@ def submit(
 @where_options
 @home_option
 @json_option
-def resume(
-    sweep: str, address: str | None, foreground: bool, detach: bool, follow: bool, home: Path, as_json: bool
-) -> None:
+def resume(sweep: str, where: Where, home: Path, as_json: bool) -> None:
     """Go on with SWEEP, which was paused or lost its controller, as its file said when it was submitted.
 
     \b
@@ -58,10 +52,8 @@ def resume(
     from orchestrator import submission
     from orchestrator.home import Home
 
-    made = submission.of_sweep(
-        sweep, Home(home), address=address, mode=mode_of(foreground, detach), options=program_options()
-    )
-    go(made, follow=follow, as_json=as_json)
+    made = submission.of_sweep(sweep, Home(home), address=where.address, mode=where.mode, options=program_options())
+    go(made, follow=where.follow, as_json=as_json)
 
 
 @click.command()
@@ -81,10 +73,7 @@ def resume(
 def retry(
     sweep: str,
     failed: str,
-    address: str | None,
-    foreground: bool,
-    detach: bool,
-    follow: bool,
+    where: Where,
     home: Path,
     as_json: bool,
 ) -> None:
@@ -98,18 +87,13 @@ def retry(
       tune-cluster retry quickstart --failed
       tune-cluster retry quickstart --failed=oom,crashed --detach
     """
-    from orchestrator import control, submission
+    from orchestrator import control
     from orchestrator.home import Home
 
-    mode = mode_of(foreground, detach)
     answer = control.retry(sweep, Home(home), _classes(failed))
     numbers = ", ".join(f"t{number:03d}" for number in answer.trials)
     click.echo(f"to be launched again: {numbers}", err=True)
-    if answer.is_controlled and not follow:
-        print_result(as_json, answer.to_json(), lambda: "The controller at work takes it up.")
-        return
-    made = submission.of_sweep(sweep, Home(home), address=address, mode=mode, options=program_options())
-    go(made, follow=follow, as_json=as_json)
+    take_up(answer, home, where, as_json=as_json)
 
 
 def _classes(text: str) -> tuple[str, ...]:
@@ -136,10 +120,7 @@ def _classes(text: str) -> tuple[str, ...]:
 def confirm(
     sweep: str,
     trial: str | None,
-    address: str | None,
-    foreground: bool,
-    detach: bool,
-    follow: bool,
+    where: Where,
     home: Path,
     as_json: bool,
 ) -> None:
@@ -153,7 +134,6 @@ def confirm(
       tune-cluster confirm quickstart
       tune-cluster confirm quickstart t003
     """
-    where = _Where(address, foreground, detach, follow)
     _check("confirm", sweep, trial, where, home, as_json)
 
 
@@ -166,10 +146,7 @@ def confirm(
 def profile(
     sweep: str,
     trial: str | None,
-    address: str | None,
-    foreground: bool,
-    detach: bool,
-    follow: bool,
+    where: Where,
     home: Path,
     as_json: bool,
 ) -> None:
@@ -182,34 +159,19 @@ def profile(
       tune-cluster profile quickstart
       tune-cluster profile quickstart baseline
     """
-    where = _Where(address, foreground, detach, follow)
     _check("profile", sweep, trial, where, home, as_json)
 
 
-class _Where(NamedTuple):
-    """Where the controller runs."""
-
-    address: str | None
-    foreground: bool
-    detach: bool
-    follow: bool
-
-
 def _check(
-    what: Literal["confirm", "profile"], sweep: str, trial: str | None, where: _Where, home: Path, as_json: bool
+    what: Literal["confirm", "profile"], sweep: str, trial: str | None, where: Where, home: Path, as_json: bool
 ) -> None:
-    from orchestrator import control, submission
+    from orchestrator import control
     from orchestrator.home import Home
 
-    mode = mode_of(where.foreground, where.detach)
     answer = control.ask_checks(sweep, Home(home), what, trial)
     words = {"confirm": "to be confirmed", "profile": "to be profiled"}[what]
     click.echo(f"{words}: t{answer.trials[0]:03d}", err=True)
-    if answer.is_controlled and not where.follow:
-        print_result(as_json, answer.to_json(), lambda: "The controller at work takes it up.")
-        return
-    made = submission.of_sweep(sweep, Home(home), address=where.address, mode=mode, options=program_options())
-    go(made, follow=where.follow, as_json=as_json)
+    take_up(answer, home, where, as_json=as_json)
 
 
 COMMANDS = (submit, resume, retry, confirm, profile)

@@ -233,7 +233,11 @@ def report_command(sweep: str, html: str | None, home: Path, as_json: bool) -> N
         as_json,
         result.summary.to_json(),
         lambda: report.render_report(
-            result.state, result.summary, recorded=result.recorded, invocation=Invocation.current(home)
+            result.state,
+            result.summary,
+            recorded=result.recorded,
+            sweep_folder=Home(home).sweep_folder(sweep),
+            invocation=Invocation.current(home),
         ),
     )
 

@@ -22,12 +22,12 @@ from urllib.parse import urlsplit
 from cluster.processes import die_with_parent
 from orchestrator.errors import ConfigError
 from orchestrator.events import LedgerEvent
-from orchestrator.invocation import HOME_VARIABLE
 from orchestrator.ledger import Entry, Ledger
 from orchestrator.notify_content import notification, payload
 from orchestrator.outbox import Outbox
 from orchestrator.state import SweepState
-from trials.secrets import for_ranks, redact
+from orchestrator.user_commands import environment
+from trials.secrets import redact
 
 if TYPE_CHECKING:
     from orchestrator.notify_section import NotifySection
@@ -166,7 +166,7 @@ def _run(command: list[str], event: str, body: dict[str, Any]) -> None:
             input=json.dumps(body).encode(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            env=_environment(event),
+            env=environment({EVENT_VARIABLE: event}),
             timeout=TIMEOUT_S,
             check=False,
         )
@@ -177,13 +177,6 @@ def _run(command: list[str], event: str, body: dict[str, Any]) -> None:
     if ended.returncode != 0:
         words = (ended.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
         raise DeliveryError(f"the command ends with exit code {ended.returncode}: {words}")
-
-
-def _environment(event: str) -> dict[str, str]:
-    """For a command: no secrets of the controller's, nor what would make it seem to be one."""
-    kept = {name: value for name, value in for_ranks(os.environ).items() if not name.startswith("TUNE_CLUSTER_")}
-    home = {HOME_VARIABLE: os.environ[HOME_VARIABLE]} if HOME_VARIABLE in os.environ else {}
-    return {**kept, **home, EVENT_VARIABLE: event}
 
 
 def main() -> int:

@@ -34,7 +34,11 @@ class ProfileSection(Section):
         description="First recorded step, counted from 1 with the warm-up: the first ones compile and allocate.",
     )
     stop_step: Step = Field(default=_DEFAULT.stop_step, description="Last recorded step.")
-    ranks: Ranks = Field(default=[], description="Ranks to record; stages: the first rank of every pipeline stage.")
+    ranks: Ranks = Field(
+        default=[],
+        json_schema_extra={"default": "stages"},
+        description="Ranks to record; stages: the first rank of every pipeline stage.",
+    )
     memory: bool = Field(default=_DEFAULT.memory, description="Record allocations too: a timeline, and the peak.")
     stack: bool = Field(default=_DEFAULT.stack, description="Record Python's call stacks too; traces get large.")
     communication: bool = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -19,6 +20,7 @@ from orchestrator.report_live import LiveView
 from orchestrator.report_proof import render_confirmation, render_gate
 from orchestrator.report_table import trial_table
 from orchestrator.report_verdict import change_heading, confidence, details, headline, is_worth_it, winner_and_baseline
+from orchestrator.review.profile_text import render_profiles
 from orchestrator.space import diff, short_name
 from orchestrator.state import SweepState, Trial
 from orchestrator.summary import ENDED, Recorded, Result, Summary
@@ -35,10 +37,14 @@ def render_report(
     summary: Summary,
     *,
     recorded: Recorded | None = None,
+    sweep_folder: Path | None = None,
     max_trials: int | None = MAX_TRIALS,
     invocation: Invocation = PLAIN,
 ) -> RenderableType:
-    """The whole result: winner against baseline, what changed, trials by speed, failures, where to look next."""
+    """The whole result: winner against baseline, what changed, trials by speed, failures, where to look next.
+
+    ``sweep_folder``: where files of profiles may lie.
+    """
     parts: list[RenderableType] = [_title(state, summary), _result_panel(state, summary)]
     results = winner_and_baseline(state, summary)
     if change := shown_change(state, summary):
@@ -50,6 +56,7 @@ def render_report(
         "Loss gate": render_gate(state),
         f"Trials ({cost(summary)})": _trials(state, max_trials),
         "Not measured": _failures(state),
+        "Profile": render_profiles(state, sweep_folder),
         "Recorded": _recorded(summary, recorded),
         "Next": _next(state, summary, invocation),
     }

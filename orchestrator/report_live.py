@@ -15,6 +15,7 @@ from rich.text import Text
 
 from cluster.base import GangProgress
 from orchestrator import report_format as fmt
+from orchestrator.proof.values import ProfileRun
 from orchestrator.report_proof import check_words, render_confirmation
 from orchestrator.report_table import trial_table
 from orchestrator.space import short_name
@@ -158,6 +159,8 @@ def trial_line(state: SweepState, trial: Trial) -> str:
         unit = speed_unit(state.sweep.workload)
         best = state.best is not None and state.best.number == trial.number
         result = f"{fmt.rate(measurement.tokens_per_s_per_device)} {unit} {fmt.spread(measurement)}"
+        if isinstance(trial.check, ProfileRun):
+            result = "recorded"  # its times are no measurement
         tail = "  baseline" if trial.number == 0 else f"  {fmt.versus(fmt.versus_baseline(trial, state))} vs baseline"
         tail += "  best so far" if best and trial.number else ""
     if what := check_words(trial):

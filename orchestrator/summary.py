@@ -10,7 +10,9 @@ from orchestrator import statistics
 from orchestrator.events import CandidatesPruned
 from orchestrator.ledger import Ledger
 from orchestrator.mlflow_urls import public_uri
+from orchestrator.proof.values import ProfileRun
 from orchestrator.proof.values import Verdict as ProofVerdict
+from orchestrator.review.profile_tables import ProfileTables, profile_tables
 from orchestrator.space import short_name
 from orchestrator.state import SweepState, SweepStatus, Trial, TrialStatus
 from orchestrator.statistics import Estimate, Interval, Verdict
@@ -92,6 +94,8 @@ class Summary:
     """The confirmed finalist, as the search measured it; None where none is confirmed."""
     proof: ProofVerdict | None = None
     """What confirmation and gate came to; None while they have not, or are off."""
+    profiles: tuple[tuple[int, ProfileTables], ...] = ()
+    """Trials run under the profiler, by number, with what their runs showed; in the order of the runs."""
     unit: str = "tokens/s/p"
     """Of speeds; samples/s/p for workloads whose samples are no sequences, where both are the same number."""
 
@@ -116,6 +120,9 @@ class Summary:
             "learned_from": {"trials": self.num_earlier_trials, "sweeps": self.num_earlier_sweeps},
             "tracking_uri": self.tracking_uri,
             "proof": to_json(self.proof),
+            "profiles": [
+                {**tables.to_json(), "trial": of, "recorded_as": tables.trial} for of, tables in self.profiles
+            ],
         }
 
 
@@ -142,8 +149,14 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
         tracking_uri=public_uri(tracking_uri),
         winner=result(state.winner) if state.verdict and state.verdict.winner is not None else None,
         proof=state.verdict,
+        profiles=_profiles(state),
         unit=speed_unit(state.sweep.workload),
     )
+
+
+def _profiles(state: SweepState) -> tuple[tuple[int, ProfileTables], ...]:
+    runs = ((t.check.of, profile_tables(t)) for t in state.trials if isinstance(t.check, ProfileRun))
+    return tuple((of, tables) for of, tables in runs if tables is not None)
 
 
 def _saved_device_seconds(state: SweepState) -> float:

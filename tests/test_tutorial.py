@@ -88,6 +88,8 @@ def test_the_winner_is_confirmed_explained_and_shown(done):
     folder, outputs = done
     assert "Confirmed:" in outputs["submit"][0]
     assert "Where the step time goes" in outputs["explain"][0] and "Which knob" in outputs["explain"][0]
+    for shown in ("Where a step goes", "Collectives of one step", "rank0.trace.json.gz"):
+        assert shown in outputs["profile"][0]
     page = (folder / "quickstart.html").read_text(encoding="utf-8")
     for text in (page, outputs["ui"]):
         assert "Confirmed" in text and "<svg" in text

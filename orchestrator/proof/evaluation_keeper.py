@@ -16,21 +16,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Self
 
 from cluster.processes import adopt_orphans, die_with_parent, kill_descendants
-from orchestrator.invocation import HOME_VARIABLE
-from trials.secrets import for_ranks, redact, redact_file, redact_uncaught
+from orchestrator.log_files import tail
+from orchestrator.user_commands import environment
+from trials.secrets import redact, redact_file, redact_uncaught
 
 TAIL_LINES, TAIL_CHARS = 20, 300
 KILL_S = 10.0
 """How long what cannot be killed is waited for, as when it hangs in a driver."""
 LOOK_S = 0.1
-_TAIL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,17 +96,10 @@ def _start(order: Order, log: Path) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=_environment(order.variables),
+            env=environment(order.variables),
             start_new_session=True,
             preexec_fn=partial(die_with_parent, os.getpid()),  # safe: this process has one thread
         )
-
-
-def _environment(own: Mapping[str, str]) -> dict[str, str]:
-    """As for the command of ``notify``: no secrets of the controller's, nor what would make it seem to be one."""
-    kept = {name: value for name, value in for_ranks(os.environ).items() if not name.startswith("TUNE_CLUSTER_")}
-    home = {HOME_VARIABLE: os.environ[HOME_VARIABLE]} if HOME_VARIABLE in os.environ else {}
-    return {**kept, **home, **own}
 
 
 @contextlib.contextmanager
@@ -134,11 +127,9 @@ def _is_closed(fd: int, *, wait_s: float) -> bool:
 
 
 def _tail(path: Path) -> list[str]:
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        is_whole = file.seek(0, os.SEEK_END) <= _TAIL_BYTES
-        file.seek(0 if is_whole else -_TAIL_BYTES, os.SEEK_SET if is_whole else os.SEEK_END)
-        lines = redact(file.read().decode("utf-8", errors="replace")).splitlines()[0 if is_whole else 1 :]
-        return [line[:TAIL_CHARS] for line in lines if line.strip()][-TAIL_LINES:]
+    """Lines with something in them; a few more are read than are kept, as some are empty."""
+    with contextlib.suppress(OSError):
+        return [line[:TAIL_CHARS] for line in tail(path, 4 * TAIL_LINES).lines if line.strip()][-TAIL_LINES:]
     return []
 
 

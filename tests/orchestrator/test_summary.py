@@ -40,6 +40,7 @@ def test_the_json_form_is_complete():
         "learned_from": {"trials": 0, "sweeps": 0},
         "tracking_uri": "sqlite:////home/mlflow.db",
         "proof": None,
+        "profiles": [],
         "winner": None,
     }
     assert set(best) == set(baseline) == {"trial", "reason", "config", "tokens_per_s_per_device", "ci95"}

@@ -112,3 +112,8 @@ def _precision(rng):
         loss_scale=scale,
         **(lists if level == "O1" else {}),
     )
+
+
+def errors(made):
+    """Knobs that an export cannot express."""
+    return {note.knob for note in made.notes if note.severity == "error"}

@@ -13,7 +13,7 @@ from orchestrator.recipes.base import audited, differences
 from orchestrator.recipes.fields import all_paths, flatten, is_at_or_below, parts
 from tests.orchestrator.candidate_strategies import SEEDS, canonicalize, random_candidate
 from tests.recipes import facts
-from tests.recipes.configurations import MODEL, WORKLOAD, random_workload
+from tests.recipes.configurations import MODEL, WORKLOAD, errors, random_workload
 from trials.legality import violations
 from trials.spec import (
     Candidate,
@@ -41,10 +41,6 @@ def drawn(rng):
         workload = replace(random_workload(rng), model=SMALL)
         if not list(violations(workload, candidate)):
             return candidate, workload
-
-
-def errors(made):
-    return {note.knob for note in made.notes if note.severity == "error"}
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -16,7 +16,7 @@ from orchestrator.recipes import export, recipe
 from orchestrator.recipes.base import audited, differences
 from orchestrator.recipes.fields import all_paths, flatten, is_at_or_below
 from tests.orchestrator.candidate_strategies import SEEDS
-from tests.recipes.configurations import MODEL, WORKLOAD, configurations, random_configuration
+from tests.recipes.configurations import MODEL, WORKLOAD, configurations, errors, random_configuration
 from trials.codec import from_json
 from trials.outcome import RankReport
 from trials.spec import (
@@ -35,10 +35,6 @@ from trials.spec import (
 FORMATS = ("torchtitan", "deepspeed", "accelerate", "torchrun")
 O2 = Precision(level="O2", dtype="bfloat16")
 ALL = Recompute(full=((MODEL.num_layers,),))
-
-
-def errors(made):
-    return {note.knob for note in made.notes if note.severity == "error"}
 
 
 @pytest.mark.parametrize("name", FORMATS)
