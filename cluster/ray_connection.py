@@ -76,6 +76,7 @@ def private_ray(node: Node) -> Iterator[None]:
         "RAY_worker_niceness": "0",  # by default ranks would give way to everything else
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_prestart_worker_first_driver": "0",  # a worker per CPU, of which only the agent's is ever used
         "RAY_memory_monitor_refresh_ms": "0",  # ranks, not agents, are what the kernel kills first
         **fresh_token(folder),
     }

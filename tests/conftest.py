@@ -1,6 +1,8 @@
 """Shared by all tests."""
 
+import gc
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +15,11 @@ ROOT = Path(__file__).parents[1]
 # Forked ranks and child interpreters import runners from tests/ and benchmarks/.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell has what it runs in the background ignore Ctrl-C, which the processes started here would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+gc.set_threshold(50_000, 20, 100)  # as the command line does
 
 # The same examples in every run: a machine's load or a rare example must not decide whether the suite passes.
 settings.register_profile("repeatable", derandomize=True, deadline=None)

@@ -12,7 +12,7 @@ import hashlib
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, Union
 
 T = TypeVar("T")
@@ -45,7 +45,10 @@ def from_json(cls: type[T] | Any, data: Any, path: str = "$") -> T:
     Raises:
         CodecError: for an unknown or missing key, an unknown ``kind`` or a value of the wrong type.
     """
-    return typing.cast(T, _decode(cls, data, path))
+    try:
+        return typing.cast(T, _decoder(typing.cast(Any, cls))(data))
+    except _MismatchError as wrong:
+        raise CodecError("; ".join(f"{path}{part}: {message}" for part, message in wrong.found)) from None
 
 
 def canonical_json(value: Any) -> str:
@@ -58,65 +61,135 @@ def digest(value: Any) -> str:
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
-def _decode(cls: Any, data: Any, path: str) -> Any:
+_Decode = Callable[[Any], Any]
+
+
+class _MismatchError(Exception):
+    """What is wrong, with the path to each bad part from where it was found up to where it was caught last.
+
+    Paths are put together only when something is wrong: a ledger has far more good values than bad ones.
+    """
+
+    def __init__(self, *found: tuple[str, str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def below(self, part: str) -> _MismatchError:
+        return _MismatchError(*((part + path, message) for path, message in self.found))
+
+
+@functools.cache
+def _decoder(cls: Any) -> _Decode:
+    """What builds a ``cls`` from JSON values, or raises :class:`_MismatchError`; made once per type."""
+    origin, args = typing.get_origin(cls), typing.get_args(cls)
     if cls is Any:
-        return data
-    origin = typing.get_origin(cls)
+        return lambda data: data
     if origin in (Union, types.UnionType):
-        return _decode_union(typing.get_args(cls), data, path)
+        return _union_decoder(args)
     if origin is Literal:
-        return _expect(any(data == arg and type(data) is type(arg) for arg in typing.get_args(cls)), data, cls, path)
+        return lambda data: _expect(any(data == arg and type(data) is type(arg) for arg in args), data, cls)
     if origin is tuple:
-        item = typing.get_args(cls)[0]
-        _expect(isinstance(data, list | tuple), data, cls, path)
-        return tuple(_decode(item, value, f"{path}[{i}]") for i, value in enumerate(data))
+        return _tuple_decoder(cls, args[0])
     if origin in (dict, Mapping):
-        value_type = typing.get_args(cls)[1]
-        _expect(isinstance(data, Mapping), data, cls, path)
-        return {key: _decode(value_type, value, f"{path}.{key}") for key, value in data.items()}
+        return _mapping_decoder(cls, args[1])
     if dataclasses.is_dataclass(cls):
-        return _decode_dataclass(cls, data, path)
-    return _decode_scalar(cls, data, path)
+        return _dataclass_decoder(cls)
+    return _scalar_decoder(cls)
 
 
-def _decode_scalar(cls: Any, data: Any, path: str) -> Any:
+def _scalar_decoder(cls: Any) -> _Decode:
     if cls is type(None):
-        return _expect(data is None, data, cls, path)
+        return lambda data: _expect(data is None, data, cls)
     if cls is float:
-        _expect(isinstance(data, int | float) and not isinstance(data, bool), data, cls, path)
-        return float(data)
+        return lambda data: float(_expect(isinstance(data, int | float) and not isinstance(data, bool), data, cls))
     if cls is int:
-        return _expect(isinstance(data, int) and not isinstance(data, bool), data, cls, path)
-    return _expect(isinstance(data, cls), data, cls, path)
+        return lambda data: _expect(isinstance(data, int) and not isinstance(data, bool), data, cls)
+    return lambda data: _expect(isinstance(data, cls), data, cls)
 
 
-def _decode_union(members: tuple[Any, ...], data: Any, path: str) -> Any:
-    if data is None and type(None) in members:
-        return None
-    kind = data.get("kind") if isinstance(data, Mapping) else None
-    errors = []
-    for member in members:
-        if kind is not None and getattr(member, "kind", None) not in (kind, None):
-            continue
+def _tuple_decoder(cls: Any, item: Any) -> _Decode:
+    decode_item = _decoder(item)
+
+    def decode(data: Any) -> tuple[Any, ...]:
+        _expect(isinstance(data, list | tuple), data, cls)
+        items: list[Any] = []
         try:
-            return _decode(member, data, path)
-        except CodecError as error:
-            errors.append(str(error))
-    raise CodecError("; ".join(errors) or f"{path}: unknown kind {kind!r}")
+            for value in data:
+                items.append(decode_item(value))
+        except _MismatchError as wrong:
+            raise wrong.below(f"[{len(items)}]") from None
+        return tuple(items)
+
+    return decode
 
 
-def _decode_dataclass(cls: Any, data: Any, path: str) -> Any:
-    _expect(isinstance(data, Mapping), data, cls, path)
-    hints = _field_types(cls)
-    body = {key: value for key, value in data.items() if key != "kind" or "kind" in hints}
-    unknown = sorted(set(body) - set(hints))
-    if unknown:
-        raise CodecError(f"{path}: unknown key {unknown[0]!r} for {cls.__name__}; known: {', '.join(sorted(hints))}")
-    decoded = {key: _decode(hints[key], value, f"{path}.{key}") for key, value in body.items()}
+def _mapping_decoder(cls: Any, value_type: Any) -> _Decode:
+    decode_value = _decoder(value_type)
+
+    def decode(data: Any) -> dict[Any, Any]:
+        return _decoded_values(_expect(isinstance(data, Mapping), data, cls), lambda _: decode_value)
+
+    return decode
+
+
+def _union_decoder(members: tuple[Any, ...]) -> _Decode:
+    optional = type(None) in members
+    all_members = [_decoder(member) for member in members]
+    kinds = [getattr(member, "kind", None) for member in members]
+    of_any_kind = [decode for decode, own in zip(all_members, kinds, strict=True) if own is None]
+    of_kind = {
+        kind: [decode for decode, own in zip(all_members, kinds, strict=True) if own in (kind, None)] for kind in kinds
+    }
+
+    def decode(data: Any) -> Any:
+        if data is None and optional:
+            return None
+        kind = data.get("kind") if isinstance(data, Mapping) else None
+        possible = all_members if kind is None else of_kind.get(kind if isinstance(kind, str) else None, of_any_kind)
+        found: list[tuple[str, str]] = []
+        for decode_member in possible:
+            try:
+                return decode_member(data)
+            except _MismatchError as wrong:
+                found += wrong.found
+        raise _MismatchError(*(found or [("", f"unknown kind {kind!r}")]))
+
+    return decode
+
+
+def _dataclass_decoder(cls: Any) -> _Decode:
+    @functools.cache
+    def decoders() -> dict[str, _Decode]:
+        """By the field's name."""
+        hints = typing.get_type_hints(cls)
+        return {field.name: _decoder(hints[field.name]) for field in dataclasses.fields(cls)}
+
+    def decode(data: Any) -> Any:
+        by_name = decoders()
+        body = _expect(isinstance(data, Mapping), data, cls)
+        if "kind" in body and "kind" not in by_name:
+            body = {key: value for key, value in body.items() if key != "kind"}
+        if unknown := body.keys() - by_name.keys():
+            known = ", ".join(sorted(by_name))
+            raise _MismatchError(("", f"unknown key {min(unknown)!r} for {cls.__name__}; known: {known}"))
+        decoded = _decoded_values(body, by_name.__getitem__)
+        try:
+            return cls(**decoded)
+        except TypeError as error:
+            raise _MismatchError(("", str(error))) from None
+
+    return decode
+
+
+def _decoded_values(data: Mapping[Any, Any], decoder_of: Callable[[Any], _Decode]) -> dict[Any, Any]:
+    decoded = {}
+    key: Any = None
     try:
-        return cls(**decoded)
-    except TypeError as error:
-        raise CodecError(f"{path}: {error}") from None
+        for key, value in data.items():
+            decoded[key] = decoder_of(key)(value)
+    except _MismatchError as wrong:
+        raise wrong.below(f".{key}") from None
+    return decoded
 
 
 @functools.cache
@@ -125,13 +198,7 @@ def _field_names(cls: Any) -> tuple[str, ...] | None:
     return tuple(field.name for field in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else None
 
 
-@functools.cache
-def _field_types(cls: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
-
-
-def _expect(condition: bool, data: Any, cls: Any, path: str) -> Any:
+def _expect(condition: bool, data: Any, cls: Any) -> Any:
     if not condition:
-        raise CodecError(f"{path}: expected {getattr(cls, '__name__', cls)}, got {data!r}")
+        raise _MismatchError(("", f"expected {getattr(cls, '__name__', cls)}, got {data!r}"))
     return data

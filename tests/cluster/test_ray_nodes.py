@@ -25,7 +25,8 @@ def nodes(tmp_path_factory):
     from cluster.ray_connection import loopback_only, settings
     from cluster.ray_settings import fresh_token
 
-    changes = {**fresh_token(tmp_path_factory.mktemp("token")), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    own = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_prestart_worker_first_driver": "0"}
+    changes = {**fresh_token(tmp_path_factory.mktemp("token")), **own}
     with settings(changes), loopback_only():
         cluster = Cluster(
             initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}, shutdown_at_exit=False

@@ -18,6 +18,7 @@ from trials.dryrun.records import Request
 
 
 def main() -> None:
+    gc.disable()  # what is imported stays
     body = json.load(sys.stdin)
     requests: list[Request] = [from_json(Request, item) for item in body["requests"]]
     # What torch prints while it is patched is no reply.
@@ -31,6 +32,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     gc.freeze()  # torch's own objects are many; no collection in a child need look at them
+    gc.enable()
     replies = run_children(requests, simulate, timeout_s=body["timeout_s"], max_children=body["max_children"])
     for index, reply in replies:
         out.write(json.dumps({"index": index, "reply": to_json(reply)}) + "\n")
