@@ -167,12 +167,12 @@ def choose_address(spec: SweepSpec, given: str | None) -> str | None:
 
 
 def find_running(submission: Submission) -> Begun | None:
-    """The controller at work on the sweep already; None where there is none. One that has just paused it is given time
-    to end."""
+    """The controller at work on the sweep already; None where there is none. One that has just paused or finished it is
+    given time to end, and one that died to be started again."""
     deadline_s = time.monotonic() + ENDING_S
-    while background.is_at_work(submission.home, submission.name) and _is_at_rest(submission):
+    while background.is_at_work(submission.home, submission.name) and _is_in_no_hands(submission):
         if time.monotonic() > deadline_s:
-            break  # it is none that ends, but one that waits for nodes to go on with
+            break  # it is none that ends, but one that waits: for nodes to go on with, or to be started again
         time.sleep(_POLL_S)
     if not background.is_at_work(submission.home, submission.name):
         return None
@@ -187,10 +187,11 @@ def find_running(submission: Submission) -> Begun | None:
     )
 
 
-def _is_at_rest(submission: Submission) -> bool:
+def _is_in_no_hands(submission: Submission) -> bool:
+    """Whether the sweep is at rest, or was opened again while its supervisor is all that is left of its controller."""
     try:
         with submission.home.open(submission.name) as ledger:
-            return fold(ledger.events()).status != "running"
+            return not ledger.is_held() or fold(ledger.events()).status != "running"
     except (ConfigError, LedgerError):  # waits for its first nodes
         return False
 
