@@ -21,7 +21,7 @@ from trials.secrets import RedactingFormatter, redact, redact_uncaught
 
 GC_THRESHOLDS = (50_000, 20, 100)
 """Modules and ledgers are many objects that stay: at Python's own (700, 10, 10), looking through them again and again
-is a fifth of most commands' time."""
+is a good part of most commands' time."""
 
 
 class Commands(click.Group):

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from orchestrator.cli import GC_THRESHOLDS
+
 ROOT = Path(__file__).parents[1]
 # Forked ranks and child interpreters import runners from tests/ and benchmarks/.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -19,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-gc.set_threshold(50_000, 20, 100)  # as the command line does
+gc.set_threshold(*GC_THRESHOLDS)
 
 # The same examples in every run: a machine's load or a rare example must not decide whether the suite passes.
 settings.register_profile("repeatable", derandomize=True, deadline=None)

@@ -1,0 +1,104 @@
+"""JSON and back: nothing is lost, and what is wrong is said with the place where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trials.codec import CodecError, canonical_json, digest, from_json, to_json
+
+
+@dataclass(frozen=True)
+class Wheel:
+    kind: ClassVar[str] = "wheel"
+    size: float
+
+
+@dataclass(frozen=True)
+class Engine:
+    kind: ClassVar[str] = "engine"
+    fuel: Literal["petrol", "diesel"]
+    cylinders: int = 4
+
+
+@dataclass(frozen=True)
+class Car:
+    name: str
+    parts: tuple[Wheel | Engine, ...] = ()
+    notes: Mapping[str, int | None] = field(default_factory=dict)
+    spare: Wheel | None = None
+    more: Any = None
+
+
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+PARTS = st.builds(Wheel, FLOATS) | st.builds(Engine, st.sampled_from(["petrol", "diesel"]), st.integers())
+CARS = st.builds(
+    Car,
+    name=st.text(),
+    parts=st.lists(PARTS, max_size=4).map(tuple),
+    notes=st.dictionaries(st.text(), st.none() | st.integers(), max_size=4),
+    spare=st.none() | st.builds(Wheel, FLOATS),
+    more=st.none() | st.lists(st.integers(), max_size=2),
+)
+
+
+@given(CARS)
+def test_what_was_written_is_read(car: Car) -> None:
+    again: Car = from_json(Car, to_json(car))
+    assert again == car
+    assert canonical_json(again) == canonical_json(car) and digest(again) == digest(car)
+
+
+def test_whole_numbers_are_read_as_the_floats_they_stand_for() -> None:
+    wheel: Wheel = from_json(Wheel, {"size": 2})
+    assert isinstance(wheel.size, float)
+
+
+CAR = {"name": "a", "parts": [{"kind": "wheel", "size": 1.0}, {"kind": "engine", "fuel": "petrol"}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": 3}, "$.name: expected str, got 3"),
+        ({"name": None}, "$.name: expected str, got None"),
+        ({"colour": "red"}, "$: unknown key 'colour' for Car; known: more, name, notes, parts, spare"),
+        ({"parts": {}}, "$.parts: expected tuple, got {}"),
+        ({"parts": [{"kind": "wheel", "size": True}]}, "$.parts[0].size: expected float, got True"),
+        ({"parts": [*CAR["parts"], {"kind": "wing"}]}, "$.parts[2]: unknown kind 'wing'"),
+        ({"parts": [{"kind": ["wheel"], "size": 1.0}]}, "$.parts[0]: unknown kind ['wheel']"),
+        ({"parts": [{"kind": "engine", "fuel": "coal"}]}, "$.parts[0].fuel: expected Literal, got 'coal'"),
+        (
+            {"parts": [{"kind": "engine", "fuel": "diesel", "cylinders": True}]},
+            "$.parts[0].cylinders: expected int, got True",
+        ),
+        ({"notes": {"seats": "x"}}, "$.notes.seats: expected int, got 'x'; $.notes.seats: expected NoneType, got 'x'"),
+        ({"parts": [{"kind": "wheel"}]}, "$.parts[0]: Wheel.__init__() missing 1 required positional argument: 'size'"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CodecError) as caught:
+        from_json(Car, {**CAR, **changes})
+    assert str(caught.value) == message
+
+
+def test_the_place_begins_where_the_caller_says() -> None:
+    with pytest.raises(CodecError, match=r"^recipe\.json\.size: expected float"):
+        from_json(Wheel, {"size": "x"}, "recipe.json")
+
+
+def test_without_a_kind_every_member_is_tried() -> None:
+    part: Wheel | Engine = from_json(Wheel | Engine, {"fuel": "petrol"})
+    assert part == Engine("petrol")
+    with pytest.raises(CodecError, match=r"for Wheel.*; .*for Engine"):
+        from_json(Wheel | Engine, {"doors": 4})
+
+
+def test_what_has_no_json_form_is_refused() -> None:
+    with pytest.raises(TypeError, match="cannot encode set"):
+        to_json({1, 2})
