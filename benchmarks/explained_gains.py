@@ -15,21 +15,21 @@ import random
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from cluster.accelerators import describe_topology
-from cluster.modelled import ModelledCost
-from cluster.topology import Topology
+from cluster.hardware.accelerators import describe_topology
+from cluster.hardware.topology import Topology
+from cluster.virtual.modelled import ModelledCost
+from configs import CONFIGS
+from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.diagnosis import Answer, Basis, explain_sweep
-from orchestrator.hardware import known_topology
-from orchestrator.plan import make_plan
-from orchestrator.sweep import SweepSpec, load_sweep
-from tests.orchestrator.diagnosed import measurement, sweep
-from tests.orchestrator.story import evidence
+from orchestrator.planning.hardware.request import known_topology
+from orchestrator.planning.plan import make_plan
+from tests.orchestrator.diagnosis.diagnosed import measurement, sweep
+from tests.support.story import evidence
 from trials.outcome import Outcome, OutOfMemory
 from trials.spec import Candidate, TrialSpec
 
-SWEEP = Path(__file__).parents[1] / "configs" / "sweeps" / "llama2-13b-ascend.yaml"
+SWEEP = CONFIGS / "sweeps" / "llama2-13b-ascend.yaml"
 NUM_MACHINES = 12
 NUM_TRIALS = (1, 3, 8)
 

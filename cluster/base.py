@@ -10,12 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from cluster.placement import Placement
-from cluster.topology import Topology
+from cluster.hardware.placement import Placement
+from cluster.hardware.topology import Topology
 from trials.outcome import Outcome
 
 if TYPE_CHECKING:
-    from cluster.queue import Admission
+    from cluster.queue.share import Admission
 
 
 class ClusterError(RuntimeError):

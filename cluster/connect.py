@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from cluster.agent import PRELOAD
 from cluster.base import Cluster, ClusterError
 from cluster.exclusion import Excluded, release_excluded, without_nodes
-from cluster.queue import Admission, Claim, Grant, Policy, Unlimited
-from cluster.queue_host import HostAdmission
-from cluster.topology import DeviceChoice, DeviceError, Node, Topology, discover_node, uniform_topology
+from cluster.hardware.topology import DeviceChoice, DeviceError, Node, Topology, discover_node, uniform_topology
+from cluster.node.agent import PRELOAD
+from cluster.queue.host import HostAdmission
+from cluster.queue.share import Admission, Claim, Grant, Policy, Unlimited
 
 if TYPE_CHECKING:
-    from cluster.simulated import Fault
+    from cluster.virtual.simulated import Fault
 
 WAIT_S = 120.0
 INFEASIBLE_WAIT_S = 5.0
@@ -28,7 +28,7 @@ ClusterKind = Literal["ray", "local", "simulated", "replay"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """A cluster that does not exist; see :mod:`cluster.simulated` and :mod:`cluster.modelled`."""
+    """A cluster that does not exist; see :mod:`cluster.virtual.simulated` and :mod:`cluster.virtual.modelled`."""
 
     accelerator: str
     """Its name in the catalogue."""
@@ -167,7 +167,7 @@ def _lease(
     preload: Sequence[str],
     admission: Admission | None = None,
 ) -> Cluster:
-    from cluster.ray_cluster import RayCluster
+    from cluster.ray.backend import RayCluster
 
     cluster = RayCluster(workdir, request, admission=admission, preload=preload)
     try:
@@ -216,7 +216,7 @@ def _described(request: ClusterRequest) -> Topology | None:
 
 def clock_of(cluster: Cluster, *, start_s: float) -> Callable[[], float] | None:
     """The clock of a cluster in virtual time, beginning at ``start_s``; None where time is the host's."""
-    from cluster.virtual import VirtualCluster
+    from cluster.virtual.backend import VirtualCluster
 
     if not isinstance(cluster, VirtualCluster):
         return None
@@ -224,10 +224,10 @@ def clock_of(cluster: Cluster, *, start_s: float) -> Callable[[], float] | None:
 
 
 def _simulated(simulation: Simulation, topology: Topology) -> Cluster:
-    from cluster.accelerators import describe_topology
-    from cluster.modelled import ModelledCost
-    from cluster.simulated import Behaviour, SimulatedCluster
-    from cluster.simulated_probe import machine_rates
+    from cluster.hardware.accelerators import describe_topology
+    from cluster.virtual.modelled import ModelledCost
+    from cluster.virtual.probe import machine_rates
+    from cluster.virtual.simulated import Behaviour, SimulatedCluster
 
     described = describe_topology(topology)
     cost = ModelledCost(described, deviation=simulation.deviation, seed=simulation.seed)
@@ -242,7 +242,7 @@ def _simulated(simulation: Simulation, topology: Topology) -> Cluster:
 
 
 def _simulated_topology(request: ClusterRequest, simulation: Simulation) -> Topology:
-    from cluster.accelerators import find_accelerator
+    from cluster.hardware.accelerators import find_accelerator
 
     accelerator = find_accelerator(simulation.accelerator)
     return uniform_topology(
@@ -254,7 +254,7 @@ def _simulated_topology(request: ClusterRequest, simulation: Simulation) -> Topo
 
 
 def _replayed(replay: Replay) -> Cluster:
-    from cluster.replay import ReplayCluster
+    from cluster.virtual.replay import ReplayCluster
 
     return ReplayCluster(replay.table, replay.problem, noise=replay.noise, seed=replay.seed)
 

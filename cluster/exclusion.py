@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from cluster.base import Cluster, ClusterError
-from cluster.topology import Topology
+from cluster.hardware.topology import Topology
 
 Excluded = Callable[[Topology], Collection[str]]
 """Names the nodes of a lease that are not to be used."""

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Self
 from uuid import uuid4
 
-from cluster.agent import PRELOAD, Agent
 from cluster.base import GangEvent, GangLaunch
-from cluster.guardian import LEASE_VARIABLE, Guardian
-from cluster.messages import Stop, node_launch, rendezvous_file
-from cluster.queue import Admission, Unlimited
-from cluster.topology import Node, Topology, discover_node
-from cluster.tracker import GangTracker
+from cluster.gang.messages import Stop, node_launch, rendezvous_file
+from cluster.gang.tracker import GangTracker
+from cluster.hardware.topology import Node, Topology, discover_node
+from cluster.node.agent import PRELOAD, Agent
+from cluster.node.guardian import LEASE_VARIABLE, Guardian
+from cluster.queue.share import Admission, Unlimited
 
 
 class LocalCluster:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from orchestrator.cli import GC_THRESHOLDS
+from orchestrator.cli.main import GC_THRESHOLDS
+from tests.support import ROOT
 
-ROOT = Path(__file__).parents[1]
 # Forked ranks and child interpreters import runners from tests/ and benchmarks/.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 os.environ.setdefault("OMP_NUM_THREADS", "1")

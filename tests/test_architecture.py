@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support import ROOT
+
 PACKAGES = ("orchestrator", "cluster", "trials")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
@@ -48,7 +49,13 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-PLANNING = ("orchestrator.sweep", "orchestrator.space", "orchestrator.plan", "orchestrator.planning", "cluster.connect")
+PLANNING = (
+    "orchestrator.config.sweep",
+    "orchestrator.space.space",
+    "orchestrator.planning.plan",
+    "orchestrator.commands.plan",
+    "cluster.connect",
+)
 
 
 @pytest.mark.parametrize("module", PLANNING)
@@ -63,7 +70,7 @@ def test_trial_types_need_the_standard_library_only(module):
 
 
 def test_the_command_line_starts_without_heavy_imports():
-    assert loaded_by("import orchestrator.cli").isdisjoint({"torch", "ray", "mlflow", "optuna", "numpy"})
+    assert loaded_by("import orchestrator.cli.main").isdisjoint({"torch", "ray", "mlflow", "optuna", "numpy"})
 
 
 def test_the_runner_knows_no_service():

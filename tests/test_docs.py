@@ -1,14 +1,13 @@
 """The documents stay true: links lead somewhere, shown files are the real ones, shown commands exist."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-from orchestrator.cli import main
-from orchestrator.knobs import KNOB_NAMES
+from orchestrator.cli.main import main
+from orchestrator.space.knobs import KNOB_NAMES
+from tests.support import ROOT
 
-ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 

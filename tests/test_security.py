@@ -18,15 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.connect import ClusterRequest, connect
-from orchestrator import ui
-from orchestrator.cli import main
+from orchestrator.cli.main import main
+from orchestrator.config.sweep import load_sweep
 from orchestrator.errors import ConfigError
-from orchestrator.home import Home, check_name
-from orchestrator.ledger import Ledger
 from orchestrator.mlflow_urls import check_tracking_uri
-from orchestrator.sweep import load_sweep
-from tests import leaky_runner, sweeps
-from tests.orchestrator.mlflow_store import new_store
+from orchestrator.sweep.home import Home, check_name
+from orchestrator.sweep.ledger import Ledger
+from orchestrator.tracking import ui
+from tests.support import leaky_runner, sweeps
+from tests.support.mlflow_store import new_store
 from trials.codec import to_json
 from trials.files import make_private_folder, write_atomically
 from trials.secrets import MASK, RedactingFormatter, for_ranks, redact, redact_all, redact_file
@@ -172,7 +172,7 @@ def test_planted_secrets_are_nowhere(planted, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(temporary))
     file = sweeps.write(
         tmp_path,
-        runner="tests.leaky_runner:run_rank",
+        runner="tests.support.leaky_runner:run_rank",
         space={"dp_replicate": [2]},
         budget={"max_trials": 3, "consecutive_failures": 6},
     )

@@ -78,8 +78,8 @@ def classify(error: BaseException, device: Literal["cpu", "cuda"] = "cpu") -> Fa
 
     The innermost error with a kind of its own wins. "connection" means collateral: some peer of the gang failed first,
     so it counts only when nothing in the chain says more; "error" is everything not recognised. A rank on the CPU has
-    the host's memory (its share of it, by :func:`trials.memory.limit_memory`) for a device's: for it there is no
-    "host_oom".
+    the host's memory (its share of it, by :func:`trials.training.memory.limit_memory`) for a device's: for it there
+    is no "host_oom".
     """
     kinds = [_classify_one(link) for link in _chain(error)]
     for kind in reversed(kinds):

@@ -14,7 +14,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
-from trials.findings import Findings
+from trials.reports.findings import Findings
 
 Phase = Literal["starting", "warmup", "measuring"]
 """Phases a rank goes through."""

@@ -24,28 +24,28 @@ import torch._dynamo  # optimisers import it at first use; here a fork server do
 
 from trials.codec import from_json, to_json
 from trials.datasets import Share, StepBatches, build_dataset
+from trials.datasets.loader import stream_batches
+from trials.datasets.loader_tuning import tune_loader, with_verdict
 from trials.failure import NonFiniteLoss
 from trials.files import write_atomically
-from trials.findings import LoaderTuningReport
-from trials.graph_metrics import compilations, forget_compilations, graph_report
-from trials.kernel_tuning import KernelTuner
-from trials.kernels import kernel_settings
-from trials.legality import check
-from trials.loader import stream_batches
-from trials.loader_tuning import tune_loader, with_verdict
-from trials.measure import Measurer, Recording
-from trials.memory import PeakMemory, limit_device_memory
-from trials.memory_format import settle_memory_format
-from trials.mesh import RankIdentity, build_mesh, process_group, select_device
+from trials.kernels.compile_report import compilations, forget_compilations, graph_report
+from trials.kernels.cudnn import KernelTuner
+from trials.kernels.settings import kernel_settings
+from trials.legality.rules import check
 from trials.outcome import Phase, ProgressSink, RankReport
-from trials.precision import check_device
-from trials.profile_plan import check_profile, folder_of_environment, long_enough
-from trials.profile_report import FOLDER_VARIABLE
-from trials.profiler import Profiler
-from trials.rank_report import build_report
+from trials.parallel.mesh import RankIdentity, build_mesh, process_group, select_device
+from trials.precision.mixed import check_device
+from trials.profiling.plan import check_profile, folder_of_environment, long_enough
+from trials.profiling.profiler import Profiler
+from trials.reports.findings import LoaderTuningReport
+from trials.reports.profile import FOLDER_VARIABLE
 from trials.spec import Loader, Protocol, TrialSpec
 from trials.stages import coordinates, data_parallel_rank
-from trials.step import Trainer, max_over_ranks
+from trials.training.measure import Measurer, Recording
+from trials.training.memory import PeakMemory, limit_device_memory
+from trials.training.memory_format import settle_memory_format
+from trials.training.rank_report import build_report
+from trials.training.step import Trainer, max_over_ranks
 
 
 def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.accelerators import ClusterDescription
 from cluster.cost.inputs import BUCKET_BYTES, SCHEDULES, CostInputs, from_rows
 from cluster.cost.operators import selective_shares
+from cluster.hardware.accelerators import ClusterDescription
 from trials.spec import Candidate, Counts, Layout, LlamaModel, Precision, Recompute, Workload
 
 NUMBER_FORMATS = {"highest": "float32", "high": "tf32", "medium": "tf32"}

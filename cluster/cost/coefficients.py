@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from cluster.cost.inputs import Array
+from configs import CONFIGS
 
-PRIORS_FILE = Path(__file__).parents[2] / "configs" / "cost" / "priors.json"
+PRIORS_FILE = CONFIGS / "cost" / "priors.json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cluster.accelerators import ClusterDescription
 from cluster.cost.candidates import NUMBER_FORMATS
 from cluster.cost.generic import GenericInputs
-from trials.estimate import Estimate
+from cluster.hardware.accelerators import ClusterDescription
+from trials.dryrun.estimate import Estimate
 from trials.flops import activation_elements, model_flops_per_token, num_kernels, num_parameters
 from trials.spec import Candidate, LlamaModel, Workload
 

@@ -3,9 +3,9 @@
 :func:`explain_sweep` is pure; :func:`explain_ledger` reads what it needs from a sweep's ledger.
 """
 
-from orchestrator.diagnosis.basis import Basis
+from orchestrator.diagnosis.explain import Basis
 from orchestrator.diagnosis.explaining import explain_sweep
-from orchestrator.diagnosis.loading import explain_ledger, load_basis
+from orchestrator.diagnosis.load import explain_ledger, load_basis
 from orchestrator.diagnosis.values import (
     Answer,
     Diagnosis,

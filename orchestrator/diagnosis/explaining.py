@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from orchestrator.beliefs import NotDescribedError
-from orchestrator.diagnosis.answers import Change, changes
-from orchestrator.diagnosis.basis import Basis
+from orchestrator.diagnosis.bottlenecks import Case, diagnose
+from orchestrator.diagnosis.cost_view import ModelView
 from orchestrator.diagnosis.effects import main_effects
-from orchestrator.diagnosis.losses import Case, diagnose
-from orchestrator.diagnosis.model import ModelView
+from orchestrator.diagnosis.explain import Basis
 from orchestrator.diagnosis.observations import Table, tabulate
-from orchestrator.diagnosis.parts import ProfileOf, split
-from orchestrator.diagnosis.predictions import hold_against
+from orchestrator.diagnosis.prediction_errors import hold_against
 from orchestrator.diagnosis.profiled import profiles_of
-from orchestrator.diagnosis.surroundings import around
+from orchestrator.diagnosis.remedies import Change, changes
+from orchestrator.diagnosis.step_parts import ProfileOf, split
 from orchestrator.diagnosis.values import Diagnosis, Importance, KnobEffect, StepParts, SweepExplanation
 from orchestrator.errors import ConfigError
-from orchestrator.forecast import make_predictor
-from orchestrator.report_format import status_words, trial_id
-from orchestrator.space import flat_params
-from orchestrator.state import SweepState, Trial
-from orchestrator.summary import speed_unit
+from orchestrator.planning.forecast import make_predictor
+from orchestrator.report.summary import speed_unit
+from orchestrator.search.prediction.predictor import NotDescribedError
+from orchestrator.space.neighbours import around
+from orchestrator.space.space import flat_params
+from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.units import status_words, trial_id
 from trials.spec import Candidate
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.space import flat_params
-from orchestrator.state import Trial
+from orchestrator.space.space import flat_params
+from orchestrator.sweep.state import Trial
 from trials.outcome import Measurement, StoppedEarly
 
 IMPLIED = ("world_size",)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from orchestrator.diagnosis.parts import ProfileOf
-from orchestrator.proof.values import ProfileRun
-from orchestrator.state import SweepState
+from orchestrator.diagnosis.step_parts import ProfileOf
+from orchestrator.sweep.checks import ProfileRun
+from orchestrator.sweep.state import SweepState
 
 
 def profiles_of(state: SweepState) -> dict[int, ProfileOf]:

@@ -8,23 +8,23 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from orchestrator.beginning import tracking_uri as tracking_uri_of
+from orchestrator.controller.creation import tracking_uri as tracking_uri_of
 from orchestrator.errors import ConfigError
-from orchestrator.events import Promoted
-from orchestrator.fold import fold
-from orchestrator.home import Home, check_name
-from orchestrator.ledger import Ledger, LedgerError, SweepBusyError
-from orchestrator.promotion.desk import NONE, Change, Desk
-from orchestrator.promotion.difference import Difference, compare
+from orchestrator.promotion.diff import Difference, compare
 from orchestrator.promotion.evidence import choose
-from orchestrator.promotion.past import PRODUCTION
-from orchestrator.promotion.reading import describe, read, store
-from orchestrator.promotion.recipe import build_recipe
+from orchestrator.promotion.history import PRODUCTION
+from orchestrator.promotion.manifest import build_recipe
 from orchestrator.promotion.records import Record, Records, chain
-from orchestrator.registry import Registry
-from orchestrator.state import SweepState
-from orchestrator.tracking import Tracker
-from orchestrator.tracking_content import sweep_id
+from orchestrator.promotion.references import describe, read, store
+from orchestrator.promotion.release import NONE, Change, Desk
+from orchestrator.sweep.events import Promoted
+from orchestrator.sweep.fold import fold
+from orchestrator.sweep.home import Home, check_name
+from orchestrator.sweep.ledger import Ledger, LedgerError, SweepBusyError
+from orchestrator.sweep.state import SweepState
+from orchestrator.tracking.content import sweep_id
+from orchestrator.tracking.registry import Registry
+from orchestrator.tracking.tracker import Tracker
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import numpy as np
 from scipy.special import stdtrit
 
-from orchestrator import report_format as fmt
-from orchestrator.promotion.difference import differing
-from orchestrator.proof.accuracy import Trajectory, judge_gate
-from orchestrator.proof.values import GateSettings
+from orchestrator import units as fmt
+from orchestrator.promotion.diff import differing
+from orchestrator.proof.loss_gate import Trajectory, judge_gate
 from orchestrator.statistics import Estimate, Interval
+from orchestrator.sweep.checks import GateSettings
 from trials.codec import from_json
 from trials.spec import Precision, Workload
 

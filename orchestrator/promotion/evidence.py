@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator import report_format as fmt
+from orchestrator import units as fmt
 from orchestrator.errors import ConfigError
-from orchestrator.logs import find_trial
-from orchestrator.proof.standing import checks, gate_runs
-from orchestrator.proof.values import ConfirmationRun, GateReport, Verdict
-from orchestrator.state import SweepState, Trial
-from orchestrator.summary import interval_json, result, speed_unit, speedup
-from orchestrator.tracking_content import sweep_id
+from orchestrator.proof.progress import checks, gate_runs
+from orchestrator.report.summary import interval_json, result, speed_unit, speedup
+from orchestrator.status.logs import find_trial
+from orchestrator.sweep.checks import ConfirmationRun, GateReport, Verdict
+from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.tracking.content import sweep_id
 from trials.codec import to_json
 from trials.outcome import Measurement
 from trials.spec import Candidate
@@ -179,7 +179,7 @@ def _gate(state: SweepState, number: int) -> dict[str, Any] | None:
 
 
 def trajectory_json(measurement: Measurement | None, candidate: Candidate) -> dict[str, Any]:
-    """How a run trained, step by step from the first: what :class:`orchestrator.proof.accuracy.Trajectory` needs."""
+    """How a run trained, step by step from the first: what :class:`orchestrator.proof.loss_gate.Trajectory` needs."""
     if measurement is None:
         return {}
     return {

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from uuid import uuid4
 
 from orchestrator.errors import ConfigError
-from orchestrator.promotion.process import is_gone, own_identity, own_place
-from orchestrator.registry import Registry
+from orchestrator.promotion.owner import is_gone, own_identity, own_place
+from orchestrator.tracking.registry import Registry
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self, cast, get_args
 
 from orchestrator.mlflow_urls import artifact_folder
-from orchestrator.registry import Registry
+from orchestrator.tracking.registry import Registry
 from trials.secrets import redact
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Record:
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"missing": list(self.missing)}
 
     def for_ledger(self) -> dict[str, str]:
-        """As :class:`orchestrator.events.Promoted` keeps it."""
+        """As :class:`orchestrator.sweep.events.Promoted` keeps it."""
         names = ("action", "name", "from_version", "to_version", "sweep", "from_sweep", "trial", "by", "reason")
         texts = {name: str(getattr(self, name)) for name in (*names, "recipe_sha256", "files_sha256", "record_id")}
         return texts | {"forced": str(self.forced).lower(), "number": str(self.number), "at_s": f"{self.at_s:.3f}"}

@@ -26,7 +26,7 @@ ERROR_RATE = 0.05
 """Of a family: how often any interval at any look may leave out the truth."""
 
 SHAPE = 0.25
-"""By benchmarks/confirmation.py: nearly as soon as Pocock's where differences are large, and finds more small ones."""
+"""By benchmarks/confirmation: nearly as soon as Pocock's where differences are large, and finds more small ones."""
 
 _NUM_SIMULATED = (4_000, 40_000)
 """Confirmations, at least and at most: 5 % are then known to 0.3 or 0.1 points."""

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.logs import attempt_folder
-from orchestrator.proof.accuracy import trajectory
-from orchestrator.proof.evaluation_keeper import KILL_S, Ending, Order
-from orchestrator.proof.standing import BASELINE, gate_runs
-from orchestrator.proof.values import Evaluation, GateReport
-from orchestrator.state import SweepState, Trial
+from orchestrator.proof.keeper import KILL_S, Ending, Order
+from orchestrator.proof.loss_gate import trajectory
+from orchestrator.proof.progress import BASELINE, gate_runs
+from orchestrator.status.logs import attempt_folder
+from orchestrator.sweep.checks import Evaluation, GateReport
+from orchestrator.sweep.state import SweepState, Trial
 from trials.codec import to_json
 from trials.files import make_private_folder, write_atomically
 
@@ -103,7 +103,7 @@ class EvaluationProcess:
 
 def _start_keeper(order: Order) -> subprocess.Popen[bytes]:
     keeper = subprocess.Popen(
-        [sys.executable, "-m", "orchestrator.proof.evaluation_keeper"],
+        [sys.executable, "-m", "orchestrator.proof.keeper"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is for the sweep

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from orchestrator.proof.evaluation import EvaluationProcess, facts
-from orchestrator.proof.standing import gate_report
-from orchestrator.proof.values import Evaluation
-from orchestrator.state import SweepState
+from orchestrator.proof.progress import gate_report
+from orchestrator.sweep.checks import Evaluation
+from orchestrator.sweep.state import SweepState
 
 
 class Evaluator:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from orchestrator.choices import ALL_LAYERS, RecomputeChoice, layers_of, resolve_recompute
 from orchestrator.recipes.base import Draft
+from orchestrator.space.knobs.layer_choices import ALL_LAYERS, RecomputeChoice, layers_of, resolve_recompute
 from trials.spec import Candidate, Counts, Layout, Recompute
 from trials.stages import all_chunks
 

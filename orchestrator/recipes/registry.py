@@ -10,12 +10,12 @@ from orchestrator.recipes.base import Export, Recipe, audited
 from trials.spec import Candidate, Workload
 
 FORMATS = {
-    "megatron": "orchestrator.recipes.megatron",
-    "torchtitan": "orchestrator.recipes.torchtitan",
-    "deepspeed": "orchestrator.recipes.deepspeed",
-    "mindformers": "orchestrator.recipes.mindformers",
-    "paddlenlp": "orchestrator.recipes.paddlenlp",
-    "accelerate": "orchestrator.recipes.accelerate",
+    "megatron": "orchestrator.recipes.megatron.recipe",
+    "torchtitan": "orchestrator.recipes.torchtitan.recipe",
+    "deepspeed": "orchestrator.recipes.deepspeed.recipe",
+    "mindformers": "orchestrator.recipes.mindformers.recipe",
+    "paddlenlp": "orchestrator.recipes.paddlenlp.recipe",
+    "accelerate": "orchestrator.recipes.accelerate.recipe",
     "torchrun": "orchestrator.recipes.torchrun",
 }
 """Module of each format, imported when asked for; its recipe is called ``RECIPE``."""

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from cluster.connect import ClusterRequest, connect
-from cluster.queue import Claim
+from cluster.queue.share import Claim
 from tests.cluster.gangs import PRELOAD
 
 

@@ -1,8 +1,8 @@
 import pytest
 
 from cluster.connect import ClusterRequest, connect
+from cluster.hardware.topology import discover_node
 from cluster.local import LocalCluster
-from cluster.topology import discover_node
 from tests.cluster.gangs import PRELOAD
 
 

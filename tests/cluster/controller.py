@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from cluster.connect import ClusterRequest, connect
+from cluster.hardware.topology import discover_node
 from cluster.local import LocalCluster
-from cluster.topology import discover_node
 from tests.cluster.gangs import PRELOAD, launch, wait_for_pids
 
 

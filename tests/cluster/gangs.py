@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from cluster.base import Deadlines, GangEnded, GangLaunch
-from cluster.placement import place
+from cluster.hardware.placement import place
 
 PRELOAD = ("torch", "torch.distributed", "tests.cluster.runners")
 LIMIT_S = 60.0

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from cluster.base import Deadlines, GangEnded, GangProgress
-from cluster.recovery import recover
+from cluster.gang.recovery import recover
 from tests.cluster.gangs import end_of, events_until_end, launch, living, run, wait_for_pids
 from trials.outcome import Crashed, GangLost, Measured, OutOfMemory, TimedOut
 

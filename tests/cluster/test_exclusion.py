@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.base import ClusterError
-from cluster.ray_nodes import NoSuchNodesError, View, Wanted, bundle, names_by_id
+from cluster.ray.nodes import NoSuchNodesError, View, Wanted, bundle, names_by_id
 
 
 def node(identity, host="host", *, alive=True, **resources):

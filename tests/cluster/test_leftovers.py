@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster.guardian import LEASE_VARIABLE, Guardian, environment_of, marked_processes
+from cluster.hardware.topology import discover_node
 from cluster.local import LocalCluster
-from cluster.topology import discover_node
+from cluster.node.guardian import LEASE_VARIABLE, Guardian, environment_of, marked_processes
 from tests.cluster.gangs import PRELOAD, end_of, launch, living, run, wait_for_pids, wait_until
+from tests.support import ROOT
 from trials.outcome import GangLost, Measured
 
 BACKENDS = ["local", pytest.param("ray", marks=pytest.mark.ray)]
-ROOT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 

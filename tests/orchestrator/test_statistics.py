@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from orchestrator import statistics
 from orchestrator.statistics import Estimate, Interval
-from tests.orchestrator.story import measured
+from tests.support.story import measured
 from trials.outcome import Measurement
 
 step_times = st.lists(st.floats(1e-4, 1e2), min_size=1, max_size=16).map(tuple)

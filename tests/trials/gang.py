@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gang import RankError, gang, receive
+from benchmarks.runner.gang import RankError, gang, receive
 from trials.codec import from_json, to_json
 from trials.failure import classify
 from trials.outcome import RankReport

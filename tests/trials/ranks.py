@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gang import gang, receive
+from benchmarks.runner.gang import gang, receive
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, folder: Path, *args: Any, timeout_s: float = 120) -> list:

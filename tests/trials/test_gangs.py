@@ -29,8 +29,8 @@ def _check_initial_values() -> None:
     import torch
     from torch.distributed.tensor import DTensor
 
-    from trials import step
-    from trials.seeding import initial_value, plain_name
+    from trials.parallel.seeding import initial_value, plain_name
+    from trials.training import step
 
     parallelize = step.parallelize
 
@@ -106,7 +106,7 @@ def test_a_memory_limit_makes_allocation_fail_in_the_rank(tmp_path: Path) -> Non
 
 
 def _break_rank_one() -> None:
-    from trials import step
+    from trials.training import step
 
     train = step.Trainer.step
 

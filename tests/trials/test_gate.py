@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.loss_gate_bugs import (
+from benchmarks.loss_gate.bugs import (
     attention_sees_the_future,
     every_fourth_update_skipped,
     last_micro_batch_dropped,
     learning_rate_10_percent_off,
     no_weight_decay,
 )
-from benchmarks.loss_gate_runs import spec_of, train
-from orchestrator.proof.accuracy import Trajectory, judge_gate
-from orchestrator.proof.values import GateReport, GateSettings
+from benchmarks.loss_gate.runs import spec_of, train
+from orchestrator.proof.loss_gate import Trajectory, judge_gate
+from orchestrator.sweep.checks import GateReport, GateSettings
 from tests.trials.test_sensitivity import BUGS
 from tests.trials.tiny import WORKLOAD
 from trials.spec import Layout, TrialSpec

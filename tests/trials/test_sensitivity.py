@@ -19,14 +19,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.parity]
 def _gradients_times_four() -> None:
     import torch
 
-    from trials import microbatches
+    from trials.training import microbatches
 
     backward = torch.autograd.backward
     microbatches.torch.autograd.backward = lambda loss, seed: backward(loss, 4.0 * seed)
 
 
 def _gradients_not_reduced() -> None:
-    from trials import microbatches
+    from trials.training import microbatches
 
     set_gradient_sync = microbatches.set_gradient_sync
     microbatches.set_gradient_sync = lambda module, _enabled: set_gradient_sync(module, False)
@@ -35,7 +35,7 @@ def _gradients_not_reduced() -> None:
 def _partial_sums_taken_for_whole() -> None:
     from torch.distributed.tensor import DTensor
 
-    from trials.gradients import Gradients
+    from trials.training.gradients import Gradients
 
     def broken(self):
         for parameter in self._tensor_parallel:
@@ -50,14 +50,14 @@ def _partial_sums_taken_for_whole() -> None:
 
 
 def _norms_not_summed_over_tp() -> None:
-    from trials import gradients
+    from trials.training import gradients
 
     gradients._sum_in_place = lambda tensors, group: None
 
 
 def _divided_once_more_by_the_schedule() -> None:
     """As its default does, for losses that are not divided yet."""
-    from trials import pipeline
+    from trials.training import pipeline
 
     build = pipeline.build_schedule
 
@@ -70,13 +70,13 @@ def _divided_once_more_by_the_schedule() -> None:
 
 
 def _reduced_over_dp_without_cp() -> None:
-    from trials import data_parallel
+    from trials.parallel import data_parallel
 
     data_parallel.DATA_AXES = ("dp_replicate", "dp_shard")
 
 
 def _split_backward_loses_sharded_weights() -> None:
-    from trials.pipeline import Stage
+    from trials.training.pipeline import Stage
 
     Stage._gather_weights = lambda self: None
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import trials.models
-import trials.parallel
+import trials.training.build
 from trials.dryrun.tracker import MemoryTracker
 from trials.models.base import TrainModel
 
@@ -89,8 +89,8 @@ def storage_from(mode: contextlib.AbstractContextManager[Any]) -> Iterator[None]
         return model
 
     with (
-        replaced(trials.parallel, "build_model", build_model),
-        replaced(trials.parallel, "init_parameters", _do_nothing),
+        replaced(trials.training.build, "build_model", build_model),
+        replaced(trials.training.build, "init_parameters", _do_nothing),
     ):
         yield
 
@@ -175,7 +175,7 @@ def ddp_as_buckets(tracker: MemoryTracker, mode: contextlib.AbstractContextManag
         with mode:
             return Replica(model, tracker)
 
-    with replaced(trials.parallel, "apply_ddp", apply_ddp):
+    with replaced(trials.training.build, "apply_ddp", apply_ddp):
         yield
 
 

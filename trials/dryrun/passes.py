@@ -8,7 +8,7 @@ from typing import Any
 
 from trials.dryrun.records import Growth, Traffic
 from trials.dryrun.tracker import MemoryTracker, Tally
-from trials.pipeline import Stage
+from trials.training.pipeline import Stage
 
 _FORWARD, _BACKWARD, _WEIGHTS = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
 _SENDS = ("send", "recv")

@@ -11,10 +11,10 @@ import torch
 
 from trials.dryrun.fake import replaced
 from trials.failure import InfeasibleSpec
-from trials.parallel import ModelPart
-from trials.pipeline import Stage
-from trials.precision import parameter_dtype
+from trials.precision.mixed import parameter_dtype
 from trials.spec import LinearModel, LlamaModel, TrialSpec
+from trials.training.build import ModelPart
+from trials.training.pipeline import Stage
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)

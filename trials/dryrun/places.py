@@ -15,8 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from trials.dryrun.runs import runs_of_chunk
 from trials.dryrun.tracker import MemoryTracker
 from trials.operators import in_backward
-from trials.parallel import ModelPart
 from trials.spec import Recompute
+from trials.training.build import ModelPart
 
 
 def follow(part: ModelPart, recompute: Recompute, tracker: MemoryTracker) -> None:

@@ -19,13 +19,13 @@ from trials.dryrun.pipelines import held_sends, static_shapes, tell_shapes
 from trials.dryrun.places import follow
 from trials.dryrun.records import RankRun, Request
 from trials.dryrun.tracker import MemoryTracker, local_part
-from trials.legality import check
-from trials.mesh import build_mesh
-from trials.pipeline import Pipeline
-from trials.precision import LossScaler
+from trials.legality.rules import check
+from trials.parallel.mesh import build_mesh
+from trials.precision.mixed import LossScaler
 from trials.spec import LinearModel, LlamaModel, TrialSpec
 from trials.stages import coordinates
-from trials.step import Trainer
+from trials.training.pipeline import Pipeline
+from trials.training.step import Trainer
 
 CUDA_GRANULE_BYTES = 512
 """What CUDA's caching allocator rounds up to."""

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.cost.balance import balance
-from cluster.cost.balance_problem import BalanceProblem, DoesNotFitError
+from cluster.cost.balance.balancer import balance
+from cluster.cost.balance.problem import BalanceProblem, DoesNotFitError
+from cluster.cost.balance.stage_recompute import LayerState
 from cluster.cost.in_flight import in_flight_peaks
-from cluster.cost.stage_recompute import LayerState
 
 GIB = 2.0**30
 NONE = LayerState(name="none", activation_bytes=10)
@@ -248,7 +248,7 @@ def test_a_large_pipeline_is_solved_to_the_end(limit_gib):
 def test_a_time_limit_leaves_an_honest_gap(monkeypatch):
     """Out of time after the first splits: the bound is that of a perfectly divisible model."""
     clock = itertools.count(step=0.1)
-    monkeypatch.setattr("cluster.cost.balance.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("cluster.cost.balance.balancer.time.monotonic", lambda: next(clock))
     found = balance(problem(num_layers=17, head_s=1.0, memory_limit_bytes=90), time_limit_s=2.5)
     assert 0 < found.gap < 1
     assert found.bound_s < found.step_s

@@ -8,12 +8,12 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from cluster.accelerators import load_cluster
 from cluster.cost.candidates import inputs_of
 from cluster.cost.estimate import cost_model
 from cluster.cost.generic import GenericInputs, generic_peak_bytes, generic_step_seconds
 from cluster.cost.operators import selective_shares
 from cluster.cost.work import layers_params, tables_params, work_of
+from cluster.hardware.accelerators import load_cluster
 from tests.cluster.cost.rows import varied
 from trials.flops import model_flops_per_token, num_parameters
 from trials.spec import (

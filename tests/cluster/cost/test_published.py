@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.cost_model import evaluate, rank_correlation
+from benchmarks.cost.accuracy import evaluate, rank_correlation
 from cluster.cost.inputs import from_rows
-from cluster.cost.published import PublishedRow, TableError, read_table, read_what_can_be
-from cluster.cost.published_inputs import network_bytes_per_s
+from cluster.cost.published.inputs import network_bytes_per_s
+from cluster.cost.published.table import PublishedRow, TableError, read_table, read_what_can_be
 from cluster.cost.reported import Reported
+from tests.support import ROOT
 
-TABLE = Path(__file__).parents[2] / "data" / "published.csv"
+TABLE = ROOT / "tests" / "data" / "published.csv"
 
 
 def test_reads_and_models_the_table() -> None:

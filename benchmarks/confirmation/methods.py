@@ -1,0 +1,181 @@
+"""Sweeps and confirmations in numbers, and ways to name a winner. Nothing runs; speeds are drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrator.proof import confirmation as judging
+from orchestrator.proof.boundaries import critical_value
+from orchestrator.proof.confirmation import Judgement, judge, order
+from orchestrator.statistics import Estimate, Interval, verdict
+
+NUM_TRIALS = 50
+NUM_FINALISTS = 3
+MIN_ROUNDS = 3
+MAX_ROUNDS = 8
+BASELINE = 0
+ROUND_NOISE = 0.05
+"""What the runs of a round have in common."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Speeds, and what blurs them. Relative standard deviations throughout."""
+
+    name: str
+    noise: float
+    """Between runs."""
+    gain: float | None = None
+    """Of the candidates that are faster than the baseline; None: all are exactly as fast as it."""
+    num_faster: int = 1
+    unequal: float = 0.0
+    """Spread of the logarithm of the noise over contenders."""
+    baseline_noise: float = 1.0
+    """Of the baseline, relative to that of others."""
+    slow_runs: float = 0.0
+    """Share of runs that are 15 % slower, say beside a busy neighbour."""
+    drift: float = 0.0
+    """How much faster a run is than the one before it in its round."""
+    balanced: bool = True
+    """Whether rounds take turns in their order; otherwise the baseline is always first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One sweep, and the runs that a confirmation of its finalists would see. By contender; 0 is the baseline."""
+
+    truth: NDArray[np.float64]
+    """Speed over the baseline's."""
+    searched: NDArray[np.float64]
+    """Measured once each."""
+    finalists: tuple[int, ...]
+    speeds: NDArray[np.float64]
+    """By round and contender, but for drift."""
+    world: World
+
+    def round(self, number: int, contenders: Sequence[int]) -> Mapping[int, float]:
+        """Speeds of one round; which run of the round it is matters where there is drift."""
+        measured = order(contenders, number if self.world.balanced else 0)
+        drift = self.world.drift
+        return {who: float(self.speeds[number, who] * math.exp(drift * n)) for n, who in enumerate(measured)}
+
+    @property
+    def is_faster_among_finalists(self) -> bool:
+        return bool((self.truth[list(self.finalists)] > 1).any())
+
+    def rounds(self, count: int) -> list[Mapping[int, float]]:
+        """With everyone in every round."""
+        return [self.round(number, (BASELINE, *self.finalists)) for number in range(count)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """How a method ended."""
+
+    winner: int | None
+    ratio: Estimate | None = None
+    """Of the winner's speed over the baseline's."""
+    slower: tuple[int, ...] | None = None
+    """Finalists found slower than the winner; None where that is not asked."""
+    num_rounds: int = 0
+    num_runs: int = 0
+
+
+def draw(world: World, seed: int) -> Case:
+    """Search, then as many rounds as any method may ask for."""
+    rng = np.random.default_rng(seed)
+    truth = np.ones(NUM_TRIALS)
+    if world.gain is not None:
+        truth = rng.uniform(0.7, 1.0, NUM_TRIALS)
+        truth[BASELINE], truth[1 : 1 + world.num_faster] = 1.0, 1 + world.gain
+    noise = world.noise * np.exp(world.unequal * rng.standard_normal(NUM_TRIALS))
+    noise[BASELINE] *= world.baseline_noise
+
+    def runs(count: int) -> NDArray[np.float64]:
+        logs = noise * rng.standard_normal((count, NUM_TRIALS))
+        logs += math.log(0.85) * (rng.random(logs.shape) < world.slow_runs)
+        return np.asarray(truth * np.exp(logs))
+
+    searched = runs(1)[0]
+    best_first = np.argsort(-searched[1:]) + 1
+    common = np.exp(ROUND_NOISE * rng.standard_normal((MAX_ROUNDS, 1)))
+    finalists = tuple(int(number) for number in best_first[:NUM_FINALISTS])
+    return Case(truth, searched, finalists, 1e3 * common * runs(MAX_ROUNDS), world)
+
+
+def best_trial(case: Case) -> Claim:
+    """What a tuner without confirmation returns: the trial with the best measurement."""
+    winner = int(np.argmax(case.searched))
+    if winner == BASELINE:
+        return Claim(winner=None)
+    return Claim(winner=winner, ratio=Estimate(float(case.searched[winner] / case.searched[BASELINE]), None))
+
+
+def naive(case: Case) -> Claim:
+    """An ordinary paired t test after every round, until one of the finalists is found faster."""
+    for num_rounds in range(MIN_ROUNDS, MAX_ROUNDS + 1):
+        claim = _paired(case, num_rounds, level=0.05)
+        if claim.winner is not None:
+            break
+    return claim
+
+
+def fixed(case: Case) -> Claim:
+    """All rounds, then one paired t test per finalist with Bonferroni's correction."""
+    return _paired(case, MAX_ROUNDS, level=0.05 / NUM_FINALISTS)
+
+
+def ours(case: Case) -> Claim:
+    """The product."""
+    rounds: list[Mapping[int, float]] = []
+    while not (found := _judge(case, rounds)).is_decided:
+        rounds.append(case.round(len(rounds), found.contenders))
+    runs = sum(len(measured) for measured in rounds)
+    ratio = found.against_baseline[found.leader].ratio if found.leader is not None else None
+    slower = tuple(number for number, other in found.against_leader.items() if other.verdict == "slower")
+    return Claim(winner=found.leader, ratio=ratio, slower=slower, num_rounds=len(rounds), num_runs=runs)
+
+
+def patient(case: Case) -> Claim:
+    """The product, had it no way of giving up a finalist that cannot be expected to be shown faster any more."""
+    with patch.object(judging._Effect, "may_be_shown", lambda self, what: what == "slower" or not self.is_not_faster):
+        return ours(case)
+
+
+def _judge(case: Case, rounds: Sequence[Mapping[int, float]]) -> Judgement:
+    return judge(rounds, baseline=BASELINE, finalists=case.finalists, min_rounds=MIN_ROUNDS, max_rounds=MAX_ROUNDS)
+
+
+def _paired(case: Case, num_rounds: int, *, level: float) -> Claim:
+    rounds = case.rounds(num_rounds)
+    ratios = {finalist: _ratio(rounds, finalist, level) for finalist in case.finalists}
+    faster = [finalist for finalist, ratio in ratios.items() if verdict(ratio) == "faster"]
+    winner = max(faster, key=lambda finalist: ratios[finalist].value, default=None)
+    return Claim(
+        winner=winner,
+        ratio=ratios[winner] if winner is not None else None,
+        num_rounds=num_rounds,
+        num_runs=num_rounds * (NUM_FINALISTS + 1),
+    )
+
+
+def _ratio(rounds: Sequence[Mapping[int, float]], finalist: int, level: float) -> Estimate:
+    logs = np.log([measured[finalist] / measured[BASELINE] for measured in rounds])
+    half_width = critical_value(len(logs) - 1, level) * logs.std(ddof=1) / math.sqrt(len(logs))
+    low, middle, high = (math.exp(logs.mean() + side * half_width) for side in (-1, 0, 1))
+    return Estimate(middle, Interval(low, high))
+
+
+METHODS: Mapping[str, Callable[[Case], Claim]] = {
+    "best_trial": best_trial,
+    "naive": naive,
+    "fixed": fixed,
+    "patient": patient,
+    "ours": ours,
+}

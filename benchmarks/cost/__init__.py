@@ -1,0 +1,1 @@
+"""The cost model against published measurements, and its speed."""

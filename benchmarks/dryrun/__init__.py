@@ -1,0 +1,1 @@
+"""The dry run's memory against what ranks really allocate."""

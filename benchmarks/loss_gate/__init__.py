@@ -1,0 +1,1 @@
+"""Limits of the loss gate: legitimate differences and deliberate bugs."""

@@ -1,0 +1,1 @@
+"""The trial runner against the loop one would write by hand."""

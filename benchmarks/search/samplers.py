@@ -1,0 +1,165 @@
+"""Samplers to compare: each proposes one configuration after another of a problem, told what came of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+
+from benchmarks.search.priors import Beliefs
+from benchmarks.search.tables import Problem
+from orchestrator.search.acquisition import expected_log_times, propose
+
+Trials = Iterator[int | None]
+"""Configurations in the order tried, the baseline first; None: a trial spent on a configuration that does not exist."""
+Sampler = Callable[[Problem, Beliefs, int], Trials]
+
+NUM_WARM_STARTS = 3
+"""TPE's first trials after the baseline: the best by the cost model."""
+MAX_DRAWS = 16
+
+
+def guided(problem: Problem, beliefs: Beliefs, seed: int) -> Iterator[int]:
+    """Cost model x learned residual. Deterministic: ``seed`` changes nothing."""
+    del seed
+    times: dict[int, float] = {}
+    oom: set[int] = set()
+
+    def ask() -> int | None:
+        found = propose(beliefs.belief(times), beliefs.seen(times, frozenset(oom)))
+        return found[0].index if found else None
+
+    for row in _from_baseline(problem, ask):
+        _note(problem, row, times, oom)
+        yield row
+
+
+def rand(problem: Problem, beliefs: Beliefs, seed: int) -> Trials:
+    """Every configuration once, in random order."""
+    del beliefs
+    order = [row for row in range(len(problem)) if row != problem.baseline]
+    random.Random(seed).shuffle(order)
+    yield problem.baseline
+    yield from order
+
+
+def tpe(problem: Problem, beliefs: Beliefs, seed: int) -> Trials:
+    """Optuna's TPE restricted to configurations that exist, each once, warm-started with the cost model's best."""
+    space = _Space(problem)
+    study = _study(seed, num_startup=NUM_WARM_STARTS + 1)
+    expected = expected_log_times(beliefs.belief({}), beliefs.seen({}, frozenset()))[: len(problem)]
+    warm = [int(row) for row in np.argsort(expected, kind="stable") if row != problem.baseline]
+    warm = warm[:NUM_WARM_STARTS]
+    rng = random.Random(seed)
+    times: dict[int, float] = {}
+    oom: set[int] = set()
+
+    def ask() -> int | None:
+        left = [row for row in range(len(problem)) if row not in times and row not in oom]
+        if warm or not left:
+            return warm.pop(0) if warm else None
+        point: Mapping[str, int] = {}
+        for _ in range(MAX_DRAWS):
+            point = study.ask(space.distributions).params
+            if (row := space.row(point)) in left:
+                return row
+        return min(left, key=lambda row: (space.distance(row, point), rng.random()))
+
+    for row in _from_baseline(problem, ask):
+        _note(problem, row, times, oom)
+        value = times.get(row, max(times.values(), default=1.0))
+        study.add_trial(
+            optuna.trial.create_trial(params=space.points[row], distributions=space.distributions, value=value)
+        )
+        yield row
+
+
+def optuna_default(problem: Problem, beliefs: Beliefs, seed: int) -> Trials:
+    """Optuna as it comes: TPE over one category per knob; a proposal that does not exist is a failed trial."""
+    del beliefs
+    space = _Space(problem, categorical=True)
+    study = _study(seed)
+    study.enqueue_trial(space.points[problem.baseline])
+    while True:
+        trial = study.ask(space.distributions)
+        row = space.row(trial.params)
+        time_s = None if row is None else problem.configurations[row].time_s
+        if time_s is None:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        else:
+            study.tell(trial, time_s)
+        yield row
+
+
+SAMPLERS: dict[str, Sampler] = {"guided": guided, "tpe": tpe, "optuna_default": optuna_default, "random": rand}
+
+"""By the name they are reported under."""
+DETERMINISTIC = frozenset({"guided"})
+"""Samplers that every seed makes propose the same."""
+
+
+def _from_baseline(problem: Problem, ask: Callable[[], int | None]) -> Iterator[int]:
+    yield problem.baseline
+    while (row := ask()) is not None:
+        yield row
+
+
+def _note(problem: Problem, row: int, times: dict[int, float], oom: set[int]) -> None:
+    time_s = problem.configurations[row].time_s
+    if time_s is None:
+        oom.add(row)
+    else:
+        times[row] = time_s
+
+
+def _study(seed: int, num_startup: int = 10) -> optuna.Study:
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=num_startup)
+    return optuna.create_study(direction="minimize", sampler=sampler)
+
+
+class _Space:
+    """Knobs as indices of their sorted values; ordered where they are numbers, unless ``categorical``."""
+
+    def __init__(self, problem: Problem, *, categorical: bool = False) -> None:
+        knobs = [configuration.knobs for configuration in problem.configurations]
+        self._values = {name: sorted({row[name] for row in knobs}, key=_sort_key) for name in knobs[0]}
+        self._ordered = {name: not categorical and all(map(_is_number, v)) for name, v in self._values.items()}
+        self.points = [{name: values.index(row[name]) for name, values in self._values.items()} for row in knobs]
+        self._rows = {tuple(point.values()): row for row, point in enumerate(self.points)}
+
+    @property
+    def distributions(self) -> dict[str, BaseDistribution]:
+        return {
+            name: IntDistribution(0, len(values) - 1)
+            if self._ordered[name]
+            else CategoricalDistribution(range(len(values)))
+            for name, values in self._values.items()
+        }
+
+    def row(self, point: Mapping[str, int]) -> int | None:
+        return self._rows.get(tuple(point[name] for name in self._values))
+
+    def distance(self, row: int, point: Mapping[str, int]) -> float:
+        """Relative distance of ordered knobs, equal or not for others."""
+        return sum(
+            abs(self.points[row][name] - point[name]) / (len(values) - 1)
+            if self._ordered[name]
+            else float(self.points[row][name] != point[name])
+            for name, values in self._values.items()
+        )
+
+
+def _sort_key(text: str) -> tuple[bool, float, str]:
+    return (not _is_number(text), float(text or 0) if _is_number(text) else 0.0, text)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text or 0)
+    except ValueError:
+        return False
+    return True

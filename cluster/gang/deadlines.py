@@ -1,0 +1,55 @@
+"""When a rank is overdue: pure functions of the reports seen and the clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.base import Deadlines
+from cluster.gang.messages import PHASES, RankProgress
+from trials.outcome import Phase
+
+
+@dataclass(slots=True, kw_only=True)
+class RankClock:
+    """How far a rank has got, and when (monotonic seconds)."""
+
+    entered_at_s: float
+    """When the present phase began."""
+    reported_at_s: float | None = None
+    """Last report; None before the first, while only the starting deadline counts."""
+    phase: Phase = "starting"
+    step: int = 0
+    step_time_s: float | None = None
+
+    def advance(self, progress: RankProgress, now_s: float) -> None:
+        if progress.phase != self.phase:
+            self.entered_at_s = now_s
+        self.phase, self.step, self.step_time_s = progress.phase, progress.step, progress.step_time_s
+        self.reported_at_s = now_s
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Orders ranks by how far they have got."""
+        return PHASES.index(self.phase), self.step
+
+
+def due_at_s(clock: RankClock, deadlines: Deadlines) -> float:
+    """When the rank will be overdue unless it reports before."""
+    phase_end = clock.entered_at_s + _allowed_s(clock.phase, deadlines)
+    return phase_end if clock.reported_at_s is None else min(phase_end, clock.reported_at_s + deadlines.stall_s)
+
+
+def overdue_reason(clock: RankClock, deadlines: Deadlines) -> str:
+    """Which of the two deadlines :func:`due_at_s` is about, for people."""
+    allowed_s = _allowed_s(clock.phase, deadlines)
+    if due_at_s(clock, deadlines) < clock.entered_at_s + allowed_s:
+        return f"no progress for {deadlines.stall_s:g} s in phase {clock.phase} at step {clock.step}"
+    return f"phase {clock.phase} took longer than {allowed_s:g} s, at step {clock.step}"
+
+
+def _allowed_s(phase: Phase, deadlines: Deadlines) -> float:
+    return {
+        "starting": deadlines.starting_s,
+        "warmup": deadlines.warmup_s,
+        "measuring": deadlines.measuring_s,
+    }[phase]

@@ -1,0 +1,207 @@
+"""What controller, agent, warden and rank tell each other, as JSON lines made by :mod:`trials.codec`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cluster.base import Deadlines, GangLaunch
+from cluster.hardware.topology import DeviceKind, Node
+from trials.codec import to_json
+from trials.outcome import Phase, RankReport
+
+PHASES: tuple[Phase, ...] = ("starting", "warmup", "measuring")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a rank really ran, as it saw it itself."""
+
+    node: str
+    """The node whose agent started it."""
+    host: str
+    """What the host calls itself."""
+    device: str
+    """UUID of the GPU in use; elsewhere the index of the slot it was given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSuccess:
+    """The runner returned."""
+
+    kind: ClassVar[str] = "success"
+    rank: int
+    report: RankReport
+    place: Place | None = None
+    """None where no process ran: on virtual clusters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailure:
+    """Why a rank has no report. ``rank`` is None when it concerns a whole node or gang.
+
+    ``category`` is a class of :func:`trials.failure.classify`, or one of the cluster's own: ``exit`` (ended without
+    a report), ``host_oom`` (killed by the kernel for want of host memory), ``deadline``, ``device_busy`` (something
+    else holds the devices' memory), ``preempted`` (the batch system ends the node's processes), ``controller`` (it
+    killed the gang, or was not heard of any more), ``lost`` (node, link or agent), ``stopped`` (killed because a peer
+    had failed).
+    """
+
+    kind: ClassVar[str] = "failure"
+    rank: int | None
+    node: str
+    category: str
+    message: str
+    at_s: float
+    """Wall-clock time of the failure."""
+    error_type: str | None = None
+    exit_code: int | None = None
+    phase: str = "starting"
+    log_tail: tuple[str, ...] = ()
+
+
+RankResult = RankSuccess | RankFailure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgress:
+    """A rank's report on the way."""
+
+    kind: ClassVar[str] = "progress"
+    phase: Phase
+    step: int
+    step_time_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """A rank's place on its node."""
+
+    rank: int
+    local_rank: int
+    index: int
+    """Of its device, counted among those visible to the agent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLaunch:
+    """The part of a gang that runs on one node."""
+
+    kind: ClassVar[str] = "launch"
+    attempt_id: str
+    token: str
+    runner: str
+    spec: Mapping[str, Any]
+    node: str
+    directory: str
+    """Absolute path of the attempt's folder."""
+    slots: tuple[Slot, ...]
+    world_size: int
+    deadlines: Deadlines
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment of every rank, beside torchrun's per-rank variables."""
+    num_threads: int = 1
+    device_kind: DeviceKind = "cpu"
+    release_s: float = 60.0
+    """How long processes may take to be gone after a SIGKILL or their last word; a driver may hold them for ever."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Kill the gang's ranks on this node; ``is_cause`` when this, and no failure elsewhere, is why it ends."""
+
+    kind: ClassVar[str] = "stop"
+    reason: str
+    is_cause: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """The controller is alive, and will be heard of again within ``patience_s``."""
+
+    kind: ClassVar[str] = "beat"
+    patience_s: float
+
+
+Order = Stop | Beat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeProgress:
+    """What the slowest rank on the node has reached."""
+
+    kind: ClassVar[str] = "node_progress"
+    attempt_id: str
+    token: str
+    phase: Phase
+    step: int
+    step_time_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFailing:
+    """The ranks on this node are being killed: so must be those on the others."""
+
+    kind: ClassVar[str] = "node_failing"
+    attempt_id: str
+    token: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGone:
+    """No process of the gang is left on this node. Sent once per :class:`NodeLaunch`."""
+
+    kind: ClassVar[str] = "node_gone"
+    attempt_id: str
+    token: str
+    results: tuple[RankResult, ...]
+
+
+NodeEvent = NodeProgress | NodeFailing | NodeGone
+
+
+def line(message: Any) -> bytes:
+    """One message as a line of JSON."""
+    return json.dumps(to_json(message), separators=(",", ":")).encode() + b"\n"
+
+
+class Lines:
+    """Cuts what arrives on a pipe or socket into JSON lines."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> Iterator[Any]:
+        """Yield the messages completed by ``chunk``."""
+        *complete, self._rest = (self._rest + chunk).split(b"\n")
+        for text in complete:
+            yield json.loads(text)
+
+
+def node_launch(launch: GangLaunch, *, node: Node, directory: str, env: Mapping[str, str]) -> NodeLaunch:
+    """The part of ``launch`` placed on ``node``; ``env`` holds what the backend adds, ``launch.env`` goes over it."""
+    devices = launch.placement.ranks
+    ranks = [rank for rank, device in enumerate(devices) if device.node == node.name]
+    return NodeLaunch(
+        attempt_id=launch.attempt_id,
+        token=launch.token,
+        runner=launch.runner,
+        spec=launch.spec,
+        node=node.name,
+        directory=directory,
+        slots=tuple(Slot(rank=rank, local_rank=i, index=devices[rank].index) for i, rank in enumerate(ranks)),
+        world_size=len(devices),
+        deadlines=launch.deadlines,
+        env={**env, **launch.env},
+        num_threads=node.threads_per_device,
+        device_kind=node.device_kind,
+    )
+
+
+def rendezvous_file(directory: str) -> Path:
+    """Where the ranks of a gang on one node meet."""
+    return Path(directory) / "rendezvous"

@@ -1,0 +1,169 @@
+"""From what the ranks of a gang report to one outcome: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from cluster.gang.findings import merge_findings
+from cluster.gang.messages import Place, RankFailure, RankResult, RankSuccess
+from trials.outcome import (
+    Crashed,
+    Diverged,
+    Evidence,
+    Failure,
+    GangLost,
+    HostOutOfMemory,
+    Infeasible,
+    Measured,
+    Measurement,
+    Outcome,
+    OutOfMemory,
+    TimedOut,
+)
+from trials.secrets import redact
+
+COLLATERAL = frozenset({"connection"})
+"""Failures that only tell of another rank's."""
+STOPPED = "stopped"
+CAUSE_WINDOW_S = {"oom": 1.0, "host_oom": 1.0}
+"""How much later than the first failure one of this category may be and still be its cause: the traceback of an
+out-of-memory takes time to unwind."""
+CLOCK_SKEW_S = 0.5
+"""How far the clocks of two nodes may be apart. Within it, what stands below decides between failures on two nodes;
+failures on one node are told by one clock."""
+_EVIDENCE = (
+    ("oom", "host_oom"),
+    ("infeasible", "data", "diverged", "device_busy", "disk", "preempted"),
+    ("error", "exception", "exit"),
+)
+"""Categories from those that no peer's failure can bring about to those that may be an effect; what only tells of an
+absence ("deadline", "lost", "controller") comes last."""
+
+
+def fold(results: Iterable[RankResult]) -> Outcome:
+    """One outcome for the gang: a measurement when every rank has a report, else its root cause.
+
+    The order of ``results`` does not matter. Whatever is noted beside a full set of reports changes nothing about them:
+    a kill that came too late, devices that were not free in time afterwards.
+    """
+    known = list(results)
+    successes = sorted((r for r in known if isinstance(r, RankSuccess)), key=lambda success: success.rank)
+    failures = [result for result in known if isinstance(result, RankFailure)]
+    if successes and [success.rank for success in successes] == list(range(successes[0].report.world_size)):
+        return _merge(successes)
+    causes = [failure for failure in failures if failure.category != STOPPED]
+    if not causes:
+        return GangLost(evidence=Evidence(message="some ranks reported nothing, and no cause is known"))
+    root = root_cause(causes)
+    return _outcome(root, collateral=[failure for failure in causes if failure is not root])
+
+
+def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
+    """The failure that explains the others: the earliest, but no lost connection before a root cause.
+
+    Among those too close to the earliest to be told apart by their time, the kind of evidence decides.
+    """
+    roots = [failure for failure in failures if failure.category not in COLLATERAL] or list(failures)
+    first = min(roots, key=_order)
+    return min((f for f in roots if f.at_s <= first.at_s + _doubt_s(f, first)), key=lambda f: (_rung(f), _order(f)))
+
+
+def _doubt_s(failure: RankFailure, first: RankFailure) -> float:
+    """How much later than ``first`` the failure may be dated and yet have come before it."""
+    skew_s = 0.0 if failure.node == first.node else CLOCK_SKEW_S
+    return max(skew_s, CAUSE_WINDOW_S.get(failure.category, 0.0))
+
+
+def _rung(failure: RankFailure) -> int:
+    return next((rung for rung, members in enumerate(_EVIDENCE) if failure.category in members), len(_EVIDENCE))
+
+
+def _order(failure: RankFailure) -> tuple[float, int, str, str, str]:
+    rank = -1 if failure.rank is None else failure.rank
+    return failure.at_s, rank, failure.node, failure.category, failure.message
+
+
+def _outcome(root: RankFailure, *, collateral: Sequence[RankFailure]) -> Failure:
+    evidence = Evidence(
+        message=redact(root.message),
+        rank=root.rank,
+        node=root.node or None,
+        error_type=root.error_type,
+        exit_code=root.exit_code,
+        log_tail=tuple(map(redact, root.log_tail)),
+        collateral=tuple(_describe(failure) for failure in sorted(collateral, key=_order)),
+    )
+    match root.category:
+        case "oom":
+            return OutOfMemory(evidence=evidence)
+        case "host_oom":
+            return HostOutOfMemory(evidence=evidence)
+        case "infeasible" | "data":
+            return Infeasible(evidence=evidence)
+        case "diverged":
+            return Diverged(evidence=evidence)
+        case "deadline":
+            return TimedOut(phase=root.phase, evidence=evidence)
+        case "lost" | "device_busy" | "disk":
+            return GangLost(evidence=evidence)
+        case "controller":
+            return GangLost(evidence=evidence, cause="controller")
+        case "preempted":
+            return GangLost(evidence=evidence, cause="preempted")
+        case _:
+            return Crashed(evidence=evidence)
+
+
+def _describe(failure: RankFailure) -> str:
+    where = failure.node if failure.rank is None else f"rank {failure.rank}"
+    return redact(f"{where}: {failure.category}: {failure.message}")
+
+
+def misplacement(places: Sequence[Place]) -> Evidence | None:
+    """What is wrong with where the ranks ran, if anything; ``places`` are in rank order."""
+    taken: dict[tuple[str, str], int] = {}
+    hosts: dict[str, str] = {}
+    for rank, place in enumerate(places):
+        # A GPU's UUID means one device wherever it is seen, the index of a slot is its node's.
+        key = ("" if place.device.startswith("GPU-") else place.node, place.device)
+        if (other := taken.setdefault(key, rank)) != rank:
+            problem = f"ranks {other} and {rank} both ran on device {place.device} of {place.node}"
+        elif (host := hosts.setdefault(place.node, place.host)) != place.host:
+            problem = f"ranks of {place.node} ran on two hosts, {host} and {place.host}"
+        else:
+            continue
+        return Evidence(message=f"not placed as ordered: {problem}", rank=rank, node=place.node)
+    return None
+
+
+def _merge(successes: Sequence[RankSuccess]) -> Outcome:
+    """``successes`` are those of all ranks, in rank order."""
+    places = [success.place for success in successes if success.place is not None]
+    if (evidence := misplacement(places)) is not None:
+        return GangLost(evidence=evidence)
+    reports = [success.report for success in successes]
+    first = reports[0]
+    if len({(len(r.step_times_s), r.world_size, r.tokens_per_step) for r in reports}) != 1:
+        message = f"the ranks disagree on the number of steps: {[len(r.step_times_s) for r in reports]}"
+        return Crashed(evidence=Evidence(message=message))
+    slowest = max(reports, key=lambda report: sum(report.step_times_s))
+    return Measured(
+        measurement=Measurement(
+            world_size=first.world_size,
+            tokens_per_step=first.tokens_per_step,
+            step_times_s=tuple(max(times) for times in zip(*(r.step_times_s for r in reports), strict=True)),
+            breakdown=slowest.breakdown,
+            peak_allocated_bytes=tuple(report.peak_allocated_bytes for report in reports),
+            peak_reserved_bytes=tuple(report.peak_reserved_bytes for report in reports),
+            num_warmup_steps=first.num_warmup_steps,
+            losses=first.losses,
+            grad_norms=first.grad_norms,
+            model_flops_per_token=first.model_flops_per_token,
+            peak_flops_per_s=first.peak_flops_per_s,
+            num_skipped_steps=first.num_skipped_steps,
+            compile_s=max(report.compile_s for report in reports),
+            samples_per_step=first.samples_per_step,
+            findings=merge_findings([report.findings for report in reports]),
+            places=tuple(f"{place.node}/{place.device}" for place in places),
+        )
+    )

@@ -1,0 +1,130 @@
+"""What the controller's side of a backend knows of its gangs: node events in, gang events out, no I/O of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cluster.base import GangEnded, GangEvent, GangLaunch, GangProgress
+from cluster.gang.messages import PHASES, NodeEvent, NodeFailing, NodeGone, NodeProgress, RankFailure, RankResult, Stop
+from cluster.gang.outcome import fold
+
+
+@dataclass(slots=True, kw_only=True)
+class _Gang:
+    launch: GangLaunch
+    log_dir: str
+    launched_at_s: float
+    waiting: set[str]
+    """Nodes that have not said that all is gone."""
+    results: list[RankResult] = field(default_factory=list)
+    progress: dict[str, NodeProgress] = field(default_factory=dict)
+    reported: tuple[int, int] = (0, 0)
+
+
+class GangTracker:
+    """``stop(node, attempt_id, order)`` must have the node kill its ranks of the attempt, and may not fail."""
+
+    def __init__(self, stop: Callable[[str, str, Stop], None]) -> None:
+        self._stop = stop
+        self._gangs: dict[str, _Gang] = {}
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """Attempts that have not ended."""
+        return tuple(self._gangs)
+
+    def launched(self, launch: GangLaunch, *, log_dir: str, now_s: float) -> None:
+        """Begin to wait for the launch's nodes. Call before any of them is told to start."""
+        self._gangs[launch.attempt_id] = _Gang(
+            launch=launch, log_dir=log_dir, launched_at_s=now_s, waiting=set(launch.placement.nodes)
+        )
+
+    def expects(self, node: str, attempt_id: str, token: str) -> bool:
+        """Whether ``node`` is at work on this launch of the attempt."""
+        gang = self._gangs.get(attempt_id)
+        return gang is not None and gang.launch.token == token and node in gang.waiting
+
+    def handle(self, node: str, event: NodeEvent, *, now_s: float) -> list[GangEvent]:
+        """Take in what ``node`` reports; events of unknown attempts or old tokens are dropped."""
+        if not self.expects(node, event.attempt_id, event.token):
+            return []
+        gang = self._gangs[event.attempt_id]
+        match event:
+            case NodeProgress():
+                return self._progress(gang, node, event)
+            case NodeFailing():
+                self._stop_others(gang, node, event.reason)
+                return []
+            case NodeGone():
+                return self._gone(gang, node, event.results, now_s)
+
+    def kill(self, attempt_id: str, reason: str) -> None:
+        """Have every node kill its part, with ``reason`` as the cause."""
+        if gang := self._gangs.get(attempt_id):
+            for node in sorted(gang.waiting):
+                self._stop(node, attempt_id, Stop(reason=reason, is_cause=True))
+
+    def node_lost(
+        self,
+        node: str,
+        reason: str,
+        *,
+        now_s: float,
+        attempts: Iterable[str] | None = None,
+        category: Literal["lost", "preempted"] = "lost",
+    ) -> list[GangEvent]:
+        """Give up on a node's part of its gangs (or of ``attempts`` only) and kill the rest of them."""
+        events: list[GangEvent] = []
+        for attempt_id in list(self._gangs if attempts is None else attempts):
+            gang = self._gangs.get(attempt_id)
+            if gang is not None and node in gang.waiting:
+                self._stop_others(gang, node, reason)
+                lost = RankFailure(rank=None, node=node, category=category, message=reason, at_s=time.time())
+                events += self._gone(gang, node, [lost], now_s)
+        return events
+
+    def _stop_others(self, gang: _Gang, node: str, reason: str) -> None:
+        for other in sorted(gang.waiting - {node}):
+            self._stop(other, gang.launch.attempt_id, Stop(reason=f"{node}: {reason}", is_cause=False))
+
+    def _progress(self, gang: _Gang, node: str, event: NodeProgress) -> list[GangEvent]:
+        gang.progress[node] = event
+        if len(gang.progress) < len(gang.launch.placement.nodes):
+            return []
+        slowest = min(gang.progress.values(), key=_position)
+        if _position(slowest) <= gang.reported:
+            return []
+        gang.reported = _position(slowest)
+        return [
+            GangProgress(
+                attempt_id=event.attempt_id,
+                token=event.token,
+                phase=slowest.phase,
+                step=slowest.step,
+                step_time_s=slowest.step_time_s,
+            )
+        ]
+
+    def _gone(self, gang: _Gang, node: str, results: Iterable[RankResult], now_s: float) -> list[GangEvent]:
+        gang.waiting.discard(node)
+        gang.results += results
+        if gang.waiting:
+            return []
+        launch = gang.launch
+        del self._gangs[launch.attempt_id]
+        return [
+            GangEnded(
+                attempt_id=launch.attempt_id,
+                token=launch.token,
+                outcome=fold(gang.results),
+                device_seconds=(now_s - gang.launched_at_s) * len(launch.placement.reserved),
+                log_dir=gang.log_dir,
+            )
+        ]
+
+
+def _position(progress: NodeProgress) -> tuple[int, int]:
+    return PHASES.index(progress.phase), progress.step

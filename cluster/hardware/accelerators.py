@@ -1,0 +1,182 @@
+"""The accelerator catalogue and cluster descriptions: data-sheet figures, read from ``configs/``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.hardware.topology import Topology
+from configs import CONFIGS
+
+
+class CatalogueError(ValueError):
+    """A catalogue file is incomplete, or a name is not in the catalogue. The message says what there is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """One kind of device. Peaks are dense; bandwidths are per device and per direction."""
+
+    name: str
+    aliases: tuple[str, ...]
+    """Texts by which data sets and drivers call it; a device name matches the longest one it contains."""
+    peak_flops_per_s: Mapping[str, float]
+    """By number format: float32, tf32, float16, bfloat16, float8, float4; formats it lacks are absent."""
+    memory_bytes: float
+    usable_memory_bytes: float
+    """What is left for a process: total less what the driver keeps."""
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    """Of the usual machine of this device; a cluster file overrides it."""
+    devices_per_node: int
+    domain_size: int
+    """Devices joined by the fast links; above ``devices_per_node`` in rack-scale systems."""
+    sources: Mapping[str, str]
+    """Where each figure comes from."""
+
+    def peak(self, number_format: str) -> float | None:
+        """Dense peak; a format without units of its own runs as the next wider one. None when that is unknown too."""
+        for name in _WIDER[number_format]:
+            if name in self.peak_flops_per_s:
+                return self.peak_flops_per_s[name]
+        return None
+
+
+_WIDER = {
+    "float4": ("float4", "float8", "bfloat16", "float16"),
+    "float8": ("float8", "bfloat16", "float16"),
+    "bfloat16": ("bfloat16", "float16"),
+    "float16": ("float16",),
+    "tf32": ("tf32", "float32"),
+    "float32": ("float32",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterDescription:
+    """A cluster as the cost model sees it."""
+
+    name: str
+    accelerator: Accelerator
+    num_nodes: int
+    devices_per_node: int
+    network_bytes_per_s: float
+
+    @property
+    def domain_size(self) -> int:
+        return max(self.devices_per_node, self.accelerator.domain_size)
+
+
+@functools.cache
+def catalogue() -> Mapping[str, Accelerator]:
+    """All accelerators by name.
+
+    Raises:
+        CatalogueError: a file lacks a figure or the source of one.
+    """
+    return {path.stem: _accelerator(path) for path in sorted((CONFIGS / "accelerators").glob("*.yaml"))}
+
+
+def find_accelerator(device_name: str) -> Accelerator:
+    """The accelerator that ``device_name`` (a label, or what the driver says) means.
+
+    Raises:
+        CatalogueError: no alias is part of the name.
+    """
+    wanted = device_name.lower().replace(" ", "-")
+    matches = [
+        (len(alias), accelerator)
+        for accelerator in catalogue().values()
+        for alias in (accelerator.name, *accelerator.aliases)
+        if alias.lower() in wanted
+    ]
+    if not matches:
+        raise CatalogueError(f"no accelerator called {device_name!r}; the catalogue has {', '.join(catalogue())}")
+    return max(matches, key=lambda match: match[0])[1]
+
+
+def load_cluster(name: str) -> ClusterDescription:
+    """The cluster described in ``configs/clusters/<name>.yaml``.
+
+    Raises:
+        CatalogueError: there is no such file, or its accelerator is unknown.
+    """
+    path = CONFIGS / "clusters" / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
+        raise CatalogueError(f"no cluster called {name!r}; there are {known}")
+    data = _read(path, {"accelerator", "num_nodes"}, {"devices_per_node", "network_bytes_per_s", "sources"})
+    accelerator = find_accelerator(data["accelerator"])
+    return ClusterDescription(
+        name=name,
+        accelerator=accelerator,
+        num_nodes=int(data["num_nodes"]),
+        devices_per_node=int(data.get("devices_per_node", accelerator.devices_per_node)),
+        network_bytes_per_s=float(data.get("network_bytes_per_s", accelerator.network_bytes_per_s)),
+    )
+
+
+def describe_topology(topology: Topology) -> ClusterDescription:
+    """The cluster as the cost model sees it; the memory is the least of any node's devices.
+
+    Raises:
+        CatalogueError: the catalogue does not have the device.
+    """
+    first = topology.nodes[0]
+    accelerator = catalogue()["cpu"] if first.device_kind == "cpu" else find_accelerator(first.device_name)
+    memory_bytes = float(min(node.device_memory_bytes for node in topology.nodes))
+    if first.device_kind != "cpu":
+        memory_bytes = min(memory_bytes, accelerator.usable_memory_bytes)
+    return ClusterDescription(
+        name=topology.label,
+        accelerator=replace(accelerator, usable_memory_bytes=memory_bytes),
+        num_nodes=len(topology.nodes),
+        devices_per_node=max(node.num_devices for node in topology.nodes),
+        network_bytes_per_s=accelerator.network_bytes_per_s,
+    )
+
+
+_FIGURES = {
+    "peak_flops_per_s",
+    "memory_bytes",
+    "usable_memory_bytes",
+    "memory_bytes_per_s",
+    "link_bytes_per_s",
+    "network_bytes_per_s",
+    "devices_per_node",
+    "domain_size",
+}
+
+
+def _accelerator(path: Path) -> Accelerator:
+    data = _read(path, _FIGURES | {"aliases", "sources"}, set())
+    if missing := _FIGURES - set(data["sources"]):
+        raise CatalogueError(f"{path.name}: no source for {', '.join(sorted(missing))}")
+    if unknown := set(data["peak_flops_per_s"]) - set(_WIDER):
+        raise CatalogueError(f"{path.name}: unknown number format {', '.join(sorted(unknown))}")
+    return Accelerator(
+        name=path.stem,
+        aliases=tuple(data["aliases"]),
+        peak_flops_per_s={name: float(value) for name, value in data["peak_flops_per_s"].items()},
+        sources=dict(data["sources"]),
+        devices_per_node=int(data["devices_per_node"]),
+        domain_size=int(data["domain_size"]),
+        **{name: float(data[name]) for name in _FIGURES if name.endswith(("bytes", "bytes_per_s"))},
+    )
+
+
+def _read(path: Path, required: set[str], optional: set[str]) -> Any:
+    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(data, dict):
+        raise CatalogueError(f"{path.name}: not a mapping")
+    if missing := required - set(data):
+        raise CatalogueError(f"{path.name}: missing {', '.join(sorted(missing))}")
+    if unknown := set(data) - required - optional:
+        raise CatalogueError(f"{path.name}: unknown key {', '.join(sorted(unknown))}")
+    return data

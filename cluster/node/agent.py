@@ -1,0 +1,240 @@
+"""One node's part of a backend: owns the nursery, hands attempts to it and collects what becomes of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cluster.base import ClusterError
+from cluster.gang.messages import Beat, Lines, NodeEvent, NodeGone, NodeLaunch, RankFailure, Stop, line
+from cluster.node.guardian import SELF_CLEANING_VARIABLE
+from trials.codec import from_json
+from trials.files import make_private_folder
+from trials.secrets import for_ranks
+
+logger = logging.getLogger(__name__)
+
+PRELOAD = ("torch", "torch.distributed", "trials.worker")
+READY_TIMEOUT_S = 180.0
+CLOSE_TIMEOUT_S = 150.0
+"""More than processes get to be gone: after that there are some that nothing can end."""
+SILENCE_S = 180.0
+"""How long a controller may be busy elsewhere before it counts as frozen or cut off."""
+CHUNK = 1 << 16
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attempt:
+    token: str
+    connection: socket.socket
+    lines: Lines = field(default_factory=Lines)
+
+
+class Agent:
+    """Starts and ends ranks on this host. ``launch`` and ``stop`` may be called while another thread is in ``poll``.
+
+    Each ``poll`` tells the wardens that the controller lives. They end their ranks when none has come for too long:
+    of a controller that is frozen, or on the other side of a link that is cut, no rank stays behind. Wardens can do so
+    even where the agent is frozen with the controller, being in one process with it.
+
+    Args:
+        node: its name, used in messages.
+        workdir: takes the nursery's log.
+        preload: modules the nursery imports once for all ranks.
+        search_path: appended to ``sys.path`` there, so that runners are found as in the controller.
+        env: added to the environment of every process.
+        silence_s: how long the controller may go without a ``poll``.
+
+    Raises:
+        ClusterError: the nursery does not start.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: str,
+        workdir: Path,
+        preload: Sequence[str] = PRELOAD,
+        search_path: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        self._node = node
+        self._preload = tuple(preload)
+        self._search_path = tuple(search_path)
+        self._env = dict(env or {})
+        self._silence_s = silence_s
+        self._promised_s = -math.inf
+        """Until when (monotonic) the wardens know that the controller lives."""
+        self._log_path = workdir / f"nursery-{node}.log"
+        self._lock = threading.RLock()
+        self._selector = selectors.DefaultSelector()
+        self._attempts: dict[str, _Attempt] = {}
+        self._is_closed = False
+        self._start_nursery()
+        self._spare: socket.socket | None = self._connect()
+        """To a warden that waits for its launch: forking it is off the way from launch to first step."""
+
+    def launch(self, launch: NodeLaunch) -> None:
+        """Start the ranks of one attempt; their end comes as :class:`NodeGone`."""
+        with self._lock:
+            if self._nursery.poll() is not None:
+                self._replace_nursery()
+            connection, self._spare = self._spare or self._connect(), None
+            self._attempts[launch.attempt_id] = _Attempt(token=launch.token, connection=connection)
+            self._selector.register(connection, selectors.EVENT_READ, launch.attempt_id)
+            with contextlib.suppress(ConnectionError):  # poll() notices a dead warden, and a dead nursery
+                connection.sendall(line(launch) + line(self._beat()))
+
+    def stop(self, attempt_id: str, order: Stop) -> None:
+        """Have the attempt's ranks killed; unknown attempts are ignored."""
+        with self._lock:
+            if attempt := self._attempts.get(attempt_id):
+                with contextlib.suppress(ConnectionError):
+                    attempt.connection.sendall(line(order))
+
+    def poll(self, timeout_s: float) -> list[NodeEvent]:
+        """Wait up to ``timeout_s`` for something to happen; return the events in their order."""
+        events: list[NodeEvent] = []
+        self._promise(timeout_s)
+        for key, _ in self._selector.select(timeout_s):
+            with self._lock:
+                if key.fileobj is self._control:
+                    self._replace_nursery()
+                elif isinstance(key.data, str) and key.data in self._attempts:
+                    events += self._receive(key.data)
+        with self._lock:
+            if self._spare is None and not self._is_closed and any(isinstance(event, NodeGone) for event in events):
+                self._spare = self._connect()
+        return events
+
+    def close(self) -> None:
+        """End every process of this agent. Idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for attempt in self._attempts.values():
+                _end(attempt.connection)
+            self._disconnect()
+            try:
+                self._nursery.wait(CLOSE_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                logger.error("processes on %s cannot be killed; a driver may hold them: restart the host", self._node)
+            self._selector.close()
+
+    def _promise(self, timeout_s: float) -> None:
+        """Pass on that the controller lives, but not at every one of polls that follow each other fast."""
+        wanted_s = time.monotonic() + timeout_s + self._silence_s
+        if wanted_s > self._promised_s + self._silence_s / 10:
+            with self._lock:
+                self._promised_s = wanted_s
+                for attempt in self._attempts.values():
+                    with contextlib.suppress(OSError):
+                        attempt.connection.sendall(line(self._beat()))
+
+    def _beat(self) -> Beat:
+        return Beat(patience_s=max(self._silence_s, self._promised_s - time.monotonic()) + self._silence_s / 10)
+
+    def _start_nursery(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [
+            sys.executable,
+            "-m",
+            "cluster.node.fork_server",
+            str(theirs.fileno()),
+            json.dumps(self._search_path),
+        ]
+        environment = {"OPENBLAS_NUM_THREADS": "1", **for_ranks(os.environ), **self._env, SELF_CLEANING_VARIABLE: "1"}
+        make_private_folder(self._log_path.parent)
+        with theirs, self._log_path.open("ab") as log:
+            self._nursery = subprocess.Popen(
+                [*command, *self._preload],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C in the terminal is the controller's to handle
+                env=environment,
+            )
+        self._await_ready()
+        self._selector.register(self._control, selectors.EVENT_READ)
+
+    def _await_ready(self) -> None:
+        self._control.settimeout(READY_TIMEOUT_S)
+        try:
+            message = self._control.recv(CHUNK)
+        except TimeoutError:
+            message = b""
+        self._control.settimeout(None)
+        if not message:
+            self._nursery.kill()
+            self._nursery.wait()
+            raise ClusterError(f"the fork server on {self._node} does not start; see {self._log_path}")
+        for problem in json.loads(message)["problems"]:
+            logger.warning("fork server on %s: %s", self._node, problem)
+
+    def _receive(self, attempt_id: str) -> list[NodeEvent]:
+        attempt = self._attempts[attempt_id]
+        try:
+            chunk = attempt.connection.recv(CHUNK)
+        except ConnectionError:
+            chunk = b""
+        events: list[NodeEvent] = [from_json(NodeEvent, message) for message in attempt.lines.feed(chunk)]
+        if not chunk:
+            events.append(self._lost(attempt_id, "the attempt's warden process died"))
+        if any(isinstance(event, NodeGone) for event in events):
+            self._forget(attempt_id)
+        return events
+
+    def _replace_nursery(self) -> None:
+        """The nursery died: start another. Wardens, and with them running gangs, do not depend on it."""
+        logger.warning("the fork server on %s died with code %d", self._node, self._nursery.wait())
+        self._disconnect()
+        self._start_nursery()
+
+    def _lost(self, attempt_id: str, reason: str) -> NodeGone:
+        failure = RankFailure(rank=None, node=self._node, category="lost", message=reason, at_s=time.time())
+        return NodeGone(attempt_id=attempt_id, token=self._attempts[attempt_id].token, results=(failure,))
+
+    def _connect(self) -> socket.socket:
+        """Have the nursery fork a warden, and return the socket that leads to it."""
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.suppress(ConnectionError):
+            socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+        return ours
+
+    def _disconnect(self) -> None:
+        """Let go of the nursery, which makes it end."""
+        if self._spare is not None:
+            self._spare.close()
+            self._spare = None
+        self._selector.unregister(self._control)
+        self._control.close()
+
+    def _forget(self, attempt_id: str) -> None:
+        attempt = self._attempts.pop(attempt_id)
+        self._selector.unregister(attempt.connection)
+        attempt.connection.close()
+
+
+def _end(connection: socket.socket) -> None:
+    """Have the warden at the other end kill its ranks, and wait until it has."""
+    connection.settimeout(CLOSE_TIMEOUT_S)
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(CHUNK):
+            pass
+    connection.close()

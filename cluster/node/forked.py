@@ -1,0 +1,85 @@
+"""A rank as its warden sees it: a child process, its pipe, its progress, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from cluster.gang.deadlines import RankClock
+from cluster.gang.messages import Lines, RankFailure, RankResult, Slot
+from cluster.node.host_memory import OomKills
+from trials.secrets import redact
+
+LOG_TAIL_LINES = 20
+LOG_TAIL_BYTES = 8192
+_CHILD_KILLED = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)")
+
+
+@dataclass(slots=True, kw_only=True)
+class ForkedRank:
+    slot: Slot
+    pid: int
+    pidfd: int
+    pipe: int
+    log: Path
+    clock: RankClock
+    lines: Lines = field(default_factory=Lines)
+    result: RankResult | None = None
+    is_running: bool = True
+
+    def kill(self) -> None:
+        """Kill the rank, which must not have been reaped, and whatever shares its process group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def how_it_ended(exit_code: int, oom_kills: OomKills) -> tuple[str, str]:
+    """Category and words for the end of a rank that reported nothing and that nobody here killed.
+
+    SIGTERM alone is no sign of a preemption: batch systems send it to every process on the node, so that the warden
+    gets it too and says so. A rank that gets it alone was singled out, by a person or by its own code, which would do
+    the same in every attempt: a preemption is repeated without limit, and this must not be.
+    """
+    if exit_code >= 0:
+        return "exit", f"exited with code {exit_code} without a report"
+    how = f"was killed by signal {-exit_code} ({_signal_name(-exit_code)})"
+    if exit_code != -signal.SIGKILL:
+        return "exit", f"{how} that nobody here sent"
+    if oom_kills.grew():
+        return "host_oom", f"{how} by the kernel, because host memory ran out"
+    return "exit", f"{how} that nobody here sent, though the kernel counts no process killed for want of memory"
+
+
+def with_host_cause(failure: RankFailure, oom_kills: OomKills) -> RankFailure:
+    """The failure, put down to the host's memory when the kernel killed not the rank but what loads its data."""
+    if failure.category == "error" and _CHILD_KILLED.search(failure.message) and oom_kills.grew():
+        return replace(failure, category="host_oom")
+    return failure
+
+
+def with_log(result: RankResult, log: Path) -> RankResult:
+    """A failure with the end of its rank's log, if it has none yet."""
+    if not isinstance(result, RankFailure) or result.category == "stopped" or result.log_tail:
+        return result
+    return replace(result, log_tail=_tail(log))
+
+
+def _tail(path: Path) -> tuple[str, ...]:
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
+            text = redact(log.read().decode("utf-8", errors="replace"))
+    except OSError:
+        return ()
+    return tuple(text.splitlines()[-LOG_TAIL_LINES:])
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"

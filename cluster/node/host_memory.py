@@ -1,0 +1,106 @@
+"""The host's memory: whether there is enough for a gang, and whether the kernel killed for want of it.
+
+A control group counts the processes that the kernel killed in it for want of memory, whether its own limit or the
+host's memory was exhausted. That counter tells such a death from any other SIGKILL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_VMSTAT = Path("/proc/vmstat")
+_MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A memory control group, in the words of its version."""
+
+    folder: Path
+    events: str
+    limit: str
+    usage: str
+    reclaimable: str
+    """Name in ``memory.stat`` of file pages that the kernel drops when it must."""
+
+
+def memory_group() -> _Group | None:
+    """This process's memory control group; None where none can be read.
+
+    In a container the path named in ``/proc`` may be the host's, while the group itself is mounted at the root.
+    """
+    for line in _read(_OWN_GROUPS).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "memory":
+            words = ("memory.oom_control", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            mount = CGROUP_ROOT / "memory"
+        elif not controllers:
+            words = ("memory.events", "memory.max", "memory.current", "inactive_file")
+            mount = CGROUP_ROOT
+        else:
+            continue
+        for folder in (mount / path.lstrip("/"), mount):
+            if (folder / words[0]).exists():
+                return _Group(folder, *words)
+    return None
+
+
+class OomKills:
+    """Counts the kernel's out-of-memory kills from :meth:`begin` on. Construction finds out where they are counted."""
+
+    def __init__(self) -> None:
+        group = memory_group()
+        self._counter = _VMSTAT if group is None else group.folder / group.events
+        """Without a control group the whole host's, in which others' deaths count too."""
+        self.begin()
+
+    def begin(self) -> None:
+        self._before = self._count()
+
+    def grew(self) -> bool:
+        """Whether a process was killed since."""
+        return self._count() > self._before
+
+    def _count(self) -> int:
+        return _field(_read(self._counter), "oom_kill")
+
+
+def shortage(num_ranks: int, limit_bytes: int) -> str | None:
+    """Say so if ``num_ranks`` ranks that may use ``limit_bytes`` each find less than that on this host."""
+    available = available_bytes()
+    if available is None or num_ranks * limit_bytes <= available:
+        return None
+    gib = float(1 << 30)
+    return (
+        f"{num_ranks} rank(s) may use {limit_bytes / gib:.1f} GiB each, but {available / gib:.1f} GiB of host memory "
+        "are available; is something else running here, or is cluster.node.device_memory too large?"
+    )
+
+
+def available_bytes() -> int | None:
+    """Memory that can be had without anything else losing its own; None where the system does not tell."""
+    amounts = []
+    if available_kib := _field(_read(_MEMINFO), "MemAvailable:"):
+        amounts.append(available_kib << 10)
+    if (group := memory_group()) is not None:
+        limit, used = _read(group.folder / group.limit).strip(), _read(group.folder / group.usage).strip()
+        if limit.isdigit() and used.isdigit():  # "max" is no limit
+            reclaimable = _field(_read(group.folder / "memory.stat"), group.reclaimable)
+            amounts.append(max(0, int(limit) - int(used) + reclaimable))
+    return min(amounts, default=None)
+
+
+def _field(text: str, name: str) -> int:
+    """The number behind ``name`` at the beginning of a line; 0 where there is none."""
+    _, found, rest = f"\n{text}".partition(f"\n{name} ")
+    return int(rest.split(maxsplit=1)[0]) if found else 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

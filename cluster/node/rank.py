@@ -1,0 +1,145 @@
+"""One rank's process, from the fork to its exit: set the scene, call the runner, report."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cluster.gang.messages import NodeLaunch, Place, RankFailure, RankProgress, RankResult, RankSuccess, Slot, line
+from cluster.node.device_memory import device_names
+from cluster.node.processes import close_inherited, die_with_parent, make_preferred_oom_victim
+from trials.codec import from_json, to_json
+from trials.failure import classify
+from trials.outcome import Phase, ProgressSink, RankReport
+from trials.reports.profile import FOLDER as PROFILE
+from trials.reports.profile import FOLDER_VARIABLE as PROFILE_VARIABLE
+from trials.secrets import redact
+
+Runner = Callable[[Mapping[str, Any], ProgressSink], Any]
+
+
+def rank_main(launch: NodeLaunch, slot: Slot, pipe: int, warden_pid: int) -> NoReturn:
+    """Run one rank in this freshly forked process; never returns, so that nothing of the parent runs again."""
+    code = 1
+    try:
+        try:
+            _set_scene(launch, slot, pipe, warden_pid)
+        except OSError as error:
+            _write(pipe, line(_failure(error, launch, slot, "starting")))
+            raise
+        code = _run(launch, slot, pipe)
+    except BaseException:  # nothing above could hear of it but the log
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _set_scene(launch: NodeLaunch, slot: Slot, pipe: int, warden_pid: int) -> None:
+    os.setpgid(0, 0)
+    die_with_parent(warden_pid)
+    signal.set_wakeup_fd(-1)  # the warden's
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    make_preferred_oom_victim()
+    close_inherited(keep=(pipe,))
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    log = os.open(Path(launch.directory) / f"rank{slot.rank}.log", flags, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.environ.update(
+        {
+            "RANK": str(slot.rank),
+            "WORLD_SIZE": str(launch.world_size),
+            "LOCAL_RANK": str(slot.local_rank),
+            "LOCAL_WORLD_SIZE": str(len(launch.slots)),
+            "OMP_NUM_THREADS": str(launch.num_threads),
+            PROFILE_VARIABLE: str(Path(launch.directory) / PROFILE),
+            **_visible_devices(launch),
+            **launch.env,
+        }
+    )
+    if (torch := sys.modules.get("torch")) is not None:  # read OMP_NUM_THREADS before the fork
+        torch.set_num_threads(launch.num_threads)
+
+
+def _visible_devices(launch: NodeLaunch) -> dict[str, str]:
+    """As with torchrun, each rank sees the gang's devices on its node, at index ``LOCAL_RANK`` its own."""
+    if not (names := device_names(launch)):
+        return {}
+    # CUDA's own order puts the fastest first, nvidia-smi's follows the bus: one index must mean one device.
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def _run(launch: NodeLaunch, slot: Slot, pipe: int) -> int:
+    reached: Phase = "starting"
+
+    def progress(phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None:
+        nonlocal reached
+        reached = phase
+        _write(pipe, line(RankProgress(phase=phase, step=step, step_time_s=step_time_s)))
+
+    try:
+        report = resolve(launch.runner)(launch.spec, progress)
+        place = Place(node=launch.node, host=socket.gethostname(), device=_device(slot))
+        result: RankResult = RankSuccess(rank=slot.rank, report=from_json(RankReport, report), place=place)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # the log is on a full disk
+            traceback.print_exc()
+        result = _failure(error, launch, slot, reached)
+    with contextlib.suppress(OSError):  # what is told counts; it is kept for controllers that die before they hear it
+        _store(launch, slot, result)
+    _write(pipe, line(result))
+    return 0 if isinstance(result, RankSuccess) else 1
+
+
+def resolve(runner: str) -> Runner:
+    """The function ``module:function`` names."""
+    module, _, function = runner.partition(":")
+    found: Runner = getattr(importlib.import_module(module), function)
+    return found
+
+
+def _device(slot: Slot) -> str:
+    """What the rank computed on, as :class:`Place` wants it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return str(slot.index)
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
+def _failure(error: BaseException, launch: NodeLaunch, slot: Slot, phase: Phase) -> RankFailure:
+    cls = type(error)
+    return RankFailure(
+        rank=slot.rank,
+        node=launch.node,
+        category=str(classify(error, launch.device_kind)) if isinstance(error, Exception) else "exception",
+        message=redact(str(error)) or cls.__name__,
+        at_s=time.time(),
+        error_type=cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}",
+        phase=phase,
+    )
+
+
+def _store(launch: NodeLaunch, slot: Slot, result: RankResult) -> None:
+    """Keep the result on disk before telling, so that it outlives the controller."""
+    path = Path(launch.directory) / f"rank{slot.rank}.json"
+    beside = path.with_suffix(".json.new")
+    beside.write_bytes(line({"token": launch.token, "result": to_json(result)}))
+    beside.replace(path)
+
+
+def _write(pipe: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(pipe, data) :]

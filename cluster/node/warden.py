@@ -1,0 +1,357 @@
+"""One attempt on one node: forks its ranks, watches them, and leaves no process of theirs behind.
+
+Every attempt has a warden process of its own, forked by the nursery. It adopts whatever its ranks leave orphaned, so
+"all descendants are gone" is exactly "the gang is gone", and concurrent gangs cannot be confused.
+
+    devices free? -> fork ranks -> watch -> (first failure, deadline, stop, SIGTERM, a dead agent or silent
+    controller: kill all) -> reap all -> devices free again? -> NodeGone
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cluster.gang.deadlines import RankClock, due_at_s, overdue_reason
+from cluster.gang.messages import (
+    Beat,
+    NodeFailing,
+    NodeGone,
+    NodeLaunch,
+    NodeProgress,
+    Order,
+    RankFailure,
+    RankProgress,
+    RankResult,
+    Slot,
+    Stop,
+)
+from cluster.gang.outcome import COLLATERAL
+from cluster.node import hang
+from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, device_names, wait_until_free
+from cluster.node.forked import ForkedRank, how_it_ended, with_host_cause, with_log
+from cluster.node.host_memory import OomKills, shortage
+from cluster.node.processes import adopt_orphans, close_inherited, kill_descendants
+from cluster.node.rank import rank_main
+from cluster.node.warden_link import CHUNK, AgentLink
+from trials.codec import from_json
+from trials.files import make_private_folder
+from trials.secrets import redact_file
+
+COLLATERAL_GRACE_S = 2.0
+"""How long a lost connection may wait for the failure that caused it before the gang is killed for it."""
+PEER_GRACE_S = 2.0
+"""How long ranks that only wait for a peer may wait for another node to name it before one of them is blamed."""
+SIGTERM_GRACE_S = 0.5
+"""How far apart a batch system's signals to the processes of one node may arrive."""
+SIGTERM_SEEN = "the node's processes were told to end (SIGTERM), as batch systems do"
+
+
+class Warden:
+    """Runs in its own process and talks with the agent over ``agent``, a stream socket."""
+
+    def __init__(self, agent: socket.socket) -> None:
+        self._link = AgentLink(agent)
+        self._selector = selectors.DefaultSelector()
+        self._ranks: list[ForkedRank] = []
+        self._notes: list[RankFailure] = []
+        self._oom_kills = OomKills()
+        self._kill_at_s = math.inf
+        self._hung: tuple[ForkedRank, RankFailure] | None = None
+        """To blame when no other node names a better one by :attr:`_kill_at_s`."""
+        self._release_due_s = math.inf
+        self._silent_at_s = math.inf
+        """When the controller should have been heard of."""
+        self._is_stopping = False
+        self._preempted_at_s: float | None = None
+        self._reported: tuple[int, int] = (0, 0)
+
+    def run(self) -> None:
+        """Wait for an attempt and run it to its end."""
+        self._expect_sigterm()
+        while not (messages := self._link.receive()):
+            if self._link.is_closed:
+                return
+        self._launch: NodeLaunch = from_json(NodeLaunch, messages.pop(0))
+        self._link.watch(self._selector, self._obey)
+        self._start()
+        self._obey(messages)
+        while any(rank.is_running for rank in self._ranks) and time.monotonic() < self._release_due_s:
+            for key, events in self._selector.select(self._patience_s()):
+                key.data(events)
+            self._check_clocks()
+        self._release()
+        self._finish()
+        kill_descendants()  # those that would not die must not become the fork server's to wait for
+
+    def _expect_sigterm(self) -> None:
+        """Have the loop wake up for the signal by which a batch system ends a node's processes."""
+        awake, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(waker)
+        signal.signal(signal.SIGTERM, self._note_sigterm)
+        self._selector.register(awake, selectors.EVENT_READ, lambda _: self._wake(awake))
+
+    def _note_sigterm(self, *_: object) -> None:
+        self._preempted_at_s = self._preempted_at_s or time.time()
+
+    def _wake(self, awake: int) -> None:
+        os.read(awake, CHUNK)
+        if self._preempted_at_s is not None:
+            self._stop(SIGTERM_SEEN)
+
+    def _start(self) -> None:
+        self._oom_kills.begin()
+        try:
+            make_private_folder(Path(self._launch.directory))
+            if problem := self._not_free():
+                self._note("device_busy", f"{self._launch.node} is not free: {problem}")
+                self._stop(problem)
+                return
+            for slot in self._launch.slots:
+                self._fork(slot)
+        except OSError as error:
+            self._note("lost", f"cannot start ranks on {self._launch.node}: {error}")
+            self._stop(str(error))
+
+    def _not_free(self) -> str | None:
+        """What keeps the ranks from the memory they were promised."""
+        if self._launch.device_kind == "cuda":
+            return wait_until_free(device_names(self._launch), SETTLE_BEFORE_S)
+        limit_bytes = self._launch.spec.get("memory_limit_bytes")  # as in TrialSpec; other runners may have none
+        return shortage(len(self._launch.slots), limit_bytes) if isinstance(limit_bytes, int) else None
+
+    def _fork(self, slot: Slot) -> None:
+        read, write = os.pipe()
+        warden_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            rank_main(self._launch, slot, write, warden_pid)
+        os.close(write)
+        with contextlib.suppress(OSError):  # the child does the same; whoever comes first
+            os.setpgid(pid, pid)
+        clock = RankClock(entered_at_s=time.monotonic())
+        log = Path(self._launch.directory) / f"rank{slot.rank}.log"
+        rank = ForkedRank(slot=slot, pid=pid, pidfd=os.pidfd_open(pid), pipe=read, log=log, clock=clock)
+        self._ranks.append(rank)
+        self._selector.register(rank.pipe, selectors.EVENT_READ, lambda _: self._read(rank))
+        self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda _: self._reap(rank))
+
+    def _obey(self, messages: list[Any]) -> None:
+        for message in messages:
+            order: Order = from_json(Order, message)
+            match order:
+                case Beat():
+                    self._silent_at_s = time.monotonic() + order.patience_s
+                case Stop():
+                    if order.is_cause:
+                        self._note("controller", order.reason)
+                    self._stop(order.reason)
+        if self._link.is_closed:
+            self._stop("the agent is gone")
+
+    def _read(self, rank: ForkedRank) -> None:
+        if rank.pipe < 0:  # drained by _reap() in the same round
+            return
+        chunk = os.read(rank.pipe, CHUNK)
+        if not chunk:
+            self._selector.unregister(rank.pipe)
+            os.close(rank.pipe)
+            rank.pipe = -1
+        for message in rank.lines.feed(chunk):
+            if message["kind"] == RankProgress.kind:
+                rank.clock.advance(from_json(RankProgress, message), time.monotonic())
+                self._tell_progress()
+            else:
+                self._settle(rank, from_json(RankResult, message))
+
+    def _reap(self, rank: ForkedRank) -> None:
+        self._selector.unregister(rank.pidfd)
+        os.close(rank.pidfd)
+        rank.kill()  # before reaping, while the group's id cannot be anyone else's
+        _, status = os.waitpid(rank.pid, 0)
+        rank.is_running = False
+        self._drain(rank)
+        if rank.result is None:
+            self._settle(rank, self._unreported(rank, os.waitstatus_to_exitcode(status)))
+
+    def _drain(self, rank: ForkedRank) -> None:
+        """Read what the dead rank had written; a process it left behind may hold the pipe open."""
+        if rank.pipe >= 0:
+            os.set_blocking(rank.pipe, False)
+            with contextlib.suppress(BlockingIOError):
+                while rank.pipe >= 0:
+                    self._read(rank)
+        if rank.pipe >= 0:
+            self._selector.unregister(rank.pipe)
+            rank.pipe = -1
+
+    def _unreported(self, rank: ForkedRank, exit_code: int) -> RankFailure:
+        if self._is_stopping and exit_code == -signal.SIGKILL:
+            return self._failure(rank, "stopped", "killed because the gang was ending")
+        category, how = how_it_ended(exit_code, self._oom_kills)
+        return self._failure(rank, category, f"rank {rank.slot.rank} {how}", exit_code)
+
+    def _failure(
+        self,
+        rank: ForkedRank,
+        category: str,
+        message: str,
+        exit_code: int | None = None,
+        log_tail: tuple[str, ...] = (),
+    ) -> RankFailure:
+        return RankFailure(
+            rank=rank.slot.rank,
+            node=self._launch.node,
+            category=category,
+            message=message,
+            at_s=time.time(),
+            exit_code=exit_code,
+            phase=rank.clock.phase,
+            log_tail=log_tail,
+        )
+
+    def _settle(self, rank: ForkedRank, result: RankResult) -> None:
+        """Keep the rank's result. Kill the gang for a root cause at once, for a collateral error after a moment."""
+        if isinstance(result, RankFailure):
+            result = with_host_cause(result, self._oom_kills)
+            if not self._is_stopping and result.category in COLLATERAL:
+                self._kill_at_s = min(self._kill_at_s, time.monotonic() + COLLATERAL_GRACE_S)
+            else:
+                self._stop(result.message)
+        rank.result = result
+        if not self._is_stopping and len(self._ranks) == len(self._launch.slots) and not self._unsettled():
+            self._release_due_s = time.monotonic() + self._launch.release_s
+
+    def _unsettled(self) -> list[ForkedRank]:
+        return [rank for rank in self._ranks if rank.result is None]
+
+    def _note(self, category: str, message: str, at_s: float | None = None) -> None:
+        at_s = at_s or time.time()
+        self._notes.append(
+            RankFailure(rank=None, node=self._launch.node, category=category, message=message, at_s=at_s)
+        )
+
+    def _patience_s(self) -> float | None:
+        """Seconds until the next deadline."""
+        due_s = min(self._release_due_s, self._kill_at_s, self._silent_at_s)
+        if not self._is_stopping and self._hung is None:
+            due_s = min(due_s, *(due_at_s(rank.clock, self._launch.deadlines) for rank in self._unsettled()), math.inf)
+        return None if due_s == math.inf else max(0.0, due_s - time.monotonic())
+
+    def _check_clocks(self) -> None:
+        now_s = time.monotonic()
+        if self._is_stopping:
+            return
+        if now_s >= self._silent_at_s:
+            message = f"{self._launch.node} heard nothing of the controller for too long, and ended its ranks"
+            self._note("controller", message)
+            self._stop(message)
+        elif now_s >= self._kill_at_s:
+            self._stop("a connection between ranks was lost" if self._hung is None else self._blame(*self._hung))
+        elif self._hung is None:
+            self._check_deadlines(now_s)
+
+    def _check_deadlines(self, now_s: float) -> None:
+        deadlines = self._launch.deadlines
+        waiting = self._unsettled()
+        overdue = min(waiting, key=lambda rank: due_at_s(rank.clock, deadlines), default=None)
+        if overdue is None or now_s < due_at_s(overdue.clock, deadlines):
+            return
+        rank, finding = _guiltiest(waiting)
+        message = f"{overdue_reason(overdue.clock, deadlines)}; {finding.where}"
+        self._hung = rank, self._failure(rank, "deadline", message, log_tail=finding.tail)
+        if finding.blame is hang.Blame.WAITING and len(self._ranks) < self._launch.world_size:
+            self._kill_at_s = min(self._kill_at_s, time.monotonic() + PEER_GRACE_S)
+        else:
+            self._stop(self._blame(*self._hung))
+
+    def _blame(self, rank: ForkedRank, failure: RankFailure) -> str:
+        rank.result = rank.result or failure
+        return failure.message
+
+    def _stop(self, reason: str) -> None:
+        if not self._is_stopping:
+            self._is_stopping = True
+            self._kill_at_s = self._silent_at_s = math.inf
+            self._release_due_s = time.monotonic() + self._launch.release_s
+            self._link.tell(NodeFailing(attempt_id=self._launch.attempt_id, token=self._launch.token, reason=reason))
+            for rank in self._ranks:
+                if rank.is_running:
+                    rank.kill()
+
+    def _tell_progress(self) -> None:
+        slowest = min(self._ranks, key=lambda rank: rank.clock.position).clock
+        if slowest.position > self._reported and len(self._ranks) == len(self._launch.slots):
+            self._reported = slowest.position
+            os.utime(self._launch.directory)  # shows for how long it held its devices, should the controller die
+            self._link.tell(
+                NodeProgress(
+                    attempt_id=self._launch.attempt_id,
+                    token=self._launch.token,
+                    phase=slowest.phase,
+                    step=slowest.step,
+                    step_time_s=slowest.step_time_s,
+                )
+            )
+
+    def _release(self) -> None:
+        """See to it that no process of the gang is left and that its devices' memory is free, or note what is not."""
+        if survivors := kill_descendants(self._launch.release_s):
+            self._note("lost", f"processes {survivors} on {self._launch.node} cannot be killed")
+        elif (
+            self._ranks
+            and not self._link.is_closed
+            and (problem := wait_until_free(device_names(self._launch), SETTLE_AFTER_S))
+        ):
+            self._note("device_busy", f"{self._launch.node} is not free after the gang: {problem}")
+        if any(isinstance(rank.result, RankFailure) and _is_sigterm(rank.result) for rank in self._ranks):
+            time.sleep(SIGTERM_GRACE_S)
+        if self._preempted_at_s is not None:
+            self._note("preempted", SIGTERM_SEEN, self._preempted_at_s)
+
+    def _finish(self) -> None:
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):  # a full disk: the log stays as it is, for its owner alone
+                redact_file(rank.log)
+        settled = [with_log(rank.result, rank.log) for rank in self._ranks if rank.result is not None]
+        self._link.finish(
+            NodeGone(
+                attempt_id=self._launch.attempt_id,
+                token=self._launch.token,
+                results=(*(self._judged(result) for result in settled), *self._notes),
+            )
+        )
+
+    def _judged(self, result: RankResult) -> RankResult:
+        """In the light of what was learned later: what SIGTERM killed was preempted when the warden got one too."""
+        if self._preempted_at_s is not None and isinstance(result, RankFailure) and _is_sigterm(result):
+            return replace(result, category="preempted")
+        return result
+
+
+def warden_main(fd: int) -> None:
+    """Run a warden in this freshly forked process."""
+    close_inherited(keep=(fd,))
+    adopt_orphans()
+    Warden(socket.socket(fileno=fd)).run()
+
+
+def _guiltiest(waiting: Sequence[ForkedRank]) -> tuple[ForkedRank, hang.Finding]:
+    """Who keeps the others waiting: of the ranks least far the one that is least evidently waiting itself."""
+    least = min(rank.clock.position for rank in waiting)
+    suspects = [rank for rank in waiting if rank.clock.position == least]
+    findings = hang.examine([(rank.pid, rank.log) for rank in suspects])
+    return min(zip(suspects, findings, strict=True), key=lambda pair: pair[1].blame)
+
+
+def _is_sigterm(failure: RankFailure) -> bool:
+    return failure.exit_code == -signal.SIGTERM

@@ -1,0 +1,65 @@
+"""Claims as a queue keeps them, and what each is granted. No effects but a clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cluster.queue.share import Claim, Grant, Policy, share, strictest
+from trials.codec import from_json, to_json
+
+EXPIRES_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A claim with what its owner knows."""
+
+    claim: Claim
+    num_nodes: int
+    """Of the cluster."""
+    policy: Policy = field(default_factory=Policy)
+    renewed_at_s: float = 0.0
+    """On the clock of the queue."""
+    process: tuple[int, int] = (0, 0)
+    """Pid of the owner and when it started, on queues of one host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueRow:
+    """An entry with its grant."""
+
+    claim: Claim
+    grant: Grant
+
+
+def divided(entries: Collection[Entry]) -> dict[str, QueueRow]:
+    """By the keys of the claims. All see the same division: views of the cluster may differ for a moment, and the
+    nodes held exist in any case."""
+    num_nodes = max([*(entry.num_nodes for entry in entries), sum(entry.claim.held for entry in entries)])
+    claims = [entry.claim for entry in entries]
+    grants = share(claims, num_nodes, strictest(entry.policy for entry in entries))
+    return {claim.key: QueueRow(claim=claim, grant=grants[claim.key]) for claim in claims}
+
+
+class Queue:
+    """Claims that expire when they are not renewed. Takes and gives plain values, for it is spoken to from afar."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._entries: dict[str, Entry] = {}
+
+    def beat(self, entry: Any) -> Any:
+        """Take in an entry; return its grant."""
+        now_s = self._clock()
+        taken: Entry = replace(from_json(Entry, entry), renewed_at_s=now_s)
+        self._entries[taken.claim.key] = taken
+        self._entries = {key: e for key, e in self._entries.items() if now_s - e.renewed_at_s <= EXPIRES_S}
+        return to_json(divided(self._entries.values())[taken.claim.key].grant)
+
+    def leave(self, key: str) -> int:
+        """Forget a claim; return how many are left."""
+        self._entries.pop(key, None)
+        return len(self._entries)

@@ -1,0 +1,119 @@
+"""The queue of those who share this host: a file in a folder, which is their home."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.hardware.topology import path_safe
+from cluster.queue.entries import Entry, divided
+from cluster.queue.share import Claim, Grant, Policy
+from trials.codec import CodecError, from_json, to_json
+from trials.files import make_private_folder, write_atomically
+
+logger = logging.getLogger(__name__)
+
+EXPIRES_S = 600.0
+"""A living process that has not renewed its claim for so long hangs."""
+
+LOCK_TIMEOUT_S = 2.0
+"""It is held for milliseconds, but by processes that may be stopped."""
+
+
+class HostAdmission:
+    """Admission to this host, one node. A claim ends when its process does."""
+
+    def __init__(self, folder: Path, policy: Policy, *, devices_per_node: int) -> None:
+        self._folder = folder
+        self._devices_per_node = devices_per_node
+        self._policy = policy
+        self._keys: set[str] = set()
+
+    def beat(self, claim: Claim) -> Grant:
+        pid = os.getpid()
+        entry = Entry(
+            claim=replace(claim, devices_per_node=self._devices_per_node),
+            num_nodes=1,
+            policy=self._policy,
+            renewed_at_s=time.monotonic(),
+            process=(pid, _start_time(pid)),
+        )
+        self._keys.add(claim.key)
+        try:
+            with _locked(self._folder) as file:
+                entries = {**_read(file), claim.key: entry}
+                _write(file, entries)
+        except OSError as error:
+            return Grant(claim.held, f"the queue in {self._folder} cannot be used: {error}")
+        return divided(entries.values())[claim.key].grant
+
+    def leave(self) -> None:
+        try:
+            with _locked(self._folder) as file:
+                entries = _read(file)
+                ours = {key for key in self._keys if key in entries and entries[key].process[0] == os.getpid()}
+                _write(file, {key: entry for key, entry in entries.items() if key not in ours})
+        except OSError as error:
+            logger.warning("the queue in %s is not left: %s; the claim ends with this process", self._folder, error)
+        self._keys.clear()
+
+
+def _file(folder: Path) -> Path:
+    return folder / f"queue-{path_safe(socket.gethostname())}.json"
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[Path]:
+    """The file, while nobody else writes it."""
+    file = _file(folder)
+    make_private_folder(folder)
+    with file.with_suffix(".lock").open("a") as lock:
+        give_up_s = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up_s:
+                    raise
+                time.sleep(0.01)
+        yield file
+
+
+def _read(file: Path) -> dict[str, Entry]:
+    """The claims that stand; those of processes that are gone do not."""
+    try:
+        entries: list[Entry] = [from_json(Entry, body) for body in json.loads(file.read_text(encoding="utf-8"))]
+    except FileNotFoundError:
+        return {}
+    except (ValueError, CodecError) as error:
+        logger.warning("%s is begun anew: %s", file, error)
+        return {}
+    return {entry.claim.key: entry for entry in entries if _stands(entry)}
+
+
+def _stands(entry: Entry) -> bool:
+    pid, started_at = entry.process
+    age_s = time.monotonic() - entry.renewed_at_s
+    return 0 <= age_s <= EXPIRES_S and _start_time(pid) == started_at
+
+
+def _start_time(pid: int) -> int:
+    """In clock ticks since the host booted; -1 when there is no such process. A pid may be used again."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return -1
+
+
+def _write(file: Path, entries: dict[str, Entry]) -> None:
+    """Readers see the whole file or none."""
+    write_atomically(file, [json.dumps([to_json(entry) for entry in entries.values()], indent=1).encode()])

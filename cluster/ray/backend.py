@@ -1,0 +1,314 @@
+"""Gangs on a Ray cluster.
+
+Every leased node has one agent actor. Ray starts and watches the agents and carries their messages; everything below,
+down to the last process, is the agents' own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self
+from uuid import uuid4
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from cluster.base import ClusterError, GangEvent, GangLaunch
+from cluster.gang.files import FilePiece, Homing, Receiver
+from cluster.gang.messages import NodeEvent, Stop, node_launch
+from cluster.gang.tracker import GangTracker
+from cluster.hardware.topology import Node, Topology, discover_node
+from cluster.local import single_node_env
+from cluster.node.agent import PRELOAD
+from cluster.queue.share import Admission, Unlimited
+from cluster.ray.agent import Described, NodeOrder
+from cluster.ray.agents import CLOSE_TIMEOUT_S, Agents, Answer
+from cluster.ray.connection import private_ray, remote_ray
+from cluster.ray.lease import RayLease, Slot, Standing
+from cluster.ray.nodes import Wanted
+from cluster.ray.queue import RayAdmission
+from cluster.ray.settings import first_line
+
+if TYPE_CHECKING:
+    from cluster.connect import ClusterRequest
+
+logger = logging.getLogger(__name__)
+
+Category = Literal["lost", "preempted"]
+
+
+class RayCluster:
+    """A :class:`cluster.base.Cluster` of whole nodes of a Ray cluster. It begins with none: see :meth:`resize`.
+
+    Args:
+        workdir: takes a folder per attempt; on other hosts the same path is made there.
+        request: without an address a private Ray is started on this host, reachable over loopback with a token of its
+            own.
+        admission: instead of the Ray cluster's own queue.
+        preload: modules the fork servers import once for all ranks.
+
+    Raises:
+        ClusterError: no answer at the address.
+    """
+
+    def __init__(
+        self,
+        workdir: Path,
+        request: ClusterRequest,
+        *,
+        admission: Admission | None = None,
+        preload: Sequence[str] = PRELOAD,
+    ) -> None:
+        self._workdir = workdir.absolute()
+        self._excluded = request.excluded
+        self._device_memory_bytes = request.device_memory_bytes
+        self._preload = tuple(preload)
+        self._tracker = GangTracker(stop=self._stop)
+        self._agents = Agents()
+        self._described: dict[str, Described] = {}
+        self._lost: dict[str, str] = {}
+        self._pending: list[GangEvent] = []
+        self._topology = Topology(nodes=())
+        self._is_begun = False
+        self._connection = contextlib.ExitStack()
+        if ray.is_initialized():
+            raise ClusterError("this process is connected to a Ray already; close that connection first")
+        wanted, label = self._connect(request), request.claim.sweep if request.claim else uuid4().hex[:8]
+        self._lease = RayLease(wanted, label, most=request.max_nodes)
+        if admission is None:
+            admission = Unlimited() if request.claim is None else RayAdmission(self._lease, request.policy)
+        self._admission = admission
+        self._receiver = Receiver(self._workdir)
+        self._homing = Homing(self._workdir)
+        self._connection.callback(self._homing.close)
+
+    @property
+    def topology(self) -> Topology:
+        return self._topology
+
+    @property
+    def lost_nodes(self) -> frozenset[str]:
+        return frozenset(self._lost)
+
+    @property
+    def waiting(self) -> str:
+        return self._lease.waiting
+
+    @property
+    def standing(self) -> Standing:
+        """Whether the least is held that was asked for, or may be some day."""
+        return self._lease.standing
+
+    @property
+    def admission(self) -> Admission:
+        return self._admission
+
+    def resize(self, num_nodes: int, *, at_least: int = 1, keep: Collection[str] = ()) -> None:
+        self._lease.resize(num_nodes, at_least)
+        newest_first = sorted(self._lease.slots.values(), key=lambda slot: (slot.is_ready, -slot.number))
+        spare = [slot for slot in newest_first if slot.name not in keep]
+        for slot in spare[: max(0, len(newest_first) - num_nodes)]:
+            self._give_back(slot)
+
+    def release(self, node: str) -> None:
+        if (slot := self._lease.slots.get(node)) is not None:
+            self._lease.leave_out(slot.node_id)
+            self._give_up(node, f"node {node} was given back")
+            self._give_back(slot)
+
+    def launch(self, launch: GangLaunch) -> None:
+        directory = self._workdir / launch.attempt_id
+        nodes = launch.placement.nodes
+        self._tracker.launched(launch, log_dir=str(directory), now_s=time.monotonic())
+        for name in nodes:
+            if name not in self._described:
+                reason = self._lost.get(name, f"node {name} is not held any more")
+                self._give_up(name, reason, attempt_id=launch.attempt_id)
+                return
+        slots = [self._lease.slots[name] for name in nodes]
+        try:
+            rendezvous = {} if len(nodes) == 1 else self._rendezvous(nodes[0])
+        except RayError as error:
+            self._fail(slots[0], error)
+            return
+        for slot in slots:
+            env = single_node_env(str(directory)) if len(nodes) == 1 else {**rendezvous, **self._interface(slot.name)}
+            node = self._described[slot.name].node
+            self._agents.launch(slot, node_launch(launch, node=node, directory=str(directory), env=env))
+
+    def poll(self, timeout_s: float) -> Sequence[GangEvent]:
+        """Returns early too when the topology has changed."""
+        deadline_s, before = time.monotonic() + timeout_s, self._topology
+        while True:
+            self._tend()
+            now_s = time.monotonic()
+            is_over = bool(self._pending) or self._topology is not before or now_s >= deadline_s
+            for answer in self._agents.answers(0.0 if is_over else min(deadline_s - now_s, self._lease.pause_s(now_s))):
+                self._take(answer)
+            if is_over:
+                events, self._pending = self._pending, []
+                return events
+
+    def kill(self, attempt_id: str, reason: str) -> None:
+        self._tracker.kill(attempt_id, reason)
+
+    def close(self) -> None:
+        try:
+            for slot in list(self._lease.slots.values()):
+                self._give_back(slot)
+            give_up_s = time.monotonic() + CLOSE_TIMEOUT_S
+            while self._agents.retiring and time.monotonic() < give_up_s:
+                for answer in self._agents.answers(1.0):
+                    self._take(answer)
+            for slot in self._agents.retiring:
+                self._lease.remove(slot)
+            self._admission.leave()
+        finally:
+            self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _connect(self, request: ClusterRequest) -> Wanted:
+        devices_per_node = request.devices_per_node
+        if request.address is None:
+            node = discover_node(device=request.device, num_devices=devices_per_node)
+            devices_per_node = node.num_devices
+            self._connection.enter_context(private_ray(node))
+        else:
+            self._connection.enter_context(remote_ray(request.address))
+        return Wanted(device=request.device, devices_per_node=devices_per_node)
+
+    def _tend(self) -> None:
+        """Have the lease grow and shrink, and let go of nodes that Ray says are gone."""
+        changes = self._lease.tend(time.monotonic())
+        for lost in changes.lost:
+            self._lose(lost.slot, lost.reason, lost.category)
+        for slot in changes.placed:
+            if slot.name in self._lease.slots:
+                self._agents.start(slot, self._order(slot))
+
+    def _order(self, slot: Slot) -> NodeOrder:
+        shape = self._lease.shape
+        assert shape is not None, "nodes are asked for by their shape"
+        return NodeOrder(
+            name=slot.name,
+            address=slot.address,
+            workdir=str(self._workdir),
+            home=self._homing.mark,
+            preload=self._preload,
+            search_path=tuple(sys.path),
+            device=shape.device_kind,
+            num_devices=shape.num_devices,
+            device_memory_bytes=self._device_memory_bytes,
+        )
+
+    def _take(self, answer: Answer) -> None:
+        slot = answer.slot
+        if answer.what == "close":
+            self._lease.remove(slot)
+        elif self._lease.slots.get(slot.name) is not slot:
+            return
+        elif answer.error is not None:
+            self._fail(slot, answer.error)
+        elif answer.what == "describe":
+            self._join(slot, answer.value)
+        elif answer.what == "poll":
+            for event in answer.value:
+                self._hear(slot.name, event)
+            self._agents.listen(slot)
+
+    def _hear(self, node: str, event: NodeEvent | FilePiece) -> None:
+        if not isinstance(event, FilePiece):
+            self._pending += self._tracker.handle(node, event, now_s=time.monotonic())
+        elif self._tracker.expects(node, event.attempt_id, event.token):
+            self._receiver.take(event)
+
+    def _join(self, slot: Slot, described: Described) -> None:
+        """Take the node into the topology, unless it is not the one asked for, or is excluded."""
+        if described.node_id != slot.node_id:
+            self._avoid(slot, f"Ray started the agent of node {slot.name} on another node")
+            return
+        self._described[slot.name] = described
+        if self._excluded is not None and slot.name in self._excluded(Topology(nodes=self._nodes())):
+            self._lease.leave_out(slot.node_id)
+            self._start_over(slot)
+            return
+        self._lease.ready_now(slot)
+        self._lost.pop(slot.name, None)  # it only had not been heard
+        self._agents.listen(slot)
+        self._show()
+
+    def _fail(self, slot: Slot, error: Exception) -> None:
+        """A call failed: the agent may be gone."""
+        if not slot.is_ready:
+            self._avoid(slot, f"the agent does not start on node {slot.name}: {first_line(error)}")
+            return
+        is_preempted = isinstance(error, RayActorError) and error.preempted
+        self._lose(slot, f"{type(error).__name__}: {first_line(error)}", "preempted" if is_preempted else "lost")
+
+    def _lose(self, slot: Slot, reason: str, category: Category) -> None:
+        """Take the node out of service; its agent is killed in case it only cannot be heard."""
+        if self._lease.slots.get(slot.name) is not slot:
+            return
+        message = f"node {slot.name} is lost: {reason}"
+        logger.warning("%s", message)
+        if slot.is_ready:
+            self._lost[slot.name] = message
+        self._lease.slots.pop(slot.name)
+        self._described.pop(slot.name, None)
+        self._agents.kill(slot)
+        self._lease.remove(slot)
+        self._give_up(slot.name, message, category=category)
+        self._show()
+
+    def _avoid(self, slot: Slot, reason: str) -> None:
+        self._lease.avoid(slot, reason, time.monotonic())
+        self._start_over(slot)
+
+    def _start_over(self, slot: Slot) -> None:
+        """Give the node back; and all of them while the first are not complete, for others may be waiting for them."""
+        for other in [slot] if self._is_begun else list(self._lease.slots.values()):
+            self._give_back(other)
+
+    def _give_back(self, slot: Slot) -> None:
+        self._lease.slots.pop(slot.name, None)
+        self._described.pop(slot.name, None)
+        if not self._agents.retire(slot):
+            self._lease.remove(slot)
+        self._show()
+
+    def _show(self) -> None:
+        """Bring the topology up to date. The first nodes are shown together."""
+        self._is_begun = bool(self._lease.slots) and (self._is_begun or self._lease.standing == "enough")
+        self._topology = Topology(nodes=self._nodes() if self._is_begun else ())
+
+    def _nodes(self) -> tuple[Node, ...]:
+        slots = sorted(self._lease.slots.values(), key=lambda slot: slot.number)
+        return tuple(self._described[slot.name].node for slot in slots if slot.name in self._described)
+
+    def _give_up(self, name: str, reason: str, *, attempt_id: str | None = None, category: Category = "lost") -> None:
+        attempts = None if attempt_id is None else (attempt_id,)
+        self._pending += self._tracker.node_lost(
+            name, reason, now_s=time.monotonic(), attempts=attempts, category=category
+        )
+
+    def _stop(self, node: str, attempt_id: str, order: Stop) -> None:
+        self._agents.stop(node, attempt_id, order)
+
+    def _rendezvous(self, first: str) -> dict[str, str]:
+        """Gangs over several nodes meet at a TCP store that rank 0 opens on the first."""
+        address = self._described[first].node.address
+        return {"TUNE_CLUSTER_RENDEZVOUS": f"tcp://{address}:{self._agents.free_port(first)}"}
+
+    def _interface(self, name: str) -> dict[str, str]:
+        interface = self._described[name].interface
+        return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}

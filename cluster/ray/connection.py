@@ -1,0 +1,177 @@
+"""A connection to Ray: one started here, or one that runs already. And how to ask its head something with patience."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import ray
+import ray._private.ray_constants
+import ray._private.worker
+
+from cluster.base import ClusterError
+from cluster.hardware.topology import Node
+from cluster.node.guardian import LEASE_VARIABLE, Guardian
+from cluster.ray.settings import environment, first_line, fresh_token, require_listener
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CALL_TIMEOUT_S = 10.0
+OBJECT_STORE_BYTES = 80 << 20
+"""Nothing large travels through Ray; this is close to its minimum."""
+
+
+class UnreachableError(RuntimeError):
+    """The head of the Ray cluster does not answer, or refuses."""
+
+
+def started(call: Callable[[], T]) -> Future[T]:
+    """Have ``call`` run aside. Ray's questions to its head wait as long as the head is away; a thread that waits for
+    ever does not keep the process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="ray-call").start()
+    return future
+
+
+def within(timeout_s: float, call: Callable[[], T]) -> T:
+    """The answer of ``call``.
+
+    Raises:
+        UnreachableError: none in ``timeout_s``, or an error.
+    """
+    try:
+        return started(call).result(timeout_s)
+    except TimeoutError:
+        raise UnreachableError(f"the head of the Ray cluster does not answer for {timeout_s:g} s") from None
+    except Exception as error:  # Ray raises anything from RpcError to ValueError
+        raise UnreachableError(first_line(error)) from error
+
+
+@contextlib.contextmanager
+def private_ray(node: Node) -> Iterator[None]:
+    """Run a Ray of our own on this host, over loopback, gone without a trace afterwards or when this process dies."""
+    lease = uuid4().hex
+    folder = Path(tempfile.mkdtemp(prefix="tune-"))  # Ray puts sockets there: the path must stay short
+    guardian = Guardian(lease, remove=folder)
+    changes = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # by default ranks would give way to everything else
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_prestart_worker_first_driver": "0",  # a worker per CPU, of which only the agent's is ever used
+        "RAY_memory_monitor_refresh_ms": "0",  # ranks, not agents, are what the kernel kills first
+        **fresh_token(folder),
+    }
+    try:
+        with settings(changes), loopback_only(), _quiet():
+            try:
+                with environment({LEASE_VARIABLE: lease}):  # only while Ray starts: what else we start is not its own
+                    _start_ray(node, folder / "r")  # Ray opens its folder to everybody: not what lies beside it
+            except Exception as error:
+                raise ClusterError(f"cannot start a private Ray on this host: {first_line(error)}") from error
+            try:
+                yield
+            finally:
+                ray.shutdown()
+    finally:
+        guardian.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start_ray(node: Node, folder: Path) -> None:
+    ray.init(
+        address="local",
+        num_cpus=node.num_devices,
+        num_gpus=node.num_devices if node.device_kind == "cuda" else 0,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=OBJECT_STORE_BYTES,
+        _temp_dir=str(folder),
+    )
+
+
+@contextlib.contextmanager
+def remote_ray(address: str) -> Iterator[None]:
+    require_listener(address)
+    remedy = "is the head running, is this host one of its nodes, is RAY_AUTH_TOKEN_PATH its token file?"
+    with _quiet():
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except Exception as error:  # Ray raises anything from ConnectionError to RuntimeError
+            raise ClusterError(f"cannot join the Ray cluster at {address}: {first_line(error)}; {remedy}") from None
+        if not _asks_for_a_token():
+            logger.warning(
+                "the Ray cluster at %s asks for no token: whoever reaches it can run code there; start it with "
+                "RAY_AUTH_MODE=token",
+                address,
+            )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _asks_for_a_token() -> bool:
+    core: Any = importlib.import_module("ray._raylet")
+    return bool(core.get_authentication_mode() == core.AuthenticationMode.TOKEN)
+
+
+@contextlib.contextmanager
+def settings(changes: Mapping[str, str]) -> Iterator[None]:
+    """Put ``changes`` into the environment; afterwards all is as before.
+
+    Ray's core keeps the authentication settings it saw when it was imported: it is made to look again.
+    """
+    core: Any = importlib.import_module("ray._raylet")
+
+    def read() -> None:
+        core.Config.initialize("")
+        core.AuthenticationTokenLoader.instance().reset_cache()
+
+    try:
+        with environment(changes):
+            read()
+            yield
+    finally:
+        read()
+
+
+@contextlib.contextmanager
+def loopback_only() -> Iterator[None]:
+    """Ray reads this setting at import, which may be long past."""
+    constants = ray._private.ray_constants
+    before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Ray from printing the raylet's log to our stdout when a node dies: no public switch reaches that."""
+    worker = ray._private.worker
+    before, worker._worker_logs_enabled = worker._worker_logs_enabled, False
+    try:
+        yield
+    finally:
+        worker._worker_logs_enabled = before

@@ -1,0 +1,272 @@
+"""A controller as a Ray Job: it runs on the head of the cluster, whatever becomes of the host it was submitted from.
+
+A job's id tells whose it is: ``<name>-<n>``, one after another of the same ``name``, of which only the last can be at
+work. Submitting while it is attaches to it. What Ray keeps of a job is shown to everybody who can reach the cluster:
+no secret is ever part of it. A controller finds its secrets where the head's own environment or files hold them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import re
+import shlex
+import time
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import aiohttp
+import requests
+from ray.exceptions import AuthenticationError
+from ray.job_submission import JobDetails, JobSubmissionClient
+
+from cluster.base import ClusterError
+from cluster.ray.head import TOKEN_REMEDY, dashboard_url
+from cluster.ray.settings import environment, first_line
+from trials.secrets import is_secret_name
+
+logger = logging.getLogger(__name__)
+logging.getLogger("ray.dashboard.modules.job.sdk").setLevel(logging.WARNING)
+logging.getLogger("ray.dashboard.modules.dashboard_sdk").setLevel(logging.WARNING)
+
+JobState = Literal["pending", "running", "succeeded", "failed", "stopped"]
+
+_STATES: dict[str, JobState] = {
+    "PENDING": "pending",
+    "RUNNING": "running",
+    "SUCCEEDED": "succeeded",
+    "FAILED": "failed",
+    "STOPPED": "stopped",
+}
+
+REQUEST_TIMEOUT_S = 60.0
+"""The first request to a head may wait for its agent to come up."""
+STOP_TIMEOUT_S = 30
+"""Ray kills a job that has not ended this long after it was asked to."""
+MAX_TRIES = 5
+"""Of submitting under the next free id: others may take it at the same time."""
+FOLLOW_OUTAGE_S = 120.0
+"""Following a log goes on when the head answers again within this time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobHandle:
+    """One job of one cluster."""
+
+    url: str
+    """Of the head's dashboard, without a path."""
+    submission_id: str
+    attached: bool = False
+    """It was at work already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """Where a job stands."""
+
+    state: JobState
+    message: str
+    exit_code: int | None = None
+    """Of its process; None while it runs, and where Ray does not know."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.state not in ("pending", "running")
+
+
+def submit_job(
+    address: str,
+    name: str,
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    id_variable: str = "TUNE_CLUSTER_JOB",
+    metadata: Mapping[str, str] | None = None,
+) -> JobHandle:
+    """Run ``argv`` on the head as the next job of ``name``, or attach to the last one if that is still at work.
+
+    Args:
+        address: ``HOST:PORT`` of the head, or ``http(s)://HOST:PORT`` of its dashboard.
+        env: what the process gets in its environment besides the head's; anybody may read it.
+        id_variable: tells the process the job's id.
+        metadata: jobs of this name with other metadata are somebody else's, and are not attached to.
+
+    Raises:
+        ClusterError: nothing answers, the token is missing or wrong, or the head has no dashboard.
+        ValueError: a name in ``env`` is that of a secret.
+    """
+    if secret := [key for key in env or {} if is_secret_name(key)]:
+        raise ValueError(f"{secret[0]} is named like a secret, and what is sent along with a job can be read by all")
+    with _connected(address) as client:
+        for _ in range(MAX_TRIES):
+            jobs = _jobs_of(client, name)
+            for number, job in jobs.items():
+                if not _status(job).is_over and job.metadata == dict(metadata or {}):
+                    return JobHandle(url=client.url, submission_id=f"{name}-{number}", attached=True)
+            submission_id = f"{name}-{max(jobs, default=0) + 1}"
+            variables = {**(env or {}), id_variable: submission_id}
+            entrypoint = shlex.join(["exec", "env", *(f"{key}={value}" for key, value in variables.items()), *argv])
+            if _submit(client, submission_id, entrypoint, metadata):
+                return JobHandle(url=client.url, submission_id=submission_id)
+    raise ClusterError(f"others submit {name} to {address} at the same time; try again")
+
+
+def find_job(address: str, submission_id: str) -> JobHandle:
+    """The job of this id.
+
+    Raises:
+        ClusterError: as :func:`submit_job`, or there is no such job, as after a restart of the head.
+    """
+    with _connected(address) as client:
+        _details(client, submission_id)
+        return JobHandle(url=client.url, submission_id=submission_id, attached=True)
+
+
+def job_status(job: JobHandle) -> JobStatus:
+    """Where the job stands now.
+
+    Raises:
+        ClusterError: as :func:`find_job`.
+    """
+    with _connected(job.url) as client:
+        return _status(_details(client, job.submission_id))
+
+
+def job_logs(job: JobHandle, *, follow: bool = False) -> Iterator[str]:
+    """What the job has printed, in pieces; with ``follow``, until it has ended.
+
+    Raises:
+        ClusterError: as :func:`find_job`; when following, only after ``FOLLOW_OUTAGE_S`` without an answer.
+    """
+    if follow:
+        yield from _follow(job)
+        return
+    with _connected(job.url) as client:
+        _details(client, job.submission_id)
+        yield client.get_job_logs(job.submission_id)
+
+
+def stop_job(job: JobHandle) -> None:
+    """Ask the job to end: SIGTERM, and SIGKILL ``STOP_TIMEOUT_S`` later. Returns at once.
+
+    Raises:
+        ClusterError: as :func:`find_job`.
+    """
+    with _connected(job.url) as client:
+        _details(client, job.submission_id)
+        client.stop_job(job.submission_id)
+
+
+class _Client(JobSubmissionClient):
+    """Ray's client, which would wait for ever for a host that has stopped answering."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        super().__init__(url)
+        self._ssl_context: Any = True  # what None meant to aiohttp
+
+    def _do_request(self, method: str, endpoint: str, **options: Any) -> Any:
+        return super()._do_request(method, endpoint, timeout=REQUEST_TIMEOUT_S, allow_redirects=False, **options)
+
+
+@contextlib.contextmanager
+def _connected(address: str) -> Iterator[_Client]:
+    """A client; errors of the connection inside become ClusterErrors."""
+    url = dashboard_url(address)
+    core: Any = importlib.import_module("ray._raylet")  # its annotations lack most of it
+    try:
+        core.AuthenticationTokenLoader.instance().has_token()  # raises where there is none but should be
+        # Ray would prefer these over the address it is given.
+        with environment({"RAY_ADDRESS": "", "RAY_API_SERVER_ADDRESS": ""}):
+            client = _Client(url)
+        yield client
+    except AuthenticationError:
+        raise ClusterError(f"the Ray dashboard at {url} does not accept this token; {TOKEN_REMEDY}") from None
+    except (ConnectionError, requests.ConnectionError, requests.Timeout) as error:
+        raise ClusterError(
+            f"no Ray dashboard answers at {url} ({type(error).__name__}); is the head up, with its dashboard?"
+        ) from None
+    except (RuntimeError, requests.RequestException) as error:
+        if isinstance(error, ClusterError):
+            raise
+        raise ClusterError(f"the Ray dashboard at {url} refuses: {first_line(error)}") from None
+
+
+def _submit(client: _Client, submission_id: str, entrypoint: str, metadata: Mapping[str, str] | None) -> bool:
+    """Whether the id was still free."""
+    try:
+        client.submit_job(
+            entrypoint=entrypoint,
+            submission_id=submission_id,
+            metadata=dict(metadata or {}),
+            runtime_env={"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_TIMEOUT_S)}},
+        )
+    except RuntimeError as error:
+        if "already exists" in str(error):
+            return False
+        raise
+    return True
+
+
+def _jobs_of(client: _Client, name: str) -> dict[int, JobDetails]:
+    """By number."""
+    pattern = re.compile(rf"{re.escape(name)}-(\d{{1,9}})")
+    found = ((pattern.fullmatch(job.submission_id or ""), job) for job in client.list_jobs())
+    return {int(match[1]): job for match, job in found if match}
+
+
+def _details(client: _Client, submission_id: str) -> JobDetails:
+    try:
+        return client.get_job_info(submission_id)
+    except RuntimeError as error:
+        if "status code 404" in str(error):
+            raise ClusterError(f"the Ray cluster at {client.url} knows no job {submission_id}") from None
+        raise
+
+
+def _status(job: JobDetails) -> JobStatus:
+    return JobStatus(state=_STATES[job.status.value], message=job.message or "", exit_code=job.driver_exit_code)
+
+
+def _follow(job: JobHandle) -> Iterator[str]:
+    """The log, taken up again after an outage where it was left."""
+    num_seen, answered_s = 0, time.monotonic()
+    while True:
+        skipped = 0
+        try:
+            with _connected(job.url) as client, contextlib.closing(_tail(client, job.submission_id)) as pieces:
+                for piece in pieces:
+                    answered_s = time.monotonic()
+                    new = piece[max(0, num_seen - skipped) :]
+                    skipped += len(piece)
+                    num_seen += len(new)
+                    if new:
+                        yield new
+            if job_status(job).is_over:
+                return
+        except ClusterError:
+            if time.monotonic() - answered_s > FOLLOW_OUTAGE_S:
+                raise
+            logger.warning("no answer from %s; the job goes on, its log follows when it answers", job.url)
+        time.sleep(1.0)
+
+
+def _tail(client: _Client, submission_id: str) -> Generator[str, None, None]:
+    """Ray's own asynchronous iterator, without a loop of the caller."""
+    _details(client, submission_id)
+    pieces: AsyncIterator[str] = client.tail_job_logs(submission_id)
+    with asyncio.Runner() as runner:
+        while True:
+            try:
+                yield runner.run(_next(pieces))
+            except StopAsyncIteration:
+                return
+            except aiohttp.ClientError as error:
+                raise ConnectionError(first_line(error)) from None
+
+
+async def _next(pieces: AsyncIterator[str]) -> str:
+    return await anext(pieces)

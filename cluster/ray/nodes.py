@@ -1,0 +1,128 @@
+"""Which nodes of a Ray cluster a lease may take, what it asks of each, and what they are called. No Ray, no effects.
+
+A node is a mapping as ``ray.nodes()`` gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cluster.base import ClusterError
+from cluster.hardware.topology import DeviceChoice, DeviceKind, path_safe
+
+NODE_ID_LABEL = "ray.io/node-id"
+Bundle = dict[str, float]
+"""Resource to quantity."""
+RayNode = Mapping[str, Any]
+
+
+class NoSuchNodesError(ClusterError):
+    """The cluster has no node of the kind wanted, which may change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What every node of a lease must have: leases are of nodes that are alike."""
+
+    resource: Literal["CPU", "GPU"]
+    num_devices: int
+    quantity: float
+    """Of the resource, at least."""
+
+    @property
+    def device_kind(self) -> DeviceKind:
+        return "cuda" if self.resource == "GPU" else "cpu"
+
+    @property
+    def label(self) -> str:
+        return f"{self.quantity:g} {self.resource}{'s' if self.quantity != 1 else ''}"
+
+    def fits(self, node: RayNode) -> bool:
+        return bool(node["Alive"]) and node["Resources"].get(self.resource, 0) >= self.quantity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a lease asks for."""
+
+    device: DeviceChoice = "auto"
+    devices_per_node: int | None = None
+    """None: all there are."""
+
+    def shape(self, nodes: Iterable[RayNode], num_nodes: int, left_out: Collection[str] = ()) -> Shape:
+        """Of the ``num_nodes`` best nodes, or of as many as there are but for those left out by their ids.
+
+        Raises:
+            NoSuchNodesError: there is none yet.
+            ClusterError: all are left out, or have too few devices.
+        """
+        alive = [node for node in nodes if node["Alive"]]
+        resource: Literal["CPU", "GPU"] = "CPU"
+        if self.device == "cuda" or (self.device == "auto" and any(node["Resources"].get("GPU") for node in alive)):
+            resource = "GPU"
+        able = [node for node in alive if node["Resources"].get(resource)]
+        if not able:
+            raise NoSuchNodesError(f"no node of the Ray cluster has a {resource} (device: {self.device})")
+        left = [node["Resources"] for node in able if node["NodeID"] not in left_out]
+        if not left:
+            raise ClusterError(
+                f"every node of the Ray cluster with {resource}s is excluded ({len(able)}); exclude fewer"
+            )
+        best = sorted(left, key=lambda node: (-node[resource], -node.get("CPU", 0)))[: max(1, num_nodes)]
+        quantity = min(node[resource] for node in best)
+        if resource == "GPU" and self.devices_per_node is not None and self.devices_per_node > quantity:
+            raise ClusterError(f"devices_per_node is {self.devices_per_node}; the nodes have {quantity:g} GPUs")
+        return Shape(resource=resource, num_devices=self.devices_per_node or int(quantity), quantity=quantity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """The nodes of a Ray cluster at one moment."""
+
+    nodes: Mapping[str, RayNode]
+    """By id."""
+    available: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Node id to resource to quantity that nobody holds."""
+    draining: frozenset[str] = frozenset()
+    """Ids of nodes that will soon be taken away."""
+    placed: Mapping[int, str] = field(default_factory=dict)
+    """Number of each placement group asked for that is there, with the id of its node."""
+
+    def able(self, shape: Shape) -> list[RayNode]:
+        """Nodes of this shape that will stay, the best first."""
+        able = [node for key, node in self.nodes.items() if shape.fits(node) and key not in self.draining]
+        return sorted(able, key=lambda node: (-node["Resources"][shape.resource], _stable_order(node)))
+
+    def is_free(self, node: RayNode) -> bool:
+        """Whether nobody holds any part of it."""
+        available = self.available.get(node["NodeID"], {})
+        return all(available.get(resource, 0) >= quantity for resource, quantity in bundle(node).items())
+
+
+def bundle(node: RayNode) -> Bundle:
+    """All of the node."""
+    return {name: node["Resources"][name] for name in ("CPU", "GPU") if node["Resources"].get(name)}
+
+
+def names_by_id(nodes: Iterable[RayNode], known: Mapping[str, str]) -> dict[str, str]:
+    """``known`` and a unique, path-safe name for each further node that is alive: the host's, numbered where several
+    nodes run on one. A name once given stays with its node."""
+    names = dict(known)
+    taken = set(known.values())
+    for node in sorted(nodes, key=_stable_order):
+        if not node["Alive"] or node["NodeID"] in names:
+            continue
+        base = name = path_safe(node["NodeManagerHostname"])
+        number = 0
+        while name in taken:
+            number += 1
+            name = f"{base}-n{number}"
+        names[node["NodeID"]] = name
+        taken.add(name)
+    return names
+
+
+def _stable_order(node: RayNode) -> tuple[str, str]:
+    return str(node["NodeManagerHostname"]), str(node["NodeID"])

@@ -1,0 +1,87 @@
+"""What the simulated cluster's candidates take: the cost model, or a machine some way off from what it assumes."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+
+from cluster.cost.calibrate import Calibrated
+from cluster.cost.candidates import inputs_of
+from cluster.cost.coefficients import Coefficients, Prior, load_prior
+from cluster.cost.estimate import CostModel
+from cluster.cost.generic import generic_peak_bytes, generic_step_seconds
+from cluster.cost.generic_inputs import generic_inputs
+from cluster.hardware.accelerators import ClusterDescription
+from cluster.virtual.simulated import Cost
+from trials.codec import to_json
+from trials.spec import Candidate, LlamaModel, TrialSpec
+
+OWN_KNOB_STD = 0.3
+"""Standard deviation of the logarithm of what such a value does to the step time, for a deviation of 1."""
+
+
+class ModelledCost:
+    """A :class:`cluster.virtual.simulated.CostFunction`.
+
+    Args:
+        deviation: how far the machine's coefficients lie from those the cost model assumes, in standard deviations of
+            its prior, in a direction drawn from ``seed``. 0: the machine is what the model thinks. Workloads that are
+            no decoders feel how data is read and kernels are chosen as well, each value of a knob as drawn.
+    """
+
+    def __init__(self, cluster: ClusterDescription, *, deviation: float = 0.0, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        time, memory = (_moved(load_prior(kind), deviation, rng) for kind in ("time", "memory"))
+        self._deviation, self._seed = deviation, seed
+        self._cluster = cluster
+        self._model = CostModel(time, memory)
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """Of the machine's times."""
+        return self._model.time.coefficients
+
+    def __call__(self, spec: TrialSpec) -> Cost:
+        """Raises ValueError where the cost model knows no such workload."""
+        is_decoder = isinstance(spec.workload.model, LlamaModel)
+        try:
+            return self._decoder(spec) if is_decoder else self._generic(spec)
+        except NotImplementedError as error:
+            raise ValueError(f"cannot be simulated: {error}") from None
+
+    def _decoder(self, spec: TrialSpec) -> Cost:
+        found = self._model.estimate(inputs_of([(spec.workload, spec.candidate)], self._cluster))
+        return Cost(step_time_s=float(found.step_s[0]), peak_bytes=int(found.peak_bytes[0]))
+
+    def _generic(self, spec: TrialSpec) -> Cost:
+        x = generic_inputs([(spec.workload, spec.candidate)], self._cluster, {})
+        seconds = generic_step_seconds(x, self._model.time.coefficients)
+        peaks = generic_peak_bytes(x, self._model.memory.coefficients)
+        own = self._effect_of_own_knobs(spec.candidate)
+        return Cost(
+            step_time_s=own * sum(float(value[0]) for value in seconds.values()),
+            peak_bytes=int(sum(float(value[0]) for value in peaks.values())),
+        )
+
+    def _effect_of_own_knobs(self, candidate: Candidate) -> float:
+        """Factor on the step time by knobs of which the model of these workloads knows nothing."""
+        neutral = _knobs(Candidate())
+        changed = [f"{name}={value}" for name, value in _knobs(candidate).items() if value != neutral[name]]
+        effects = (random.Random(f"{self._seed}/{knob}").gauss(0.0, OWN_KNOB_STD) for knob in changed)
+        return math.exp(self._deviation * sum(effects))
+
+
+def _knobs(candidate: Candidate) -> dict[str, Any]:
+    """How data is read and kernels are chosen; precision of matmuls is known to the model."""
+    known = {**to_json(candidate.loader), **to_json(candidate.kernels)}
+    del known["matmul_precision"]
+    return known
+
+
+def _moved(prior: Prior, deviation: float, rng: np.random.Generator) -> Calibrated:
+    direction = rng.standard_normal(len(prior.mean))
+    moved = prior.mean + deviation * np.linalg.cholesky(prior.covariance) @ direction
+    return Calibrated(Coefficients(prior.group, moved), prior.covariance, prior.noise)

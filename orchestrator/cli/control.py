@@ -1,0 +1,88 @@
+"""Commands that stop a sweep, for a while or for good."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from orchestrator.cli.options import EXIT_FAILED, EXIT_INTERRUPTED, home_option, json_option, print_result
+
+if TYPE_CHECKING:
+    from orchestrator.sweep.events import Action
+
+_no_wait_option = click.option("--no-wait", is_flag=True, help="Only ask; do not wait until it is done.")
+
+
+@click.command()
+@click.argument("sweep")
+@_no_wait_option
+@home_option
+@json_option
+def pause(sweep: str, no_wait: bool, home: Path, as_json: bool) -> None:
+    """Stop SWEEP now, to be resumed later.
+
+    Its nodes are given back; `resume` goes on with it. What runs is killed, recorded as lost for no fault of its
+    own, and launched again later.
+
+    \b
+    Examples:
+      tune-cluster pause quickstart
+      tune-cluster pause quickstart --no-wait --json
+    """
+    _stop(sweep, "pause", home, as_json, no_wait=no_wait)
+
+
+@click.command()
+@click.argument("sweep")
+@_no_wait_option
+@home_option
+@json_option
+def drain(sweep: str, no_wait: bool, home: Path, as_json: bool) -> None:
+    """Let the running trials of SWEEP end, then pause it.
+
+    No other trial is begun; `resume` goes on with the sweep.
+
+    \b
+    Example:
+      tune-cluster drain quickstart
+    """
+    _stop(sweep, "drain", home, as_json, no_wait=no_wait)
+
+
+@click.command()
+@click.argument("sweep")
+@_no_wait_option
+@home_option
+@json_option
+def cancel(sweep: str, no_wait: bool, home: Path, as_json: bool) -> None:
+    """Stop SWEEP for good.
+
+    What runs is killed. What was measured stays; nothing can be added to it.
+
+    \b
+    Example:
+      tune-cluster cancel quickstart
+    """
+    _stop(sweep, "cancel", home, as_json, no_wait=no_wait)
+
+
+def _stop(sweep: str, what: Action, home: Path, as_json: bool, *, no_wait: bool) -> None:
+    """Ask, and wait until it is so. Giving up waiting takes nothing back."""
+    from orchestrator.commands import stop as stopping
+    from orchestrator.sweep.home import Home
+
+    try:
+        with stopping.progress() as tell:
+            stopped = stopping.stop(sweep, Home(home), what, wait=not no_wait, tell=tell)
+    except KeyboardInterrupt:
+        click.echo(f"no longer waiting; what was asked of {sweep} still stands", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+    print_result(as_json, stopped.to_json(), lambda: stopping.render(stopped))
+    if not no_wait and not stopped.is_done:
+        sys.exit(EXIT_FAILED)
+
+
+COMMANDS = (pause, drain, cancel)

@@ -1,0 +1,261 @@
+"""Commands on what was recorded and registered."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orchestrator.cli.options import EXIT_FAILED, announce, home_option, json_option, print_result
+from orchestrator.invocation import Invocation
+
+if TYPE_CHECKING:
+    from orchestrator.promotion.drift import Kind
+
+_store_option = click.option("--tracking-uri", help="MLflow store to look in, if it is not the one in --home.")
+_reason_option = click.option("--reason", default="", help="Why, for the records.")
+_expect_option = click.option(
+    "--expect-current", metavar="V", help="Refuse unless version V (or none) is in production: compare-and-set."
+)
+
+
+def _change_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of whatever changes what is in production."""
+    return _reason_option(_expect_option(command))
+
+
+@click.command()
+@click.argument("sweep", required=False)
+@click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True, help="Port on this host.")
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to serve at. The server asks for no password: whoever reaches it changes what it holds.",
+)
+@home_option
+@json_option
+def ui(sweep: str | None, port: int, host: str, home: Path, as_json: bool) -> None:
+    """Open the MLflow UI on the sweeps' store until interrupted; to this host only, unless told otherwise.
+
+    \b
+    Example:
+      tune-cluster ui quickstart
+    """
+    from orchestrator.controller import service
+    from orchestrator.sweep.home import Home
+
+    if service.serve_ui(Home(home), sweep, host=host, port=port, announce=lambda links: announce(links, as_json)):
+        click.echo("error: the MLflow server ended by itself; its own message stands above", err=True)
+        sys.exit(EXIT_FAILED)
+
+
+@click.command()
+@click.argument("sweep")
+@click.option("--name", required=True, help="Name of the registered configuration, e.g. llama-quickstart.")
+@click.option("--trial", help="Promote this trial (3 or t003) instead of the confirmed winner.")
+@click.option("--force", is_flag=True, help="Promote whatever was measured, also without proof; recorded as forced.")
+@_change_options
+@home_option
+@json_option
+def promote(
+    sweep: str,
+    name: str,
+    trial: str | None,
+    force: bool,
+    reason: str,
+    expect_current: str | None,
+    home: Path,
+    as_json: bool,
+) -> None:
+    """Put the confirmed winner of SWEEP into production as NAME.
+
+    It becomes a version in MLflow's registry with its recipe and evidence, alias production; the version before gets
+    the alias previous. Refused unless it was confirmed to be faster and has passed the loss gate. Nothing changes where
+    this very recipe is in production already.
+
+    \b
+    Examples:
+      tune-cluster promote quickstart --name llama-quickstart
+      tune-cluster promote quickstart --name llama-quickstart --expect-current 2 --reason "new drivers"
+    """
+    from orchestrator.promotion import commands
+    from orchestrator.sweep.home import Home
+    from orchestrator.terminal import promotion as report_promotion
+
+    promoted = commands.promote(
+        name, Home(home), sweep=sweep, trial=trial, reason=reason, expect_current=expect_current, force=force
+    )
+    print_result(as_json, promoted, lambda: report_promotion.render_promotion(promoted, Invocation.current(home)))
+
+
+@click.command()
+@click.argument("name")
+@click.option("--to", metavar="V", help="This version, instead of the one that was in production before.")
+@_change_options
+@_store_option
+@home_option
+@json_option
+def rollback(
+    name: str,
+    to: str | None,
+    reason: str,
+    expect_current: str | None,
+    tracking_uri: str | None,
+    home: Path,
+    as_json: bool,
+) -> None:
+    """Put the version of NAME that was in production before back into production.
+
+    Its files must be those that were registered. A rollback is recorded as a promotion is, and can itself be rolled
+    back.
+
+    \b
+    Examples:
+      tune-cluster rollback llama-quickstart --reason "slower on the new drivers"
+      tune-cluster rollback llama-quickstart --to 1 --expect-current 3
+    """
+    from orchestrator.promotion import commands
+    from orchestrator.sweep.home import Home
+    from orchestrator.terminal import promotion as report_promotion
+
+    changed = commands.roll_back(
+        name, Home(home), to=to, reason=reason, expect_current=expect_current, tracking_uri=tracking_uri
+    )
+    print_result(as_json, changed, lambda: report_promotion.render_rollback(changed, Invocation.current(home)))
+
+
+@click.command()
+@click.argument("name")
+@_store_option
+@home_option
+@json_option
+def history(name: str, tracking_uri: str | None, home: Path, as_json: bool) -> None:
+    """List what was in production as NAME, the newest record first.
+
+    \b
+    Example:
+      tune-cluster history llama-quickstart
+    """
+    from orchestrator.promotion import commands
+    from orchestrator.sweep.home import Home
+    from orchestrator.terminal import promotion as report_promotion
+
+    found = commands.history(name, Home(home), tracking_uri=tracking_uri)
+    print_result(as_json, found, lambda: report_promotion.render_history(found))
+
+
+@click.command()
+@click.argument("reference")
+@_store_option
+@home_option
+@json_option
+def show(reference: str, tracking_uri: str | None, home: Path, as_json: bool) -> None:
+    """Print a registered configuration: NAME@production or NAME@3.
+
+    \b
+    Example:
+      tune-cluster show llama-quickstart@production
+    """
+    from orchestrator.promotion import commands
+    from orchestrator.sweep.home import Home
+    from orchestrator.terminal import promotion as report_promotion
+
+    shown = commands.show(reference, Home(home), tracking_uri=tracking_uri)
+    print_result(as_json, shown, lambda: report_promotion.render_recipe(shown))
+
+
+@click.command()
+@click.argument("a")
+@click.argument("b")
+@_store_option
+@home_option
+@json_option
+def diff(a: str, b: str, tracking_uri: str | None, home: Path, as_json: bool) -> None:
+    """Show what differs between A and B: knobs, workload, environment, evidence.
+
+    Each is NAME@production, NAME@3, or a trial of a sweep as SWEEP:TRIAL.
+
+    \b
+    Examples:
+      tune-cluster diff llama-quickstart@previous llama-quickstart@production
+      tune-cluster diff quickstart:baseline quickstart:winner
+    """
+    from orchestrator.promotion import commands
+    from orchestrator.sweep.home import Home
+    from orchestrator.terminal import promotion as report_promotion
+
+    found = commands.diff(a, b, Home(home), tracking_uri=tracking_uri)
+    print_result(as_json, found.to_json(), lambda: report_promotion.render_difference(found))
+
+
+@click.command()
+@click.argument("reference")
+@click.option(
+    "--rounds", type=click.IntRange(1, 50), default=3, show_default=True, help="Times it is measured, each run anew."
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.05,
+    show_default=True,
+    help="Relative loss of speed that does not count.",
+)
+@click.option(
+    "--ignore",
+    "ignored",
+    multiple=True,
+    type=click.Choice(["driver", "library", "hardware", "training", "speed", "loss"]),
+    help="Kind of drift that does not count; may be repeated.",
+)
+@click.option("--address", metavar="HOST:PORT", help="Head of a Ray cluster, in place of the one in the sweep's file.")
+@_store_option
+@home_option
+@json_option
+def verify(
+    reference: str,
+    rounds: int,
+    tolerance: float,
+    ignored: tuple[Kind, ...],
+    address: str | None,
+    tracking_uri: str | None,
+    home: Path,
+    as_json: bool,
+) -> None:
+    """Measure NAME@production again on today's cluster and report what has drifted.
+
+    Compared are driver, libraries and hardware with those it was promoted on, today's speed with the promoted one, and
+    today's losses, step by step. For cron and CI: exit code 0 without drift, 1 with drift, 2 where it cannot be
+    verified. The result is recorded in MLflow.
+
+    \b
+    Examples:
+      tune-cluster verify llama-quickstart@production
+      tune-cluster verify llama-quickstart@production --tolerance 0.1 --ignore library --json
+    """
+    from orchestrator.promotion import verify as verification
+    from orchestrator.signals import interruptible
+    from orchestrator.sweep.home import Home
+    from orchestrator.terminal import promotion as report_promotion
+    from orchestrator.terminal import report
+
+    with interruptible(), report.LiveView() as view:
+        found = verification.verify(
+            reference,
+            Home(home),
+            view,
+            num_rounds=rounds,
+            tolerance=tolerance,
+            ignored=ignored,
+            address=address,
+            tracking_uri=tracking_uri,
+        )
+    print_result(as_json, found.to_json(), lambda: report_promotion.render_verification(found))
+    if found.drifted:
+        sys.exit(EXIT_FAILED)
+
+
+COMMANDS = (ui, promote, rollback, history, show, diff, verify)

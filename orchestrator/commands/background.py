@@ -1,0 +1,218 @@
+"""Controllers without a terminal: processes of this host in a session of their own, and Ray Jobs on a head."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import secrets
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from cluster.base import ClusterError
+from orchestrator import locks
+from orchestrator.controller.heartbeat import CONTROLLER, LEASE, MODE_VARIABLE
+from orchestrator.errors import ConfigError
+from orchestrator.plain_text import plain
+from orchestrator.status.logs import CONTROLLER_LOG
+from orchestrator.sweep.home import Home
+from orchestrator.sweep.ledger import FILE_NAME, LedgerError, SweepBusyError
+from orchestrator.tail import Follower, tail
+from trials.files import make_private_folder, write_atomically
+
+DETACHED, RAY_JOB = "detached", "ray job"
+"""Values of ``TUNE_CLUSTER_CONTROLLER_MODE``."""
+MARK_VARIABLE = "TUNE_CLUSTER_HOME_MARK"
+POLL_S = 0.2
+NUM_LINES = 200
+_MARK = "submitted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """What became of a controller that was started in the background."""
+
+    exit_code: int | None
+    """None: it has taken the sweep, and goes on."""
+    log: Follower
+    """What it writes from here on."""
+
+
+def detach(argv: Sequence[str], home: Home, name: str, *, show: Callable[[str], None]) -> Started:
+    """Run ``argv``, a supervised controller, apart from this terminal. Returns when it is at work, or has ended.
+
+    Args:
+        show: gets the lines it writes until then.
+
+    Raises:
+        SweepBusyError: there is one already.
+        OSError: its log cannot be written, or it cannot be started.
+    """
+    folder = make_private_folder(home.sweep_folder(name))
+    with _open_log(folder / CONTROLLER_LOG) as file:
+        if not locks.take(file):  # it is held until every process that writes to this file has ended
+            raise SweepBusyError(f"a detached controller runs the sweep {name!r} already")
+        follower = Follower(folder / CONTROLLER_LOG, file.tell())
+        child = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, MODE_VARIABLE: DETACHED, "PYTHONUNBUFFERED": "1"},
+        )
+    while True:
+        exit_code = child.poll()
+        is_ready = is_under_way(home, name, functools.partial(_is_below, ancestor=child.pid))
+        for line in follower.new_lines():
+            show(line)
+        if is_ready or exit_code is not None:
+            return Started(exit_code=exit_code, log=follower)
+        time.sleep(POLL_S)
+
+
+def is_at_work(home: Home, name: str) -> bool:
+    """Whether a controller runs the sweep, or a detached one waits until it can be started again."""
+    folder = home.sweep_folder(name)
+    if locks.is_held(folder / CONTROLLER_LOG):
+        return True
+    try:
+        with home.open(name, begun=False) as ledger:
+            return ledger.is_held()
+    except (ConfigError, LedgerError):  # there is none, or not any more
+        return False
+
+
+def controller_log(home: Home, name: str, *, follow: bool = False, num_lines: int = NUM_LINES) -> Iterator[str]:
+    """The last lines of the log of the sweep's controller, safe to print; with ``follow``, all further ones, too, until
+    it has ended.
+
+    Raises:
+        ConfigError: the controller writes to a terminal.
+        ClusterError: it is a Ray Job, and the cluster does not answer.
+    """
+    with home.open(name, begun=False) as ledger:
+        about = ledger.document(CONTROLLER) or {}
+    log = home.sweep_folder(name) / CONTROLLER_LOG
+    if about.get("mode") == RAY_JOB:
+        return job_log(about["address"], about["job"], follow=follow, num_lines=num_lines)
+    if log.exists() and about.get("mode", DETACHED) == DETACHED:
+        return _file_log(home, name, follow=follow, num_lines=num_lines)
+    where = f" on {about['host']}" if about else ""
+    raise ConfigError(
+        f"the controller of {name!r} runs in a terminal{where}, not in the background: it has no log",
+        remedy="`tune-cluster submit --detach` keeps one.",
+    )
+
+
+def follow_detached(home: Home, name: str, log: Follower) -> Iterator[str]:
+    """Further lines of a detached controller's log, until it has ended."""
+    while True:
+        is_over = not is_at_work(home, name)  # before reading: what was written until then is read below
+        lines = log.new_lines()
+        yield from lines
+        if is_over and not lines:
+            yield from log.last_line()
+            return
+        time.sleep(POLL_S)
+
+
+def job_log(address: str, job: str, *, follow: bool, num_lines: int = NUM_LINES) -> Iterator[str]:
+    """As :func:`controller_log`, of a Ray Job."""
+    from cluster.ray.jobs import find_job, job_logs
+
+    rest = ""
+    for piece in job_logs(find_job(address, job), follow=follow):
+        *lines, rest = (rest + piece).split("\n")
+        yield from map(plain, lines if follow else lines[-num_lines:])
+    if rest:
+        yield plain(rest)
+
+
+def leave_mark(home: Home, name: str) -> str:
+    """Put something into the sweep's folder that a controller on another host can find there, see
+    :func:`require_mark`; return what."""
+    mark = secrets.token_hex(8)
+    folder = make_private_folder(home.sweep_folder(name))
+    write_atomically(folder / _MARK, [f"{mark} {platform.node()}\n".encode()])
+    return mark
+
+
+def require_mark(home: Home, name: str) -> None:
+    """Check that this process's home is the one that its job was submitted from.
+
+    Raises:
+        ClusterError: it is another folder of the same name.
+    """
+    mark = os.environ.get(MARK_VARIABLE)
+    if mark is None:
+        return
+    try:
+        found = (home.sweep_folder(name) / _MARK).read_text(encoding="utf-8").split(" ")[0]
+    except OSError:
+        found = ""
+    if found != mark:
+        raise ClusterError(
+            f"the folder {home.path.absolute()} of the host that submitted the sweep is not visible on the head "
+            f"{platform.node()}; use --home for a folder on a file system that all hosts share, or submit on the head"
+        )
+
+
+def job_environment(mark: str) -> dict[str, str]:
+    """What a controller needs to know that runs as a Ray Job. No secrets: anybody may read it."""
+    paths = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
+    return {MODE_VARIABLE: RAY_JOB, MARK_VARIABLE: mark, **paths}
+
+
+def _open_log(path: Path) -> IO[bytes]:
+    """For appending, readable by its owner only; a link in its place is not followed."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    os.fchmod(fd, 0o600)
+    file = os.fdopen(fd, "ab")
+    file.seek(0, os.SEEK_END)
+    return file
+
+
+def is_under_way(home: Home, name: str, is_it: Callable[[dict[str, Any]], bool]) -> bool:
+    """Whether a controller is at work that ``is_it`` recognises by what it says about itself, and that has found its
+    cluster: it holds nodes, or waits for some."""
+    if not (home.sweep_folder(name) / FILE_NAME).exists():
+        return False
+    try:
+        with home.open(name, begun=False) as ledger:
+            about, lease = ledger.document(CONTROLLER), ledger.document(LEASE)
+            is_held = ledger.is_held()
+    except (ConfigError, LedgerError):  # it has given up at this very moment
+        return False
+    has_cluster = about is not None and lease is not None and lease["at_s"] >= about["started_at_s"]
+    return is_held and has_cluster and is_it(about)
+
+
+def _is_below(about: dict[str, Any], ancestor: int) -> bool:
+    """Whether the controller is this process or one that it has started."""
+    pid: int | None = about["pid"]
+    while pid is not None and pid > 1:
+        if pid == ancestor:
+            return True
+        pid = _parent(pid)
+    return False
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+def _file_log(home: Home, name: str, *, follow: bool, num_lines: int) -> Iterator[str]:
+    path = home.sweep_folder(name) / CONTROLLER_LOG
+    last = tail(path, num_lines)
+    yield from last.lines
+    if follow:
+        yield from follow_detached(home, name, Follower(path, last.end))

@@ -1,0 +1,132 @@
+"""What ``logs`` prints: for people, as JSON, and line by line as it is written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import click
+
+from orchestrator.commands.background import controller_log
+from orchestrator.plain_text import plain
+from orchestrator.status.logs import AttemptLogs, RankLog, attempt_logs, find_trial, log_tail
+from orchestrator.status.snapshot import Inspection, look
+from orchestrator.sweep.home import Home
+from orchestrator.sweep.ledger import Ledger
+from orchestrator.tail import Follower, follow
+
+MAX_RANKS = 8
+"""Logs shown of an attempt where no rank is asked for; JSON has all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """How logs are shown."""
+
+    as_json: bool
+    num_lines: int
+    follow: bool
+
+    def line(self, text: str, rank: int | None = None, *, several: bool = False) -> None:
+        """One followed line; as JSON an object of its own."""
+        if self.as_json:
+            click.echo(json.dumps({"rank": rank, "line": text}))
+        else:
+            click.echo(f"[rank {rank}] {text}" if several else text)
+
+    def note(self, text: str) -> None:
+        """For people, beside the result."""
+        click.echo(text, err=True)
+
+
+def show_trial_logs(
+    name: str, text: str, home: Home, out: Output, *, rank: int | None = None, attempt: int | None = None
+) -> None:
+    """The logs of an attempt of the trial that ``text`` means.
+
+    Raises:
+        ConfigError: there is no such sweep, trial, attempt or rank.
+    """
+    with home.open(name, begun=False) as ledger:
+        sweep = look(ledger)
+        trial = find_trial(sweep.state, text, name)
+        found = attempt_logs(sweep, trial, attempt=attempt, rank=rank, num_lines=out.num_lines)
+        if out.follow:
+            _follow_ranks(ledger, sweep, found, out)
+        elif out.as_json:
+            click.echo(json.dumps(found.to_json(), indent=2))
+        else:
+            _show(found, out)
+
+
+def show_controller_log(name: str, home: Home, out: Output) -> None:
+    """The log of the controller that runs, or last ran, in the background.
+
+    Raises:
+        ConfigError: there is no such sweep, or its controller writes to a terminal.
+        ClusterError: the controller is a Ray Job, and the cluster does not answer.
+    """
+    with home.open(name, begun=False) as ledger:
+        sweep = look(ledger)
+    lines = controller_log(home, name, follow=out.follow, num_lines=out.num_lines)
+    if out.as_json and not out.follow:
+        controller = sweep.controller.to_json() if sweep.controller else None
+        click.echo(json.dumps({"sweep": name, "controller": controller, "lines": list(lines)}, indent=2))
+        return
+    for line in lines:
+        out.line(line)
+
+
+def _follow_ranks(ledger: Ledger, sweep: Inspection, found: AttemptLogs, out: Output) -> None:
+    """Until the attempt has ended. A rank that has not begun to write is waited for where its node may be this one."""
+    several, seen = len(found.ranks) > 1, sweep
+
+    def is_over() -> bool:
+        nonlocal seen
+        seen = look(ledger, seen)
+        attempt = seen.state.trials[found.trial].attempts[found.attempt]
+        return attempt.outcome is not None or not seen.is_held
+
+    for log in found.ranks:
+        for line in log.lines:
+            out.line(line, log.rank, several=several)
+    for rank, line in follow([(log.rank, Follower(log.path, log.end)) for log in found.ranks], is_over):
+        out.line(line, rank, several=several)
+
+
+def _show(found: AttemptLogs, out: Output) -> None:
+    """A log that lies elsewhere is stood in for by what was sent home from there."""
+    shown = found.ranks[:MAX_RANKS]
+    for log in shown:
+        if log.is_here:
+            _show_rank(log, out, with_heading=len(found.ranks) > 1)
+        else:
+            out.note(f"rank {log.rank}: not on this host; on node {log.node} in {log.path}")
+        if not log.is_here and log.is_root_cause:
+            _show_evidence(found, out)
+    if len(shown) < len(found.ranks):
+        out.note(f"{len(found.ranks) - len(shown)} more ranks: --rank N shows one, --json all")
+    if not any(log.is_here or log.is_root_cause for log in shown):
+        _show_evidence(found, out)
+
+
+def _show_rank(log: RankLog, out: Output, *, with_heading: bool) -> None:
+    if with_heading:
+        cause = ", failed first" if log.is_root_cause else ""
+        out.note(f"==> rank {log.rank} on {log.node}{cause}: {log.path}")
+    if not log.is_whole:
+        out.note(f"... the last {len(log.lines)} lines")
+    for line in log.lines:
+        click.echo(line)
+
+
+def _show_evidence(found: AttemptLogs, out: Output) -> None:
+    """What the ledger keeps of a failure."""
+    if found.evidence is None:
+        return
+    lines = log_tail(found.evidence)
+    where = f"rank {found.evidence.rank}" if found.evidence.rank is not None else "no rank in particular"
+    last = "; its last lines:" if lines else ""
+    out.note(f"==> {found.outcome}, {where}: {plain(found.evidence.message.strip())}{last}")
+    for line in lines:
+        click.echo(line)

@@ -1,0 +1,80 @@
+"""What ``tune-cluster plan`` does: the plan of a file, what is expected of it, and one candidate explained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.hardware.accelerators import CatalogueError, load_cluster
+from cluster.hardware.topology import Topology, uniform_topology
+from orchestrator.config.sweep import load_sweep
+from orchestrator.errors import ConfigError
+from orchestrator.planning.candidate import Why, explain
+from orchestrator.planning.dryrun.cache import DryRunCache
+from orchestrator.planning.dryrun.estimates import load_estimates
+from orchestrator.planning.forecast import Forecast, forecast
+from orchestrator.planning.hardware.profiles import load_profile
+from orchestrator.planning.hardware.request import known_topology
+from orchestrator.planning.plan import Plan, make_plan
+from orchestrator.search.prediction.predictor import NotDescribedError
+from orchestrator.sweep.home import Home
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planning:
+    """A plan, and what there is to say about it."""
+
+    plan: Plan
+    forecast: Forecast | None
+    unpredicted: str
+    """Why there is no forecast; empty where there is one."""
+    why: Why | None
+    """Of the candidate asked for."""
+
+    def to_json(self) -> dict[str, Any]:
+        body = {
+            **self.plan.to_json(),
+            "forecast": self.forecast.to_json() if self.forecast else None,
+            "unpredicted": self.unpredicted,
+        }
+        return body if self.why is None else {**body, "why": self.why.to_json()}
+
+
+def plan_file(file: Path, home: Home, *, why: str | None = None, cluster: str | None = None) -> Planning:
+    """What the file would try, on the hardware as far as it is known without starting anything.
+
+    Args:
+        why: the candidate to explain, see :func:`orchestrator.planning.candidate.find`.
+        cluster: name of a cluster description to plan for instead of the file's own cluster.
+
+    Raises:
+        ConfigError: the file, the candidate, or a cluster that is not described.
+    """
+    spec = load_sweep(file)
+    topology = known_topology(spec, home) if cluster is None else described_topology(cluster)
+    profile = load_profile(spec, topology, home) if cluster is None else None
+    made = make_plan(spec, topology, load_estimates(spec, topology, DryRunCache(home.dry_runs)))
+    explained = None if why is None else explain(why, made, spec, topology, profile)
+    try:
+        return Planning(plan=made, forecast=forecast(made, spec, topology, profile), unpredicted="", why=explained)
+    except NotDescribedError as error:
+        return Planning(plan=made, forecast=None, unpredicted=str(error), why=explained)
+
+
+def described_topology(name: str) -> Topology:
+    """The nodes of a cluster in ``configs/clusters``.
+
+    Raises:
+        ConfigError: there is no such description.
+    """
+    try:
+        described = load_cluster(name)
+    except CatalogueError as error:
+        raise ConfigError(str(error), key="--cluster", remedy="Name one of those.") from None
+    return uniform_topology(
+        described.num_nodes,
+        described.devices_per_node,
+        device_name=described.accelerator.name,
+        memory_bytes=int(described.accelerator.usable_memory_bytes),
+    )

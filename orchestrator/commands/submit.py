@@ -1,0 +1,277 @@
+"""Where a sweep's controller runs: in this terminal, detached on this host, or as a Ray Job on the cluster's head."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from orchestrator.commands import background, supervisor
+from orchestrator.config.sweep import SweepSpec, load_sweep
+from orchestrator.controller.creation import SPEC, check_same
+from orchestrator.controller.heartbeat import CONTROLLER
+from orchestrator.errors import ConfigError
+from orchestrator.sweep.fold import fold
+from orchestrator.sweep.home import Home
+from orchestrator.sweep.ledger import LedgerError
+from orchestrator.tail import Follower
+
+if TYPE_CHECKING:
+    from cluster.ray.jobs import JobHandle
+
+Mode = Literal["foreground", "detached", "ray job"]
+
+ADDRESS_VARIABLE = "RAY_ADDRESS"
+ENDING_S = 30.0
+JOB_START_S = 180.0
+"""How long a command waits for the job it has submitted to begin its work."""
+EXIT_UNKNOWN = 2
+"""For jobs that ended without one: they could not be started, or were stopped."""
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A sweep that is to be run or gone on with."""
+
+    name: str
+    words: tuple[str, ...]
+    """The command that does it: ``submit FILE`` or ``resume NAME``."""
+    home: Home
+    mode: Mode
+    address: str | None
+    """Of the Ray cluster; None: no cluster but this host, or one that does not exist."""
+    is_over: bool = False
+    """Nothing is left to do but to show the result."""
+    options: tuple[str, ...] = ()
+    """Of the whole program, such as ``--verbose``."""
+
+    @property
+    def needs_supervisor(self) -> bool:
+        """Whether its controller is to be started again when it loses its cluster or dies."""
+        return not self.is_over and (self.mode != "foreground" or self.address is not None)
+
+    def command(self, *extra: str) -> list[str]:
+        """The command line of the controller. A Ray Job learns the address from its cluster."""
+        address = ["--address", self.address] if self.address and self.mode != "ray job" else []
+        home = ["--home", str(self.home.path.absolute())]
+        return [
+            *(sys.executable, "-m", "orchestrator.cli.main", *self.options),
+            *(*self.words, *home, "--foreground", *address, *extra),
+        ]
+
+    def supervised(self, *extra: str) -> list[str]:
+        """The command line of a supervisor of that controller."""
+        return supervisor.command(
+            self.command(*extra),
+            home=self.home.path,
+            sweep=self.name,
+            address=self.address,
+            on_cluster=self.mode == "ray job",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """A controller at work in the background."""
+
+    sweep: str
+    mode: Mode
+    job: str | None = None
+    address: str | None = None
+    is_attached: bool = False
+    """It was at work already."""
+    exit_code: int | None = None
+    """It has ended by now."""
+    log: Follower | None = field(default=None, compare=False)
+    """Of a detached one: what it writes from here on."""
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("sweep", "mode", "job", "address", "exit_code")
+        return {**{name: getattr(self, name) for name in names}, "attached": self.is_attached}
+
+
+def of_file(
+    file: Path, home: Home, *, address: str | None, mode: Mode | None, options: tuple[str, ...] = ()
+) -> Submission:
+    """What ``submit FILE`` asks for.
+
+    Args:
+        address: as the user gave it; None looks at ``RAY_ADDRESS``, then at the file.
+        mode: None: a Ray Job where there is an address, else in the foreground.
+
+    Raises:
+        ConfigError: the file, or a sweep of this name with another content.
+    """
+    spec = load_sweep(file)
+    is_over = False
+    if spec.name in home.sweeps():
+        with home.open(spec.name) as ledger:
+            state = fold(ledger.events())
+        check_same(state.sweep, spec)
+        is_over = state.is_over
+    words = ("submit", str(file.absolute()))
+    return _submission(spec, words, home, address, mode, is_over=is_over, options=options)
+
+
+def of_sweep(
+    name: str, home: Home, *, address: str | None, mode: Mode | None, options: tuple[str, ...] = ()
+) -> Submission:
+    """What ``resume NAME`` asks for.
+
+    Raises:
+        ConfigError: there is no such sweep.
+    """
+    with home.open(name) as ledger:
+        state, spec = fold(ledger.events()), SweepSpec.from_json(ledger.document(SPEC))
+    return _submission(spec, ("resume", name), home, address, mode, is_over=state.is_over, options=options)
+
+
+def _submission(
+    spec: SweepSpec,
+    words: tuple[str, ...],
+    home: Home,
+    address: str | None,
+    mode: Mode | None,
+    *,
+    is_over: bool,
+    options: tuple[str, ...],
+) -> Submission:
+    where = choose_address(spec, address)
+    chosen: Mode = "foreground" if is_over else mode or ("foreground" if where is None else "ray job")
+    return Submission(
+        name=spec.name, words=words, home=home, mode=chosen, address=where, is_over=is_over, options=options
+    )
+
+
+def choose_address(spec: SweepSpec, given: str | None) -> str | None:
+    """The address of the Ray cluster to use: as given, else ``RAY_ADDRESS``, else as in the file.
+
+    Raises:
+        ConfigError: one was given for a sweep that does not run on Ray.
+    """
+    if spec.cluster.kind != "ray":
+        if given is not None:
+            raise ConfigError(
+                f"the sweep {spec.name!r} runs on a {spec.cluster.kind} cluster, which has no address",
+                key="cluster.kind",
+                remedy="Leave --address out, or use kind: ray.",
+            )
+        return None
+    address = given or os.environ.get(ADDRESS_VARIABLE) or spec.cluster.address
+    return None if address in ("", "local") else address
+
+
+def find_running(submission: Submission) -> Begun | None:
+    """The controller at work on the sweep already; None where there is none. One that has just paused or finished it is
+    given time to end, and one that died to be started again."""
+    deadline_s = time.monotonic() + ENDING_S
+    while background.is_at_work(submission.home, submission.name) and _is_in_no_hands(submission):
+        if time.monotonic() > deadline_s:
+            break  # it is none that ends, but one that waits: for nodes to go on with, or to be started again
+        time.sleep(_POLL_S)
+    if not background.is_at_work(submission.home, submission.name):
+        return None
+    with submission.home.open(submission.name, begun=False) as ledger:
+        about = ledger.document(CONTROLLER) or {}
+    return Begun(
+        sweep=submission.name,
+        mode=about.get("mode", "foreground"),
+        job=about.get("job"),
+        address=about.get("address"),
+        is_attached=True,
+    )
+
+
+def _is_in_no_hands(submission: Submission) -> bool:
+    """Whether the sweep is at rest, or was opened again while its supervisor is all that is left of its controller."""
+    try:
+        with submission.home.open(submission.name) as ledger:
+            return not ledger.is_held() or fold(ledger.events()).status != "running"
+    except (ConfigError, LedgerError):  # waits for its first nodes
+        return False
+
+
+def begin(submission: Submission, show: Callable[[str], None]) -> Begun:
+    """Start the controller in the background, and wait until it is at work or has ended.
+
+    Args:
+        show: gets what there is to say meanwhile, line by line.
+
+    Raises:
+        ClusterError: the cluster does not take the job.
+        SweepBusyError: a detached controller runs the sweep already.
+    """
+    if submission.mode == "detached":
+        started = background.detach(submission.supervised(), submission.home, submission.name, show=show)
+        return Begun(
+            sweep=submission.name,
+            mode="detached",
+            address=submission.address,
+            exit_code=started.exit_code,
+            log=started.log,
+        )
+    return _submit_job(submission, show)
+
+
+def _submit_job(submission: Submission, show: Callable[[str], None]) -> Begun:
+    from cluster.ray.head import dashboard_url
+    from cluster.ray.jobs import submit_job
+
+    assert submission.address is not None
+    url = dashboard_url(submission.address)
+    mark = background.leave_mark(submission.home, submission.name)
+    job = submit_job(
+        url,
+        f"tune-cluster-{submission.name}",
+        submission.supervised(),
+        env=background.job_environment(mark),
+        metadata={"tune_cluster_home": str(submission.home.path.absolute())},
+    )
+    begun = Begun(
+        sweep=submission.name,
+        mode="ray job",
+        job=job.submission_id,
+        address=submission.address,
+        is_attached=job.attached,
+        exit_code=None if job.attached else _await_job(submission, job, show),
+    )
+    if begun.exit_code is not None:
+        for line in follow(begun, submission.home):
+            show(line)
+    return begun
+
+
+def _await_job(submission: Submission, job: JobHandle, show: Callable[[str], None]) -> int | None:
+    """Its exit code if it ends before it has taken the sweep."""
+    from cluster.ray.jobs import job_status
+
+    deadline_s = time.monotonic() + JOB_START_S
+    while True:
+        status = job_status(job)
+        if status.is_over:
+            return status.exit_code if status.exit_code is not None else EXIT_UNKNOWN
+        if background.is_under_way(submission.home, submission.name, lambda about: about["job"] == job.submission_id):
+            return None
+        if time.monotonic() > deadline_s:
+            show(f"the job {job.submission_id} is {status.state} still; it begins when the head gets to it")
+            return None
+        time.sleep(_POLL_S)
+
+
+def follow(begun: Begun, home: Home) -> Iterator[str]:
+    """What the controller writes from here on, or all of it where it was not started just now; until it has ended.
+
+    Raises:
+        ConfigError: it writes to a terminal.
+        ClusterError: it is a Ray Job, and its cluster does not answer.
+    """
+    if begun.log is not None:
+        return background.follow_detached(home, begun.sweep, begun.log)
+    if begun.job is not None and begun.address is not None:
+        return background.job_log(begun.address, begun.job, follow=True)
+    return background.controller_log(home, begun.sweep, follow=True)

@@ -1,0 +1,237 @@
+"""Keeps a controller at work: runs it as a child, and starts it again when it dies or loses its cluster.
+
+    python -m orchestrator.commands.supervisor --home HOME --sweep NAME [--address HOST:PORT | --on-cluster] --
+    CONTROLLER ...
+
+Ray's core ends the process of a controller a minute after the head has gone, without an exception; the kernel may kill
+it for memory. This process imports neither Ray nor torch and is small: it outlives both. Its controller dies with it,
+and has its terminal. A controller that ends in good order ends the supervisor, with the same exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.node.processes import die_with_parent
+from orchestrator.sweep.fold import fold
+from orchestrator.sweep.ledger import Ledger, LedgerError
+from orchestrator.sweep.state import SweepState
+
+RUN_VARIABLE = "TUNE_CLUSTER_SUPERVISED"
+"""Tells a controller that it has a supervisor: the number of controllers that this one has started, itself included."""
+EXIT_CLUSTER_LOST = 75
+"""Of a supervised controller whose cluster went away (EX_TEMPFAIL of sysexits.h)."""
+EXIT_FAILED, EXIT_GIVEN_UP, EXIT_INTERRUPTED = 1, 2, 130
+GOOD_ORDER = (0, 2, EXIT_INTERRUPTED)
+"""Exit codes that a controller chose itself. 1 is also what Ray's core and Python's own errors leave."""
+MAX_STARTS_WITHOUT_PROGRESS = 6
+"""Controllers one after another under which no trial came to its end."""
+FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0
+CONNECT_TIMEOUT_S = 5.0
+REMIND_S = 60.0
+"""Between two messages about the same wait."""
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_FROM_TERMINAL = 0x80
+"""``si_code`` of signals that the kernel sends: a terminal's go to the controller anyway."""
+
+
+def command(argv: Sequence[str], *, home: Path, sweep: str, address: str | None, on_cluster: bool = False) -> list[str]:
+    """The command line of a supervisor of the controller ``argv``.
+
+    Args:
+        address: of the cluster, waited for between two controllers.
+        on_cluster: it is to run as a Ray Job, which is told the address by its cluster.
+    """
+    where = ["--on-cluster"] if on_cluster else ["--address", address] if address else []
+    return [
+        *(sys.executable, "-m", "orchestrator.commands.supervisor"),
+        *("--home", str(home.absolute()), "--sweep", sweep, *where, "--", *argv),
+    ]
+
+
+def supervised_run() -> int:
+    """Which of its supervisor's controllers this process is, counted from 1; 0 where it has none. To be asked once:
+    what this process starts has no supervisor."""
+    text = os.environ.pop(RUN_VARIABLE, "")
+    return int(text) if text.isdigit() else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """What the ledger says between two controllers."""
+
+    epoch: int = 0
+    num_ended: int = 0
+    """Trials that came to an end; those lost with a node or a controller do not count."""
+    status: str = ""
+    """Empty while the sweep has not been created."""
+    last_seq: int = 0
+
+    @classmethod
+    def read(cls, folder: Path) -> _Standing:
+        try:
+            with Ledger.open_existing(folder, read_only=True) as ledger:
+                last_seq = ledger.last_seq()
+                state: SweepState = fold(ledger.events())
+        except (LookupError, LedgerError):
+            return cls()
+        return cls(epoch=state.epoch, num_ended=len(state.end_order), status=state.status, last_seq=last_seq)
+
+    @property
+    def wants_controller(self) -> bool:
+        return self.status in ("", "running")
+
+    def is_outdated(self, folder: Path) -> bool:
+        """Whether somebody has written to the ledger since."""
+        try:
+            with Ledger.open_existing(folder, read_only=True) as ledger:
+                return ledger.last_seq() > self.last_seq
+        except (LookupError, LedgerError):
+            return False
+
+
+class Supervisor:
+    """Runs controllers of one sweep, one after another. One thread only: what it starts dies with that thread."""
+
+    def __init__(self, argv: Sequence[str], *, folder: Path, address: str | None) -> None:
+        self._argv = list(argv)
+        self._folder = folder
+        self._address = address
+        self._signals = {number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN}
+        self._num_started = 0
+        self._is_stopping = False
+
+    def run(self) -> int:
+        """Until a controller ends in good order, or nothing comes of starting it; return the exit code."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {*self._signals, signal.SIGCHLD})
+        before = _Standing.read(self._folder)
+        num_fruitless = 0
+        while True:
+            code = self._run_controller()
+            now = _Standing.read(self._folder)
+            if self._is_stopping:
+                return code if code in (0, EXIT_FAILED, EXIT_GIVEN_UP) else EXIT_INTERRUPTED
+            if self._is_final(code, now, before):
+                return EXIT_GIVEN_UP if code == EXIT_CLUSTER_LOST else code
+            num_fruitless = 1 if now.num_ended > before.num_ended else num_fruitless + 1
+            before = now
+            if num_fruitless >= MAX_STARTS_WITHOUT_PROGRESS:
+                self._say(
+                    f"error: {num_fruitless} controllers in a row {_words(code)} before any trial had ended; giving up"
+                )
+                return EXIT_GIVEN_UP
+            if (rest := self._await_restart(code, num_fruitless)) is not None:
+                return rest
+
+    def _is_final(self, code: int, now: _Standing, before: _Standing) -> bool:
+        """Whether the controller ended in good order, or failed before it had ever taken the sweep."""
+        if code in GOOD_ORDER or (code == EXIT_FAILED and now.status == "failed"):
+            return True
+        return code >= 0 and now.epoch == before.epoch and self._num_started == 1
+
+    def _run_controller(self) -> int:
+        self._num_started += 1
+        child = subprocess.Popen(
+            self._argv,
+            env={**os.environ, RUN_VARIABLE: str(self._num_started)},
+            preexec_fn=functools.partial(_begin, os.getpid(), {*self._signals, signal.SIGCHLD}),
+        )
+        while child.poll() is None:
+            self._hear(1.0, child)
+        return child.returncode
+
+    def _hear(self, timeout_s: float, child: subprocess.Popen[bytes] | None = None) -> None:
+        """Wait for a signal, and pass it on."""
+        heard = signal.sigtimedwait({*self._signals, signal.SIGCHLD}, timeout_s)
+        if heard is None or heard.si_signo == signal.SIGCHLD:
+            return
+        self._is_stopping = True
+        if child is not None and heard.si_code != _FROM_TERMINAL:
+            child.send_signal(heard.si_signo)
+
+    def _await_restart(self, code: int, num_fruitless: int) -> int | None:
+        """Wait until the next controller may start; an exit code where none is to."""
+        pause_s = min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** (num_fruitless - 1))
+        self._say(f"the controller {_words(code)}; the next one starts in {pause_s:.0f} s")
+        self._wait_until(lambda waited_s: waited_s >= pause_s)
+        now = _Standing.read(self._folder)
+
+        def may_go_on(_waited_s: float) -> bool:
+            nonlocal now
+            if now.is_outdated(self._folder):
+                now = _Standing.read(self._folder)
+            return not now.wants_controller or not self._address or _answers(self._address)
+
+        self._wait_until(may_go_on, f"for an answer at {self._address}")
+        if self._is_stopping:
+            self._say("interrupted; the sweep goes on where it stopped when it is resumed")
+            return EXIT_INTERRUPTED
+        if not now.wants_controller:
+            self._say(f"the sweep is {now.status} by now")
+            return EXIT_FAILED if now.status == "failed" else 0
+        return None
+
+    def _wait_until(self, is_over: Callable[[float], bool], what: str = "") -> None:
+        began_s = reminded_s = time.monotonic()
+        while not self._is_stopping and not is_over(time.monotonic() - began_s):
+            if what and (reminded_s == began_s or time.monotonic() - reminded_s >= REMIND_S):
+                reminded_s = time.monotonic()
+                self._say(f"waiting {what}, for {reminded_s - began_s:.0f} s now; Ctrl-C ends")
+            self._hear(0.5)
+
+    def _say(self, message: str) -> None:
+        sys.stderr.write(f"{message}\n")
+        sys.stderr.flush()
+
+
+def _begin(parent: int, blocked: set[int]) -> None:
+    """In the controller's process, before its program."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+    die_with_parent(parent)
+
+
+def _words(code: int) -> str:
+    if code == EXIT_CLUSTER_LOST:
+        return "lost its cluster"
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended unexpectedly with exit code {code}"
+
+
+def _answers(address: str) -> bool:
+    """Whether something listens there. An address without a port is for Ray to find: taken to answer."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        return True
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="orchestrator.commands.supervisor", description=__doc__)
+    parser.add_argument("--home", type=Path, required=True)
+    parser.add_argument("--sweep", required=True)
+    parser.add_argument("--address")
+    parser.add_argument("--on-cluster", action="store_true", help="as a Ray Job: the address is in RAY_ADDRESS")
+    parser.add_argument("controller", nargs="+")
+    options = parser.parse_args(arguments)
+    from orchestrator.sweep.home import Home
+
+    folder = Home(options.home).sweep_folder(options.sweep)
+    address = options.address or (os.environ.get("RAY_ADDRESS") if options.on_cluster else None)
+    return Supervisor(options.controller, folder=folder, address=address).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,86 @@
+"""The sections of a sweep file made from the table of knobs: ``baseline``, ``space`` and the patterns in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, create_model, model_validator
+
+from orchestrator.config.scalars import Size
+from orchestrator.space.knobs import KNOB_NAMES, KNOBS
+from orchestrator.space.knobs.sections import OneOrMany, Section, fault
+
+_WORLD_SIZE = "Allowed numbers of ranks, pp x dp_replicate x dp_shard x cp x tp; left out: any that fits."
+
+
+def _choices(value_type: Any) -> Any:
+    return Annotated[tuple[value_type, ...], OneOrMany()]
+
+
+def _patterns(*, resolved: bool) -> dict[str, Any]:
+    """Fields for the knobs; ``resolved``: for a pattern, which compares with what ``auto`` came to."""
+    sizes = _choices(Size) if resolved else _choices(Size) | None
+    fields: dict[str, Any] = {"world_size": (sizes, Field(default=None, description=_WORLD_SIZE))}
+    for knob in KNOBS:
+        value_type = (knob.resolved_type or knob.type) if resolved else knob.type
+        fields[knob.name] = (_choices(value_type), Field(default=None, description=knob.description))
+    return fields
+
+
+_SINGLE: dict[str, Any] = {
+    knob.name: (
+        knob.single_type or knob.type,
+        Field(default=knob.default, validate_default=True, description=knob.description),
+    )
+    for knob in KNOBS
+}
+_BaselineKnobs: Any = create_model("_BaselineKnobs", __base__=Section, **_SINGLE)
+_PatternKnobs: Any = create_model("_PatternKnobs", __base__=Section, **_patterns(resolved=True))
+_SpaceKnobs: Any = create_model("_SpaceKnobs", __base__=Section, **_patterns(resolved=False))
+
+
+class BaselineSection(_BaselineKnobs):  # type: ignore[misc]
+    """The configuration used today: one value per knob, the knob's default where left out."""
+
+    def values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in KNOB_NAMES}
+
+
+class PatternSection(_PatternKnobs):  # type: ignore[misc]
+    """Knobs and accepted values; matches a candidate when all of them match."""
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> PatternSection:
+        if not self.accepted():
+            raise fault(None, "an empty pattern matches everything", "Name at least one knob.")
+        return self
+
+    def accepted(self) -> dict[str, tuple[Any, ...]]:
+        given = {name: getattr(self, name) for name in (*KNOB_NAMES, "world_size")}
+        return {name: values for name, values in given.items() if values is not None}
+
+
+def _to_tuple(value: Any) -> Any:
+    """YAML has lists only."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Patterns = Annotated[tuple[PatternSection, ...], BeforeValidator(_to_tuple)]
+
+
+class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
+    """The search space: every knob one value (fixed) or a list of choices; left out, it keeps the baseline's value."""
+
+    forbid: Patterns = Field(default=(), description="Candidates matching any of these patterns are left out.")
+    require: Patterns = Field(default=(), description="Candidates must match all of these patterns.")
+    balance: bool = Field(
+        default=False,
+        description="Also try, for every layout of the space, the layers and the recompute per stage and chunk that "
+        "the cost model finds fastest within the memory, using the kinds of recompute that the space names.",
+    )
+
+    def choices(self, baseline: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+        """Values of every knob; those left out take the one of ``baseline``."""
+        given = {name: getattr(self, name) for name in KNOB_NAMES}
+        return {name: (baseline[name],) if values is None else values for name, values in given.items()}

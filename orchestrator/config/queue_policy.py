@@ -1,0 +1,67 @@
+"""``queue.yaml`` in the home: how many devices each user may hold, and how queues share.
+
+.. code-block:: yaml
+
+    quotas:            # devices that all sweeps of a user may hold together
+      alice: 16
+      "*": 8           # everybody else
+    weights:           # shares of the queues relative to each other; 1 where none is named
+      production: 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cluster.queue.share import Policy
+from orchestrator.config.yaml_source import YamlSource, read_yaml
+from orchestrator.sweep.home import Home
+
+FILE_NAME = "queue.yaml"
+SECTIONS = ("quotas", "weights")
+
+
+def load_policy(home: Home) -> Policy:
+    """The policy of the home; without a file everybody may hold everything, and all queues share alike.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+    file = home.path / FILE_NAME
+    if not file.exists():
+        return Policy()
+    source = read_yaml(file)
+    if not isinstance(source.data, Mapping):
+        raise source.error((), "expected sections", f"Write {' and '.join(SECTIONS)}.")
+    for name in source.data:
+        if name not in SECTIONS:
+            raise source.error((name,), "no such section", f"There are {' and '.join(SECTIONS)}.")
+    return Policy(quotas=_section(source, "quotas", _num_devices), weights=_section(source, "weights", _weight))
+
+
+def _section(source: YamlSource, section: str, read: Callable[[Any], Any]) -> dict[str, Any]:
+    values = source.data.get(section)
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise source.error((section,), "expected names with numbers", "Write a number for each name.")
+    found = {}
+    for name, value in values.items():
+        try:
+            found[name] = read(value)
+        except ValueError as error:
+            raise source.error((section, name), f"expected {error}, got {value!r}"[:200], "Correct it.") from None
+    return found
+
+
+def _num_devices(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError("a number of devices, 0 or more")
+    return value
+
+
+def _weight(value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise ValueError("a number above 0")
+    return float(value)

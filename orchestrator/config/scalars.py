@@ -1,0 +1,75 @@
+"""Types of single values in a sweep file: names, durations, sizes, paths."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationInfo, WithJsonSchema
+
+from orchestrator.space.knobs.sections import fault
+
+IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Positive = Annotated[float, Field(gt=0)]
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d)")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)(B|kB|MB|GB|TB|KiB|MiB|GiB|TiB)")
+_BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def _parse_duration(value: Any) -> float:
+    match = _DURATION.fullmatch(value) if isinstance(value, str) else None
+    if match is None or float(match[1]) == 0:
+        raise fault(None, f"expected a duration with its unit, got {value!r}", 'Write it like "90s", "10m" or "2h".')
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def _parse_size(value: Any) -> int:
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None or float(match[1]) == 0:
+        raise fault(None, f"expected a size with its unit, got {value!r}", 'Write it like "512MiB" or "80GB".')
+    return int(float(match[1]) * _BYTES[match[2]])
+
+
+Duration = Annotated[
+    float,
+    BeforeValidator(_parse_duration),
+    PlainSerializer(lambda seconds: f"{seconds:.12f}".rstrip("0").rstrip(".") + "s"),
+    WithJsonSchema({"type": "string", "pattern": f"^{_DURATION.pattern}$"}),
+]
+ByteSize = Annotated[
+    int,
+    BeforeValidator(_parse_size),
+    PlainSerializer(lambda size: f"{size}B"),
+    WithJsonSchema({"type": "string", "pattern": f"^{_SIZE.pattern}$"}),
+]
+
+
+def _identifier(value: str) -> str:
+    if IDENTIFIER.fullmatch(value) is None:
+        raise fault(
+            None,
+            f"{value[:80]!r} is not a valid name",
+            "Use 1 to 63 lower-case letters, digits, '.', '_' or '-', starting with a letter or digit.",
+        )
+    return value
+
+
+Identifier = Annotated[
+    str, AfterValidator(_identifier), WithJsonSchema({"type": "string", "pattern": f"^{IDENTIFIER.pattern}$"})
+]
+
+
+def resolve(value: str | None, info: ValidationInfo) -> str | None:
+    """Make a path absolute, from the folder of the sweep file."""
+    if value is None:
+        return None
+    if not value or "\0" in value:
+        raise fault(None, "not a path", "Name a file or folder, or leave the key out.")
+    folder = Path((info.context or {}).get("folder", "."))
+    return os.path.normpath(folder.absolute() / value)

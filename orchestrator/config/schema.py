@@ -1,0 +1,142 @@
+"""JSON Schema and reference table of sweep files, made from the models.
+
+``python -m orchestrator.config.schema`` rewrites ``configs/sweeps/sweep.schema.json`` and the table in
+``docs/sweep-file.md``; a test fails when they are out of date.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from configs import CONFIGS
+from orchestrator.config.sweep import SweepSpec
+
+SCHEMA_FILE = "configs/sweeps/sweep.schema.json"
+DOCS_FILE = "docs/sweep-file.md"
+HUGE = 10**5
+"""Upper bounds from here on are guards, not worth a word."""
+TABLE_START = "<!-- keys: written by python -m orchestrator.config.schema -->\n"
+TABLE_END = "<!-- end of keys -->\n"
+
+
+def sweep_schema() -> dict[str, Any]:
+    """The JSON Schema of a sweep file, for editors (``# yaml-language-server: $schema=``)."""
+    schema = SweepSpec.model_json_schema(by_alias=True)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "tune-cluster sweep"}
+
+
+def schema_text() -> str:
+    return json.dumps(sweep_schema(), indent=2) + "\n"
+
+
+def key_table() -> str:
+    """One Markdown table per section: every key with type, default and meaning."""
+    return "\n".join(_tables(sweep_schema())) + "\n"
+
+
+def with_table(docs: str) -> str:
+    """``docs`` with the table between the markers brought up to date."""
+    before, rest = docs.split(TABLE_START)
+    _, after = rest.split(TABLE_END)
+    return f"{before}{TABLE_START}\n{key_table()}\n{TABLE_END}{after}"
+
+
+def _tables(schema: dict[str, Any]) -> Iterator[str]:
+    definitions = schema["$defs"]
+    yield from _table("Top level", schema, definitions)
+    sections = list(_sections(schema, definitions, ""))
+    num_alike = collections.Counter(path for path, _ in sections)
+    for path, definition in sections:
+        yield ""
+        kind = f", kind {definition['properties']['kind']['const']}" if num_alike[path] > 1 else ""
+        yield from _table(f"`{path}`{kind}", definition, definitions)
+
+
+def _sections(node: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Sections below ``node`` with their dotted paths, knobs' own mappings described once, under ``baseline``."""
+    for key, value in node["properties"].items():
+        if prefix == "space.":  # its knobs are those of the baseline
+            continue
+        names = [name for name in definitions if f'/{name}"' in json.dumps(_without_lists(value))]
+        for name in names:
+            yield prefix + key, definitions[name]
+            yield from _sections(definitions[name], definitions, f"{prefix}{key}.")
+
+
+def _without_lists(value: dict[str, Any]) -> dict[str, Any]:
+    return {key: item for key, item in value.items() if key != "items"}
+
+
+def _table(title: str, node: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:
+    required = node.get("required", [])
+    yield f"### {title}"
+    yield ""
+    if "description" in node and not title.startswith("Top"):
+        yield node["description"].replace("\n", " ")
+        yield ""
+    yield "| key | type | default | meaning |"
+    yield "|---|---|---|---|"
+    for key, value in node["properties"].items():
+        default = "required" if key in required else _default(value, title)
+        yield f"| `{key}` | {_type(value)} | {default} | {_cell(_description(value, definitions))} |"
+
+
+def _description(value: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """Pydantic leaves a description out where it equals that of the section."""
+    section = definitions.get(value.get("$ref", "").rpartition("/")[2], {})
+    return str(value.get("description") or section.get("description", ""))
+
+
+def _default(value: dict[str, Any], title: str) -> str:
+    if "default" not in value:
+        return ""
+    default = value["default"]
+    if isinstance(default, dict):
+        return "see below" if default else "none"
+    if default is None and {"type": "null"} not in value.get("anyOf", []):
+        return {"`space`": "the baseline's", "`workload`": "by model"}.get(title, "none")
+    return f"`{json.dumps(default)}`"
+
+
+def _type(value: dict[str, Any]) -> str:
+    """Short words for a type: ``whole number ≥ 1 or list``."""
+    if options := value.get("anyOf") or value.get("oneOf"):
+        kinds = [_type(option) for option in options]
+        return " or ".join(dict.fromkeys(kind for kind in " or ".join(kinds).split(" or ")))
+    if "$ref" in value:
+        return "mapping"
+    if "const" in value:
+        return f"`{value['const']}`"
+    if "enum" in value:
+        return ", ".join(f"`{json.dumps(option).strip(chr(34))}`" for option in value["enum"])
+    if value.get("type") == "array":
+        return "list of mappings" if "$ref" in value.get("items", {}) and "minItems" not in value else "list"
+    if value.get("type") == "object":
+        return "mapping"
+    return _scalar(value)
+
+
+def _scalar(value: dict[str, Any]) -> str:
+    names = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true, false"}
+    kind = names.get(value.get("type", ""), str(value.get("type", "any")))
+    bounds = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
+    shown = [f"{sign} {value[name]:g}" for name, sign in bounds if name in value and value[name] < HUGE]
+    return " ".join([kind, ", ".join(shown)]).strip()
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def write(root: Path) -> None:
+    (root / SCHEMA_FILE).write_text(schema_text(), encoding="utf-8")
+    docs = root / DOCS_FILE
+    docs.write_text(with_table(docs.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(CONFIGS.parent)

@@ -1,0 +1,231 @@
+"""The user's sweep file, parsed once and strictly into a :class:`SweepSpec`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
+
+from cluster.base import Deadlines
+from orchestrator.config.knobs import BaselineSection, SpaceSection
+from orchestrator.config.notify import NotifySection
+from orchestrator.config.profile import ProfileSection
+from orchestrator.config.proof import ConfirmSection, ConfirmValue, GateSection, GateValue
+from orchestrator.config.scalars import Identifier
+from orchestrator.config.sections import (
+    BudgetSection,
+    ClusterSection,
+    DeadlinesSection,
+    MeasureSection,
+    SearchSection,
+    TrackingSection,
+    check_runner,
+)
+from orchestrator.config.validation import refuse_secrets, to_config_error
+from orchestrator.config.workload import MODEL_SECTIONS, WorkloadSection
+from orchestrator.config.yaml_source import KeyPath, YamlSource, dotted, read_yaml
+from orchestrator.errors import ConfigError
+from orchestrator.space.knobs.canonical import build_candidate
+from orchestrator.space.knobs.sections import Section, fault
+from orchestrator.space.replay import ReplayError, ReplaySpace, replay_space
+from orchestrator.space.rules import Filters, check
+from orchestrator.sweep.checks import ProofSettings
+from trials.codec import digest
+from trials.spec import Candidate, Protocol, Workload
+
+OPERATIONAL = frozenset({"address", "min_nodes", "max_wait", "queue", "priority"})
+"""Keys of ``cluster`` that say where and when, not what is measured on."""
+
+
+class SweepSpec(Section):
+    """One sweep, as the user described it."""
+
+    name: Identifier = Field(description="Name of the sweep; names its folder and its records.")
+    workload: WorkloadSection = Field(description="What is trained.")
+    cluster: ClusterSection = Field(default=ClusterSection(), description="Where trials run.")
+    space: SpaceSection = Field(description="What may be changed.")
+    baseline: BaselineSection = Field(default=BaselineSection(), description="What is used today; always trial 0.")
+    search: SearchSection = Field(default=SearchSection(), description="In what order candidates are tried.")
+    measure: MeasureSection = Field(default=MeasureSection(), description="How a trial is measured.")
+    budget: BudgetSection = Field(default=BudgetSection(), description="When to stop.")
+    confirm: ConfirmValue = Field(
+        default=ConfirmSection(), description="How the fastest trials are measured again; off: they are not."
+    )
+    gate: GateValue = Field(
+        default=GateSection(), description="Whether the winner trains the same model; off: nobody looks."
+    )
+    profile: ProfileSection | None = Field(
+        default=None, description="Trials to run once more with the profiler on; null: none."
+    )
+    deadlines: DeadlinesSection = Field(default=DeadlinesSection(), description="How long a trial may take.")
+    runner: Annotated[str, AfterValidator(check_runner)] = Field(
+        default="trials.worker:run_rank", description="Function every rank runs, as module:function."
+    )
+    tracking: TrackingSection = Field(default=TrackingSection(), description="Where results are recorded.")
+    notify: NotifySection | None = Field(default=None, description="Who is told when something happens to it.")
+
+    _source: YamlSource | None = PrivateAttr(default=None)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both mean the same, wherever they were read from."""
+        return isinstance(other, SweepSpec) and self.to_json() == other.to_json()
+
+    def __hash__(self) -> int:
+        return hash(self.spec_hash)
+
+    def error(self, path: KeyPath, message: str, remedy: str) -> ConfigError:
+        """A problem with the key at ``path``, located in the file this was read from."""
+        if self._source is None:
+            return ConfigError(message, key=dotted(path), remedy=remedy)
+        return self._source.error(path, message, remedy)
+
+    @model_validator(mode="after")
+    def _legal_baseline(self) -> Self:
+        """The user's own filters do not apply: one may run today what one does not want to be proposed."""
+        if self.cluster.replay is not None:
+            self._check_replay()
+            return self
+        broken = check(self.baseline_candidate, self.to_workload())
+        if broken:
+            raise fault("baseline", f"not a legal configuration: {broken[0].reason}", "Correct the baseline.")
+        return self
+
+    def _check_replay(self) -> None:
+        for name, section in (("space", self.space), ("baseline", self.baseline)):
+            if section.model_fields_set:
+                raise fault(
+                    name,
+                    f"the space of a replay sweep is the table's rows, {name} has to be empty",
+                    f"Write {name}: {{}}; cluster.replay.baseline names the row used today.",
+                )
+
+    @property
+    def replayed(self) -> ReplaySpace | None:
+        """The table's rows; None where trials are run.
+
+        Raises:
+            ConfigError: the table, the problem or the row used today is not there.
+        """
+        replay = self.cluster.replay
+        if replay is None:
+            return None
+        try:
+            return replay_space(replay.table, replay.problem, replay.baseline, self.to_workload())
+        except ReplayError as error:
+            raise self.error(
+                ("cluster", "replay"), str(error), "Name a problem of the table and its workload."
+            ) from None
+
+    @property
+    def baseline_candidate(self) -> Candidate:
+        """The baseline in canonical form; of a replay sweep, the row used today."""
+        if (replayed := self.replayed) is not None:
+            return replayed.baseline
+        return build_candidate(self.baseline.values(), self.workload.model.to_model())
+
+    @property
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """Values to try of every knob, as written."""
+        return self.space.choices(self.baseline.values())
+
+    @property
+    def filters(self) -> Filters:
+        """The user's restrictions."""
+        return Filters(
+            forbid=tuple(pattern.accepted() for pattern in self.space.forbid),
+            require=tuple(pattern.accepted() for pattern in self.space.require),
+            world_size=self.space.world_size,
+        )
+
+    def to_workload(self) -> Workload:
+        workload = self.workload
+        return Workload(
+            model=workload.model.to_model(),
+            data=workload.data.to_data(),
+            seq_length=workload.tokens_per_sample,
+            global_batch_size=workload.global_batch_size,
+            optimizer=workload.optimizer.to_optimizer(),
+            seed=workload.seed,
+        )
+
+    @property
+    def proof(self) -> ProofSettings:
+        """What the winner has to pass. A table of published measurements cannot be measured again."""
+        if self.cluster.kind == "replay":
+            return ProofSettings()
+        return ProofSettings(
+            confirm=self.confirm.to_settings() if self.confirm.is_on else None,
+            gate=self.gate.to_settings() if self.gate.is_on else None,
+        )
+
+    def to_protocol(self) -> Protocol:
+        return self.measure.to_protocol()
+
+    def to_deadlines(self) -> Deadlines:
+        return self.deadlines.to_deadlines()
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of an equivalent sweep file: everything written out, paths absolute, the model in place."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Back from :meth:`to_json`. Does not look whether the training text is still there."""
+        return cls.model_validate(data, context={"check_files": False})
+
+    @property
+    def spec_hash(self) -> str:
+        """SHA-256 of :meth:`to_json` without what may change while a sweep goes on: equal for files that mean the
+        same."""
+        content = {key: value for key, value in self.to_json().items() if key != "notify"}
+        cluster = {key: value for key, value in content["cluster"].items() if key not in OPERATIONAL}
+        return digest({**content, "cluster": cluster})
+
+
+def load_sweep(path: str | Path) -> SweepSpec:
+    """Read and check a sweep file.
+
+    Raises:
+        ConfigError: for anything wrong with the file, the model file or the training text it names.
+    """
+    source = _read(path)
+    data = _with_model(source)
+    try:
+        spec = SweepSpec.model_validate(data, context={"folder": source.file.parent})
+    except ValidationError as error:
+        raise to_config_error(error, source, SweepSpec) from None
+    spec._source = source
+    return spec
+
+
+def _read(path: str | Path) -> YamlSource:
+    source = read_yaml(path)
+    if not isinstance(source.data, dict):
+        raise source.error((), "expected a mapping of keys to values", "See docs/sweep-file.md for an example.")
+    refuse_secrets(source)
+    return source
+
+
+def _with_model(source: YamlSource) -> dict[str, Any]:
+    """The data of the file, with the content of ``workload.model`` where that names another file."""
+    workload = source.data.get("workload")
+    reference = workload.get("model") if isinstance(workload, dict) else None
+    if not isinstance(workload, dict) or not isinstance(reference, str):
+        return dict(source.data)
+    file = source.file.parent / reference
+    if "\0" in reference or not file.is_file():
+        raise source.error(
+            ("workload", "model"), f"there is no model file {file}", "The path is relative to the sweep file."
+        )
+    model = _read(file)
+    kind = model.data.get("kind")
+    section = MODEL_SECTIONS.get(kind if isinstance(kind, str) else "")
+    if section is None:
+        raise model.error(("kind",), "expected " + ", ".join(MODEL_SECTIONS), "Name the kind of model.")
+    try:
+        section.model_validate(model.data)
+    except ValidationError as error:
+        raise to_config_error(error, model, section) from None
+    return {**source.data, "workload": {**workload, "model": model.data}}

@@ -1,0 +1,229 @@
+"""The ``workload`` section of a sweep file. Descriptions feed the JSON Schema and ``docs/sweep-file.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
+from pydantic_core import CoreSchema
+
+from orchestrator.config.data_files import check_images, check_text, check_tokens
+from orchestrator.config.scalars import Positive, Size, resolve
+from orchestrator.space.knobs.sections import Section, fault
+from trials.legality.rules import DATA_OF_MODEL
+from trials.spec import (
+    AdamW,
+    ImageFolderData,
+    LinearModel,
+    LlamaModel,
+    Model,
+    RandomData,
+    ResNetModel,
+    TextData,
+    TokenFileData,
+)
+
+
+class LlamaSection(Section):
+    """Shape of a Llama-style decoder."""
+
+    kind: Literal["llama"] = Field(description="Model family.")
+    hidden_size: Size = Field(description="Width of the residual stream.")
+    num_layers: Size = Field(description="Number of transformer blocks.")
+    num_heads: Size = Field(description="Query heads; must divide hidden_size.")
+    num_kv_heads: Size = Field(description="Key and value heads; must divide num_heads.")
+    ffn_hidden_size: Size = Field(description="Inner width of the SwiGLU feed-forward.")
+    vocab_size: int = Field(default=256, ge=256, le=2**31 - 1, description="Number of token ids; bytes need 256.")
+    rope_theta: Positive = Field(default=10000.0, description="Base of the rotary position embedding.")
+    norm_eps: Positive = Field(default=1e-5, description="Epsilon of RMSNorm.")
+
+    @model_validator(mode="after")
+    def _divisible(self) -> LlamaSection:
+        hidden, heads = self.hidden_size, self.num_heads
+        if hidden % heads:
+            raise fault("num_heads", f"{heads} does not divide hidden_size {hidden}", "Change one of them.")
+        if hidden // heads % 2:
+            raise fault("num_heads", f"hidden_size {hidden} / {heads} heads is odd", "Rotary embedding needs it even.")
+        if heads % self.num_kv_heads:
+            raise fault("num_kv_heads", f"{self.num_kv_heads} does not divide num_heads {heads}", "Change one of them.")
+        return self
+
+    def to_model(self) -> LlamaModel:
+        return LlamaModel(**self.model_dump(exclude={"kind"}))
+
+
+class ResNetSection(Section):
+    """ResNet v1.5 for images."""
+
+    kind: Literal["resnet"] = Field(description="Model family.")
+    depth: Literal[18, 50] = Field(default=ResNetModel().depth, description="18 (basic blocks) or 50 (bottlenecks).")
+    num_classes: Size = Field(default=ResNetModel().num_classes, description="Classes told apart.")
+    image_size: int = Field(
+        default=ResNetModel().image_size, ge=32, le=4096, description="Height and width of the images, in pixels."
+    )
+    width: Size = Field(default=ResNetModel().width, description="Channels of the first stage.")
+
+    def to_model(self) -> ResNetModel:
+        return ResNetModel(**self.model_dump(exclude={"kind"}))
+
+
+class LinearSection(Section):
+    """A chain of square Linear layers: pure matrix multiplication."""
+
+    kind: Literal["linear"] = Field(description="Model family.")
+    num_layers: Size = Field(default=LinearModel().num_layers, description="Number of layers.")
+    size: Size = Field(default=LinearModel().size, description="Inputs and outputs of every layer.")
+
+    def to_model(self) -> LinearModel:
+        return LinearModel(**self.model_dump(exclude={"kind"}))
+
+
+class TextSection(Section):
+    """Byte-level tokens of text files; what llama models read by default."""
+
+    kind: Literal["text"] = Field(description="How the data is read.")
+    path: str | None = Field(
+        default=None, description="File or folder, relative to the sweep file; null: the Python standard library."
+    )
+    pattern: str = Field(default="*.py", min_length=1, description="Which files of a folder, searched recursively.")
+
+    _resolve = field_validator("path")(resolve)
+
+    def to_data(self) -> TextData:
+        return TextData(path=self.path, pattern=self.pattern)
+
+    def check_files(self, seq_length: int) -> None:
+        if self.path is not None:
+            check_text(Path(self.path), self.pattern, num_bytes=seq_length + 1)
+
+
+class TokenFileSection(Section):
+    """Token ids in one flat binary file, little-endian, for llama models."""
+
+    kind: Literal["token_file"] = Field(description="How the data is read.")
+    path: str = Field(description="The file, relative to the sweep file.")
+    dtype: Literal["uint8", "uint16", "int32", "int64"] = Field(default="uint16", description="Type of a token id.")
+
+    NUM_BYTES: ClassVar[Mapping[str, int]] = {"uint8": 1, "uint16": 2, "int32": 4, "int64": 8}
+    _resolve = field_validator("path")(resolve)
+
+    def to_data(self) -> TokenFileData:
+        return TokenFileData(path=self.path, dtype=self.dtype)
+
+    def check_files(self, seq_length: int) -> None:
+        check_tokens(Path(self.path), num_tokens=seq_length + 1, token_bytes=self.NUM_BYTES[self.dtype])
+
+
+class ImageFolderSection(Section):
+    """JPEG files in one folder per class; what resnet models read."""
+
+    kind: Literal["image_folder"] = Field(description="How the data is read.")
+    path: str | None = Field(
+        default=None,
+        description="Folder of class folders, relative to the sweep file; null: images made up and encoded once.",
+    )
+
+    _resolve = field_validator("path")(resolve)
+
+    def to_data(self) -> ImageFolderData:
+        return ImageFolderData(path=self.path)
+
+    def check_files(self, _seq_length: int) -> None:
+        if self.path is not None:
+            check_images(Path(self.path))
+
+
+class RandomSection(Section):
+    """Normal vectors, drawn per step; what linear models read."""
+
+    kind: Literal["random"] = Field(description="How the data is read.")
+
+    def to_data(self) -> RandomData:
+        return RandomData()
+
+    def check_files(self, _seq_length: int) -> None:
+        """Nothing to read."""
+
+
+class OptimizerSection(Section):
+    """AdamW."""
+
+    kind: Literal["adamw"] = Field(default="adamw", description="Which optimiser.")
+    lr: Positive = Field(default=AdamW().lr, description="Learning rate, constant.")
+    beta1: float = Field(default=AdamW().beta1, ge=0, lt=1, description="Decay of the first moment.")
+    beta2: float = Field(default=AdamW().beta2, ge=0, lt=1, description="Decay of the second moment.")
+    eps: Positive = Field(default=AdamW().eps, description="Term added to the denominator.")
+    weight_decay: float = Field(default=AdamW().weight_decay, ge=0, description="Decoupled weight decay.")
+
+    def to_optimizer(self) -> AdamW:
+        return AdamW(**self.model_dump(exclude={"kind"}))
+
+
+ModelSection = LlamaSection | ResNetSection | LinearSection
+DataSection = TextSection | TokenFileSection | ImageFolderSection | RandomSection
+MODEL_SECTIONS: Mapping[str, type[Section]] = {
+    "llama": LlamaSection,
+    "resnet": ResNetSection,
+    "linear": LinearSection,
+}
+_MODELS: Mapping[str, type[Model]] = {cls.kind: cls for cls in DATA_OF_MODEL}
+
+
+class _OrPath:
+    """Annotation: the schema also allows a path; the loader puts the file's content in its place."""
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [handler(schema), {"type": "string"}]}
+
+
+class WorkloadSection(Section):
+    """What is trained, the same for every trial."""
+
+    model: Annotated[Annotated[ModelSection, Field(discriminator="kind")], _OrPath()] = Field(
+        description="The model: a mapping, or the path of a YAML file with that mapping, relative to the sweep file."
+    )
+    data: Annotated[DataSection, Field(discriminator="kind")] = Field(
+        default=None,
+        validate_default=True,
+        description="The training data; a kind left out is the default of the model: text for llama, image_folder "
+        "for resnet, random for linear.",
+    )
+    seq_length: Size | None = Field(
+        default=None, description="Tokens per sequence; llama needs it, other models have none."
+    )
+    global_batch_size: Size = Field(description="Samples (sequences) per optimiser step over all ranks.")
+    optimizer: OptimizerSection = Field(default=OptimizerSection(), description="The optimiser.")
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of weights and data order.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_kind(cls, values: Any) -> Any:
+        """The kind of data follows from that of the model."""
+        model = values.get("model") if isinstance(values, Mapping) else None
+        kind = model.get("kind") if isinstance(model, Mapping) else None
+        data = values.get("data", {}) if isinstance(values, Mapping) else None
+        if not isinstance(data, Mapping) or "kind" in data:
+            return values
+        default = DATA_OF_MODEL[_MODELS[kind]][0].kind if isinstance(kind, str) and kind in _MODELS else TextData.kind
+        return {**values, "data": {"kind": default, **data}}
+
+    @model_validator(mode="after")
+    def _consistent(self, info: ValidationInfo) -> WorkloadSection:
+        if self.model.kind == "llama" and self.seq_length is None:
+            raise fault("seq_length", "missing", "Add 'seq_length'.")
+        if self.model.kind != "llama" and self.seq_length not in (None, 1):
+            raise fault("seq_length", f"{self.model.kind} models read no sequences", "Leave it out.")
+        fitting = [data.kind for data in DATA_OF_MODEL[_MODELS[self.model.kind]]]
+        if self.data.kind not in fitting:
+            message = f"{self.model.kind} models cannot train on {self.data.kind}"
+            raise fault("data.kind", message, f"Use {' or '.join(fitting)}.")
+        if (info.context or {}).get("check_files", True):
+            self.data.check_files(self.tokens_per_sample)
+        return self
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """1 where samples are no sequences."""
+        return self.seq_length or 1

@@ -1,0 +1,76 @@
+"""Ending a trial whose first steps already show that it cannot become the best. Pure functions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.base import GangProgress
+from orchestrator.sweep.state import SweepState, Trial
+from trials.outcome import Evidence, GangLost, Outcome, StoppedEarly
+from trials.spec import Protocol
+
+ALLOWANCE = 0.2
+"""Share of the fastest step so far by which later ones may still turn out faster."""
+MIN_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyStop:
+    """Stops a trial that is ``factor`` times slower than the best one, after its first step and ``MIN_STEPS`` more.
+
+    The first step allocates and compiles, and steps in which kernels are being tuned are not like later ones: they do
+    not count. The baseline is never stopped: everything is compared with it.
+    """
+
+    factor: float
+    protocol: Protocol
+
+    def verdict(self, state: SweepState, trial: Trial, progress: Sequence[GangProgress]) -> StoppedEarly | None:
+        """Why the running attempt of ``trial`` is hopeless after these reports; None while it is not."""
+        best = state.best
+        if trial.number == 0 or best is None or best.measurement is None or trial.attempts[-1].stopped is not None:
+            return None
+        times_s = _settled_times_s(trial, progress)
+        num_due = self._num_steps_due(progress[-1])
+        if len(times_s) < MIN_STEPS or num_due < 1:
+            return None
+        at_least_s = min(times_s) * (1 - ALLOWANCE)
+        best_s = best.measurement.step_time_s * best.measurement.world_size
+        if at_least_s * trial.candidate.layout.world_size <= self.factor * best_s:
+            return None
+        return StoppedEarly(
+            step_times_s=times_s,
+            at_least_s=at_least_s,
+            incumbent=best.number,
+            saved_device_seconds=num_due * statistics.median(times_s) * trial.attempts[-1].num_devices,
+            evidence=Evidence(message=_words(trial, times_s, best.number, best_s)),
+        )
+
+    def _num_steps_due(self, last: GangProgress) -> int:
+        """Steps the protocol asks for, at least, after ``last``."""
+        if last.phase == "warmup":
+            return max(0, self.protocol.min_warmup_steps - last.step) + self.protocol.num_steps
+        return self.protocol.num_steps - last.step
+
+
+def settled(trial: Trial, outcome: Outcome) -> Outcome:
+    """What came of the last attempt: a gang that was lost because it had been stopped was stopped."""
+    stopped = trial.attempts[-1].stopped
+    return stopped if isinstance(outcome, GangLost) and stopped is not None else outcome
+
+
+def _settled_times_s(trial: Trial, progress: Sequence[GangProgress]) -> tuple[float, ...]:
+    first = max(1, *trial.candidate.kernels.cudnn_tuning_range, 0)
+    return tuple(
+        report.step_time_s
+        for report in progress
+        if report.step_time_s is not None and (report.phase == "measuring" or report.step > first)
+    )
+
+
+def _words(trial: Trial, times_s: Sequence[float], incumbent: int, best_s: float) -> str:
+    ratio = min(times_s) * trial.candidate.layout.world_size / best_s
+    shown = f"{len(times_s)} steps of {min(times_s):.4g} s or more"
+    return f"stopped after {shown}: {ratio:.2f} times the device time per step of t{incumbent:03d}, the best so far"

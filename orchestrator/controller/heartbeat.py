@@ -1,0 +1,83 @@
+"""Signs of life of a controller, in its ledger's documents: for commands that watch a sweep from outside."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cluster.base import GangProgress
+from orchestrator.controller.runtime import Observer
+from orchestrator.sweep.ledger import Ledger, LedgerError
+from orchestrator.sweep.state import SweepState
+
+logger = logging.getLogger(__name__)
+
+CONTROLLER, LEASE, LIVE = "controller", "lease", "live"
+"""The documents: who is at work and how; nodes held and why not more; how far running trials have got."""
+MODE_VARIABLE, JOB_VARIABLE = "TUNE_CLUSTER_CONTROLLER_MODE", "TUNE_CLUSTER_JOB"
+"""Set for controllers that run in the background: ``detached`` or ``ray job``, and the job's id."""
+PERIOD_S = 2.0
+"""Between two writings of the same document."""
+
+
+class Heartbeat:
+    """An :class:`orchestrator.controller.runtime.Observer` that writes. Its documents are for people: losing one
+    does no harm."""
+
+    def __init__(self, ledger: Ledger, *, address: str | None, clock: Callable[[], float] = time.time) -> None:
+        self._ledger = ledger
+        self._clock = clock
+        self._progress: dict[str, Any] = {}
+        self._lease: tuple[tuple[str, ...], str] | None = None
+        self._written_at_s = 0.0
+        mode, job = os.environ.get(MODE_VARIABLE, "foreground"), os.environ.get(JOB_VARIABLE)
+        about = {"host": platform.node(), "pid": os.getpid(), "mode": mode, "job": job, "address": address}
+        self._put(CONTROLLER, {**about, "started_at_s": clock()})
+
+    def on_state(self, state: SweepState) -> None:
+        running = {str(number) for number in state.running}
+        if ended := self._progress.keys() - running:
+            for number in ended:
+                del self._progress[number]
+
+    def on_progress(self, trial: int, progress: GangProgress) -> None:
+        at_s = self._clock()
+        step = {"phase": progress.phase, "step": progress.step, "step_time_s": progress.step_time_s, "at_s": at_s}
+        self._progress[str(trial)] = step
+        if at_s - self._written_at_s >= PERIOD_S:
+            self._written_at_s = at_s
+            self._put(LIVE, {"trials": self._progress})
+
+    def on_lease(self, nodes: Sequence[str], waiting: str) -> None:
+        if (lease := (tuple(nodes), waiting)) != self._lease:
+            self._lease = lease
+            self._put(LEASE, {"nodes": list(nodes), "waiting": waiting, "at_s": self._clock()})
+
+    def _put(self, name: str, body: Mapping[str, Any]) -> None:
+        try:
+            self._ledger.put_document(name, body)
+        except LedgerError as error:
+            logger.debug("%s is not written: %s", name, error)
+
+
+class Observers:
+    """Several as one."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = tuple(observers)
+
+    def on_state(self, state: SweepState) -> None:
+        for observer in self._observers:
+            observer.on_state(state)
+
+    def on_progress(self, trial: int, progress: GangProgress) -> None:
+        for observer in self._observers:
+            observer.on_progress(trial, progress)
+
+    def on_lease(self, nodes: Sequence[str], waiting: str) -> None:
+        for observer in self._observers:
+            observer.on_lease(nodes, waiting)

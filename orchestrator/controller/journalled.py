@@ -1,0 +1,83 @@
+"""Commands that are done by writing them down: their events."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from orchestrator.search.search import Search
+from orchestrator.sweep.events import (
+    ChooseFinalists,
+    Conclude,
+    FinalistsChosen,
+    Finish,
+    LedgerEvent,
+    Pause,
+    Propose,
+    ProposeCheck,
+    SearchExhausted,
+    SweepFinished,
+    SweepPaused,
+    TrialProposed,
+    VerdictReached,
+)
+from orchestrator.sweep.state import SweepState
+from trials.spec import Candidate
+
+
+def propose(
+    search: Search, state: SweepState, command: Propose, baseline: Candidate, at_s: float
+) -> TrialProposed | SearchExhausted:
+    """The next trial: the baseline first, then what the search wants to see; or that it wants nothing more."""
+    number = command.trial
+    if number == 0:
+        return TrialProposed(
+            at_s=at_s,
+            trial=0,
+            candidate=baseline,
+            origin="baseline",
+            reason="the present configuration, for comparison",
+            expected=search.expect(baseline),
+        )
+    if search.is_converged(state):
+        return SearchExhausted(at_s=at_s, reason="no candidate left is expected to beat the best one")
+    suggestion = search.ask(number, state)
+    if suggestion is None:
+        ruled_out = " or ruled out" if any(event.rules for event in state.pruned) else ""
+        return SearchExhausted(at_s=at_s, reason=f"every legal candidate was tried{ruled_out}")
+    return TrialProposed(
+        at_s=at_s,
+        trial=number,
+        candidate=suggestion.candidate,
+        origin="sampler",
+        reason=suggestion.reason,
+        expected=suggestion.expected,
+    )
+
+
+def written_down(
+    command: ChooseFinalists | ProposeCheck | Conclude | Pause | Finish, state: SweepState, at_s: float
+) -> LedgerEvent:
+    """The event that is all there is to do."""
+    match command:
+        case ChooseFinalists():
+            first_check = len(state.trials)
+            return FinalistsChosen(
+                at_s=at_s, finalists=command.finalists, reason=command.reason, first_check=first_check
+            )
+        case ProposeCheck():
+            return TrialProposed(
+                at_s=at_s,
+                trial=command.trial,
+                candidate=command.candidate,
+                origin="check",
+                reason=command.reason,
+                check=command.check,
+            )
+        case Conclude():
+            return VerdictReached(at_s=at_s, verdict=command.verdict)
+        case Pause():
+            return SweepPaused(at_s=at_s, reason=command.reason)
+        case Finish():
+            return SweepFinished(at_s=at_s, status=command.status, reason=command.reason)
+        case _:
+            assert_never(command)

@@ -1,0 +1,370 @@
+"""The only loop: executes the controller's commands and turns what happens into events.
+
+Every event is in the ledger before anything follows from it: an attempt is journalled before its gang starts, an
+outcome before the search or MLflow hear of it. The loop may therefore be killed between any two lines.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, assert_never
+from uuid import uuid4
+
+from cluster.base import Cluster, ClusterLostError, GangEnded, GangLaunch, GangProgress
+from cluster.hardware.placement import Placement
+from orchestrator.controller.early_stop import EarlyStop, settled
+from orchestrator.controller.journalled import propose, written_down
+from orchestrator.controller.lease import LeaseKeeper
+from orchestrator.controller.placer import Placer
+from orchestrator.controller.recovery import Recovered, settle
+from orchestrator.controller.step import step
+from orchestrator.proof.evaluator import Evaluator
+from orchestrator.search.search import Search
+from orchestrator.sweep.events import (
+    AttemptEnded,
+    AttemptLaunched,
+    AttemptStopped,
+    ChooseFinalists,
+    Command,
+    Conclude,
+    ControllerStarted,
+    Evaluate,
+    EvaluationEnded,
+    Event,
+    Finish,
+    Launch,
+    LeaseChanged,
+    Pause,
+    Propose,
+    ProposeCheck,
+    Stop,
+    Tick,
+)
+from orchestrator.sweep.fold import fold
+from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.limits import launchable
+from orchestrator.sweep.requests import new_events
+from orchestrator.sweep.state import SweepState, Trial, attempt_id, describe_failure
+from trials.outcome import GangLost, LossCause
+from trials.spec import Candidate
+
+logger = logging.getLogger(__name__)
+
+MAX_LOST_IN_A_ROW = 5
+"""Attempts lost one after another, whatever their trials, before the cluster is taken to be broken."""
+POLL_S = 0.5
+"""Longest wait for gang events between two looks at the clock."""
+
+
+class Observer(Protocol):
+    """Watches a sweep, for people; must not raise."""
+
+    def on_state(self, state: SweepState) -> None: ...
+
+    def on_progress(self, trial: int, progress: GangProgress) -> None: ...
+
+    def on_lease(self, nodes: Sequence[str], waiting: str) -> None:
+        """Nodes held, and why not more."""
+        ...
+
+
+class Projection(Protocol):
+    """Carries ledger entries to another system, at its own pace; failures stay inside."""
+
+    def sync(self, ledger: Ledger, state: SweepState) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How trials of this sweep become gangs."""
+
+    baseline: Candidate
+    isolation: str
+    build: Callable[[Trial, str, str, Placement], GangLaunch]
+    """(trial, attempt id, token, placement) -> launch."""
+    recover: Callable[[Trial], Recovered]
+    """What became of the trial's unended attempt of an earlier controller."""
+    early_stop: EarlyStop | None = None
+    """When a running trial is hopeless; None: never."""
+    placing_s: float = 600.0
+    """How long a trial may wait for nodes while nothing runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    trial: int
+    placement: Placement
+    progress: list[GangProgress] = field(default_factory=list)
+
+
+class Runtime:
+    """Runs one sweep to its end. The caller holds the ledger and owns the cluster."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        cluster: Cluster,
+        search: Search,
+        recipe: Recipe,
+        projections: Sequence[Projection],
+        observer: Observer,
+        lease: LeaseKeeper | None = None,
+        clock: Callable[[], float] = time.time,
+        is_restart: bool = False,
+        num_overruled: int | None = None,
+    ) -> None:
+        """
+        Args:
+            is_restart: a supervisor goes on with what nobody has stopped.
+            num_overruled: starting the sweep overrules a pause asked for by one of so many first requests; None: by any
+                request until now.
+        """
+        self._ledger = ledger
+        self._cluster = cluster
+        self._search = search
+        self._recipe = recipe
+        self._projections = tuple(projections)
+        self._observer = observer
+        self._clock = clock
+        self._lease = lease or LeaseKeeper(cluster, None)
+        self._running: dict[str, _Running] = {}
+        self._killed: dict[str, LossCause] = {}
+        """Attempts that were told to end -> why."""
+        self._placer = Placer(cluster, self._lease, isolation=recipe.isolation, placing_s=recipe.placing_s)
+        self._is_restart = is_restart
+        self._num_overruled = num_overruled
+        self._num_lost_in_a_row = 0
+        self._evaluator = Evaluator(ledger.folder / "evaluations")
+        self._state = fold(ledger.events())
+        self._commands: tuple[Command, ...] = ()
+
+    def run(self) -> SweepState:
+        """Go on from where the ledger stands until the sweep has ended or is paused; return its last state.
+
+        Raises:
+            ClusterError: the cluster cannot run any pending trial, or loses one attempt after another; mended, the
+                same sweep goes on.
+            LedgerError: an event cannot be stored.
+            KeyboardInterrupt: after killing and recording what was running; submitting again continues.
+        """
+        if self._state.is_over:
+            return self._finish_projections()
+        self._take_over()
+        try:
+            self._loop()
+        except KeyboardInterrupt:
+            self._interrupt()
+            raise
+        finally:
+            self._evaluator.close()
+            self._lease.close()
+        return self._finish_projections()
+
+    def _loop(self) -> None:
+        while self._state.status == "running":
+            if not self._act():
+                self._project()
+                self._wait(POLL_S)
+                self._tend()
+
+    def _take_over(self) -> None:
+        """Start an epoch and settle what earlier controllers left running."""
+        self._hear(up_to=self._num_overruled)  # before the start, which overrules most of it
+        self._dispatch(
+            ControllerStarted(
+                at_s=self._clock(),
+                epoch=self._state.epoch + 1,
+                pid=os.getpid(),
+                host=platform.node(),
+                is_restart=self._is_restart,
+            )
+        )
+        for event in settle(self._state, self._recipe.recover, self._clock):
+            self._dispatch(event)
+        self._tend()
+
+    def _tend(self) -> None:
+        """Hear what was asked, and keep the lease in shape."""
+        self._hear()
+        busy = {node for running in self._running.values() for node in running.placement.nodes}
+        self._lease.tend(busy)
+        if self._lease.is_overdue:
+            self._kill_on(self._lease.leaving, "preempted: another sweep needs the node")
+        self._give_up_quarantined(busy)
+        nodes = tuple(node.name for node in self._cluster.topology.nodes)
+        if nodes != self._state.nodes:
+            self._dispatch(LeaseChanged(at_s=self._clock(), nodes=nodes))
+        self._observer.on_lease(nodes, self._lease.waiting)
+
+    def _hear(self, up_to: int | None = None) -> None:
+        for event in new_events(self._ledger, self._state, self._clock(), up_to=up_to):
+            self._dispatch(event)
+
+    def _kill_on(self, nodes: frozenset[str], reason: str) -> None:
+        for attempt, running in self._running.items():
+            if not nodes.isdisjoint(running.placement.nodes):
+                self._kill(attempt, reason, "preempted")
+
+    def _kill(self, attempt: str, reason: str, cause: LossCause) -> bool:
+        """False if it was told before."""
+        if attempt in self._killed:
+            return False
+        self._killed[attempt] = cause
+        self._cluster.kill(attempt, reason)
+        return True
+
+    def _give_up_quarantined(self, busy: set[str]) -> None:
+        if not self._state.quarantined:
+            return
+        for name in self._placer.unfit(self._state.quarantined) - busy:
+            logger.warning("node %s failed too often and is not used any more", name)
+            self._cluster.release(name)
+
+    def _act(self) -> bool:
+        """Execute the first command that can be executed; its event makes the others anew. False if none can."""
+        return any(self._execute(command) for command in self._commands)
+
+    def _execute(self, command: Command) -> bool:
+        match command:
+            case Propose():
+                for event in self._search.newly_pruned(self._state):
+                    self._dispatch(replace(event, at_s=self._clock()))
+                self._dispatch(propose(self._search, self._state, command, self._recipe.baseline, self._clock()))
+                return True
+            case Evaluate():
+                return self._evaluate(command)
+            case Launch():
+                return self._launch(command)
+            case Stop():
+                return self._kill(self._attempt_id(command.trial), command.reason, "controller")
+            case ChooseFinalists() | ProposeCheck() | Conclude() | Pause() | Finish():
+                self._dispatch(written_down(command, self._state, self._clock()))
+                return True
+            case _:
+                assert_never(command)
+
+    def _evaluate(self, command: Evaluate) -> bool:
+        ended = self._evaluator.look(self._state, command.trial)
+        if ended is None:
+            return False
+        self._dispatch(EvaluationEnded(at_s=self._clock(), evaluation=ended))
+        return True
+
+    def _attempt_id(self, trial: int) -> str:
+        return next(name for name, running in self._running.items() if running.trial == trial)
+
+    def _launch(self, command: Launch) -> bool:
+        trial = self._state.trials[command.trial]
+        self._placer.follow(self._state.quarantined)
+        limit = self._state.sweep.max_concurrent
+        self._placer.heed(launchable(self._state))
+        placement = self._placer.place(trial, command, max_passed_over=limit)
+        if placement is None:
+            if not self._running:
+                self._placer.wait(trial, self._clock(), command.within)
+            return False
+        self._start(trial, command.attempt, placement)
+        return True
+
+    def _start(self, trial: Trial, attempt: int, placement: Placement) -> None:
+        token = uuid4().hex
+        name = attempt_id(trial.number, attempt, token)
+        launch = self._recipe.build(trial, name, token, placement)
+        self._dispatch(
+            AttemptLaunched(
+                at_s=self._clock(),
+                trial=trial.number,
+                attempt=attempt,
+                token=token,
+                ranks=placement.ranks,
+                num_devices=len(placement.reserved),
+            )
+        )
+        self._running[name] = _Running(trial.number, placement)
+        self._placer.take(trial.number, placement, launchable(self._state))
+        self._cluster.launch(launch)
+
+    def _wait(self, timeout_s: float) -> None:
+        """Take in what the gangs report; a tick when they report no end."""
+        ended = False
+        for event in self._cluster.poll(timeout_s):
+            if event.attempt_id not in self._running:
+                continue
+            if isinstance(event, GangProgress):
+                self._observer.on_progress(self._running[event.attempt_id].trial, event)
+                self._stop_hopeless(event)
+            else:
+                self._record(event)
+                ended = True
+        if not ended:
+            self._dispatch(Tick(at_s=self._clock()))
+
+    def _stop_hopeless(self, event: GangProgress) -> None:
+        running = self._running[event.attempt_id]
+        running.progress.append(event)
+        trial = self._state.trials[running.trial]
+        if self._recipe.early_stop is None or trial.check is not None:
+            return
+        verdict = self._recipe.early_stop.verdict(self._state, trial, running.progress)
+        if verdict is not None:
+            self._dispatch(AttemptStopped(at_s=self._clock(), trial=trial.number, token=event.token, outcome=verdict))
+            self._cluster.kill(event.attempt_id, verdict.evidence.message)
+
+    def _record(self, event: GangEnded) -> None:
+        running = self._running.pop(event.attempt_id)
+        self._placer.give_back(running.placement)
+        outcome = event.outcome
+        cause = self._killed.pop(event.attempt_id, None)
+        if isinstance(outcome, GangLost):
+            outcome = replace(outcome, cause=cause or _unasked(outcome.cause))
+        outcome = settled(self._state.trials[running.trial], outcome)
+        self._dispatch(
+            AttemptEnded(
+                at_s=self._clock(),
+                trial=running.trial,
+                token=event.token,
+                outcome=outcome,
+                device_seconds=event.device_seconds,
+            )
+        )
+        is_lost = isinstance(outcome, GangLost) and outcome.cause == "infrastructure"
+        self._num_lost_in_a_row = self._num_lost_in_a_row + 1 if is_lost else 0
+        if self._num_lost_in_a_row >= MAX_LOST_IN_A_ROW:
+            raise ClusterLostError(
+                f"{MAX_LOST_IN_A_ROW} attempts in a row were lost, the last one: {describe_failure(outcome)}. "
+                "Mend the cluster and submit again"
+            )
+
+    def _dispatch(self, event: Event) -> None:
+        if not isinstance(event, Tick):
+            self._ledger.append(event)
+        self._state, self._commands = step(self._state, event)
+        self._observer.on_state(self._state)
+
+    def _interrupt(self) -> None:
+        """Kill what runs and record it as lost, so that its device time is charged and nothing dangles."""
+        for attempt in list(self._running):
+            self._kill(attempt, "interrupted by the user", "controller")
+        deadline_s = self._clock() + 10.0
+        while self._running and self._clock() < deadline_s:
+            self._wait(POLL_S)
+        self._project()
+
+    def _project(self) -> None:
+        for projection in self._projections:
+            projection.sync(self._ledger, self._state)
+
+    def _finish_projections(self) -> SweepState:
+        self._project()
+        return self._state
+
+
+def _unasked(cause: LossCause) -> LossCause:
+    """Of a gang that this controller has not told to end: that its node takes it for gone is the infrastructure's."""
+    return "infrastructure" if cause == "controller" else cause

@@ -1,0 +1,217 @@
+"""What each kind of bottleneck costs a step, with the evidence; the largest that matters is the bottleneck."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from orchestrator.diagnosis.cost_view import ModelView
+from orchestrator.diagnosis.remedies import Change, Found, answer, applicable, memory_words, told
+from orchestrator.diagnosis.step_parts import TERMS, ProfileOf
+from orchestrator.diagnosis.values import Kind, KnobEffect, Loss, PartName, Source, StepParts
+from orchestrator.sweep.state import Trial
+from orchestrator.units import num_bytes, status_words, trial_id
+from trials.outcome import Measurement
+from trials.spec import Workload
+
+MIN_BOTTLENECK = 0.1
+"""Share of the step from which on a loss is the bottleneck; with none, computation is."""
+MIN_SHOWN = 0.03
+NEAR_LIMIT = 0.85
+"""Share of device memory from which on it is said to be nearly full."""
+MUCH_LONGER = 1.5
+"""Of a bubble, than that of balanced stages."""
+LITTLE_GAIN = 1.05
+"""Of mixed precision, below which it brought nothing."""
+PART_OF: Mapping[Kind, PartName] = {
+    "communication": "communication",
+    "io": "data",
+    "bubble": "bubble",
+    "dispatch": "dispatch",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """All that is known of a trial to be diagnosed."""
+
+    trial: Trial
+    workload: Workload
+    parts: StepParts
+    terms_s: Mapping[str, float]
+    """The cost model's; empty without one."""
+    view: ModelView | None
+    profile: ProfileOf | None
+    changes: Sequence[Change]
+    varied: frozenset[str]
+    """Knobs that the sweep varies."""
+    limit_bytes: float | None
+    """Device memory of a rank, where known."""
+    effects: Sequence[KnobEffect]
+
+    @property
+    def measurement(self) -> Measurement:
+        assert self.trial.measurement is not None
+        return self.trial.measurement
+
+
+def diagnose(case: Case) -> tuple[Loss, ...]:
+    """The bottleneck first, then the others that are worth a line, largest first. Empty where nothing can be told."""
+    losses = [loss for kind in PART_OF if (loss := _of_part(case, kind))]
+    losses += [loss for loss in (_memory(case), _imbalance(case)) if loss]
+    losses = sorted((loss for loss in losses if loss.share >= MIN_SHOWN), key=lambda loss: -loss.seconds)
+    compute = _compute(case)
+    if losses and losses[0].share >= MIN_BOTTLENECK:
+        return (*losses, *compute)
+    return (*compute, *losses) if compute else ()
+
+
+def _of_part(case: Case, kind: Kind) -> Loss | None:
+    name = PART_OF[kind]
+    found = [part for part in case.parts.parts if part.name == name]
+    if not found:
+        return None
+    evidence = {"communication": _of_communication, "io": _of_io, "bubble": _of_bubble, "dispatch": _of_dispatch}[kind]
+    return _loss(case, kind, sum(part.seconds for part in found), found[0].source, evidence(case))
+
+
+def _loss(
+    case: Case, kind: Kind, seconds: float, source: Source, evidence: Sequence[str], found: Found | None = None
+) -> Loss:
+    found = found or answer(kind, case.trial, case.changes, case.view)
+    knobs = applicable(kind, case.trial.candidate, case.workload)
+    return Loss(
+        kind=kind,
+        seconds=seconds,
+        share=seconds / case.parts.step_time_s,
+        source=source,
+        evidence=tuple(evidence),
+        knobs=knobs,
+        fixed=tuple(knob for knob in knobs if knob not in case.varied),
+        answer=found.best,
+        num_changes=found.num_changes,
+        note=found.note,
+    )
+
+
+def _of_communication(case: Case) -> list[str]:
+    lines = []
+    if case.profile is not None:
+        times = case.profile.busiest.times
+        lines.append(f"computation hides {times.overlap:.0%} of rank {case.profile.busiest.rank}'s communication")
+        redundant = [found for rank in case.profile.ranks for found in rank.redundancies]
+        lines += [f"{found.module}: {found.problem}" for found in redundant[:2]]
+    terms = {n: s for n, s in case.terms_s.items() if TERMS[n] == "communication" and s > 0}
+    total = sum(terms.values())
+    largest = sorted(terms.items(), key=lambda item: -item[1])[:2]
+    if shown := [f"{n.replace('_', ' ')} {s / total:.0%}" for n, s in largest if s >= 0.1 * total]:
+        lines.append(f"of it, by the cost model: {', '.join(shown)}")
+    return lines
+
+
+def _of_io(case: Case) -> list[str]:
+    loader = case.trial.candidate.loader
+    report = case.measurement.findings.loader
+    workers = f"{loader.num_workers} loading processes" if loader.num_workers else "no loading processes"
+    return [report.verdict] if report is not None else [workers] if loader.tuning is None else []
+
+
+def _of_bubble(case: Case) -> list[str]:
+    layout = case.trial.candidate.layout
+    num = case.trial.candidate.num_microbatches(case.workload.global_batch_size)
+    ideal = (layout.pp - 1) / (layout.num_virtual_stages * num + layout.pp - 1)
+    virtual = f" x {layout.num_virtual_stages} chunks" if layout.num_virtual_stages > 1 else ""
+    lines = [
+        f"{layout.schedule}, {layout.pp} stages{virtual}, {num} micro-batches: balanced stages would idle {ideal:.0%}"
+    ]
+    if case.parts.share("bubble") > MUCH_LONGER * ideal:
+        lines.append("the rest is uneven stages, passing tensors on, or ranks slowed down by others")
+    return lines
+
+
+def _of_dispatch(case: Case) -> list[str]:
+    lines = [f"graph mode is {case.trial.candidate.kernels.compile}"]
+    if case.profile is not None:
+        rank = case.profile.busiest
+        free = rank.times.free_s / rank.times.total_s
+        lines.append(f"in the profile, rank {rank.rank} neither computes nor communicates {free:.0%} of the step")
+    for effect in case.effects:
+        is_amp = effect.knobs == ("precision",) and "O0" in (str(effect.before[0]), str(effect.after[0]))
+        if is_amp and effect.ratio < LITTLE_GAIN:
+            values = f"{effect.before[0]} to {effect.after[0]}"
+            lines.append(
+                f"mixed precision brings little: {values} is {effect.ratio:.2f}x, so kernels are not the limit"
+            )
+    return lines
+
+
+def _memory(case: Case) -> Loss | None:
+    """Recompute is what memory costs; besides, what could be faster had it room."""
+    found = answer("memory", case.trial, case.changes, case.view)
+    again = [part for part in case.parts.parts if part.name == "recompute"]
+    again_s = sum(part.seconds for part in again)
+    blocked_s = case.parts.step_time_s * (1 - 1 / found.blocked.gain) if found.blocked else 0.0
+    if max(again_s, blocked_s) <= 0:
+        return None
+    source: Source = again[0].source if again_s >= blocked_s else "modelled"
+    return _loss(case, "memory", max(again_s, blocked_s), source, _of_memory(case, again_s, found), found)
+
+
+def _of_memory(case: Case, again_s: float, found: Found) -> list[str]:
+    lines = []
+    peak = case.measurement.peak_bytes
+    if peak and case.limit_bytes:
+        share = peak / case.limit_bytes
+        spare = "room is left: recompute may not be needed" if again_s else "room is left"
+        how = "nearly full" if share >= NEAR_LIMIT else spare
+        lines.append(f"peak {num_bytes(peak)} of {num_bytes(case.limit_bytes)} ({share:.0%}): {how}")
+    if again_s:
+        lines.append(f"recompute takes {again_s / case.parts.step_time_s:.0%} of the step")
+    if (blocked := found.blocked) is not None:
+        tried = next((c.trial for c in case.changes if c.candidate == blocked.candidate), None)
+        if tried is not None and tried.outcome is not None:
+            why = f"{trial_id(tried.number)} {status_words(tried.status)}"
+        else:
+            why = memory_words(blocked, case.limit_bytes) or "it is not expected to fit"
+        lines.append(f"{told(blocked)} is expected to have {blocked.gain:.2f}x, but: {why}")
+    return lines
+
+
+def _imbalance(case: Case) -> Loss | None:
+    """What the busiest rank computes beyond the mean of all."""
+    loads: list[float] = []
+    source: Source = "modelled"
+    if case.profile is not None and len(case.profile.ranks) > 1:
+        loads, source = [rank.times.computation_s for rank in case.profile.ranks], "profiled"
+    elif case.view is not None:
+        loads = case.view.stage_loads_s(case.trial.candidate)
+    if not loads or max(loads) <= 0:
+        return None
+    mean = sum(loads) / len(loads)
+    busy_s = sum(case.parts.seconds(name) for name in ("compute", "recompute", "forward_backward"))
+    seconds = busy_s * (1 - mean / max(loads))
+    if seconds / case.parts.step_time_s < MIN_SHOWN:
+        return None
+    what = "stage" if case.trial.candidate.layout.pp > 1 else "rank"
+    shown = " ".join(f"{load / mean:.2f}" for load in loads[:8]) + (" ..." if len(loads) > 8 else "")
+    line = f"load of each {what} over the mean: {shown}; {what} {loads.index(max(loads))} is the slowest"
+    return _loss(case, "imbalance", seconds, source, [line])
+
+
+def _compute(case: Case) -> list[Loss]:
+    """Nothing where forward and backward are not split: they could be anything."""
+    found = [part for part in case.parts.parts if part.name == "compute"]
+    if not found:
+        return []
+    seconds = sum(part.seconds for part in found)
+    lines = []
+    if (mfu := case.measurement.mfu) is not None:
+        lines.append(f"model FLOPs utilisation {mfu:.0%}")
+    precision, kernels = case.trial.candidate.precision, case.trial.candidate.kernels
+    if precision.level == "O0" and kernels.matmul_precision == "highest":
+        lines.append("all in fp32 (O0)")
+    if (share := case.parts.share("optimizer")) >= MIN_SHOWN:
+        layout = case.trial.candidate.layout
+        advice = ": dp_shard would divide that among ranks" if layout.dp_replicate > 1 else ""
+        lines.append(f"the optimiser takes {share:.0%} besides{advice}")
+    return [_loss(case, "compute", seconds, found[0].source, lines)]

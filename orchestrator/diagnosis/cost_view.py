@@ -1,0 +1,169 @@
+"""What the cost model says of a sweep's candidates after the sweep's own trials, as the guided search uses it."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.cost.calibrate import Calibrated, fit
+from cluster.cost.coefficients import load_prior
+from cluster.cost.estimate import CostModel
+from cluster.cost.inputs import Array, CostInputs
+from cluster.cost.time import stage_seconds
+from cluster.cost.work import work_of
+from cluster.probe.prior import with_probe
+from cluster.probe.profile import Profile
+from orchestrator.search.acquisition import Belief, Seen, probability_fits
+from orchestrator.search.guided import device_seconds
+from orchestrator.search.prediction import model_families as described
+from orchestrator.search.prediction.gaussian_process import Residual, condition, learn
+from orchestrator.search.prediction.predictor import LOCAL_STD, Predictor, believed
+from orchestrator.sweep.state import SweepState, Trial
+from trials.outcome import OutOfMemory
+from trials.spec import Candidate
+
+MIN_FOR_ERROR = 4
+"""Trials from which on the error of predictions can be told by leaving one out."""
+
+Rows = NDArray[np.intp]
+
+
+class ModelView:
+    """Predictions for a fixed list of candidates, those of the sweep's trials among them.
+
+    Args:
+        predictor: of these candidates, as :func:`orchestrator.planning.forecast.make_predictor` makes it.
+        profile: what a probe measured of the nodes; the predictor's.
+    """
+
+    def __init__(self, predictor: Predictor, state: SweepState, profile: Profile | None = None) -> None:
+        self._predictor = predictor
+        self._profile = profile
+        self._rows = {candidate.config_key: row for row, candidate in enumerate(predictor.candidates)}
+        self._trials = [trial for trial in state.searched() if trial.candidate.config_key in self._rows]
+        self._times_s = {self._row(t.candidate): device_seconds(t) for t in self._trials if t.measurement is not None}
+
+    @property
+    def limit_bytes(self) -> float:
+        """Device memory of a rank."""
+        return self._predictor.limit_bytes
+
+    @property
+    def on_cpu(self) -> bool:
+        return self._predictor.on_cpu
+
+    def step_terms_s(self, candidate: Candidate) -> dict[str, float]:
+        """The model's terms of the step time, with coefficients that this sweep's trials taught. On CPUs, where the
+        core that launches operators also runs them, launching is part of computing."""
+        row = self._row(candidate)
+        x = self._predictor.inputs.take(slice(row, row + 1))
+        model = CostModel(self._time, Calibrated.of_prior(load_prior("memory")))
+        found = described.estimate(model, x, on_cpu=self.on_cpu)
+        terms = {name: float(values[0]) for name, values in found.step_terms_s.items()}
+        if self.on_cpu:
+            computing = "compute" if "compute" in terms else "forward"
+            terms[computing] += terms.pop("launch")
+        return terms
+
+    def stage_loads_s(self, candidate: Candidate) -> list[float]:
+        """Seconds of a micro-batch on each pipeline rank; empty without a pipeline."""
+        row, inputs = self._row(candidate), self._predictor.inputs
+        if not isinstance(inputs, CostInputs) or candidate.layout.pp == 1:
+            return []
+        x = inputs.take(slice(row, row + 1))
+        loads = stage_seconds(x, work_of(x), self._time.coefficients).total[0]
+        return [float(load) for load in loads[: candidate.layout.pp]]
+
+    def gain(self, trial: Candidate, other: Candidate) -> tuple[float, float]:
+        """Expected speed of ``other`` over ``trial`` in tokens/s/p, and the standard deviation of its logarithm."""
+        here, there = self._row(trial), self._row(other)
+        return float(np.exp(self._mean[here] - self._mean[there])), float(self._std[there])
+
+    def peak_bytes(self, candidate: Candidate, *, like: Trial) -> float:
+        """Predicted peak of the fullest rank, corrected by what was measured of trial ``like``."""
+        peaks = self._predictor.estimates.peak_bytes
+        expected = float(peaks[self._row(candidate)])
+        peak = _peak(like)
+        return expected * peak / float(peaks[self._row(like.candidate)]) if peak else expected
+
+    def probability_fits(self, candidate: Candidate) -> float:
+        """Given which trials fitted and which did not."""
+        return float(probability_fits(self._belief, self._seen, np.array([self._row(candidate)], dtype=np.intp))[0])
+
+    def tells_apart(self, one: Candidate, other: Candidate) -> bool:
+        """Whether the model, or what trials taught it, expects a difference at all."""
+        seconds = self._predictor.estimates.step_s
+        here, there = self._row(one), self._row(other)
+        return bool(seconds[here] != seconds[there]) or abs(float(self._mean[here] - self._mean[there])) > 1e-3
+
+    @functools.cached_property
+    def error(self) -> float | None:
+        """Typical relative error of predictions: the median over measured trials, each predicted from the others."""
+        rows = np.array(sorted(self._times_s), dtype=np.intp)
+        if len(rows) < MIN_FOR_ERROR:
+            return None
+        errors = np.log([self._times_s[row] for row in rows.tolist()]) - self._belief.log_time[rows]
+        misses = []
+        for i in range(len(rows)):
+            others = np.delete(np.arange(len(rows)), i)
+            left = condition(self._belief.error, rows[others], errors[others], self._residual.scale)
+            misses.append(abs(float(np.expm1(errors[i] - left.mean(rows[i : i + 1])[0]))))
+        return float(np.median(misses))
+
+    @functools.cached_property
+    def _time(self) -> Calibrated:
+        """The time coefficients after all measured trials."""
+        prior = load_prior("time")
+        if self._profile is not None:
+            prior = with_probe(prior, self._profile, self._predictor.cluster)
+        prior = believed(prior, LOCAL_STD[self._predictor.device_kind])
+        rows = np.array(sorted(self._known_s), dtype=np.intp)
+        if not rows.size:
+            return Calibrated.of_prior(prior)
+        x = self._predictor.inputs.take(rows)
+        times = np.log([self._known_s[row] for row in rows.tolist()])
+        return fit(prior, functools.partial(described.log_device_seconds, x), times)
+
+    @functools.cached_property
+    def _known_s(self) -> dict[int, float]:
+        """Device-seconds per step by row, of earlier sweeps' trials as well."""
+        return {**self._predictor.earlier_times_s, **self._times_s}
+
+    @functools.cached_property
+    def _belief(self) -> Belief:
+        return self._predictor.belief(self._known_s)
+
+    @functools.cached_property
+    def _seen(self) -> Seen:
+        return Seen(
+            times_s=self._times_s,
+            peaks={self._row(t.candidate): peak / self.limit_bytes for t in self._trials if (peak := _peak(t))},
+            oom=frozenset(self._row(t.candidate) for t in self._trials if isinstance(t.outcome, OutOfMemory)),
+            history=self._predictor.earlier_times_s,
+        )
+
+    @functools.cached_property
+    def _residual(self) -> Residual:
+        rows = np.array(sorted(self._known_s), dtype=np.intp)
+        errors = np.log([self._known_s[row] for row in rows.tolist()]) - self._belief.log_time[rows]
+        return learn(self._belief.error, rows, errors)
+
+    @functools.cached_property
+    def _mean(self) -> Array:
+        """Of the log device-seconds per step."""
+        rows: Rows = np.arange(len(self._predictor.candidates), dtype=np.intp)
+        return np.asarray(self._belief.log_time[rows] + self._residual.mean(rows))
+
+    @functools.cached_property
+    def _std(self) -> Array:
+        return self._residual.std(np.arange(len(self._predictor.candidates), dtype=np.intp))
+
+    def _row(self, candidate: Candidate) -> int:
+        return self._rows[candidate.config_key]
+
+
+def _peak(trial: Trial) -> int:
+    """Of the fullest rank, in bytes; 0 where nobody measured it."""
+    return trial.measurement.peak_bytes if trial.measurement else 0

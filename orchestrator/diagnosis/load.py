@@ -1,0 +1,138 @@
+"""What the explanation of a sweep needs, from the sweep's ledger: of any age, while its controller is at work."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from cluster.hardware.accelerators import CatalogueError, find_accelerator
+from cluster.hardware.topology import DeviceKind, Node, Topology
+from orchestrator.config.sweep import SweepSpec
+from orchestrator.diagnosis.explain import Basis
+from orchestrator.diagnosis.explaining import explain_sweep
+from orchestrator.diagnosis.values import SweepExplanation
+from orchestrator.errors import ConfigError
+from orchestrator.planning.knowledge import Knowledge
+from orchestrator.planning.plan import Plan, make_plan
+from orchestrator.status.logs import find_trial
+from orchestrator.sweep.events import SweepCreated
+from orchestrator.sweep.fold import fold
+from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.state import SweepState
+from orchestrator.units import status_words
+
+logger = logging.getLogger(__name__)
+
+UNREADABLE = (KeyError, TypeError, ValueError, ValidationError, ConfigError)
+"""What documents of another version of this program may raise."""
+
+
+def explain_ledger(ledger: Ledger, *, trial: str | None = None, state: SweepState | None = None) -> SweepExplanation:
+    """The sweep of this ledger explained.
+
+    Args:
+        trial: to be held against the baseline in place of the winner: ``3``, ``t003``, ``best``.
+        state: what the ledger's events come to, where that is known already.
+
+    Raises:
+        ConfigError: nothing was measured yet, or ``trial`` was not.
+    """
+    state = state or fold(ledger.events())
+    name = ledger.folder.name
+    number = None if trial is None else find_trial(state, trial, name).number
+    explained = explain_sweep(state, load_basis(ledger, state), trial=number)
+    if explained.diagnosed is None:
+        words = ", ".join(f"{count} {status_words(status)}" for status, count in state.counts().items())
+        raise ConfigError(
+            f"no trial of the sweep {name!r} was measured ({words or 'it has none yet'})",
+            remedy=f"`tune-cluster explain {name} TRIAL` tells what became of one.",
+        )
+    return explained
+
+
+def load_basis(ledger: Ledger, state: SweepState) -> Basis:
+    """What the ledger tells of the sweep's candidates and hardware; what it does not tell is left out, and why."""
+    spec, problem = _spec(ledger)
+    topology, unknown = _topology(state.sweep, "" if spec is None else spec.cluster.device)
+    known = _knowledge(ledger)
+    if spec is None:
+        return Basis(topology=topology, knowledge=known, problem=problem or unknown)
+    made, illegal = _plan(spec, topology, known)
+    if made is None:
+        return Basis(topology=topology, knowledge=known, problem=illegal)
+    varied = None if spec.replayed is not None else _varied(spec)
+    return Basis(
+        candidates=made.candidates,
+        beyond=made.beyond,
+        varied=varied,
+        topology=topology,
+        knowledge=known,
+        problem=unknown,
+    )
+
+
+def _spec(ledger: Ledger) -> tuple[SweepSpec | None, str]:
+    try:
+        return SweepSpec.from_json(ledger.document("spec") or {}), ""
+    except UNREADABLE as error:
+        logger.debug("the sweep file in %s cannot be used", ledger.folder, exc_info=error)
+        return None, "the sweep file kept with it is of another version"
+
+
+def _knowledge(ledger: Ledger) -> Knowledge:
+    try:
+        return Knowledge.kept(ledger)
+    except UNREADABLE as error:
+        logger.debug("what %s keeps of dry runs and probes cannot be used", ledger.folder, exc_info=error)
+        return Knowledge()
+
+
+def _plan(spec: SweepSpec, topology: Topology | None, known: Knowledge) -> tuple[Plan | None, str]:
+    """Without what the stage balancer would add, which takes it minutes; of that, the sweep's trials are known."""
+    space = spec.space.model_copy(update={"balance": False})
+    try:
+        return make_plan(spec.model_copy(update={"space": space}), topology, known.estimates), ""
+    except ConfigError as error:
+        return None, f"its candidates cannot be listed again: {error}"
+
+
+def _varied(spec: SweepSpec) -> frozenset[str]:
+    return frozenset(name for name, values in spec.choices.items() if len(values) > 1)
+
+
+def _topology(created: SweepCreated, device: str) -> tuple[Topology | None, str]:
+    """From the label and the fingerprint kept with the sweep: what this host has may be something else."""
+    match = re.fullmatch(r"(\d+)x(\d+) (.+)", created.hardware)
+    memory = created.fingerprint.get("device_memory_bytes", "")
+    if match is None or not memory.isdigit():
+        return None, "the hardware is not known"
+    num_nodes, num_devices, name = int(match[1]), int(match[2]), match[3]
+    node = Node(
+        name="node0",
+        address="127.0.0.1",
+        num_devices=num_devices,
+        device_kind=_kind(name, device, created.fingerprint),
+        device_name=name,
+        device_memory_bytes=int(memory),
+        threads_per_device=int(created.fingerprint.get("threads_per_device", "1")),
+    )
+    return Topology(nodes=tuple(_named(node, i) for i in range(num_nodes))), ""
+
+
+def _named(node: Node, number: int) -> Node:
+    return replace(node, name=f"node{number}")
+
+
+def _kind(device_name: str, device: str, fingerprint: Mapping[str, Any]) -> DeviceKind:
+    """Nothing records it: a name in the catalogue tells, else whether the host had a driver of GPUs."""
+    if device in ("cpu", "cuda"):
+        return "cpu" if device == "cpu" else "cuda"
+    try:
+        return "cpu" if find_accelerator(device_name).name == "cpu" else "cuda"
+    except CatalogueError:
+        return "cpu" if fingerprint.get("driver", "none") == "none" else "cuda"

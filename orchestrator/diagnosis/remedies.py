@@ -1,0 +1,246 @@
+"""Which knobs answer which kind of bottleneck, and what the legal changes of them are expected to bring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestrator.diagnosis.cost_view import ModelView
+from orchestrator.diagnosis.values import Answer, Kind
+from orchestrator.space.large import without_effect
+from orchestrator.space.space import diff
+from orchestrator.statistics import MIN_DIFFERENCE, compare
+from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.units import num_bytes, status_words, trial_id
+from trials.outcome import OutOfMemory
+from trials.spec import Candidate, LlamaModel, ResNetModel, Workload
+
+IMPLIED: Mapping[str, frozenset[str]] = {
+    "pp": frozenset({"schedule", "num_virtual_stages", "stage_layers"}),
+    "tp": frozenset({"sequence_parallel"}),
+    "dp_shard": frozenset({"zero_stage", "replicate_with"}),
+    "num_virtual_stages": frozenset({"schedule", "stage_layers"}),
+    "schedule": frozenset({"num_virtual_stages", "stage_layers"}),
+    "num_workers": frozenset({"prefetch_factor", "persistent_workers"}),
+    "dataloader": frozenset({"num_workers", "prefetch_factor"}),
+}
+"""Knobs that may have to change with another one."""
+
+FOLLOWING = frozenset({"world_size", "tp_engine"})
+"""Knobs that may follow from any other one: from degrees, or from schedule and recompute where the engine is auto."""
+
+ANSWERS: Mapping[Kind, tuple[str, ...]] = {
+    "memory": (
+        *("recompute", "zero_stage", "dp_shard", "micro_batch_size", "sequence_parallel", "shard_embedding"),
+        *("pp", "tp", "dp_replicate", "cp"),
+    ),
+    "compute": (
+        *("precision", "compile", "matmul_precision", "attention", "memory_format", "cudnn_benchmark"),
+        *("compile_mode", "micro_batch_size"),
+    ),
+    "communication": (
+        *("num_copies", "sequence_parallel", "zero_stage", "dp_shard", "dp_replicate", "tp", "pp", "cp"),
+        *("tp_engine", "cp_method", "replicate_with", "shard_embedding", "micro_batch_size"),
+    ),
+    "io": ("num_workers", "dataloader", "prefetch_factor", "pin_memory", "persistent_workers", "full_batch"),
+    "bubble": ("schedule", "num_virtual_stages", "micro_batch_size", "pp", "dp_replicate", "dp_shard"),
+    "imbalance": ("stage_layers", "num_virtual_stages", "recompute", "schedule"),
+    "dispatch": ("compile", "compile_mode", "micro_batch_size", "num_copies"),
+}
+"""The most direct ones first."""
+
+MAX_PARTS = 3
+"""Of a candidate (layout, precision, loader, ...) in which a change may differ."""
+MAX_LOOKED_AT = 1000
+PENALTY = 0.02
+"""What each further knob to be changed must bring besides, relative."""
+SURE_SPREADS = 0.67
+"""Standard deviations that a predicted gain must lie above none: three to one that it is one."""
+MIN_FITS = 0.75
+"""Probability of fitting from which on a change is proposed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A legal candidate, and what differs."""
+
+    candidate: Candidate
+    changed: Mapping[str, tuple[Any, Any]]
+    forced: frozenset[str]
+    """Of those, the ones that differ in every candidate."""
+    trial: Trial | None
+    """Of this sweep, with this candidate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What the changes of a kind's knobs promise."""
+
+    best: Answer | None
+    """The fastest that fits; None where none is known to be faster."""
+    blocked: Answer | None
+    """One that would be faster still, were there memory for it."""
+    num_changes: int
+    note: str
+
+
+def applicable(kind: Kind, candidate: Candidate, workload: Workload) -> tuple[str, ...]:
+    """Knobs that answer ``kind`` and have an effect on this candidate."""
+    is_resnet, is_decoder = isinstance(workload.model, ResNetModel), isinstance(workload.model, LlamaModel)
+    pointless = set() if is_resnet else {"memory_format", "cudnn_benchmark"}
+    pointless |= set() if is_decoder else {"attention", "sequence_parallel", "tp", "pp", "cp", "shard_embedding"}
+    return tuple(knob for knob in ANSWERS[kind] if knob not in pointless | without_effect(candidate))
+
+
+def changes(trial: Trial, candidates: Sequence[Candidate], state: SweepState) -> list[Change]:
+    """Candidates that differ from the trial's in knobs of one kind of bottleneck only, and in those that none of them
+    has as the trial has: a baseline may lie outside of the space."""
+    tried = {other.candidate.config_key: other for other in state.searched()}
+    forced = _forced(trial.candidate, candidates)
+    allowed = [_closure(knobs) | forced for knobs in ANSWERS.values()]
+    found = []
+    for candidate in candidates:
+        if candidate == trial.candidate or _num_parts(candidate, trial.candidate) > MAX_PARTS:
+            continue
+        changed = diff(candidate, trial.candidate)
+        if any(changed.keys() <= knobs for knobs in allowed):
+            other = tried.get(candidate.config_key)
+            found.append(Change(candidate=candidate, changed=changed, forced=forced, trial=other))
+    return found
+
+
+def _forced(candidate: Candidate, candidates: Sequence[Candidate]) -> frozenset[str]:
+    """Knobs of which no other candidate has this one's value, as far as an evenly spaced part of them tells."""
+    others = [other for other in candidates[:: 1 + len(candidates) // MAX_LOOKED_AT] if other != candidate]
+    if not others:
+        return frozenset()
+    return frozenset.intersection(*(frozenset(diff(other, candidate)) for other in others))
+
+
+def _closure(knobs: Sequence[str]) -> frozenset[str]:
+    implied = frozenset[str]().union(*(IMPLIED.get(knob, frozenset()) for knob in knobs))
+    return frozenset(knobs) | implied | FOLLOWING
+
+
+def _num_parts(one: Candidate, other: Candidate) -> int:
+    """Parts in which they differ: cheap, unlike comparing knob by knob."""
+    names = ("layout", "micro_batch_size", "recompute", "precision", "loader", "kernels")
+    return sum(getattr(one, name) != getattr(other, name) for name in names)
+
+
+def answer(kind: Kind, trial: Trial, all_changes: Sequence[Change], view: ModelView | None) -> Found:
+    """The best of the changes of the knobs that answer ``kind``; predicted by ``view``, or as the sweep measured it."""
+    allowed, direct = _closure(ANSWERS[kind]), frozenset(ANSWERS[kind])
+    own = [
+        change
+        for change in all_changes
+        if change.changed.keys() <= allowed | change.forced and not direct.isdisjoint(change.changed.keys())
+    ]
+    rated = [(change, rated) for change in own if (rated := _rate(trial, change, view)) is not None]
+    fitting = [(change, found) for change, found in rated if _fits(change, found)]
+    best = max((f for change, f in fitting if _is_faster(trial, change, f)), key=_score, default=None)
+    blocked = max((found for change, found in rated if _needs_memory(change, found)), key=_score, default=None)
+    floor = best.gain if best is not None else 1.0
+    nearest = max((found for _, found in fitting), key=_score, default=None)
+    return Found(
+        best=best,
+        blocked=blocked if blocked is not None and blocked.gain > floor * (1 + MIN_DIFFERENCE) else None,
+        num_changes=len(own),
+        note="" if best is not None else _no_answer(own, nearest, is_known=bool(rated)),
+    )
+
+
+def _is_faster(trial: Trial, change: Change, found: Answer) -> bool:
+    """Shown to be, or sure enough to be worth a trial."""
+    if found.log_spread is not None:
+        return math.log(found.gain) > max(SURE_SPREADS * found.log_spread, MIN_DIFFERENCE)
+    assert trial.measurement is not None and change.trial is not None and change.trial.measurement is not None
+    return compare(change.trial.measurement, trial.measurement) == "faster"
+
+
+def _rate(trial: Trial, change: Change, view: ModelView | None) -> Answer | None:
+    """Measured where the sweep tried it, predicted where it did not; None where nobody knows."""
+    assert trial.measurement is not None
+    peak = fits = None
+    if view is not None:
+        peak = view.peak_bytes(change.candidate, like=trial)
+        fits = view.probability_fits(change.candidate)
+    made = Answer(
+        candidate=change.candidate,
+        changed=change.changed,
+        gain=1.0,
+        source="measured",
+        log_spread=None,
+        peak_bytes=peak,
+        probability_fits=fits,
+        trial=change.trial.number if change.trial else None,
+    )
+    if change.trial is not None and change.trial.measurement is not None:
+        speed, before = change.trial.measurement.tokens_per_s_per_device, trial.measurement.tokens_per_s_per_device
+        return replace(made, gain=speed / before)
+    if view is None or not view.tells_apart(trial.candidate, change.candidate):
+        return None
+    gain, log_spread = view.gain(trial.candidate, change.candidate)
+    return replace(made, gain=gain, source="modelled", log_spread=log_spread)
+
+
+def _fits(change: Change, found: Answer) -> bool:
+    """As the sweep saw it, else as expected. One that failed or was stopped early is none to propose either."""
+    if _has_ended(change):
+        return change.trial is not None and change.trial.measurement is not None
+    return found.probability_fits is None or found.probability_fits >= MIN_FITS
+
+
+def _needs_memory(change: Change, found: Answer) -> bool:
+    """Whether memory is what speaks against it."""
+    if _has_ended(change):
+        return change.trial is not None and isinstance(change.trial.outcome, OutOfMemory)
+    return found.probability_fits is not None and found.probability_fits < MIN_FITS
+
+
+def _has_ended(change: Change) -> bool:
+    return change.trial is not None and change.trial.outcome is not None
+
+
+def _score(found: Answer) -> float:
+    num_changed = len(found.changed.keys() - FOLLOWING)
+    return math.log(found.gain) - PENALTY * (num_changed - 1)
+
+
+def _no_answer(own: Sequence[Change], best: Answer | None, *, is_known: bool) -> str:
+    if not own:
+        return "the sweep has no candidate that differs in these knobs alone"
+    if best is None:
+        failed = [c.trial for c in own if c.trial is not None and _has_ended(c)]
+        if failed:
+            tried = ", ".join(f"{trial_id(t.number)} {status_words(t.status)}" for t in failed[:3])
+            return f"{_none_of(own)} and to fit ({tried})"
+        if is_known:
+            return f"{_none_of(own)} and to fit"
+        which = f"{len(own)} legal changes" if len(own) > 1 else "one legal change"
+        return f"what the {which} would bring, the cost model does not know, and it was not tried"
+    if best.source == "measured" and best.trial is not None:
+        return f"{_none_of(own)}; the best: {told(best)}, {trial_id(best.trial)} measured {best.gain:.2f}x"
+    return f"{_none_of(own)}; the best: {told(best)}, {best.gain:.2f}x ± {best.log_spread or 0.0:.2f} expected"
+
+
+def told(found: Answer) -> str:
+    """What it changes, in words."""
+    return ", ".join(f"{name} {old} → {new}" for name, (old, new) in found.changed.items())
+
+
+def memory_words(found: Answer, limit_bytes: float | None) -> str:
+    """What is known of the memory it needs."""
+    if found.peak_bytes is None or not limit_bytes:
+        return ""
+    words = f"peak {num_bytes(found.peak_bytes)} of {num_bytes(limit_bytes)}"
+    sure = found.probability_fits
+    return words if found.source == "measured" or sure is None else f"{words}, fits with {sure:.0%}"
+
+
+def _none_of(own: Sequence[Change]) -> str:
+    if len(own) == 1:
+        return "the one legal change is not known to be faster"
+    return f"none of {len(own)} legal changes is known to be faster"

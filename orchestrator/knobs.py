@@ -1,9 +1,0 @@
-"""All knobs of the search, one table: name, type, default, place in a :class:`~trials.spec.Candidate`."""
-
-from __future__ import annotations
-
-from orchestrator.layout_knobs import LAYOUT_KNOBS
-from orchestrator.run_knobs import RUN_KNOBS
-
-KNOBS = (*LAYOUT_KNOBS, *RUN_KNOBS)
-KNOB_NAMES = tuple(knob.name for knob in KNOBS)

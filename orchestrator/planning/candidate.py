@@ -1,0 +1,127 @@
+"""One candidate explained: legal or by which rules not, in the space or not, and what the cost model expects of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from cluster.cost.balance.problem import Balance
+from cluster.hardware.topology import Topology
+from cluster.probe.profile import Profile
+from orchestrator.config.sweep import SweepSpec
+from orchestrator.config.validation import to_config_error
+from orchestrator.config.yaml_source import YamlSource
+from orchestrator.errors import ConfigError
+from orchestrator.planning.forecast import Prediction, make_predictor, prediction
+from orchestrator.planning.plan import Plan, describe
+from orchestrator.search.prediction.predictor import NotDescribedError
+from orchestrator.space.knobs.canonical import build_candidate
+from orchestrator.space.rules import Violation, check
+from orchestrator.space.space import diff, short_name
+from trials.spec import Candidate
+
+OPTION = "--why"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Why:
+    """What there is to say of a candidate."""
+
+    candidate: Candidate
+    violations: tuple[Violation, ...]
+    """Every rule it breaks; empty when it is legal."""
+    number: int | None
+    """Its number in the plan's list, from 1; None when it is not there."""
+    changed: dict[str, tuple[Any, Any]]
+    """Knobs in which it differs from the baseline: (baseline's value, its value)."""
+    prediction: Prediction | None
+    unpredicted: str
+    """Why there is no prediction; empty where there is one."""
+    balance: Balance | None = None
+    """How the stage balancer came to its layers and recompute; None where it did not."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **describe(self.candidate),
+            "legal": not self.violations,
+            "violations": [{"rule": v.rule_id, "reason": v.reason} for v in self.violations],
+            "number": self.number,
+            "changed": {name: {"baseline": old, "candidate": new} for name, (old, new) in self.changed.items()},
+            "prediction": self.prediction.to_json() if self.prediction else None,
+            "unpredicted": self.unpredicted,
+            "balance": self.balance.to_json() if self.balance else None,
+        }
+
+
+def explain(text: str, plan: Plan, spec: SweepSpec, topology: Topology | None, profile: Profile | None = None) -> Why:
+    """Explain the candidate that ``text`` means; see :func:`find`.
+
+    Raises:
+        ConfigError: it means none.
+    """
+    candidate = find(text, plan, spec)
+    workload = spec.to_workload()
+    violations = check(candidate, workload, topology, spec.filters)
+    predicted, reason = None, ""
+    if violations:
+        reason = "it is not legal"
+    else:
+        try:
+            known = plan.known.by_candidate
+            predictor = make_predictor(workload, (candidate,), topology, profile, estimates=known)
+            predicted = prediction(predictor, 0, workload)
+        except NotDescribedError as error:
+            reason = str(error)
+    return Why(
+        candidate=candidate,
+        violations=violations,
+        number=plan.candidates.index(candidate) + 1 if candidate in plan.candidates else None,
+        changed=diff(candidate, plan.baseline),
+        prediction=predicted,
+        unpredicted=reason,
+        balance=plan.balances.get(candidate),
+    )
+
+
+def find(text: str, plan: Plan, spec: SweepSpec) -> Candidate:
+    """``baseline``, a number or short name of the plan, or knobs to change in the baseline, like ``{tp: 8, pp: 4}``.
+
+    Unlike a trial to run, it may be illegal.
+
+    Raises:
+        ConfigError: no such number or name, or a knob or value that does not exist.
+    """
+    if text == "baseline":
+        return plan.baseline
+    if text.lstrip().startswith("{"):
+        return _changed(text, spec)
+    if text.isdecimal() and 1 <= int(text) <= len(plan.candidates):
+        return plan.candidates[int(text) - 1]
+    found = next((candidate for candidate in plan.candidates if short_name(candidate) == text), None)
+    if found is None:
+        raise ConfigError(
+            f"no candidate {text!r} in the plan of {len(plan.candidates)}",
+            key=OPTION,
+            remedy="Give baseline, a number or name as the plan shows it, or knobs like '{tp: 2}'.",
+        )
+    return found
+
+
+def _changed(text: str, spec: SweepSpec) -> Candidate:
+    remedy = "Write it like '{tp: 2}'."
+    try:
+        knobs = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not a YAML mapping: {text!r}", key=OPTION, remedy=remedy) from error
+    baseline = spec.to_json()["baseline"]
+    try:
+        section = type(spec.baseline).model_validate({**baseline, **knobs}, context={"check_files": False})
+    except ValidationError as error:
+        source = YamlSource(file=Path(OPTION), data=knobs, lines={})
+        found = to_config_error(error, source, type(spec.baseline))
+        raise ConfigError(f"{text}: {found.message}", file=OPTION, key=found.key, remedy=found.remedy) from None
+    return build_candidate(section.values(), spec.to_workload().model)

@@ -1,0 +1,72 @@
+"""Estimates that dry runs left behind, as planning uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cluster.hardware.topology import Topology
+from orchestrator.config.sweep import SweepSpec
+from orchestrator.planning.dryrun.cache import DryRunCache
+from orchestrator.planning.hardware.request import device_kind, memory_limit_bytes
+from orchestrator.space.rules import Case, Rule
+from orchestrator.units import num_bytes
+from trials.dryrun.estimate import CUDA_CONTEXT_BYTES, FRAGMENTATION, Estimate
+from trials.dryrun.records import Mode
+from trials.spec import Candidate
+
+RULE_ID = "dryrun-memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownEstimates:
+    """What is known of a sweep's candidates, and what it is judged by."""
+
+    by_candidate: Mapping[Candidate, Estimate] = field(default_factory=dict)
+    limit_bytes: int | None = None
+    """Device memory; None where nobody knows."""
+    context_bytes: int = 0
+
+    def needed_bytes(self, estimate: Estimate) -> int:
+        """With the margin."""
+        return estimate.needed_bytes(FRAGMENTATION, self.context_bytes)
+
+    def to_json(self, candidate: Candidate) -> dict[str, int]:
+        """Peak and need of the candidate; empty where they are unknown."""
+        estimate = self.by_candidate.get(candidate)
+        if estimate is None:
+            return {}
+        return {"predicted_peak_bytes": estimate.peak_bytes, "predicted_needed_bytes": self.needed_bytes(estimate)}
+
+    def rule(self, baseline: Candidate) -> Rule:
+        """Refuses what would not fit, but never the baseline: that it runs is known."""
+
+        def check(case: Case) -> str | None:
+            return None if case.candidate == baseline else self._problem(case.candidate)
+
+        return Rule(id=RULE_ID, reads="candidate", check=check)
+
+    def _problem(self, candidate: Candidate) -> str | None:
+        estimate = self.by_candidate.get(candidate)
+        if estimate is None or self.limit_bytes is None or self.needed_bytes(estimate) <= self.limit_bytes:
+            return None
+        needed = self.needed_bytes(estimate)
+        peak, margin = num_bytes(estimate.peak_bytes), num_bytes(needed - estimate.peak_bytes)
+        return f"predicted peak {peak} with margin {margin} exceeds device memory {num_bytes(self.limit_bytes)}"
+
+
+def load_estimates(spec: SweepSpec, topology: Topology | None, cache: DryRunCache) -> KnownEstimates:
+    """What ``cache`` holds for the workload on the kind of device its trials run on; exact simulations count first."""
+    kind = device_kind(spec, topology)
+    mode: Mode = "cpu" if kind == "cpu" else "accelerator"
+    workload = spec.to_workload()
+    found = {
+        candidate: estimate
+        for exact in (False, True)
+        for candidate, estimate in cache.of_workload(workload, mode=mode, exact=exact)
+    }
+    return KnownEstimates(
+        by_candidate=found,
+        limit_bytes=memory_limit_bytes(spec, topology),
+        context_bytes=0 if mode == "cpu" else CUDA_CONTEXT_BYTES,
+    )

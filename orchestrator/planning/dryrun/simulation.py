@@ -1,0 +1,166 @@
+"""Estimates of trials without hardware: which ranks to simulate, from how few layers, and what is known already.
+
+Torch runs in a process of its own, never here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from orchestrator.errors import ConfigError
+from orchestrator.planning.dryrun.cache import DryRunCache, cache_key
+from trials.codec import from_json, to_json
+from trials.dryrun.estimate import Estimate, StageEstimate
+from trials.dryrun.extrapolate import Plan, extrapolate, plan_small_runs
+from trials.dryrun.records import Mode, RankRun, Reply, Request, RunFailure
+from trials.spec import Candidate, TrialSpec, Workload
+
+TIMEOUT_S = 600.0
+"""For one simulation; the largest take a minute."""
+
+Progress = Callable[[int, int], None]
+"""Told how many simulations are done, and of how many."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Stage:
+    """The simulations one pipeline stage needs, by their number in the batch."""
+
+    stage: int
+    plan: Plan | None
+    numbers: list[int] = field(default_factory=list)
+
+
+def estimate_all(
+    workload: Workload,
+    candidates: Sequence[Candidate],
+    *,
+    mode: Mode = "accelerator",
+    exact: bool = False,
+    cache: DryRunCache | None = None,
+    progress: Progress | None = None,
+) -> list[Estimate | RunFailure]:
+    """Simulate every candidate, one rank per pipeline stage; a failure stands for itself and spoils no other. What
+    is found goes to ``cache`` at once, so that an interruption loses little.
+
+    ``exact`` simulates all layers instead of extrapolating from few.
+
+    Raises:
+        ConfigError: when nothing can be simulated on this machine.
+    """
+    keys = [cache_key(workload, candidate, mode=mode, exact=exact) for candidate in candidates]
+    known = {key: found for key in keys if cache is not None and (found := cache.get(key)) is not None}
+    requests: list[Request] = []
+    missing: dict[str, list[_Stage]] = {}
+    for key, candidate in zip(keys, candidates, strict=True):
+        if key not in known and key not in missing:
+            missing[key] = _plan(TrialSpec(workload=workload, candidate=candidate), mode, exact, requests)
+    results: dict[str, Estimate | RunFailure] = dict(known)
+    by_key = dict(zip(keys, candidates, strict=True))
+    for replies in _simulate(requests, progress):
+        for key in [key for key, stages in missing.items() if _is_complete(stages, replies)]:
+            results[key] = made = _combine(missing.pop(key), replies)
+            if cache is not None and isinstance(made, Estimate):
+                cache.put(key, by_key[key], made)
+    return [results[key] for key in keys]
+
+
+def representative_rank(candidate: Candidate, stage: int) -> int:
+    """The rank simulated for a stage: first on every other mesh axis, whose ranks are all alike."""
+    return stage * (candidate.layout.world_size // candidate.layout.pp)
+
+
+def _plan(spec: TrialSpec, mode: Mode, exact: bool, requests: list[Request]) -> list[_Stage]:
+    """Add to ``requests`` what the trial needs."""
+    stages = []
+    for number in range(spec.candidate.layout.pp):
+        plan = None if exact else plan_small_runs(spec, number)
+        stage = _Stage(stage=number, plan=plan)
+        for small in (spec,) if plan is None else plan.specs:
+            stage.numbers.append(len(requests))
+            requests.append(Request(spec=small, rank=representative_rank(small.candidate, number), mode=mode))
+        stages.append(stage)
+    return stages
+
+
+def _is_complete(stages: list[_Stage], replies: dict[int, Reply]) -> bool:
+    return all(number in replies for stage in stages for number in stage.numbers)
+
+
+def _combine(stages: list[_Stage], replies: dict[int, Reply]) -> Estimate | RunFailure:
+    made, cpu_s = [], 0.0
+    for stage in stages:
+        runs: list[RankRun] = []
+        for number in stage.numbers:
+            reply = replies[number]
+            if reply.run is None:
+                assert reply.failure is not None
+                return reply.failure
+            runs.append(reply.run)
+        run = runs[0] if stage.plan is None else extrapolate(stage.plan, runs)
+        cpu_s += run.cpu_s
+        made.append(StageEstimate.of_run(stage.stage, run))
+    extrapolated = any(stage.plan is not None for stage in stages)
+    return Estimate(stages=tuple(made), extrapolated=extrapolated, cpu_s=cpu_s)
+
+
+def _simulate(requests: list[Request], progress: Progress | None) -> Iterator[dict[int, Reply]]:
+    """Replies by the request's number, each time there is one more."""
+    replies: dict[int, Reply] = {}
+    if not requests:
+        return
+    tell = progress or _say_nothing
+    tell(0, len(requests))
+    for index, reply in _batch(requests):
+        replies[index] = reply
+        tell(len(replies), len(requests))
+        yield replies
+
+
+def _batch(requests: list[Request]) -> Iterator[tuple[int, Reply]]:
+    """Run the batch in an interpreter of its own.
+
+    Raises:
+        ConfigError: when it ends before all replies are there, with its last words.
+    """
+    body = {
+        "requests": [to_json(request) for request in requests],
+        "timeout_s": TIMEOUT_S,
+        "max_children": os.cpu_count() or 1,
+    }
+    num_replies = 0
+    with tempfile.TemporaryFile("w+") as words, tempfile.TemporaryFile("w+") as asked:
+        json.dump(body, asked)
+        asked.seek(0)
+        command = [sys.executable, "-m", "trials.dryrun"]
+        with subprocess.Popen(command, stdin=asked, stdout=subprocess.PIPE, stderr=words, text=True) as process:
+            assert process.stdout is not None
+            try:
+                for line in process.stdout:
+                    answer = json.loads(line)
+                    num_replies += 1
+                    yield answer["index"], from_json(Reply, answer["reply"])
+            finally:
+                if num_replies < len(requests):
+                    process.terminate()  # it ends its children first
+        if num_replies < len(requests):
+            words.seek(0)
+            raise ConfigError(
+                f"the dry run ended with status {process.returncode} before it was done: {_last(words.read())}",
+                remedy="Is torch installed here, and is there enough memory?",
+            )
+
+
+def _say_nothing(_done: int, _total: int) -> None:
+    pass
+
+
+def _last(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "it said nothing"

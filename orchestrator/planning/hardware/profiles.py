@@ -1,0 +1,76 @@
+"""Cluster profiles kept in the home: one file per kind of hardware, with the nodes probed so far."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.hardware.topology import Topology
+from cluster.probe.profile import Profile
+from orchestrator.config.sweep import SweepSpec
+from orchestrator.planning.hardware.fingerprint import fingerprint
+from orchestrator.sweep.home import Home
+from trials.codec import CodecError, digest, from_json, to_json
+from trials.files import make_private_folder, write_atomically
+
+logger = logging.getLogger(__name__)
+
+MACHINE = ("accelerator", "deviation", "slow_nodes", "seed")
+"""What makes a simulated machine another one."""
+
+
+def profile_key(spec: SweepSpec, topology: Topology) -> str:
+    """Of the hardware, not of the lease: other nodes of the same cluster have the same key."""
+    first, prints, simulation = topology.nodes[0], fingerprint(topology), spec.cluster.simulation
+    return digest(
+        {
+            "address": spec.cluster.address,
+            "simulation": {name: getattr(simulation, name) for name in MACHINE} if simulation else None,
+            "device": [first.device_kind, first.device_name, first.num_devices, first.threads_per_device],
+            "software": [prints["torch"], prints["driver"]],
+        }
+    )[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileStore:
+    """One JSON file per key in ``folder``."""
+
+    folder: Path
+
+    @classmethod
+    def of(cls, home: Home) -> ProfileStore:
+        return cls(home.profiles)
+
+    def path(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
+
+    def get(self, key: str) -> Profile | None:
+        """The profile, or None; a file that cannot be read counts as missing."""
+        path = self.path(key)
+        try:
+            return from_json(Profile, json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (ValueError, CodecError, OSError) as error:
+            logger.warning("the profile %s is not used: %s; probe again", path, error)
+            return None
+
+    def add(self, key: str, measured: Profile) -> Profile:
+        """Keep what was measured beside other nodes' earlier rates; readers see the whole file or none."""
+        known = self.get(key)
+        profile = measured if known is None else known.updated(measured)
+        make_private_folder(self.folder)
+        write_atomically(self.path(key), [json.dumps(to_json(profile), indent=1).encode()])
+        return profile
+
+
+def load_profile(spec: SweepSpec, topology: Topology | None, home: Home) -> Profile | None:
+    """Of the nodes of ``topology``; None where none of them was probed."""
+    if topology is None:
+        return None
+    known = ProfileStore.of(home).get(profile_key(spec, topology))
+    found = known.only({node.name for node in topology.nodes}) if known is not None else None
+    return found if found is not None and found.measured else None

@@ -1,0 +1,70 @@
+"""What was known before a sweep's first trial, on which its proposals depend. A value, kept in the sweep's ledger.
+
+It is gathered once, when the sweep is created: dry runs, probes and other sweeps that come later change nothing about
+what a sweep that goes on proposes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.probe.profile import Profile
+from orchestrator.planning.dryrun.estimates import KnownEstimates
+from orchestrator.search.prediction.transfer import EarlierTrial, from_document, to_document
+from orchestrator.sweep.ledger import Ledger
+from trials.codec import from_json, to_json
+from trials.dryrun.estimate import Estimate
+from trials.spec import Candidate
+
+DRY_RUNS, PROFILE, TRANSFER = "dry_runs", "profile", "transfer"
+"""The ledger's documents."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knowledge:
+    """About the candidates and the hardware."""
+
+    estimates: KnownEstimates = field(default_factory=KnownEstimates)
+    """What dry runs counted."""
+    profile: Profile | None = None
+    """What a probe measured of the nodes in use."""
+    earlier: tuple[EarlierTrial, ...] = ()
+    """What other sweeps measured, for the guided sampler."""
+
+    def keep(self, ledger: Ledger) -> None:
+        ledger.put_document(DRY_RUNS, _estimates_to_json(self.estimates))
+        ledger.put_document(PROFILE, to_json(self.profile))
+        ledger.put_document(TRANSFER, to_document(self.earlier))
+
+    @classmethod
+    def kept(cls, ledger: Ledger) -> Knowledge:
+        """Back from :meth:`keep`."""
+        return cls(
+            estimates=_estimates_from_json(ledger.document(DRY_RUNS)),
+            profile=from_json(Profile | None, ledger.document(PROFILE)),
+            earlier=from_document(ledger.document(TRANSFER)),
+        )
+
+
+def _estimates_to_json(known: KnownEstimates) -> dict[str, Any]:
+    return {
+        "limit_bytes": known.limit_bytes,
+        "context_bytes": known.context_bytes,
+        "counted": [
+            {"candidate": to_json(candidate), "estimate": to_json(estimate)}
+            for candidate, estimate in known.by_candidate.items()
+        ],
+    }
+
+
+def _estimates_from_json(document: Mapping[str, Any] | None) -> KnownEstimates:
+    if document is None:
+        return KnownEstimates()
+    counted: dict[Candidate, Estimate] = {
+        from_json(Candidate, item["candidate"]): from_json(Estimate, item["estimate"]) for item in document["counted"]
+    }
+    return KnownEstimates(
+        by_candidate=counted, limit_bytes=document["limit_bytes"], context_bytes=document["context_bytes"]
+    )

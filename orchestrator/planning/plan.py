@@ -1,0 +1,230 @@
+"""The plan of a sweep: what may be tried, what may not, and why. Shown before anything runs; no side effects."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from cluster.hardware.topology import Topology
+from orchestrator.config.sweep import SweepSpec
+from orchestrator.errors import ConfigError
+from orchestrator.planning.dryrun.estimates import KnownEstimates
+from orchestrator.space.large import MAX_ENUMERATED, SAMPLE_SIZE, LargeSpace
+from orchestrator.space.replay import ReplaySpace
+from orchestrator.space.rules import Case, Rule, Violation, check, rules_for, violations
+from orchestrator.space.space import Frame, Space, flat_params, make_space, short_name
+from trials.spec import Candidate, Workload
+
+if TYPE_CHECKING:
+    from cluster.cost.balance.problem import Balance
+
+NUM_EXAMPLES = 3
+"""Rejected candidates kept per rule; the others are only counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """A candidate left out, and the first rule it breaks."""
+
+    candidate: Candidate
+    rule_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a sweep will choose from."""
+
+    baseline: Candidate
+    candidates: tuple[Candidate, ...]
+    """Legal candidates of the space in a fixed order, of a space too large to enumerate a random part; the baseline is
+    among them only if the space spans it."""
+    num_rejected: Mapping[str, int]
+    """Rejected candidates by the first rule they break, most first."""
+    examples: tuple[Rejection, ...]
+    """Up to ``NUM_EXAMPLES`` per rule."""
+    num_duplicates: int
+    """Combinations of choices that come to the same candidate as another one; 0 where nobody counted."""
+    product_size: int
+    """All combinations: candidates + rejected + duplicates, where they could be enumerated."""
+    beyond: LargeSpace | None = None
+    """Of what ``candidates`` are a part, where the space was too large to enumerate."""
+    known: KnownEstimates = field(default_factory=KnownEstimates)
+    balances: Mapping[Candidate, Balance] = field(default_factory=dict)
+    """Candidates whose layers and recompute the stage balancer computed, and how; they are among ``candidates``."""
+    unbalanced: str = ""
+    """Why there are none although the file asks for them; empty otherwise."""
+
+    @property
+    def too_large(self) -> str:
+        """What is done about a space too large to enumerate; empty where it was enumerated."""
+        return "" if self.beyond is None else self.beyond.message
+
+    def to_json(self, max_candidates: int | None = None) -> dict[str, Any]:
+        """``max_candidates``: list no more than these; None: all."""
+        return {
+            "baseline": self._describe(self.baseline),
+            "num_legal": len(self.candidates),
+            "num_duplicates": self.num_duplicates,
+            "product_size": self.product_size,
+            "too_large": self.too_large,
+            "num_balanced": len(self.balances),
+            "unbalanced": self.unbalanced,
+            "rejected": [
+                {
+                    "rule": rule_id,
+                    "count": count,
+                    "examples": [
+                        {**self._describe(example.candidate), "reason": example.reason}
+                        for example in self.examples
+                        if example.rule_id == rule_id
+                    ],
+                }
+                for rule_id, count in self.num_rejected.items()
+            ],
+            "candidates": [self._describe(candidate) for candidate in self.candidates[:max_candidates]],
+        }
+
+    def _describe(self, candidate: Candidate) -> dict[str, Any]:
+        body = {**describe(candidate), **self.known.to_json(candidate)}
+        found = self.balances.get(candidate)
+        return body if found is None else {**body, "balance": found.to_json()}
+
+
+def describe(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "config_key": candidate.config_key,
+        "short_name": short_name(candidate),
+        "params": flat_params(candidate),
+    }
+
+
+def make_plan(spec: SweepSpec, topology: Topology | None = None, known: KnownEstimates | None = None) -> Plan:
+    """Sort the space into legal and rejected. Without a topology, rules about hardware are not applied, and without
+    estimates, which :func:`orchestrator.planning.dryrun.estimates.load_estimates` finds, that about memory is not.
+
+    Raises:
+        ConfigError: when the baseline cannot run on this topology, or no candidate is legal.
+    """
+    if spec.replayed is not None:
+        return _replay_plan(spec.replayed)
+    workload = spec.to_workload()
+    baseline = spec.baseline_candidate
+    broken = check(baseline, workload, topology)
+    if broken:
+        message = f"cannot run here: {broken[0].reason}"
+        raise spec.error(("baseline",), message, "Correct the baseline or lease more devices.")
+    space = make_space(spec)
+    known = known or KnownEstimates()
+    rules = (*rules_for(spec.filters), known.rule(baseline))
+    sorter = _Sorter(rules=rules, spec=spec, topology=topology)
+    legal = replace(space, frames=tuple(sorter.legal_frames(space)))
+    beyond = LargeSpace(space=legal, is_legal=sorter.is_legal) if len(legal) > MAX_ENUMERATED else None
+    candidates = tuple(sorter.legal(legal)) if beyond is None else beyond.sample(SAMPLE_SIZE, spec.search.seed)
+    if not candidates:
+        raise _nothing_left(sorter)
+    counts = sorted(sorter.counts.items(), key=lambda item: -item[1])
+    balances, unbalanced = _balance(spec, candidates, topology)
+    return Plan(
+        baseline=baseline,
+        candidates=tuple(dict.fromkeys((*candidates, *balances))),
+        num_rejected=dict(counts),
+        examples=tuple(sorter.examples),
+        num_duplicates=space.num_duplicates if beyond is None else 0,
+        product_size=space.product_size,
+        beyond=beyond,
+        known=known,
+        balances=balances,
+        unbalanced=unbalanced,
+    )
+
+
+def _balance(
+    spec: SweepSpec, candidates: tuple[Candidate, ...], topology: Topology | None
+) -> tuple[dict[Candidate, Balance], str]:
+    """What the stage balancer adds, as far as it is legal, and why it adds nothing."""
+    if not spec.space.balance:
+        return {}, ""
+    from orchestrator.planning.balancing import balance_layouts
+
+    workload = spec.to_workload()
+    found = balance_layouts(candidates, workload, topology)
+    legal = {c: b for c, b in found.balances.items() if not check(c, workload, topology, spec.filters)}
+    return legal, found.problem
+
+
+def _replay_plan(space: ReplaySpace) -> Plan:
+    """All rows that can be told as candidates; legality is the table's business."""
+    return Plan(
+        baseline=space.baseline,
+        candidates=space.candidates,
+        num_rejected={"replay-row": len(space.unusable)} if space.unusable else {},
+        examples=tuple(
+            Rejection(candidate=space.baseline, rule_id="replay-row", reason=f"row {row_id}: {reason}")
+            for row_id, reason in space.unusable[:NUM_EXAMPLES]
+        ),
+        num_duplicates=space.num_rows - len(space.candidates) - len(space.unusable),
+        product_size=space.num_rows,
+    )
+
+
+@dataclass(kw_only=True)
+class _Sorter:
+    """Judges layouts first: one bad layout rejects all its completions without building them."""
+
+    rules: tuple[Rule, ...]
+    spec: SweepSpec
+    topology: Topology | None
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: list[Rejection] = field(default_factory=list)
+
+    def legal_frames(self, space: Space) -> Iterator[Frame]:
+        """Those against which no rule on layouts speaks."""
+        for frame in space.frames:
+            first = next(space.completions(frame))
+            broken = self._first_broken(first, reads="layout")
+            if broken is None:
+                yield frame
+            else:
+                self._reject(first, broken, space.num_completions(frame))
+
+    def legal(self, space: Space) -> Iterator[Candidate]:
+        """Of a space of legal frames."""
+        return filter(self.is_legal, space)
+
+    def is_legal(self, candidate: Candidate) -> bool:
+        """Of a legal frame; counts what is not."""
+        broken = self._first_broken(candidate, reads="candidate")
+        if broken is not None:
+            self._reject(candidate, broken, 1)
+        return broken is None
+
+    def _first_broken(self, candidate: Candidate, *, reads: str) -> Violation | None:
+        case = Case(candidate=candidate, workload=self._workload, topology=self.topology)
+        return next(violations(self._rules_reading[reads], case), None)
+
+    @functools.cached_property
+    def _workload(self) -> Workload:
+        return self.spec.to_workload()
+
+    @functools.cached_property
+    def _rules_reading(self) -> dict[str, list[Rule]]:
+        return {reads: [rule for rule in self.rules if rule.reads == reads] for reads in ("layout", "candidate")}
+
+    def _reject(self, candidate: Candidate, broken: Violation, count: int) -> None:
+        self.counts[broken.rule_id] = self.counts.get(broken.rule_id, 0) + count
+        if sum(example.rule_id == broken.rule_id for example in self.examples) < NUM_EXAMPLES:
+            self.examples.append(Rejection(candidate=candidate, rule_id=broken.rule_id, reason=broken.reason))
+
+
+def _nothing_left(sorter: _Sorter) -> ConfigError:
+    rule_id = max(sorter.counts, key=lambda name: sorter.counts[name])
+    reason = next(example.reason for example in sorter.examples if example.rule_id == rule_id)
+    total = sum(sorter.counts.values())
+    return sorter.spec.error(
+        ("space",),
+        f"no legal candidate: rule {rule_id} removed {sorter.counts[rule_id]} of {total}, for example: {reason}",
+        "Add choices that satisfy it.",
+    )

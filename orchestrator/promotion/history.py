@@ -1,0 +1,91 @@
+"""The history of a name so far, and the records that can follow on it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from orchestrator.promotion.manifest import Recipe, ratio_of
+from orchestrator.promotion.records import Record
+from orchestrator.sweep.requests import asker
+from orchestrator.tracking.registry import Registered
+from trials.codec import digest
+
+PRODUCTION, PREVIOUS = "production", "previous"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """The settled history of a name."""
+
+    last: Record | None
+    """The last record that came about."""
+    num_records: int
+    carried: Record | None = None
+    """A change that was found interrupted, and has just been carried to its end."""
+
+    @property
+    def current(self) -> str:
+        """The version in production; empty for none."""
+        return self.last.to_version if self.last else ""
+
+
+def promotion_of(name: str, recipe: Recipe, reason: str, past: Past) -> Record:
+    """That ``recipe`` goes to production; the number of its version is not known yet."""
+    facts, ratio = recipe.content["evidence"], ratio_of(recipe.content["evidence"])
+    return replace(
+        _blank(name, past),
+        reason=reason,
+        forced=facts["forced"],
+        missing=tuple(facts["missing"]),
+        sweep=facts["sweep"],
+        sweep_id=facts["sweep_id"],
+        trial=str(facts["trial"]),
+        short_name=recipe.content["short_name"],
+        speedup=f"{ratio.value:.2f}x" if ratio else "",
+        recipe_sha256=recipe.sha256,
+        files_sha256=digest(recipe.file_digests),
+    )
+
+
+def rollback_to(target: Registered, reason: str, past: Past) -> Record:
+    """That a version that is there already goes to production."""
+    return replace(_to(target, past), action="rollback", reason=reason)
+
+
+def found_moved(name: str, found: Registered | None, past: Past) -> Record:
+    """That the alias was found at another version, or at none."""
+    record = _to(found, past) if found else _blank(name, past)
+    reason = f"the alias {PRODUCTION} was moved past tune-cluster"
+    return replace(record, action="external", by="unknown", reason=reason)
+
+
+def _to(target: Registered, past: Past) -> Record:
+    tags = target.tags
+    speedup = tags.get("speedup", "unknown")
+    return replace(
+        _blank(target.name, past),
+        to_version=target.version,
+        speedup="" if speedup == "unknown" else f"{float(speedup):.2f}x",
+        forced=tags.get("forced") == "true",
+        sweep=tags.get("sweep", ""),
+        sweep_id=tags.get("sweep_id", ""),
+        trial=tags.get("trial", ""),
+        short_name=tags.get("short_name", ""),
+        recipe_sha256=tags.get("recipe_sha256", ""),
+        files_sha256=tags.get("files_sha256", ""),
+    )
+
+
+def _blank(name: str, past: Past) -> Record:
+    return Record(
+        name=name,
+        number=past.num_records + 1,
+        action="promote",
+        from_version=past.current,
+        to_version="",
+        by=asker(),
+        at_s=time.time(),
+        from_sweep=past.last.sweep if past.last else "",
+        from_sweep_id=past.last.sweep_id if past.last else "",
+    )

@@ -1,0 +1,207 @@
+"""The recipe: what a version in the registry holds. Configuration, workload, evidence, sweep file, exports."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from orchestrator import units as fmt
+from orchestrator.controller.creation import SPEC
+from orchestrator.errors import ConfigError
+from orchestrator.promotion.evidence import Chosen, evidence
+from orchestrator.recipes import export_all
+from orchestrator.space.space import short_name
+from orchestrator.statistics import Interval
+from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.state import SweepState
+from orchestrator.tracking.registry import MAX_DESCRIPTION_CHARS, Registered
+from trials.codec import CodecError, digest, from_json, to_json
+from trials.secrets import redact, redact_all
+from trials.spec import Candidate, Workload
+
+JSON, YAML = "recipe.json", "recipe.yaml"
+SWEEP_AS_WRITTEN, SWEEP_WRITTEN_OUT = "sweep.yaml", "sweep.json"
+FILE_TAG = "sha256/"
+"""Prefix of a version's tags that hold the digests of its files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Everything that a version is made of, and nothing that depends on when it is promoted, or by whom."""
+
+    content: Mapping[str, Any]
+    """As in ``recipe.json``."""
+    files: Mapping[str, str]
+
+    @property
+    def sha256(self) -> str:
+        return digest(self.content)
+
+    @property
+    def file_digests(self) -> dict[str, str]:
+        return {path: sha256_of(text.encode()) for path, text in sorted(self.files.items())}
+
+
+def sha256_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def build_recipe(ledger: Ledger, state: SweepState, chosen: Chosen) -> Recipe:
+    """The recipe of a trial, with its files as they are to be stored."""
+    candidate, workload = chosen.trial.candidate, state.sweep.workload
+    content = redact_all(
+        {
+            "config_key": candidate.config_key,
+            "short_name": short_name(candidate),
+            "candidate": to_json(candidate),
+            "evidence": evidence(state, chosen),
+            "workload": to_json(workload),
+        }
+    )
+    files = {
+        JSON: json.dumps(content, indent=1, sort_keys=True) + "\n",
+        YAML: yaml.safe_dump(content, sort_keys=False, allow_unicode=True),
+        **_sweep_files(ledger),
+        **_exports(candidate, workload),
+    }
+    return Recipe(content=content, files={path: redact(text) for path, text in files.items()})
+
+
+def _sweep_files(ledger: Ledger) -> dict[str, str]:
+    """The sweep's file as it was written, and written out: a verification is made from the latter."""
+    written, spec = ledger.document("sweep_yaml"), ledger.document(SPEC)
+    as_written = {SWEEP_AS_WRITTEN: written["text"]} if written else {}
+    return as_written | ({SWEEP_WRITTEN_OUT: json.dumps(redact_all(spec), indent=1) + "\n"} if spec else {})
+
+
+def _exports(candidate: Candidate, workload: Workload) -> dict[str, str]:
+    """The configuration of every framework that can express it, and why the others cannot."""
+    files: dict[str, str] = {}
+    lines: list[str] = []
+    for name, made in export_all(candidate, workload).items():
+        if isinstance(made, ConfigError):
+            lines += [f"{name}: none", *(f"  {line}" for line in str(made).splitlines())]
+            continue
+        lines += [f"{name}: {made.command}", *(f"  {note}" for note in made.notes)]
+        files |= {f"exports/{name}/{path}": text for path, text in made.files.items()}
+    return files | {"exports/README.txt": "\n".join(lines) + "\n"}
+
+
+def version_tags(recipe: Recipe) -> dict[str, str]:
+    """What the registry's pages show beside a version, and what it is checked against later."""
+    facts = recipe.content["evidence"]
+    ratio = ratio_of(facts)
+    return {
+        "tokens_per_s_per_device": f"{facts['tokens_per_s_per_device']:.6g}",
+        "speedup": f"{ratio.value:.4g}" if ratio else "unknown",
+        "speedup_ci95": fmt.ratio_interval(ratio.ci95) if ratio else "unknown",
+        "verdict": verdict_of(facts)[0],
+        "gate": gate_words(facts),
+        "sweep": facts["sweep"],
+        "sweep_id": facts["sweep_id"],
+        "trial": str(facts["trial"]),
+        "config_key": recipe.content["config_key"],
+        "short_name": recipe.content["short_name"],
+        "hardware": facts["hardware"],
+        "forced": str(facts["forced"]).lower(),
+        "recipe_sha256": recipe.sha256,
+        "files_sha256": digest(recipe.file_digests),
+        **{f"{FILE_TAG}{path}": sha256 for path, sha256 in recipe.file_digests.items()},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Speed over the baseline's."""
+
+    value: float
+    ci95: Interval | None
+    is_confirmed: bool
+
+
+def ratio_of(facts: Mapping[str, Any]) -> Ratio | None:
+    """From the confirmation where the trial won it, else from the search; None where the baseline was not measured."""
+    verdict, searched = facts["verdict"] or {}, facts["speedup"]
+    confirmed = verdict.get("speedup") if verdict.get("winner") == facts["trial"] else None
+    if confirmed:
+        low, high = confirmed["low"], confirmed["high"]
+        return Ratio(confirmed["value"], Interval(low, high) if low is not None and high is not None else None, True)
+    if not searched:
+        return None
+    return Ratio(searched["ratio"], Interval(*searched["ci95"]) if searched["ci95"] else None, False)
+
+
+def verdict_of(facts: Mapping[str, Any]) -> tuple[str, str]:
+    """About this very trial: ``confirmed`` or ``not confirmed``, and why."""
+    verdict = facts["verdict"]
+    if verdict is None:
+        return "not confirmed", "it was not measured again"
+    is_winner = verdict["winner"] == facts["trial"]
+    return ("confirmed", verdict["reason"]) if is_winner else ("not confirmed", f"in its sweep, {verdict['reason']}")
+
+
+def gate_words(facts: Mapping[str, Any]) -> str:
+    if facts["gate"] is None:
+        return "not run"
+    return "passed" if facts["gate"]["report"]["passed"] else "failed"
+
+
+def speed_words(facts: Mapping[str, Any]) -> str:
+    """``3,200 tokens/s/p, 1.42x the baseline (1.38x - 1.46x)``."""
+    ratio = ratio_of(facts)
+    against = f", {ratio.value:.2f}x the baseline ({fmt.ratio_interval(ratio.ci95)})" if ratio else ""
+    return f"{fmt.rate(facts['tokens_per_s_per_device'])} {facts['unit']}{against}"
+
+
+def describe(recipe: Recipe) -> str:
+    """Markdown: the registry's pages show this, not the files. The configuration's YAML where there is room."""
+    facts = recipe.content["evidence"]
+    head = f"**{speed_words(facts)}** — `{recipe.content['short_name']}`"
+    lines = [
+        f"- {': '.join(verdict_of(facts))}",
+        f"- loss gate: {gate_words(facts)}",
+        f"- trial {facts['trial']} of sweep {facts['sweep']} on {facts['hardware']}",
+    ]
+    if facts["forced"]:
+        lines.append(f"- **promoted by force**: {'; '.join(facts['missing'])}")
+    body = yaml.safe_dump({"candidate": recipe.content["candidate"]}, sort_keys=False, allow_unicode=True)
+    text = "\n".join([head, "", *lines])
+    whole = f"{text}\n\n```yaml\n{body}```\n"
+    return whole if len(whole) <= MAX_DESCRIPTION_CHARS else text
+
+
+def check_content(content: Mapping[str, Any], registered: Registered) -> Candidate:
+    """The recipe's candidate, after checking that recipe, key and registry agree.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    where = f"{registered.name} version {registered.version}"
+    try:
+        candidate: Candidate = from_json(Candidate, content["candidate"])
+    except (KeyError, CodecError) as error:
+        raise ConfigError(f"{where} holds no valid recipe: {error}", remedy="Promote the sweep again.") from None
+    keys = {candidate.config_key, content.get("config_key"), registered.tags.get("config_key")}
+    if len(keys) != 1 or digest(content) != registered.tags.get("recipe_sha256"):
+        raise altered(where, "its recipe does not match the key it was registered with")
+    return candidate
+
+
+def check_files(registered: Registered, files: Mapping[str, bytes]) -> None:
+    """Raises:
+    ConfigError: the files of a version are not those it was registered with.
+    """
+    wanted = {tag.removeprefix(FILE_TAG): sha256 for tag, sha256 in registered.tags.items() if tag.startswith(FILE_TAG)}
+    found = {path: sha256_of(content) for path, content in files.items()}
+    odd = sorted(path for path in {*wanted, *found} if wanted.get(path) != found.get(path))
+    if odd:
+        raise altered(f"{registered.name} version {registered.version}", f"{', '.join(odd[:5])} differs")
+
+
+def altered(where: str, why: str) -> ConfigError:
+    return ConfigError(f"{where} was altered after its promotion: {why}", remedy="Do not use it; promote again.")

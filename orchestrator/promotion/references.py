@@ -1,0 +1,144 @@
+"""Reading what is registered: references such as ``llama@production``, ``llama@3`` and ``sweep:trial``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.errors import ConfigError
+from orchestrator.mlflow_urls import check_tracking_uri
+from orchestrator.promotion.history import PRODUCTION
+from orchestrator.promotion.manifest import JSON, SWEEP_WRITTEN_OUT, check_content, check_files, verdict_of
+from orchestrator.report.summary import result, speed_unit
+from orchestrator.status.logs import find_trial
+from orchestrator.sweep.fold import fold
+from orchestrator.sweep.home import Home, check_name
+from orchestrator.tracking.registry import Registered, Registry
+from orchestrator.tracking.tracker import Tracker
+from trials.codec import from_json
+from trials.spec import Candidate, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """A version with its recipe, checked against the key it was registered with."""
+
+    registered: Registered
+    recipe: Mapping[str, Any]
+    candidate: Candidate
+    spec: Mapping[str, Any] | None
+    """The sweep file written out; None where the sweep was not submitted from one."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.registered.name} version {self.registered.version}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON form of ``show --json``."""
+        version = self.registered
+        verified = {key: version.tags.get(f"verified_{key}") for key in ("at", "result", "run")}
+        return {
+            "name": version.name,
+            "version": version.version,
+            "aliases": list(version.aliases),
+            "promoted_by": version.tags.get("promoted_by"),
+            "recipe_sha256": version.tags.get("recipe_sha256"),
+            "verified": verified if verified["at"] else None,
+            **self.recipe,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """A configuration that can be compared with another."""
+
+    label: str
+    candidate: Candidate
+    workload: Workload
+    hardware: str
+    fingerprint: Mapping[str, str]
+    speed: float | None
+    unit: str
+    verdict: str
+
+
+def store(home: Home, tracking_uri: str | None) -> Tracker:
+    """The MLflow store to look in: that of the home unless another is named.
+
+    Raises:
+        ConfigError: nothing was ever recorded there, or the address is no tracking URI.
+    """
+    if tracking_uri is not None:
+        return Tracker(check_tracking_uri(tracking_uri))
+    if not home.has_store:
+        raise ConfigError(
+            f"there is no MLflow store in {home.path}", remedy="Submit a sweep first, or use --home for another folder."
+        )
+    return Tracker(home.default_tracking_uri)
+
+
+def read(tracker: Tracker, reference: str) -> Version:
+    """The version ``name@alias``, ``name@number`` or ``name``, which means ``name@production``.
+
+    Raises:
+        ConfigError: there is no such version, or its recipe was altered.
+    """
+    name, _, which = reference.partition("@")
+    check_name(name, "registered name")
+    which = which or PRODUCTION
+    with tracker.reached():
+        registry = Registry(tracker.client())
+        found = registry.find(name, version=which) if which.isdigit() else registry.find(name, alias=which)
+        if found is None:
+            raise ConfigError(f"the registry has no {name}@{which}", remedy="Promote a sweep first, or name a version.")
+        try:
+            files = registry.read_files(found)
+            recipe: dict[str, Any] = json.loads(files[JSON])
+        except (LookupError, ValueError) as error:
+            raise ConfigError(f"{name}@{which} cannot be read: {error}", remedy="Promote the sweep again.") from None
+    candidate = check_content(recipe, found)
+    check_files(found, files)
+    spec = json.loads(files[SWEEP_WRITTEN_OUT]) if SWEEP_WRITTEN_OUT in files else None
+    return Version(registered=found, recipe=recipe, candidate=candidate, spec=spec)
+
+
+def describe(reference: str, home: Home, tracking_uri: str | None) -> Described:
+    """What ``reference`` means: a registered version, or ``SWEEP:TRIAL``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    sweep, colon, trial = reference.partition(":")
+    if colon:
+        return _of_trial(sweep, trial, home)
+    promoted = read(store(home, tracking_uri), reference)
+    facts = promoted.recipe["evidence"]
+    return Described(
+        label=promoted.label,
+        candidate=promoted.candidate,
+        workload=from_json(Workload, promoted.recipe["workload"]),
+        hardware=facts["hardware"],
+        fingerprint=facts["fingerprint"],
+        speed=facts["tokens_per_s_per_device"],
+        unit=facts["unit"],
+        verdict=verdict_of(facts)[0],
+    )
+
+
+def _of_trial(sweep: str, trial: str, home: Home) -> Described:
+    with home.open(sweep) as ledger:
+        state = fold(ledger.events())
+    found = find_trial(state, trial, sweep)
+    measured, verdict = result(found), state.verdict
+    return Described(
+        label=f"{sweep}:t{found.number:03d}",
+        candidate=found.candidate,
+        workload=state.sweep.workload,
+        hardware=state.sweep.hardware,
+        fingerprint=state.sweep.fingerprint,
+        speed=measured.speed.value if measured else None,
+        unit=speed_unit(state.sweep.workload),
+        verdict="confirmed" if verdict and verdict.winner == found.number else "not confirmed",
+    )

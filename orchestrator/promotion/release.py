@@ -1,0 +1,204 @@
+"""Changing what is in production: one at a time per name, compare-and-set, and settled after a crash.
+
+The order of writes: the record begins, the files, the version, its number into the record, alias ``previous``, alias
+``production``, the record ends. Whoever takes the lock next and finds a record begun but not ended carries it to its
+end where the version is complete, or declares it void; production never changes without a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from orchestrator.errors import ConfigError
+from orchestrator.promotion.history import PREVIOUS, PRODUCTION, Past, found_moved, promotion_of, rollback_to
+from orchestrator.promotion.lock import RegistryLock
+from orchestrator.promotion.manifest import Recipe, check_files, describe, version_tags
+from orchestrator.promotion.records import RECIPE_FOLDER, Record, Records, chain
+from orchestrator.sweep.home import check_name
+from orchestrator.sweep.requests import asker
+from orchestrator.tracking.registry import Registered, Registry
+from orchestrator.tracking.tracker import Tracker
+
+NONE = "none"
+"""How people say that nothing is in production."""
+
+
+_HARMLESS = ("begin", "files", "number")
+"""Writes that nobody else sees: whoever has lost the lock is told before the next one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What a command has done. ``is_new`` is False where it was so already, and nothing was recorded."""
+
+    record: Record
+    is_new: bool = True
+
+
+class Desk:
+    """Where changes are made.
+
+    Args:
+        on_step: told of every step before it is taken; tests end the process there.
+    """
+
+    def __init__(self, tracker: Tracker, on_step: Callable[[str], None] = lambda _: None) -> None:
+        self.registry = Registry(tracker.client())
+        self.records = Records(self.registry, tracker.uri)
+        self._on_step = on_step
+
+    def promote(self, name: str, recipe: Recipe, *, reason: str = "", expect_current: str | None = None) -> Change:
+        """Register ``recipe`` and put it into production.
+
+        Raises:
+            ConfigError: another version is in production than expected, or others hold the name for too long.
+        """
+        check_name(name, "registered name")
+        with self._changing(name, expect_current) as (step, past):
+            current = self.registry.find(name, version=past.current) if past.current else None
+            if past.last is not None and current is not None and self._holds(current, recipe):
+                return Change(record=past.last, is_new=False)
+            step("begin")
+            record = self.records.begin(promotion_of(name, recipe, reason, past))
+            step("files")
+            self.records.put_files(record, recipe.files)
+            step("version")
+            tags = version_tags(recipe) | {"record": record.record_id, "promoted_by": record.by}
+            made = self.registry.create_version(name, record.record_id, RECIPE_FOLDER, tags, describe(recipe))
+            step("number")
+            record = self.records.lead_to(record, made.version)
+            return Change(record=self._complete(record, step))
+
+    def roll_back(
+        self, name: str, *, to: str | None = None, reason: str = "", expect_current: str | None = None
+    ) -> Change:
+        """Put the version that was in production before, or version ``to``, into production.
+
+        Raises:
+            ConfigError: as of :meth:`promote`; there is no such version, or its files were altered.
+        """
+        check_name(name, "registered name")
+        with self._changing(name, expect_current) as (step, past):
+            if past.carried is not None and past.carried.action == "rollback" and to in (None, past.current):
+                return Change(record=past.carried)  # the way back was interrupted: another would undo it
+            target = to or (past.last.from_version if past.last else "")
+            found = self.registry.find(name, version=target) if target else None
+            if found is None:
+                what = f"has no version {target}" if target else "has no version before the one in production"
+                raise ConfigError(f"{name} {what}", remedy=f"See which there are: tune-cluster history {name}")
+            if past.current == found.version:
+                raise ConfigError(f"{name}@production is version {target} already", remedy="There is nothing to do.")
+            self.check(found)
+            step("begin")
+            record = self.records.begin(rollback_to(found, reason, past))
+            return Change(record=self._complete(record, step))
+
+    def check(self, registered: Registered) -> None:
+        """Raises:
+        ConfigError: the files of the version are not those it was registered with.
+        """
+        try:
+            files = self.registry.read_files(registered)
+        except LookupError as error:
+            where = f"{registered.name} version {registered.version}"
+            raise ConfigError(f"{where} cannot be read: {error}", remedy="Promote the sweep again.") from None
+        check_files(registered, files)
+
+    def _holds(self, registered: Registered, recipe: Recipe) -> bool:
+        """Whether the version is this recipe, with its files as they were registered."""
+        if registered.tags.get("recipe_sha256") != recipe.sha256:
+            return False
+        try:
+            self.check(registered)
+        except ConfigError:
+            return False
+        return True
+
+    # ---- the protocol ----
+
+    @contextmanager
+    def _changing(self, name: str, expect_current: str | None) -> Iterator[tuple[Callable[[str], None], Past]]:
+        """With the lock held, the past settled and the expectation met: a function to call before every write, and
+        what was before."""
+        lock = RegistryLock(self.registry, name, asker())
+        with lock.hold() as renew:
+
+            def step(what: str) -> None:
+                if what not in _HARMLESS:
+                    renew()
+                self._on_step(what)
+
+            past = self._settle(name, step)
+            current = past.current
+            if expect_current is not None and expect_current != (current or NONE):
+                raise ConfigError(
+                    f"{name}@production is {f'version {current}' if current else NONE}, not {expect_current}",
+                    remedy=f"Somebody changed it meanwhile: tune-cluster history {name}",
+                )
+            yield step, past
+        self._on_step("end")
+
+    def _complete(self, record: Record, step: Callable[[str], None], note: str = "") -> Record:
+        """Point the aliases as the record says, and end it."""
+        step("previous")
+        self._point(record.name, PREVIOUS, record.from_version)
+        step("production")
+        self._point(record.name, PRODUCTION, record.to_version)
+        step("finish")
+        return self.records.finish(record, note=note)
+
+    def _point(self, name: str, alias: str, version: str) -> None:
+        if version:
+            self.registry.set_alias(name, alias, version)
+        elif self.registry.find(name, alias=alias):
+            self.registry.delete_alias(name, alias)
+
+    def _settle(self, name: str, step: Callable[[str], None]) -> Past:
+        """End what others have begun and left, and write down what was changed past this program."""
+        past, left = self._past(name)
+        carried = None
+        for begun in left:
+            step("settle")
+            self._carry_on(begun, past, step)
+            past, _ = self._past(name)
+            carried = past.last if past.last and past.last.record_id == begun.record_id else carried
+        found = self.registry.find(name, alias=PRODUCTION)
+        if (found.version if found else "") == past.current:
+            return replace(past, carried=carried)
+        step("external")
+        self._complete(self.records.begin(found_moved(name, found, past)), step)
+        return self._past(name)[0]
+
+    def _past(self, name: str) -> tuple[Past, list[Record]]:
+        """Also the records that were begun and left."""
+        records = self.records.of(name)
+        last = max(chain(records), key=lambda record: record.number, default=None)
+        return Past(last=last, num_records=len(records)), [record for record in records if record.state == "begun"]
+
+    def _carry_on(self, begun: Record, past: Past, step: Callable[[str], None]) -> None:
+        made = self._made(begun)
+        if made is None:
+            self.records.void(begun, "interrupted before there was a version")
+            return
+        found = self.registry.find(begun.name, alias=PRODUCTION)
+        actual = found.version if found else ""
+        if begun.from_version != past.current or actual not in (begun.from_version, made.version):
+            self.records.void(begun, f"interrupted, and production is {actual or NONE} by now")
+            return
+        try:
+            self.check(made)
+        except ConfigError as error:
+            self.records.void(begun, error.message)
+            return
+        if not begun.to_version:
+            begun = self.records.lead_to(begun, made.version)
+        self._complete(begun, step, note=f"interrupted, carried to its end by {asker()}")
+
+    def _made(self, begun: Record) -> Registered | None:
+        """The version that a begun record leads to, if it is there."""
+        if begun.to_version:
+            return self.registry.find(begun.name, version=begun.to_version)
+        versions = self.registry.versions(begun.name)
+        return next((version for version in versions if version.tags.get("record") == begun.record_id), None)

@@ -1,0 +1,154 @@
+"""Runs a user's command and everything it starts to a certain end: ``python -m orchestrator.proof.keeper``.
+
+A process between controller and command. It takes an :class:`Order` as one line of JSON on its input, and prints a
+:class:`Ending` once nothing that the command started is left. When its input closes, because the controller is gone or
+wants the end, it kills all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+from cluster.node.processes import adopt_orphans, die_with_parent, kill_descendants
+from orchestrator.child_environment import environment
+from orchestrator.tail import tail
+from trials.secrets import redact, redact_file, redact_uncaught
+
+TAIL_LINES, TAIL_CHARS = 20, 300
+KILL_S = 10.0
+"""How long what cannot be killed is waited for, as when it hangs in a driver."""
+LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What to run."""
+
+    command: list[str]
+    variables: dict[str, str]
+    """Of its environment, besides those of this process that are no secrets of the controller's."""
+    log: str
+    """File that takes what it writes, redacted at the end."""
+    timeout_s: float
+
+    def to_json(self) -> str:
+        """In one line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How it ended."""
+
+    exit_code: int | None
+    """As in ``subprocess``; None: it could not be started, or was killed at its deadline."""
+    tail: tuple[str, ...]
+    """Last lines it wrote, redacted, and what this process has to say."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        fields = json.loads(text)
+        return cls(exit_code=fields["exit_code"], tail=tuple(fields["tail"]))
+
+
+def keep(order: Order, input_fd: int) -> Ending | None:
+    """Run it to its end; None when ``input_fd`` closed before."""
+    path = Path(order.log)
+    with _alone(path.parent):
+        if _is_closed(input_fd, wait_s=0.0):
+            return None
+        try:
+            process = _start(order, path)
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            return Ending(exit_code=None, tail=(redact(f"{order.command[0]} cannot be started: {why}"),))
+        exit_code, words = _watch(process, input_fd, order.timeout_s)
+        kill_descendants(KILL_S)
+        with contextlib.suppress(OSError):
+            redact_file(path)
+        return None if words is None else Ending(exit_code=exit_code, tail=(*_tail(path), *words))
+
+
+def _start(order: Order, log: Path) -> subprocess.Popen[bytes]:
+    with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        return subprocess.Popen(
+            order.command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment(order.variables),
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),  # safe: this process has one thread
+        )
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait for the keeper of a controller that died to have finished with this folder."""
+    with (folder / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _watch(process: subprocess.Popen[bytes], input_fd: int, timeout_s: float) -> tuple[int | None, list[str] | None]:
+    """Exit code, and what there is to say; words are None when the input closed."""
+    deadline_s = time.monotonic() + timeout_s
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        if process.poll() is not None:
+            return process.returncode, []
+        if _is_closed(input_fd, wait_s=min(left_s, LOOK_S)):
+            return None, None
+    return None, [f"killed: it had not ended after {timeout_s:g} s"]
+
+
+def _is_closed(fd: int, *, wait_s: float) -> bool:
+    ready, _, _ = select.select([fd], [], [], wait_s)
+    return bool(ready) and not os.read(fd, 1)
+
+
+def _tail(path: Path) -> list[str]:
+    """Lines with something in them; a few more are read than are kept, as some are empty."""
+    with contextlib.suppress(OSError):
+        return [line[:TAIL_CHARS] for line in tail(path, 4 * TAIL_LINES).lines if line.strip()][-TAIL_LINES:]
+    return []
+
+
+def main() -> int:
+    """The order's line ends at once; the input stays open for as long as the controller wants this to go on."""
+    redact_uncaught()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    adopt_orphans()
+    text = b""
+    while not text.endswith(b"\n"):
+        block = os.read(0, 1 << 16)
+        if not block:
+            return 1
+        text += block
+    ending = keep(Order.from_json(text.decode()), 0)
+    if ending is not None:
+        sys.stdout.write(ending.to_json())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

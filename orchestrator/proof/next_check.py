@@ -1,0 +1,269 @@
+"""What a proof does next: a pure function of the sweep's state.
+
+::
+
+    search ended --> finalists chosen --> rounds of confirmation --> gate --> user's evaluation --> verdict --> profiles
+                                          ^        | undecided       | failed: the next finalist that is shown faster
+                                          +--------+                 +--> gate
+
+Nothing is confirmed that was not measured again, interleaved with the baseline on the same nodes, after it had been
+chosen: the best of many measurements is partly the luckiest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from orchestrator.proof.loss_gate import reference_candidate
+from orchestrator.proof.progress import (
+    BASELINE,
+    Confirmation,
+    checks,
+    confirm_settings,
+    confirmation,
+    gate_reports,
+    gate_roles,
+    gate_runs,
+    is_open,
+    ratio_interval,
+)
+from orchestrator.statistics import tokens_per_s_per_device
+from orchestrator.sweep.checks import (
+    Check,
+    Conclusion,
+    ConfirmationRun,
+    Evaluation,
+    GateReport,
+    GateRole,
+    GateRun,
+    ProfileRun,
+    Verdict,
+)
+from orchestrator.sweep.events import ChooseFinalists, Command, Conclude, Evaluate, Finish, ProposeCheck
+from orchestrator.sweep.limits import spent_budget
+from orchestrator.sweep.state import ProofState, SweepState, Trial, describe_failure
+from trials.outcome import Failure, GangLost
+from trials.spec import Layout
+
+MAX_VOID_ROUNDS = 4
+"""Rounds whose runs had to be spread over different nodes and do not count, before the proof gives up."""
+
+
+def next_command(state: SweepState, end: str) -> Command:
+    """The search has ended because of ``end`` and nothing runs: the next step of the proof, a profile, or the end."""
+    if (begin := _finalists(state, end)) is not None:
+        return begin
+    if state.proof is not None and state.proof.verdict is None:
+        return _prove(state, state.proof)
+    for number in _to_be_profiled(state):
+        check = ProfileRun(of=number, profile=state.sweep.profile)
+        return _propose(state, check, f"profile of t{number:03d}")
+    return Finish(status="finished", reason=end)
+
+
+def largest_layout(state: SweepState) -> Layout | None:
+    """That of the finalists and the baseline which needs most devices."""
+    if state.proof is None:
+        return None
+    layouts = [state.trials[number].candidate.layout for number in (BASELINE, *state.proof.finalists)]
+    return max(layouts, key=lambda layout: layout.world_size)
+
+
+def _finalists(state: SweepState, end: str) -> ChooseFinalists | None:
+    if state.proof is not None and state.proof.verdict is None:
+        return None  # what has been begun is ended first
+    if state.proof is None and state.sweep.proof.confirm is not None and state.best is not None:
+        chosen = choose_finalists(state)
+        return ChooseFinalists(finalists=(*chosen, *(n for n in state.to_confirm if n not in chosen)), reason=end)
+    return ChooseFinalists(finalists=state.to_confirm, reason=end) if state.to_confirm else None
+
+
+def choose_finalists(state: SweepState) -> tuple[int, ...]:
+    """Measured trials that may be faster than the baseline: those with the highest upper bounds of their intervals."""
+    baseline = state.trials[BASELINE].measurement
+    if baseline is None:
+        return ()
+    bar = baseline.tokens_per_s_per_device
+    bounds: dict[int, tuple[float, float]] = {}
+    for trial in state.searched():
+        if trial.number != BASELINE and trial.measurement is not None:
+            speed = tokens_per_s_per_device(trial.measurement)
+            bounds[trial.number] = (speed.ci95.high if speed.ci95 else speed.value, speed.value)
+    hopeful = [number for number, (upper, _) in bounds.items() if upper > bar]
+    chosen = sorted(hopeful, key=lambda n: (-bounds[n][0], n))[: confirm_settings(state).num_finalists]
+    return tuple(sorted(chosen, key=lambda n: (-bounds[n][1], n)))
+
+
+def _prove(state: SweepState, proof: ProofState) -> Command:
+    found = confirmation(state)
+    if found is None:
+        return _nothing_to_confirm(state)
+    if BASELINE in found.failed:
+        why = f"the baseline could not be measured again: {found.failed[BASELINE]}"
+        return _conclude(found, "unconfirmed", None, why)
+    trained = [trial for trial in checks(state, proof) if trial.check == GateRun(of=BASELINE, role="baseline")]
+    if any(isinstance(run.outcome, Failure) and not is_open(state, run) for run in trained):
+        why = f"the baseline could not be trained for the loss gate: {describe_failure(trained[-1].outcome)}"
+        return _conclude(found, "unconfirmed", None, why)
+    spent = "" if proof.is_asked else spent_budget(state)
+    if found.missing and not spent:
+        return _measure_again(state, found)
+    if spent and found.judgement.leader is None:
+        return _conclude(found, "unconfirmed", None, f"{spent} before anything was shown faster than the baseline")
+    return _gate(state, proof, found, spent)
+
+
+def _nothing_to_confirm(state: SweepState) -> Conclude:
+    is_measured = state.trials[BASELINE].measurement is not None
+    return Conclude(
+        verdict=Verdict(
+            conclusion="keep" if is_measured else "unconfirmed",
+            winner=None,
+            reason="no trial was faster than the baseline"
+            if is_measured
+            else "the baseline was not measured, so that nothing can be compared with it",
+        )
+    )
+
+
+def _measure_again(state: SweepState, found: Confirmation) -> Command:
+    number = found.current.number if found.current else found.num_begun
+    if number - len(found.complete) > MAX_VOID_ROUNDS:
+        why = f"{MAX_VOID_ROUNDS} rounds could not be measured on the same nodes"
+        return _conclude(found, "unconfirmed", None, why)
+    of = found.missing[0]
+    name = "the baseline" if of == BASELINE else f"t{of:03d}"
+    return _propose(state, ConfirmationRun(of=of, round=number), f"round {number + 1} of confirming {name}")
+
+
+def _gate(state: SweepState, proof: ProofState, found: Confirmation, spent: str) -> Command:
+    """The fastest finalist that is shown faster and was not refused yet trains beside the baseline."""
+    settings, reports = state.sweep.proof.gate, gate_reports(state)
+    finalist = next(iter(shown_faster(found)), None)
+    if finalist is None:
+        words = _keep_words(found, reports, proof.evaluations)
+        conclusion: Conclusion = "unconfirmed" if _is_one_lost(state, proof) else "keep"
+        return _conclude(found, conclusion, None, words, reports, proof.evaluations)
+    if settings is not None:
+        if all(report.trial != finalist for report in reports):
+            if spent:
+                return _conclude(found, "unconfirmed", None, f"{spent} before the loss gate was through", reports)
+            return _train_for_gate(state, finalist)
+        if settings.command and evaluation_of(proof, finalist) is None:
+            return Evaluate(trial=finalist)
+    return _conclude(found, "confirmed", finalist, _winner_words(found, finalist), reports, proof.evaluations)
+
+
+def _is_one_lost(state: SweepState, proof: ProofState) -> bool:
+    """Whether a finalist is out because its gang was lost again and again, which says nothing about it."""
+    lost = (trial.check for trial in checks(state, proof) if isinstance(trial.outcome, GangLost))
+    return any(
+        isinstance(check, ConfirmationRun) or (isinstance(check, GateRun) and check.role == "finalist")
+        for check in lost
+    )
+
+
+def gate_words(report: GateReport) -> str:
+    """What a report that did not pass says: a run that failed shows nothing about what the model learns."""
+    return "does not train the same model" if report.precision_class else "failed in the loss gate"
+
+
+def shown_faster(found: Confirmation) -> tuple[int, ...]:
+    """Finalists shown faster than the baseline, the leader first, then by their ratios."""
+    compared = found.judgement.against_baseline
+    faster = [n for n in found.finalists if n in compared and compared[n].verdict == "faster"]
+    return tuple(sorted(faster, key=lambda n: (n != found.judgement.leader, -compared[n].ratio.value, n)))
+
+
+def evaluation_of(proof: ProofState, finalist: int) -> Evaluation | None:
+    """How the user's evaluation of ``finalist`` ended; None while it has not."""
+    return next((one for one in proof.evaluations if one.trial == finalist), None)
+
+
+def _train_for_gate(state: SweepState, finalist: int) -> Command:
+    runs = gate_runs(state, finalist)
+    role: GateRole = next(role for role in gate_roles(state, finalist) if role not in runs)
+    of = BASELINE if role in ("baseline", "reference") else finalist
+    who = "the baseline" if of == BASELINE else f"t{finalist:03d}"
+    who = f"{who} in fp32" if role.endswith("reference") else who
+    return _propose(state, GateRun(of=of, role=role), f"losses of {who} for the gate")
+
+
+def _propose(state: SweepState, check: Check, reason: str) -> ProposeCheck:
+    candidate = state.trials[check.of].candidate
+    if isinstance(check, GateRun) and check.role.endswith("reference"):
+        candidate = reference_candidate(candidate, state.sweep.workload)
+    return ProposeCheck(trial=len(state.trials), check=check, candidate=candidate, reason=reason)
+
+
+def _to_be_profiled(state: SweepState) -> Iterator[int]:
+    """Those asked for by people, then those of the sweep's file; measured ones only."""
+    yield from state.to_profile
+    if not state.sweep.profiled:
+        return
+    done = {trial.check.of for trial in state.trials if isinstance(trial.check, ProfileRun)}
+    for name in state.sweep.profiled:
+        trial = named(state, name)
+        if trial is not None and trial.measurement is not None and trial.number not in done:
+            yield trial.number
+
+
+def named(state: SweepState, name: str) -> Trial | None:
+    """The trial called ``winner``, ``baseline`` or by its number; None where there is none."""
+    if name == "winner":
+        return state.winner
+    number = BASELINE if name == "baseline" else int(name)
+    return state.trials[number] if number < len(state.trials) else None
+
+
+# ---- words ----
+
+
+def _conclude(
+    found: Confirmation,
+    conclusion: Conclusion,
+    winner: int | None,
+    reason: str,
+    gates: Sequence[GateReport] = (),
+    evaluations: Sequence[Evaluation] = (),
+) -> Conclude:
+    judgement = found.judgement
+    shown = winner if winner is not None else _fastest(found)
+    compared = judgement.against_baseline.get(shown) if shown is not None else None
+    return Conclude(
+        verdict=Verdict(
+            conclusion=conclusion,
+            winner=winner,
+            reason=reason,
+            speedup=None if compared is None else ratio_interval(compared.ratio),
+            tied_with=judgement.tied_with_leader if winner is not None and winner == judgement.leader else (),
+            num_rounds=len(found.complete),
+            gates=tuple(gates),
+            evaluations=tuple(evaluations),
+        )
+    )
+
+
+def _fastest(found: Confirmation) -> int | None:
+    compared = found.judgement.against_baseline
+    return max(compared, key=lambda n: compared[n].ratio.value, default=None)
+
+
+def _winner_words(found: Confirmation, winner: int) -> str:
+    tied = found.judgement.tied_with_leader if winner == found.judgement.leader else ()
+    words = f"t{winner:03d} is faster than the baseline in {len(found.complete)} rounds"
+    if not tied:
+        return words
+    return f"{words}; it cannot be told from {' '.join(f't{n:03d}' for n in tied)}"
+
+
+def _keep_words(found: Confirmation, reports: Sequence[GateReport], evaluations: Sequence[Evaluation]) -> str:
+    refused = [f"t{r.trial:03d} {gate_words(r)}: {r.reasons[0]}" for r in reports if not r.passed]
+    refused += [f"t{e.trial:03d} failed your evaluation" for e in evaluations if not e.passed]
+    refused += [f"t{n:03d} failed when it was measured again: {why}" for n, why in found.failed.items()]
+    if not found.finalists:
+        return "; ".join(refused)
+    others = "other " if refused else ""
+    return "; ".join(
+        [*refused, f"no {others}finalist is shown faster than the baseline in {len(found.complete)} rounds"]
+    )

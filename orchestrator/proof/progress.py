@@ -1,0 +1,226 @@
+"""What a proof has measured so far, read from the checks of a sweep's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import assert_never
+
+from orchestrator.proof.confirmation import Judgement, judge, order
+from orchestrator.proof.loss_gate import failed_gate, judge_gate, needs_reference, trajectory
+from orchestrator.statistics import Estimate
+from orchestrator.sweep.checks import (
+    ConfirmationRun,
+    ConfirmSettings,
+    GateReport,
+    GateRole,
+    GateRun,
+    GateSettings,
+    ProfileRun,
+    RatioInterval,
+)
+from orchestrator.sweep.state import ProofState, SweepState, Trial, describe_failure
+from trials.outcome import Failure
+
+BASELINE = 0
+"""Number of the trial everything is compared with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One turn of measuring everybody once more."""
+
+    number: int
+    runs: dict[int, Trial] = field(default_factory=dict)
+    """Finalist or baseline to its measured run."""
+
+    @property
+    def speeds(self) -> dict[int, float]:
+        """tokens/s/p of each."""
+        return {of: run.measurement.tokens_per_s_per_device for of, run in self.runs.items() if run.measurement}
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether all ran on nodes of the one that ran on most."""
+        nodes = [{device.node for device in run.attempts[-1].ranks} for run in self.runs.values()]
+        widest: set[str] = max(nodes, key=len, default=set())
+        return all(names <= widest for names in nodes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmation:
+    """How far the confirmation of a proof is."""
+
+    finalists: tuple[int, ...]
+    """Those still in, fastest of the search first: neither failed, nor refused by gate or evaluation."""
+    failed: dict[int, str]
+    """Finalist, or baseline, to why its run was not measured."""
+    complete: tuple[Round, ...]
+    """Rounds that count."""
+    current: Round | None
+    """The last round, where it is not complete yet."""
+    num_begun: int
+    """Rounds begun, those that do not count included."""
+    missing: tuple[int, ...]
+    """Who is still to be measured in the current or the next round, in order; empty when it is decided."""
+    judgement: Judgement
+
+
+def checks(state: SweepState, proof: ProofState) -> Iterator[Trial]:
+    """The checks of this proof, in order, profiles among them."""
+    return (trial for trial in state.trials[proof.first_check :] if trial.check is not None)
+
+
+def confirm_settings(state: SweepState) -> ConfirmSettings:
+    """Those of the sweep; the defaults where a person asks for what its file turned off."""
+    return state.sweep.proof.confirm or ConfirmSettings()
+
+
+def confirmation(state: SweepState) -> Confirmation | None:
+    """Where the confirmation of the last proof stands; None without one, or without anything to confirm."""
+    proof = state.proof
+    if proof is None or not proof.finalists:
+        return None
+    settings = confirm_settings(state)
+    rounds, failed = _rounds(state, proof)
+    refused = {report.trial for report in gate_reports(state) if not report.passed}
+    refused |= {evaluation.trial for evaluation in proof.evaluations if not evaluation.passed}
+    finalists = tuple(number for number in proof.finalists if number not in failed and number not in refused)
+
+    def judged(of: list[Round]) -> Judgement:
+        return judge(
+            [one.speeds for one in of],
+            baseline=BASELINE,
+            finalists=finalists,
+            min_rounds=settings.min_rounds,
+            max_rounds=settings.max_rounds,
+        )
+
+    last = rounds[-1] if rounds else None
+    before = [one for one in rounds[:-1] if BASELINE in one.speeds and one.is_comparable]
+    if last is not None:
+        wanted = () if _is_gate_begun(state, proof) else order(judged(before).contenders, last.number)
+        missing = tuple(number for number in wanted if number not in last.runs)
+        if missing:
+            return Confirmation(
+                finalists=finalists,
+                failed=failed,
+                complete=tuple(before),
+                current=last,
+                num_begun=len(rounds),
+                missing=missing,
+                judgement=judged(before),
+            )
+        before += [last] if BASELINE in last.speeds and last.is_comparable else []
+    judgement = judged(before)
+    return Confirmation(
+        finalists=finalists,
+        failed=failed,
+        complete=tuple(before),
+        current=None,
+        num_begun=len(rounds),
+        missing=() if judgement.is_decided else order(judgement.contenders, len(rounds)),
+        judgement=judgement,
+    )
+
+
+def _is_gate_begun(state: SweepState, proof: ProofState) -> bool:
+    """Whether something has trained for the gate since the last round: whoever is measured now was not beside it."""
+    proving = [trial.check for trial in checks(state, proof) if not isinstance(trial.check, ProfileRun)]
+    return bool(proving) and isinstance(proving[-1], GateRun)
+
+
+def _rounds(state: SweepState, proof: ProofState) -> tuple[list[Round], dict[int, str]]:
+    """Measured runs by round; a round that was begun but has no measured run is there, too. Those who failed."""
+    rounds: dict[int, Round] = {}
+    failed: dict[int, str] = {}
+    for trial in checks(state, proof):
+        check = trial.check
+        if isinstance(check, ConfirmationRun):
+            runs = rounds.setdefault(check.round, Round(number=check.round)).runs
+            if trial.measurement is not None:
+                runs[check.of] = trial
+            elif isinstance(trial.outcome, Failure) and not is_open(state, trial):
+                failed[check.of] = describe_failure(trial.outcome) or trial.status
+    return [rounds[number] for number in sorted(rounds)], failed
+
+
+def ratio_interval(ratio: Estimate) -> RatioInterval:
+    """As the verdict keeps it."""
+    ci95 = ratio.ci95
+    return RatioInterval(value=ratio.value, low=ci95.low if ci95 else None, high=ci95.high if ci95 else None)
+
+
+def gate_runs(state: SweepState, finalist: int) -> dict[GateRole, Trial]:
+    """The last proof's gate runs that judge ``finalist``: one of the baseline serves all."""
+    found: dict[GateRole, Trial] = {}
+    if state.proof is None:
+        return found
+    for trial in checks(state, state.proof):
+        check = trial.check
+        if isinstance(check, GateRun) and (check.role in ("baseline", "reference") or check.of == finalist):
+            found[check.role] = trial
+    return found
+
+
+def gate_roles(state: SweepState, finalist: int) -> tuple[GateRole, ...]:
+    """Who has to train for the gate to judge ``finalist``, in order."""
+    baseline, candidate = state.trials[BASELINE].candidate, state.trials[finalist].candidate
+    is_coarse = candidate.precision.level != "O0"
+    needed = needs_reference(baseline, candidate) or (is_coarse and baseline.precision.level != "O0")
+    reference: tuple[GateRole, ...] = ("reference",) if needed else ()
+    exact: tuple[GateRole, ...] = ("finalist_reference",) if is_coarse else ()
+    return ("baseline", *reference, "finalist", *exact)
+
+
+def gate_reports(state: SweepState) -> tuple[GateReport, ...]:
+    """Of the finalists of the last proof whose gate runs are there, in their order."""
+    settings = state.sweep.proof.gate
+    if state.proof is None or settings is None:
+        return ()
+    reports = (gate_report(state, finalist, settings) for finalist in state.proof.finalists)
+    return tuple(report for report in reports if report is not None)
+
+
+def gate_report(state: SweepState, finalist: int, settings: GateSettings) -> GateReport | None:
+    """What the gate says about ``finalist``; None while its runs are not there."""
+    runs = gate_runs(state, finalist)
+    roles = gate_roles(state, finalist)
+    if any(role not in runs or runs[role].outcome is None or is_open(state, runs[role]) for role in roles):
+        return None
+    for role in roles:
+        run = runs[role]
+        match role:
+            case "finalist" | "baseline":
+                if run.measurement is None:
+                    why = describe_failure(run.outcome) or run.status
+                    return failed_gate(finalist, settings, f"the {role}'s run for the gate failed: {why}")
+            case "reference" | "finalist_reference":
+                pass  # they may not fit in fp32: the gate does without
+            case _:
+                assert_never(role)
+    of = {role: trajectory(run.measurement, run.candidate) for role, run in runs.items() if run.measurement}
+    reference = of.get("reference") if "reference" in roles else None
+    is_exact = reference is not None or runs["baseline"].candidate.precision.level == "O0"
+    report = judge_gate(
+        finalist,
+        of["baseline"],
+        of["finalist"],
+        reference,
+        settings,
+        state.sweep.workload,
+        finalist_reference=of.get("finalist_reference") if is_exact else None,
+    )
+    if "finalist_reference" not in roles:
+        return report
+    if "finalist_reference" in of:
+        note = "its layout was judged in float32 besides"
+    else:
+        exact = runs["finalist_reference"]
+        note = f"its layout was not judged in float32: {describe_failure(exact.outcome) or exact.status}"
+    return replace(report, notes=(*report.notes, note))
+
+
+def is_open(state: SweepState, run: Trial) -> bool:
+    """Whether it runs, or is to be launched, maybe again."""
+    return run.number in state.waiting or run.number in state.running

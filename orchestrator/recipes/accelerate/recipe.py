@@ -1,0 +1,44 @@
+"""Accelerate and the Trainer of transformers: the launcher's YAML, and ``TrainingArguments`` as JSON.
+
+Names and defaults are those of Accelerate 1.15 (``commands/launch.py``, ``parallelism_config.py``,
+``utils/dataclasses.py``) and transformers 5.23 (``training_args.py``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from orchestrator.recipes import hf_model
+from orchestrator.recipes.accelerate import layout as accelerate_layout
+from orchestrator.recipes.accelerate import run as accelerate_run
+from orchestrator.recipes.accelerate.layout import ARGUMENTS, FILE
+from orchestrator.recipes.base import Draft, TableRecipe, comments
+from orchestrator.recipes.documents import settings_of, tree
+
+
+def _render(draft: Draft) -> dict[str, str]:
+    head = "".join(f"{line}\n" for line in comments(draft.notes))
+    return {
+        FILE: head + yaml.safe_dump(tree(draft.settings, FILE), sort_keys=False),
+        ARGUMENTS: json.dumps(tree(draft.settings, ARGUMENTS), indent=2) + "\n",
+        **hf_model.render(draft),
+    }
+
+
+def _load(files: Mapping[str, str]) -> dict[str, Any]:
+    launcher, arguments = yaml.safe_load(files[FILE]), json.loads(files[ARGUMENTS])
+    return {**settings_of(FILE, launcher), **settings_of(ARGUMENTS, arguments), **hf_model.load(files)}
+
+
+RECIPE = TableRecipe(
+    name="accelerate",
+    title="Accelerate",
+    settings=(*accelerate_layout.SETTINGS, *accelerate_run.SETTINGS, *hf_model.SETTINGS),
+    render=_render,
+    load=_load,
+    command=lambda _: f"accelerate launch --config_file {FILE} train.py {ARGUMENTS}",
+)

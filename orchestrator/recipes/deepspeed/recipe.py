@@ -1,0 +1,78 @@
+"""DeepSpeed: its JSON configuration, and the model as transformers describes it.
+
+Names and defaults are those of DeepSpeed 0.19 (``deepspeed/runtime/config.py``, ``precision_config.py``,
+``zero/config.py``, ``tensor_parallel/config.py``). Pipelines, recompute, compilation and data loading are calls in the
+training script there, not configuration.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.recipes import hf_model
+from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, custom, fixed, option
+from orchestrator.recipes.deepspeed import layout as deepspeed_layout
+from orchestrator.recipes.deepspeed import precision as deepspeed_precision
+from orchestrator.recipes.deepspeed.layout import FILE
+from orchestrator.recipes.documents import settings_of, tree
+from orchestrator.recipes.gaps import KERNELS_OF_SCRIPT, left_to_script, own_data, own_seed
+
+_OPTIMIZER = "workload.optimizer"
+_PARAMS = f"{FILE}:optimizer.params"
+_BETAS = f"{_PARAMS}.betas"
+
+
+def _write_betas(draft: Draft) -> None:
+    optimizer = draft.workload.optimizer
+    draft.settings[_BETAS] = [optimizer.beta1, optimizer.beta2]
+
+
+def _read_betas(settings: Settings) -> dict[str, Any]:
+    beta1, beta2 = settings[_BETAS]
+    return {"workload.optimizer.beta1": beta1, "workload.optimizer.beta2": beta2}
+
+
+_RUN: tuple[Setting, ...] = (
+    left_to_script("loader", "the DataLoader is your script's"),
+    left_to_script("kernels.compile", "your script compiles each block or the whole model: engine.compile(...)"),
+    left_to_script("kernels.backend", "your script names it: engine.compile(backend=...)"),
+    left_to_script("kernels.compile_mode", "your script names it: engine.compile(compile_kwargs={'mode': ...})"),
+    *KERNELS_OF_SCRIPT,
+    left_to_script("kernels.matmul_precision", "your script calls torch.set_float32_matmul_precision(...)"),
+    fixed(f"{FILE}:optimizer.type", "AdamW"),
+    option(f"{_OPTIMIZER}.lr", f"{_PARAMS}.lr"),
+    custom((f"{_OPTIMIZER}.beta1", f"{_OPTIMIZER}.beta2"), (_BETAS,), _write_betas, _read_betas),
+    option(f"{_OPTIMIZER}.eps", f"{_PARAMS}.eps"),
+    option(f"{_OPTIMIZER}.weight_decay", f"{_PARAMS}.weight_decay"),
+    fixed(f"{_PARAMS}.torch_adam", True),
+    fixed(f"{_PARAMS}.adam_w_mode", True),
+    fixed(f"{FILE}:gradient_clipping", 0.0),
+    fixed(f"{FILE}:dataloader_drop_last", True),
+    own_data("your script reads the data"),
+    own_seed(),
+)
+
+
+def _render(draft: Draft) -> dict[str, str]:
+    return {FILE: json.dumps(tree(draft.settings, FILE), indent=2) + "\n", **hf_model.render(draft)}
+
+
+def _load(files: Mapping[str, str]) -> dict[str, Any]:
+    return {**settings_of(FILE, json.loads(files[FILE])), **hf_model.load(files)}
+
+
+def _command(draft: Draft) -> str:
+    world_size = draft.candidate.layout.world_size
+    return f"deepspeed --num_gpus {world_size} train.py --deepspeed --deepspeed_config {FILE}"
+
+
+RECIPE = TableRecipe(
+    name="deepspeed",
+    title="DeepSpeed",
+    settings=(*deepspeed_layout.SETTINGS, *deepspeed_precision.SETTINGS, *_RUN, *hf_model.SETTINGS),
+    render=_render,
+    load=_load,
+    command=_command,
+)

@@ -1,0 +1,117 @@
+"""What the runner found out about a trial, in words and as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from orchestrator import units as fmt
+from trials.reports.findings import (
+    Findings,
+    GraphReport,
+    KernelTuningReport,
+    LoaderTuningReport,
+    LossScaleState,
+    MemoryFormatReport,
+    OperatorCast,
+    PatternEffect,
+)
+
+
+def findings_lines(findings: Findings) -> list[str]:
+    """One line per finding; none where no knob is on that finds anything out."""
+    return list(_lines(findings))
+
+
+def _lines(findings: Findings) -> Iterator[str]:
+    yield from map(_effect, findings.recompute)
+    yield from map(_cast, findings.autocast)
+    if findings.loss_scale is not None:
+        yield _loss_scale(findings.loss_scale)
+    if findings.graph is not None:
+        yield _graph(findings.graph)
+    if findings.loader is not None:
+        yield from _loader(findings.loader)
+    if findings.kernel_tuning is not None:
+        yield _kernel_tuning(findings.kernel_tuning)
+    if findings.memory_format is not None:
+        yield _memory_format(findings.memory_format)
+
+
+def _effect(effect: PatternEffect) -> str:
+    name = f"recompute of {effect.pattern}"
+    if not effect.num_matches:
+        return f"{name} matches nothing: check the pattern against the operators of a layer"
+    calls = f"{effect.num_matches} operator calls per step"
+    if not effect.saved_bytes:
+        return f"{name} saves nothing ({calls}): something else keeps the tensors alive"
+    saved, spent = fmt.num_bytes(effect.saved_bytes), fmt.milliseconds(effect.recompute_s)
+    return f"{name} saves {saved} for {spent} per step ({calls})"
+
+
+def _cast(cast: OperatorCast) -> str:
+    to = "16 bits" if cast.list == "white" else "fp32"
+    if not cast.num_calls:
+        return f"{cast.list} list: {cast.name} was never met"
+    return f"{cast.list} list: {cast.name} ran in {to}, {cast.num_calls} calls per step"
+
+
+def _loss_scale(state: LossScaleState) -> str:
+    return f"loss scale {state.scale:g} at the end, {state.num_skipped} steps skipped, {state.num_finite} finite since"
+
+
+def _graph(graph: GraphReport) -> str:
+    again = f"{graph.num_recompilations} recompilations" if graph.num_recompilations else "no recompilation"
+    why = f": {'; '.join(graph.reasons)}" if graph.reasons else ""
+    return f"compiled {graph.num_graphs} graphs in {fmt.milliseconds(graph.compile_s)}, {again}{why}"
+
+
+def _loader(report: LoaderTuningReport) -> Iterator[str]:
+    points = ", ".join(f"{p.num_workers}x{p.prefetch_factor} {fmt.milliseconds(p.batch_time_s)}" for p in report.points)
+    chosen = report.chosen
+    yield (
+        f"data loading: {chosen.num_workers} workers with {chosen.prefetch_factor} batches ahead, found in "
+        f"{fmt.duration(report.tuning_time_s)} (workers x ahead, per batch: {points})"
+    )
+    yield report.verdict
+
+
+def _kernel_tuning(report: KernelTuningReport) -> str:
+    note = f"; {report.note}" if report.note else ""
+    return (
+        f"kernel cache: {report.hit_rate:.0%} of {report.num_lookups} lookups hit, "
+        f"{report.num_configurations} operator configurations{note}"
+    )
+
+
+def _memory_format(report: MemoryFormatReport) -> str:
+    times = f"nchw {fmt.milliseconds(report.nchw_s)}, nhwc {fmt.milliseconds(report.nhwc_s)}"
+    return f"memory format {report.chosen} ({times} per micro-batch; the rule: {report.rule})"
+
+
+def findings_metrics(findings: Findings) -> dict[str, float]:
+    """Single numbers with their units in the name; the whole is in ``findings.json``."""
+    values: dict[str, float] = {}
+    if findings.recompute:
+        values["recompute_s"] = sum(effect.recompute_s for effect in findings.recompute)
+        values["recompute_saved_bytes"] = sum(effect.saved_bytes for effect in findings.recompute)
+        values["num_idle_recompute_patterns"] = sum(not effect.saved_bytes for effect in findings.recompute)
+    if findings.autocast:
+        values["num_unmet_cast_operators"] = sum(not cast.num_calls for cast in findings.autocast)
+    if findings.loss_scale is not None:
+        values["loss_scale"] = findings.loss_scale.scale
+    if findings.graph is not None:
+        values |= {
+            "num_graphs": findings.graph.num_graphs,
+            "num_recompilations": findings.graph.num_recompilations,
+        }
+    if findings.loader is not None:
+        values |= {
+            "tuned_num_workers": findings.loader.chosen.num_workers,
+            "tuned_prefetch_factor": findings.loader.chosen.prefetch_factor,
+            "loader_tuning_s": findings.loader.tuning_time_s,
+        }
+    if findings.kernel_tuning is not None:
+        values["kernel_cache_hit_rate"] = findings.kernel_tuning.hit_rate
+    if findings.memory_format is not None:
+        values |= {"nchw_s": findings.memory_format.nchw_s, "nhwc_s": findings.memory_format.nhwc_s}
+    return {name: float(value) for name, value in values.items()}

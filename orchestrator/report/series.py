@@ -1,0 +1,127 @@
+"""What the plots show, as plain values taken from a sweep's state. Free of matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.space.space import flat_params
+from orchestrator.statistics import tokens_per_s_per_device
+from orchestrator.sweep.state import SweepState, Trial
+from trials.outcome import StoppedEarly
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedPoint:
+    """A measured trial."""
+
+    trial: int
+    speed: float
+    """tokens/s/p."""
+    low: float
+    high: float
+    """Its 95 % interval; the speed itself where that is unknown."""
+    peak_bytes: int
+    """Largest allocated peak over ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """The search, trial by trial."""
+
+    measured: tuple[SpeedPoint, ...]
+    stopped: tuple[int, ...]
+    """Trials stopped early."""
+    failed: tuple[int, ...]
+    baseline: float | None
+    best: SpeedPoint | None
+
+    @property
+    def num_trials(self) -> int:
+        return len(self.measured) + len(self.stopped) + len(self.failed)
+
+    def best_so_far(self) -> tuple[list[int], list[float]]:
+        """(trial numbers, highest speed until then)."""
+        numbers, speeds = [], list[float]()
+        for point in self.measured:
+            numbers.append(point.trial)
+            speeds.append(max(point.speed, speeds[-1]) if speeds else point.speed)
+        return numbers, speeds
+
+
+def history(state: SweepState) -> History:
+    """Of the search's own trials that ended."""
+    ended = [trial for trial in state.searched() if trial.outcome is not None]
+    measured = tuple(point for trial in ended if (point := speed_point(trial)))
+    stopped = tuple(trial.number for trial in ended if isinstance(trial.outcome, StoppedEarly))
+    failed = tuple(trial.number for trial in ended if not trial.measurement and trial.number not in set(stopped))
+    baseline = state.baseline.measurement if state.baseline else None
+    return History(
+        measured=measured,
+        stopped=stopped,
+        failed=failed,
+        baseline=baseline.tokens_per_s_per_device if baseline else None,
+        best=max(measured, key=lambda point: (point.speed, -point.trial), default=None),
+    )
+
+
+def speed_point(trial: Trial) -> SpeedPoint | None:
+    """None where the trial was not measured."""
+    if trial.measurement is None:
+        return None
+    speed = tokens_per_s_per_device(trial.measurement)
+    return SpeedPoint(
+        trial=trial.number,
+        speed=speed.value,
+        low=speed.ci95.low if speed.ci95 else speed.value,
+        high=speed.ci95.high if speed.ci95 else speed.value,
+        peak_bytes=max(trial.measurement.peak_allocated_bytes, default=0),
+    )
+
+
+def front(points: Sequence[SpeedPoint]) -> list[SpeedPoint]:
+    """Those that no other beats in both speed and memory, from little memory to much."""
+    found: list[SpeedPoint] = []
+    for point in sorted(points, key=lambda p: (p.peak_bytes, -p.speed)):
+        if not found or point.speed > found[-1].speed:
+            found.append(point)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinates:
+    """Trials as lines through the values of the knobs that vary."""
+
+    knobs: tuple[str, ...]
+    values: tuple[tuple[str, ...], ...]
+    """Per knob, its values as text in order."""
+    lines: tuple[tuple[int, ...], ...]
+    """Per trial, the index of its value for every knob."""
+    speeds: tuple[float | None, ...]
+    """Per trial; None where it was not measured."""
+
+
+def coordinates(state: SweepState, order: Sequence[str] = (), max_knobs: int = 9) -> Coordinates:
+    """Of ended trials. ``order`` names knobs by importance, which come first; the rest by number of values."""
+    trials = [trial for trial in state.searched() if trial.outcome is not None]
+    params = [flat_params(trial.candidate) for trial in trials]
+    names = list(params[0]) if params else []
+    distinct = {name: _sorted({one[name] for one in params}) for name in names}
+    varying = [name for name in names if len(distinct[name]) > 1]
+    rank = {name: place for place, name in enumerate(order)}
+    varying.sort(key=lambda name: (rank.get(name, len(rank)), -len(distinct[name])))
+    knobs = tuple(varying[:max_knobs])
+    return Coordinates(
+        knobs=knobs,
+        values=tuple(tuple(map(_text, distinct[name])) for name in knobs),
+        lines=tuple(tuple(distinct[name].index(one[name]) for name in knobs) for one in params),
+        speeds=tuple(t.measurement.tokens_per_s_per_device if t.measurement else None for t in trials),
+    )
+
+
+def _sorted(values: set[str | int | float | bool]) -> list[str | int | float | bool]:
+    return sorted(values, key=lambda v: (isinstance(v, str), v if isinstance(v, int | float) else 0.0, str(v)))
+
+
+def _text(value: object) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)

@@ -1,0 +1,191 @@
+"""The result of a sweep as a value and as JSON: winner, baseline, how sure the difference is, what it cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self, get_args
+
+from orchestrator import statistics
+from orchestrator.mlflow_urls import public_uri
+from orchestrator.report.profile import ProfileTables, profile_tables
+from orchestrator.space.space import short_name
+from orchestrator.statistics import Estimate, Interval, Verdict
+from orchestrator.sweep.checks import ProfileRun
+from orchestrator.sweep.checks import Verdict as ProofVerdict
+from orchestrator.sweep.events import CandidatesPruned
+from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.state import SweepState, SweepStatus, Trial, TrialStatus
+from trials.codec import to_json
+from trials.outcome import StoppedEarly
+from trials.spec import LlamaModel, Workload
+
+ENDED: tuple[TrialStatus, ...] = tuple(s for s in get_args(TrialStatus) if s not in ("proposed", "running"))
+"""Statuses a trial can end in, in the order they are reported."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A measured trial in short."""
+
+    trial: Trial
+    speed: Estimate
+    """tokens/s/p with its 95 % interval."""
+
+    def to_json(self) -> dict[str, Any]:
+        candidate = self.trial.candidate
+        return {
+            "trial": self.trial.number,
+            "reason": self.trial.reason,
+            "config": {"short_name": short_name(candidate), **to_json(candidate)},
+            "tokens_per_s_per_device": self.speed.value,
+            "ci95": interval_json(self.speed.ci95),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speedup:
+    """The winner against the baseline. ``tie`` and ``slower`` mean: keep what you have."""
+
+    ratio: Estimate
+    verdict: Verdict
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ratio": self.ratio.value, "ci95": interval_json(self.ratio.ci95), "verdict": self.verdict}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """Where MLflow holds a sweep: the experiment and the sweep's own run."""
+
+    experiment_id: str
+    run_id: str
+
+    @classmethod
+    def of(cls, ledger: Ledger) -> Self | None:
+        """As noted in the ledger when the sweep was first written to MLflow; None before that."""
+        noted = ledger.document("mlflow")
+        return cls(experiment_id=noted["experiment_id"], run_id=noted["run_id"]) if noted else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Where a sweep stands or how it ended."""
+
+    sweep: str
+    state: SweepStatus
+    reason: str
+    best: Result | None
+    """The trial with the highest median; the baseline itself where nothing beat it."""
+    baseline: Result | None
+    speedup: Speedup | None
+    trials: dict[str, int]
+    """Number of trials per status they ended in, and in ``total``."""
+    ruled_out: tuple[CandidatesPruned, ...]
+    """Candidates not tried because a trial that ran out of memory needs no more than they do."""
+    device_hours: float
+    saved_device_hours: float
+    """What trials that were stopped early would have taken besides, at least."""
+    num_earlier_trials: int
+    """Of earlier sweeps, from which the search learned before its first trial."""
+    num_earlier_sweeps: int
+    tracking_uri: str
+    winner: Result | None = None
+    """The confirmed finalist, as the search measured it; None where none is confirmed."""
+    proof: ProofVerdict | None = None
+    """What confirmation and gate came to; None while they have not, or are off."""
+    profiles: tuple[tuple[int, ProfileTables], ...] = ()
+    """Trials run under the profiler, by number, with what their runs showed; in the order of the runs."""
+    unit: str = "tokens/s/p"
+    """Of speeds; samples/s/p for workloads whose samples are no sequences, where both are the same number."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON form of ``submit --json`` and ``report --json``."""
+        compared = self.speedup
+        return {
+            "sweep": self.sweep,
+            "state": self.state,
+            "reason": self.reason,
+            "unit": self.unit,
+            "winner": self.winner.to_json() if self.winner else None,
+            "best": self.best.to_json() if self.best else None,
+            "baseline": self.baseline.to_json() if self.baseline else None,
+            "speedup": compared.ratio.value if compared else None,
+            "speedup_ci95": interval_json(compared.ratio.ci95) if compared else None,
+            "verdict": compared.verdict if compared else None,
+            "trials": self.trials,
+            "ruled_out": [{"witness": event.witness, "rules": dict(event.rules)} for event in self.ruled_out],
+            "device_hours": self.device_hours,
+            "saved_device_hours": self.saved_device_hours,
+            "learned_from": {"trials": self.num_earlier_trials, "sweeps": self.num_earlier_sweeps},
+            "tracking_uri": self.tracking_uri,
+            "proof": to_json(self.proof),
+            "profiles": [
+                {**tables.to_json(), "trial": of, "recorded_as": tables.trial} for of, tables in self.profiles
+            ],
+        }
+
+
+def summarize(state: SweepState, tracking_uri: str) -> Summary:
+    """The result so far.
+
+    Raises:
+        LookupError: the sweep has not been created yet.
+    """
+    counts = state.counts()
+    return Summary(
+        sweep=state.sweep.sweep,
+        state=state.status,
+        reason=state.finish_reason,
+        best=result(state.best),
+        baseline=result(state.baseline),
+        speedup=speedup(state.best, state.baseline),
+        trials={**{status: counts.get(status, 0) for status in ENDED}, "total": state.num_searched},
+        ruled_out=tuple(event for event in state.pruned if event.rules),
+        device_hours=state.device_seconds / 3600,
+        saved_device_hours=_saved_device_seconds(state) / 3600,
+        num_earlier_trials=state.sweep.num_earlier_trials,
+        num_earlier_sweeps=state.sweep.num_earlier_sweeps,
+        tracking_uri=public_uri(tracking_uri),
+        winner=result(state.winner) if state.verdict and state.verdict.winner is not None else None,
+        proof=state.verdict,
+        profiles=_profiles(state),
+        unit=speed_unit(state.sweep.workload),
+    )
+
+
+def _profiles(state: SweepState) -> tuple[tuple[int, ProfileTables], ...]:
+    runs = ((t.check.of, profile_tables(t)) for t in state.trials if isinstance(t.check, ProfileRun))
+    return tuple((of, tables) for of, tables in runs if tables is not None)
+
+
+def _saved_device_seconds(state: SweepState) -> float:
+    outcomes = [trial.outcome for trial in state.searched()]
+    return sum(outcome.saved_device_seconds for outcome in outcomes if isinstance(outcome, StoppedEarly))
+
+
+def speed_unit(workload: Workload) -> str:
+    """What throughput is counted in: samples where they are no sequences."""
+    return "tokens/s/p" if isinstance(workload.model, LlamaModel) else "samples/s/p"
+
+
+def result(trial: Trial | None) -> Result | None:
+    """The trial's result; None where it was not measured."""
+    if trial is None or trial.measurement is None:
+        return None
+    return Result(trial=trial, speed=statistics.tokens_per_s_per_device(trial.measurement))
+
+
+def speedup(trial: Trial | None, baseline: Trial | None) -> Speedup | None:
+    """How ``trial`` compares with ``baseline``; None unless both were measured."""
+    if trial is None or baseline is None or trial.measurement is None or baseline.measurement is None:
+        return None
+    if trial.number == baseline.number:
+        return Speedup(ratio=Estimate(1.0, Interval(1.0, 1.0)), verdict="tie")
+    ratio = statistics.speed_ratio(trial.measurement, baseline.measurement)
+    return Speedup(ratio=ratio, verdict=statistics.verdict(ratio))
+
+
+def interval_json(ci95: Interval | None) -> list[float] | None:
+    """``[low, high]``; null where the interval is unknown."""
+    return [ci95.low, ci95.high] if ci95 and math.isfinite(ci95.high) else None

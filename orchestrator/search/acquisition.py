@@ -1,0 +1,295 @@
+"""The core of the guided sampler: cost-model prior x learned residual over the enumerated candidates. numpy only.
+
+Pure functions of what is believed and what was seen: asking again gives the same answer. Times are seconds of whatever
+the caller compares (seconds per step, device-seconds per token): only their logarithms' differences matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrator.search.prediction.gaussian_process import Array, ErrorModel, Residual, condition, learn
+
+SHORTLIST_SIZE = 4096
+"""Candidates whose uncertainty is worked out: those that look best when everything goes their way."""
+OPTIMISM = 2.0
+"""Standard deviations below the mean for the shortlist, and for the stopping rule."""
+
+MEMORY_STD = 0.1
+MEMORY_SHIFT_STD = 0.2
+MIN_PROBABILITY = 0.15
+"""Of fitting: what is less likely to fit is tried last, whatever it promises."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Belief:
+    """What is believed of n candidates before measuring. Arrays have shape (n,)."""
+
+    log_time: Array
+    error: ErrorModel
+    cost_s: Array
+    """Device-seconds a trial takes."""
+    log_memory: Array | None = None
+    """log(peak bytes / limit) of the fullest rank; None: memory is no concern."""
+    memory_std: float = MEMORY_STD
+    """Of each prediction on its own."""
+    memory_shift_std: float = MEMORY_SHIFT_STD
+    """Of an error common to all."""
+
+    def __len__(self) -> int:
+        return len(self.log_time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What is known so far, by index of the candidate."""
+
+    times_s: Mapping[int, float] = field(default_factory=dict)
+    peaks: Mapping[int, float] = field(default_factory=dict)
+    """Measured peak bytes / limit, where known."""
+    oom: frozenset[int] = frozenset()
+    infeasible: frozenset[int] = frozenset()
+    running: tuple[int, ...] = ()
+    excluded: frozenset[int] = frozenset()
+    """Not to be proposed: pruned by dominance, or no candidate of this sweep."""
+    history: Mapping[int, float] = field(default_factory=dict)
+    """Times of earlier sweeps on the same cluster: they teach, but are neither proposed nor to be beaten."""
+
+    @property
+    def closed(self) -> list[int]:
+        """Candidates that are not to be proposed (again)."""
+        return sorted({*self.times_s, *self.oom, *self.infeasible, *self.running, *self.excluded, *self.history})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A candidate to measure next, with the figures that chose it."""
+
+    index: int
+    time_s: float
+    """Expected."""
+    log_std: float
+    probability_fits: float
+    score: float
+    """Expected improvement of log time per device-second; for the very first, expected speed relative to the best."""
+
+
+def propose(belief: Belief, seen: Seen, num: int = 1) -> list[Proposal]:
+    """Up to ``num`` candidates to measure at the same time; fewer when fewer are left.
+
+    The first is the one with the largest expected improvement per device-second, among those that may fit. Each
+    further one is chosen as if the earlier had turned out as expected (kriging believer, Ginsbourger et al. 2010), as
+    are those still running. Before anything was measured, the best prediction that fits comes first.
+    """
+    turn = Round(belief, seen, keep=SHORTLIST_SIZE)
+    chosen: list[Proposal] = []
+    while len(chosen) < num and (proposal := turn.best()) is not None:
+        chosen.append(proposal)
+        turn.believe(proposal.index)
+    return chosen
+
+
+class Round:
+    """Proposals one after another from what was seen at one time, as :func:`propose` describes.
+
+    That a candidate turns out as expected changes no expectation, only how much is left to be learned: one more column
+    of what is explained. A further proposal therefore costs little, however much was seen.
+
+    Args:
+        keep: how many candidates stay to choose from, those that score best at first.
+    """
+
+    def __init__(self, belief: Belief, seen: Seen, *, keep: int) -> None:
+        self._belief = belief
+        believed: dict[int, float] = {row: float(np.log(time_s)) for row, time_s in seen.times_s.items()}
+        residual = _believe(belief, _learned(belief, seen), believed, seen.running)
+        self._scale = residual.scale
+        self._incumbent = min(believed.values(), default=None)
+        self._rows = _shortlist(belief, residual, _open_rows(belief, seen), min(SHORTLIST_SIZE, 4 * keep))
+        self._fits = probability_fits(belief, seen, self._rows)
+        self._mean = belief.log_time[self._rows] + residual.mean(self._rows)
+        explained, self._variance = residual.explain(self._rows)
+        self._is_left = np.ones(len(self._rows), dtype=bool)
+        kept = np.sort(self._order()[:keep])
+        self._keep(kept)
+        self._explained = _Columns(explained[kept])
+
+    def best(self, is_open: NDArray[np.bool_] | None = None) -> Proposal | None:
+        """The best candidate left; None where none is. ``is_open``, shape (n,): which may be proposed."""
+        left = self._is_left if is_open is None else self._is_left & is_open[self._rows]
+        order = self._order()
+        order = order[left[order]]
+        if not order.size:
+            return None
+        best = int(order[0])
+        return Proposal(
+            index=int(self._rows[best]),
+            time_s=float(np.exp(self._mean[best])),
+            log_std=float(self._std[best]),
+            probability_fits=float(self._fits[best]),
+            score=float(self._score[best]),
+        )
+
+    def believe(self, row: int) -> bool:
+        """As if ``row`` had been measured at its expected time. False where it is none of those to choose from."""
+        (places,) = np.nonzero(self._rows == row)
+        if not places.size:
+            return False
+        at, error = int(places[0]), self._belief.error
+        explained = self._explained.values
+        own = explained[at]
+        covariance = error.covariance(self._rows, self._rows[at : at + 1], self._scale)[:, 0]
+        left_std = np.sqrt(max(covariance[at] - own @ own, 1e-12) + error.noise_std**2)
+        column = (covariance - explained @ own) / left_std
+        self._explained.append(column)
+        self._variance = self._variance - column**2
+        self._is_left[at] = False
+        expected = float(self._mean[at])
+        self._incumbent = expected if self._incumbent is None else min(self._incumbent, expected)
+        return True
+
+    @property
+    def _std(self) -> Array:
+        return np.asarray(np.sqrt(np.maximum(self._variance, 1e-12)))
+
+    @property
+    def _score(self) -> Array:
+        if self._incumbent is None:
+            score = np.exp(self._mean.min(initial=np.inf) - self._mean) * self._fits
+        else:
+            improvement = expected_improvement(self._incumbent, self._mean, self._std)
+            score = improvement * self._fits / self._belief.cost_s[self._rows]
+        return np.asarray(np.where(self._fits >= MIN_PROBABILITY, score, score * 1e-6))
+
+    def _order(self) -> NDArray[np.intp]:
+        """Best first. Improvements that underflow are still ordered: by how many standard deviations they are away."""
+        incumbent = self._mean.min(initial=np.inf) if self._incumbent is None else self._incumbent
+        return np.lexsort((self._mean, (self._mean - incumbent) / self._std, -self._score))
+
+    def _keep(self, kept: NDArray[np.intp]) -> None:
+        for name in ("_rows", "_fits", "_mean", "_variance", "_is_left"):
+            setattr(self, name, getattr(self, name)[kept])
+
+
+class _Columns:
+    """A matrix that grows by columns, without being copied for each."""
+
+    def __init__(self, values: Array) -> None:
+        self._num = values.shape[1]
+        self._buffer = np.empty((len(values), self._num + 64))
+        self._buffer[:, : self._num] = values
+
+    @property
+    def values(self) -> Array:
+        return self._buffer[:, : self._num]
+
+    def append(self, column: Array) -> None:
+        if self._num == self._buffer.shape[1]:
+            self._buffer = np.hstack([self._buffer, np.empty_like(self._buffer)])
+        self._buffer[:, self._num] = column
+        self._num += 1
+
+
+def expected_log_times(belief: Belief, seen: Seen) -> Array:
+    """Of all candidates, after what was seen."""
+    return np.asarray(belief.log_time + _learned(belief, seen).mean(np.arange(len(belief))))
+
+
+def should_stop(
+    belief: Belief, seen: Seen, *, tolerance: float = 0.0, min_probability: float = MIN_PROBABILITY
+) -> bool:
+    """Whether nothing left is likely to beat the best seen by more than ``tolerance`` (relative).
+
+    That is so when, even ``OPTIMISM`` standard deviations below its expected time, every open candidate that fits with
+    at least ``min_probability`` is slower. Never before something was measured.
+    """
+    if not seen.times_s:
+        return False
+    open_rows = _open_rows(belief, seen)
+    residual = _learned(belief, seen)
+    rows = _shortlist(belief, residual, open_rows)
+    rows = rows[probability_fits(belief, seen, rows) >= min_probability]
+    optimistic = belief.log_time[rows] + residual.mean(rows) - OPTIMISM * residual.std(rows)
+    return bool(np.all(optimistic >= np.log(min(seen.times_s.values())) + np.log1p(-tolerance)))
+
+
+def probability_fits(belief: Belief, seen: Seen, rows: NDArray[np.intp]) -> Array:
+    """Probability that each of ``rows`` fits in memory, given which candidates did and which did not."""
+    if belief.log_memory is None:
+        return np.ones(len(rows))
+    shift, shift_std = _memory_shift(belief.log_memory, belief, seen)
+    spread = np.hypot(belief.memory_std, shift_std)
+    return normal_cdf(-(belief.log_memory[rows] + shift) / spread)
+
+
+def _memory_shift(log_memory: Array, belief: Belief, seen: Seen) -> tuple[float, float]:
+    """Mean and standard deviation of the error common to all memory predictions, on a grid."""
+    shift = np.linspace(-5, 5, 401) * belief.memory_shift_std
+    log_density = -0.5 * (shift / belief.memory_shift_std) ** 2
+    for row in seen.oom:
+        log_density += np.log(normal_cdf((log_memory[row] + shift) / belief.memory_std) + 1e-300)
+    for row in seen.times_s:
+        if row in seen.peaks:
+            miss = (np.log(seen.peaks[row]) - log_memory[row] - shift) / belief.memory_std
+            log_density -= 0.5 * miss**2
+        else:
+            log_density += np.log(normal_cdf(-(log_memory[row] + shift) / belief.memory_std) + 1e-300)
+    density = np.exp(log_density - log_density.max())
+    density /= density.sum()
+    mean = float(density @ shift)
+    return mean, float(np.sqrt(density @ (shift - mean) ** 2))
+
+
+def _learned(belief: Belief, seen: Seen) -> Residual:
+    times = {**seen.history, **seen.times_s}
+    rows = np.array(sorted(times), dtype=np.intp)
+    errors = np.log([times[row] for row in rows.tolist()]) - belief.log_time[rows]
+    return learn(belief.error, rows, errors)
+
+
+def _believe(belief: Belief, residual: Residual, believed: dict[int, float], rows: tuple[int, ...]) -> Residual:
+    """As if ``rows`` had been measured at their expected times, which are added to ``believed``."""
+    if not rows:
+        return residual
+    new = np.array(rows, dtype=np.intp)
+    errors = residual.mean(new)
+    believed.update(zip(rows, (belief.log_time[new] + errors).tolist(), strict=True))
+    seen = np.concatenate([residual.seen, new])
+    return condition(belief.error, seen, np.concatenate([residual.errors, errors]), residual.scale)
+
+
+def _open_rows(belief: Belief, seen: Seen) -> NDArray[np.intp]:
+    is_open = np.ones(len(belief), dtype=bool)
+    is_open[seen.closed] = False
+    return np.asarray(np.flatnonzero(is_open), dtype=np.intp)
+
+
+def _shortlist(
+    belief: Belief, residual: Residual, rows: NDArray[np.intp], size: int = SHORTLIST_SIZE
+) -> NDArray[np.intp]:
+    if len(rows) <= size:
+        return rows
+    own_std = np.sqrt(np.maximum(belief.error.variance(rows, residual.scale) - belief.error.common_std**2, 0.0))
+    optimistic = belief.log_time[rows] + residual.mean(rows) - OPTIMISM * own_std
+    best = np.argpartition(optimistic, size)[:size]
+    return np.asarray(np.sort(rows[best]), dtype=np.intp)
+
+
+def expected_improvement(incumbent: float, mean: Array, std: Array) -> Array:
+    """E[max(0, incumbent - X)] for X ~ N(mean, std^2) (Jones et al. 1998)."""
+    z = (incumbent - mean) / std
+    improvement = std * (z * normal_cdf(z) + np.exp(-0.5 * z**2) / np.sqrt(2 * np.pi))
+    return np.asarray(np.maximum(improvement, 0.0))
+
+
+def normal_cdf(z: Array) -> Array:
+    """Standard normal distribution function, to 1.5e-7 (Abramowitz and Stegun, 7.1.26)."""
+    x = np.abs(z) / np.sqrt(2)
+    t = 1 / (1 + 0.3275911 * x)
+    series = ((((1.061405429 * t - 1.453152027) * t) + 1.421413741) * t - 0.284496736) * t + 0.254829592
+    upper = 0.5 * series * t * np.exp(-(x**2))
+    return np.asarray(np.where(z >= 0, 1 - upper, upper))

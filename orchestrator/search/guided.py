@@ -1,0 +1,267 @@
+"""The guided sampler on a sweep: from its state to what was seen, and from a proposal to a candidate with a reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrator.report.summary import speed_unit
+from orchestrator.search.acquisition import Belief, Proposal, Round, Seen, expected_log_times, should_stop
+from orchestrator.search.prediction.predictor import Predictor
+from orchestrator.search.rounds import as_of, first_trial, round_start
+from orchestrator.search.staged import Stages
+from orchestrator.search.untried import OpenCandidates
+from orchestrator.sweep.expectation import Expectation, Suggestion
+from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.units import rate
+from trials.outcome import Infeasible, OutOfMemory, StoppedEarly
+from trials.spec import Candidate
+
+MAX_LEARNED = 256
+"""Measurements the residual learns from: half of them the fastest, half the latest."""
+MAX_BOUNDS = 128
+"""Trials stopped early that it learns from besides: the latest."""
+MAX_CALIBRATING = 256
+"""Measurements the coefficients are fitted to: some ten for each. What is left after that is no matter of theirs."""
+
+MIN_MEASURED_TO_STOP = 4
+STOP_TOLERANCE = 0.01
+"""What an improvement must promise, relative, for the search to go on."""
+
+MIN_KEPT = 384
+"""Candidates a round chooses from, at least; twice as many as run at the same time."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Turn:
+    """A round, and how far it has come."""
+
+    round: Round
+    state: SweepState
+    """What it knows."""
+    is_open: NDArray[np.bool_]
+    """By row, at its beginning."""
+    words: str
+    num_known: int
+    """Ended trials it knows of."""
+    num_measured: int
+    num_trials: int
+    """Trials that have been taken in."""
+    last: Candidate | None
+    """That of the last of them."""
+    is_converged: bool | None = None
+
+    def is_before(self, state: SweepState, num_known: int) -> bool:
+        """Whether ``state`` is in this round, and follows from what was taken in."""
+        num = self.num_trials
+        return (
+            self.num_known == num_known
+            and len(state.trials) >= num
+            and (num == 0 or state.trials[num - 1].candidate == self.last)
+            and state.end_order.starts_with(self.state.end_order)
+        )
+
+
+class GuidedSearch:
+    """Proposals of the cost model, corrected by the sweep's own trials: a function of the state alone.
+
+    Args:
+        stages: which candidates come first; None: all at once.
+    """
+
+    def __init__(self, predictor: Predictor, stages: Stages | None = None) -> None:
+        self._predictor = predictor
+        self._stages = stages
+        self._rows = {candidate.config_key: row for row, candidate in enumerate(predictor.candidates)}
+        self._keys = tuple(self._rows)
+        self._row_of_trial: dict[int, tuple[Candidate, int | None]] = {}
+        self._row_in: tuple[OpenCandidates, NDArray[np.intp]] | None = None
+        self._turn: _Turn | None = None
+
+    def expect(self, candidate: Candidate) -> Expectation | None:
+        """What the cost model says of a candidate before any trial of this sweep; None of one it does not know."""
+        row = self._rows.get(candidate.config_key)
+        if row is None:
+            return None
+        return Expectation(
+            step_time_s=float(self._predictor.estimates.step_s[row]),
+            log_spread=self._predictor.log_spread_of(row),
+            peak_bytes=float(self._predictor.estimates.peak_bytes[row]),
+            probability_fits=float(self._predictor.probability_fits[row]),
+        )
+
+    def ask(self, state: SweepState, candidates: OpenCandidates) -> Suggestion | None:
+        """The next candidate and why; None when none is left. ``candidates`` have followed the sweep to ``state``."""
+        turn = self._now(state, candidates)
+        is_open = self._is_open(candidates, len(state.trials), len(state.end_order))
+        found = turn.round.best(is_open)
+        if found is None:
+            turn = self._turn = self._begin(state, candidates, turn.num_known, len(state.trials))
+            found = turn.round.best(is_open)
+        if found is None:
+            return None
+        reason = _reason(found, state, measured=turn.num_measured > 0)
+        return Suggestion(
+            self._predictor.candidates[found.index],
+            f"{turn.words}: {reason}" if turn.words else reason,
+            Expectation(
+                step_time_s=found.time_s / float(self._predictor.inputs.world_size[found.index]),
+                log_spread=found.log_std,
+                peak_bytes=float(self._predictor.estimates.peak_bytes[found.index]),
+                probability_fits=found.probability_fits,
+            ),
+        )
+
+    def is_converged(self, state: SweepState, candidates: OpenCandidates) -> bool:
+        """Whether nothing left is likely to beat the best by more than ``STOP_TOLERANCE``."""
+        turn = self._now(state, candidates)
+        if turn.is_converged is None:
+            belief, seen = self._standing(turn.state, self._closed(turn.is_open))
+            enough = len(seen.times_s) >= MIN_MEASURED_TO_STOP
+            turn.is_converged = enough and should_stop(belief, seen, tolerance=STOP_TOLERANCE)
+        return turn.is_converged
+
+    def _now(self, state: SweepState, candidates: OpenCandidates) -> _Turn:
+        """The round that ``state`` is in, with what was proposed in it so far.
+
+        A trial that is none of its candidates begins it anew, with what was known when that trial was proposed.
+        """
+        num_known = round_start(len(state.end_order), state.sweep.max_concurrent)
+        turn = self._turn
+        if turn is None or not turn.is_before(state, num_known):
+            turn = self._begin(state, candidates, num_known, first_trial(state, num_known))
+        for trial in state.trials.since(turn.num_trials):
+            row = self._row(trial) if trial.check is None else None
+            if row is not None and not turn.round.believe(row):
+                turn = self._begin(state, candidates, num_known, trial.number)
+                turn.round.believe(row)
+            turn.num_trials, turn.last = trial.number + 1, trial.candidate
+        self._turn = turn
+        return turn
+
+    def _begin(self, state: SweepState, candidates: OpenCandidates, num_known: int, num_trials: int) -> _Turn:
+        """A round from the first ``num_trials`` trials, of which ``num_known`` have ended."""
+        before = as_of(state, num_known, num_trials)
+        num_ended = state.trials[num_trials].num_ended if num_trials < len(state.trials) else len(state.end_order)
+        is_open = self._is_open(candidates, num_trials, num_ended)
+        words, closed = "", self._closed(is_open)
+        if self._stages is not None:
+            stage = self._stages.now(before, frozenset(self._keys[row] for row in np.flatnonzero(is_open).tolist()))
+            words, closed = stage.words, [row for row, key in enumerate(self._keys) if key not in stage.keys]
+        belief, seen = self._standing(before, closed)
+        return _Turn(
+            round=Round(belief, seen, keep=max(MIN_KEPT, 2 * state.sweep.max_concurrent)),
+            state=before,
+            is_open=is_open,
+            words=words,
+            num_known=num_known,
+            num_measured=len(seen.times_s),
+            num_trials=num_trials,
+            last=before.trials[-1].candidate if num_trials else None,
+        )
+
+    def _is_open(self, candidates: OpenCandidates, num_trials: int, num_ended: int) -> NDArray[np.bool_]:
+        """By row, when there were so many trials and so many of them had ended."""
+        if self._row_in is None or self._row_in[0] is not candidates:
+            found = [candidates.row_of.get(key, -1) for key in self._keys]
+            self._row_in = candidates, np.array(found, dtype=np.intp)
+        rows = self._row_in[1]
+        is_closed = (candidates.tried_by[rows] < num_trials) | (candidates.ruled_out_by[rows] < num_ended)
+        return np.asarray((rows >= 0) & ~is_closed)
+
+    @staticmethod
+    def _closed(is_open: NDArray[np.bool_]) -> list[int]:
+        closed: list[int] = np.flatnonzero(~is_open).tolist()
+        return closed
+
+    def _standing(self, state: SweepState, closed: Collection[int]) -> tuple[Belief, Seen]:
+        """What is believed and was seen. ``closed``: rows not to be proposed."""
+        measured = [(row, trial) for number in state.end_order for row, trial in self._measured(state.trials[number])]
+        calibrating = measured[: num_calibrating(len(measured))]
+        history = self._predictor.earlier_times_s
+        belief = self._predictor.belief({**history, **{row: device_seconds(trial) for row, trial in calibrating}})
+        learned = dict(_most_telling(measured))
+        outcomes = {row: trial.outcome for trial in state.searched() if (row := self._row(trial)) is not None}
+        seen = Seen(
+            times_s={row: device_seconds(trial) for row, trial in learned.items()},
+            peaks={row: peak / self._limit_bytes for row, trial in learned.items() if (peak := _peak_bytes(trial))},
+            oom=frozenset(row for row, outcome in outcomes.items() if isinstance(outcome, OutOfMemory)),
+            infeasible=frozenset(row for row, outcome in outcomes.items() if isinstance(outcome, Infeasible)),
+            running=tuple(
+                row for row, outcome in outcomes.items() if outcome is None or outcome.consequence == "retry"
+            ),
+            excluded=frozenset(row for row in closed if row not in learned) | self._predictor.earlier_rows,
+            history=history,
+        )
+        stopped = {row: o for row, o in outcomes.items() if isinstance(o, StoppedEarly) and row not in learned}
+        return belief, _with_bounds(belief, seen, stopped, self._predictor)
+
+    @property
+    def _limit_bytes(self) -> float:
+        return self._predictor.limit_bytes
+
+    def _row(self, trial: Trial) -> int | None:
+        known = self._row_of_trial.get(trial.number)
+        if known is None or known[0] is not trial.candidate:
+            known = trial.candidate, self._rows.get(trial.candidate.config_key)
+            self._row_of_trial[trial.number] = known
+        return known[1]
+
+    def _measured(self, trial: Trial) -> list[tuple[int, Trial]]:
+        row = self._row(trial)
+        return [] if row is None or trial.measurement is None else [(row, trial)]
+
+
+def _with_bounds(belief: Belief, seen: Seen, stopped: Mapping[int, StoppedEarly], predictor: Predictor) -> Seen:
+    """With what trials that were stopped early tell: that they take at least so long. Where they were expected to take
+    longer, that is no news; else they teach as if that were what they take."""
+    if not stopped:
+        return seen
+    expected = expected_log_times(belief, seen)
+    world_size = predictor.inputs.world_size
+    bounds = {row: outcome.at_least_s * float(world_size[row]) for row, outcome in stopped.items()}
+    news = [(row, seconds) for row, seconds in bounds.items() if math.log(seconds) > expected[row]]
+    return replace(
+        seen, history={**seen.history, **dict(news[-MAX_BOUNDS:])}, excluded=seen.excluded | frozenset(bounds)
+    )
+
+
+def device_seconds(trial: Trial) -> float:
+    """Of one step of a measured trial."""
+    assert trial.measurement is not None
+    return trial.measurement.step_time_s * trial.measurement.world_size
+
+
+def _peak_bytes(trial: Trial) -> int:
+    """Of the fullest rank; 0 where nobody measured it."""
+    assert trial.measurement is not None
+    return max(trial.measurement.peak_reserved_bytes, default=0)
+
+
+def num_calibrating(num_measured: int) -> int:
+    """The first 1, 2, 3, 5, 8, ... measurements move the coefficients: each next one matters less, and linearising
+    the model anew takes long where there are many candidates. In between, the residual takes them in."""
+    low, high = 0, 1
+    while high <= min(num_measured, MAX_CALIBRATING):
+        low, high = high, low + high
+    return low
+
+
+def _most_telling(measured: list[tuple[int, Trial]]) -> list[tuple[int, Trial]]:
+    if len(measured) <= MAX_LEARNED:
+        return measured
+    fastest = sorted(measured, key=lambda item: device_seconds(item[1]))[: MAX_LEARNED // 2]
+    return [*fastest, *measured[-MAX_LEARNED // 2 :]]
+
+
+def _reason(proposal: Proposal, state: SweepState, *, measured: bool) -> str:
+    workload = state.sweep.workload
+    speed = f"{rate(workload.tokens_per_step / proposal.time_s)} {speed_unit(workload)}"
+    spread = math.expm1(proposal.log_std)
+    how = "largest expected improvement per device-second" if measured else "best prediction"
+    fits = f", fits with {proposal.probability_fits:.0%}" if proposal.probability_fits < 0.995 else ""
+    return f"{how}: {speed} expected (give or take {spread:.0%}{fits})"

@@ -1,0 +1,252 @@
+"""What the cost model says of a sweep's candidates, in the form the guided sampler and the plan need. No service.
+
+The numbers the cost model cannot know (``cluster.cost.coefficients``) have a prior. Measured trials move them; around
+where they put them the model is linearised, so that the Gaussian process of ``residual.py`` weighs what the
+coefficients explain against what only lies in a candidate's own neighbourhood. Trials of earlier sweeps are rows of
+that process beside the sweep's own candidates, with an error in common per sweep.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from cluster.cost.calibrate import Calibrated, derivatives, fit
+from cluster.cost.candidates import inputs_of
+from cluster.cost.coefficients import TIME, Coefficients, Prior, load_prior
+from cluster.cost.estimate import CostModel, Estimates
+from cluster.cost.generic import GenericInputs
+from cluster.cost.generic_inputs import generic_inputs
+from cluster.cost.inputs import Array, CostInputs, concatenate
+from cluster.hardware.accelerators import ClusterDescription
+from orchestrator.search.acquisition import MEMORY_SHIFT_STD, MEMORY_STD, Belief, normal_cdf
+from orchestrator.search.prediction import model_families as described
+from orchestrator.search.prediction.gaussian_process import ErrorModel
+from orchestrator.search.prediction.knob_features import Features, OwnKnobs
+from orchestrator.search.prediction.model_families import Inputs, log_device_seconds, physical_places
+from orchestrator.search.prediction.transfer import EarlierTrial, nearest
+from trials.dryrun.estimate import Estimate
+from trials.spec import Candidate, LlamaModel, Workload
+
+__all__ = [
+    "NotDescribedError",
+    "Predictor",
+    "believed",
+    "linearised",
+    "log_device_seconds",
+    "physical_places",
+    "trial_device_seconds",
+]
+
+MAX_CANDIDATES = 200_000
+"""Candidates the cost model ranks one by one; each takes some 2 kB."""
+ROWS_AT_ONCE = 20_000
+
+TRIAL_OVERHEAD_S = {"cuda": 60.0, "cpu": 8.0}
+"""Of a trial before its first step, by kind of device."""
+STEPS_PER_TRIAL = 20
+COEFFICIENT_SHARE = 0.7
+"""Of the spread that published measurements give the coefficients: fitted as if errors that no coefficient explains
+were independent, families' coefficients come out too far apart. With this and the two standard deviations below,
+measurements of sources that the prior has not seen are about as likely as they can be made
+(``benchmarks/search/calibration.py``)."""
+LOCAL_STD = {"cuda": 0.11, "cpu": 0.25}
+"""Of errors that no coefficient explains, by kind of device: the prior comes from accelerators."""
+COMMON_STD = {"cuda": 0.2, "cpu": 0.5}
+"""Of what the errors of all candidates have in common."""
+OWN_KNOB_STD = {"decoder": 0.1, "generic": 0.3}
+"""Of the effect of each value of a knob that the cost model knows nothing of: memory formats and data reading, which
+decoders do not have or hardly feel, move others much."""
+SWEEP_STD = 0.05
+"""Of what all trials of an earlier sweep have in common, on the same hardware."""
+NOISE_STD = 0.01
+"""Of a repeated measurement."""
+
+
+class NotDescribedError(ValueError):
+    """The cost model cannot describe these candidates; the message says why."""
+
+
+class Predictor:
+    """The cost model on a fixed list of candidates of one workload and cluster.
+
+    Rows of what it returns are the candidates, in their order, and after them the ``earlier`` trials.
+
+    Args:
+        features: flat description of a candidate, for the knobs the cost model knows nothing of.
+        prior: of the time coefficients; None: the one published measurements taught.
+        estimates: what dry runs counted, of use for workloads that are no decoders.
+        earlier: trials of other sweeps on the same hardware; those of the same kind of model count.
+
+    Raises:
+        NotDescribedError: the device lacks a figure, or there are too many candidates.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        candidates: Sequence[Candidate],
+        cluster: ClusterDescription,
+        *,
+        features: Features,
+        prior: Prior | None = None,
+        estimates: Mapping[Candidate, Estimate] | None = None,
+        earlier: Sequence[EarlierTrial] = (),
+    ) -> None:
+        if len(candidates) > MAX_CANDIDATES:
+            raise NotDescribedError(
+                f"{len(candidates):,} candidates are too many to rank one by one (limit {MAX_CANDIDATES:,})"
+            )
+        self.candidates = tuple(candidates)
+        self.earlier = tuple(t for t in earlier if isinstance(t.workload.model, type(workload.model)))
+        self.cluster = cluster
+        self.on_cpu = cluster.accelerator.name == "cpu"
+        pairs = [(workload, c) for c in self.candidates] + [(t.workload, t.candidate) for t in self.earlier]
+        try:
+            self.inputs = _inputs(pairs, cluster, estimates or {})
+        except NotImplementedError as error:
+            raise NotDescribedError(str(error)) from None
+        self._own = OwnKnobs([candidate for _, candidate in pairs], features)
+        self._prior = believed(prior or load_prior("time"), LOCAL_STD[self.device_kind])
+        self._beliefs: dict[tuple[tuple[int, float], ...], Belief] = {}
+
+    @functools.cached_property
+    def _model(self) -> CostModel:
+        return CostModel(Calibrated.of_prior(self._prior), self._calibrated_memory())
+
+    @functools.cached_property
+    def estimates(self) -> Estimates:
+        """Before any measurement of this sweep. On CPUs there is no device context, and none is counted."""
+        return described.estimate(self._model, self.inputs, on_cpu=self.on_cpu)
+
+    @functools.cached_property
+    def probability_fits(self) -> Array:
+        """Of every candidate, before any measurement."""
+        return normal_cdf(-self.log_memory / float(np.hypot(MEMORY_STD, MEMORY_SHIFT_STD)))
+
+    @functools.cached_property
+    def earlier_rows(self) -> frozenset[int]:
+        """Rows that are no candidates."""
+        return frozenset(range(len(self.candidates), len(self.inputs)))
+
+    @functools.cached_property
+    def earlier_times_s(self) -> Mapping[int, float]:
+        """Device-seconds per step of the earlier trials most like any candidate, by row."""
+        first = len(self.candidates)
+        times = [(first + i, t.device_seconds) for i, t in enumerate(self.earlier) if t.device_seconds is not None]
+        if not times:
+            return {}
+        places = physical_places(self.inputs)
+        near = nearest(places[[row for row, _ in times]], places[:first])
+        return dict(times[i] for i in near.tolist())
+
+    def log_spread_of(self, row: int) -> float:
+        """Standard deviation of log(measured / predicted step time) to expect."""
+        x = self.inputs.take(slice(row, row + 1))
+        jacobian = derivatives(functools.partial(log_device_seconds, x), self._model.time.coefficients)
+        return float(self._model.time.log_spread(jacobian)[0])
+
+    @functools.cached_property
+    def log_memory(self) -> Array:
+        """log(predicted peak / device memory)."""
+        return np.asarray(np.log(self.estimates.peak_bytes / self.inputs.memory_bytes))
+
+    @property
+    def device_kind(self) -> str:
+        return "cpu" if self.on_cpu else "cuda"
+
+    def trial_device_seconds(self, device_seconds_per_step: Array) -> Array:
+        """What a trial of each candidate costs."""
+        return trial_device_seconds(self.inputs, device_seconds_per_step, TRIAL_OVERHEAD_S[self.device_kind])
+
+    @property
+    def limit_bytes(self) -> float:
+        return self.cluster.accelerator.usable_memory_bytes
+
+    def belief(self, times_s: Mapping[int, float]) -> Belief:
+        """Linearised where the device-seconds per step ``times_s`` (by row) put the coefficients. Kept for reuse."""
+        key = tuple(sorted(times_s.items()))
+        if key not in self._beliefs:
+            self._beliefs = {key: self._believe(times_s)}
+        return self._beliefs[key]
+
+    def _believe(self, times_s: Mapping[int, float]) -> Belief:
+        log_time, features, seconds = linearised(self._prior, self.inputs, times_s)
+        own, sweeps = self._own.one_hot, self._sweeps()
+        own_std = OWN_KNOB_STD["decoder" if isinstance(self.inputs, CostInputs) else "generic"]
+        return Belief(
+            log_time=log_time,
+            error=ErrorModel(
+                features=np.hstack([features, own, sweeps]),
+                feature_std=np.repeat([1.0, own_std, SWEEP_STD], [features.shape[1], own.shape[1], sweeps.shape[1]]),
+                places=np.hstack([physical_places(self.inputs), self._own.places]),
+                local_std=LOCAL_STD[self.device_kind],
+                common_std=COMMON_STD[self.device_kind],
+                noise_std=NOISE_STD,
+            ),
+            cost_s=self.trial_device_seconds(seconds),
+            log_memory=self.log_memory,
+        )
+
+    def _sweeps(self) -> Array:
+        """A column per earlier sweep, 1 in the rows of its trials."""
+        names = list(dict.fromkeys(trial.sweep for trial in self.earlier))
+        columns = np.zeros((len(self.inputs), len(names)))
+        for i, trial in enumerate(self.earlier):
+            columns[len(self.candidates) + i, names.index(trial.sweep)] = 1.0
+        return columns
+
+    def _calibrated_memory(self) -> Calibrated:
+        """The memory coefficients after the peaks of the earlier trials, and which of them ran out of memory."""
+        prior = load_prior("memory")
+        known = [
+            (len(self.candidates) + i, trial.peak_bytes or self.limit_bytes, 0 if trial.peak_bytes else 1)
+            for i, trial in enumerate(self.earlier)
+            if trial.peak_bytes or trial.step_time_s is None
+        ]
+        if not known:
+            return Calibrated.of_prior(prior)
+        rows, peaks, sides = zip(*known, strict=True)
+        x = self.inputs.take(np.array(rows))
+        predict = functools.partial(described.log_peak, x, on_cpu=self.on_cpu)
+        return fit(prior, predict, np.log(peaks), np.array(sides, dtype=np.int64))
+
+
+def believed(prior: Prior, local_std: float) -> Prior:
+    """The prior as the search takes it: narrower, and with as much unexplained as a single candidate has."""
+    return Prior(prior.group, prior.mean, COEFFICIENT_SHARE**2 * prior.covariance, local_std)
+
+
+def linearised(prior: Prior, x: Inputs, times_s: Mapping[int, float]) -> tuple[Array, Array, Array]:
+    """The time model around the coefficients that ``times_s`` (device-seconds per step, by row) teach.
+
+    Returns the log device-seconds at the prior's mean, shape (n,); features (n, coefficients), each with standard
+    deviation 1; and the device-seconds at the taught coefficients, shape (n,).
+    """
+    at = Coefficients(TIME, prior.mean)
+    if times_s:
+        seen = sorted(times_s)
+        known = x.take(np.array(seen))
+        at = fit(prior, lambda k: log_device_seconds(known, k), np.log([times_s[i] for i in seen])).coefficients
+    parts = [x.take(slice(i, i + ROWS_AT_ONCE)) for i in range(0, len(x), ROWS_AT_ONCE)]
+    jacobian = np.concatenate([derivatives(functools.partial(log_device_seconds, part), at) for part in parts])
+    here = np.concatenate([log_device_seconds(part, at) for part in parts])
+    mean = here + jacobian @ (prior.mean - at.log_values)
+    return mean, jacobian @ np.linalg.cholesky(prior.covariance), np.exp(here)
+
+
+def trial_device_seconds(
+    x: Inputs, device_seconds_per_step: Array, overhead_s: float = TRIAL_OVERHEAD_S["cuda"]
+) -> Array:
+    """What a trial costs."""
+    return np.asarray(overhead_s * x.world_size + STEPS_PER_TRIAL * device_seconds_per_step)
+
+
+def _inputs(
+    pairs: Sequence[tuple[Workload, Candidate]], cluster: ClusterDescription, estimates: Mapping[Candidate, Estimate]
+) -> CostInputs | GenericInputs:
+    if not isinstance(pairs[0][0].model, LlamaModel):
+        return generic_inputs(pairs, cluster, estimates)
+    return concatenate([inputs_of(pairs[i : i + ROWS_AT_ONCE], cluster) for i in range(0, len(pairs), ROWS_AT_ONCE)])

@@ -1,0 +1,177 @@
+"""Knob values to canonical candidates and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.space.knobs import KNOBS
+from orchestrator.space.knobs.layer_choices import layers_of, resolve_recompute, resolve_stage_layers
+from trials.legality.rules import uses_ddp
+from trials.spec import (
+    Candidate,
+    Kernels,
+    Layout,
+    LlamaModel,
+    Loader,
+    LoaderTuning,
+    LossScale,
+    Model,
+    Precision,
+    ResNetModel,
+)
+
+DEFAULT_PREFETCH_FACTOR = 2
+
+
+def build_candidate(values: Mapping[str, Any], model: Model) -> Candidate:
+    """The canonical candidate of a full set of knob values."""
+    layout = build_layout(values, model.num_layers)
+    recompute = resolve_recompute(values["recompute"], layers_of(layout, model.num_layers))
+    engine = resolve_tp_engine(values["tp_engine"], layout, recomputes_communication=recompute.communication != ())
+    return Candidate(
+        layout=with_tp_engine(layout, engine),
+        micro_batch_size=values["micro_batch_size"],
+        recompute=recompute,
+        precision=canonical_precision(values["precision"]),
+        loader=build_loader(values),
+        kernels=build_kernels(values, model),
+    )
+
+
+def knob_values(candidate: Candidate) -> dict[str, Any]:
+    """Values of all knobs: the inverse of :func:`build_candidate` for canonical candidates."""
+    return {knob.name: knob.read(candidate) for knob in KNOBS}
+
+
+def build_layout(values: Mapping[str, Any], num_layers: int) -> Layout:
+    """The layout in canonical form, with ``replicate_with: auto`` and the layers per stage resolved.
+
+    ``tp_engine`` depends on the recompute policy too and is left at its default, for :func:`with_tp_engine`.
+    """
+    pp, schedule = values["pp"], values["schedule"]
+    chunks = 2 if schedule == "zbv" else values["num_virtual_stages"]
+    engine = values["replicate_with"]
+    if engine == "auto":
+        is_plain = values["tp"] == 1 and (pp == 1 or chunks == 1) and not values["shard_embedding"]
+        engine = "ddp" if is_plain else "fsdp2"
+    layout = Layout(
+        pp=pp,
+        dp_replicate=values["dp_replicate"],
+        dp_shard=values["dp_shard"],
+        cp=values["cp"],
+        tp=values["tp"],
+        zero_stage=values["zero_stage"],
+        replicate_with=engine,
+        shard_embedding=values["shard_embedding"],
+        sequence_parallel=values["sequence_parallel"],
+        num_copies=values["num_copies"],
+        cp_method=values["cp_method"],
+        schedule=schedule,
+        num_virtual_stages=chunks,
+        stage_layers=resolve_stage_layers(
+            values["stage_layers"], num_layers=num_layers, pp=pp, num_virtual_stages=chunks, schedule=schedule
+        ),
+    )
+    return canonical_layout(layout)
+
+
+def canonical_layout(layout: Layout) -> Layout:
+    """Knobs of an axis mean nothing where its degree is 1.
+
+    ZeRO-1 always works on DDP, and FSDP2, which does ZeRO-2 and ZeRO-3, also replicates: no choice of engine there.
+    """
+    has_pipeline, has_tp = layout.pp > 1, layout.tp > 1
+    zero_stage = layout.zero_stage if layout.dp_shard > 1 else 0
+    has_engine_choice = layout.dp_replicate * layout.cp > 1 and zero_stage == 0
+    schedule = layout.schedule if has_pipeline else "1f1b"
+    chunks = (2 if schedule == "zbv" else layout.num_virtual_stages) if has_pipeline else 1
+    return dataclasses.replace(
+        layout,
+        zero_stage=zero_stage,
+        replicate_with=layout.replicate_with if has_engine_choice else "ddp",
+        shard_embedding=layout.shard_embedding and layout.dp * layout.cp > 1,
+        sequence_parallel=layout.sequence_parallel and has_tp,
+        tp_engine=layout.tp_engine if has_tp else "dtensor",
+        num_copies=layout.num_copies if has_tp else 1,
+        cp_method=layout.cp_method if layout.cp > 1 else "all_gather",
+        schedule=schedule,
+        num_virtual_stages=chunks,
+        stage_layers=layout.stage_layers if has_pipeline else (),
+    )
+
+
+def resolve_tp_engine(engine: str, layout: Layout, *, recomputes_communication: bool) -> str:
+    """``auto`` is the local engine for what DTensors cannot do."""
+    if engine != "auto":
+        return engine
+    needs_local = layout.num_copies > 1 or uses_ddp(layout) or recomputes_communication
+    return "local" if needs_local else "dtensor"
+
+
+def with_tp_engine(layout: Layout, engine: Any) -> Layout:
+    """The layout with that engine where there is tensor parallelism."""
+    return dataclasses.replace(layout, tp_engine=engine) if layout.tp > 1 else layout
+
+
+def canonical_precision(precision: Precision) -> Precision:
+    """O0 is float32; float16 always has a loss scale and nothing else has one; lists have no order."""
+    if precision.level == "O0":
+        return Precision()
+    scale = (precision.loss_scale or LossScale()) if precision.dtype == "float16" else None
+    white, black = tuple(sorted(set(precision.white))), tuple(sorted(set(precision.black)))
+    return dataclasses.replace(precision, loss_scale=scale, white=white, black=black)
+
+
+def build_loader(values: Mapping[str, Any]) -> Loader:
+    tuning: LoaderTuning | None = values["dataloader"]
+    return canonical_loader(
+        Loader(
+            num_workers=values["num_workers"],
+            prefetch_factor=values["prefetch_factor"],
+            pin_memory=values["pin_memory"],
+            persistent_workers=values["persistent_workers"],
+            full_batch=values["full_batch"],
+            tuning=tuning,
+        )
+    )
+
+
+def canonical_loader(loader: Loader) -> Loader:
+    """Nothing to prefetch or to keep without workers; a tuned loader finds its numbers itself; 0 batches ahead with
+    workers means the default."""
+    num_workers = 0 if loader.tuning is not None else loader.num_workers
+    return dataclasses.replace(
+        loader,
+        num_workers=num_workers,
+        prefetch_factor=(loader.prefetch_factor or DEFAULT_PREFETCH_FACTOR) if num_workers else 0,
+        persistent_workers=loader.persistent_workers and (num_workers > 0 or loader.tuning is not None),
+    )
+
+
+def build_kernels(values: Mapping[str, Any], model: Model) -> Kernels:
+    kernels = Kernels(
+        compile=values["compile"],
+        compile_mode=values["compile_mode"],
+        attention=values["attention"],
+        matmul_precision=values["matmul_precision"],
+        cudnn_tuning_range=values["cudnn_benchmark"],
+        memory_format=values["memory_format"],
+    )
+    return canonical_kernels(kernels, model)
+
+
+def canonical_kernels(kernels: Kernels, model: Model) -> Kernels:
+    """What a compiler is told means nothing without one, nor kernels for operators the model has not."""
+    default = Kernels()
+    compiles = kernels.compile != "off"
+    has_attention, has_convolutions = isinstance(model, LlamaModel), isinstance(model, ResNetModel)
+    return dataclasses.replace(
+        kernels,
+        backend=kernels.backend if compiles else default.backend,
+        compile_mode=kernels.compile_mode if compiles else default.compile_mode,
+        attention=kernels.attention if has_attention else default.attention,
+        cudnn_tuning_range=kernels.cudnn_tuning_range if has_convolutions else (),
+        memory_format=kernels.memory_format if has_convolutions else default.memory_format,
+    )

@@ -1,0 +1,189 @@
+"""Legality rules: which candidates cannot work, and why. Pure functions of arithmetic and of what is known.
+
+A rule answers with a one-line reason, or None when it has nothing against the candidate. Rules that need to know
+the hardware are silent while the topology is unknown; those of arithmetic are the runner's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cluster.hardware.topology import Topology
+from orchestrator.space.knobs import KNOBS
+from orchestrator.space.knobs.text import show_pattern
+from trials.legality import rules as legality
+from trials.spec import Candidate, Layout, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What a rule judges. ``topology`` is None while the hardware is unknown."""
+
+    candidate: Candidate
+    workload: Workload
+    topology: Topology | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return self.candidate.layout
+
+
+Check = Callable[[Case], str | None]
+Pattern = Mapping[str, tuple[Any, ...]]
+_KNOBS = {knob.name: knob for knob in KNOBS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """``reads="layout"`` promises to look at ``layout`` and ``micro_batch_size`` only."""
+
+    id: str
+    reads: Literal["layout", "candidate"]
+    check: Check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """Why a candidate is not legal."""
+
+    rule_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filters:
+    """The user's own restrictions; values are compared whole, in canonical form.
+
+    A pattern maps knobs (or ``world_size``) to accepted values and matches when all of them match.
+    """
+
+    forbid: tuple[Pattern, ...] = ()
+    require: tuple[Pattern, ...] = ()
+    world_size: tuple[int, ...] | None = None
+    """Allowed world sizes; None allows all."""
+
+
+def _of_runner(rule: legality.Rule) -> Rule:
+    """What the runner insists on."""
+    check = rule.check
+    return Rule(id=rule.id, reads=rule.reads, check=lambda case: check(case.workload, case.candidate))
+
+
+def _tp_in_node(case: Case) -> str | None:
+    if case.topology is None:
+        return None
+    largest = max(node.num_devices for node in case.topology.nodes)
+    tp = case.layout.tp
+    return f"tp {tp} does not fit in a node of {largest} devices" if tp > largest else None
+
+
+def _fits_lease(case: Case) -> str | None:
+    """Tensor-parallel groups do not span nodes, so each node takes a whole number of them."""
+    if case.topology is None:
+        return None
+    layout = case.layout
+    room = sum(node.num_devices // layout.tp * layout.tp for node in case.topology.nodes)
+    if layout.world_size <= room:
+        return None
+    whole = f" in whole tp groups of {layout.tp}" if room != case.topology.num_devices else ""
+    return f"world_size {layout.world_size} does not fit the lease of {case.topology.num_devices} devices{whole}"
+
+
+_NO_FLOAT16 = re.compile(r"\b(K80|M40|M60|P4|P40|P100|GTX (9|10)\d\d)\b")
+_NO_BFLOAT16 = re.compile(r"\b(V100S?|T4|GTX 16\d\d|RTX 20\d\d|TITAN (V|RTX)|Quadro RTX \d+)\b")
+
+
+def _amp_dtype(case: Case) -> str | None:
+    """float16 needs CUDA compute capability 7.0 and bfloat16 8.0; CPUs run both; unknown devices are let through."""
+    if case.topology is None or case.candidate.precision.level == "O0":
+        return None
+    dtype = case.candidate.precision.dtype
+    for name in sorted({node.device_name for node in case.topology.nodes if node.device_kind == "cuda"}):
+        if _NO_FLOAT16.search(name) or (dtype == "bfloat16" and _NO_BFLOAT16.search(name)):
+            return f"{name} has no fast {dtype}"
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(id="tp-in-node", reads="layout", check=_tp_in_node),
+    Rule(id="fits-lease", reads="layout", check=_fits_lease),
+    *map(_of_runner, legality.RULES),
+    Rule(id="amp-dtype", reads="candidate", check=_amp_dtype),
+)
+"""In the order they are reported."""
+
+
+def check(
+    candidate: Candidate,
+    workload: Workload,
+    topology: Topology | None = None,
+    filters: Filters | None = None,
+) -> tuple[Violation, ...]:
+    """Every rule the candidate breaks, in the order of the rules; empty when it is legal."""
+    case = Case(candidate=candidate, workload=workload, topology=topology)
+    return tuple(violations(rules_for(filters), case))
+
+
+def violations(rules: Iterable[Rule], case: Case) -> Iterator[Violation]:
+    """The rules broken, one by one; take the first only if one is enough."""
+    for rule in rules:
+        reason = rule.check(case)
+        if reason is not None:
+            yield Violation(rule_id=rule.id, reason=reason)
+
+
+def rules_for(filters: Filters | None) -> tuple[Rule, ...]:
+    """The fixed rules and those the user's filters stand for, rules on layouts first."""
+    own = _filter_rules(filters) if filters is not None else ()
+    return tuple(sorted((*RULES, *own), key=lambda rule: rule.reads != "layout"))
+
+
+def _filter_rules(filters: Filters) -> Iterable[Rule]:
+    if filters.world_size is not None:
+        yield Rule(id="world-size", reads="layout", check=_allowed_world_size(filters.world_size))
+    for i, pattern in enumerate(filters.forbid):
+        yield Rule(id=f"forbid.{i}", reads="candidate", check=_forbidden(pattern))
+    for i, pattern in enumerate(filters.require):
+        yield Rule(id=f"require.{i}", reads="candidate", check=_required(pattern))
+
+
+def _allowed_world_size(allowed: tuple[int, ...]) -> Check:
+    def check(case: Case) -> str | None:
+        size = case.layout.world_size
+        return None if size in allowed else f"world_size {size} is not among {', '.join(map(str, allowed))}"
+
+    return check
+
+
+def _forbidden(pattern: Pattern) -> Check:
+    def check(case: Case) -> str | None:
+        return f"forbidden: {show_pattern(pattern)}" if matches(pattern, case) else None
+
+    return check
+
+
+def _required(pattern: Pattern) -> Check:
+    def check(case: Case) -> str | None:
+        return None if matches(pattern, case) else f"required: {show_pattern(pattern)}"
+
+    return check
+
+
+def matches(pattern: Pattern, case: Case) -> bool:
+    """Whether every knob of the pattern has one of its accepted values."""
+    return all(_accepts(name, accepted, case) for name, accepted in pattern.items())
+
+
+def _accepts(name: str, accepted: tuple[Any, ...], case: Case) -> bool:
+    candidate = case.candidate
+    if name == "world_size":
+        return candidate.layout.world_size in accepted
+    knob = _KNOBS[name]
+    value = knob.read(candidate)
+    if knob.resolve is None:
+        return value in accepted
+    resolve, num_layers = knob.resolve, case.workload.num_layers
+    return any(resolve(wanted, candidate, num_layers) == value for wanted in accepted)

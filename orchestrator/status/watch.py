@@ -1,0 +1,143 @@
+"""Following a sweep whose controller runs elsewhere: by looking at its ledger again and again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from cluster.base import GangProgress
+from orchestrator.commands.background import is_at_work
+from orchestrator.plain_text import plain
+from orchestrator.space.space import short_name
+from orchestrator.status.logs import nodes_of
+from orchestrator.status.snapshot import AT_REST, ENDED, Inspection, look
+from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, LedgerEvent, TrialProposed
+from orchestrator.sweep.home import Home
+from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.state import SweepState, describe_failure
+
+POLL_S = 0.5
+GONE_S = 20.0
+"""For how long a sweep may be without a controller, and without anybody who starts it again, before it is left."""
+
+
+class View(Protocol):
+    """Shows a sweep; the live table of ``submit`` is one."""
+
+    def on_state(self, state: SweepState) -> None: ...
+
+    def on_progress(self, trial: int, progress: GangProgress) -> None: ...
+
+    def on_lease(self, nodes: Sequence[str], waiting: str) -> None: ...
+
+
+def looks(ledger: Ledger, home: Home, poll_s: float = POLL_S) -> Iterator[Inspection]:
+    """One look after another, until the sweep has ended, is paused, or has had no controller for :data:`GONE_S`."""
+    seen: Inspection | None = None
+    gone_at_s: float | None = None
+    while True:
+        seen = look(ledger, seen)
+        yield seen
+        if not ledger.path.exists():
+            return  # withdrawn while it waited for its first nodes
+        if seen.phase in ENDED or (seen.phase in AT_REST and not seen.is_held):
+            return
+        if seen.is_held or is_at_work(home, seen.name):
+            gone_at_s = None
+        elif gone_at_s is None:
+            gone_at_s = time.monotonic()
+        if gone_at_s is not None and time.monotonic() - gone_at_s >= GONE_S:
+            return
+        time.sleep(poll_s)
+
+
+def turn(sweep: Inspection, before: Inspection | None) -> str:
+    """One line where the sweep has turned to something else, like ``busy: paused, paused by anna@desk``."""
+    if before is not None and before.phase == sweep.phase:
+        return ""
+    return plain(f"{sweep.name}: {sweep.phase}" + (f", {sweep.reason}" if sweep.reason else ""))
+
+
+def show(view: View, sweep: Inspection, before: Inspection | None) -> None:
+    """Tell ``view`` what is new."""
+    if sweep.is_held:
+        view.on_lease(sweep.lease.nodes, sweep.lease.waiting)
+    view.on_state(sweep.at_present)
+    for number, progress in sweep.live.items():
+        if before is None or before.live.get(number) != progress:
+            view.on_progress(number, progress)
+
+
+def changes(sweep: Inspection, before: Inspection | None) -> Iterator[dict[str, Any]]:
+    """The lines of ``watch --json``: each names in ``change`` what it tells of: sweep, lease, trial or progress.
+
+    The first look tells of everything as it stands, each one after it only of what is new.
+    """
+    lease = sweep.lease.to_json() | {"at_s": sweep.at_s}
+    if before is None or lease != before.lease.to_json() | {"at_s": sweep.at_s}:
+        yield {"change": "lease", **lease}
+    if before is None:
+        for trial in sweep.state.trials:
+            yield _trial_line(sweep, trial.number, len(trial.attempts) - 1, not trial.is_running, trial.proposed_at_s)
+    else:
+        for event in sweep.news:
+            if (place := _place(sweep.state, event)) is not None:
+                yield _trial_line(sweep, *place, event.at_s)
+    for number, progress in sweep.live.items():
+        if before is None or before.live.get(number) != progress:
+            what = {"phase": progress.phase, "step": progress.step, "step_time_s": progress.step_time_s}
+            yield {"change": "progress", "at_s": sweep.at_s, "trial": number, **what}
+    standing = _standing(sweep)
+    if before is None or standing != _standing(before):
+        hours = sweep.device_seconds / 3600
+        yield {"change": "sweep", "at_s": sweep.at_s, "sweep": sweep.name, **standing, "device_hours": hours}
+
+
+def _standing(sweep: Inspection) -> dict[str, Any]:
+    best = sweep.state.best
+    speed = best.measurement.tokens_per_s_per_device if best and best.measurement else None
+    return {
+        "state": sweep.phase,
+        "reason": sweep.reason,
+        "trials": {
+            "done": sweep.num_done,
+            "running": len(sweep.state.running),
+            "waiting": len(sweep.state.waiting),
+            "total": sweep.state.num_searched,
+        },
+        "best": {"trial": best.number, "tokens_per_s_per_device": speed} if best else None,
+    }
+
+
+def _place(state: SweepState, event: LedgerEvent) -> tuple[int, int, bool] | None:
+    """(trial, attempt, whether it has ended) that ``event`` is about, attempt -1 before the first; None of others."""
+    match event:
+        case TrialProposed():
+            return event.trial, -1, False
+        case AttemptLaunched():
+            return event.trial, event.attempt, False
+        case AttemptEnded():
+            tokens = [attempt.token for attempt in state.trials[event.trial].attempts]
+            return (event.trial, tokens.index(event.token), True) if event.token in tokens else None
+        case _:
+            return None
+
+
+def _trial_line(sweep: Inspection, number: int, index: int, has_ended: bool, at_s: float) -> dict[str, Any]:
+    """``attempt`` is null before the first one."""
+    trial = sweep.state.trials[number]
+    attempt = trial.attempts[index] if index >= 0 else None
+    outcome = attempt.outcome if attempt and has_ended else None
+    measurement = getattr(outcome, "measurement", None)
+    return {
+        "change": "trial",
+        "at_s": at_s,
+        "trial": number,
+        "short_name": short_name(trial.candidate),
+        "state": outcome.kind if outcome else "running" if attempt else "proposed",
+        "attempt": index if attempt else None,
+        "nodes": list(nodes_of(attempt)) if attempt else [],
+        "tokens_per_s_per_device": measurement.tokens_per_s_per_device if measurement else None,
+        "message": describe_failure(outcome) if outcome else "",
+    }

@@ -1,0 +1,312 @@
+"""The fold: what an event makes of a sweep's state. Pure; the state after a crash is that before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import reduce
+from typing import assert_never
+
+from orchestrator.sweep.checks import ConfirmationRun, GateRun, ProfileRun
+from orchestrator.sweep.events import (
+    Asked,
+    AttemptEnded,
+    AttemptLaunched,
+    AttemptStopped,
+    CandidatesPruned,
+    ChecksAsked,
+    ControllerStarted,
+    EvaluationEnded,
+    Event,
+    FinalistsChosen,
+    LeaseChanged,
+    Promoted,
+    SearchExhausted,
+    SweepCreated,
+    SweepFinished,
+    SweepPaused,
+    Tick,
+    TrialProposed,
+    TrialsRetried,
+    VerdictReached,
+)
+from orchestrator.sweep.limits import spent_by_search
+from orchestrator.sweep.state import Attempt, ProofState, SweepState, SweepStatus, Trial
+from orchestrator.sweep.vector import Vector
+from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Outcome, TimedOut
+
+TrialEvent = TrialProposed | AttemptLaunched | AttemptStopped | AttemptEnded
+Asking = Asked | TrialsRetried | ChecksAsked
+ProofEvent = FinalistsChosen | EvaluationEnded | VerdictReached
+
+
+def fold(events: Iterable[Event]) -> SweepState:
+    """The state after ``events``."""
+    return reduce(apply, events, SweepState())
+
+
+def apply(state: SweepState, event: Event) -> SweepState:
+    """The state after ``event``. Events about unknown or stale attempts change nothing but the time."""
+    state = _advance_clock(state, event)
+    if isinstance(event, TrialEvent):
+        return _apply_to_trial(state, event)
+    if isinstance(event, ProofEvent):
+        return _apply_to_proof(state, event)
+    if isinstance(event, Asking):
+        return _apply_request(state, event)
+    match event:
+        case SweepCreated():
+            return replace(state, created=event)
+        case ControllerStarted():
+            return _apply_started(state, event)
+        case Promoted():
+            return replace(state, promotions=(*state.promotions, event))
+        case LeaseChanged():
+            return replace(state, nodes=event.nodes)
+        case CandidatesPruned():
+            return replace(state, pruned=state.pruned.append(event))
+        case SearchExhausted():
+            return replace(state, exhausted=event.reason)
+        case SweepPaused() | SweepFinished():
+            return _apply_end(state, event)
+        case Tick():
+            return state
+        case _:
+            assert_never(event)
+
+
+def _apply_to_trial(state: SweepState, event: TrialEvent) -> SweepState:
+    match event:
+        case TrialProposed():
+            return _apply_proposed(state, event)
+        case AttemptLaunched():
+            return _apply_launched(state, event)
+        case AttemptStopped():
+            return _apply_stopped(state, event)
+        case AttemptEnded():
+            return _apply_ended(state, event)
+        case _:
+            assert_never(event)
+
+
+def _apply_request(state: SweepState, event: Asking) -> SweepState:
+    state = replace(state, num_requests=max(state.num_requests, event.request))
+    match event:
+        case Asked():
+            return _apply_asked(state, event)
+        case TrialsRetried():
+            return _apply_retried(state, event)
+        case ChecksAsked():
+            return _apply_checks_asked(state, event)
+        case _:
+            assert_never(event)
+
+
+def _apply_to_proof(state: SweepState, event: ProofEvent) -> SweepState:
+    match event:
+        case FinalistsChosen():
+            begun = ProofState(
+                finalists=event.finalists,
+                reason=event.reason,
+                first_check=event.first_check,
+                is_asked=bool(state.to_confirm),
+            )
+            return replace(state, proof=begun, to_confirm=(), waiting=_without_proof(state))
+        case EvaluationEnded():
+            assert state.proof is not None, "an evaluation belongs to a proof"
+            evaluations = (*state.proof.evaluations, event.evaluation)
+            return replace(state, proof=replace(state.proof, evaluations=evaluations))
+        case VerdictReached():
+            assert state.proof is not None, "a verdict belongs to a proof"
+            return replace(state, proof=replace(state.proof, verdict=event.verdict))
+        case _:
+            assert_never(event)
+
+
+def _advance_clock(state: SweepState, event: Event) -> SweepState:
+    """Time without a controller, or without nodes, does not count as active."""
+    is_idle = isinstance(event, ControllerStarted | SweepCreated) or state.nodes == () or state.status != "running"
+    elapsed = 0.0 if is_idle else max(0.0, event.at_s - state.now_s)
+    return replace(state, now_s=event.at_s, active_s=state.active_s + elapsed)
+
+
+def _apply_started(state: SweepState, event: ControllerStarted) -> SweepState:
+    """A new controller goes on with a paused sweep: starting it overrules what was asked before. A cancellation stands:
+    nobody may undo it by accident."""
+    status: SweepStatus = "running" if state.status == "paused" else state.status
+    return replace(
+        state,
+        epoch=event.epoch,
+        status=status,
+        finish_reason="" if status == "running" else state.finish_reason,
+        asked=state.asked if state.asked == "cancel" or event.is_restart else None,
+        nodes=None,
+    )
+
+
+def _apply_asked(state: SweepState, event: Asked) -> SweepState:
+    """Nothing overrules a cancellation."""
+    if state.is_over or state.asked == "cancel":
+        return state
+    return replace(state, asked=event.action, asked_by=event.by)
+
+
+def _apply_end(state: SweepState, event: SweepPaused | SweepFinished) -> SweepState:
+    status: SweepStatus = "paused" if isinstance(event, SweepPaused) else event.status
+    return replace(state, status=status, finish_reason=event.reason, asked=None, nodes=())
+
+
+def _apply_retried(state: SweepState, event: TrialsRetried) -> SweepState:
+    """Ended, unmeasured trials wait again; what their running out of memory ruled out is open again."""
+    again = tuple(number for number in event.trials if is_retriable(state, number))
+    if not again or state.status == "cancelled" or spent_by_search(state):
+        return state
+    return replace(
+        _opened(state),
+        proof=None,  # what the trials show now may be faster than the finalists
+        waiting=tuple(sorted({*_without_proof(state), *again})),
+        end_order=(kept := Vector(number for number in state.end_order if number not in again)),
+        judged_from=len(kept),
+        exhausted="",
+        pruned=Vector(pruning for pruning in state.pruned if pruning.witness not in again),
+    )
+
+
+def _without_proof(state: SweepState) -> tuple[int, ...]:
+    """Those that wait, but for checks of a proof that is over: nobody would look at them."""
+    over = ConfirmationRun | GateRun
+    return tuple(number for number in state.waiting if not isinstance(state.trials[number].check, over))
+
+
+def _apply_checks_asked(state: SweepState, event: ChecksAsked) -> SweepState:
+    if state.status in ("cancelled", "failed"):
+        return state
+    return replace(
+        _opened(state),
+        to_confirm=tuple(dict.fromkeys((*state.to_confirm, *event.confirm))),
+        to_profile=tuple(dict.fromkeys((*state.to_profile, *event.profile))),
+    )
+
+
+def _opened(state: SweepState) -> SweepState:
+    """A sweep that is over goes on."""
+    return replace(state, status="running", finish_reason="") if state.is_over else state
+
+
+def is_retriable(state: SweepState, number: int) -> bool:
+    """Whether the trial has ended without being measured, and is not about to be launched again anyway."""
+    if not 0 <= number < len(state.trials) or number in state.waiting or state.trials[number].check is not None:
+        return False
+    return isinstance(state.trials[number].outcome, Failure)
+
+
+def _apply_proposed(state: SweepState, event: TrialProposed) -> SweepState:
+    trial = Trial(
+        number=event.trial,
+        candidate=event.candidate,
+        origin=event.origin,
+        reason=event.reason,
+        proposed_at_s=event.at_s,
+        expected=event.expected,
+        num_ended=len(state.end_order),
+        check=event.check,
+    )
+    state = replace(state, trials=state.trials.append(trial), waiting=(*state.waiting, trial.number))
+    if event.check is None:
+        return state
+    profiled = event.check.of if isinstance(event.check, ProfileRun) else None
+    to_profile = tuple(number for number in state.to_profile if number != profiled)
+    return replace(state, num_checks=state.num_checks + 1, to_profile=to_profile)
+
+
+def _apply_launched(state: SweepState, event: AttemptLaunched) -> SweepState:
+    attempt = Attempt(token=event.token, launched_at_s=event.at_s, ranks=event.ranks, num_devices=event.num_devices)
+    trial = state.trials[event.trial]
+    trial = replace(trial, attempts=(*trial.attempts, attempt))
+    return replace(
+        state,
+        trials=state.trials.with_item(trial.number, trial),
+        waiting=tuple(number for number in state.waiting if number != trial.number),
+        running=state.running | {trial.number},
+    )
+
+
+def _apply_stopped(state: SweepState, event: AttemptStopped) -> SweepState:
+    trial = state.trials[event.trial]
+    if not trial.is_running or trial.attempts[-1].token != event.token:
+        return state
+    stopped = replace(trial.attempts[-1], stopped=event.outcome)
+    return replace(
+        state, trials=state.trials.with_item(trial.number, replace(trial, attempts=(*trial.attempts[:-1], stopped)))
+    )
+
+
+def _apply_ended(state: SweepState, event: AttemptEnded) -> SweepState:
+    trial = state.trials[event.trial]
+    if not trial.is_running or trial.attempts[-1].token != event.token:
+        return state
+    ended = replace(trial.attempts[-1], outcome=event.outcome, device_seconds=event.device_seconds)
+    trial = replace(trial, attempts=(*trial.attempts[:-1], ended))
+    goes_again = _is_launched_again(state, trial, event.outcome)
+    is_told = trial.check is None and not goes_again and not _is_lost(event.outcome)
+    state = _strike(state, trial, event.outcome)
+    state = replace(
+        state,
+        trials=state.trials.with_item(trial.number, trial),
+        device_seconds=state.device_seconds + event.device_seconds,
+        end_order=state.end_order.append(trial.number) if is_told else state.end_order,
+        running=state.running - {trial.number},
+    )
+    if goes_again:
+        return replace(state, waiting=tuple(sorted((*state.waiting, trial.number))))
+    return replace(state, best_trial=trial.number) if _beats_best(state, trial) else state
+
+
+def _is_launched_again(state: SweepState, trial: Trial, outcome: Outcome) -> bool:
+    """``trial`` has ended with ``outcome`` already."""
+    budget = state.sweep.budget
+    if isinstance(outcome, HostOutOfMemory):
+        return trial.num_host_ooms < budget.host_ooms_per_trial
+    return _is_lost(outcome) and trial.num_lost < budget.lost_attempts_per_trial
+
+
+def _is_lost(outcome: Outcome) -> bool:
+    return isinstance(outcome, GangLost)
+
+
+def _strike(state: SweepState, trial: Trial, outcome: Outcome) -> SweepState:
+    """Faults in a row that are blamed on a node put it into quarantine; a measurement there clears it."""
+    if isinstance(outcome, Measured):
+        cleared = state.strikes.keys() & {device.node for device in trial.attempts[-1].ranks}
+        left = {node: count for node, count in state.strikes.items() if node not in cleared}
+        return replace(state, strikes=left) if cleared else state
+    node = blamed_node(outcome)
+    if node is None:
+        return state
+    count = state.strikes.get(node, 0) + 1
+    is_out = count >= state.sweep.budget.strikes_per_node
+    return replace(
+        state,
+        strikes={**state.strikes, node: count},
+        quarantined=state.quarantined | {node} if is_out else state.quarantined,
+    )
+
+
+def blamed_node(outcome: Outcome) -> str | None:
+    """The node whose fault the outcome may be: lost nodes, and those on which a rank hung."""
+    match outcome:
+        case GangLost(cause="infrastructure") | TimedOut():
+            return outcome.evidence.node
+        case _:
+            return None
+
+
+def _beats_best(state: SweepState, trial: Trial) -> bool:
+    """Whether it has the highest tokens/s/p so far; the lower number on a tie."""
+    if trial.check is not None:
+        return False
+    measurement, best = trial.measurement, state.best
+    if measurement is None or best is None or best.measurement is None:
+        return measurement is not None
+    ahead = measurement.tokens_per_s_per_device - best.measurement.tokens_per_s_per_device
+    return ahead > 0 or (ahead == 0 and trial.number < best.number)

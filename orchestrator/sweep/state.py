@@ -1,0 +1,265 @@
+"""Where a sweep stands: what the events of the ledger fold into.
+
+::
+
+    trial:    proposed --> running --> measured
+                 ^            |------> stopped_early                    (told as slower than the best)
+                 |            |------> oom | infeasible | diverged      (told to the search as constraints)
+                 |            |------> crashed | timed_out              (a fault of the candidate; not told)
+                 +------------+        gang_lost | host_oom             (launched again, each on its own budget)
+
+    sweep:    running <-> paused       (asked to pause or drain; the next controller goes on)
+                 |------> finished     (budget spent, or nothing left worth trying)  <- open again when
+                 |------> failed       (the same error first, or too many in a row)  <- trials are retried
+                 |------> cancelled    (asked to; for good)
+
+State is a fold over events and nothing else, so replaying the ledger after a crash gives the state before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cluster.hardware.topology import Device
+from orchestrator.sweep.checks import Check, Evaluation, Verdict
+from orchestrator.sweep.events import Action, CandidatesPruned, Origin, Promoted, SweepCreated
+from orchestrator.sweep.expectation import Expectation
+from orchestrator.sweep.vector import Vector
+from trials.outcome import GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly
+from trials.spec import Candidate
+
+SweepStatus = Literal["running", "paused", "finished", "failed", "cancelled"]
+TrialStatus = Literal[
+    "proposed",
+    "running",
+    "measured",
+    "stopped_early",
+    "oom",
+    "infeasible",
+    "diverged",
+    "timed_out",
+    "crashed",
+    "host_oom",
+    "gang_lost",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One launch of a trial. ``outcome`` is None while it runs."""
+
+    token: str
+    launched_at_s: float
+    ranks: tuple[Device, ...]
+    num_devices: int
+    stopped: StoppedEarly | None = None
+    """What its end will mean, once it was told to end."""
+    outcome: Outcome | None = None
+    device_seconds: float = 0.0
+
+
+def attempt_id(trial: int, attempt: int, token: str) -> str:
+    """Names the attempt's folder, on every node: ``t0003-a1-`` and the beginning of the token."""
+    return f"t{trial:04d}-a{attempt}-{token[:8]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A candidate's record."""
+
+    number: int
+    candidate: Candidate
+    origin: Origin
+    reason: str
+    proposed_at_s: float
+    expected: Expectation | None = None
+    """What was predicted of it; None where nothing was."""
+    num_ended: int = 0
+    """Length of the state's ``end_order`` when it was proposed."""
+    check: Check | None = None
+    """What it tests; None for the search's own trials."""
+    attempts: tuple[Attempt, ...] = ()
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The outcome of the last attempt; None while it runs or has none."""
+        return self.attempts[-1].outcome if self.attempts else None
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self.attempts) and self.attempts[-1].outcome is None
+
+    @property
+    def status(self) -> TrialStatus:
+        if self.outcome is not None:
+            return self.outcome.kind  # type: ignore[return-value]  # outcome kinds are the statuses, by test
+        return "running" if self.attempts else "proposed"
+
+    @property
+    def measurement(self) -> Measurement | None:
+        return self.outcome.measurement if isinstance(self.outcome, Measured) else None
+
+    @property
+    def device_seconds(self) -> float:
+        return sum(attempt.device_seconds for attempt in self.attempts)
+
+    @property
+    def num_lost(self) -> int:
+        """Attempts lost to the infrastructure; those ended by their controller or for another sweep do not count."""
+        outcomes = [attempt.outcome for attempt in self.attempts]
+        return sum(isinstance(outcome, GangLost) and outcome.cause == "infrastructure" for outcome in outcomes)
+
+    @property
+    def num_host_ooms(self) -> int:
+        """Attempts that ended because a host ran out of memory."""
+        return sum(isinstance(attempt.outcome, HostOutOfMemory) for attempt in self.attempts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofState:
+    """A proof: begun, and what it came to."""
+
+    finalists: tuple[int, ...]
+    """Fastest first."""
+    reason: str
+    first_check: int
+    """Number from which on checks belong to it."""
+    is_asked: bool = False
+    """By a person, so that the sweep's budget does not bound it."""
+    evaluations: tuple[Evaluation, ...] = ()
+    verdict: Verdict | None = None
+    """None while it goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepState:
+    """Everything known about a sweep. Trials are in order of their numbers.
+
+    What is asked for at every event is kept up to date by the fold rather than derived from all trials.
+    """
+
+    created: SweepCreated | None = None
+    epoch: int = 0
+    status: SweepStatus = "running"
+    finish_reason: str = ""
+    """Why it finished, failed, was cancelled or paused."""
+    asked: Action | None = None
+    """What somebody wants done and is not done yet."""
+    asked_by: str = ""
+    num_requests: int = 0
+    """Requests of the ledger taken in so far."""
+    nodes: tuple[str, ...] | None = None
+    """Held now; None before anything was said about it."""
+    strikes: Mapping[str, int] = field(default_factory=dict)
+    """Node to faults in a row that are blamed on it."""
+    quarantined: frozenset[str] = frozenset()
+    """Nodes with so many that nothing is placed there any more."""
+    trials: Vector[Trial] = field(default_factory=Vector)
+    waiting: tuple[int, ...] = ()
+    """Numbers of those to be launched, or launched again; in order."""
+    running: frozenset[int] = frozenset()
+    """Numbers of those that run."""
+    best_trial: int | None = None
+    pruned: Vector[CandidatesPruned] = field(default_factory=Vector)
+    exhausted: str = ""
+    """Why there is nothing left to propose; empty while there is."""
+    num_checks: int = 0
+    """Of the trials, those that test an earlier one."""
+    proof: ProofState | None = None
+    """The last one begun."""
+    to_confirm: tuple[int, ...] = ()
+    """Trials that somebody wants to have confirmed."""
+    to_profile: tuple[int, ...] = ()
+    """Trials that somebody wants to have profiled."""
+    promotions: tuple[Promoted, ...] = ()
+    now_s: float = 0.0
+    active_s: float = 0.0
+    """Seconds during which some controller was at work and held nodes."""
+    device_seconds: float = 0.0
+    """Device time charged so far, ended attempts only."""
+    end_order: Vector[int] = field(default_factory=Vector)
+    """Trial numbers in the order in which their attempts ended, those launched again left out."""
+    judged_from: int = 0
+    """Index in ``end_order`` from which on failures count against the sweep: those before were retried."""
+
+    @property
+    def sweep(self) -> SweepCreated:
+        """The first event.
+
+        Raises:
+            LookupError: the ledger is empty.
+        """
+        if self.created is None:
+            raise LookupError("the sweep has not been created yet")
+        return self.created
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no controller has anything to do."""
+        return self.status in ("finished", "failed", "cancelled")
+
+    @property
+    def budgeted_device_seconds(self) -> float:
+        """Charged so far, with what running attempts hold until now."""
+        running = (self.trials[number].attempts[-1] for number in self.running)
+        return self.device_seconds + sum(
+            max(0.0, self.now_s - attempt.launched_at_s) * attempt.num_devices for attempt in running
+        )
+
+    @property
+    def num_searched(self) -> int:
+        """Trials without checks."""
+        return len(self.trials) - self.num_checks
+
+    def searched(self) -> list[Trial]:
+        """Trials without checks, in order."""
+        return [trial for trial in self.trials if trial.check is None]
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Of the last proof; None while there is none."""
+        return self.proof.verdict if self.proof else None
+
+    @property
+    def winner(self) -> Trial | None:
+        """The trial to use: the confirmed finalist; the baseline where none is; where nothing was to be confirmed or it
+        was not settled, the best."""
+        if self.verdict is None or self.verdict.conclusion == "unconfirmed":
+            return self.best
+        return self.baseline if self.verdict.winner is None else self.trials[self.verdict.winner]
+
+    @property
+    def baseline(self) -> Trial | None:
+        return self.trials[0] if self.trials else None
+
+    @property
+    def best(self) -> Trial | None:
+        """The measured trial with the highest tokens/s/p; the lower number on a tie."""
+        return None if self.best_trial is None else self.trials[self.best_trial]
+
+    @property
+    def last_words(self) -> tuple[str, ...]:
+        """Last log lines of the failing rank of the last attempt that ended; empty where it was measured."""
+        outcome = self.trials[self.end_order[-1]].outcome if self.end_order else None
+        return () if outcome is None or isinstance(outcome, Measured) else outcome.evidence.log_tail
+
+    def counts(self) -> dict[str, int]:
+        """Number of trials per status, checks left out, in order of first appearance."""
+        counts: dict[str, int] = {}
+        for trial in self.searched():
+            counts[trial.status] = counts.get(trial.status, 0) + 1
+        return counts
+
+
+def describe_failure(outcome: Any) -> str:
+    """One line for people: what went wrong and where."""
+    evidence = getattr(outcome, "evidence", None)
+    if evidence is None:
+        return ""
+    where = f"rank {evidence.rank}" if evidence.rank is not None else ""
+    if evidence.node:
+        where = f"{where} on {evidence.node}".strip()
+    what = evidence.message.strip().splitlines()[0] if evidence.message.strip() else outcome.kind
+    return f"{where}: {what}" if where else what

@@ -1,0 +1,99 @@
+"""The end of a text file, and what is added to it: never the whole file at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from orchestrator.plain_text import plain
+from trials.secrets import redact
+
+T = TypeVar("T")
+
+MAX_TAIL_BYTES = 1 << 20
+"""Read from the end of a file at most, however many lines are asked for."""
+MAX_LINE_CHARS = 2000
+FOLLOW_S = 0.3
+"""Between two looks at a followed file."""
+_BLOCK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tail:
+    """Last lines of a file."""
+
+    lines: tuple[str, ...]
+    is_whole: bool
+    """Whether nothing stands before them."""
+    end: int
+    """Byte after the last one read."""
+
+
+def tail(path: Path, num_lines: int) -> Tail:
+    """The last ``num_lines`` lines of a regular file, safe to print.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        end = start = file.seek(0, 2)
+        data = b""
+        while start and end - start < MAX_TAIL_BYTES and data.count(b"\n") <= num_lines:
+            step = min(_BLOCK_BYTES, start)
+            start -= step
+            file.seek(start)
+            data = file.read(step) + data
+    if start:  # the first line may be cut
+        data = data.partition(b"\n")[2] or data
+    lines = data.decode("utf-8", errors="replace").removesuffix("\n").split("\n") if data else []
+    kept = lines[-num_lines:] if num_lines else []
+    return Tail(lines=tuple(map(_shown, kept)), is_whole=start == 0 and len(kept) == len(lines), end=end)
+
+
+class Follower:
+    """Lines added to a file from byte ``start`` on; one that does not exist yet counts as empty."""
+
+    def __init__(self, path: Path, start: int = 0) -> None:
+        self._path = path
+        self._at = start
+        self._rest = b""
+
+    def new_lines(self) -> list[str]:
+        """What was completed since the last call, safe to print."""
+        if not self._path.is_file():
+            return []
+        with self._path.open("rb") as file:
+            if file.seek(0, 2) < self._at:
+                self._at, self._rest = 0, b""  # written anew
+            file.seek(self._at)
+            chunk = file.read(MAX_TAIL_BYTES)
+        self._at += len(chunk)
+        *complete, rest = (self._rest + chunk).split(b"\n")
+        self._rest = rest[-_BLOCK_BYTES:]
+        return [_shown(line.decode("utf-8", errors="replace")) for line in complete]
+
+    def last_line(self) -> list[str]:
+        """What was written after the last line feed; empty or one line."""
+        rest, self._rest = self._rest, b""
+        return [_shown(rest.decode("utf-8", errors="replace"))] if rest else []
+
+
+def follow(files: Sequence[tuple[T, Follower]], is_over: Callable[[], bool]) -> Iterator[tuple[T, str]]:
+    """(key, line) as lines are written, until ``is_over`` and everything has been read."""
+    while True:
+        over = is_over()  # before reading: what was written until then is read below
+        lines = [(key, line) for key, follower in files for line in follower.new_lines()]
+        yield from lines
+        if over and not lines:
+            yield from ((key, line) for key, follower in files for line in follower.last_line())
+            return
+        if not lines:
+            time.sleep(FOLLOW_S)
+
+
+def _shown(line: str) -> str:
+    text = redact(plain(line))
+    return text if len(text) <= MAX_LINE_CHARS else f"{text[:MAX_LINE_CHARS]} ... {len(text) - MAX_LINE_CHARS} more"

@@ -1,0 +1,135 @@
+"""Estimates, for people."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.commands.dry_run import Verdict
+from orchestrator.planning.dryrun.simulation import Progress
+from orchestrator.space.space import short_name
+from orchestrator.units import num_bytes
+from trials.dryrun.estimate import Estimate, StageEstimate
+from trials.dryrun.records import RunFailure
+
+NEGLIGIBLE = 0.005
+"""Shares of the peak below this are not shown."""
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """A line on stderr about how far the simulations are, which take seconds."""
+    console = Console(stderr=True)
+    started_s = time.monotonic()
+    with console.status("") as status:
+        status.stop()
+
+        def show(done: int, total: int) -> None:
+            waited_s = time.monotonic() - started_s
+            status.update(f"dry run: {done} of {total} simulations, {waited_s:.0f} s")
+            if console.is_terminal:
+                status.start()
+            elif done == 0:
+                console.print(f"dry run: {total} simulations")
+
+        yield show
+
+
+def render_dry_runs(verdicts: Sequence[Verdict], *, as_table: bool = False) -> RenderableType:
+    """One block per trial: verdict, memory by stage, work by stage; or one line per trial."""
+    if as_table:
+        return _overview(verdicts)
+    blocks: list[RenderableType] = []
+    for verdict in verdicts:
+        blocks += [*_block(verdict), Text("")]
+    return Group(*blocks[:-1])
+
+
+def _overview(verdicts: Sequence[Verdict]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("configuration", no_wrap=True)
+    for title in ("ranks", "peak", "with margin"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("")
+    for verdict in verdicts:
+        name, ranks, result = short_name(verdict.candidate), str(verdict.candidate.layout.world_size), verdict.result
+        if isinstance(result, RunFailure):
+            table.add_row(name, ranks, "", "", Text(f"no estimate: {result.message}", style="red"))
+            continue
+        needed = result.needed_bytes(verdict.fragmentation, verdict.context_bytes)
+        sizes = num_bytes(result.peak_bytes), num_bytes(needed)
+        table.add_row(name, ranks, *sizes, _word(needed, verdict.limit_bytes))
+    return table
+
+
+def _block(verdict: Verdict) -> Iterator[RenderableType]:
+    world_size = verdict.candidate.layout.world_size
+    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+    yield Text.assemble((verdict.name, "bold"), f"  {short_name(verdict.candidate)}  {ranks}")
+    result = verdict.result
+    if isinstance(result, RunFailure):
+        yield Text.assemble((f"no estimate ({result.reason}): ", "red"), result.message)
+        return
+    yield _judgement(verdict, result)
+    yield _memory(verdict, result)
+    yield _work(result)
+    how = "computed from smaller models" if result.extrapolated else "all layers simulated"
+    yield Text(f"{how}; {result.cpu_s:.1f} CPU-seconds", style="dim")
+
+
+def _judgement(verdict: Verdict, estimate: Estimate) -> Text:
+    needed = num_bytes(estimate.needed_bytes(verdict.fragmentation, verdict.context_bytes))
+    if verdict.limit_bytes is None:
+        return Text(f"needs {needed} of device memory; name a limit with --max-device-memory")
+    limit = num_bytes(verdict.limit_bytes)
+    if verdict.fits:
+        return Text.assemble(("fits", "bold green"), f": needs {needed} of {limit}")
+    return Text.assemble(("does not fit", "bold red"), f": needs {needed} of {limit}")
+
+
+def _memory(verdict: Verdict, estimate: Estimate) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="memory at the peak", title_justify="left", pad_edge=False)
+    for title in ("stage", "rank", "peak", "with margin"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("in", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("of which")
+    for stage in estimate.stages:
+        needed = stage.needed_bytes(verdict.fragmentation, verdict.context_bytes)
+        numbers = (str(stage.stage), str(stage.rank), num_bytes(stage.peak_bytes), num_bytes(needed))
+        table.add_row(*numbers, stage.peak_phase, _word(needed, verdict.limit_bytes), _categories(stage))
+    return table
+
+
+def _categories(stage: StageEstimate) -> str:
+    sizes = sorted(stage.peak_by_category.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {num_bytes(size)}" for name, size in sizes if size >= NEGLIGIBLE * stage.peak_bytes)
+
+
+def _word(needed_bytes: int, limit_bytes: int | None) -> Text:
+    if limit_bytes is None:
+        return Text("")
+    return Text("fits", style="green") if needed_bytes <= limit_bytes else Text("does not fit", style="red")
+
+
+def _work(estimate: Estimate) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="work per step and rank", title_justify="left", pad_edge=False)
+    for title in ("stage", "parameters", "FLOPs forward", "backward", "recompute"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("collectives")
+    for stage in estimate.stages:
+        work = [f"{stage.flops.get(name, 0):.3g}" for name in ("forward", "backward", "recompute")]
+        table.add_row(str(stage.stage), f"{stage.num_parameters:,}", *work, _traffic(stage))
+    return table
+
+
+def _traffic(stage: StageEstimate) -> str:
+    return ", ".join(
+        f"{traffic.num_calls} {name} ({num_bytes(traffic.num_bytes)})" for name, traffic in stage.collectives.items()
+    )

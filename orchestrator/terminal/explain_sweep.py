@@ -1,0 +1,266 @@
+"""A sweep explained, for people: where the time goes, what holds it back, which knob matters, what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator import units as fmt
+from orchestrator.diagnosis.remedies import memory_words, told
+from orchestrator.diagnosis.values import (
+    PART_NAMES,
+    Answer,
+    Diagnosis,
+    Importance,
+    KnobEffect,
+    Loss,
+    Part,
+    PartName,
+    Predictions,
+    SweepExplanation,
+)
+
+MAX_KNOBS = 8
+MAX_EFFECTS = 8
+MAX_OTHER_LOSSES = 4
+BAR_WIDTH = 10
+ROUGH = 0.3
+"""Error of the cost model from which on people are warned."""
+WIDE = 10.0
+"""High over low of an interval that is not worth its digits."""
+MIN_SHARE = 0.001
+"""Of the step, below which a part has no line."""
+
+PART_WORDS: Mapping[PartName, str] = {
+    "communication": "exposed comm.",
+    "bubble": "bubble",
+    "forward_backward": "forward+backward",
+    "data": "data wait",
+}
+KIND_WORDS = {"io": "IO", "imbalance": "imbalance"}
+SOURCE_MARKS = {"measured": "", "profiled": "p", "modelled": "~"}
+
+
+def render_sweep_explanation(explained: SweepExplanation) -> RenderableType:
+    """All sections, for a terminal of 80 columns or more."""
+    head = Text.assemble((explained.sweep, "bold"), f" on {explained.hardware}: {explained.phase}")
+    sections: list[RenderableType] = [head, _section("Where the step time goes", _parts(explained))]
+    sections.append(_section("What holds it back", _diagnoses(explained)))
+    sections.append(_section("Which knob matters", _knobs(explained.importance, explained.effects)))
+    sections.append(_section("Expected and measured", _predictions(explained.predictions)))
+    return Group(*sections)
+
+
+def _section(heading: str, body: RenderableType) -> RenderableType:
+    return Group(Text(""), Text(heading, style="bold"), Padding(body, (0, 0, 0, 2)))
+
+
+def _parts(explained: SweepExplanation) -> RenderableType:
+    sides = [side for side in (explained.baseline, explained.chosen) if side is not None]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for side in sides:
+        table.add_column(f"{side.role} {fmt.trial_id(side.trial)}", justify="right", no_wrap=True)
+        table.add_column("", justify="right", no_wrap=True)
+        table.add_column("", no_wrap=True, min_width=BAR_WIDTH)
+    for name in PART_NAMES:
+        if any(side.parts.share(name) >= MIN_SHARE for side in sides):
+            cells = [cell for side in sides for cell in _part_cells(side, name)]
+            table.add_row(PART_WORDS.get(name, name), *cells)
+    total = [cell for side in sides for cell in (fmt.milliseconds(side.parts.step_time_s), "", "")]
+    table.add_section()
+    table.add_row("step", *total, style="bold")
+    return Group(table, *_part_notes(explained, sides))
+
+
+def _part_cells(side: Diagnosis, name: PartName) -> tuple[str, str, Text]:
+    found = [part for part in side.parts.parts if part.name == name]
+    share = side.parts.share(name)
+    if share < MIN_SHARE:
+        return "", "", Text("")
+    style = "cyan" if name in ("compute", "forward_backward") else "yellow"
+    bar = Text("█" * round(BAR_WIDTH * share), style=style)
+    words = f"{share:.0%}" if share >= 0.005 else "<1%"
+    return f"{_mark(found)}{fmt.milliseconds(side.parts.seconds(name))}", words, bar
+
+
+def _mark(parts: Iterable[Part]) -> str:
+    marks = {SOURCE_MARKS[part.source] for part in parts} - {""}
+    return f"{'/'.join(sorted(marks))} " if marks else ""
+
+
+def _part_notes(explained: SweepExplanation, sides: Iterable[Diagnosis]) -> list[RenderableType]:
+    sources = {part.source for side in sides for part in side.parts.parts}
+    legend = {
+        "measured": "unmarked: measured by the trial's own clock",
+        "profiled": "p: a profile's share of what the clock measured",
+        "modelled": "~: the cost model's share of what the clock measured",
+    }
+    lines = [words for source, words in legend.items() if source in sources]
+    if "modelled" in sources:
+        lines[-1] += f"; {_trust(explained.model_error)}"
+    notes: dict[str, list[str]] = {}
+    for side in sides:
+        for note in side.parts.notes:
+            notes.setdefault(note, []).append(fmt.trial_id(side.trial))
+    lines += [f"{' '.join(trials)}: {note}" for note, trials in notes.items()]
+    return [Text(line, style="dim") for line in lines]
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
+
+
+def _trust(error: float | None) -> str:
+    if error is None:
+        return "too few trials tell how far off it is"
+    rough = ", so take its split as a guess" if error > ROUGH else ""
+    return f"it is typically {_percent(error)} off in this sweep{rough}"
+
+
+def _diagnoses(explained: SweepExplanation) -> RenderableType:
+    parts: list[RenderableType] = []
+    for side in (explained.chosen, explained.baseline):
+        if side is not None:
+            parts += [Text("") for _ in parts[:1]] + _diagnosis(side, explained)
+    return Group(*parts)
+
+
+def _diagnosis(side: Diagnosis, explained: SweepExplanation) -> list[RenderableType]:
+    name = f"{side.role} {fmt.trial_id(side.trial)}"
+    if side.bottleneck is None:
+        advice = "a profile of it would tell (`tune-cluster profile`)"
+        return [Text.assemble((name, "bold"), f": nothing tells what holds it back: {explained.unmodelled}; {advice}")]
+    first, *others = side.losses
+    words = Text.assemble((f"{name}: ", "bold"), (KIND_WORDS.get(first.kind, first.kind), "bold yellow"))
+    words.append(f", {_cost(first)}")
+    lines: list[RenderableType] = [words, _loss_grid(first, explained)]
+    shown = [loss for loss in others if loss.kind != "compute" or loss.answer is not None][:MAX_OTHER_LOSSES]
+    if shown:
+        lines += [Text("besides:", style="dim"), _others(shown)]
+    return lines
+
+
+def _cost(loss: Loss) -> str:
+    said = "" if loss.source == "measured" else f" ({loss.source})"
+    return f"{loss.share:.0%} of the step, {fmt.milliseconds(loss.seconds)}{said}"
+
+
+def _loss_grid(loss: Loss, explained: SweepExplanation) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(overflow="fold", ratio=1)
+    for i, line in enumerate(loss.evidence):
+        grid.add_row("because" if i == 0 else "", Text(line))
+    if loss.answer is not None:
+        grid.add_row("change", Text(told(loss.answer), style="green"))
+        grid.add_row("gain", Text(_gain(loss.answer)))
+        if memory := memory_words(loss.answer, explained.limit_bytes):
+            grid.add_row("memory", Text(memory))
+    else:
+        grid.add_row("change", Text(loss.note or "none is known to be faster"))
+    if loss.at_most is not None:
+        grid.add_row("at most", Text(f"{loss.at_most:.2f}x from this alone, if all of it went"))
+    if loss.fixed:
+        grid.add_row("fixed", Text(f"not varied by this sweep: {', '.join(loss.fixed[:5])}"))
+    return Padding(grid, (0, 0, 0, 2))
+
+
+def _others(losses: Iterable[Loss]) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(no_wrap=True, justify="right")
+    grid.add_column(overflow="fold", ratio=1)
+    for loss in losses:
+        found = loss.answer
+        words = f"{told(found)}: {_gain(found)}" if found else "no change is known to be faster"
+        grid.add_row(KIND_WORDS.get(loss.kind, loss.kind), f"{loss.share:.0%}", Text(words))
+    return Padding(grid, (0, 0, 0, 2))
+
+
+def _gain(answer: Answer) -> str:
+    if answer.source == "measured" and answer.trial is not None:
+        return f"{answer.gain:.2f}x, measured in {fmt.trial_id(answer.trial)}"
+    spread = f" (give or take {100 * answer.log_spread:.0f} %)" if answer.log_spread else ""
+    return f"{answer.gain:.2f}x expected{spread}, not tried"
+
+
+def _knobs(importance: Importance, effects: tuple[KnobEffect, ...]) -> RenderableType:
+    parts: list[RenderableType] = [_importance(importance)]
+    if effects:
+        parts += [Text(""), _effects(effects)]
+    return Group(*parts)
+
+
+def _importance(importance: Importance) -> RenderableType:
+    if importance.reason:
+        return Text(importance.reason)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(overflow="fold")
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(no_wrap=True, width=2 * BAR_WIDTH)
+    for knob in importance.knobs[:MAX_KNOBS]:
+        bar = Text("█" * round(2 * BAR_WIDTH * knob.share), style="cyan")
+        interval = f"{knob.low:.0%} {fmt.DASH} {knob.high:.0%}"
+        grid.add_row(" + ".join(knob.knobs), f"{knob.share:.0%}", interval, bar)
+    rest = len(importance.knobs) - MAX_KNOBS
+    bounds = f", {importance.num_bounds} of them stopped early" if importance.num_bounds else ""
+    note = f"share of the variance of log step time, {importance.num_trials} trials{bounds}; 95 % by bootstrap"
+    more = [Text(f"and {rest} more knobs", style="dim")] if rest > 0 else []
+    return Group(grid, *more, Text(note, style="dim"))
+
+
+def _effects(effects: tuple[KnobEffect, ...]) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(overflow="fold", ratio=1)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(no_wrap=True, style="dim")
+    for effect in effects[:MAX_EFFECTS]:
+        pairs = f"{effect.num_pairs} pair{'s' if effect.num_pairs != 1 else ''}" if effect.num_pairs else "regression"
+        grid.add_row(_contrast(effect), f"{effect.ratio:.2f}x", _interval(effect), pairs)
+    more = [Text(f"and {len(effects) - MAX_EFFECTS} smaller", style="dim")] if len(effects) > MAX_EFFECTS else []
+    return Group(Text("speed in tokens/s/p, all else equal; 95 % interval:", style="dim"), grid, *more)
+
+
+def _interval(effect: KnobEffect) -> str:
+    if not effect.low or not effect.high:
+        return "no interval"
+    return f"{effect.low:.2f} {fmt.DASH} {effect.high:.2f}" if effect.high < WIDE * effect.low else "not known"
+
+
+def _contrast(effect: KnobEffect) -> Text:
+    words = Text()
+    for i, (knob, before, after) in enumerate(zip(effect.knobs, effect.before, effect.after, strict=True)):
+        words.append(", " if i else "").append(f"{knob} ", style="dim").append(f"{after} over {before}")
+    return words
+
+
+def _predictions(predictions: Predictions) -> RenderableType:
+    if not predictions.trials or predictions.mape is None:
+        return Text("nothing was predicted of the measured trials")
+    lines = [f"step times: {_percent(predictions.mape)} off on average over {len(predictions.trials)} trials"]
+    if predictions.rank_correlation is not None:
+        lines[0] += f", order of trials: rank correlation {predictions.rank_correlation:.2f}"
+    if predictions.within_spread is not None:
+        lines.append(
+            f"{predictions.within_spread:.0%} lay within two of their predicted standard deviations (ideal: 95 %)"
+        )
+    if predictions.memory_mape is not None:
+        lines.append(f"peak memory: {_percent(predictions.memory_mape)} off on average")
+    if predictions.num_memory_surprises:
+        lines.append(f"{predictions.num_memory_surprises} ran out of memory although expected to fit")
+    by_trial = {predicted.trial: predicted for predicted in predictions.trials}
+    for number in predictions.outliers:
+        found = by_trial[number]
+        took, expected = fmt.milliseconds(found.step_time_s), fmt.milliseconds(found.expected_step_time_s)
+        lines.append(f"{fmt.trial_id(number)} took {took} where {expected} were expected ({found.ratio:.2f}x)")
+    if predictions.in_common:
+        lines.append(f"these have in common: {', '.join(predictions.in_common)}")
+    return Group(*[Text(line) for line in lines])

@@ -1,0 +1,120 @@
+"""Why a trial was proposed, waits, or failed: for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator import units as fmt
+from orchestrator.plain_text import plain
+from orchestrator.space.space import short_name
+from orchestrator.status.consequences import count, signal_name
+from orchestrator.status.logs import nodes_of
+from orchestrator.status.story import AttemptStory, Explanation
+from trials.outcome import Evidence
+
+MAX_LOG_LINES = 12
+MAX_COLLATERAL = 4
+MAX_NODES = 8
+
+
+def render_explanation(explained: Explanation) -> RenderableType:
+    """The trial's story from its proposal to what it ruled out."""
+    trial = explained.trial
+    words = (fmt.status_words(trial.status), fmt.status_style(trial.status))
+    head = Text.assemble((f"{explained.sweep} {fmt.trial_id(trial.number)} ", "bold"), words)
+    parts: list[RenderableType] = [head, Text(short_name(trial.candidate)), _heading("Proposed"), _proposed(explained)]
+    if explained.pending:
+        parts += [_heading("Waits"), *_lines(explained.pending, "yellow")]
+    for story in explained.attempts:
+        parts += [_attempt_heading(story), *_attempt(story)]
+    if explained.proof:
+        parts += [_heading("Proof"), *_lines(explained.proof)]
+    if explained.ruled_out:
+        total = sum(explained.ruled_out.values())
+        rules = ", ".join(f"{rule} {number}" for rule, number in explained.ruled_out.items())
+        parts += [_heading("Ruled out"), *_lines([f"{total} candidates that need no less memory: {rules}"])]
+    return Group(*parts)
+
+
+def _proposed(explained: Explanation) -> RenderableType:
+    trial, measured = explained.trial, explained.measurement
+    grid = _grid()
+    grid.add_row("why", Text(plain(trial.reason)))
+    if changed := [f"{name} {old} → {new}" for name, (old, new) in explained.changed.items()]:
+        grid.add_row("changed", Text(", ".join(changed)))
+    if expected := trial.expected:
+        words = f"step {fmt.milliseconds(expected.step_time_s)} (± {100 * expected.log_spread:.0f} %)"
+        memory = (
+            f"peak {fmt.num_bytes(expected.peak_bytes)}, fits with a probability of {expected.probability_fits:.0%}"
+        )
+        grid.add_row("expected", Text(f"{words}, {memory}"))
+    if measured:
+        words = f"step {fmt.milliseconds(measured.step_time_s)}, peak {fmt.num_bytes(measured.peak_bytes)}"
+        ratio = f"; {explained.surprise:.2f} times the expected step" if explained.surprise is not None else ""
+        speed = f"{fmt.rate(measured.tokens_per_s_per_device)} {explained.unit}"
+        grid.add_row("measured", Text(f"{words}, {speed}{ratio}"))
+    return _indented(grid)
+
+
+def _attempt_heading(story: AttemptStory) -> Text:
+    outcome = story.attempt.outcome
+    kind = outcome.kind if outcome else "running"
+    return Text.assemble((f"\nAttempt {story.number} ", "bold"), (fmt.status_words(kind), fmt.status_style(kind)))
+
+
+def _attempt(story: AttemptStory) -> Iterable[RenderableType]:
+    attempt, names = story.attempt, nodes_of(story.attempt)
+    more = f" +{len(names) - MAX_NODES}" if len(names) > MAX_NODES else ""
+    grid = _grid()
+    devices = f"{count(len(attempt.ranks), 'rank')}, {count(attempt.num_devices, 'device')}"
+    grid.add_row("on", Text(f"{' '.join(names[:MAX_NODES])}{more}: {devices}"))
+    charged = f", {fmt.device_time(attempt.device_seconds)} charged" if attempt.outcome else " so far"
+    grid.add_row("took", Text(f"{fmt.duration(story.duration_s)}{charged}"))
+    if story.evidence:
+        for label, words in _evidence(story.evidence, is_blameless=story.is_blameless):
+            grid.add_row(label, words)
+    for i, line in enumerate(story.made_of_it):
+        grid.add_row("so" if i == 0 else "", Text(line))
+    if attempt.outcome is None or story.evidence:
+        grid.add_row("logs", Text(str(story.folder), style="dim", overflow="fold"))
+    yield _indented(grid)
+
+
+def _evidence(evidence: Evidence, *, is_blameless: bool) -> Iterable[tuple[str, Text]]:
+    rank = f"rank {evidence.rank}" if evidence.rank is not None else ""
+    where = " on ".join(part for part in (rank, evidence.node or "") if part)
+    ended = signal_name(evidence.exit_code) or (f"exit code {evidence.exit_code}" if evidence.exit_code else "")
+    blamed = ", ".join(part for part in (where, plain(evidence.error_type or ""), ended) if part)
+    if blamed and not is_blameless:
+        yield "blamed", Text(blamed)
+    yield "because", Text(plain(evidence.message.strip()), style="red")
+    for i, line in enumerate(evidence.log_tail[-MAX_LOG_LINES:]):
+        yield "log" if i == 0 else "", Text(plain(line), style="dim")
+    for i, line in enumerate(evidence.collateral[:MAX_COLLATERAL]):
+        yield "then" if i == 0 else "", Text(plain(line), style="dim")
+    if len(evidence.collateral) > MAX_COLLATERAL:
+        yield "", Text(f"... and {len(evidence.collateral) - MAX_COLLATERAL} more", style="dim")
+
+
+def _heading(title: str) -> Text:
+    return Text(f"\n{title}", style="bold")
+
+
+def _lines(lines: Iterable[str], style: str = "") -> list[RenderableType]:
+    return [_indented(Text(plain(line), style=style)) for line in lines]
+
+
+def _grid() -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(overflow="fold", ratio=1)
+    return grid
+
+
+def _indented(content: RenderableType) -> RenderableType:
+    return Padding(content, (0, 0, 0, 2))

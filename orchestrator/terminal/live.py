@@ -1,0 +1,221 @@
+"""The sweep while it runs: a table that follows it on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from cluster.base import GangProgress
+from orchestrator import units as fmt
+from orchestrator.report.summary import speed_unit
+from orchestrator.space.space import short_name
+from orchestrator.sweep.checks import ProfileRun
+from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.terminal.proof import check_words, render_confirmation
+from orchestrator.terminal.table import trial_table
+
+logger = logging.getLogger(__name__)
+
+MAX_ROWS = 12
+"""Rows of ended trials shown live: the baseline, the fastest, then the latest failures."""
+_REFRESH_S = 0.25
+
+
+def render_live(
+    state: SweepState, progress: Mapping[int, GangProgress], now_s: float, waiting: str = ""
+) -> RenderableType:
+    """The sweep at ``now_s`` (clock of the events); ``progress`` holds the latest report per running trial, ``waiting``
+    is why it has fewer nodes than it could use."""
+    if state.created is None:
+        return Text(f"waiting for nodes: {waiting}" if waiting else "starting ...")
+    running = [trial for trial in state.searched() if not _has_ended(trial)]
+    shown = _shown(state)
+    table = trial_table(state, [*shown, *running], {n: phase_words(p) for n, p in progress.items()})
+    hidden = state.num_searched - len(running) - len(shown)
+    more = [Text(f"  ... and {hidden} more", style="dim")] if hidden else []
+    told = [Text(f"waiting for nodes: {waiting}", style="yellow")] if waiting else []
+    return Group(_header(state, now_s), table, *more, *_checks(state, progress), *told, _footer(state, now_s))
+
+
+def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[RenderableType]:
+    """The confirmation so far, and the checks that run now."""
+    parts: list[RenderableType] = []
+    if (confirmed := render_confirmation(state)) is not None:
+        parts += [Text("confirmation", style="bold"), Padding(confirmed, (0, 0, 0, 2))]
+    for number in sorted(state.running):
+        if words := check_words(state.trials[number]):
+            doing = phase_words(progress[number]) if number in progress else "started"
+            parts.append(Text.assemble((f"{fmt.trial_id(number)}  {words}", "cyan"), f"  {doing}"))
+    return parts
+
+
+def phase_words(progress: GangProgress) -> str:
+    """``warm-up 2``, ``measuring 5``."""
+    phase = "warm-up" if progress.phase == "warmup" else progress.phase
+    return f"{phase} {progress.step}" if progress.step else phase
+
+
+def eta_s(state: SweepState, now_s: float) -> float | None:
+    """Seconds the search has left at the pace so far, within every budget; None before the first trial has ended."""
+    budget, num_ended = state.sweep.budget, _num_ended(state)
+    if not num_ended or state.is_over or state.proof is not None:
+        return None
+    active_s = state.active_s + max(0.0, now_s - state.now_s)
+    num_total = min(budget.max_trials or state.sweep.num_legal + 1, state.sweep.num_legal + 1)
+    bounds = [active_s / num_ended * max(0, num_total - num_ended)]
+    if budget.wall_time_s is not None:
+        bounds.append(max(0.0, budget.wall_time_s - active_s))
+    if budget.device_hours is not None and state.device_seconds > 0:
+        bounds.append(active_s * max(0.0, budget.device_hours * 3600 / state.device_seconds - 1))
+    return min(bounds)
+
+
+class LiveView:
+    """Shows a sweep on stderr from the first :meth:`on_state` to the end of the ``with`` block. Never raises."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+        self._live: Live | None = None
+        self._state = SweepState()
+        self._progress: dict[int, GangProgress] = {}
+        self._unannounced: list[int] = []
+        self._num_earlier = 0
+        self._refreshed_at_s = 0.0
+        self._waiting = ""
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, auto_refresh=False, transient=True, get_renderable=self._render)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+    def on_state(self, state: SweepState) -> None:
+        before, self._state = self._state, state
+        stopped = before.running - state.running
+        if before.created is not None:
+            self._unannounced += dict.fromkeys((*state.end_order.since(len(before.end_order)), *sorted(stopped)))
+        else:
+            self._num_earlier = len(state.end_order)
+        for number in stopped:
+            self._progress.pop(number, None)
+        self._show()
+
+    def on_progress(self, trial: int, progress: GangProgress) -> None:
+        self._progress[trial] = progress
+        self._show()
+
+    def on_lease(self, nodes: Sequence[str], waiting: str) -> None:
+        if waiting != self._waiting and self._live is None:
+            more = f", waiting for more: {waiting}" if waiting else ""
+            self.console.print(f"{len(nodes)} node(s) held{more}", highlight=False, markup=False)
+        self._waiting = waiting
+        self._show()
+
+    def _show(self) -> None:
+        try:
+            if self._live is None:
+                self._announce()
+            elif time.monotonic() - self._refreshed_at_s >= _REFRESH_S:
+                self._refreshed_at_s = time.monotonic()
+                self._live.refresh()
+        except Exception:
+            logger.debug("cannot draw the live table", exc_info=True)
+
+    def _render(self) -> RenderableType:
+        return render_live(self._state, self._progress, self._state.now_s, self._waiting)
+
+    def _announce(self) -> None:
+        """One line per trial that ended since the last look; those of an earlier controller count as seen."""
+        if self._num_earlier:
+            self.console.print(f"continuing after {self._num_earlier} trials", highlight=False)
+            self._num_earlier = 0
+        while self._unannounced:
+            trial = self._state.trials[self._unannounced.pop(0)]
+            if trial.outcome is None:
+                continue  # lost, and launched again
+            self.console.print(trial_line(self._state, trial), highlight=False, markup=False, soft_wrap=True)
+
+
+def trial_line(state: SweepState, trial: Trial) -> str:
+    """An ended trial in one plain line."""
+    measurement = trial.measurement
+    if measurement is None:
+        result = fmt.status_words(trial.status)
+        tail = f"  {fmt.failure(trial)}"
+    else:
+        unit = speed_unit(state.sweep.workload)
+        best = state.best is not None and state.best.number == trial.number
+        result = f"{fmt.rate(measurement.tokens_per_s_per_device)} {unit} {fmt.spread(measurement)}"
+        if isinstance(trial.check, ProfileRun):
+            result = "recorded"  # its times are no measurement
+        tail = "  baseline" if trial.number == 0 else f"  {fmt.versus(fmt.versus_baseline(trial, state))} vs baseline"
+        tail += "  best so far" if best and trial.number else ""
+    if what := check_words(trial):
+        return f"{fmt.trial_id(trial.number)}  {what}  {result}{'' if measurement else tail}"
+    return f"{fmt.trial_id(trial.number)}  {short_name(trial.candidate)}  {result}{tail}"
+
+
+def _num_ended(state: SweepState) -> int:
+    """Of the search's trials."""
+    return sum(state.trials[number].check is None for number in state.end_order)
+
+
+def _has_ended(trial: Trial) -> bool:
+    return trial.outcome is not None
+
+
+def _shown(state: SweepState) -> list[Trial]:
+    """Ended trials worth a row: the baseline, the fastest, then the latest failures."""
+    ended = [trial for trial in state.searched() if _has_ended(trial)]
+    measured = sorted((t for t in ended if t.measurement), key=_speed, reverse=True)
+    failed = [trial for trial in reversed(ended) if not trial.measurement]
+    keep = [*ended[:1], *measured, *failed]
+    chosen = list(dict.fromkeys(trial.number for trial in keep))[:MAX_ROWS]
+    return [t for t in [*measured, *failed] if t.number in chosen]
+
+
+def _speed(trial: Trial) -> float:
+    assert trial.measurement is not None
+    return trial.measurement.tokens_per_s_per_device
+
+
+def _header(state: SweepState, now_s: float) -> RenderableType:
+    sweep = state.sweep
+    elapsed = fmt.duration(state.active_s + max(0.0, now_s - state.now_s))
+    grid = Table.grid(expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_row(Text.assemble((sweep.sweep, "bold"), f"  on {sweep.hardware}"), Text(elapsed, style="dim"))
+    return grid
+
+
+def _footer(state: SweepState, now_s: float) -> RenderableType:
+    budget = state.sweep.budget
+    done = f"{_num_ended(state)}"
+    parts = [f"{done} of {budget.max_trials} trials" if budget.max_trials else f"{done} trials"]
+    used = fmt.device_time(state.device_seconds)
+    parts.append(f"{used} of {budget.device_hours:g} h" if budget.device_hours else used)
+    left = eta_s(state, now_s)
+    if left is not None:
+        parts.append(f"about {fmt.duration(left)} left")
+    best = Text("nothing measured yet", style="dim")
+    if state.best:
+        best = Text.assemble(
+            ("best ", "bold"),
+            (fmt.trial_id(state.best.number), "bold green"),
+            f"  {fmt.rate(_speed(state.best))} {speed_unit(state.sweep.workload)}",
+        )
+    return Group(best, Text("  ·  ".join(parts), style="dim"))

@@ -1,0 +1,147 @@
+"""What a probe measured, for people."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from cluster.probe.probe import Progress as Report
+from cluster.probe.profile import SLOW_DEVIATIONS, SLOW_RATIO, Network, NodeRates, Profile, SlowFigure
+from orchestrator.commands.probe import Probed
+
+FORMATS = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16"}
+COPIES = {"device": "copy", "to_device": "to device", "from_device": "from device"}
+MAX_NODES = 32
+"""Nodes shown; those with something to tell come first, and JSON has all."""
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Report]:
+    """A bar on stderr."""
+    columns = (TextColumn("measuring {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("nodes", total=None)
+
+        def report(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield report
+
+
+def render_probe(probed: Probed) -> RenderableType:
+    """A line per node, what the network gives, and which nodes are slow by which figure."""
+    profile = probed.profile
+    count = f"{len(profile.nodes)} node{'' if len(profile.nodes) == 1 else 's'}"
+    head = Text.assemble((count, "bold"), f" with {profile.hardware} each; a node counts with its slowest device")
+    parts: list[RenderableType] = [head, _devices(probed)]
+    if any(node.all_reduce or node.transfer for node in profile.nodes):
+        parts.append(_links(profile))
+    parts += [Text(_network(network)) for network in profile.networks]
+    parts += [Text(_sentence(slow, _flops_unit(profile.nodes)), style="yellow") for slow in _worst(profile)]
+    parts += [Text(f"{node.node} could not be measured: {node.failure}", style="red") for node in profile.failed]
+    if profile.unfit:
+        parts.append(Text(_advice(probed)))
+    return Group(*parts, Text(f"kept for `plan` and `submit` in {probed.file}", style="dim", overflow="fold"))
+
+
+def _ranked(profile: Profile) -> list[NodeRates]:
+    """Those that fell behind first."""
+    unfit = set(profile.unfit)
+    return sorted(profile.nodes, key=lambda node: (node.node not in unfit, node.node))
+
+
+def _devices(probed: Probed) -> RenderableType:
+    profile = probed.profile
+    nodes = _ranked(profile)
+    formats = [name for name in FORMATS if any(name in node.matmul_flops_per_s for node in nodes)]
+    copies = [name for name in COPIES if any(name in node.copy_bytes_per_s for node in nodes)]
+    scale, unit = _flops_unit(profile.nodes)
+    table = _table(f"matmul {unit} by number format, copies GB/s")
+    for name in (*(FORMATS[f] for f in formats), *(COPIES[c] for c in copies)):
+        table.add_column(name, justify="right")
+    table.add_column("verdict", no_wrap=True)
+    for node in nodes[:MAX_NODES]:
+        cells = [
+            _scaled(node.matmul_flops_per_s[f].per_s, scale) if f in node.matmul_flops_per_s else "" for f in formats
+        ]
+        cells += [_scaled(node.copy_bytes_per_s[c].per_s, 1e9) if c in node.copy_bytes_per_s else "" for c in copies]
+        table.add_row(node.node, *cells, _verdict(node, probed))
+    if (hidden := len(nodes) - MAX_NODES) > 0:
+        table.add_row(f"... and {hidden} more (--json lists all)")
+    return table
+
+
+def _links(profile: Profile) -> RenderableType:
+    table = _table("links, per device, all at once")
+    has_others = any(node.transfer for node in profile.nodes)
+    for name in ("all-reduce in the node, GB/s", "latency, us", *(["to other nodes, GB/s"] if has_others else [])):
+        table.add_column(name, justify="right")
+    for node in _ranked(profile)[:MAX_NODES]:
+        inside, outside = node.all_reduce, node.transfer
+        cells = [_scaled(inside.bus_bytes_per_s, 1e9), _scaled(inside.latency_s, 1e-6)] if inside else ["", ""]
+        if has_others:
+            cells.append(_scaled(outside.bytes_per_s, 1e9) if outside else "")
+        table.add_row(node.node, *cells)
+    return table
+
+
+def _network(network: Network) -> str:
+    link = network.all_reduce
+    return (
+        f"network: all-reduce over {link.world_size} nodes {_scaled(link.bus_bytes_per_s, 1e9)} GB/s per device, "
+        f"latency {_scaled(link.latency_s, 1e-6)} us"
+    )
+
+
+def _table(title: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    table.add_column("node", no_wrap=True)
+    return table
+
+
+def _verdict(node: NodeRates, probed: Probed) -> Text:
+    word = "failed" if node.failure else "slow" if node.node in probed.profile.unfit else "good"
+    style = {"failed": "bold red", "slow": "bold yellow", "good": "green"}[word]
+    return Text(f"{word}, excluded" if node.node in probed.excluded else word, style=style)
+
+
+def _worst(profile: Profile) -> list[SlowFigure]:
+    """Of each slow node, the figure by which it falls behind most."""
+    worst: dict[str, SlowFigure] = {}
+    for slow in profile.slow_figures:
+        worst.setdefault(slow.node, slow)
+    return list(worst.values())
+
+
+def _flops_unit(nodes: Sequence[NodeRates]) -> tuple[float, str]:
+    """TFLOP/s, unless every node stays below one."""
+    fastest = max((rate.per_s for node in nodes for rate in node.matmul_flops_per_s.values()), default=0.0)
+    return (1e12, "TFLOP/s") if fastest >= 1e12 else (1e9, "GFLOP/s")
+
+
+def _sentence(slow: SlowFigure, flops_unit: tuple[float, str]) -> str:
+    scale, unit = flops_unit if slow.figure.startswith("matmul") else (1e9, "GB/s")
+    return (
+        f"{slow.node} is slow: {slow.figure} {_scaled(slow.per_s, scale)} {unit}, {slow.ratio:.0%} of the usual "
+        f"{_scaled(slow.usual_per_s, scale)}"
+    )
+
+
+def _advice(probed: Probed) -> str:
+    rule = f"Slow: below {SLOW_RATIO:.0%} of the median and more than {SLOW_DEVIATIONS:g} robust deviations from it."
+    if set(probed.profile.unfit) <= probed.excluded:
+        return f"{rule} The sweep file leaves these nodes out."
+    names = ", ".join(probed.profile.unfit)
+    return f"{rule} cluster.exclude_slow_nodes: true, or exclude_nodes: [{names}], keeps trials off them."
+
+
+def _scaled(value: float, scale: float) -> str:
+    """Three digits, more before the point."""
+    scaled = value / scale
+    return f"{scaled:,.0f}" if scaled >= 100 else f"{scaled:.3g}"

@@ -1,0 +1,152 @@
+"""What is in production, for people."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator import units as fmt
+from orchestrator.invocation import PLAIN, Invocation
+from orchestrator.plain_text import plain
+from orchestrator.promotion.diff import Difference
+from orchestrator.promotion.manifest import gate_words, speed_words, verdict_of
+
+if TYPE_CHECKING:
+    from orchestrator.promotion.verify import Verification
+
+_STATE_STYLES = {"begun": "yellow", "void": "dim"}
+_STATE_WORDS = {"begun": "not ended: the next promote or rollback settles it", "void": "did not come about"}
+
+
+def render_promotion(promoted: Mapping[str, Any], invocation: Invocation = PLAIN) -> RenderableType:
+    """The outcome of a promotion, from its JSON form."""
+    where = f"{promoted['name']}@production"
+    if not promoted["is_new"]:
+        first = Text(f"{where} is this configuration already (version {promoted['version']}).")
+    else:
+        first = Text(f"{where} is now version {promoted['version']}.", style="bold green")
+    lines = [first, *_evidence(promoted["recipe"])]
+    if promoted["previous_version"] and promoted["is_new"]:
+        lines.append(_way_back(promoted, invocation))
+    lines.append(Text(invocation.command("show", where)))
+    return Group(*lines)
+
+
+def render_rollback(changed: Mapping[str, Any], invocation: Invocation = PLAIN) -> RenderableType:
+    """The outcome of a rollback, from its JSON form."""
+    record = changed["record"]
+    source = f"{record['short_name']}, t{int(record['trial']):03d} of {record['sweep']}" if record["sweep"] else ""
+    first = Text(f"{changed['name']}@production is version {changed['version']} again.", style="bold green")
+    return Group(first, Text(source), _way_back(changed, invocation))
+
+
+def _way_back(changed: Mapping[str, Any], invocation: Invocation) -> Text:
+    back = invocation.command("rollback", changed["name"])
+    return Text(f"{changed['name']}@previous is version {changed['previous_version']}; back to it: {back}", style="dim")
+
+
+def render_recipe(shown: Mapping[str, Any]) -> RenderableType:
+    """A registered configuration: where it stands, why, and the configuration itself as YAML."""
+    aliases = " ".join(f"@{alias}" for alias in shown["aliases"])
+    title = Text.assemble((f"{shown['name']} version {shown['version']}", "bold"), (f"  {aliases}", "green"))
+    body = yaml.safe_dump({"candidate": shown["candidate"]}, sort_keys=False)
+    lines = [title, *_evidence(shown)]
+    if verified := shown.get("verified"):
+        lines.append(Text(f"last verified {verified['at']}: {verified['result']}"))
+    return Group(*lines, Text(""), Text(body.rstrip()))
+
+
+def _evidence(recipe: Mapping[str, Any]) -> list[Text]:
+    facts = recipe["evidence"]
+    source = f"{fmt.trial_id(facts['trial'])} of {facts['sweep']} on {facts['hardware']}"
+    lines = [
+        Text(f"{recipe['short_name']}: {speed_words(facts)}; {source}"),
+        Text(": ".join(verdict_of(facts))),
+        Text(f"loss gate: {gate_words(facts)}"),
+    ]
+    if facts["forced"]:
+        lines.append(Text(f"promoted by force: {'; '.join(facts['missing'])}", style="yellow"))
+    return lines
+
+
+def render_history(found: Mapping[str, Any]) -> RenderableType:
+    """The records of a name, the newest first; below, why they were made."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", collapse_padding=True)
+    for heading in ("#", "when", "version", "action"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("configuration", "from", "by"):
+        table.add_column(heading, overflow="fold")
+    notes = Table.grid(padding=(0, 2))
+    notes.add_column(no_wrap=True)
+    notes.add_column(overflow="fold", ratio=1)
+    for record in found["records"]:
+        table.add_row(*_row(record), style=_STATE_STYLES.get(record["state"], ""))
+        if words := _reasons(record):
+            notes.add_row(str(record["number"]), Text(plain(words)))
+    current = found["production"]
+    parts: list[RenderableType] = [
+        Text(f"{found['name']}@production is {f'version {current}' if current else 'none'}", style="bold")
+    ]
+    if not found["is_settled"]:
+        why = (
+            "The records do not say so (yet): a change was interrupted, or the alias was moved elsewhere. "
+            "The next promote or rollback settles that."
+        )
+        parts.append(Text(why, style="yellow"))
+    return Group(*parts, table, notes)
+
+
+def _row(record: Mapping[str, Any]) -> list[Text]:
+    cells = (
+        str(record["number"]),
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(record["at_s"])),
+        f"{record['from_version'] or fmt.DASH} → {record['to_version'] or fmt.DASH}",
+        record["action"],
+        " ".join(part for part in (record["short_name"], record["speedup"]) if part),
+        f"t{int(record['trial']):03d} of {record['sweep']}" if record["trial"] else "",
+        record["by"],
+    )
+    return [Text(plain(cell)) for cell in cells]
+
+
+def _reasons(record: Mapping[str, Any]) -> str:
+    forced = f"forced: {'; '.join(record['missing'])}" if record["forced"] and record["missing"] else ""
+    state = _STATE_WORDS.get(record["state"], "")
+    return "; ".join(part for part in (record["reason"], forced, state, record["note"]) if part)
+
+
+def render_difference(found: Difference) -> RenderableType:
+    """What differs, part by part."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", collapse_padding=True)
+    table.add_column("", no_wrap=True)
+    for label in (found.a, found.b):
+        table.add_column(label, overflow="fold")
+    for part, pairs in found.parts.items():
+        table.add_row(Text(part, style="bold"), "", "" if pairs else Text("no difference", style="dim"))
+        for name, (a, b) in pairs.items():
+            table.add_row(f"  {name}", Text(a), Text(b))
+    return table
+
+
+def render_verification(found: Verification) -> RenderableType:
+    """What was looked at, and whether it has drifted."""
+    title = Text.assemble(
+        (f"{found.name} version {found.version}: ", "bold"), (found.result, "red" if found.drifted else "green")
+    )
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold", ratio=1)
+    for one in found.findings:
+        mark = Text("ok", style="green") if not one.is_drift else Text("drift", style="red")
+        if one.is_drift and one.kind in found.ignored:
+            mark = Text("ignored", style="dim")
+        grid.add_row(one.kind, mark, Text(plain(one.text)))
+    return Group(title, grid)

@@ -1,0 +1,98 @@
+"""What MLflow is told about a proof: its checks, its verdict, promotions. As plain values, see tracking_content."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from orchestrator import units as fmt
+from orchestrator.sweep.checks import Check, ConfirmationRun, GateRun, ProfileRun
+from orchestrator.sweep.state import SweepState, Trial
+
+
+def check_prefix(check: Check | None) -> str:
+    """Before the name of the trial that is run again: ``confirm r1 ``; empty for the search's own trials."""
+    match check:
+        case None:
+            return ""
+        case ConfirmationRun():
+            return f"confirm r{check.round + 1} "
+        case GateRun():
+            return "gate reference " if check.role.endswith("reference") else "gate "
+        case ProfileRun():
+            return "profile "
+
+
+def check_tags(check: Check | None) -> dict[str, str]:
+    """What it is of, besides what every trial has."""
+    match check:
+        case None:
+            return {}
+        case ConfirmationRun():
+            return {"tc.check": check.kind, "tc.of": fmt.trial_id(check.of), "tc.round": str(check.round + 1)}
+        case GateRun():
+            return {"tc.check": check.kind, "tc.of": fmt.trial_id(check.of), "tc.gate_role": check.role}
+        case ProfileRun():
+            return {"tc.check": check.kind, "tc.of": fmt.trial_id(check.of)}
+
+
+def trial_series(trial: Trial) -> dict[str, Sequence[float]]:
+    """Of a gate run: loss and gradient norm of every step, for MLflow's charts to lay over one another."""
+    if trial.measurement is None or not isinstance(trial.check, GateRun):
+        return {}
+    return {"loss": trial.measurement.losses, "grad_norm": trial.measurement.grad_norms}
+
+
+def check_note(trial: Trial, name: str, unit: str) -> str:
+    """Markdown: what was measured of a check called ``name``."""
+    if trial.measurement is None:
+        return f"**{fmt.status_words(trial.status)}** — {name}\n\n{fmt.failure(trial)}".rstrip()
+    if isinstance(trial.check, ConfirmationRun):
+        return f"**{fmt.rate(trial.measurement.tokens_per_s_per_device)} {unit}** — {name}"
+    if isinstance(trial.check, GateRun):
+        return (
+            f"**{len(trial.measurement.losses)} steps trained**, last loss {trial.measurement.losses[-1]:.4g} — {name}"
+        )
+    return f"**Profiled** — {name}"
+
+
+def verdict_tags(state: SweepState) -> dict[str, str]:
+    """Of the sweep's run, once its proof has ended."""
+    verdict = state.verdict
+    if verdict is None:
+        return {}
+    winner = "none" if verdict.winner is None else fmt.trial_id(verdict.winner)
+    return {"tc.verdict": verdict.conclusion, "tc.winner": winner, "tc.verdict_reason": verdict.reason}
+
+
+def verdict_metrics(state: SweepState) -> dict[str, float]:
+    """Of the sweep's run: the speed-up as confirmation measured it, of the winner or the fastest finalist."""
+    verdict = state.verdict
+    if verdict is None:
+        return {}
+    found = verdict.speedup
+    values = {"confirmation_rounds": float(verdict.num_rounds)}
+    if found is not None:
+        values |= {"speedup": found.value}
+    if found is not None and found.low is not None and found.high is not None:
+        values |= {"speedup_ci95_low": found.low, "speedup_ci95_high": found.high}
+    return values
+
+
+def roles(state: SweepState) -> dict[int, dict[str, str]]:
+    """Per trial that the proof is about, the tags that say what it came to."""
+    if state.proof is None:
+        return {}
+    tags = {number: {"tc.role": "finalist"} for number in state.proof.finalists}
+    if state.verdict is not None and state.verdict.winner is not None:
+        tags[state.verdict.winner] = {"tc.role": "winner"}
+    for report in state.verdict.gates if state.verdict else ():
+        tags.setdefault(report.trial, {})["tc.gate"] = "passed" if report.passed else "failed"
+    for one in state.proof.evaluations:
+        tags.setdefault(one.trial, {})["tc.evaluation"] = "passed" if one.passed else "failed"
+    return tags
+
+
+def promotion_tags(record: Mapping[str, str]) -> dict[str, str]:
+    """Of the sweep's run and of the trial's: where it is in production."""
+    version = f"{record['name']} version {record['to_version']}"
+    return {"tc.promoted": version if record["action"] == "promote" else f"rolled back to {version}"}

@@ -1,0 +1,262 @@
+"""What MLflow is told about a sweep, as plain values: names, params, tags, metrics, notes. Free of MLflow itself.
+
+Every value follows from the ledger alone, so that a replay writes the same again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from orchestrator import units as fmt
+from orchestrator.report.findings import findings_lines, findings_metrics
+from orchestrator.report.summary import speed_unit
+from orchestrator.space.space import flat_params, short_name
+from orchestrator.statistics import relative_spread, tokens_per_s_per_device
+from orchestrator.sweep.checks import ProfileRun
+from orchestrator.sweep.events import SweepCreated
+from orchestrator.sweep.state import SweepState, Trial, describe_failure
+from orchestrator.tracking.checks import check_note, check_prefix, check_tags
+from trials.codec import digest, to_json
+from trials.outcome import Evidence, Measured, Measurement, Outcome, StoppedEarly
+from trials.reports.findings import Findings
+from trials.secrets import redact, redact_all
+from trials.spec import LinearModel, LlamaModel, Model, ResNetModel
+
+OBJECTIVE = "tokens_per_s_per_device"
+BEST = f"best_{OBJECTIVE}"
+MAX_PARAM_CHARS = 6000
+MAX_TAG_CHARS = 5000
+_MAX_RUN_NAME_CHARS = 200
+
+
+def experiment_name(created: SweepCreated) -> str:
+    """One experiment per model and hardware: ``llama-h128-l4 on 1x2 AMD EPYC 7B13``."""
+    name = f"{_model_name(created.workload.model)} on {created.hardware}"
+    return re.sub(r"\s+", " ", re.sub(r"[^A-Za-z0-9 ._-]", " ", name)).strip()
+
+
+def _model_name(model: Model) -> str:
+    match model:
+        case LlamaModel():
+            return f"llama-h{model.hidden_size}-l{model.num_layers}"
+        case ResNetModel():
+            return f"resnet{model.depth}-w{model.width}-i{model.image_size}"
+        case LinearModel():
+            return f"linear-{model.size}-l{model.num_layers}"
+
+
+def slug(name: str) -> str:
+    """The name as a folder: lower case, no spaces."""
+    return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-.")
+
+
+def sweep_id(created: SweepCreated) -> str:
+    """Identity of a sweep across machines: two sweeps of one name started at different times are different."""
+    return digest([created.sweep, created.spec_hash, created.at_s])[:16]
+
+
+def sweep_tags(created: SweepCreated) -> dict[str, str]:
+    environment = {f"tc.env.{key}": value for key, value in created.fingerprint.items()}
+    return _common_tags(created) | {"tc.kind": "sweep", "tc.spec_hash": created.spec_hash} | environment
+
+
+def sweep_params(created: SweepCreated) -> dict[str, str]:
+    """The workload and the budget, flat: ``model.hidden_size``, ``budget.max_trials``."""
+    values = {"workload": created.workload, "budget": created.budget, "num_legal": created.num_legal}
+    flat = dict(_flatten(to_json(values)))
+    return {key.removeprefix("workload."): text for key, text in flat.items()}
+
+
+def trial_name(trial: Trial) -> str:
+    """``t014 dp2 z3 mbs4``, ``confirm r1 t004 dp2 mbs4``: the only thing MLflow's default tables show of a run."""
+    of = fmt.trial_id(trial.check.of if trial.check else trial.number)
+    return f"{check_prefix(trial.check)}{of} {short_name(trial.candidate)}"[:_MAX_RUN_NAME_CHARS]
+
+
+def trial_tags(created: SweepCreated, trial: Trial, parent_run_id: str) -> dict[str, str]:
+    return _common_tags(created) | {
+        "mlflow.parentRunId": parent_run_id,
+        "tc.kind": "trial" if trial.check is None else "check",
+        **check_tags(trial.check),
+        **({"tc.role": "baseline"} if trial.number == 0 else {}),
+        "tc.trial": str(trial.number),
+        "tc.origin": trial.origin,
+        "tc.reason": trial.reason,
+        "tc.config_key": trial.candidate.config_key,
+        "tc.trial_key": created.trial_key(trial.candidate),
+        **attempt_tags(trial),
+    }
+
+
+def attempt_tags(trial: Trial) -> dict[str, str]:
+    """Where the last attempt runs or ran and what came of it; how earlier ones were lost."""
+    attempt = trial.attempts[-1]
+    lost = {f"tc.attempt.{i}": _ended_words(a.outcome) for i, a in enumerate(trial.attempts[:-1])}
+    return {
+        "tc.state": trial.status,
+        "tc.attempts": str(len(trial.attempts)),
+        "tc.attempt_token": attempt.token,
+        "tc.nodes": ", ".join(dict.fromkeys(device.node for device in attempt.ranks)),
+        **_why_not_measured(attempt.outcome),
+        **lost,
+    }
+
+
+def _why_not_measured(outcome: Outcome | None) -> dict[str, str]:
+    match outcome:
+        case None | Measured():
+            return {}
+        case StoppedEarly():
+            return {"tc.stopped": outcome.evidence.message}
+        case _:
+            return {"tc.failure": _ended_words(outcome)}
+
+
+def trial_params(trial: Trial) -> dict[str, str]:
+    """The knobs, flat, as text."""
+    return {key: str(value)[:MAX_PARAM_CHARS] for key, value in flat_params(trial.candidate).items()}
+
+
+def trial_metrics(state: SweepState, trial: Trial) -> dict[str, float]:
+    """Single values with their units in the name; not-finite ones are left out."""
+    values: dict[str, float | None] = {"device_s": trial.device_seconds}
+    if isinstance(trial.outcome, StoppedEarly):
+        values["step_time_at_least_s"] = trial.outcome.at_least_s
+        values["saved_device_s"] = trial.outcome.saved_device_seconds
+    if trial.measurement and not isinstance(trial.check, ProfileRun):  # the profiler's own cost is in its times
+        values |= _measured_metrics(trial.measurement)
+        if trial.expected is not None:
+            values["step_time_over_predicted"] = trial.measurement.step_time_s / trial.expected.step_time_s
+        compared = fmt.versus_baseline(trial, state) if trial.check is None else None
+        values["speedup"] = compared.ratio.value if compared else None
+    return {key: float(value) for key, value in values.items() if value is not None and math.isfinite(value)}
+
+
+def expected_metrics(created: SweepCreated, trial: Trial) -> dict[str, float]:
+    """What was predicted of the trial, named as what is measured, with ``predicted_`` before it."""
+    found = trial.expected
+    if found is None:
+        return {}
+    devices = trial.candidate.layout.world_size
+    return {
+        f"predicted_{OBJECTIVE}": created.workload.tokens_per_step / (found.step_time_s * devices),
+        "predicted_step_time_s": found.step_time_s,
+        "predicted_log_spread": found.log_spread,
+        "predicted_peak_memory_bytes": found.peak_bytes,
+        "predicted_probability_fits": found.probability_fits,
+    }
+
+
+def trial_record(state: SweepState, trial: Trial) -> dict[str, Any]:
+    """Everything known about the trial, raw: candidate, attempts, step times, losses."""
+    return {
+        "sweep": state.sweep.sweep,
+        "trial": trial.number,
+        "reason": trial.reason,
+        "expected": to_json(trial.expected),
+        "short_name": short_name(trial.candidate),
+        "config_key": trial.candidate.config_key,
+        "workload": to_json(state.sweep.workload),
+        "candidate": to_json(trial.candidate),
+        "attempts": redact_all(to_json(trial.attempts)),
+    }
+
+
+def trial_files(state: SweepState, trial: Trial) -> dict[str, str]:
+    """Artifacts of an ended trial: name to text."""
+    files = {"trial.json": json_text(trial_record(state, trial))}
+    if trial.measurement and trial.measurement.findings != Findings():
+        files["findings.json"] = json_text(to_json(trial.measurement.findings))
+    if tail := log_tail(trial):
+        files["log_tail.txt"] = tail
+    return files
+
+
+def json_text(value: Any) -> str:
+    return json.dumps(value, indent=1)
+
+
+def trial_note(state: SweepState, trial: Trial) -> str:
+    """Markdown; the first line is the result, the last one why the trial was made."""
+    if trial.check is not None:
+        return f"{check_note(trial, trial_name(trial), speed_unit(state.sweep.workload))}\n\nProposed: {trial.reason}."
+    return "\n\n".join(part for part in (_result_note(state, trial), f"Proposed: {trial.reason}.") if part)
+
+
+def _result_note(state: SweepState, trial: Trial) -> str:
+    name = f"`{short_name(trial.candidate)}`"
+    if trial.measurement is None:
+        return "\n\n".join(
+            part for part in (f"**{fmt.status_words(trial.status)}** — {name}", fmt.failure(trial)) if part
+        )
+    speed = tokens_per_s_per_device(trial.measurement)
+    compared = fmt.versus_baseline(trial, state)
+    against = f", {fmt.versus(compared)} the baseline ({fmt.ratio_interval(compared.ratio.ci95)})" if compared else ""
+    unit = speed_unit(state.sweep.workload)
+    head = f"**{fmt.rate(speed.value)} {unit}**{against} — {name}\n\n95 % interval {fmt.interval(speed.ci95)}"
+    return "\n".join([head, "", *(f"- {line}" for line in findings_lines(trial.measurement.findings))]).rstrip()
+
+
+def log_tail(trial: Trial) -> str | None:
+    """Last lines of the failed rank's log with the collateral errors; None where there are none."""
+    evidence: Evidence | None = getattr(trial.outcome, "evidence", None)
+    if evidence is None or not (evidence.log_tail or evidence.collateral):
+        return None
+    collateral = ["", "--- errors of other ranks ---", *evidence.collateral] if evidence.collateral else []
+    return "\n".join([*evidence.log_tail, *collateral]) + "\n"
+
+
+def first_line(error: Exception) -> str:
+    """An error in one line without secrets."""
+    lines = redact(str(error)).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _common_tags(created: SweepCreated) -> dict[str, str]:
+    return {
+        "tc.sweep": created.sweep,
+        "tc.sweep_id": sweep_id(created),
+        "tc.hardware": created.hardware,
+        "mlflow.source.name": "tune-cluster",
+        "mlflow.source.type": "LOCAL",
+    }
+
+
+def _ended_words(outcome: Any) -> str:
+    """``gang_lost: rank 3 on n1: node died``."""
+    why = describe_failure(outcome)
+    return f"{outcome.kind}: {why}" if why else str(outcome.kind)
+
+
+def _measured_metrics(measurement: Measurement) -> dict[str, float | None]:
+    speed = tokens_per_s_per_device(measurement)
+    breakdown: dict[str, float] = to_json(measurement.breakdown)
+    return {
+        **findings_metrics(measurement.findings),
+        OBJECTIVE: speed.value,
+        "samples_per_s_per_device": measurement.samples_per_s_per_device or None,
+        f"{OBJECTIVE}_ci95_low": speed.ci95.low if speed.ci95 else None,
+        f"{OBJECTIVE}_ci95_high": speed.ci95.high if speed.ci95 else None,
+        "step_time_s": measurement.step_time_s,
+        "step_time_spread": relative_spread(measurement.step_times_s),
+        **breakdown,
+        "peak_memory_bytes": max(measurement.peak_allocated_bytes, default=None),
+        "peak_reserved_bytes": max(measurement.peak_reserved_bytes, default=None),
+        "mfu": measurement.mfu,
+        "final_loss": measurement.losses[-1] if measurement.losses else None,
+        "num_skipped_steps": measurement.num_skipped_steps,
+        "compile_s": measurement.compile_s,
+        "num_measured_steps": len(measurement.step_times_s),
+    }
+
+
+def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flatten(item, f"{prefix}.{key}" if prefix else key)
+    elif value is not None:
+        yield prefix, str(value)[:MAX_PARAM_CHARS]

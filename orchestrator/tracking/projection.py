@@ -1,0 +1,242 @@
+"""Which event of the ledger puts what into MLflow. Free of MLflow itself: it speaks to ``tracking_runs.Runs``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from orchestrator.mlflow_urls import artifact_path
+from orchestrator.report import series
+from orchestrator.report.markdown import Attached, report_markdown
+from orchestrator.report.page.page import page_html
+from orchestrator.report.page.write import make_page
+from orchestrator.report.sources import Sources, rejected_csv
+from orchestrator.report.summary import summarize
+from orchestrator.report.trial_files import failed_logs, profile_paths
+from orchestrator.sweep.events import (
+    AttemptEnded,
+    AttemptLaunched,
+    ChecksAsked,
+    ControllerStarted,
+    EvaluationEnded,
+    FinalistsChosen,
+    Promoted,
+    SweepCreated,
+    SweepEnd,
+    SweepFinished,
+    SweepPaused,
+    TrialsRetried,
+    VerdictReached,
+)
+from orchestrator.sweep.ledger import Entry, Ledger
+from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.tracking import checks, content
+from orchestrator.tracking.runs import Runs
+from orchestrator.tracking.views import view_tags
+from trials.outcome import GangLost, Measured, Outcome, StoppedEarly
+
+ProofEvent = FinalistsChosen | EvaluationEnded | VerdictReached
+_NOTE = "mlflow.note.content"
+_TOLD = ("confirmation", "history", "breakdown")
+"""Plots that the note shows."""
+
+
+def project(runs: Runs, ledger: Ledger, entry: Entry, state: SweepState) -> None:
+    """Write one entry of the ledger; ``state`` is the fold up to and including it. Repeating it changes nothing."""
+    match entry.event:
+        case SweepCreated():
+            _project_created(runs, state, Sources.of(ledger))
+        case AttemptLaunched():
+            _project_launched(runs, entry.event, state)
+        case AttemptEnded():
+            _project_ended(runs, entry.event, state, ledger.folder)
+        case ControllerStarted() | TrialsRetried() | ChecksAsked():
+            _project_going_on(runs, entry.event, state)
+        case FinalistsChosen() | EvaluationEnded() | VerdictReached():
+            _project_proof(runs, entry.event, state)
+        case SweepPaused():
+            _project_paused(runs, entry.event, state)
+        case SweepFinished():
+            _project_finished(runs, entry.event, state, ledger)
+        case Promoted():
+            _project_promoted(runs, entry.event, state, ledger)
+        case _:
+            pass
+
+
+def _ensure_sweep(runs: Runs, state: SweepState) -> str:
+    created = state.sweep
+    known = runs.sweep_runs(state)
+    if "sweep" not in known:
+        known["sweep"] = runs.create_run(state, created.sweep, content.sweep_tags(created), created.at_s)
+        runs.log(known["sweep"], created.at_s, params=content.sweep_params(created))
+    return known["sweep"]
+
+
+def _project_created(runs: Runs, state: SweepState, sources: Sources) -> None:
+    run_id = _ensure_sweep(runs, state)
+    if sources.sweep_yaml:
+        runs.put_text(run_id, sources.sweep_yaml, "sweep.yaml")
+    if sources.plan is not None:
+        runs.put_text(run_id, content.json_text(sources.plan), "plan.json")
+        runs.put_text(run_id, rejected_csv(sources.plan), "rejected.csv")
+    _save_views(runs, state, run_id)
+
+
+def _save_views(runs: Runs, state: SweepState, run_id: str) -> None:
+    knobs = series.coordinates(state).knobs
+    runs.tag_experiment(state, view_tags(state.sweep.sweep, run_id, state.sweep.at_s, knobs))
+
+
+def _project_going_on(runs: Runs, event: ControllerStarted | TrialsRetried | ChecksAsked, state: SweepState) -> None:
+    if state.epoch > 1 or not isinstance(event, ControllerStarted):
+        run_id = _ensure_sweep(runs, state)
+        runs.go_on(run_id)
+        runs.log(run_id, event.at_s, tags={"tc.state": state.status})
+
+
+def _project_paused(runs: Runs, event: SweepPaused, state: SweepState) -> None:
+    run_id = _ensure_sweep(runs, state)
+    runs.log(run_id, event.at_s, tags={"tc.state": state.status, "tc.reason": event.reason})
+    runs.end(run_id, "KILLED", event.at_s)
+
+
+def _project_proof(runs: Runs, event: ProofEvent, state: SweepState) -> None:
+    """Roles as tags of the trials' runs; the verdict as tags and metrics of the sweep's."""
+    known, run_id = runs.sweep_runs(state), _ensure_sweep(runs, state)
+    roles = checks.roles(state)
+    for former in runs.with_role(state, "winner"):
+        if former not in {known.get(str(number)) for number in roles}:
+            runs.log(former, event.at_s, tags={"tc.role": "finalist"})
+    for number, tags in roles.items():
+        if str(number) in known:
+            runs.log(known[str(number)], event.at_s, tags=tags)
+    tags = {**checks.verdict_tags(state), _NOTE: _note(runs, state, run_id)}
+    runs.log(run_id, event.at_s, metrics=checks.verdict_metrics(state), tags=tags)
+
+
+def _note(runs: Runs, state: SweepState, run_id: str, plots: Sequence[str] = ()) -> str:
+    """The short story, leading to the report and showing some of its plots once they are there."""
+    attached = None
+    if plots:
+        tabs = {"The whole report": "artifacts/report.html", "All plots": "artifacts/plots"}
+        shown = [name for name in _TOLD if name in plots]
+        attached = Attached(
+            links={what: runs.page(state, run_id, tab) for what, tab in tabs.items()},
+            plots={name: artifact_path(run_id, f"plots/{name}.png") for name in shown},
+        )
+    return report_markdown(state, summarize(state, runs.uri), attached)
+
+
+def _project_finished(runs: Runs, event: SweepFinished, state: SweepState, ledger: Ledger) -> None:
+    run_id = _ensure_sweep(runs, state)
+    _save_views(runs, state, run_id)
+    plots = _put_report(runs, state, run_id, ledger)
+    tags = {_NOTE: _note(runs, state, run_id, plots), "tc.state": event.status, "tc.reason": event.reason}
+    runs.log(run_id, event.at_s, tags=tags)
+    ends: dict[SweepEnd, str] = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
+    runs.end(run_id, ends[event.status], event.at_s)
+
+
+def _put_report(runs: Runs, state: SweepState, run_id: str, ledger: Ledger) -> Sequence[str]:
+    """The result as text, and the page with its plots, also one by one, where they are wanted; the plots' names."""
+    summary = summarize(state, runs.uri)
+    runs.put_text(run_id, report_markdown(state, summary), "report.md")
+    runs.put_text(run_id, content.json_text(summary.to_json()), "summary.json")
+    if not _wants_page(ledger):
+        return ()
+    page = make_page(ledger, state, summary)
+    plots = page.gallery()
+    runs.put_text(run_id, page_html(page, plots), "report.html")
+    for name, plot in plots.items():
+        runs.put_bytes(run_id, plot.png(), f"plots/{name}.png")
+    return list(plots)
+
+
+def _wants_page(ledger: Ledger) -> bool:
+    tracking = (ledger.document("spec") or {}).get("tracking") or {}
+    return bool(tracking.get("report", True))
+
+
+def _project_promoted(runs: Runs, event: Promoted, state: SweepState, ledger: Ledger) -> None:
+    known, run_id = runs.sweep_runs(state), _ensure_sweep(runs, state)
+    tags = checks.promotion_tags(event.record)
+    plots = _put_report(runs, state, run_id, ledger)
+    runs.log(run_id, event.at_s, tags={**tags, _NOTE: _note(runs, state, run_id, plots)})
+    if (of_trial := known.get(event.record.get("trial", ""))) is not None:
+        runs.log(of_trial, event.at_s, tags=tags)
+
+
+def _ensure_trial(runs: Runs, state: SweepState, trial: Trial) -> str:
+    known = runs.sweep_runs(state)
+    if str(trial.number) not in known:
+        tags = content.trial_tags(state.sweep, trial, _ensure_sweep(runs, state))
+        at_s = trial.attempts[0].launched_at_s
+        tags[_NOTE] = content.trial_note(state, trial)
+        run_id = known[str(trial.number)] = runs.create_run(state, content.trial_name(trial), tags, at_s)
+        if expected := content.expected_metrics(state.sweep, trial):
+            runs.log(run_id, trial.proposed_at_s, metrics=expected)
+    return known[str(trial.number)]
+
+
+def _project_launched(runs: Runs, event: AttemptLaunched, state: SweepState) -> None:
+    trial = state.trials[event.trial]
+    run_id = _ensure_trial(runs, state, trial)
+    if event.attempt:
+        runs.log(run_id, event.at_s, tags=content.attempt_tags(trial) | {_NOTE: content.trial_note(state, trial)})
+        runs.go_on(run_id)
+
+
+def _project_ended(runs: Runs, event: AttemptEnded, state: SweepState, folder: Path) -> None:
+    trial = state.trials[event.trial]
+    if trial.is_running or not trial.attempts or trial.attempts[-1].token != event.token:
+        return
+    run_id = _ensure_trial(runs, state, trial)
+    runs.log(
+        run_id,
+        event.at_s,
+        metrics=content.trial_metrics(state, trial),
+        params=content.trial_params(trial),
+        tags={**content.attempt_tags(trial), _NOTE: content.trial_note(state, trial)},
+    )
+    runs.log_series(run_id, event.at_s, checks.trial_series(trial))
+    _put_files(runs, run_id, state, trial, folder)
+    runs.end(run_id, _run_status(trial.outcome), event.at_s)
+    if trial.number == 0 and trial.measurement:
+        _compare_with(runs, state, event.at_s)
+    if not isinstance(event.outcome, GangLost):
+        _update_sweep(runs, event, state, trial)
+
+
+def _put_files(runs: Runs, run_id: str, state: SweepState, trial: Trial, folder: Path) -> None:
+    for name, text in content.trial_files(state, trial).items():
+        runs.put_text(run_id, text, name)
+    for name, text in failed_logs(folder, trial).items():
+        runs.put_text(run_id, text, f"logs/{name}")
+    for path in profile_paths(folder, trial):
+        runs.put_file(run_id, path, "profile")
+
+
+def _compare_with(runs: Runs, state: SweepState, at_s: float) -> None:
+    """The speed-up of trials that were measured before the baseline."""
+    for trial in state.searched()[1:]:
+        if trial.measurement and not trial.is_running:
+            runs.log(_ensure_trial(runs, state, trial), at_s, metrics=content.trial_metrics(state, trial))
+
+
+def _run_status(outcome: Outcome | None) -> str:
+    """MLflow's word. A trial that was stopped early did not fail: it was not worth more time."""
+    if isinstance(outcome, Measured):
+        return "FINISHED"
+    return "KILLED" if isinstance(outcome, StoppedEarly) else "FAILED"
+
+
+def _update_sweep(runs: Runs, event: AttemptEnded, state: SweepState, trial: Trial) -> None:
+    """The curve of the best so far over trial numbers; the note when the result changes."""
+    if state.best is None or state.best.measurement is None:
+        return
+    run_id = _ensure_sweep(runs, state)
+    changed = trial.check is not None or trial.number in (0, state.best.number)
+    tags = {_NOTE: _note(runs, state, run_id)} if changed else {}
+    best = {} if trial.check else {content.BEST: state.best.measurement.tokens_per_s_per_device}
+    runs.log(run_id, event.at_s, metrics=best, step=trial.number, tags=tags)

@@ -1,0 +1,168 @@
+"""MLflow's model registry: versions, aliases, and the files that a version points at."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trials.secrets import redact
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
+
+MAX_DESCRIPTION_CHARS = 5000
+"""What the registry's database keeps of one."""
+_ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """A version in the model registry."""
+
+    name: str
+    version: str
+    run_id: str
+    source: str
+    """Where its files are, ``runs:/<run_id>/<folder>``."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+
+
+class Registry:
+    """The registry behind ``client``. Raises what MLflow raises, see
+    :meth:`orchestrator.tracking.tracker.Tracker.reached`."""
+
+    def __init__(self, client: MlflowClient) -> None:
+        self.client = client
+
+    def create_version(
+        self, name: str, run_id: str, folder: str, tags: Mapping[str, str], description: str
+    ) -> Registered:
+        """Make a version of the files in ``folder`` of the run's artifacts, with its tags, in one step."""
+        self.create_entry(name, {}, "Training configurations promoted by tune-cluster.")
+        version = self.client.create_model_version(
+            name,
+            f"runs:/{run_id}/{folder}",
+            run_id,
+            tags={key: redact(value) for key, value in tags.items()},
+            description=redact(description)[:MAX_DESCRIPTION_CHARS],
+        )
+        return _registered(version)
+
+    def set_alias(self, name: str, alias: str, version: str) -> None:
+        self.client.set_registered_model_alias(name, alias, version)
+
+    def delete_alias(self, name: str, alias: str) -> None:
+        """Nothing happens where there is none."""
+        self.client.delete_registered_model_alias(name, alias)
+
+    def set_tag(self, name: str, version: str, key: str, value: str) -> None:
+        self.client.set_model_version_tag(name, version, key, redact(value))
+
+    def versions(self, name: str) -> list[Registered]:
+        """All versions, in order; their aliases are not read."""
+        found: list[ModelVersion] = []
+        token = None
+        while True:
+            page = self.client.search_model_versions(f"name = '{name}'", max_results=200, page_token=token)
+            found += page
+            token = page.token
+            if not token:
+                return sorted((_registered(version) for version in found), key=lambda version: int(version.version))
+
+    def find(self, name: str, *, alias: str | None = None, version: str | None = None) -> Registered | None:
+        """The version with this alias or number; None where there is none."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            if alias is not None:
+                version = str(self.client.get_model_version_by_alias(name, alias).version)
+            return _registered(self.client.get_model_version(name, str(version)))
+        except MlflowException as error:
+            if error.error_code in _ABSENT:
+                return None
+            raise
+
+    def read_files(self, registered: Registered) -> dict[str, bytes]:
+        """All files of a version: path below its folder to content.
+
+        Raises:
+            LookupError: the version does not point into its run's artifacts, or they are not there.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            root = self._download(registered, "", folder)
+            files = (path for path in sorted(root.rglob("*")) if path.is_file())
+            return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
+
+    def ensure_experiment(self, name: str, location: str | None) -> str:
+        """The id of the experiment, created where it is missing."""
+        found = self.client.get_experiment_by_name(name)
+        if found is None:
+            self._done("RESOURCE_ALREADY_EXISTS", lambda: self.client.create_experiment(name, location))
+            found = self.client.get_experiment_by_name(name)
+        assert found is not None, "it was just created"
+        return str(found.experiment_id)
+
+    # ---- registered models as such: names that only one can create, and that are gone when deleted ----
+
+    def create_entry(self, name: str, tags: Mapping[str, str], description: str) -> bool:
+        """Whether it was created; False where there is one of this name already. Atomic."""
+        return self._done(
+            "RESOURCE_ALREADY_EXISTS", lambda: self.client.create_registered_model(name, dict(tags), description)
+        )
+
+    def entries(self, prefix: str) -> dict[str, dict[str, str]]:
+        """Tags of the registered models whose names begin so; there are few."""
+        pattern = prefix.replace("'", "")
+        found = self.client.search_registered_models(f"name LIKE '{pattern}%'", max_results=1000)
+        return {model.name: dict(model.tags) for model in found if model.name.startswith(prefix)}
+
+    def tag_entry(self, name: str, key: str, value: str) -> bool:
+        """Whether it is still there to be tagged."""
+        return self._done("RESOURCE_DOES_NOT_EXIST", lambda: self.client.set_registered_model_tag(name, key, value))
+
+    def delete_entry(self, name: str) -> None:
+        """With its versions. Nothing happens where there is none."""
+        self._done("RESOURCE_DOES_NOT_EXIST", lambda: self.client.delete_registered_model(name))
+
+    @staticmethod
+    def _done(otherwise: str, action: Callable[[], Any]) -> bool:
+        """False where MLflow refuses with this error code."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            action()
+        except MlflowException as error:
+            if error.error_code != otherwise:
+                raise
+            return False
+        return True
+
+    def _download(self, registered: Registered, file_name: str, folder: str) -> Path:
+        from mlflow.exceptions import MlflowException
+
+        prefix = f"runs:/{registered.run_id}/"
+        if not registered.source.startswith(prefix):
+            raise LookupError(f"its source {registered.source} is not in the run it names")
+        artifact = f"{registered.source.removeprefix(prefix)}/{file_name}".rstrip("/")
+        try:
+            path = Path(self.client.download_artifacts(registered.run_id, artifact, folder))
+        except (OSError, MlflowException) as error:
+            lines = redact(str(error)).strip().splitlines() or [type(error).__name__]
+            raise LookupError(f"its artifact {artifact} cannot be read: {lines[0]}") from None
+        return path
+
+
+def _registered(version: ModelVersion) -> Registered:
+    return Registered(
+        name=version.name,
+        version=str(version.version),
+        run_id=version.run_id or "",
+        source=version.source or "",
+        tags=dict(version.tags),
+        aliases=tuple(version.aliases),
+    )

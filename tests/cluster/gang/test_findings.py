@@ -1,0 +1,72 @@
+"""Folding what the ranks found out."""
+
+import dataclasses
+import random
+
+from cluster.gang.findings import merge_findings
+from cluster.gang.outcome import fold
+from tests.cluster.gang.test_outcome import success
+from trials.reports.findings import (
+    Findings,
+    GraphReport,
+    LossScaleState,
+    MemoryFormatReport,
+    OperatorCast,
+    PatternEffect,
+)
+
+
+def effect(pattern, saved_bytes, num_matches=1, recompute_s=0.1):
+    return PatternEffect(pattern=pattern, num_matches=num_matches, saved_bytes=saved_bytes, recompute_s=recompute_s)
+
+
+def cast(name, num_calls, list_="white"):
+    return OperatorCast(name=name, list=list_, num_calls=num_calls)
+
+
+def test_recompute_is_told_of_the_rank_where_it_is_largest_and_chunks_of_a_rank_add_up():
+    ranks = [
+        Findings(recompute=(effect("a", 10, 2), effect("b", 0, 0), effect("a", 5, 1, 0.2))),
+        Findings(recompute=(effect("a", 12, 9, 0.9), effect("b", 0, 3))),
+    ]
+    for order in (ranks, ranks[::-1]):
+        found = {one.pattern: one for one in merge_findings(order).recompute}
+        assert (found["a"].saved_bytes, found["a"].num_matches) == (15, 3)
+        assert abs(found["a"].recompute_s - 0.3) < 1e-9
+        assert (found["b"].saved_bytes, found["b"].num_matches) == (0, 3)
+
+
+def test_a_cast_counts_the_most_of_one_rank_by_list():
+    ranks = [
+        Findings(autocast=(cast("linear", 2), cast("linear", 3), cast("softmax", 0, "black"))),
+        Findings(autocast=(cast("linear", 4), cast("linear", 1, "black"))),
+    ]
+    assert set(merge_findings(ranks).autocast) == {
+        cast("linear", 5),
+        cast("linear", 1, "black"),
+        cast("softmax", 0, "black"),
+    }
+
+
+def test_the_rest_comes_from_the_first_rank_that_has_it():
+    scale = LossScaleState(scale=8.0, num_finite=1, num_overflowed=0, num_skipped=0)
+    format_ = MemoryFormatReport(rule="r", chosen="nhwc", nchw_s=2.0, nhwc_s=1.0)
+    ranks = [
+        Findings(graph=GraphReport(num_graphs=1, num_recompilations=0, compile_s=9.0)),
+        Findings(graph=GraphReport(num_graphs=1, num_recompilations=2, compile_s=1.0), loss_scale=scale),
+        Findings(memory_format=format_, loss_scale=dataclasses.replace(scale, scale=4.0)),
+    ]
+    merged = merge_findings(ranks)
+    assert (merged.graph, merged.loss_scale, merged.memory_format) == (ranks[1].graph, scale, format_)
+    assert merge_findings([Findings()] * 2) == Findings()
+
+
+def test_a_measurement_carries_the_gangs_findings_whatever_the_order():
+    results = [
+        success(rank, [1.0 + rank], samples_per_step=4, findings=Findings(recompute=(effect("a", 10 - rank),)))
+        for rank in range(2)
+    ]
+    random.Random(0).shuffle(results)
+    measurement = fold(results).measurement
+    assert measurement.findings == Findings(recompute=(effect("a", 10),))
+    assert measurement.samples_per_s_per_device == 4 / (2.0 * 2)

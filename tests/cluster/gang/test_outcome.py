@@ -1,0 +1,211 @@
+"""Folding ranks into one outcome."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.gang.messages import Place, RankFailure, RankSuccess
+from cluster.gang.outcome import CAUSE_WINDOW_S, CLOCK_SKEW_S, COLLATERAL, fold, root_cause
+from trials.outcome import (
+    Crashed,
+    Diverged,
+    GangLost,
+    HostOutOfMemory,
+    Infeasible,
+    Measured,
+    OutOfMemory,
+    RankReport,
+    StepBreakdown,
+    TimedOut,
+)
+
+OOM_WINDOW_S = CAUSE_WINDOW_S["oom"]
+
+
+def success(rank, times, place=None, **changes):
+    report = RankReport(
+        rank=rank,
+        world_size=2,
+        tokens_per_step=8,
+        step_times_s=tuple(times),
+        breakdown=StepBreakdown(forward_s=float(rank)),
+        peak_allocated_bytes=10 + rank,
+        peak_reserved_bytes=20 + rank,
+        num_warmup_steps=1,
+        losses=(float(rank),),
+        grad_norms=(1.0,),
+        model_flops_per_token=6.0,
+        compile_s=float(rank),
+    )
+    return RankSuccess(rank=rank, report=dataclasses.replace(report, **changes), place=place)
+
+
+def failure(category, *, rank=0, at_s=0.0, **changes):
+    values = {"node": "n", "message": f"{category} of {rank}", **changes}
+    return RankFailure(rank=rank, category=category, at_s=at_s, **values)
+
+
+OWN_DOING = ("oom", "host_oom", "infeasible", "data", "diverged", "device_busy", "preempted")
+ABSENCE = ("deadline", "lost", "controller")
+ROOT_CATEGORIES = (*OWN_DOING, "error", "exception", "exit", *ABSENCE)
+failures = st.builds(
+    failure,
+    st.sampled_from((*ROOT_CATEGORIES, "connection", "stopped")),
+    rank=st.integers(0, 7),
+    at_s=st.floats(0, 5),
+    node=st.sampled_from("ab"),
+)
+
+
+def test_times_are_the_maximum_over_ranks_step_by_step():
+    outcome = fold([success(1, [3.0, 1.0]), success(0, [1.0, 2.0])])
+    assert isinstance(outcome, Measured)
+    measurement = outcome.measurement
+    assert measurement.step_times_s == (3.0, 2.0)
+    assert measurement.breakdown.forward_s == 1.0, "of the slowest rank"
+    assert measurement.peak_allocated_bytes == (10, 11)
+    assert measurement.peak_reserved_bytes == (20, 21)
+    assert measurement.losses == (0.0,), "of rank 0"
+    assert measurement.compile_s == 1.0
+
+
+def test_complete_reports_win_over_a_kill_that_came_too_late():
+    assert isinstance(fold([success(0, [1.0]), success(1, [1.0]), failure("lost", rank=None)]), Measured)
+
+
+def test_a_missing_rank_is_no_measurement():
+    assert isinstance(fold([success(0, [1.0])]), GangLost)
+    assert isinstance(fold([]), GangLost)
+
+
+def test_ranks_that_disagree_on_the_number_of_steps_are_an_error():
+    outcome = fold([success(0, [1.0]), success(1, [1.0, 1.0])])
+    assert isinstance(outcome, Crashed)
+    assert "[1, 2]" in outcome.evidence.message
+
+
+@pytest.mark.parametrize(
+    ("category", "kind"),
+    [
+        ("oom", OutOfMemory),
+        ("host_oom", HostOutOfMemory),
+        ("infeasible", Infeasible),
+        ("data", Infeasible),
+        ("diverged", Diverged),
+        ("deadline", TimedOut),
+        ("lost", GangLost),
+        ("device_busy", GangLost),
+        ("error", Crashed),
+        ("exit", Crashed),
+        ("connection", Crashed),
+    ],
+)
+def test_each_category_has_its_outcome(category, kind):
+    outcome = fold([failure(category, rank=3, exit_code=-9, log_tail=("last",), phase="warmup")])
+    assert isinstance(outcome, kind)
+    assert (outcome.evidence.rank, outcome.evidence.exit_code) == (3, -9)
+    assert outcome.evidence.log_tail == ("last",)
+    if isinstance(outcome, TimedOut):
+        assert outcome.phase == "warmup"
+
+
+def test_an_out_of_memory_soon_after_wins_and_a_late_one_does_not():
+    first = failure("error", at_s=1.0)
+    assert isinstance(fold([first, failure("oom", rank=1, at_s=1.0 + OOM_WINDOW_S / 2)]), OutOfMemory)
+    assert isinstance(fold([first, failure("oom", rank=1, at_s=1.0 + OOM_WINDOW_S * 2)]), Crashed)
+
+
+def test_collateral_is_kept_as_evidence():
+    outcome = fold(
+        [failure("connection", rank=0, at_s=1), failure("error", rank=1, at_s=2), failure("stopped", rank=2)]
+    )
+    assert isinstance(outcome, Crashed)
+    assert outcome.evidence.rank == 1
+    assert outcome.evidence.collateral == ("rank 0: connection: connection of 0",)
+
+
+@given(st.lists(failures, max_size=6).flatmap(lambda found: st.tuples(st.just(found), st.permutations(found))))
+def test_the_order_of_reports_does_not_matter(orders):
+    one, other = orders
+    assert fold(one) == fold(other)
+
+
+@given(st.lists(failures, min_size=1, max_size=6))
+def test_a_root_cause_always_comes_before_collateral(found):
+    roots = [item for item in found if item.category in ROOT_CATEGORIES]
+    outcome = fold(found)
+    assert not isinstance(outcome, Measured)
+    if roots:
+        assert outcome.evidence.message in {item.message for item in roots}
+        first = min(item.at_s for item in roots)
+        assert any(item.message == outcome.evidence.message and item.at_s <= first + OOM_WINDOW_S for item in roots), (
+            "and an early one"
+        )
+    elif any(item.category in COLLATERAL for item in found):
+        assert isinstance(outcome, Crashed)
+
+
+@pytest.mark.parametrize(
+    ("category", "cause"),
+    [
+        ("lost", "infrastructure"),
+        ("device_busy", "infrastructure"),
+        ("controller", "controller"),
+        ("preempted", "preempted"),
+    ],
+)
+def test_a_lost_gang_says_by_whom(category, cause):
+    outcome = fold([failure(category, rank=None, at_s=2.0), failure("connection", rank=1, at_s=1.0)])
+    assert isinstance(outcome, GangLost)
+    assert outcome.cause == cause
+    assert outcome.evidence.node == "n"
+
+
+@given(st.sampled_from(OWN_DOING), st.sampled_from(ABSENCE), st.floats(0.001, CLOCK_SKEW_S * 0.99), st.booleans())
+def test_clocks_that_are_apart_do_not_turn_cause_and_effect_around(own, absence, skew_s, same_node):
+    """What cannot be an effect is the cause even if its node's clock is behind; on one node the clock is right."""
+    late = failure(own, rank=0, node="a", at_s=10.0 + skew_s)
+    early = failure(absence, rank=None, node="a" if same_node else "b", at_s=10.0)
+    is_late_the_cause = not same_node or own in CAUSE_WINDOW_S
+    assert root_cause([late, early]) is (late if is_late_the_cause else early)
+    assert root_cause([early, late]) is root_cause([late, early])
+
+
+def test_a_crash_stays_the_cause_when_its_peers_node_is_lost_later():
+    crash = failure("exit", rank=0, node="a", at_s=10.0, exit_code=-11)
+    lost = failure("lost", rank=None, node="b", at_s=40.0)
+    assert fold([lost, crash]).evidence.exit_code == -11
+    assert isinstance(fold([failure("connection", node="a", at_s=10.0), lost]), GangLost), "but no lost connection does"
+
+
+def test_the_earlier_of_two_kinds_of_out_of_memory_counts():
+    device, host = failure("oom", at_s=1.0), failure("host_oom", rank=1, at_s=1.5)
+    assert isinstance(fold([host, device]), OutOfMemory)
+    assert isinstance(fold([dataclasses.replace(host, at_s=0.5), device]), HostOutOfMemory)
+
+
+def place(node, device, host="h"):
+    return Place(node=node, host=host, device=device)
+
+
+def test_where_ranks_ran_is_kept_with_the_measurement():
+    outcome = fold([success(1, [1.0], place("b", "GPU-2")), success(0, [1.0], place("a", "3"))])
+    assert isinstance(outcome, Measured)
+    assert outcome.measurement.places == ("a/3", "b/GPU-2")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "problem"),
+    [
+        (place("a", "0"), place("a", "0"), "ranks 0 and 1 both ran on device 0 of a"),
+        (place("a", "GPU-1"), place("b", "GPU-1"), "ranks 0 and 1 both ran on device GPU-1 of b"),
+        (place("a", "0", host="x"), place("a", "1", host="y"), "ranks of a ran on two hosts, x and y"),
+    ],
+)
+def test_ranks_that_ran_elsewhere_than_ordered_are_no_measurement(first, second, problem):
+    outcome = fold([success(0, [1.0], first), success(1, [1.0], second)])
+    assert isinstance(outcome, GangLost)
+    assert problem in outcome.evidence.message
+    assert outcome.evidence.node == second.node

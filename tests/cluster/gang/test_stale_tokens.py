@@ -1,0 +1,83 @@
+"""Whatever arrives late, twice, from the wrong node or from another launch, only the attempt's own words count."""
+
+import tempfile
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.base import GangEnded, GangLaunch, GangProgress
+from cluster.gang.messages import NodeFailing, NodeGone, NodeProgress, RankFailure, line
+from cluster.gang.recovery import recover
+from cluster.gang.tracker import GangTracker
+from cluster.hardware.placement import Placement
+from cluster.hardware.topology import Device
+from trials.codec import to_json
+from trials.outcome import Crashed, GangLost
+
+NODES = ("a", "b")
+DEVICES = tuple(Device(node=node, index=0) for node in NODES)
+tokens = st.builds("{}{}".format, st.sampled_from(["aaaaaaaa", "bbbbbbbb"]), st.sampled_from(["", "0", "1"]))
+"""Few enough to meet each other, and some share the eight letters that name a folder."""
+attempts = st.sampled_from(["x", "y", "x-1"])
+
+
+def failure(message):
+    return RankFailure(rank=0, node="a", category="error", message=message, at_s=1.0)
+
+
+@st.composite
+def node_events(draw):
+    identity = {"attempt_id": draw(attempts), "token": draw(tokens)}
+    said = draw(st.sampled_from(["progress", "failing", "gone"]))
+    if said == "progress":
+        return NodeProgress(**identity, phase="measuring", step=draw(st.integers(1, 9)), step_time_s=0.1)
+    if said == "failing":
+        return NodeFailing(**identity, reason="stale or not")
+    return NodeGone(**identity, results=(failure(f"{identity['attempt_id']} {identity['token']}"),))
+
+
+@given(st.dictionaries(attempts, tokens, min_size=1), st.lists(st.tuples(st.sampled_from("abc"), node_events())))
+def test_only_reports_of_the_launch_that_runs_reach_its_end(launched, story):
+    stops = []
+    tracker = GangTracker(stop=lambda node, attempt_id, order: stops.append((node, attempt_id)))
+    for attempt_id, token in launched.items():
+        placement = Placement(ranks=DEVICES, reserved=DEVICES)
+        launch = GangLaunch(attempt_id=attempt_id, token=token, runner="m:f", spec={}, placement=placement)
+        tracker.launched(launch, log_dir="", now_s=0.0)
+    gone_of = {attempt_id: set() for attempt_id in launched}
+    for node, event in story:
+        is_own = launched.get(event.attempt_id) == event.token and node in NODES
+        is_own = is_own and node not in gone_of[event.attempt_id]
+        stops.clear()
+        answers = tracker.handle(node, event, now_s=1.0)
+        if not is_own:
+            assert (answers, stops) == ([], []), "nothing comes of it"
+            continue
+        if isinstance(event, NodeGone):
+            gone_of[event.attempt_id].add(node)
+        is_end = gone_of[event.attempt_id] == set(NODES)
+        assert [isinstance(answer, GangEnded) for answer in answers if not isinstance(answer, GangProgress)] == (
+            [True] if is_end else []
+        )
+        for answer in answers:
+            assert (answer.attempt_id, answer.token) == (event.attempt_id, event.token)
+        if is_end:
+            assert answers[0].outcome.evidence.message == f"{event.attempt_id} {event.token}"
+    assert set(tracker.running) == {attempt_id for attempt_id, gone in gone_of.items() if gone != set(NODES)}
+
+
+@given(st.dictionaries(tokens, tokens, max_size=4), tokens)
+def test_recovery_takes_results_stored_under_the_same_token_only(stored, wanted):
+    """``stored``: for each launch's token the one its result carries, another one where a late rank wrote it."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (token, written) in enumerate(stored.items()):
+            attempt = Path(folder) / f"a{number}-{token[:8]}"
+            attempt.mkdir(exist_ok=True)
+            result = line({"token": written, "result": to_json(failure(written))})
+            (attempt / "rank0.json").write_bytes(result)
+        outcome = recover(Path(folder), wanted, world_size=1).outcome
+    candidates = [written for token, written in stored.items() if token[:8] == wanted[:8]]
+    assert isinstance(outcome, GangLost) or outcome.evidence.message == wanted
+    if candidates == [wanted]:
+        assert isinstance(outcome, Crashed), "and its own is found"

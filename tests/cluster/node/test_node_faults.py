@@ -1,0 +1,182 @@
+"""What goes wrong on one node and what its warden makes of it: real processes, really stopped, frozen and signalled."""
+
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.base import Deadlines
+from cluster.gang.messages import NodeGone, NodeLaunch, NodeProgress, Slot
+from cluster.gang.outcome import fold
+from cluster.local import single_node_env
+from cluster.node.agent import Agent
+from cluster.node.hang import Blame, judge, main_thread
+from tests.cluster.gangs import PRELOAD, end_of, launch, living, run, wait_for_pids, wait_until
+from tests.cluster.test_leftovers import parent
+from trials.outcome import Crashed, GangLost, Measured, TimedOut
+
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
+
+
+@pytest.mark.parametrize(
+    ("how", "where", "innermost"),
+    [
+        ("sleep", "it was in sleep_in_python (runners.py:", "in sleep_in_python"),
+        ("stop", "it was stopped by a signal", None),
+        ("c", "it was in hold_the_interpreter (runners.py:", "in hold_the_interpreter"),
+    ],
+)
+def test_of_ranks_in_one_step_the_one_that_hangs_is_blamed_with_its_stack(local_cluster, pids, how, where, innermost):
+    spec = {"pids": pids, "rank": 1, "how": how}
+    end = run(local_cluster, "hangs_in_step", world_size=3, spec=spec, deadlines=Deadlines(stall_s=1.0))
+    assert living(pids) == []
+    assert isinstance(end.outcome, TimedOut)
+    evidence = end.outcome.evidence
+    assert evidence.rank == 1, evidence
+    assert f"no progress for 1 s in phase measuring at step 1; {where}" in evidence.message
+    if innermost is not None:
+        header = next(i for i, text in enumerate(evidence.log_tail) if "most recent call first" in text)
+        assert innermost in evidence.log_tail[header + 1]
+    waiting = Path(end.log_dir, "rank0.log").read_text()
+    assert judge(main_thread(waiting))[0] is Blame.WAITING
+    assert "in all_reduce\n" in waiting
+
+
+def test_sigterm_to_one_rank_alone_is_its_own_crash(local_cluster, pids):
+    end = run(local_cluster, "ends_by_sigterm", spec={"pids": pids, "rank": "1"})
+    assert living(pids) == []
+    assert isinstance(end.outcome, Crashed)
+    assert (end.outcome.evidence.rank, end.outcome.evidence.exit_code) == (1, -signal.SIGTERM)
+
+
+@pytest.mark.parametrize("ranks_first", [True, False])
+def test_sigterm_to_all_of_a_nodes_processes_is_a_preemption(local_cluster, pids, ranks_first):
+    gang = launch(local_cluster, "hangs_at_start", spec={"pids": pids})
+    wait_for_pids(pids, 2)
+    ranks = living(pids)
+    for pid in [*ranks, parent(ranks[0])] if ranks_first else [parent(ranks[0]), *ranks]:
+        with contextlib.suppress(ProcessLookupError):  # the warden may have ended its ranks by now
+            os.kill(pid, signal.SIGTERM)
+    end = end_of(local_cluster, gang)
+    assert living(pids) == []
+    assert isinstance(end.outcome, GangLost)
+    assert end.outcome.cause == "preempted"
+
+
+def test_ranks_say_where_they_really_ran(local_cluster):
+    end = run(local_cluster, "ok", devices=local_cluster.topology.devices[1:3])
+    assert isinstance(end.outcome, Measured)
+    name = local_cluster.topology.nodes[0].name
+    assert end.outcome.measurement.places == (f"{name}/1", f"{name}/2")
+
+
+@pytest.fixture
+def agent(tmp_path):
+    """An agent whose controller may be silent for a second."""
+    agent = Agent(node="n", workdir=tmp_path, preload=PRELOAD, search_path=sys.path, silence_s=1.0)
+    yield agent
+    agent.close()
+
+
+def start(agent, runner, folder, **options):
+    """Two ranks on the agent's node, running when this returns."""
+    agent.launch(part(runner, folder, ranks=(0, 1), **options))
+    wait_for_pids(folder, 2)
+
+
+def part(runner, folder, *, ranks, **options):
+    directory = str(Path(folder).parent / "attempt")
+    values = {
+        "attempt_id": "x",
+        "token": "t",
+        "runner": f"tests.cluster.runners:{runner}",
+        "spec": {"pids": folder},
+        "node": "n",
+        "directory": directory,
+        "slots": tuple(Slot(rank=rank, local_rank=i, index=i) for i, rank in enumerate(ranks)),
+        "world_size": 2,
+        "deadlines": Deadlines(),
+        "env": single_node_env(directory),
+    }
+    return NodeLaunch(**{**values, **options})
+
+
+def gone(agent):
+    """What the agent reports when the attempt has ended."""
+    events = []
+    wait_until(lambda: events.extend(agent.poll(0.1)) or any(isinstance(e, NodeGone) for e in events), "the end")
+    return events[-1].results
+
+
+def test_ranks_end_when_the_controller_falls_silent_and_it_hears_of_that_later(agent, pids):
+    start(agent, "hangs_at_start", pids)
+    for _ in range(20):
+        agent.poll(0.1)
+    assert len(living(pids)) == 2, "it is heard"
+    wait_until(lambda: living(pids) == [], "the ranks to end by themselves")
+    outcome = fold(gone(agent))
+    assert isinstance(outcome, GangLost)
+    assert outcome.cause == "controller"
+    assert "heard nothing of the controller" in outcome.evidence.message
+
+
+def test_of_two_nodes_the_one_with_the_hanging_rank_is_blamed_though_the_other_waited_longer(agent, tmp_path, pids):
+    """Node "n" sees its deadline first, but its rank only waits in a collective for the one on "m"."""
+    spec = {"pids": pids, "rank": 1, "how": "sleep"}
+    other = Agent(node="m", workdir=tmp_path / "m", preload=PRELOAD, search_path=sys.path)
+    agents = {"n": agent, "m": other}
+    try:
+        for rank, (name, stall_s) in enumerate([("n", 1.0), ("m", 2.0)]):
+            deadlines = Deadlines(stall_s=stall_s)
+            agents[name].launch(part("hangs_in_step", pids, ranks=(rank,), spec=spec, node=name, deadlines=deadlines))
+        seen = []
+        wait_until(lambda: seen.extend(poll_all(agents)) or len(ends(seen)) == 2, "both to end")
+    finally:
+        other.close()
+    outcome = fold([result for end in ends(seen) for result in end.results])
+    assert isinstance(outcome, TimedOut)
+    assert (outcome.evidence.node, outcome.evidence.rank) == ("m", 1)
+    assert "sleep_in_python" in outcome.evidence.message
+
+
+def poll_all(agents):
+    events = [event for agent in agents.values() for event in agent.poll(0.05)]
+    return [event for event in events if not isinstance(event, NodeProgress)]
+
+
+def ends(events):
+    return [event for event in events if isinstance(event, NodeGone)]
+
+
+@pytest.fixture
+def freezer():
+    """A control group in which processes can be frozen, so that not even SIGKILL ends them."""
+    folder = Path(f"/sys/fs/cgroup/freezer/tune-cluster-test-{os.getpid()}")
+    try:
+        folder.mkdir()
+        state = folder / "freezer.state"
+        state.write_text("THAWED")
+    except OSError as error:
+        pytest.skip(f"no freezer control group can be made here: {error}")
+    yield folder
+    state.write_text("THAWED")
+    wait_until(lambda: not (folder / "cgroup.procs").read_text(), "the frozen processes to end")
+    folder.rmdir()
+
+
+def test_a_gang_ends_although_a_process_of_it_cannot_be_killed(agent, freezer, pids):
+    start(agent, "hangs_at_start", pids, release_s=0.5)
+    held, other = living(pids)
+    (freezer / "cgroup.procs").write_text(str(held))
+    (freezer / "freezer.state").write_text("FROZEN")
+    os.kill(other, signal.SIGKILL)
+    *_, crash, note = gone(agent)
+    assert living(pids) == [held]
+    assert (crash.category, crash.exit_code) == ("exit", -signal.SIGKILL)
+    assert note.category == "lost"
+    assert f"[{held}]" in note.message
+    (freezer / "freezer.state").write_text("THAWED")
+    wait_until(lambda: living(pids) == [], "the held process to end when it can")

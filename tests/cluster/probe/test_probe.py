@@ -1,0 +1,174 @@
+"""Probes of real and simulated leases: what is measured, and which nodes are found slow."""
+
+import dataclasses
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.base import ClusterError, GangLaunch
+from cluster.connect import ClusterRequest, Simulation, clock_of, connect
+from cluster.hardware.accelerators import describe_topology
+from cluster.hardware.placement import Placement
+from cluster.probe.probe import RUNNER, probe, slowest_link
+from cluster.probe.profile import NodeRates, Profile, slow_figures
+from cluster.virtual.simulated import Behaviour, SimulatedCluster
+from tests.cluster.gangs import end_of
+from trials.codec import from_json, to_json
+from trials.outcome import Measured
+from trials.reports.rates import Link, MatmulRate, MessageTime, ProbeSpec
+
+QUICK = ProbeSpec(
+    device="cpu",
+    parts=("network",),
+    max_matmul_size=256,
+    copy_bytes=1 << 20,
+    message_bytes=(4096, 65536, 1 << 20),
+    num_samples=3,
+    sample_s=0.001,
+)
+
+
+def simulated(**behaviour):
+    simulation = Simulation(accelerator="a100-80", noise=0.01, **behaviour)
+    return connect(request(6, simulation=simulation), workdir=None)
+
+
+def request(num_nodes, **rest):
+    rest = {"simulation": Simulation(accelerator="a100-80")} | rest
+    return ClusterRequest(kind="simulated", min_nodes=num_nodes, max_nodes=num_nodes, **rest)
+
+
+def node(name, per_s):
+    return NodeRates(
+        node=name, num_devices=1, matmul_flops_per_s={"float32": MatmulRate(per_s=per_s, log_spread=0.0, size=8)}
+    )
+
+
+@pytest.mark.slow
+def test_this_host_is_measured(local_cluster):
+    profile = probe(local_cluster, at_s=1.0)
+    (found,) = profile.nodes
+    assert found.node == local_cluster.topology.nodes[0].name
+    assert not found.failure
+    assert 1e6 < found.matmul_flops_per_s["float32"].per_s < 1e13
+    assert 1e7 < found.copy_bytes_per_s["device"].per_s < 1e12
+    assert found.all_reduce.world_size == 4
+    assert found.all_reduce.bus_bytes_per_s > 1e5
+    assert (found.transfer, profile.network, profile.unfit) == (None, None, ())
+    assert from_json(Profile, to_json(profile)) == profile
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "per_node"), [(3, 1), (4, 2)])
+def test_ranks_that_take_each_other_for_nodes_measure_the_network(local_cluster, world_size, per_node):
+    devices = local_cluster.topology.devices[:world_size]
+    gang = GangLaunch(
+        attempt_id=f"network-{world_size}",
+        token="token",
+        runner=RUNNER,
+        spec=to_json(QUICK),
+        placement=Placement(ranks=devices, reserved=devices),
+        env={"LOCAL_WORLD_SIZE": str(per_node)},
+    )
+    local_cluster.launch(gang)
+    outcome = end_of(local_cluster, gang).outcome
+    assert isinstance(outcome, Measured), outcome
+    rates = outcome.measurement.findings.rates
+    assert [rank.rank for rank in rates] == list(range(world_size))
+    for rank in rates:
+        assert rank.node_all_reduce is None, "it was not asked for"
+        assert rank.network_all_reduce.world_size == world_size // per_node
+        assert len(rank.network_all_reduce.times) >= 2
+        assert 0 < rank.network_transfer.times[0].time_s < 1.0
+    assert rates[0].network_all_reduce == rates[per_node].network_all_reduce
+
+
+def test_a_slow_simulated_node_is_found_by_every_figure_and_nobody_else():
+    started_s = time.monotonic()
+    with simulated(slow_nodes={"node0002": 1.25}) as cluster:
+        profile = probe(cluster, at_s=0.0)
+        assert 30 < clock_of(cluster, start_s=0.0)() < 150, "three gangs, one after the other, in virtual time"
+    assert time.monotonic() - started_s < 30
+    assert profile.unfit == ("node0002",)
+    figures = {slow.figure: slow.ratio for slow in profile.slow_figures}
+    assert {"matmul bfloat16", "copy device", "all-reduce", "network"} <= set(figures)
+    assert all(ratio == pytest.approx(1 / 1.25, rel=0.05) for ratio in figures.values())
+    everywhere, without_slow = profile.networks
+    assert (everywhere.all_reduce.world_size, without_slow.all_reduce.world_size) == (6, 5)
+    assert profile.network == everywhere
+    healthy = profile.only({node.node for node in profile.nodes} - set(profile.unfit))
+    assert healthy.network == without_slow
+    ratio = everywhere.all_reduce.bus_bytes_per_s / without_slow.all_reduce.bus_bytes_per_s
+    assert ratio == pytest.approx(1 / 1.25, rel=0.05)
+    assert profile.only({"node0000", "node0001"}).network == without_slow, "the smallest that has them"
+
+
+def test_a_node_that_cannot_be_measured_is_named_with_the_reason():
+    def crash_on_node_1(launch, _rng):
+        return "crash" if launch.placement.nodes == ("node0001",) else None
+
+    with simulated() as healthy:
+        machine = healthy._machine
+        behaviour = Behaviour(faults=crash_on_node_1)
+        with SimulatedCluster(healthy.topology, lambda spec: None, behaviour=behaviour, machine=machine) as cluster:
+            profile = probe(cluster, at_s=0.0)
+    assert [(found.node, found.failure) for found in profile.failed] == [("node0001", "crashed: injected fault")]
+    assert profile.unfit == ("node0001",)
+    assert profile.network.all_reduce.world_size == 5, "the others met without it"
+
+
+def test_excluded_nodes_are_not_used_whatever_the_backend():
+    without_one = request(3, excluded=lambda topology: {topology.nodes[1].name})
+    with connect(without_one, workdir=None) as cluster:
+        assert [found.name for found in cluster.topology.nodes] == ["node0000", "node0002"]
+        assert {found.node for found in probe(cluster, at_s=0.0).nodes} == {"node0000", "node0002"}
+        assert describe_topology(cluster.topology).num_nodes == 2
+        assert clock_of(cluster, start_s=100.0)() > 100.0
+
+
+def test_nothing_left_is_an_error_and_gives_the_lease_back(monkeypatch):
+    closed = []
+    monkeypatch.setattr(SimulatedCluster, "close", lambda self: closed.append(self))
+    with pytest.raises(ClusterError, match="every node of the lease is excluded"):
+        connect(request(1, excluded=lambda topology: {topology.nodes[0].name}), workdir=None)
+    assert len(closed) == 1
+
+
+@given(st.lists(st.floats(0.98, 1.02), min_size=3, max_size=20), st.floats(0.1, 0.85), st.floats(1e3, 1e15))
+def test_one_slow_node_among_like_ones_is_found(others, slowness, scale):
+    nodes = [node(f"n{i}", scale * rate) for i, rate in enumerate(others)] + [node("slow", scale * slowness)]
+    assert {found.node for found in slow_figures(nodes)} == {"slow"}
+
+
+@given(st.lists(st.floats(0.91, 1.0), max_size=20))
+def test_nodes_within_a_tenth_of_the_usual_are_not_slow(rates):
+    assert slow_figures([node(f"n{i}", rate) for i, rate in enumerate(rates)]) == ()
+
+
+def test_of_two_nodes_the_faster_is_the_measure_and_scattered_ones_are_not_slow():
+    assert [found.node for found in slow_figures([node("a", 1.0), node("b", 0.8)])] == ["b"]
+    scattered = [node(f"n{i}", rate) for i, rate in enumerate((1.0, 0.6, 1.4, 0.8, 1.2))]
+    assert slow_figures(scattered) == ()
+
+
+def test_the_slowest_link_is_slowest_at_every_size():
+    def link(*times_s):
+        times = (MessageTime(num_bytes=10**i, time_s=t) for i, t in enumerate(times_s))
+        return Link(world_size=2, times=tuple(times))
+
+    assert slowest_link([link(1.0, 2.0, 9.0), None, link(2.0, 1.0)]) == link(2.0, 2.0)
+    assert slowest_link([None]) is None
+
+
+def test_later_probes_replace_what_they_measured_and_keep_the_rest():
+    def profile(*nodes):
+        return Profile(hardware="1 x", device_kind="cpu", measured_at_s=0.0, nodes=nodes)
+
+    old = profile(node("a", 1.0), node("b", 1.0))
+    new = dataclasses.replace(profile(node("b", 2.0), node("c", 3.0)), measured_at_s=5.0)
+    merged = old.updated(new)
+    assert {n.node: n.matmul_flops_per_s["float32"].per_s for n in merged.nodes} == {"a": 1.0, "b": 2.0, "c": 3.0}
+    assert merged.measured_at_s == 5.0
+    assert [n.node for n in merged.only({"a", "z"}).nodes] == ["a"]

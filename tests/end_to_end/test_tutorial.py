@@ -1,0 +1,125 @@
+"""The tutorial's commands, run in its order as a new user would, each in a process of its own."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from orchestrator.promotion.records import Records, chain
+from orchestrator.sweep.fold import fold
+from orchestrator.sweep.home import Home
+from orchestrator.tracking.registry import Registry
+from orchestrator.tracking.tracker import Tracker
+from tests.support import ROOT
+
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+MAY_DRIFT = (0, 1)
+"""Exit codes of ``verify``: other tests run beside it."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
+
+
+def commands():
+    """Words of every command shown in a ``sh`` block."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", TUTORIAL.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return [shlex.split(line) for block in blocks for line in block.splitlines()]
+
+
+def run(words, folder, *more):
+    program = [sys.executable, "-m", "orchestrator.cli.main", *words[1:], *more]
+    environment = {**os.environ, "TUNE_CLUSTER_HOME": str(folder / "home"), "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        program, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def open_pages(words, folder):
+    """Serve the UI, read the sweep's report through it as the link leads there, and stop it as Ctrl-C does."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = run(words, folder, "--port", str(port), "--json")
+    try:
+        links = json.loads(server.stdout.readline())
+        run_id = re.search(r"/runs/([0-9a-f]{32})", links["report"])[1]
+        base = links["report"].partition("/#/")[0]
+        with urllib.request.urlopen(f"{base}/get-artifact?path=report.html&run_uuid={run_id}") as answer:
+            page = answer.read().decode()
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.communicate(timeout=60)
+    return page
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """Every command's output; ``ui``'s is the report that it serves."""
+    folder = tmp_path_factory.mktemp("tutorial")
+    (folder / "configs").symlink_to(ROOT / "configs")
+    outputs = {}
+    for words in commands():
+        if words[1] == "ui":
+            outputs["ui"] = open_pages(words, folder)
+            continue
+        process = run(words, folder)
+        out, err = process.communicate(timeout=500)
+        expected = MAY_DRIFT if words[1] == "verify" else (0,)
+        assert process.returncode in expected, f"{shlex.join(words)}\n{out}\n{err}"
+        outputs.setdefault(words[1], []).append(out)
+    return folder, outputs
+
+
+def test_it_names_the_commands_that_lead_to_production_and_back():
+    shown = [words[1] for words in commands()]
+    order = ["submit", "explain", "ui", "promote", "export", "verify", "promote", "rollback", "history"]
+    found = iter(shown)
+    assert all(name in found for name in order), shown
+
+
+def test_the_winner_is_confirmed_explained_and_shown(done):
+    folder, outputs = done
+    assert "Confirmed:" in outputs["submit"][0]
+    assert "Where the step time goes" in outputs["explain"][0] and "Which knob" in outputs["explain"][0]
+    with Home(folder / "home").open("quickstart") as ledger:
+        winner = fold(ledger.events()).winner
+    collectives = "Collectives of one step" if winner.candidate.layout.world_size > 1 else "no communication"
+    for shown in ("Where a step goes", collectives, "rank0.trace.json.gz"):
+        assert shown in outputs["profile"][0]
+    page = (folder / "quickstart.html").read_text(encoding="utf-8")
+    for text in (page, outputs["ui"]):
+        assert "Confirmed" in text and "<svg" in text
+
+
+def test_it_is_exported_and_verified(done):
+    folder, outputs = done
+    spec = json.loads((folder / "exported" / "torchrun" / "spec.json").read_text(encoding="utf-8"))
+    recipe = json.loads((folder / "exported" / "deepspeed" / "deepspeed.json").read_text(encoding="utf-8"))
+    assert spec["candidate"]["micro_batch_size"] == recipe["train_micro_batch_size_per_gpu"]
+    assert "drift" in outputs["verify"][0] and "loss" in outputs["verify"][0]
+
+
+def test_production_is_where_it_was_before_the_try(done):
+    folder, outputs = done
+    home = Home(folder / "home")
+    tracker = Tracker(home.default_tracking_uri)
+    client = tracker.client()
+    registry = Registry(client)
+    records = chain(Records(registry, tracker.uri).of("llama-quickstart"))
+    assert [(record.action, record.from_version, record.to_version) for record in records] == [
+        ("promote", "", "1"),
+        ("promote", "1", "2"),
+        ("rollback", "2", "1"),
+    ]
+    assert registry.find("llama-quickstart", alias="production").version == "1"
+    assert registry.find("llama-quickstart", alias="previous").version == "2"
+    with home.open("quickstart") as ledger:
+        noted = [event.record["action"] for event in fold(ledger.events()).promotions]
+    assert noted == ["promote", "promote", "rollback"]
+    assert all(word in outputs["history"][0] for word in ("rollback", "as before", "not proven"))

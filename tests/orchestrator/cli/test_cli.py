@@ -1,0 +1,155 @@
+"""The command line as a user meets it: messages, exit codes, what is left behind."""
+
+import json
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from configs import CONFIGS
+from orchestrator.cli.main import main
+from tests.support import sweeps
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def refused(tmp_path, file, *words):
+    """``submit`` and ``plan`` of ``file`` exit with 2, one message with all ``words``, and leave nothing behind."""
+    home = tmp_path / "home"
+    for arguments in (("submit", file, "--home", home), ("plan", file)):
+        result = run(*arguments)
+        assert result.exit_code == 2, result.output
+        assert result.stdout == ""
+        assert result.stderr.startswith("error: ")
+        assert "Traceback" not in result.stderr
+        for word in words:
+            assert word in result.stderr
+    assert not home.exists()
+
+
+@pytest.mark.parametrize("command", main.commands)
+def test_every_command_has_an_example_and_json(command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"tune-cluster {command}" in result.stdout
+    assert "Example" in result.stdout
+    assert "--json" in result.stdout
+
+
+def test_an_unknown_key_names_file_line_and_the_nearest_key(tmp_path):
+    file = sweeps.write(tmp_path, space={"micro_batchsize": [1]})
+    line = next(i for i, text in enumerate(file.read_text().splitlines(), 1) if "micro_batchsize" in text)
+    refused(tmp_path, file, f"{file}:{line}", "micro_batchsize", "micro_batch_size")
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"workload": {"seq_length": "32"}}, ("seq_length",)),
+        ({"workload": {"data": {"kind": "text", "path": "no/such/file.txt"}}}, ("path", "no/such/file.txt")),
+        ({"name": "a/b"}, ("name", "a/b")),
+        ({"baseline": {"dp_replicate": 3}}, ("baseline",)),
+        ({"baseline": {"dp_replicate": 1, "tp": 8}}, ("baseline", "tp")),
+        ({"space": {"dp_replicate": [64]}}, ("no legal candidate", "fits-lease")),
+        ({"space": {"zero_stage": [7]}}, ("zero_stage",)),
+        ({"cluster": {"kind": "slurm"}}, ("cluster.kind", "slurm")),
+        ({"runner": "not a function"}, ("runner",)),
+        ({"tracking": {"uri": "https://user:secret@host/"}}, ("tracking.uri",)),
+    ],
+)
+def test_bad_values_name_the_key(tmp_path, sections, words):
+    refused(tmp_path, sweeps.write(tmp_path, **sections), *words)
+
+
+@pytest.mark.parametrize("text", ["", "- a list", "name: [unclosed", "\tname: x", "\x00\x01", "name: a\nname: b\n"])
+def test_files_that_are_no_sweep(tmp_path, text):
+    file = tmp_path / "sweep.yaml"
+    file.write_text(text, encoding="utf-8")
+    refused(tmp_path, file, "sweep.yaml")
+
+
+def test_a_missing_file_and_a_folder(tmp_path):
+    refused(tmp_path, tmp_path / "none.yaml", "none.yaml")
+    refused(tmp_path, tmp_path, str(tmp_path))
+
+
+def test_an_unreachable_ray_address_is_told_at_once_and_leaves_nothing(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    home = tmp_path / "home"
+    file = sweeps.write(tmp_path, cluster={"kind": "ray", "address": address, "devices_per_node": None})
+    result = run("submit", file, "--home", home)
+    assert result.exit_code == 2, result.output
+    assert address in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (home / "sweeps").exists() or not any((home / "sweeps").rglob("ledger.sqlite"))
+
+
+@pytest.mark.slow
+def test_a_full_disk_stops_with_one_message(tmp_path):
+    """A limit on file sizes stands in for the disk: the ledger's first write already fails."""
+    file = sweeps.write(tmp_path)
+    done = subprocess.run(
+        [Path(sys.executable).with_name("tune-cluster"), "submit", file, "--home", tmp_path / "home"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048)),
+    )
+    assert done.returncode == 2, done.stderr
+    assert "ledger.sqlite" in done.stderr
+    assert "free space" in done.stderr
+    assert "Traceback" not in done.stderr
+    again = run("submit", sweeps.write(tmp_path, budget={"max_trials": 1}), "--home", tmp_path / "home", "--json")
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.stdout)["trials"]["measured"] == 1
+
+
+def test_unknown_sweeps_and_registered_names(tmp_path):
+    home = tmp_path / "home"
+    for arguments in (
+        ("status", "nothing"),
+        ("report", "nothing"),
+        ("promote", "nothing", "--name", "x"),
+        ("status", "../../etc"),
+        ("ui", "nothing"),
+        ("ui",),
+        ("show", "nothing@production"),
+        ("show", "nothing@production", "--tracking-uri", "postgresql://host/db"),
+    ):
+        result = run(*arguments, "--home", home)
+        assert result.exit_code == 2, result.output
+        assert result.stderr.startswith("error: ")
+    assert not home.exists()
+    result = run("ps", "--home", home, "--json")
+    assert (result.exit_code, json.loads(result.stdout)) == (0, [])
+
+
+def test_plan_lists_candidates_and_reasons_as_text_and_json(tmp_path):
+    file = sweeps.write(tmp_path, space={"tp": [1, 2], "dp_replicate": [1, 2, 4]})
+    shown = run("plan", file)
+    assert shown.exit_code == 0, shown.output
+    assert "legal candidates" in shown.stdout
+    assert "fits-lease" in shown.stdout
+    body = json.loads(run("plan", file, "--json").stdout)
+    assert body["num_legal"] == len(body["candidates"]) > 0
+    assert {row["rule"] for row in body["rejected"]} >= {"fits-lease"}
+    total = body["num_legal"] + body["num_duplicates"] + sum(row["count"] for row in body["rejected"])
+    assert total == body["product_size"]
+
+
+def test_the_shipped_sweeps_can_be_planned():
+    for file in sorted((CONFIGS / "sweeps").glob("*.yaml")):
+        assert yaml.safe_load(file.read_text(encoding="utf-8"))["name"] == file.stem
+        result = run("plan", file, "--json")
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["num_legal"] >= 8, "there is nothing to choose from"

@@ -1,0 +1,119 @@
+"""`explain SWEEP` from real ledgers: finished, running, old, without a baseline, for people and for scripts."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from orchestrator.config.sweep import load_sweep
+from orchestrator.diagnosis import explain_sweep
+from orchestrator.planning.hardware.fingerprint import fingerprint
+from orchestrator.planning.hardware.request import known_topology
+from orchestrator.terminal.explain_sweep import render_sweep_explanation
+from tests.orchestrator.diagnosis.diagnosed import TINY, TWO_NODES, basis, llama, simulate, sweep
+from tests.support import long_story, virtual_sweeps
+from tests.support.cli_homes import keep, keep_running, run
+from tests.support.story import ended, failures, launched, proposed
+from tests.support.sweep_files import write
+from trials.spec import Layout, Precision
+
+
+def shown(explained, width=80):
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(render_sweep_explanation(explained))
+    return console.export_text()
+
+
+def body_of(folder, name, *more):
+    result = run("explain", name, "--home", folder, "--json", *more)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_a_simulated_sweep_is_explained_from_its_ledger_alone(tmp_path):
+    """Hardware and candidates follow from what is kept with the sweep, wherever it is explained."""
+    spec = load_sweep(write(tmp_path, virtual_sweeps.SWEEP))
+    topology = known_topology(spec)
+    layout = Layout(dp_shard=16, zero_stage=3)
+    candidates = [spec.baseline_candidate, llama(layout), llama(layout, micro_batch_size=2)]
+    state = sweep(candidates, simulate(candidates, spec.to_workload()), spec.to_workload())
+    story = [replace(state.sweep, sweep="first", hardware=topology.label, fingerprint=fingerprint(topology))]
+    for trial in state.trials:
+        story.append(proposed(trial.number, trial.candidate))
+        story += [launched(trial.number), ended(trial.number, trial.outcome)]
+    keep(tmp_path, "first", story, spec=spec.to_json())
+    body = body_of(tmp_path, "first")
+    assert body["unmodelled"] == ""
+    for side in ("baseline", "chosen"):
+        parts = body[side]["parts"]
+        assert sum(part["seconds"] for part in parts) == pytest.approx(body[side]["step_time_s"])
+        assert {part["source"] for part in parts} == {"modelled"}
+    assert {"compute", "recompute", "communication"} <= {part["name"] for part in body["baseline"]["parts"]}
+    assert body["baseline"]["bottleneck"] == "memory", "it recomputes in full with most memory free"
+    answer = body["baseline"]["losses"][0]["answer"]
+    assert (answer["source"], answer["trial"]) == ("measured", body["chosen"]["trial"])
+    assert max(loss["num_changes"] for loss in body["chosen"]["losses"]) > len(candidates), "the plan's count as well"
+    assert body_of(tmp_path, "first", "--trial", "t000")["chosen"] is None
+
+
+def test_a_ledger_of_another_version_is_explained_as_far_as_it_goes(tmp_path):
+    """No sweep file that could be read, no hardware, no knowledge: what was measured is told all the same."""
+    keep(tmp_path, "story", long_story.events(long_story.all_kinds()), spec={"unknown": 1})
+    body = body_of(tmp_path, "story")
+    assert body["unmodelled"] == "the sweep file kept with it is of another version"
+    names = [part["name"] for part in body["chosen"]["parts"]]
+    assert names == ["forward_backward", "optimizer", "data", "other"]
+    assert body["bottleneck"] is None or body["bottleneck"] == "io"
+    assert body["importance"]["reason"].startswith("too few trials")
+
+
+def test_a_running_sweep_is_explained_of_what_is_known_by_then(tmp_path):
+    with keep_running(tmp_path).hold():
+        body = body_of(tmp_path, "busy")
+    assert (body["state"], body["baseline"]["trial"], body["chosen"]["trial"]) == ("running", 0, 1)
+
+
+def test_without_a_measured_baseline_the_fastest_stands_alone(tmp_path):
+    outcomes = [failures()["crashed"], *long_story.speeds(0.1, 0.08)]
+    keep(tmp_path, "story", long_story.events(outcomes))
+    body = body_of(tmp_path, "story")
+    assert (body["baseline"], body["chosen"]["trial"]) == (None, 2)
+    assert run("explain", "story", "--home", tmp_path).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "no trial of the sweep 'story' was measured (1 out of memory, 1 infeasible)"),
+        (("--trial", "1"), "t001 was not measured: infeasible"),
+        (("--trial", "9"), "no trial '9' in the sweep 'story'"),
+        (("t000", "--trial", "1"), "TRIAL and --trial exclude each other"),
+    ],
+)
+def test_what_cannot_be_explained_is_the_users_error(tmp_path, arguments, words):
+    keep(tmp_path, "story", long_story.events([failures()["oom"], failures()["infeasible"]]))
+    result = run("explain", "story", *arguments, "--home", tmp_path)
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("num_trials", [1, 18])
+def test_the_explanation_for_people_fits_with_few_and_with_many_trials(num_trials):
+    layouts = [Layout(dp_replicate=16), Layout(dp_shard=16, zero_stage=1), Layout(dp_shard=16, zero_stage=3)]
+    candidates = [
+        llama(layout, micro_batch_size=size, precision=precision)
+        for precision in (Precision(), Precision(level="O1", dtype="bfloat16"))
+        for layout in layouts
+        for size in (1, 2, 4)
+    ]
+    candidates = candidates[:num_trials]
+    state = sweep(candidates, simulate(candidates, TINY), TINY)
+    text = shown(explain_sweep(state, basis(candidates, TWO_NODES)))
+    assert max(map(len, text.splitlines())) <= 80
+    for heading in ("Where the step time goes", "What holds it back", "Which knob matters", "Expected and measured"):
+        assert heading in text
+    assert "compute" in text and "step" in text
+    if num_trials == 18:
+        assert "pairs" in text and "share of the variance" in text

@@ -1,0 +1,166 @@
+"""Controllers in the background, as a user meets them: started, followed, killed, paused, gone on with."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from orchestrator.cli.main import main
+from orchestrator.sweep.fold import fold
+from orchestrator.sweep.home import Home
+from orchestrator.sweep.state import SweepState
+from tests.support import sweeps, virtual_sweeps
+from tests.support.mlflow_store import new_store
+from tests.support.sweep_files import write
+
+pytestmark = pytest.mark.timeout(600)
+
+TUNE_CLUSTER = str(Path(sys.executable).with_name("tune-cluster"))
+LIMIT_S = 300
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def command(*arguments: Any) -> Any:
+    """In a process of its own."""
+    argv = [TUNE_CLUSTER, *map(str, arguments)]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+def state(home: Path, name: str) -> SweepState:
+    try:
+        with Home(home).open(name) as ledger:
+            return fold(ledger.events())
+    except ValueError:  # not begun
+        return SweepState()
+
+
+def wait_for(is_true: Any) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not is_true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "home").mkdir()
+    new_store(tmp_path / "home")
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def simulated(tmp_path: Path) -> Path:
+    return write(tmp_path, virtual_sweeps.SWEEP)
+
+
+@pytest.mark.slow
+def test_a_detached_sweep_is_followed_to_its_end_and_its_trials_launched_again(home: Path, simulated: Path) -> None:
+    begun = command("submit", simulated, "--home", home, "--detach", "--json")
+    assert begun.returncode == 0, begun.stderr
+    told = json.loads(begun.stdout)
+    assert (told["sweep"], told["mode"]) == ("first", "detached")
+    if told.get("exit_code", 0) is None:  # it may have ended by now
+        followed = command("submit", simulated, "--home", home, "--detach", "--follow", "--json")
+        assert followed.returncode == 0, followed.stderr
+        assert json.loads(followed.stdout)["state"] == "finished"
+    log = home / "sweeps" / "first" / "controller.log"
+    assert log.stat().st_mode & 0o777 == 0o600
+    assert "finished: the budget of 6 trials is spent" in log.read_text()
+
+    before = state(home, "first")
+    failed = [trial.number for trial in before.trials if trial.status == "oom"]
+    assert failed, "the sweep has trials that run out of memory"
+    again = command("retry", "first", "--failed=oom", "--home", home, "--detach", "--follow", "--json")
+    assert again.returncode == 0, again.stderr
+    assert "to be launched again: " + ", ".join(f"t{number:03d}" for number in failed) in again.stderr
+    after = state(home, "first")
+    assert after.status == "finished"
+    assert [len(after.trials[number].attempts) for number in failed] == [2] * len(failed)
+    assert json.loads(run("submit", simulated, "--home", home, "--detach", "--json").stdout)["state"] == "finished"
+
+    for arguments, words in (
+        (("retry", "first", "--failed=lost"), "Classes: crashed"),
+        (("retry", "first", "--failed"), "no trial of 'first' ended as crashed or gang_lost"),
+        (("resume", "first"), "is finished"),
+        (("resume", "none"), "no sweep 'none'"),
+    ):
+        refused = run(*arguments, "--home", home)
+        assert refused.exit_code == 2
+        assert words in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_a_detached_controller_survives_kill_and_pause_and_followers_come_and_go(home: Path, tmp_path: Path) -> None:
+    file = sweeps.write(tmp_path, measure={"num_steps": 150, "max_steps": 150})  # it has to last that long
+    begun = command("submit", file, "--home", home, "--detach", "--json")
+    assert begun.returncode == 0, begun.stderr
+    wait_for(lambda: state(home, "tiny").best is not None)
+    with Home(home).open("tiny") as ledger:
+        killed = ledger.document("controller")["pid"]
+    os.kill(killed, signal.SIGKILL)
+    wait_for(lambda: state(home, "tiny").epoch == 2)
+
+    argv = [TUNE_CLUSTER, "submit", str(file), "--home", str(home), "--detach", "--follow"]
+    follower = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+    assert follower.stderr is not None
+    assert "runs already" in follower.stderr.readline()
+    while "started" not in (line := follower.stderr.readline()) and "t000" not in line:
+        assert line, "it ended"
+    follower.send_signal(signal.SIGINT)
+    _, words = follower.communicate(timeout=LIMIT_S)
+    assert follower.returncode == 130
+    assert "goes on" in words
+    assert "pause tiny" in words
+
+    paused = command("pause", "tiny", "--home", home, "--json")
+    assert paused.returncode == 0, paused.stderr
+    if state(home, "tiny").status == "paused":  # not yet over by then
+        done = command("submit", file, "--home", home, "--detach", "--follow", "--json")
+        assert done.returncode == 0, done.stderr
+    end = state(home, "tiny")
+    assert end.status == "finished"
+    assert end.counts() == {"measured": 4}
+    assert "was ended by SIGKILL" in (home / "sweeps" / "tiny" / "controller.log").read_text()
+
+
+@pytest.mark.slow
+def test_what_ends_a_background_controller_at_once_is_shown(home: Path, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        file = sweeps.write(tmp_path, cluster={"kind": "ray", "devices_per_node": None})
+        for where in (("--detach",), ("--foreground",)):  # as a job: tests/orchestrator/cli/test_cli.py
+            refused = command("submit", file, "--home", home, "--address", address, *where)
+            assert refused.returncode == 2, refused.stderr
+            assert f"nothing answers at {address}" in refused.stderr
+            assert "Traceback" not in refused.stderr
+    assert list(home.rglob("ledger.sqlite")) == []
+    local = sweeps.write(tmp_path, "local.yaml")
+    for arguments, words in (
+        (("submit", local, "--address", address), "a local cluster, which has no address"),
+        (("submit", local, "--foreground", "--detach"), "exclude each other"),
+    ):
+        refused = run(*arguments, "--home", home)
+        assert refused.exit_code == 2
+        assert words in refused.stderr
+
+
+def test_a_failed_sweep_fails_its_follower(home: Path, tmp_path: Path) -> None:
+    file = sweeps.write(tmp_path, runner="tests.no_such_module:run")
+    done = command("submit", file, "--home", home, "--detach", "--follow", "--json")
+    assert done.returncode == 1, done.stderr
+    assert "error: the sweep failed" in done.stderr
+    if done.stdout:  # followed to its end rather than met there
+        assert json.loads(done.stdout)["state"] == "failed"

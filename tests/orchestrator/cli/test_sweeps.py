@@ -1,0 +1,263 @@
+"""Which sweeps there are and where one stands, seen from outside while others run them."""
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cluster.base import GangProgress
+from orchestrator.controller.heartbeat import Heartbeat
+from orchestrator.invocation import PLAIN
+from orchestrator.status.listing import inspect, inspect_all
+from orchestrator.status.snapshot import look
+from orchestrator.status.watch import changes, looks, show
+from orchestrator.sweep.events import Asked, SweepFinished, SweepPaused
+from orchestrator.sweep.home import Home
+from orchestrator.sweep.ledger import Ledger
+from orchestrator.terminal.live import LiveView
+from orchestrator.terminal.report_ps import render_ps
+from orchestrator.terminal.status import render_status
+from tests.support import long_story, virtual_sweeps
+from tests.support.cli_homes import LEASE, controller, keep, keep_running, run, running
+from tests.support.story import ended, measured
+
+
+def rows(folder):
+    result = run("ps", "--home", folder, "--json")
+    assert result.exit_code == 0, result.output
+    return {row["sweep"]: row for row in json.loads(result.stdout)}
+
+
+def last_at_s(events):
+    return events[-1].at_s + 1.0
+
+
+def test_ps_tells_who_runs_waits_rests_and_was_left_alone(tmp_path):
+    story = long_story.events(long_story.speeds(0.1, 0.08), finished=False)
+    at_s = last_at_s(story)
+    asked = Asked(at_s=at_s, request=1, action="drain", by="anna@desk")
+    keep(tmp_path, "done", long_story.events(long_story.all_kinds()))
+    keep(tmp_path, "left", story, controller=controller(), lease=LEASE)
+    keep(tmp_path, "paused", [*story, SweepPaused(at_s=at_s, reason="paused by anna@desk")])
+    keep(tmp_path, "failed", [*story, SweepFinished(at_s=at_s, status="failed", reason="always the same error")])
+    keep(tmp_path, "debris")
+    draining = keep(tmp_path, "draining", [*story, asked], controller=controller(job="tune-draining", mode="ray job"))
+    busy, spec = keep_running(tmp_path), {"cluster": {"num_nodes": 8, "priority": 5}}
+    waits = {"nodes": [], "waiting": "needs 8 nodes, 3 are free", "at_s": 0.0}
+    waiting = keep(tmp_path, "waiting", controller=controller(), lease=waits, spec=spec)
+    with busy.hold(), waiting.hold(), draining.hold():
+        found, shown = rows(tmp_path), run("ps", "--home", tmp_path).stdout
+    assert {name: row["state"] for name, row in found.items()} == {
+        "busy": "running",
+        "waiting": "waiting",
+        "draining": "draining",
+        "left": "interrupted",
+        "paused": "paused",
+        "done": "finished",
+        "failed": "failed",
+    }
+    assert list(found)[-3:] != sorted(found)[-3:], "those at work come first"
+    assert [found["waiting"][key] for key in ("reason", "priority")] == ["needs 8 nodes, 3 are free", 5]
+    assert found["busy"]["trials"] | {"done": 5, "running": 2, "waiting": 1, "total": 8} == found["busy"]["trials"]
+    assert found["busy"]["device_hours"] * 3600 == pytest.approx(5.0 + 2 * 2 * 90.0, abs=20.0)
+    assert found["busy"]["age_s"] == pytest.approx(300.0, abs=20.0)
+    assert (found["busy"]["controller"]["pid"], found["left"]["controller"]) == (4242, None)
+    assert (found["done"]["verdict"], found["done"]["best"]["trial"]) == ("faster", 1)
+    assert re.search(r"busy +running +5/40 +2 +1 +1.25x t001 +0\.10/3 +5 min", shown)
+    assert "needs 8 nodes, 3 are free; priority 5" in shown
+    assert "Ray job tune-draining" in shown
+    assert "always the same error" in shown
+
+
+def test_status_shows_lease_budgets_running_trials_and_open_requests(tmp_path):
+    ledger = keep_running(tmp_path)
+    ledger.ask({"action": "drain"}, by="anna@desk", at_s=time.time())
+    with ledger.hold():
+        result = run("status", "busy", "--home", tmp_path, "--json")
+        shown = run("status", "busy", "--home", tmp_path).stdout
+    body = json.loads(result.stdout)
+    assert body["lease"] | {"nodes": ["n1", "n2"], "wanted": 4, "waiting": "2 more nodes are busy"} == body["lease"]
+    assert body["budgets"]["trials"] == {"used": 8, "limit": 40}
+    assert body["budgets"]["consecutive_failures"] == {"used": 0, "limit": 5}
+    first, second = body["running"]
+    assert first | {"trial": 5, "phase": "measuring", "step": 7, "nodes": ["n1"], "num_devices": 2} == first
+    assert (second["trial"], second["phase"], body["waiting"]) == (6, None, [7])
+    assert [request["request"] for request in body["requests"]] == [{"action": "drain"}]
+    assert [failure["outcome"] for failure in body["failures"]] == ["infeasible", "oom"]
+    for words in ("2 of 4 nodes: n1 n2; 2 more nodes are busy", "drain by anna@desk", "measuring 7", "process 4242"):
+        assert words in shown
+
+
+@pytest.mark.parametrize("command", ["status", "watch", "logs", "explain", "pause", "drain", "cancel"])
+def test_an_unknown_sweep_is_one_message_with_the_nearest_names(tmp_path, command):
+    keep(tmp_path, "llama-base", long_story.events(long_story.speeds(0.1)))
+    result = run(command, "lama-base", *(["3"] if command == "explain" else []), "--home", tmp_path)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
+    assert "'lama-base'" in result.stderr
+    assert "Did you mean llama-base?" in result.stderr
+
+
+def test_text_of_others_cannot_steer_the_terminal(tmp_path):
+    waits = {"nodes": [], "waiting": "held by \x1b]0;title\x07x\x1b[2J\x9b1m[bold]y", "at_s": 0.0}
+    with keep(tmp_path, "waiting", controller=controller(), lease=waits).hold():
+        for arguments in (("ps",), ("status", "waiting")):
+            shown = run(*arguments, "--home", tmp_path).stdout
+            assert "held by x1m[bold]y" in shown
+            assert not re.search("[\x00-\x08\x0e-\x1f\x9b]", shown)
+
+
+def test_a_home_that_nobody_may_write_to_can_be_looked_at(tmp_path):
+    """A real read-only mount: root may write anywhere else."""
+    ledger = keep_running(tmp_path)
+    ledger.close()
+    commands = ("ps", "status busy", "explain busy 3", "logs busy 3")
+    tool = Path(sys.executable).with_name("tune-cluster")
+    steps = ["mount --bind $0 $0", "mount -o remount,bind,ro $0", "! touch $0/sweeps/busy/x"]
+    steps += [f"{tool} {command} --home $0" for command in commands]
+    script = " && ".join(steps)
+    done = subprocess.run(["unshare", "-m", "sh", "-c", script, tmp_path], capture_output=True, text=True, check=False)
+    if "unshare" in done.stderr:
+        pytest.skip(f"no mount namespaces here: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("interrupted") >= 2
+
+
+class Recorder:
+    """A console to look back at."""
+
+    def __init__(self):
+        self.file = io.StringIO()
+        self.view = LiveView(Console(file=self.file, width=120))
+
+
+def test_watch_follows_a_sweep_that_another_thread_writes_to_its_end(tmp_path):
+    story = running("busy")
+    at_s = last_at_s(story)
+    more = [ended(5, measured(0.05), at_s=at_s), ended(6, measured(0.2), at_s=at_s)]
+    end = SweepFinished(at_s=at_s + 1.0, status="finished", reason="enough")
+    is_watched = threading.Event()
+    keep_running(tmp_path).close()
+
+    def go_on():
+        with Ledger(Home(tmp_path).sweep_folder("busy")) as ledger, ledger.hold():
+            is_held.set()
+            is_watched.wait(30.0)
+            for event in (*more, end):
+                ledger.append(event)
+
+    is_held = threading.Event()
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    is_held.wait(30.0)
+    before, lines, plain_lines = None, [], Recorder()
+    with Ledger(Home(tmp_path).sweep_folder("busy"), read_only=True) as ledger, plain_lines.view as view:
+        for seen in looks(ledger, Home(tmp_path), poll_s=0.01):
+            lines += changes(seen, before)
+            show(view, seen, before)
+            before = seen
+            is_watched.set()
+    thread.join()
+    trials = [line for line in lines if line["change"] == "trial"]
+    assert [(line["trial"], line["state"]) for line in trials[:8]][5:] == [
+        (5, "running"),
+        (6, "running"),
+        (7, "proposed"),
+    ]
+    assert [(line["trial"], line["state"]) for line in trials[8:]] == [(5, "measured"), (6, "measured")]
+    assert {line["change"] for line in lines} == {"sweep", "lease", "trial", "progress"}
+    assert lines[-1] | {"change": "sweep", "state": "finished", "reason": "enough"} == lines[-1]
+    said = plain_lines.file.getvalue()
+    assert "2 more nodes are busy" in said
+    assert re.search(r"t005 .* best so far", said)
+
+
+def test_watch_ends_with_the_state_and_tells_failure_by_its_exit_code(tmp_path):
+    story = long_story.events(long_story.speeds(0.1), finished=False)
+    keep(tmp_path, "paused", [*story, SweepPaused(at_s=last_at_s(story), reason="drained")])
+    keep(tmp_path, "failed", [*story, SweepFinished(at_s=last_at_s(story), status="failed", reason="always crashes")])
+    for name, code in (("paused", 0), ("failed", 1)):
+        assert run("watch", name, "--home", tmp_path).exit_code == code
+        lines = [json.loads(line) for line in run("watch", name, "--home", tmp_path, "--json").stdout.splitlines()]
+        assert [line["change"] for line in lines] == ["lease", "trial", "sweep"]
+        assert lines[-1]["state"] == name
+
+
+def test_interrupting_a_watch_leaves_the_sweep_alone(tmp_path):
+    ledger = keep_running(tmp_path)
+    tool = Path(sys.executable).with_name("tune-cluster")
+    with ledger.hold():
+        watching = subprocess.Popen([tool, "watch", "busy", "--home", tmp_path], stderr=subprocess.PIPE, text=True)
+        first = watching.stderr.readline()
+        watching.send_signal(signal.SIGINT)
+        _, rest = watching.communicate(timeout=60)
+        assert ledger.is_held()
+    assert (first, watching.returncode) == ("busy: running, 2 more nodes are busy\n", 130)
+    assert rest.endswith("no longer watching; the sweep busy goes on\n")
+    assert ledger.requests(0) == []
+
+
+def test_a_sweep_left_alone_is_not_watched_forever(tmp_path, monkeypatch):
+    monkeypatch.setattr("orchestrator.status.watch.GONE_S", 0.0)
+    ledger = keep(tmp_path, "left", long_story.events(long_story.speeds(0.1), finished=False))
+    assert [seen.phase for seen in looks(ledger, Home(tmp_path), poll_s=0.0)] == ["interrupted"]
+
+
+def test_what_a_controller_writes_of_itself_is_what_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("TUNE_CLUSTER_CONTROLLER_MODE", "ray job")
+    monkeypatch.setenv("TUNE_CLUSTER_JOB", "tune-busy")
+    ledger = keep(tmp_path, "busy", running("busy"))
+    beat = Heartbeat(ledger, address="head:6379")
+    beat.on_lease(("n1", "n2"), "one more is busy")
+    beat.on_progress(6, GangProgress(attempt_id="a", token="t", phase="warmup", step=3, step_time_s=0.5))
+    with ledger.hold():
+        seen = inspect("busy", Home(tmp_path))
+    assert seen.controller is not None
+    assert (seen.controller.mode, seen.controller.job, seen.controller.address) == ("ray job", "tune-busy", "head:6379")
+    assert (seen.lease.nodes, seen.lease.waiting) == (("n1", "n2"), "one more is busy")
+    assert [(number, progress.phase, progress.step) for number, progress in seen.live.items()] == [(6, "warmup", 3)]
+
+
+def test_looking_again_reads_only_what_is_new(tmp_path):
+    ledger = keep(tmp_path, "story", running("story"))
+    first = look(ledger)
+    ledger.append(ended(5, measured(0.05), at_s=time.time()))
+    second = look(ledger, first)
+    assert len(second.news) == 1
+    assert second.state == look(ledger).state
+
+
+def test_a_real_simulated_sweep_looks_the_same_from_outside(tmp_path):
+    result = virtual_sweeps.submit(tmp_path, virtual_sweeps.SWEEP)
+    home = virtual_sweeps.home(tmp_path)
+    row = rows(home.path)["first"]
+    assert row["state"] == "finished"
+    assert row["best"] == result.summary.to_json()["best"]
+    assert row["trials"]["done"] == len(result.state.trials)
+    assert row["device_hours"] == result.summary.device_hours
+    seen = inspect("first", home)
+    assert (seen.state, seen.live, seen.requests) == (result.state, {}, ())
+    refused = run("logs", "first", "0", "--home", home.path)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "no real cluster" in refused.stderr
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_what_is_shown_fits_the_terminal(tmp_path, width):
+    long_name = "llama-7b-pretraining-on-a-shared-cluster-of-64-nodes-at-night"
+    with keep_running(tmp_path, long_name).hold():
+        console = Console(width=width, file=io.StringIO(), record=True)
+        console.print(render_ps(inspect_all(Home(tmp_path)), Home(tmp_path)))
+        console.print(render_status(inspect(long_name, Home(tmp_path)), Home(tmp_path), PLAIN))
+    shown = console.export_text()
+    assert max(map(len, shown.splitlines())) <= width
+    assert "…" not in shown
+    assert "1.25x t001" in shown

@@ -1,0 +1,177 @@
+"""Whatever is wrong with a file as text, or as a whole: one clear error, never another exception."""
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from orchestrator.config.sweep import load_sweep
+from orchestrator.config.yaml_source import MAX_FILE_BYTES, read_yaml
+from orchestrator.errors import ConfigError
+from orchestrator.planning.plan import make_plan
+from tests.orchestrator.config.bad_files import ALL_PATHS, MAPPINGS, dotted, refusal
+from tests.support.sweep_files import FULL, SMALL, changed, topology, write
+
+
+@pytest.mark.parametrize("path", [path for path in MAPPINGS if path and not any(isinstance(p, int) for p in path)])
+def test_a_duplicate_key_is_refused_at_every_level(tmp_path, path):
+    lines = yaml.safe_dump(FULL, sort_keys=False).splitlines()
+    text, path = "\n".join(lines), list(path)
+    here = next(i for i, node in enumerate(_key_paths(lines)) if node == path)
+    last = here + 1
+    while last < len(lines) and lines[last].startswith("  " * len(path)):
+        last += 1
+    text = "\n".join([*lines[:last], *lines[here:last], *lines[last:]])
+    error = refusal(tmp_path, text)
+    assert error.line == last + 1
+    assert error.key == dotted(path)
+    assert error.message == f"the key stands twice, first on line {here + 1}"
+
+
+def _key_paths(lines):
+    """Path of the key on each line of block-style YAML (list items get paths that match nothing)."""
+    stack = []
+    for line in lines:
+        depth = (len(line) - len(line.lstrip())) // 2
+        stack = [*stack[:depth], line.strip().split(":")[0]]
+        yield list(stack)
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "words"),
+    [
+        ("", 1, "empty"),
+        ("# only a comment\n", 1, "empty"),
+        ("null\n", 1, "mapping"),
+        ("- a\n", 1, "mapping"),
+        ("just text\n", 1, "mapping"),
+        ("name: x\nworkload:\n\tseq_length: 1\n", 3, "tab"),
+        ("name: x\nspace: [1, 2\n", 3, "not valid YAML"),
+        ("name: x\nspace: 'open\n", 3, "not valid YAML"),
+        ("name: x\n---\nname: y\n", 2, "not valid YAML"),
+        ("name: x\n1: y\n", 2, "key must be text"),
+        ("name: x\n? [a]\n: y\n", 2, "key must be text"),
+        ("name: x\ndate: 2024-13-45\n", 2, "month"),
+        ("name: x\nspace: *nowhere\n", 2, "undefined alias"),
+        ("name: x\nspace: !!python/object/apply:os.system [ls]\n", 2, "tag"),
+        ("name: x\nspace: &a [*a]\n", 2, "nested deeper"),
+        ("name: x\nspace: " + "[" * 5000, 1, "nested deeper"),
+        ("base: &b {name: x}\n<<: *b\n", 2, "merge keys"),
+        (b"name: x\nspace: \xff\xfe\n", 2, "not UTF-8"),
+        (bytes(range(256)) * 50, None, ""),
+        (b"\x7fELF\0\0\0\0" * 10, 1, "not valid YAML"),
+        ("x: " + "y" * MAX_FILE_BYTES, None, "larger than"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_text_that_is_no_sweep_at_all(tmp_path, content, line, words):
+    error = refusal(tmp_path, content)
+    assert words in str(error)
+    assert line is None or error.line == line
+
+
+def test_an_alias_bomb_is_refused_before_it_is_expanded(tmp_path):
+    levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    levels += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 30)]
+    error = refusal(tmp_path, "\n".join(levels))
+    assert "values once its aliases are expanded" in error.message
+
+
+def test_plain_aliases_work(tmp_path):
+    (tmp_path / "a.yaml").write_text("a: &x [1, 1e-3]\nb: *x\n")
+    assert read_yaml(tmp_path / "a.yaml").data == {"a": [1, 1e-3], "b": [1, 1e-3]}
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", ".", "a\0b"])
+def test_a_file_that_cannot_be_opened(tmp_path, name):
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
+        load_sweep(tmp_path / name)
+    assert caught.value.file == str(tmp_path / name)
+
+
+def test_an_error_in_the_model_file_names_that_file(tmp_path):
+    (tmp_path / "model.yaml").write_text("kind: llama\nhidden_size: 64\nnum_layer: 4\n")
+    file = write(tmp_path, changed(SMALL, ("workload", "model"), "model.yaml"))
+    with pytest.raises(ConfigError) as caught:
+        load_sweep(file)
+    unknown = next(one for one in [caught.value, *caught.value.others] if one.key == "num_layer")
+    assert unknown.file == str(tmp_path / "model.yaml")
+    assert unknown.line == 3
+    assert "Did you mean 'num_layers'?" in unknown.remedy
+
+
+def test_all_problems_are_told_at_once_in_the_order_of_the_file(tmp_path):
+    error = refusal(tmp_path, "name: x/y\nspace: {tpp: 1}\nbudget:\n  max_trials: none\n")
+    assert [(one.line, one.key) for one in [error, *error.others]] == [
+        (1, "name"),
+        (1, "workload"),
+        (2, "space.tpp"),
+        (4, "budget.max_trials"),
+    ]
+    assert str(error).count("\n") == 3
+
+
+def test_impossible_degrees_are_refused_by_the_plan_with_file_and_line(tmp_path):
+    spec = load_sweep(write(tmp_path, changed(SMALL, ("space",), {"tp": [3, 5]})))
+    with pytest.raises(ConfigError, match="no legal candidate: rule tp-num-heads removed 2 of 2") as caught:
+        make_plan(spec)
+    assert (caught.value.file, caught.value.key) == (str(tmp_path / "sweep.yaml"), "space")
+    assert caught.value.line == (tmp_path / "sweep.yaml").read_text().splitlines().index("space:") + 1
+
+
+def test_a_baseline_too_large_for_the_lease_is_refused_by_the_plan(tmp_path):
+    spec = load_sweep(write(tmp_path, {**SMALL, "baseline": {"dp_replicate": 4}}))
+    with pytest.raises(ConfigError, match="baseline: cannot run here: world_size 4 does not fit the lease of 2"):
+        make_plan(spec, topology(2))
+
+
+def test_too_large_a_space_names_the_longest_lists(tmp_path):
+    space = {"num_workers": list(range(1, 257)), "prefetch_factor": list(range(1, 257)), "pin_memory": [True, False]}
+    spec = load_sweep(write(tmp_path, {**SMALL, "space": {**space, "persistent_workers": [True, False]}}))
+    words = r"loader span 262,144 combinations.*num_workers \(256\), prefetch_factor \(256\), "
+    with pytest.raises(ConfigError, match=words):
+        make_plan(spec)
+
+
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["O1", "full", 2])
+)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+)
+
+
+MANY_IN_ONE_FOLDER = settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@MANY_IN_ONE_FOLDER
+@given(path=st.sampled_from(ALL_PATHS), value=VALUES)
+def test_any_value_anywhere_loads_or_is_refused_cleanly(tmp_path, path, value):
+    _load_or_refuse(tmp_path, changed(FULL, path, value))
+
+
+@MANY_IN_ONE_FOLDER
+@given(
+    cut=st.integers(0, 2000),
+    length=st.integers(0, 5),
+    insert=st.text(alphabet="[]{}:,-&*!|>'\"%@\t\n #ax1\0é", max_size=6),
+)
+def test_any_damage_to_the_text_loads_or_is_refused_cleanly(tmp_path, cut, length, insert):
+    text = yaml.safe_dump(FULL, sort_keys=False)
+    cut %= len(text)
+    _load_or_refuse(tmp_path, text[:cut] + insert + text[cut + length :])
+
+
+@MANY_IN_ONE_FOLDER
+@given(content=st.binary(max_size=200))
+def test_any_bytes_are_refused_cleanly(tmp_path, content):
+    refusal(tmp_path, content)
+
+
+def _load_or_refuse(folder, content):
+    file = write(folder, content)
+    try:
+        load_sweep(file)
+    except ConfigError as error:
+        assert error.file == str(file)
+        assert str(error)

@@ -1,0 +1,393 @@
+"""SweepSpec: what a good file means, its hash, its schema and its documentation."""
+
+import dataclasses
+import functools
+import json
+import re
+
+import jsonschema
+import pytest
+import yaml
+
+from cluster.base import Deadlines
+from orchestrator.config.schema import DOCS_FILE, SCHEMA_FILE, schema_text, sweep_schema, with_table
+from orchestrator.config.sections import DeadlinesSection, MeasureSection
+from orchestrator.config.sweep import SweepSpec, load_sweep
+from orchestrator.config.workload import (
+    ImageFolderSection,
+    LinearSection,
+    LlamaSection,
+    OptimizerSection,
+    ResNetSection,
+    TextSection,
+    TokenFileSection,
+)
+from orchestrator.errors import ConfigError
+from orchestrator.planning.plan import make_plan
+from orchestrator.space.knobs.layer_choices import ALL_LAYERS, RecomputeChoice, StageSplit
+from orchestrator.space.knobs.run_types import LossScaleSection
+from orchestrator.space.rules import RULES
+from tests.support import ROOT
+from tests.support.sweep_files import FULL, LINEAR, REPLAY, RESNET, SIMULATED, SMALL, TOKENS, changed, topology, write
+from trials.spec import (
+    AdamW,
+    ImageFolderData,
+    Kernels,
+    Layout,
+    LinearModel,
+    LlamaModel,
+    Loader,
+    LoaderTuning,
+    LossScale,
+    Precision,
+    Protocol,
+    RandomData,
+    Recompute,
+    ResNetModel,
+    SelectiveRecompute,
+    TextData,
+    TokenFileData,
+)
+
+QUICKSTART = ROOT / "configs/sweeps/quickstart.yaml"
+SHIPPED = sorted((ROOT / "configs/sweeps").glob("*.yaml"))
+EVERY_KEY = (FULL, RESNET, LINEAR, TOKENS, SIMULATED, REPLAY)
+
+
+def test_every_key_arrives(tmp_path):
+    spec = load_sweep(write(tmp_path, FULL))
+    workload = spec.to_workload()
+    assert workload.model.ffn_hidden_size == 96
+    assert workload.data == TextData(path=str(tmp_path / "text.txt"), pattern="*.txt")
+    assert workload.optimizer == AdamW(lr=0.01, beta1=0.8, beta2=0.9, eps=1e-7, weight_decay=0.0)
+    assert (workload.seq_length, workload.global_batch_size, workload.seed) == (32, 16, 3)
+    assert spec.to_protocol() == Protocol(
+        min_warmup_steps=1, max_warmup_steps=2, warmup_tolerance=0.5, num_steps=3, max_steps=4, max_relative_spread=0.2
+    )
+    assert spec.to_deadlines() == Deadlines(starting_s=10.0, warmup_s=20.0, measuring_s=30.0, stall_s=5.0)
+    assert (spec.cluster.device_memory_bytes, spec.budget.wall_time_s) == (2**31, 90.0)
+    assert spec.choices["recompute"] == (
+        RecomputeChoice(),
+        RecomputeChoice(full=2),
+        RecomputeChoice(full=ALL_LAYERS),
+        RecomputeChoice(select=((r"feed_forward\.mul", ((2, 1),)),)),
+    )
+    assert spec.choices["stage_layers"][1:] == (
+        StageSplit(kind="counts", rows=((3, 1),)),
+        StageSplit(kind="offset", rows=((-1, 1),)),
+    )
+    assert spec.choices["precision"][1] == Precision(
+        level="O1", dtype="float16", loss_scale=LossScale(initial=8.0, dynamic=False)
+    )
+    assert spec.filters.world_size == (1, 2, 4)
+    baseline = spec.baseline_candidate
+    assert baseline.layout == Layout(pp=2, schedule="interleaved", num_virtual_stages=2, stage_layers=((2, 0), (1, 1)))
+    assert baseline.recompute == Recompute(
+        full=((1, 0), (1, 1)),
+        selective=(SelectiveRecompute(pattern=r"feed_forward\.mul", num_layers=((2, 0), (0, 0))),),
+    )
+    assert (baseline.precision.white, baseline.precision.black) == (("softmax",), ("linear",))
+    assert baseline.loader == Loader(
+        pin_memory=True,
+        persistent_workers=True,
+        full_batch=True,
+        tuning=LoaderTuning(tuning_steps=100, max_workers=4),
+    )
+    assert baseline.kernels == Kernels(attention="efficient", matmul_precision="high")
+
+
+@pytest.mark.parametrize(
+    ("content", "model", "data"),
+    [
+        (RESNET, ResNetModel(depth=18, num_classes=10, image_size=32, width=8), ImageFolderData),
+        (LINEAR, LinearModel(num_layers=3, size=64), RandomData),
+        (TOKENS, LlamaModel(**{k: v for k, v in SMALL["workload"]["model"].items() if k != "kind"}), TokenFileData),
+    ],
+    ids=["resnet", "linear", "tokens"],
+)
+def test_kinds_of_workloads(tmp_path, content, model, data):
+    workload = load_sweep(write(tmp_path, content)).to_workload()
+    assert workload.model == model
+    assert isinstance(workload.data, data)
+    assert getattr(workload.data, "path", str(tmp_path)).startswith(str(tmp_path))
+    assert workload.seq_length == (32 if isinstance(model, LlamaModel) else 1)
+
+
+def test_the_kind_of_data_follows_from_the_model(tmp_path):
+    for content, data in ((RESNET, ImageFolderData()), (LINEAR, RandomData()), (SMALL, TextData())):
+        bare = changed(content, ("workload", "data"), {})
+        assert load_sweep(write(tmp_path, bare)).to_workload().data == data
+        del bare["workload"]["data"]
+        assert load_sweep(write(tmp_path, bare)).to_workload().data == data
+
+
+def test_kernels_for_convolutions(tmp_path):
+    plan = make_plan(load_sweep(write(tmp_path, RESNET)))
+    assert len(plan.candidates) == 6
+    assert {c.kernels.cudnn_tuning_range for c in plan.candidates} == {(), (1, 4)}
+
+
+@pytest.mark.parametrize(
+    ("written", "same"),
+    [
+        ([4, 0], {"full": [4, 0]}),
+        ([[1, 0], [1, 1]], {"full": [[1, 0], [1, 1]]}),
+        ({"full": "all"}, "full"),
+        ({"full": 0}, "none"),
+        ({"full": [0, 0], "select": {"a": 0}}, "none"),
+        ({"select": {"b": 1, "a": "all"}}, {"select": {"a": "all", "b": 1}}),
+    ],
+)
+def test_spellings_of_recompute(tmp_path, written, same):
+    layout = {"pp": 2, "schedule": "gpipe", "num_virtual_stages": 2 if written == [[1, 0], [1, 1]] else 1}
+    one, other = (
+        load_sweep(write(tmp_path, {**SMALL, "baseline": {**layout, "recompute": value}})) for value in (written, same)
+    )
+    assert one == other
+    assert one.spec_hash == other.spec_hash
+
+
+def test_recompute_of_another_shape_rejects_the_candidate_not_the_file(tmp_path):
+    space = {"pp": [1, 2], "schedule": "gpipe", "recompute": ["none", {"full": [4, 0]}, {"full": [1]}]}
+    plan = make_plan(load_sweep(write(tmp_path, {**SMALL, "space": space})))
+    assert plan.num_rejected == {"recompute-shape": 2}
+    assert [(c.layout.pp, c.recompute.full) for c in plan.candidates] == [
+        (1, ()),
+        (1, ((1,),)),
+        (2, ()),
+        (2, ((2, 0),)),
+    ]
+
+
+def test_auto_takes_the_local_engine_where_it_is_needed(tmp_path):
+    space = {"tp": 2, "sequence_parallel": True, "num_copies": [1, 2], "recompute": ["none", {"communication": "all"}]}
+    space |= {"tp_engine": ["auto", "local"], "micro_batch_size": 2}
+    plan = make_plan(load_sweep(write(tmp_path, {**SMALL, "space": space})))
+    found = {(c.layout.num_copies, c.recompute.communication, c.layout.tp_engine) for c in plan.candidates}
+    assert found == {(1, (), "dtensor"), *((n, r, "local") for n in (1, 2) for r in ((), ((4,),)))}
+    assert (len(plan.candidates), plan.num_duplicates, plan.num_rejected) == (5, 3, {})
+
+
+def test_defaults_are_those_of_the_trial(tmp_path):
+    spec = load_sweep(write(tmp_path, SMALL))
+    assert spec.to_protocol() == Protocol()
+    assert spec.to_deadlines() == Deadlines()
+    assert spec.to_workload().optimizer == AdamW()
+    assert spec.to_workload().data == TextData()
+    assert spec.runner == "trials.worker:run_rank"
+
+
+@pytest.mark.parametrize(
+    ("section", "cls"),
+    [
+        (LlamaSection, LlamaModel),
+        (ResNetSection, ResNetModel),
+        (LinearSection, LinearModel),
+        (TextSection, TextData),
+        (TokenFileSection, TokenFileData),
+        (ImageFolderSection, ImageFolderData),
+        (OptimizerSection, AdamW),
+        (MeasureSection, Protocol),
+        (DeadlinesSection, Deadlines),
+        (LossScaleSection, LossScale),
+    ],
+)
+def test_sections_have_the_fields_and_defaults_of_what_they_become(section, cls):
+    ours = {name: field.default for name, field in section.model_fields.items() if name not in ("kind", "placing_s")}
+    theirs = {field.name: field.default for field in dataclasses.fields(cls)}
+    assert ours.keys() == theirs.keys()
+    assert {name: value for name, value in theirs.items() if value is not dataclasses.MISSING} == {
+        name: ours[name] for name, value in theirs.items() if value is not dataclasses.MISSING
+    }
+
+
+def test_a_knob_left_out_of_the_space_keeps_the_baselines_value(tmp_path):
+    spec = load_sweep(write(tmp_path, {**SMALL, "baseline": {"precision": "O1"}}))
+    assert {candidate.precision.level for candidate in make_plan(spec).candidates} == {"O1"}
+
+
+@pytest.mark.parametrize("word", ["off", "'off'", "false", "no"])
+def test_a_bare_off_is_the_word(tmp_path, word):
+    text = yaml.safe_dump(SMALL).replace("micro_batch_size:", f"compile: {word}\n  micro_batch_size:")
+    assert load_sweep(write(tmp_path, text)).choices["compile"] == ("off",)
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"), [("1B", 1), ("2kB", 2000), ("1.5KiB", 1536), ("3GB", 3 * 10**9), ("1TiB", 2**40)]
+)
+def test_sizes(tmp_path, text, size_bytes):
+    spec = load_sweep(write(tmp_path, {**SMALL, "cluster": {"device_memory": text}}))
+    assert spec.cluster.device_memory_bytes == size_bytes
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("0.5s", 0.5), ("10m", 600.0), ("2h", 7200.0), ("1d", 86400.0)])
+def test_durations(tmp_path, text, seconds):
+    spec = load_sweep(write(tmp_path, {**SMALL, "budget": {"wall_time": text}}))
+    assert spec.budget.wall_time_s == seconds
+
+
+@pytest.mark.parametrize("content", [FULL, SMALL, RESNET, LINEAR, TOKENS], ids=lambda content: content["name"])
+def test_json_round_trip(tmp_path, content):
+    spec = load_sweep(write(tmp_path, content))
+    again = SweepSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    assert again == spec
+    assert again.spec_hash == spec.spec_hash
+    assert again.to_workload() == spec.to_workload()
+    assert again.baseline_candidate == spec.baseline_candidate
+    assert make_plan(again) == make_plan(spec)
+
+
+def test_the_stored_form_does_not_need_the_training_text(tmp_path):
+    spec = load_sweep(write(tmp_path, FULL))
+    (tmp_path / "text.txt").unlink()
+    assert SweepSpec.from_json(spec.to_json()) == spec
+
+
+def test_the_hash_depends_on_meaning_only(tmp_path):
+    spec = load_sweep(write(tmp_path, SMALL))
+    reordered = dict(reversed(SMALL.items()))
+    spelt_out = {**reordered, "runner": "trials.worker:run_rank", "baseline": {"recompute": "none"}}
+    same = load_sweep(write(tmp_path, "# a comment\n" + yaml.safe_dump(spelt_out)))
+    other = load_sweep(write(tmp_path, changed(SMALL, ("workload", "seq_length"), 64)))
+    assert same.spec_hash == spec.spec_hash and same == spec and hash(same) == hash(spec)
+    assert other.spec_hash != spec.spec_hash and other != spec
+
+
+def test_the_model_may_stand_in_a_file_of_its_own(tmp_path):
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump(SMALL["workload"]["model"]))
+    inline = load_sweep(write(tmp_path, SMALL))
+    by_path = load_sweep(write(tmp_path, changed(SMALL, ("workload", "model"), "model.yaml")))
+    assert by_path == inline
+
+
+def test_a_folder_of_text_is_searched_as_the_runner_does(tmp_path):
+    (tmp_path / "corpus" / "site-packages").mkdir(parents=True)
+    (tmp_path / "corpus" / "site-packages" / "a.py").write_text("x" * 100)
+    content = changed(SMALL, ("workload", "data"), {"path": "corpus"})
+    with pytest.raises(ConfigError, match="hold 0 bytes"):
+        load_sweep(write(tmp_path, content))
+    (tmp_path / "corpus" / "b.py").write_text("x" * 33)
+    assert load_sweep(write(tmp_path, content)).to_workload().data.path == str(tmp_path / "corpus")
+
+
+def test_specs_cannot_be_changed(tmp_path):
+    spec = load_sweep(write(tmp_path, SMALL))
+    with pytest.raises(ValueError, match="frozen"):
+        spec.name = "other"
+    with pytest.raises(ValueError, match="frozen"):
+        spec.budget.max_trials = 3
+
+
+def test_the_quickstart_is_what_it_says():
+    spec = load_sweep(QUICKSTART)
+    plan = make_plan(spec, topology(2))
+    assert len(plan.candidates) >= 40
+    assert {candidate.layout.world_size for candidate in plan.candidates} == {1, 2}
+    assert plan.baseline.layout.dp_replicate == 2 and plan.baseline.micro_batch_size == 1
+    assert plan.baseline.recompute.full == ((4,),) and plan.baseline.precision.level == "O0"
+    assert spec.budget.max_trials == 12
+
+
+def test_the_shipped_schema_is_up_to_date():
+    assert (ROOT / SCHEMA_FILE).read_text() == schema_text(), "run python -m orchestrator.config.schema"
+
+
+@functools.cache
+def validator():
+    """Checking the schema itself takes longer than all the files."""
+    jsonschema.Draft202012Validator.check_schema(sweep_schema())
+    return jsonschema.Draft202012Validator(sweep_schema())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [FULL, SMALL, RESNET, LINEAR, TOKENS, SIMULATED, REPLAY, *(yaml.safe_load(file.read_text()) for file in SHIPPED)],
+    ids=lambda content: content["name"],
+)
+def test_the_schema_accepts_good_files(content):
+    validator().validate(content)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("nonsense",), 1),
+        (("name",), "a/b"),
+        (("space", "tp"), []),
+        (("space", "tp"), "2"),
+        (("space", "recompute"), "half"),
+        (("space", "forbid"), [{"no_such_knob": 1}]),
+        (("baseline", "tp"), [1]),
+        (("budget", "wall_time"), 600),
+        (("workload", "seq_length"), 0),
+    ],
+)
+def test_the_schema_refuses_bad_files(path, value):
+    with pytest.raises(jsonschema.ValidationError):
+        validator().validate(changed(FULL, path, value))
+
+
+def test_shipped_files_name_their_schema():
+    for file in SHIPPED:
+        first = file.read_text().splitlines()[0]
+        assert first.startswith("# yaml-language-server: $schema=")
+        assert (file.parent / first.split("=")[1]).is_file()
+
+
+def docs():
+    return (ROOT / DOCS_FILE).read_text()
+
+
+def test_the_documented_keys_are_up_to_date():
+    assert docs() == with_table(docs()), "run python -m orchestrator.config.schema"
+
+
+def keys(node):
+    for key, value in node.items():
+        yield key
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, dict):
+                yield from keys(item)
+
+
+ALL_KEYS = {key for content in EVERY_KEY for key in keys(content)} - {
+    r"feed_forward\.mul",
+    "node0001",
+    "crash",
+}
+
+
+@pytest.mark.parametrize("key", sorted(ALL_KEYS))
+def test_every_key_is_documented_with_a_meaning(key):
+    row = next(line for line in docs().splitlines() if line.startswith(f"| `{key}` |"))
+    assert all(cell.strip() for cell in row.strip("|").split("|"))
+
+
+def test_full_has_every_key_the_models_have():
+    documented = set(re.findall(r"^\| `([a-z_0-9]+)` \|", docs().partition("## All keys")[2], flags=re.MULTILINE))
+    assert documented == ALL_KEYS
+
+
+def test_every_rule_is_documented():
+    assert [rule.id for rule in RULES if f"`{rule.id}`" not in docs()] == []
+
+
+def test_the_documented_example_loads(tmp_path):
+    example = re.search(r"```yaml\n(.*?)```", docs(), flags=re.DOTALL).group(1)
+    spec = load_sweep(write(tmp_path, example))
+    assert len(make_plan(spec, topology(2)).candidates) > 20
+
+
+def test_the_documented_richer_knobs_load(tmp_path):
+    _, space = re.findall(r"```yaml\n(.*?)```", docs().partition("## All keys")[0], flags=re.DOTALL)
+    spec = load_sweep(write(tmp_path, {**SMALL, **yaml.safe_load(space)}))
+    assert len(spec.choices["recompute"]) == 3
+    assert spec.choices["compile"] == ("off", "block")
+
+
+def test_the_documented_errors_are_what_one_gets(tmp_path):
+    bad, shown = re.search(r"```yaml\n([^`]*)```\n\ngives\n\n```text\n([^`]*)```\n$", docs()).groups()
+    (tmp_path / "sweep.yaml").write_text(bad)
+    with pytest.raises(ConfigError) as caught:
+        load_sweep(tmp_path / "sweep.yaml")
+    assert str(caught.value).replace(f"{tmp_path}/", "") + "\n" == shown

@@ -1,0 +1,160 @@
+"""Trials whose first steps show that they are hopeless: ended, told as slower, never the winner."""
+
+import json
+import math
+
+import pytest
+
+from cluster.base import GangProgress
+from orchestrator.controller.early_stop import ALLOWANCE, EarlyStop, settled
+from orchestrator.report.summary import summarize
+from orchestrator.search.acquisition import expected_log_times
+from orchestrator.search.guided import GuidedSearch
+from orchestrator.search.prediction.predictor import Predictor
+from orchestrator.search.search import Search
+from orchestrator.space.space import flat_params
+from orchestrator.sweep.events import AttemptEnded, AttemptStopped
+from orchestrator.sweep.fold import fold
+from orchestrator.sweep.ledger import Ledger
+from orchestrator.terminal.report import cost
+from tests.orchestrator.search import test_guided as machine
+from tests.support.story import created, ended, failures, launched, measured, proposed
+from tests.support.virtual_sweeps import SWEEP, submit
+from trials.codec import from_json, to_json
+from trials.outcome import Evidence, StoppedEarly
+from trials.spec import Candidate, Kernels, Protocol
+
+RULE = EarlyStop(factor=1.5, protocol=Protocol(min_warmup_steps=3, num_steps=10))
+
+
+def reports(*times_s, phase="warmup"):
+    return [
+        GangProgress(attempt_id="a", token="t", phase=phase, step=number, step_time_s=time_s)
+        for number, time_s in enumerate(times_s, start=1)
+    ]
+
+
+def standing(candidate=None):
+    """The baseline took 0.1 s a step; another trial runs."""
+    events = [created(), proposed(0), launched(0), ended(0, measured(0.1)), proposed(1, candidate), launched(1)]
+    return fold(events)
+
+
+def verdict(*times_s, candidate=None, trial=1, rule=RULE):
+    state = standing(candidate)
+    return rule.verdict(state, state.trials[trial], reports(*times_s))
+
+
+def test_slow_steps_after_the_first_two_end_a_trial_with_what_they_show():
+    found = verdict(9.0, 0.21, 0.2)
+    assert (found.step_times_s, found.incumbent) == ((0.21, 0.2), 0)
+    assert found.at_least_s == pytest.approx(0.2 * (1 - ALLOWANCE))
+    assert found.saved_device_seconds == pytest.approx(10 * 0.205)
+    assert "2.00 times the device time per step of t000" in found.evidence.message
+
+
+@pytest.mark.parametrize(
+    "times_s",
+    [(9.0, 9.0), (9.0, 9.0, 0.18), (0.1, 0.18, 9.0), (9.0, None, 9.0)],
+    ids=["too few steps", "one fast enough", "fast at first", "a time unknown"],
+)
+def test_what_might_still_be_fast_goes_on(times_s):
+    assert verdict(*times_s) is None
+
+
+def test_baseline_and_tuning_steps_and_the_last_step_are_left_alone():
+    assert verdict(9.0, 9.0, 9.0, trial=0) is None
+    tuning = Candidate(micro_batch_size=2, kernels=Kernels(cudnn_tuning_range=(1, 4)))
+    assert verdict(9.0, 9.0, 9.0, 9.0, 9.0, candidate=tuning) is None
+    assert verdict(9.0, 9.0, 9.0, 9.0, 9.0, 9.0, candidate=tuning) is not None
+    state = standing()
+    assert RULE.verdict(state, state.trials[1], reports(*[9.0] * 10, phase="measuring")) is None
+
+
+def stopped(at_least_s=1.0):
+    return StoppedEarly(
+        step_times_s=(1.25, 1.3),
+        at_least_s=at_least_s,
+        incumbent=0,
+        saved_device_seconds=36.0,
+        evidence=Evidence(message="stopped after 2 steps"),
+    )
+
+
+def test_the_event_settles_what_a_lost_gang_means_and_a_measurement_still_counts():
+    event = AttemptStopped(at_s=2.5, trial=1, token="token-1-0", outcome=stopped())
+    assert from_json(AttemptStopped, json.loads(json.dumps(to_json(event)))) == event
+    events = [created(), proposed(0), launched(0), ended(0, measured()), proposed(1), launched(1), event]
+    trial = fold(events).trials[1]
+    assert trial.is_running
+    assert settled(trial, failures()["gang_lost"]) == stopped()
+    assert settled(trial, measured()) == measured()
+    state = fold([*events, ended(1, stopped())])
+    assert (state.trials[1].status, state.best.number, list(state.end_order)) == ("stopped_early", 0, [0, 1])
+    assert summarize(state, "").to_json()["saved_device_hours"] == pytest.approx(0.01)
+    assert "1 stopped early" in cost(summarize(state, "")) and "saved by stopping early" in cost(summarize(state, ""))
+
+
+DRAWN = {
+    **SWEEP,
+    "budget": {**SWEEP["budget"], "max_trials": 9},
+    "search": {"sampler": "random", "seed": 1, "early_stop": 1.25},
+}
+"""Warm-up steps of the simulated cluster take half as long again; from a factor of 1.2 on the allowance covers that."""
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """A noise-free sweep with early stop, and its folder."""
+    folder = tmp_path_factory.mktemp("short")
+    return folder, submit(folder, DRAWN)
+
+
+def test_the_winner_is_the_same_without_noise_and_device_time_is_saved(short, tmp_path):
+    short = short[1]
+    whole = submit(tmp_path, {**DRAWN, "search": {**DRAWN["search"], "early_stop": "off"}})
+    ended_early = [trial for trial in short.state.trials if trial.status == "stopped_early"]
+    assert ended_early and all(trial.number for trial in ended_early)
+    assert [t.candidate for t in short.state.trials] == [t.candidate for t in whole.state.trials]
+    assert short.state.best.candidate == whole.state.best.candidate
+    saved_s = whole.state.device_seconds - short.state.device_seconds
+    assert saved_s == pytest.approx(short.summary.saved_device_hours * 3600, rel=0.5)
+    for trial in ended_early:
+        assert trial.outcome.at_least_s < 1.5 * whole.state.trials[trial.number].measurement.step_time_s
+
+
+def test_a_controller_that_died_between_stop_and_end_resumes_with_the_same(short, tmp_path):
+    folder, whole = short
+    (tmp_path / "cut").mkdir()
+    with (
+        Ledger(folder / "home" / "sweeps" / "first") as old,
+        Ledger(tmp_path / "cut" / "home" / "sweeps" / "first") as new,
+    ):
+        for name in ("sweep_yaml", "tracking", "transfer"):
+            new.put_document(name, old.document(name))
+        seen_stop = False
+        for event in old.events():
+            if seen_stop and isinstance(event, AttemptEnded):
+                break
+            new.append(event)
+            seen_stop = seen_stop or isinstance(event, AttemptStopped)
+    resumed = submit(tmp_path / "cut", DRAWN).state
+    assert [(t.candidate, t.status) for t in resumed.trials] == [(t.candidate, t.status) for t in whole.state.trials]
+
+
+def test_the_guide_learns_a_bound_only_where_it_is_news():
+    predictor = Predictor(machine.WORKLOAD, machine.CANDIDATES, machine.CLUSTER, features=flat_params)
+    guide = GuidedSearch(predictor)
+    Search(machine.CANDIDATES, features=flat_params, sampler="guided", guide=guide)
+    row = next(i for i, c in enumerate(machine.CANDIDATES) if c != machine.BASELINE)
+    expected = {}
+    for at_least_s in (1e-3, 1e3, None):
+        events = machine.start()
+        if at_least_s is not None:
+            events += [proposed(1, machine.CANDIDATES[row]), launched(1), ended(1, stopped(at_least_s))]
+        belief, seen = guide._standing(fold(events), ())
+        assert (row in seen.closed) == (at_least_s is not None)
+        expected[at_least_s] = expected_log_times(belief, seen)[row]
+    assert expected[1e-3] == expected[None], "it was expected to take longer than that"
+    assert expected[1e3] > expected[None] + 1.0
+    assert math.isfinite(expected[1e3])

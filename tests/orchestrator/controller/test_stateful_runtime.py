@@ -1,0 +1,101 @@
+"""The real runtime, ledger and outbox on a virtual cluster, through deaths, wishes and lost nodes in any order."""
+
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from orchestrator.commands import control
+from orchestrator.sweep import requests
+from orchestrator.sweep.events import AttemptEnded, AttemptLaunched
+from orchestrator.sweep.fold import fold
+from orchestrator.sweep.ledger import Ledger
+from tests.orchestrator.controller.crashing import TOPOLOGY, Fuse, KilledError, Scenario, World
+from tests.orchestrator.controller.test_crash_points import check
+
+wishes = st.sampled_from(
+    [*map(requests.action, ("pause", "drain", "pause", "cancel")), requests.retry(requests.FAULTS)]
+)
+
+
+class Lives(RuleBasedStateMachine):
+    """Controllers of one sweep, one after another."""
+
+    def __init__(self):
+        super().__init__()
+        self.folder = TemporaryDirectory()
+        self.path = Path(self.folder.name)
+        self.world = World(node_losses={})
+        self.wishes = ()
+
+    @initialize(max_concurrent=st.integers(1, 3), sampler=st.sampled_from(["grid", "random"]))
+    def submit(self, max_concurrent, sampler):
+        self.knobs = {"max_concurrent": max_concurrent, "sampler": sampler}
+
+    def scenario(self):
+        return Scenario(wishes=self.wishes, **self.knobs)
+
+    def state(self):
+        with Ledger(self.path) as ledger:
+            return fold(ledger.events())
+
+    def is_begun(self):
+        return self.state().created is not None
+
+    def lives(self, num_steps):
+        try:
+            self.scenario().live(self.path, self.world, Fuse(num_steps))
+        except KilledError:
+            return
+
+    a_controller_dies_soon = rule(num_steps=st.integers(0, 30))(lives)
+    a_controller_dies_later = rule(num_steps=st.integers(20, 70))(lives)
+
+    @rule(body=wishes, num_more_ended=st.integers(0, 4))
+    def somebody_will_ask(self, body, num_more_ended):
+        self.wishes = (*self.wishes, (len(self.state().end_order) + num_more_ended, body))
+
+    @precondition(is_begun)
+    @rule(body=wishes)
+    def somebody_asks_while_no_controller_is_there(self, body):
+        with Ledger(self.path) as ledger, ledger.hold(), patch.object(control, "recovered", self._recovered):
+            ledger.ask(body, by="user", at_s=0.0)
+            state = control.apply_requests(ledger, self.path)
+        if body == requests.action("cancel"):
+            assert state.is_over
+
+    def _recovered(self, attempts, trial):
+        return self.world.recover(trial)
+
+    @rule(node=st.sampled_from(TOPOLOGY.nodes[:2]), in_s=st.floats(0.0, 10.0))
+    def a_node_goes_away(self, node, in_s):
+        self.world.node_losses.setdefault(node.name, self.world.now_s + in_s)
+
+    @invariant()
+    def nothing_is_there_twice(self):
+        with Ledger(self.path) as ledger:
+            events = list(ledger.events())
+        launched = Counter(event.token for event in events if isinstance(event, AttemptLaunched))
+        ended = Counter(event.token for event in events if isinstance(event, AttemptEnded))
+        assert launched.keys() >= ended.keys() | self.world.gangs.keys()
+        assert set(launched.values()) | set(ended.values()) <= {1}
+        state = fold(events)
+        assert len({trial.candidate for trial in state.trials}) == len(state.trials)
+        assert len(state.running) <= self.knobs["max_concurrent"]
+
+    def teardown(self):
+        with self.folder:
+            if hasattr(self, "knobs"):
+                state = self.scenario().go_on(self.path, self.world, Fuse())
+                check(self.path, state, self.world)
+                assert not state.running
+                assert state.status == "cancelled" or state.best.status == "measured"
+
+
+TestLives = pytest.mark.fault(Lives.TestCase)
+TestLives.settings = settings(max_examples=20, stateful_step_count=14)

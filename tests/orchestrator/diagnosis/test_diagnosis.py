@@ -1,0 +1,240 @@
+"""Where the step time goes, and what holds a trial back: planted causes are found, and nothing is invented."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.diagnosis import Basis, explain_sweep
+from orchestrator.diagnosis.step_parts import ProfileOf, split
+from orchestrator.errors import ConfigError
+from orchestrator.planning.plan import make_plan
+from orchestrator.space.neighbours import around
+from orchestrator.space.rules import check
+from orchestrator.space.space import diff
+from orchestrator.sweep.checks import Verdict
+from orchestrator.sweep.state import ProofState
+from tests.orchestrator.diagnosis.diagnosed import (
+    ONE_NODE,
+    TINY,
+    TWO_NODES,
+    UNKNOWN,
+    WORKLOAD,
+    basis,
+    full,
+    llama,
+    measurement,
+    pipeline,
+    profiled,
+    simulate,
+    sweep,
+)
+from tests.orchestrator.space import test_large as test_large_space
+from tests.support.story import measured
+from trials.outcome import StepBreakdown
+from trials.reports.findings import Findings, LoaderPoint, LoaderTuningReport, PatternEffect
+from trials.spec import Candidate, Kernels, Layout, LinearModel, Loader, Precision, RandomData, TrialSpec
+
+SHARDED = Layout(dp_shard=16, zero_stage=3)
+EVEN = pipeline(8, 8, 8, 8, dp_replicate=2)
+UNEVEN = pipeline(17, 5, 5, 5, dp_replicate=2)
+MANY_STAGES = pipeline(*[4] * 8, dp_replicate=2)
+
+
+def diagnosed(candidates, **where):
+    """The diagnosis of the first of these candidates, the only one that was tried."""
+    topology = where.get("topology", TWO_NODES)
+    workload = where.get("workload", WORKLOAD)
+    state = sweep(candidates[:1], simulate(candidates[:1], workload, topology), workload)
+    return explain_sweep(state, basis(candidates, topology)).baseline
+
+
+ONE_NODE_SHARDED = Layout(dp_shard=8, zero_stage=3)
+FP32 = Precision()
+PLANTED = {
+    "compute": (
+        [llama(ONE_NODE_SHARDED, precision=FP32), llama(ONE_NODE_SHARDED)],
+        {"topology": ONE_NODE},
+        "precision",
+    ),
+    "memory": (
+        [llama(SHARDED, micro_batch_size=2, recompute=full(SHARDED)), llama(SHARDED, micro_batch_size=2)],
+        {},
+        "recompute",
+    ),
+    "communication": (
+        [llama(Layout(tp=16), micro_batch_size=4), llama(Layout(tp=4, dp_shard=4, zero_stage=1), micro_batch_size=4)],
+        {},
+        "tp",
+    ),
+    "bubble": (
+        [llama(MANY_STAGES, micro_batch_size=4), llama(MANY_STAGES, micro_batch_size=1)],
+        {},
+        "micro_batch_size",
+    ),
+    "imbalance": ([llama(UNEVEN), llama(EVEN)], {}, "stage_layers"),
+    "dispatch": (
+        [llama(Layout(dp_replicate=8)), llama(Layout(dp_replicate=8), kernels=Kernels(compile="block"))],
+        {"topology": ONE_NODE, "workload": TINY},
+        "compile",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_planted_bottleneck_is_named_with_the_knob_that_answers_it(kind):
+    candidates, where, knob = PLANTED[kind]
+    found = diagnosed(candidates, **where)
+    assert found.bottleneck.kind == kind, [(loss.kind, loss.share) for loss in found.losses]
+    assert knob in found.bottleneck.answer.changed
+    assert found.bottleneck.answer.gain > 1.05
+    assert found.bottleneck.answer.source == "modelled" and found.bottleneck.answer.trial is None
+    assert sum(part.seconds for part in found.parts.parts) == pytest.approx(found.parts.step_time_s)
+    assert {part.source for part in found.parts.parts} == {"modelled"}
+
+
+def test_waiting_for_data_is_named_from_the_clock_with_the_loaders_verdict():
+    verdict = "Waiting for data is 60 % of the step."
+    point = LoaderPoint(num_workers=2, prefetch_factor=2, batch_time_s=0.06)
+    report = LoaderTuningReport(points=(point,), chosen=point, tuning_time_s=1.0, verdict=verdict)
+    taken = measured(
+        0.1, breakdown=StepBreakdown(data_s=0.06, forward_s=0.02, backward_s=0.02), findings=Findings(loader=report)
+    )
+    found = explain_sweep(sweep([Candidate()], [taken]), Basis()).bottleneck
+    assert (found.kind, found.source, found.share) == ("io", "measured", pytest.approx(0.6))
+    assert found.evidence == (verdict,)
+    assert found.at_most == pytest.approx(2.5)
+
+
+def test_on_unknown_hardware_forward_and_backward_are_not_split_and_nothing_is_named():
+    taken = measured(0.1, breakdown=StepBreakdown(forward_s=0.05, backward_s=0.05))
+    explained = explain_sweep(sweep([Candidate()], [taken]), basis([Candidate()], UNKNOWN))
+    assert [(part.name, part.source) for part in explained.parts(0)] == [("forward_backward", "measured")]
+    assert "no accelerator called 'Frobnicator 9000'" in explained.unmodelled
+    assert explained.unmodelled in explained.baseline.parts.notes[0]
+    assert explained.bottleneck is None
+
+
+def test_a_profile_splits_what_the_clock_measured_even_on_unknown_hardware():
+    """A quarter of the step is computation beyond the optimiser's tenth; the rest of the passes waits for peers."""
+    taken = measured(1.0, breakdown=StepBreakdown(forward_s=0.5, backward_s=0.4, optimizer_s=0.1))
+    state = sweep([Candidate()], [taken], checks=[profiled(0, (0.7, 1.0, 0.3), base=taken)])
+    found = explain_sweep(state, basis([Candidate()], UNKNOWN)).baseline
+    expected = {"compute": 0.25, "communication": 0.5, "dispatch": 0.15, "optimizer": 0.1}
+    assert {part.name: part.seconds for part in found.parts.parts} == pytest.approx(expected)
+    assert found.parts.parts[0].source == "profiled"
+    assert (found.bottleneck.kind, found.losses[1].kind) == ("communication", "dispatch")
+
+
+def test_profiled_ranks_that_compute_differently_are_an_imbalance():
+    taken = measured(1.0, breakdown=StepBreakdown(forward_s=0.5, backward_s=0.5))
+    check = profiled(0, (0.9, 0.05, 0.05), (0.3, 0.65, 0.05), base=taken)
+    found = explain_sweep(sweep([Candidate()], [taken], checks=[check]), Basis()).bottleneck
+    assert (found.kind, found.source, found.share) == ("imbalance", "profiled", pytest.approx(0.3))
+
+
+def test_mixed_precision_that_brings_nothing_is_evidence_of_dispatch():
+    candidates = [llama(Layout(dp_replicate=8)), llama(Layout(dp_replicate=8), precision=Precision())]
+    clock = StepBreakdown(forward_s=0.05, backward_s=0.05)
+    outcomes = [
+        measurement(TrialSpec(workload=TINY, candidate=candidate), step_s, 10**9, clock)
+        for candidate, step_s in zip(candidates, (0.1, 0.1005), strict=True)
+    ]
+    found = explain_sweep(sweep(candidates, outcomes, TINY), basis(candidates, ONE_NODE)).bottleneck
+    assert found.kind == "dispatch"
+    assert any("mixed precision brings little" in line for line in found.evidence)
+
+
+def test_a_change_that_the_sweep_tried_is_told_as_measured_and_one_without_memory_as_such():
+    small, large = llama(SHARDED, recompute=full(SHARDED)), llama(SHARDED)
+    larger = llama(SHARDED, micro_batch_size=4)
+    candidates = [small, large, larger]
+    state = sweep(candidates, simulate(candidates, limit=60 * 10**9))
+    found = explain_sweep(state, basis(candidates)).baseline
+    assert found.bottleneck.kind == "memory"
+    assert (found.bottleneck.answer.source, found.bottleneck.answer.trial) == ("measured", 1)
+    assert found.bottleneck.answer.gain == pytest.approx(
+        state.trials[1].measurement.tokens_per_s_per_device / state.trials[0].measurement.tokens_per_s_per_device
+    )
+    assert any("t002 out of memory" in line for line in found.bottleneck.evidence)
+
+
+def test_winner_and_baseline_stand_side_by_side_and_any_other_trial_can():
+    candidates = [llama(SHARDED, recompute=full(SHARDED)), llama(SHARDED), llama(SHARDED, micro_batch_size=4)]
+    state = sweep(candidates, simulate(candidates, limit=60 * 10**9))
+    explained = explain_sweep(state, basis(candidates))
+    assert (explained.baseline.trial, explained.chosen.trial, explained.chosen.role) == (0, 1, "fastest")
+    assert explained.bottleneck == explained.chosen.bottleneck
+    proven = Verdict(conclusion="confirmed", winner=1, reason="it is faster")
+    proof = ProofState(finalists=(1,), reason="test", first_check=3, verdict=proven)
+    assert explain_sweep(replace(state, proof=proof), basis(candidates)).chosen.role == "winner"
+    kept = replace(proof, verdict=replace(proven, conclusion="keep", winner=None))
+    assert explain_sweep(replace(state, proof=kept), basis(candidates)).chosen is None
+    assert set(explained.step_parts) == {0, 1}
+    assert explain_sweep(state, basis(candidates), trial=0).chosen is None
+    with pytest.raises(ConfigError, match="t002 was not measured: out of memory"):
+        explain_sweep(state, basis(candidates), trial=2)
+
+
+def test_selective_recompute_is_as_the_runner_timed_it():
+    effect = PatternEffect(pattern="silu", num_matches=8, saved_bytes=1, recompute_s=0.2)
+    taken = measured(
+        1.0, breakdown=StepBreakdown(forward_s=0.5, backward_s=0.5), findings=Findings(recompute=(effect,))
+    )
+    explained = explain_sweep(sweep([Candidate()], [taken]), Basis())
+    parts = [(part.name, part.seconds, part.source) for part in explained.parts(0)]
+    assert parts == [("recompute", 0.2, "measured"), ("forward_backward", 0.8, "measured")]
+
+
+def test_workloads_that_are_no_decoders_are_explained_too():
+    workload = replace(WORKLOAD, model=LinearModel(), data=RandomData(), seq_length=1, global_batch_size=2048)
+    low = Precision(level="O2", dtype="bfloat16")
+    candidates = [Candidate(micro_batch_size=2048), Candidate(micro_batch_size=2048, precision=low)]
+    found = diagnosed(candidates, workload=workload, topology=ONE_NODE)
+    assert found.bottleneck.kind == "compute"
+    assert "precision" in found.bottleneck.answer.changed
+
+
+seconds = st.floats(0.0, 10.0)
+
+
+@given(
+    st.tuples(seconds, seconds, seconds, seconds, seconds, seconds).filter(lambda s: sum(s) > 1e-6),
+    st.none() | st.tuples(seconds, seconds, seconds).filter(lambda s: sum(s) > 1e-6),
+    st.dictionaries(st.sampled_from(["forward", "recompute", "launch", "sharding", "bubble", "data"]), seconds),
+    st.booleans(),
+)
+def test_parts_sum_to_the_measured_step_time_whatever_is_known(breakdown, ranks, terms, recomputes):
+    names = ("data_s", "forward_s", "backward_s", "bubble_s", "optimizer_s", "other_s")
+    candidate = llama(SHARDED, recompute=full(SHARDED)) if recomputes else llama(SHARDED)
+    taken = measured(0.7, breakdown=StepBreakdown(**dict(zip(names, breakdown, strict=True))))
+    profile = None
+    if ranks is not None:
+        _, run = profiled(0, ranks, base=taken)
+        profile = ProfileOf(run=1, ranks=run.measurement.findings.profile)
+    found = split(sweep([candidate], [taken]).trials[0], terms, "nobody knows", profile)
+    assert sum(part.seconds for part in found.parts) == pytest.approx(taken.measurement.step_time_s)
+    assert all(part.seconds > 0 for part in found.parts)
+    assert len({part.name for part in found.parts}) == len(found.parts)
+
+
+def test_in_a_space_too_large_to_list_changes_are_looked_for_around_the_trial():
+    space = test_large_space.spec()
+    topology = test_large_space.TOPOLOGY
+    beyond = make_plan(space, topology).beyond
+    candidate = beyond.sample(1, seed=0)[0]
+    near = around(beyond, candidate)
+    assert len(near) == len(set(near)) > 100
+    assert all(not check(other, space.to_workload(), topology) for other in near[::50])
+    changed = {frozenset(diff(other, candidate)) for other in near}
+    assert {"compile"} in changed and {"micro_batch_size"} in changed and {"recompute"} in changed
+
+
+def test_a_baseline_outside_of_the_space_is_answered_from_inside_of_it():
+    """No candidate reads data as the baseline does, so that every change changes that too."""
+    outside = llama(MANY_STAGES, micro_batch_size=4, loader=Loader(full_batch=True))
+    inside = [llama(MANY_STAGES, micro_batch_size=size) for size in (1, 2)]
+    found = diagnosed([outside, *inside]).bottleneck
+    assert found.kind == "bubble"
+    assert set(found.answer.changed) == {"micro_batch_size", "full_batch"}

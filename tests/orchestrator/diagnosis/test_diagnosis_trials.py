@@ -1,0 +1,118 @@
+"""What all trials together tell: importance and effect of planted knobs, predictions held against measurements."""
+
+import itertools
+import math
+import random
+
+import pytest
+
+from orchestrator.diagnosis.effects import main_effects
+from orchestrator.diagnosis.importance import importance
+from orchestrator.diagnosis.observations import tabulate
+from orchestrator.diagnosis.prediction_errors import hold_against
+from orchestrator.sweep.expectation import Expectation
+from tests.orchestrator.diagnosis.diagnosed import O1, sweep
+from tests.support.story import evidence, measured
+from trials.outcome import OutOfMemory, StoppedEarly
+from trials.spec import Candidate, Kernels, Layout, Loader, Precision
+
+LOG_GAIN = 0.7
+"""Of O1."""
+FACTORIAL = list(itertools.product((Precision(), O1), (1, 2, 4), ("off", "block"), (0, 2)))
+
+
+def planted(grid=FACTORIAL, noise=0.01, seed=0):
+    """Trials of four knobs: twice as fast with O1, a little faster with larger micro-batches."""
+    rng = random.Random(seed)
+    candidates = [
+        Candidate(
+            micro_batch_size=size,
+            precision=precision,
+            kernels=Kernels(compile=mode),
+            loader=Loader(num_workers=workers, prefetch_factor=workers),
+        )
+        for precision, size, mode, workers in grid
+    ]
+    speeds = [LOG_GAIN * (c.precision == O1) + 0.1 * math.log2(c.micro_batch_size) for c in candidates]
+    return sweep(candidates, [measured(math.exp(rng.gauss(0, noise) - speed)) for speed in speeds])
+
+
+def test_importance_finds_the_planted_knob_and_says_how_sure_it_is():
+    found = importance(tabulate(planted().searched()))
+    first = found.knobs[0]
+    assert (first.knobs, found.num_trials) == (("precision",), 24)
+    assert first.share > 0.7
+    assert first.low < first.share < first.high
+    shares = {knob.knobs[0]: knob.share for knob in found.knobs}
+    assert shares["compile"] < 0.1 and shares["micro_batch_size"] < 0.3
+    together = [knob.knobs for knob in found.knobs if len(knob.knobs) > 1]
+    assert together == [("num_workers", "prefetch_factor")], "no trial tells these apart"
+
+
+def test_too_few_trials_are_said_to_be_too_few():
+    found = importance(tabulate(planted(FACTORIAL[::5]).searched()))
+    assert found.knobs == ()
+    assert found.reason == "too few trials: 5, at least 10 would be needed for the 4 knobs that varied"
+    assert importance(tabulate([])).reason == "no knob varied over the trials"
+
+
+def test_effects_come_from_pairs_that_differ_in_nothing_else():
+    effects = main_effects(tabulate(planted().searched()))
+    first = effects[0]
+    assert (first.knobs, first.before, first.after, first.num_pairs) == (("precision",), ("O0",), ("O1-bf16",), 12)
+    assert first.ratio == pytest.approx(math.exp(LOG_GAIN), rel=0.02)
+    assert first.low <= math.exp(LOG_GAIN) <= first.high
+    idle = [effect for effect in effects if effect.knobs == ("compile",)]
+    assert idle[0].ratio < 1.02 and not idle[0].is_shown
+
+
+def test_without_pairs_a_regression_tells_what_the_trials_determine():
+    """Half a factorial, in which precision never changes alone."""
+    half = [
+        (O1 if (mode == "block") != (workers == 2) else Precision(), size, mode, workers)
+        for size, mode, workers in itertools.product((1, 2), ("off", "block"), (0, 2))
+    ]
+    found = {effect.knobs[0]: effect for effect in main_effects(tabulate(planted(half).searched()))}
+    assert (found["precision"].num_pairs, found["micro_batch_size"].num_pairs) == (0, 4)
+    assert found["precision"].low <= math.exp(LOG_GAIN) <= found["precision"].high
+    assert found["precision"].after == ("O1-bf16",)
+    fewer = main_effects(tabulate(planted(half[:4]).searched()))
+    assert "precision" not in [effect.knobs[0] for effect in fewer], "four trials leave nothing to judge the fit by"
+
+
+def test_trials_stopped_early_count_with_the_least_they_would_have_taken():
+    slow = StoppedEarly(
+        step_times_s=(9.0,), at_least_s=9.0, incumbent=0, saved_device_seconds=1.0, evidence=evidence("slow")
+    )
+    candidates = [Candidate(micro_batch_size=size) for size in (1, 2)]
+    table = tabulate(sweep(candidates, [measured(1.0), slow]).searched())
+    assert [round(math.exp(row.log_time), 6) for row in table.rows] == [1.0, 9.0]
+    assert len(table.measured) == 1
+    assert importance(table).num_bounds == 1
+    assert main_effects(table) == ()
+
+
+def expectation(step_s, peak=2e8, spread=0.05, fits=1.0):
+    return Expectation(step_time_s=step_s, log_spread=spread, peak_bytes=peak, probability_fits=fits)
+
+
+def test_predictions_are_held_against_measurements_and_outliers_have_a_name():
+    zero3 = Layout(dp_shard=2, zero_stage=3)
+    candidates = [Candidate(micro_batch_size=size) for size in (1, 2, 4, 8)]
+    candidates += [Candidate(micro_batch_size=size, layout=zero3) for size in (1, 2)]
+    took = [1.0, 0.9, 0.8, 0.7, 1.2, 1.0]
+    expected = [expectation(s) for s in (1.0, 0.9, 0.8, 0.7)] + [expectation(0.6), expectation(0.5)]
+    found = hold_against(sweep(candidates, [measured(s) for s in took], expected=expected).searched())
+    assert found.mape == pytest.approx((0.5 + 0.5) / 6)
+    assert found.within_spread == pytest.approx(4 / 6)
+    assert (found.outliers, set(found.in_common)) == ((4, 5), {"dp_shard 2", "zero_stage 3", "world_size 2"})
+    assert found.memory_mape == pytest.approx(0.4)
+    assert -1 <= found.rank_correlation < 0.5
+
+
+def test_a_surprise_of_memory_is_counted_and_few_predictions_claim_nothing():
+    candidates = [Candidate(), Candidate(micro_batch_size=2)]
+    outcomes = [measured(1.0), OutOfMemory(evidence=evidence("no memory"))]
+    found = hold_against(sweep(candidates, outcomes, expected=[expectation(1.0), expectation(1.0)]).searched())
+    assert (found.num_memory_surprises, found.rank_correlation, found.in_common) == (1, None, ())
+    assert hold_against(sweep(candidates, outcomes).searched()).mape is None

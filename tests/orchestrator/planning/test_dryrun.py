@@ -1,0 +1,196 @@
+"""Estimates of a sweep's trials: choice, verdict, cache, command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from configs import CONFIGS
+from orchestrator.cli.main import main
+from orchestrator.commands.dry_run import choose
+from orchestrator.commands.plan import plan_file
+from orchestrator.config.sweep import load_sweep
+from orchestrator.errors import ConfigError
+from orchestrator.planning.dryrun.cache import DryRunCache, cache_key
+from orchestrator.planning.dryrun.estimates import RULE_ID
+from orchestrator.planning.dryrun.simulation import estimate_all, representative_rank
+from orchestrator.space.space import short_name
+from orchestrator.sweep.home import Home
+from trials.codec import from_json, to_json
+from trials.dryrun.estimate import Estimate, StageEstimate
+from trials.spec import Candidate, Layout
+
+QUICKSTART = CONFIGS / "sweeps" / "quickstart.yaml"
+
+
+def _stage(peak_bytes: int) -> StageEstimate:
+    return StageEstimate(
+        stage=0,
+        rank=0,
+        peak_bytes=peak_bytes,
+        peak_by_category={"param": peak_bytes},
+        peak_phase="forward",
+        flops={},
+        collectives={},
+        num_parameters=1,
+    )
+
+
+def test_verdict_counts_margin_and_context_of_the_worst_stage() -> None:
+    estimate = Estimate(stages=(_stage(500), _stage(1000)))
+    assert estimate.peak_bytes == 1000
+    assert estimate.needed_bytes(fragmentation=0.1, context_bytes=50) == 1150
+    assert estimate.fits(1150, fragmentation=0.1, context_bytes=50)
+    assert not estimate.fits(1149, fragmentation=0.1, context_bytes=50)
+    assert from_json(Estimate, to_json(estimate)) == estimate
+
+
+def test_cache_keeps_estimates_and_survives_broken_files(tmp_path: Path) -> None:
+    cache, estimate = DryRunCache(tmp_path / "dryrun"), Estimate(stages=(_stage(7),))
+    assert cache.get("key") is None
+    cache.put("key", Candidate(), estimate)
+    assert cache.get("key") == estimate
+    assert [path.name for path in cache.folder.iterdir()] == ["key.json"]
+    (cache.folder / "key.json").write_text("{")
+    assert cache.get("key") is None
+    (cache.folder / "key.json").write_text("[]")
+    assert cache.get("key") is None
+
+
+def test_cache_key_follows_what_the_estimate_follows_from() -> None:
+    spec = load_sweep(QUICKSTART)
+    workload, candidate = spec.to_workload(), spec.baseline_candidate
+    other = choose(spec, "{micro_batch_size: 2}", Home(Path("nowhere")))
+    keys = {
+        cache_key(workload, candidate, mode="cpu", exact=False),
+        cache_key(workload, candidate, mode="cpu", exact=True),
+        cache_key(workload, candidate, mode="accelerator", exact=False),
+        cache_key(workload, other, mode="cpu", exact=False),
+    }
+    assert len(keys) == 4
+
+
+def test_a_known_estimate_is_not_simulated_again(tmp_path: Path) -> None:
+    spec = load_sweep(QUICKSTART)
+    workload, candidate = spec.to_workload(), spec.baseline_candidate
+    cache, planted = DryRunCache(tmp_path), Estimate(stages=(_stage(7),))
+    cache.put(cache_key(workload, candidate, mode="cpu", exact=False), candidate, planted)
+
+    def no_progress(_done: int, _total: int) -> None:
+        raise AssertionError("something was simulated")
+
+    assert estimate_all(workload, [candidate] * 2, mode="cpu", cache=cache, progress=no_progress) == [planted, planted]
+
+
+def test_one_rank_per_stage() -> None:
+    candidate = Candidate(layout=Layout(pp=4, dp_replicate=2, tp=2, stage_layers=((1, 1, 1, 1),)))
+    assert [representative_rank(candidate, stage) for stage in range(4)] == [0, 4, 8, 12]
+
+
+def test_trials_by_name_number_and_knobs(tmp_path: Path) -> None:
+    spec, home = load_sweep(QUICKSTART), Home(tmp_path)
+    second = plan_file(QUICKSTART, home).plan.candidates[1]
+    assert choose(spec, "baseline", home) == spec.baseline_candidate
+    assert choose(spec, "2", home) == second == choose(spec, short_name(second), home)
+    changed = choose(spec, "{tp: 2, dp_replicate: 8}", home)
+    assert changed.layout.world_size == 16
+
+
+@pytest.mark.parametrize(
+    ("trial", "words"),
+    [
+        ("nonesuch", "no trial 'nonesuch'"),
+        ("999999", "no trial '999999'"),
+        ("9" * 5000, "no trial '999"),
+        ("{tp: 3}", "not divisible by tp 3"),
+        ("{tpp: 2}", "tpp"),
+        ("{tp: [", "not a YAML mapping"),
+        ("{tp: 2020-13-45}", "month must be in 1..12"),
+        ("{" * 3000, "nested deeper"),
+        ("{tp: 2, tp: 4}", "the key stands twice"),
+        ("{1: 2}", "key must be text"),
+    ],
+)
+def test_trials_that_cannot_be_meant(tmp_path: Path, trial: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose(load_sweep(QUICKSTART), trial, Home(tmp_path))
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+def _plant(home: Path, candidate: Candidate, peak_bytes: int) -> None:
+    key = cache_key(load_sweep(QUICKSTART).to_workload(), candidate, mode="cpu", exact=False)
+    DryRunCache(home / "dryrun").put(key, candidate, Estimate(stages=(_stage(peak_bytes),)))
+
+
+def test_planning_shows_estimates_and_rejects_what_would_not_fit(tmp_path: Path) -> None:
+    """The limit is the 2 GiB of the file; the baseline stays whatever is predicted of it."""
+    home = Home(tmp_path)
+    before = plan_file(QUICKSTART, home).plan
+    small, large = [one for one in before.candidates if one != before.baseline][:2]
+    for candidate, peak_bytes in ((small, 10**6), (large, 2 * 2**30 - 1), (before.baseline, 2**40)):
+        _plant(tmp_path, candidate, peak_bytes)
+    made = plan_file(QUICKSTART, home).plan
+    assert set(before.candidates) - set(made.candidates) == {large}
+    assert made.num_rejected[RULE_ID] == 1
+    assert made.product_size == len(made.candidates) + sum(made.num_rejected.values()) + made.num_duplicates
+
+    body = json.loads(CliRunner().invoke(main, ["plan", str(QUICKSTART), "--home", str(tmp_path), "--json"]).stdout)
+    shown = {entry["config_key"]: entry.get("predicted_peak_bytes") for entry in body["candidates"]}
+    assert shown[small.config_key] == 10**6
+    assert sum(peak is not None for peak in shown.values()) == len({small, made.baseline} & set(made.candidates))
+    assert body["baseline"]["predicted_peak_bytes"] == 2**40
+    (rejected,) = (entry for entry in body["rejected"] if entry["rule"] == RULE_ID)
+    for words in ("predicted peak 2", "with margin 1", "device memory 2"):
+        assert words in rejected["examples"][0]["reason"]
+    text = CliRunner().invoke(main, ["plan", str(QUICKSTART), "--home", str(tmp_path)], env={"COLUMNS": "200"}).stdout
+    assert "predicted peak" in text and RULE_ID in text
+
+
+def test_all_legal_candidates_fill_the_cache_that_plan_reads(tmp_path: Path) -> None:
+    options = ["--all", "--limit", "2", "--home", str(tmp_path)]
+    done = CliRunner().invoke(main, ["dryrun", str(QUICKSTART), *options], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert "simulations" in done.stderr
+    made = plan_file(QUICKSTART, Home(tmp_path)).plan
+    assert set(made.known.by_candidate) == set(made.candidates[:2])
+    assert all(short_name(candidate) in done.stdout for candidate in made.candidates[:2])
+    again = CliRunner().invoke(main, ["dryrun", str(QUICKSTART), *options, "--json"])
+    assert "simulations" not in again.stderr and len(json.loads(again.stdout)) == 2
+
+
+def test_command_line(tmp_path: Path) -> None:
+    """Two trials at once as JSON, out of memory under the smaller limit; the second time from the cache, as a table."""
+    trials = ["--trial", "baseline", "--trial", "{dp_replicate: 4, micro_batch_size: 4}", "--home", str(tmp_path)]
+    command = ["dryrun", str(QUICKSTART), *trials]
+    result = CliRunner().invoke(main, [*command, "--max-device-memory", "1MiB", "--json"])
+    assert result.exit_code == 0, result.output
+    baseline, changed = json.loads(result.stdout)
+    assert baseline["trial"] == "baseline" and baseline["fits"] is False and changed["world_size"] == 4
+    (stage,) = baseline["estimate"]["stages"]
+    assert sum(stage["peak_by_category"].values()) == stage["peak_bytes"] < stage["needed_bytes"]
+    assert stage["flops"]["recompute"] < stage["flops"]["forward"] < stage["flops"]["backward"]
+    assert stage["collectives"]["all_reduce"]["num_bytes"] >= 4 * stage["num_parameters"]
+
+    again = CliRunner().invoke(main, command)
+    assert again.exit_code == 0, again.output
+    assert "simulations" not in again.stderr
+    assert "fits" in again.stdout and "memory at the peak" in again.stdout
+
+
+def test_command_line_refuses_what_breaks_a_rule(tmp_path: Path) -> None:
+    options = ["--trial", "{tp: 3}", "--home", str(tmp_path)]
+    result = CliRunner().invoke(main, ["dryrun", str(QUICKSTART), *options])
+    assert result.exit_code == 2
+    assert "--trial: '{tp: 3}': not a legal configuration" in result.stderr
+
+
+def test_planning_with_estimates_needs_no_torch() -> None:
+    modules = "orchestrator.planning.dryrun.simulation, orchestrator.commands.dry_run, orchestrator.controller.service"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

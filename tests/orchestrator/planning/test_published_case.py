@@ -1,0 +1,50 @@
+"""The shipped sweeps of published tuning cases: the cost model against the expert's steps and goals.
+
+The sweeps themselves run in ``benchmarks/acceptance``.
+"""
+
+import pytest
+
+from benchmarks.acceptance.cases import CASES
+from benchmarks.acceptance.measures import MEASURES
+from benchmarks.acceptance.model import Model, measure_shares, predicted_steps
+from orchestrator.config.sweep import load_sweep
+from orchestrator.planning.forecast import of_plan
+
+SMALL, LARGE = CASES
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {case.name: Model(load_sweep(case.file)) for case in CASES}
+
+
+def best_that_fits(model):
+    """The fastest candidate whose predicted peak the simulated cluster lets run, with its tokens/s/p."""
+    predictor = of_plan(model.plan, model.spec.to_workload(), model.topology)
+    found, x = predictor.estimates, predictor.inputs
+    rows = [i for i in range(len(found)) if found.peak_bytes[i] <= model.spec.cluster.device_memory_bytes]
+    speeds = x.tokens_per_step / found.step_s / x.world_size
+    row = max(rows, key=lambda i: speeds[i])
+    return predictor.candidates[row], speeds[row]
+
+
+def test_the_experts_steps_come_in_the_published_order_and_size(models):
+    model = models[SMALL.name]
+    steps = predicted_steps(model, SMALL.steps)
+    speeds = [step["predicted"] for step in steps]
+    assert speeds == sorted(speeds)
+    assert all(abs(step["deviation"]) < 0.1 for step in steps)
+    assert best_that_fits(model)[1] >= SMALL.goal * speeds[0]
+
+
+def test_a_thousand_cards_reach_the_goal_and_every_measure_has_its_share(models):
+    model = models[LARGE.name]
+    best, speed = best_that_fits(model)
+    assert speed >= LARGE.goal * model.speed(model.plan.baseline)
+    shares = {row["measure"]: row for row in measure_shares(model, best)}
+    assert list(shares) == list(MEASURES)
+    for name in ("full_batch false", "interleave", "recompute per stage"):
+        assert shares[name]["factor"] > 1.01
+        assert shares[name]["in_best"]
+        assert shares[name]["alone"] > 1.1

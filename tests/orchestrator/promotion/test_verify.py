@@ -1,0 +1,138 @@
+"""Whether drift is found where there is some, and only there."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.knobs import BaselineSection
+from orchestrator.errors import ConfigError
+from orchestrator.promotion import commands, drift
+from orchestrator.promotion.evidence import trajectory_json
+from orchestrator.promotion.references import store
+from orchestrator.promotion.release import Desk
+from orchestrator.promotion.verify import baseline_section, verify
+from orchestrator.space.knobs.canonical import build_candidate, knob_values
+from orchestrator.sweep.checks import GateSettings
+from orchestrator.tracking.tracker import Tracker
+from tests.orchestrator.promotion.proven import proven_home, recipe
+from tests.orchestrator.space.candidate_strategies import random_candidate
+from tests.support.story import WORKLOAD, measured
+from tests.support.virtual_sweeps import SWEEP, Quiet, home, submit
+from trials.legality.rules import violations
+from trials.outcome import Measurement
+from trials.spec import Candidate, LlamaModel
+
+
+def test_only_what_is_shown_slower_by_more_than_the_tolerance_is_drift():
+    cases = {
+        (0.99, 1.0, 1.01): False,
+        (0.96, 0.97, 0.98): False,  # slower, but within 5 %
+        (0.85, 0.86, 0.87): True,
+        (0.5, 0.9, 1.3): False,  # too noisy to tell
+        (1.4, 1.5, 1.6): False,
+    }
+    for now, is_drift in cases.items():
+        found, ratio = drift.speed((0.99, 1.0, 1.01), now, 0.05)
+        assert found.is_drift == is_drift, found.text
+        assert ratio.ci95 is not None and ratio.ci95.low < ratio.value < ratio.ci95.high
+    assert drift.speed((1.0,), (0.9,), 0.05)[0].is_drift and drift.speed((1.0,), (0.9,), 0.05)[1].ci95 is None
+
+
+def test_the_interval_of_the_ratio_covers_it():
+    rng = random.Random(0)
+    hits = 0
+    for _ in range(400):
+        then, now = ([2.718 ** rng.gauss(mean, 0.03) for _ in range(3)] for mean in (0.0, -0.1))
+        ci95 = drift.speed_ratio(then, now).ci95
+        assert ci95 is not None
+        hits += ci95.low < 2.718**-0.1 < ci95.high
+    assert 0.92 <= hits / 400 <= 0.98
+
+
+def test_environments_are_compared_by_name():
+    then = {"torch": "2.12", "driver": "535", "hardware": "1x8 A100", "kernel": "6.1"}
+    now = {"torch": "2.13", "driver": "550", "hardware": "1x8 H100", "kernel": "6.1", "virtual": "simulated"}
+    found = {(one.kind, one.text) for one in drift.environment(then, now)}
+    assert ("driver", "driver was 535, is 550") in found and ("library", "torch was 2.12, is 2.13") in found
+    assert {kind for kind, _ in found} == {"driver", "library", "hardware"} and len(found) == 4
+    assert [one.is_drift for one in drift.environment(then, then)] == [False]
+
+
+def trained(losses: tuple[float, ...]) -> dict[str, object]:
+    found = measured(losses=losses, grad_norms=(1.0,) * len(losses))
+    measurement: Measurement = found.measurement
+    return trajectory_json(measurement, Candidate())
+
+
+@pytest.mark.parametrize(
+    ("now", "is_drift", "part"),
+    [
+        ((5.5, 5.4), False, "the same in 2 steps"),
+        ((5.5, 5.4, 5.3, 5.2), False, "the same in 3 steps"),
+        ((5.5, 5.4, 5.2), True, "off the promoted one's in step 3"),
+        ((5.5, float("nan"), 5.3), True, "not finite in step 2"),
+        ((), False, "no losses were kept"),
+    ],
+)
+def test_losses_are_compared_step_by_step(now: tuple[float, ...], is_drift: bool, part: str):
+    found = drift.loss(trained((5.5, 5.4, 5.3)), trained(now), GateSettings(), WORKLOAD)
+    assert (found.is_drift, part in found.text) == (is_drift, True), found.text
+
+
+def test_any_candidate_can_be_a_baseline_again():
+    rng = random.Random(0)
+    model = LlamaModel(hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_hidden_size=128)
+    drawn = (build_candidate(knob_values(random_candidate(rng, fitting=True)), model) for _ in range(3000))
+    legal = [candidate for candidate in drawn if not any(violations(replace(WORKLOAD, model=model), candidate))]
+    assert len(legal) > 20 and any(c.layout.stage_layers for c in legal) and any(c.recompute.selective for c in legal)
+    for candidate in legal:
+        section = BaselineSection.model_validate(baseline_section(candidate))
+        assert build_candidate(section.values(), model) == candidate
+
+
+def test_a_promoted_configuration_is_measured_again(tmp_path: Path):
+    """On a simulated cluster, which does not change."""
+    own = home(tmp_path)
+    submit(tmp_path, {**SWEEP, "space": {}, "budget": {"max_trials": 1}})
+    done = commands.promote("llama", own, sweep="first", force=True)
+    found = verify("llama@production", own, Quiet(), num_rounds=2)
+    assert found.result == "no drift" and found.ratio is not None and found.ratio.value == pytest.approx(1.0)
+    assert {one.kind for one in found.findings} == {"library", "speed", "loss"}
+    assert len(found.sweeps) == 2 and own.sweeps() == ["first"]
+    shown = commands.show("llama", own)
+    assert shown["verified"]["result"] == "no drift" and shown["verified"]["run"] == found.run_id
+    run = store(own, None).client().get_run(found.run_id)
+    assert run.data.tags["tc.kind"] == "verification" and run.data.metrics["speed_over_promoted"] == pytest.approx(1.0)
+    assert done["record"]["record_id"] != found.run_id and len(commands.history("llama", own)["records"]) == 1
+
+
+def test_drift_of_every_kind_is_found(tmp_path: Path):
+    """A configuration promoted elsewhere, with made-up measurements, is verified on a simulated cluster."""
+    own = proven_home(tmp_path)
+    model = {"kind": "llama", **_fields(WORKLOAD.model)}
+    workload = {"model": model, "seq_length": 64, "global_batch_size": 8}
+    spec = {**SWEEP, "name": "story", "workload": workload, "baseline": {"dp_replicate": 2}, "space": {}}
+    with own.open("story", read_only=False) as ledger:
+        ledger.put_document("spec", spec)
+    Desk(Tracker(own.default_tracking_uri)).promote("llama", recipe(own, 1))
+    found = verify("llama@1", own, Quiet(), num_rounds=2, ignored=("library",))
+    kinds = {one.kind: one.is_drift for one in found.findings}
+    assert kinds["driver"] and kinds["hardware"] and kinds["library"] and kinds["loss"]
+    assert "library" not in found.drifted and found.result.startswith("drift: driver, hardware")
+
+
+def _fields(model: LlamaModel) -> dict[str, int]:
+    names = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_hidden_size")
+    return {name: getattr(model, name) for name in names}
+
+
+def test_what_cannot_be_measured_again_is_said(tmp_path: Path):
+    own = proven_home(tmp_path)
+    Desk(Tracker(own.default_tracking_uri)).promote("llama", recipe(own, 1))
+    with pytest.raises(ConfigError, match="keeps no sweep file"):
+        verify("llama", own, Quiet())
+    for reference in ("llama@7", "other", "llama@nowhere"):
+        with pytest.raises(ConfigError, match="the registry has no"):
+            verify(reference, own, Quiet())

@@ -1,0 +1,34 @@
+"""The table of ``docs/recipes.md``: ``python -m tests.orchestrator.recipes.matrix`` prints it."""
+
+from orchestrator.recipes import FORMATS, recipe
+from orchestrator.recipes.fields import all_paths, is_at_or_below, parts
+
+
+def rows():
+    """Fields of a candidate one by one; of a workload by the part that recipes treat as one."""
+    whole = {"loader.tuning", "precision.loss_scale", "workload.data", "workload.model.llama"}
+    other = {"workload.model.resnet", "workload.model.linear", "workload.model.kind"}
+    found = [path for path in sorted(all_paths()) if not any(is_at_or_below(path, part) for part in whole | other)]
+    return sorted([*found, *whole, "workload.model.resnet", "workload.model.linear"])
+
+
+def mark(name, row):
+    """``yes`` where the format has a setting for it."""
+    handled = recipe(name).handled
+    related = [names for path, names in handled.items() if is_at_or_below(path, row) or is_at_or_below(row, path)]
+    assert related, f"{name} does not speak for {row}"
+    is_other_model = row in parts() and row.startswith("workload.model") and row != "workload.model.llama"
+    if is_other_model and name != "torchrun":
+        return "note"
+    return "yes" if any(related) else "note"
+
+
+def table():
+    head = ["field", *FORMATS]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    lines += [f"| `{row}` | {' | '.join(mark(name, row) for name in FORMATS)} |" for row in rows()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -1,0 +1,79 @@
+"""What keeps a recipe from losing anything: paths of all fields, reading every export back, and the documents."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+
+from orchestrator.errors import ConfigError
+from orchestrator.recipes import FORMATS, export, export_all, recipe, registry
+from orchestrator.recipes.base import TableRecipe, audited
+from orchestrator.recipes.fields import all_paths, candidate_of, flatten
+from tests.orchestrator.recipes.configurations import WORKLOAD
+from tests.orchestrator.recipes.matrix import table
+from tests.orchestrator.space.candidate_strategies import CANDIDATES, OTHER_WORKLOADS, WORKLOADS
+from tests.support import ROOT
+from trials.spec import Candidate, Layout, Loader, Precision, Workload
+
+
+@settings(max_examples=50, deadline=None)
+@given(candidate=CANDIDATES, workload=WORKLOADS | OTHER_WORKLOADS)
+def test_paths_hold_a_configuration_whole(candidate, workload):
+    values = flatten(candidate, workload)
+    assert candidate_of(values) == candidate
+    assert set(values) <= all_paths()
+
+
+def test_every_field_has_its_path():
+    paths = all_paths()
+    for prefix, cls in (("", Candidate), ("layout.", Layout), ("loader.", Loader), ("precision.", Precision)):
+        for field in dataclasses.fields(cls):
+            path = prefix + field.name
+            assert path in paths or any(other.startswith(path + ".") for other in paths), path
+    for field in dataclasses.fields(Workload):
+        path = f"workload.{field.name}"
+        assert path in paths or any(other.startswith(path + ".") for other in paths), path
+
+
+def forgetful(*forgotten):
+    """Megatron-LM's recipe as if these fields had been forgotten: a knob added later."""
+    whole = recipe("megatron")
+    kept = tuple(setting for setting in whole.settings if not set(setting.paths) & set(forgotten))
+    return TableRecipe(**{**{f.name: getattr(whole, f.name) for f in dataclasses.fields(whole)}, "settings": kept})
+
+
+def test_a_forgotten_knob_is_refused_and_not_dropped(monkeypatch):
+    candidate = Candidate(layout=Layout(dp_replicate=2, cp=2, cp_method="ulysses"))
+    notes = audited(forgetful("layout.cp_method"), candidate, WORKLOAD).notes
+    (note,) = [note for note in notes if note.severity == "error"]
+    assert (note.knob, note.message) == ("layout.cp_method", "asked for ulysses, but these files say all_gather")
+    monkeypatch.setattr(registry, "recipe", lambda _: forgetful("layout.cp_method"))
+    with pytest.raises(ConfigError, match=r"layout\.cp_method: asked for ulysses"):
+        export("megatron", candidate, WORKLOAD)
+
+
+def test_a_forgotten_field_of_the_workload_is_refused_too():
+    notes = audited(forgetful("workload.optimizer.lr"), Candidate(), WORKLOAD).notes
+    (note,) = [note for note in notes if note.severity == "error"]
+    assert (note.knob, note.message) == (
+        "workload.optimizer.lr",
+        f"asked for {WORKLOAD.optimizer.lr}, but these files say nothing",
+    )
+
+
+def test_all_formats_at_once_with_reasons_for_those_that_cannot():
+    candidate = Candidate(layout=Layout(pp=2, schedule="zbv", num_virtual_stages=2, stage_layers=((2, 2), (2, 2))))
+    made = export_all(candidate, WORKLOAD)
+    assert list(made) == list(FORMATS)
+    refused = {name for name, result in made.items() if isinstance(result, ConfigError)}
+    assert refused == {"megatron", "deepspeed", "paddlenlp", "accelerate"}
+    assert "layout.schedule: Megatron-LM has no zero-bubble schedule" in str(made["megatron"])
+
+
+def test_an_unknown_format_is_answered_with_those_there_are():
+    with pytest.raises(ConfigError, match=r"no format called 'nemo'.*megatron, torchtitan"):
+        export("nemo", Candidate(), WORKLOAD)
+
+
+def test_the_document_shows_what_each_format_has_a_setting_for():
+    assert table() in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")

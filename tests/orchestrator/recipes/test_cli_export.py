@@ -1,0 +1,68 @@
+"""The command ``export``, on a sweep that is over."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from orchestrator.cli.export import COMMANDS
+from orchestrator.cli.main import Commands
+from orchestrator.recipes import FORMATS, recipe
+from tests.support import long_story
+from tests.support.cli_homes import keep
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("home")
+    keep(folder, "ended", long_story.events(long_story.all_kinds()[:5], finished=True, name="ended")).close()
+    return folder
+
+
+def run(home, *arguments):
+    group = Commands(commands=list(COMMANDS))
+    return CliRunner().invoke(group, ["export", *map(str, arguments), "--home", str(home)])
+
+
+def test_formats_are_listed(home):
+    shown = run(home, "--formats", "--json")
+    assert list(json.loads(shown.stdout)) == list(FORMATS)
+
+
+def test_one_file_goes_to_stdout_and_everything_else_to_stderr(home):
+    shown = run(home, "ended:t000", "--format", "torchtitan", "--allow-lossy")
+    assert shown.exit_code == 0, shown.output
+    said = recipe("torchtitan").parse({"tune_cluster_recipe.py": shown.stdout})
+    assert said.values["layout.dp_replicate"] == long_story.candidate(0).layout.dp_replicate
+    assert "warning: workload.data" in shown.stderr
+    assert "ended:t000 for torchtitan; start it beside the files with: torchrun" in shown.stderr
+
+
+def test_files_go_into_a_folder_and_never_over_others(home, tmp_path):
+    first = run(home, "ended:winner", "--format", "torchrun", "--out", tmp_path / "new", "--json")
+    body = json.loads(first.stdout)
+    assert (
+        sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted(body["files"]) == ["run.sh", "spec.json"]
+    )
+    assert (body["format"], body["command"], body["notes"]) == ("torchrun", "sh run.sh", [])
+    assert run(home, "ended:winner", "--format", "torchrun", "--out", tmp_path / "new").exit_code == 0
+    (tmp_path / "new" / "run.sh").write_text("mine\n")
+    again = run(home, "ended:winner", "--format", "torchrun", "--out", tmp_path / "new")
+    assert (again.exit_code, "with other content" in again.stderr) == (2, True)
+    assert (tmp_path / "new" / "run.sh").read_text() == "mine\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["ended:t000"], "--formats for a list"),
+        (["ended:t000", "--format", "keras"], "no format called 'keras'"),
+        (["ended:t099", "--format", "torchrun"], "no trial 't099'"),
+        (["absent:t000", "--format", "torchrun"], "no sweep 'absent'"),
+        (["absent@production", "--format", "torchrun"], "MLflow store"),
+    ],
+)
+def test_what_cannot_be_exported_ends_with_2_and_says_why(home, arguments, words):
+    shown = run(home, *arguments)
+    assert shown.exit_code == 2
+    assert words in shown.stderr

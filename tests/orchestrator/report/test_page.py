@@ -1,0 +1,253 @@
+"""The review: plots of any number of trials, and a page that needs nothing else and repeats nothing unescaped."""
+
+import functools
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from click.testing import CliRunner
+
+from configs import CONFIGS
+from orchestrator.cli.main import main
+from orchestrator.config.sweep import load_sweep
+from orchestrator.planning.plan import make_plan
+from orchestrator.report import proof as proof_data
+from orchestrator.report import series
+from orchestrator.report.markdown import report_markdown
+from orchestrator.report.page.page import Page, page_html
+from orchestrator.report.plots import proof as plots_proof
+from orchestrator.report.plots import search as plots
+from orchestrator.report.plots import step_time as plots_time
+from orchestrator.report.plots import style as figures
+from orchestrator.report.plots.gallery import gallery
+from orchestrator.report.plots.step_time import KnobImportance, StepParts
+from orchestrator.report.series import Coordinates, History, SpeedPoint
+from orchestrator.report.sources import Sources, plan_document, rejected_csv
+from orchestrator.report.summary import summarize
+from orchestrator.sweep.fold import fold
+from orchestrator.sweep.ledger import Ledger
+from orchestrator.terminal import report
+from orchestrator.terminal.live import render_live
+from tests.orchestrator.terminal.test_report import text
+from tests.support.long_story import START_S, events, fill, speeds
+from tests.support.proof_story import NUM_ROUNDS, proof_events
+from tests.support.story import failures
+
+QUICKSTART = CONFIGS / "sweeps" / "quickstart.yaml"
+HOSTILE = '</title><script>alert(1)</script><img src=x onerror="alert(2)">$x_1$'
+
+
+class Checker(HTMLParser):
+    """Collects what is wrong with a page: tags that do not nest, ids used twice, anything loaded from elsewhere."""
+
+    VOID = frozenset({"meta", "br", "img", "link", "input", "hr"})
+    LOADS = frozenset({"src", "srcset", "action", "data", "poster"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.targets: list[str] = []
+        self.wrong: list[str] = []
+        self.scripts = 0
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        self.scripts += tag == "script"
+        self.ids += [found["id"]] if "id" in found else []
+        self.targets += [v for k, v in attrs if k in ("href", "xlink:href")]
+        self.targets += re.findall(r"url\(([^)]+)\)", found.get("style") or "")
+        self.targets += re.findall(r"url\(([^)]+)\)", found.get("clip-path") or "")
+        self.wrong += [f"{tag} {k}={v}" for k, v in attrs if k in self.LOADS or k.startswith("on")]
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(f"</{tag}> without its beginning")
+
+
+def checked(page: str) -> Checker:
+    checker = Checker()
+    checker.feed(page)
+    checker.close()
+    assert checker.open == []
+    assert checker.wrong == []
+    assert len(checker.ids) == len(set(checker.ids))
+    assert {target for target in checker.targets if not target.startswith("#")} == set()
+    assert {target[1:] for target in checker.targets} <= set(checker.ids)
+    assert "http" not in page
+    return checker
+
+
+def many(num_trials: int) -> History:
+    points = [
+        SpeedPoint(trial=i, speed=100.0 + i % 37, low=99.0 + i % 37, high=101.0 + i % 37, peak_bytes=(i % 53) * 2**24)
+        for i in range(num_trials)
+    ]
+    best = max(points, key=lambda point: point.speed, default=None)
+    failed = (num_trials,) if num_trials else ()
+    return History(measured=tuple(points), stopped=failed, failed=failed, baseline=100.0, best=best)
+
+
+def lines(num_trials: int) -> Coordinates:
+    knobs = ("tp", "precision", "recompute") if num_trials else ()
+    return Coordinates(
+        knobs=knobs,
+        values=(("1", "2"), ("O0", "O1"), ("none", "full")) if num_trials else (),
+        lines=tuple((i % 2, i // 2 % 2, i // 4 % 2) for i in range(num_trials)),
+        speeds=tuple(None if i % 5 == 4 else 100.0 + i for i in range(num_trials)),
+    )
+
+
+@pytest.mark.parametrize("num_trials", [0, 1, 500])
+def test_every_plot_draws_any_number_of_trials_and_stays_small(num_trials: int):
+    """Warnings are errors here: of fonts, of empty legends, of limits that coincide."""
+    found = many(num_trials)
+    steps = [StepParts(label=HOSTILE, step_time_s=0.1, parts=(("compute", 0.1),))] * min(num_trials, 2)
+    knobs = [KnobImportance(knob=f"knob{i}", share=0.3, low=0.1, high=0.5) for i in range(min(num_trials, 30))]
+    state = fold(proof_events())
+    rounds = proof_data.finalists(state) if num_trials else []
+    drawn = {
+        "history": lambda: plots.plot_history(found, "tokens/s/p"),
+        "pareto": lambda: plots.plot_pareto(found.measured, "tokens/s/p", 2**30),
+        "parallel": lambda: plots.plot_coordinates(lines(num_trials), "tokens/s/p"),
+        "breakdown": lambda: plots_time.plot_breakdown(steps),
+        "importance": lambda: plots_time.plot_importance(knobs),
+        "rounds": lambda: plots_proof.plot_rounds(rounds, HOSTILE),
+    }
+    for name, draw in drawn.items():
+        svg = figures.to_svg(draw, name)
+        checked(f"<!doctype html><html><body>{svg}</body></html>")
+        assert "<text" in svg
+        assert "<script" not in svg
+        assert len(svg) < 600_000
+    assert figures.to_png(drawn["history"]).startswith(b"\x89PNG")
+
+
+def test_the_same_plot_is_the_same_file():
+    found = many(20)
+    once, again = (figures.to_svg(lambda: plots.plot_history(found, "tokens/s/p"), "history") for _ in range(2))
+    assert once == again
+
+
+def test_titles_say_what_was_found():
+    state = fold(proof_events())
+    shown = gallery(state, summarize(state, ""))
+    assert list(shown) == ["history", "pareto", "parallel", "breakdown", "confirmation", "gate-t001"]
+    assert "t001 is the fastest of 9 trials, 1.25x the baseline" in shown["history"].svg()
+    assert "t001 1.25x, the winner; t002 1.01x, not shown faster" in shown["confirmation"].svg()
+    assert "t001 trains the same: its loss is 0.04 % off where 1 % may be" in shown["gate-t001"].svg()
+
+
+def test_the_front_holds_what_nothing_beats_in_both():
+    points = [
+        SpeedPoint(trial=i, speed=speed, low=speed, high=speed, peak_bytes=peak)
+        for i, (speed, peak) in enumerate([(10, 5), (20, 5), (15, 7), (30, 9), (30, 12), (5, 1)])
+    ]
+    assert [point.trial for point in series.front(points)] == [5, 1, 3]
+
+
+@pytest.mark.parametrize("conclusion", ["confirmed", "keep", "unconfirmed"])
+def test_the_page_tells_the_verdict_first_and_holds_everything(conclusion):
+    state = fold(proof_events(conclusion, is_promoted=True))
+    page = page_html(Page(state=state, summary=summarize(state, "")))
+    assert checked(page).scripts == 1
+    verdict = re.search(r'<div class="verdict (\w+)"><b>(.*?)</b>', page)
+    assert verdict is not None
+    assert verdict[1] == conclusion
+    first = {"confirmed": "Confirmed: 1.25x", "keep": "Keep what you have: t001 does not", "unconfirmed": "Unconfirmed"}
+    assert verdict[2].startswith(first[conclusion])
+    headings = re.findall(r"<h2>(.*?)</h2>", page)
+    assert headings[1:3] == ["Confirmation", "Loss gate"]
+    assert {"Trials", "Not measured", "Workload and environment", "What next"} <= set(headings)
+    assert page.count(">round ") == NUM_ROUNDS
+    assert page.count('<td data-v="') == 9
+    assert "perplexity 12" in page
+    assert "became `llama` version 1" in page
+
+
+def test_nothing_written_by_others_gets_through_as_markup():
+    outcomes = [*speeds(0.1, 0.08), failures(HOSTILE)["crashed"]]
+    story = proof_events(search=outcomes)
+    story[0] = replace(story[0], sweep=HOSTILE, hardware=HOSTILE, fingerprint={HOSTILE: HOSTILE})  # type: ignore
+    state = fold(story)
+    plan = {"num_legal": 1, "product_size": 2, "num_duplicates": 0, "too_large": HOSTILE, "rejected": [
+        {"rule": HOSTILE, "count": 1, "examples": [{"short_name": HOSTILE, "reason": HOSTILE}]}]}  # fmt: skip
+    page = page_html(Page(state=state, summary=summarize(state, ""), sources=Sources(plan=plan, sweep_yaml=HOSTILE)))
+    assert checked(page).scripts == 1
+    assert page.count("&lt;script&gt;") > 8
+    assert rejected_csv(plan).count("\n") == 2
+
+
+def test_a_sweep_without_anything_measured_has_a_page_too():
+    for outcomes in ([], [failures()["oom"]]):
+        state = fold(events(outcomes, finished=False))
+        page = page_html(Page(state=state, summary=summarize(state, "")))
+        checked(page)
+        assert "Nothing was measured." in page
+
+
+def test_terminal_and_note_tell_the_proof():
+    state = fold(proof_events())
+    summary = summarize(state, "")
+    shown = text(report.render_report(state, summary), 140)
+    assert "Confirmed: 1.25x the speed of your present configuration, and it trains the same: t001" in shown
+    assert re.search(r"t002 +1.01x .* not shown faster", shown)
+    assert re.search(r"t001 +passed: loss 0.04 % off \(1 % allowed\)", shown)
+    assert len(re.findall(r"^ +t\d{3}  .*(measured|memory|infeasible|diverged|timed|crashed|lost)", shown, re.M)) == 9
+    lines = report_markdown(state, summary).splitlines()
+    assert lines[0].startswith("**Confirmed: 1.25x")
+    assert "- Confirmation of t002: 1.01x (1.01x – 1.01x), not shown faster" in lines  # noqa: RUF001
+
+
+def test_while_it_is_being_confirmed_the_table_says_so():
+    story = proof_events()
+    begun = next(i for i, event in enumerate(story) if event.kind == "finalists_chosen")
+    state = fold(story[: begun + 1 + 3 * 3 + 2])  # all of one round, then the baseline runs again
+    assert state.trials[len(state.trials) - 1].is_running
+    shown = text(render_live(state, {}, START_S), 120)
+    assert "confirmation" in shown
+    assert "the baseline again, round 2  started" in shown
+    assert "8 of 9 trials" in shown
+    assert "Being confirmed." in text(report.render_report(state, summarize(state, "")), 200)
+
+
+def test_the_kept_plan_bounds_what_it_lists(monkeypatch):
+    monkeypatch.setattr("orchestrator.report.sources.MAX_CANDIDATES", 3)
+    plan = make_plan(load_sweep(QUICKSTART))
+    kept = plan_document(plan)
+    assert (len(kept["candidates"]), kept["num_legal"]) == (3, len(plan.candidates))
+
+
+def test_what_is_not_drawn_costs_nothing():
+    modules = "orchestrator.tracking.tracker, orchestrator.report.page.page"
+    code = f"import sys, {modules}; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_commands_write_the_page_and_print_the_links(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Ledger(tmp_path / "home" / "sweeps" / "story") as ledger:
+        ledger.put_document("tracking", {"uri": "http://host:5000"})
+        ledger.put_document("mlflow", {"experiment_id": "3", "run_id": "abcdefgh12"})
+        fill(ledger, proof_events())
+    run = functools.partial(CliRunner().invoke, main)
+    written = run(["report", "story", "--html", "--home", "home"])
+    assert written.output.strip() == f"written to {tmp_path / 'story-report.html'}"
+    page = (tmp_path / "story-report.html").read_text(encoding="utf-8")
+    url = "http://host:5000/#/experiments/3/runs"
+    assert f'<a href="{url}?viewStateShareKey=story-abcdefgh&amp;workflowType=machine_learning">' in page
+    refused = run(["report", "story", "--html", "nowhere/page.html", "--home", "home"])
+    assert refused.exit_code == 2
+    assert "cannot write" in refused.output
+    shown = run(["status", "story", "--home", "home"]).output.replace("\n", "").replace(" ", "")
+    assert f"{url}/abcdefgh12/artifacts/report.html?workflowType=machine_learning" in shown

@@ -1,0 +1,206 @@
+"""The core of the guided sampler on problems whose truth is known."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.search.acquisition import (
+    SHORTLIST_SIZE,
+    Belief,
+    Seen,
+    expected_improvement,
+    normal_cdf,
+    probability_fits,
+    propose,
+    should_stop,
+)
+from orchestrator.search.prediction.gaussian_process import ErrorModel, learn
+
+
+def grid(n=12):
+    """n x n configurations; the model is wrong in how the second knob counts, and a little everywhere."""
+    first, second = (axis.ravel() for axis in np.meshgrid(np.arange(n), np.arange(n)))
+    log_time = 0.05 * np.abs(first - 3) + 0.02 * second
+    truth = np.exp(0.05 * np.abs(first - 3) - 0.04 * second + 0.02 * np.sin(first * second) + 0.3)
+    error = ErrorModel(
+        features=second[:, None] / 1.0,
+        feature_std=np.array([0.05]),
+        places=np.stack([first, second], axis=1) / 2.0,
+        local_std=0.05,
+    )
+    return Belief(log_time=log_time, error=error, cost_s=np.ones(n * n)), truth
+
+
+def search(belief, truth, num_trials, first=0, oom=frozenset()):
+    times, gone = {first: float(truth[first])}, set()
+    for _ in range(num_trials - 1):
+        (proposal,) = propose(belief, Seen(times_s=times, oom=frozenset(gone)))
+        if proposal.index in oom:
+            gone.add(proposal.index)
+        else:
+            times[proposal.index] = float(truth[proposal.index])
+    return times, gone
+
+
+def test_before_anything_is_measured_the_best_prediction_that_fits_is_first():
+    belief, _ = grid()
+    assert propose(belief, Seen())[0].index == np.argmin(belief.log_time)
+    full = np.where(np.arange(144) == np.argmin(belief.log_time), 1.0, -1.0)
+    belief = Belief(log_time=belief.log_time, error=belief.error, cost_s=belief.cost_s, log_memory=full)
+    assert propose(belief, Seen())[0].index == np.argsort(belief.log_time, kind="stable")[1]
+
+
+def test_a_wrong_model_is_corrected_in_a_few_trials():
+    """The prior's own favourites are far from the best; ten trials of 144 suffice."""
+    belief, truth = grid()
+    by_prior = truth[np.argsort(belief.log_time)[:10]].min()
+    times, _ = search(belief, truth, 10)
+    assert min(times.values()) <= truth.min() * 1.02 < by_prior
+
+
+def test_nothing_is_proposed_twice_and_all_is_proposed_in_the_end():
+    belief, truth = grid(4)
+    times, _ = search(belief, truth, 16)
+    assert len(times) == 16
+    assert propose(belief, Seen(times_s=times)) == []
+
+
+def test_a_batch_spreads_out():
+    belief, truth = grid()
+    seen = Seen(times_s={0: float(truth[0])})
+    batch = propose(belief, seen, 6)
+    chosen = [proposal.index for proposal in batch]
+    assert len(set(chosen)) == 6
+    alone = propose(belief, seen)[0]
+    assert chosen[0] == alone.index
+    places = belief.error.places
+    best_six = np.argsort(belief.log_time + learn_mean(belief, seen))[:6]
+    assert np.ptp(places[chosen], axis=0).sum() > np.ptp(places[best_six], axis=0).sum()
+
+
+def learn_mean(belief, seen):
+    rows = np.array(sorted(seen.times_s))
+    errors = np.log([seen.times_s[row] for row in rows]) - belief.log_time[rows]
+    return learn(belief.error, rows, errors).mean(np.arange(len(belief)))
+
+
+def test_what_runs_counts_as_believed():
+    belief, truth = grid()
+    seen = Seen(times_s={0: float(truth[0])})
+    first, second = propose(belief, seen, 2)
+    (again,) = propose(belief, Seen(times_s=seen.times_s, running=(first.index,)))
+    assert again.index == second.index
+
+
+def test_cheaper_trials_come_first_among_equals():
+    error = ErrorModel(features=np.zeros((3, 1)), feature_std=np.zeros(1), places=np.eye(3) * 9)
+    belief = Belief(log_time=np.zeros(3), error=error, cost_s=np.array([1.0, 5.0, 1.0]))
+    assert propose(belief, Seen(times_s={0: 1.0}))[0].index == 2
+
+
+def test_excluded_and_history_are_never_proposed_and_history_is_not_to_be_beaten():
+    belief, truth = grid(4)
+    seen = Seen(times_s={0: float(truth[0])}, excluded=frozenset({1, 2}), history={3: 1e-3 * float(truth[3])})
+    chosen = {proposal.index for proposal in propose(belief, seen, 16)}
+    assert chosen == set(range(4, 16))
+    assert not should_stop(belief, Seen(times_s={0: float(truth[0])}, history={3: float(truth.min()) / 2}))
+
+
+def test_memory_that_turns_out_larger_makes_neighbours_of_the_limit_unlikely():
+    belief, _ = grid(4)
+    log_memory = np.linspace(-0.6, 0.1, 16)
+    belief = Belief(log_time=belief.log_time, error=belief.error, cost_s=belief.cost_s, log_memory=log_memory)
+    rows = np.arange(16)
+    before = probability_fits(belief, Seen(), rows)
+    assert np.all(np.diff(before) < 0)
+    after = probability_fits(belief, Seen(oom=frozenset({8})), rows)
+    assert np.all(after < before)
+    fits = probability_fits(belief, Seen(times_s={12: 1.0}), rows)
+    assert np.all(fits > before)
+    measured = probability_fits(belief, Seen(times_s={8: 1.0}, peaks={8: math.exp(log_memory[8])}), rows)
+    assert measured[0] > 0.99
+
+
+def test_out_of_memory_is_avoided_where_it_is_likely():
+    belief, truth = grid()
+    second = np.arange(144) // 12
+    belief = Belief(
+        log_time=belief.log_time,
+        error=belief.error,
+        cost_s=belief.cost_s,
+        log_memory=(second - 7.5) * 0.15,
+        memory_std=0.04,
+    )
+    times, gone = search(belief, truth, 14, oom=frozenset(np.flatnonzero(second > 7).tolist()))
+    assert len(gone) <= 4
+    assert min(times.values()) <= truth[second <= 7].min() * 1.03
+
+
+def test_the_search_stops_when_nothing_left_can_win():
+    belief, truth = grid()
+    assert not should_stop(belief, Seen())
+    assert not should_stop(belief, Seen(times_s={0: float(truth[0])}))
+    times, stopped_at = {0: float(truth[0])}, None
+    for number in range(1, 144):
+        if should_stop(belief, Seen(times_s=times)):
+            stopped_at = number
+            break
+        (proposal,) = propose(belief, Seen(times_s=times))
+        times[proposal.index] = float(truth[proposal.index])
+    assert stopped_at is not None
+    assert stopped_at < 100
+    assert min(times.values()) <= truth.min() * 1.01
+    assert should_stop(belief, Seen(times_s=times), tolerance=0.5)
+
+
+def test_errors_larger_than_believed_are_noticed():
+    belief, _ = grid()
+    rows = np.arange(0, 144, 9)
+    small = learn(belief.error, rows, 0.03 * np.sin(rows))
+    large = learn(belief.error, rows, 0.5 * np.sin(rows))
+    assert large.scale > small.scale
+    assert large.std(np.array([1])) > small.std(np.array([1]))
+
+
+def test_many_rows_at_once_agree_with_the_plain_formula():
+    rng = np.random.default_rng(0)
+    error = ErrorModel(
+        features=rng.normal(size=(9000, 3)), feature_std=np.array([0.1, 0.2, 0.3]), places=rng.normal(size=(9000, 2))
+    )
+    seen = np.array([5, 77, 4100])
+    residual = learn(error, seen, np.array([0.1, -0.2, 0.3]))
+    rows = np.arange(9000)
+    plain = error.covariance(rows, seen, residual.scale) @ residual.weights
+    assert residual.mean(rows) == pytest.approx(plain, abs=1e-5)
+    assert residual.mean(seen) == pytest.approx([0.1, -0.2, 0.3], abs=0.05)
+
+
+def test_a_hundred_thousand_candidates_are_shortlisted_without_losing_the_best():
+    rng = np.random.default_rng(1)
+    n = 100_000
+    assert n > SHORTLIST_SIZE
+    error = ErrorModel(
+        features=rng.normal(size=(n, 8)), feature_std=np.full(8, 0.1), places=rng.normal(size=(n, 6)) * 3
+    )
+    belief = Belief(log_time=rng.normal(size=n) * 0.3, error=error, cost_s=np.ones(n))
+    truth = np.exp(belief.log_time + error.features @ rng.normal(size=8) * 0.1)
+    times, _ = search(belief, truth, 25)
+    assert np.mean(truth < min(times.values())) < 3e-4
+
+
+@given(st.floats(-8, 8), st.floats(0.01, 3), st.floats(-5, 5))
+def test_expected_improvement_is_what_sampling_gives(mean, std, incumbent):
+    quantiles = np.linspace(-6, 6, 4001)
+    weights = np.exp(-0.5 * quantiles**2)
+    sampled = np.maximum(incumbent - (mean + std * quantiles), 0) @ weights / weights.sum()
+    found = expected_improvement(incumbent, np.array([mean]), np.array([std]))[0]
+    assert found == pytest.approx(sampled, abs=2e-4 * std + 1e-5)
+
+
+@settings(max_examples=30)
+@given(st.floats(-6, 6))
+def test_normal_cdf(z):
+    assert normal_cdf(np.array([z]))[0] == pytest.approx(0.5 * math.erfc(-z / math.sqrt(2)), abs=2e-7)

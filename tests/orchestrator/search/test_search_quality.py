@@ -1,0 +1,99 @@
+"""The benchmark of the samplers, on published problems: whole, damaged, and of devices that nobody knows."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.search.priors import Beliefs, Priors
+from benchmarks.search.quality import main
+from benchmarks.search.runs import measure
+from benchmarks.search.samplers import guided
+from benchmarks.search.tables import load_problems
+from benchmarks.search.transfer import in_sequence
+from tests.support import ROOT
+
+TABLE = ROOT / "tests" / "data" / "published.csv"
+NAME = "bigscience-1b3-ec369f"
+with TABLE.open(encoding="utf-8", newline="") as _file:
+    ROWS = [row for row in csv.DictReader(_file) if row["problem"] == NAME]
+
+
+def rate(row):
+    """Tokens per second and device, in full; empty where it did not run."""
+    tokens = int(row["global_batch"]) * int(row["seq_len"]) / int(row["n_gpus"])
+    return row["step_time_s"] and str(tokens / float(row["step_time_s"]))
+
+
+UNSAID = ("heads", "vocab", "gpus_per_node", "interconnect", "n_micro_batches", "precision_detail", "sp", "gpu_mem_GB")
+TABLES = {
+    "whole": ROWS,
+    "blanks": [{**row, **dict.fromkeys(UNSAID, "")} for row in ROWS],
+    "some blank": [{**row, "dp": "", "recompute": ""} if i % 3 == 0 else row for i, row in enumerate(ROWS)],
+    "nothing out of memory": [row for row in ROWS if row["oom"] != "true"],
+    "repeated": [*ROWS, *({**row, "id": row["id"] + "-again"} for row in ROWS)],
+    "rates only": [{**row, "step_time_s": "", "tokens_per_s_per_gpu": rate(row)} for row in ROWS],
+    "a device nobody knows": [{**row, "gpu": "Quux 9000"} for row in ROWS],
+    "mixtures of experts": [{**row, "moe": "8 experts, top 2"} for row in ROWS],
+}
+
+
+def search(rows, tmp_path, capsys, *options):
+    path = tmp_path / "table.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(ROWS[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    main(["--table", str(path), "--json", "--seeds", "1", "--jobs", "1", *options])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_table_is_searched_to_its_best(name, tmp_path, capsys):
+    found = search(TABLES[name], tmp_path, capsys, "--samplers", "guided", "tpe")
+    (problem,) = found["problems"]
+    assert (problem["problem"], found["summary"].keys()) == (
+        NAME,
+        {"guided", "tpe", "guided_without_transfer", "tpe_without_transfer"},
+    )
+    for sampler in found["summary"]:
+        assert 1 <= problem[sampler]["median_trials_to_2pct"] <= problem["size"]
+    is_modelled = name not in ("a device nobody knows", "mixtures of experts")
+    assert is_modelled == (problem.get("notes") is None)
+    if is_modelled:
+        assert problem["guided"]["median_trials_to_2pct"] <= 4
+    else:
+        assert all("16 of 16 configurations are not modelled" in note for note in problem["notes"][:1])
+
+
+def test_every_sampler_is_reported_and_a_table_without_problems_is_refused(tmp_path, capsys):
+    found = search(ROWS, tmp_path, capsys, "--no-transfer")
+    assert list(found["summary"]) == ["guided", "tpe", "optuna_default", "random"]
+    for figures in found["summary"].values():
+        assert {"median_trials_to_2pct", "share_97pct_within_15pct_of_trials"} <= figures.keys()
+    with pytest.raises(SystemExit):
+        search(ROWS[:5], tmp_path, capsys)
+    assert "no problem with at least 8" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        search([{**ROWS[0], "layers": "many"}], tmp_path, capsys)
+    assert "layers is 'many'" in capsys.readouterr().err
+
+
+def test_published_problems_are_solved_within_few_trials_from_nothing():
+    """The prior has seen none of these sources."""
+    trials = []
+    for problem in load_problems(TABLE):
+        beliefs = Beliefs(problem, Priors.named("unseen", problem.source))
+        trials.append(measure(problem, guided(problem, beliefs, 0))[0])
+    assert len(trials) == 4
+    assert np.mean(trials) <= 4
+
+
+def test_a_later_sweep_knows_the_trials_of_earlier_ones_and_nothing_else():
+    problems = [problem for problem in load_problems(TABLE) if problem.source == "vtrain-single"]
+    (first, alone), (second, taught) = in_sequence(problems, "unseen", 0)
+    assert alone.history == {}
+    known = {c.time_s for c in first.configurations}
+    assert taught.history and set(taught.history.values()) <= known
+    assert min(taught.history) >= len(second)

@@ -1,0 +1,318 @@
+"""Every rule fires exactly when its arithmetic says so, and agrees with what the runner refuses."""
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from orchestrator.space.rules import RULES, check
+from tests.orchestrator.space.candidate_strategies import (
+    CANDIDATES,
+    DEGREES,
+    OTHER_WORKLOADS,
+    WORKLOADS,
+    canonicalize,
+    random_candidate,
+)
+from tests.support.sweep_files import topology
+from trials.legality import rules as legality
+from trials.spec import Candidate, Kernels, Layout, LlamaModel, LossScale, Precision, Recompute, TextData, Workload
+
+NODES = st.lists(st.integers(1, 8), min_size=1, max_size=4)
+WORKLOAD = Workload(
+    model=LlamaModel(
+        hidden_size=64, num_layers=4, num_heads=8, num_kv_heads=4, ffn_hidden_size=96
+    ),
+    data=TextData(),
+    seq_length=32,
+    global_batch_size=16,
+)  # fmt: skip
+
+
+def broken(candidate, workload=WORKLOAD, where=None, filters=None):
+    return {violation.rule_id for violation in check(candidate, workload, where, filters)}
+
+
+def ddp(layout):
+    """DistributedDataParallel reduces the gradients."""
+    replicates = layout.zero_stage == 0 and layout.dp_replicate * layout.cp > 1 and layout.replicate_with == "ddp"
+    return layout.zero_stage == 1 or replicates
+
+
+def micro_batches(candidate, workload):
+    layout = candidate.layout
+    return workload.global_batch_size // (candidate.micro_batch_size * layout.dp_replicate * layout.dp_shard)
+
+
+def wrong_chunks(layout):
+    if layout.pp == 1:
+        return layout.num_virtual_stages != 1
+    allowed = {"1f1b": {1}, "zbv": {2}, "interleaved": {2, 3, 5}, "gpipe": {1, 2, 3, 5}}
+    too_many = layout.pp * layout.num_virtual_stages > 4 + 2 * layout.pp
+    return layout.num_virtual_stages not in allowed[layout.schedule] or too_many
+
+
+def wrong_stages(layout, num_layers=4):
+    if layout.pp == 1:
+        return layout.stage_layers != ()
+    flat = [count for row in layout.stage_layers for count in row]
+    return not fits(layout.stage_layers, layout) or any(count < 0 for count in flat) or sum(flat) != num_layers
+
+
+def fits(counts, layout):
+    return [len(row) for row in counts] == [layout.pp] * layout.num_virtual_stages
+
+
+def wrong_recompute(candidate):
+    layout, recompute = candidate.layout, candidate.recompute
+    present = layout.stage_layers if layout.pp > 1 else ((4,),)
+    for counts in (recompute.full, recompute.communication, *(part.num_layers for part in recompute.selective)):
+        if counts and not fits(counts, layout):
+            return True
+        if counts and fits(present, layout):
+            pairs = [(n, m) for row, most in zip(counts, present, strict=True) for n, m in zip(row, most, strict=True)]
+            if any(n > m for n, m in pairs):
+                return True
+    return False
+
+
+BROKEN_WHEN = {
+    "shard-needs-zero": lambda c, w: (c.layout.dp_shard == 1) != (c.layout.zero_stage == 0),
+    "tp-num-heads": lambda c, w: w.model.num_heads % c.layout.tp != 0,
+    "tp-num-kv-heads": lambda c, w: w.model.num_kv_heads % c.layout.tp != 0,
+    "tp-hidden-size": lambda c, w: w.model.hidden_size % c.layout.tp != 0,
+    "tp-ffn-hidden-size": lambda c, w: w.model.ffn_hidden_size % c.layout.tp != 0,
+    "tp-vocab-size": lambda c, w: w.model.vocab_size % c.layout.tp != 0,
+    "sp-needs-tp": lambda c, w: c.layout.sequence_parallel and c.layout.tp < 2,
+    "sp-seq-length": lambda c, w: c.layout.sequence_parallel and w.seq_length % (c.layout.cp * c.layout.tp) > 0,
+    "zero1-with-tp": lambda c, w: c.layout.zero_stage == 1 and c.layout.tp > 1 and c.layout.tp_engine == "dtensor",
+    "ddp-with-tp": lambda c, w: (
+        ddp(c.layout) and c.layout.zero_stage == 0 and c.layout.tp > 1 and c.layout.tp_engine == "dtensor"
+    ),
+    "ddp-with-chunks": lambda c, w: ddp(c.layout) and c.layout.num_virtual_stages > 1,
+    "global-batch": lambda c, w: (
+        w.global_batch_size
+        not in range(0, w.global_batch_size + 1, c.micro_batch_size * c.layout.dp_replicate * c.layout.dp_shard)
+    ),
+    "copies": lambda c, w: (
+        c.layout.num_copies == 2
+        and not (c.layout.tp > 1 and c.layout.tp_engine == "local" and c.micro_batch_size in (2, 4, 8))
+    ),
+    "cp-seq-length": lambda c, w: c.layout.cp > 1 and w.seq_length % (2 * c.layout.cp) != 0,
+    "cp-heads": lambda c, w: (
+        c.layout.cp > 1
+        and c.layout.cp_method == "ulysses"
+        and any(heads % (c.layout.cp * c.layout.tp) for heads in (w.model.num_heads, w.model.num_kv_heads))
+    ),
+    "virtual-stages": lambda c, w: wrong_chunks(c.layout),
+    "stage-layers": lambda c, w: wrong_stages(c.layout),
+    "num-microbatches": lambda c, w: (
+        c.layout.pp > 1
+        and (
+            (c.layout.schedule == "1f1b" and micro_batches(c, w) < c.layout.pp)
+            or (c.layout.schedule == "interleaved" and micro_batches(c, w) % max(1, micro_batches(c, w) // c.layout.pp))
+        )
+    ),
+    "shard-embedding": lambda c, w: c.layout.shard_embedding and (ddp(c.layout) or c.layout.dp * c.layout.cp == 1),
+    "recompute-shape": lambda c, w: wrong_recompute(c),
+    "recompute-pattern": lambda c, w: any(
+        p.pattern in ("(", r"(\w*\w*)*!") or len(p.pattern) > 200 for p in c.recompute.selective
+    ),
+    "recompute-with-compile": lambda c, w: (
+        c.kernels.compile != "off" and bool(c.recompute.selective or c.recompute.communication)
+    ),
+    "recompute-communication": lambda c, w: (
+        c.recompute.communication != ()
+        and not (c.layout.tp > 1 and c.layout.sequence_parallel and c.layout.tp_engine == "local")
+    ),
+    "compile-with-zbv": lambda c, w: c.kernels.compile != "off" and c.layout.schedule == "zbv",
+    "compile-model-with-dtensor": lambda c, w: (
+        c.kernels.compile == "model"
+        and c.layout.tp > 1
+        and c.layout.tp_engine == "dtensor"
+        and c.layout.world_size > c.layout.tp
+    ),
+    "compile-recompute-with-dtensor": lambda c, w: (
+        c.kernels.compile != "off"
+        and c.layout.tp > 1
+        and c.layout.tp_engine == "dtensor"
+        and sum(map(sum, c.recompute.full)) > 0
+    ),
+    "cuda-graphs": lambda c, w: (
+        c.kernels.compile != "off"
+        and c.kernels.compile_mode == "reduce-overhead"
+        and not (
+            c.layout.pp == 1
+            and micro_batches(c, w) <= 1
+            and (c.layout.dp_replicate * c.layout.dp_shard * c.layout.cp == 1 or ddp(c.layout))
+        )
+    ),
+    "loss-scale": lambda c, w: (
+        (c.precision.loss_scale is None) == (c.precision.dtype == "float16")
+        or (c.precision.loss_scale is not None and c.precision.loss_scale.initial > 3.5e38)
+    ),
+    "amp-lists-with-compile": lambda c, w: c.kernels.compile != "off" and c.precision.white + c.precision.black != (),
+    "cudnn-range": lambda c, w: c.kernels.cudnn_tuning_range not in ((), (1, 4)),
+    "amp-lists": lambda c, w: (
+        (c.precision.level != "O1" and bool(c.precision.white + c.precision.black))
+        or "no name" in c.precision.white + c.precision.black
+        or bool(set(c.precision.white) & set(c.precision.black))
+    ),
+}
+
+
+@settings(max_examples=400, deadline=None)
+@given(CANDIDATES, WORKLOADS)
+def test_every_rule_fires_exactly_when_its_arithmetic_says_so(candidate, workload):
+    found = broken(candidate, workload)
+    for rule_id, expected in BROKEN_WHEN.items():
+        assert (rule_id in found) == bool(expected(candidate, workload)), rule_id
+
+
+def test_every_rule_is_put_to_the_test():
+    awkward = dataclasses.replace(
+        WORKLOAD, seq_length=30, model=dataclasses.replace(WORKLOAD.model, ffn_hidden_size=97)
+    )
+    rng, found = random.Random(0), set()
+    for _ in range(1500):
+        found |= broken(random_candidate(rng), awkward)
+    assert {rule.id for rule in legality.RULES} - found == {"degrees", "model-kind"}
+
+
+@given(CANDIDATES, WORKLOADS | OTHER_WORKLOADS)
+def test_the_planner_rejects_exactly_what_the_runner_refuses(candidate, workload):
+    candidate = canonicalize(candidate, workload.model)
+    assert bool(check(candidate, workload)) == bool(list(legality.violations(workload, candidate)))
+
+
+@given(CANDIDATES, OTHER_WORKLOADS)
+def test_model_kind(candidate, workload):
+    layout = candidate.layout
+    found = broken(candidate, workload)
+    assert ("model-kind" in found) == (layout.pp * layout.cp * layout.tp > 1)
+    assert ("shard-embedding" in found) == layout.shard_embedding
+
+
+@given(DEGREES, NODES)
+def test_tp_in_node(tp, nodes):
+    found = broken(Candidate(layout=Layout(tp=tp)), where=topology(*nodes))
+    assert ("tp-in-node" in found) == all(tp > count for count in nodes)
+
+
+@given(CANDIDATES, NODES)
+def test_fits_lease_counts_whole_tensor_parallel_groups(candidate, nodes):
+    layout, groups = candidate.layout, 0
+    for free in nodes:
+        while free >= layout.tp:
+            free -= layout.tp
+            groups += 1
+    assert ("fits-lease" in broken(candidate, where=topology(*nodes))) == (groups * layout.tp < layout.world_size)
+
+
+@given(CANDIDATES, NODES, st.integers(1, 8))
+def test_more_nodes_never_make_it_worse(candidate, nodes, more):
+    assert broken(candidate, where=topology(*nodes, more)) <= broken(candidate, where=topology(*nodes))
+
+
+@given(CANDIDATES, NODES, st.data())
+def test_larger_nodes_never_make_it_worse(candidate, nodes, data):
+    larger = list(nodes)
+    larger[data.draw(st.integers(0, len(nodes) - 1))] += 1
+    assert broken(candidate, where=topology(*larger)) <= broken(candidate, where=topology(*nodes))
+
+
+@given(CANDIDATES, WORKLOADS, NODES)
+def test_knowing_the_hardware_only_adds_reasons(candidate, workload, nodes):
+    assert broken(candidate, workload) <= broken(candidate, workload, topology(*nodes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "refused"),
+    [
+        ("cuda", "NVIDIA H200", set()),
+        ("cuda", "NVIDIA A100-SXM4-80GB", set()),
+        ("cuda", "Tesla V100-SXM2-32GB", {"bfloat16"}),
+        ("cuda", "Tesla T4", {"bfloat16"}),
+        ("cuda", "NVIDIA GeForce RTX 2080 Ti", {"bfloat16"}),
+        ("cuda", "Tesla P100-PCIE-16GB", {"bfloat16", "float16"}),
+        ("cuda", "some accelerator nobody knows", set()),
+        ("cpu", "Intel(R) Xeon(R) CPU", set()),
+    ],
+)
+def test_amp_dtype_refuses_only_what_is_known_not_to_work(kind, device, refused):
+    where = topology(1, kind=kind, name=device)
+    found = {
+        dtype
+        for dtype in ("bfloat16", "float16")
+        if "amp-dtype" in broken(Candidate(precision=Precision(level="O1", dtype=dtype)), where=where)
+    }
+    assert found == refused
+    assert "amp-dtype" not in broken(Candidate(), where=where)
+
+
+@given(CANDIDATES, WORKLOADS, NODES)
+def test_rules_keep_their_promise_about_what_they_read(candidate, workload, nodes):
+    other = Candidate(layout=candidate.layout, micro_batch_size=candidate.micro_batch_size)
+    on_layout = {rule.id for rule in RULES if rule.reads == "layout"}
+    where = topology(*nodes)
+    assert broken(candidate, workload, where) & on_layout == broken(other, workload, where) & on_layout
+
+
+@given(CANDIDATES, WORKLOADS, NODES)
+def test_reasons_are_one_line(candidate, workload, nodes):
+    for violation in check(candidate, workload, topology(*nodes)):
+        assert violation.reason and "\n" not in violation.reason
+
+
+def test_rule_ids_are_unique():
+    assert len({rule.id for rule in RULES}) == len(RULES)
+
+
+@given(CANDIDATES, WORKLOADS)
+def test_one_device_runs_every_plain_candidate(candidate, workload):
+    plain = dataclasses.replace(candidate, layout=Layout(), precision=Precision(), recompute=Recompute())
+    plain = canonicalize(plain, workload.model)
+    assume(workload.global_batch_size % plain.micro_batch_size == 0)
+    assume(plain.kernels.compile_mode != "reduce-overhead" or plain.micro_batch_size == workload.global_batch_size)
+    assert broken(plain, workload, topology(1)) == set()
+
+
+def test_far_more_stages_than_layers_are_refused_without_laying_them_out():
+    layout = Layout(pp=2, schedule="gpipe", num_virtual_stages=10**6, stage_layers=())
+    reasons = {violation.rule_id: violation.reason for violation in check(Candidate(layout=layout), WORKLOAD)}
+    assert reasons["virtual-stages"] == "4 layers on pp 2 take num_virtual_stages up to 4, not 1000000"
+    most = Layout(pp=2, schedule="gpipe", num_virtual_stages=4, stage_layers=((1, 1), (1, 1), (0, 0), (0, 0)))
+    assert broken(Candidate(layout=dataclasses.replace(most, dp_shard=2, zero_stage=3))) == set()
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        (LossScale(initial=1e60), "initial 1e+60"),
+        (LossScale(initial=1e-60), "initial 1e-60"),
+        (LossScale(growth_factor=1.0), "growth_factor 1"),
+        (LossScale(backoff_factor=1.0), "backoff_factor 1"),
+        (LossScale(backoff_interval=0), "start at 1"),
+        (LossScale(initial=legality.FP32_MAX), None),
+    ],
+)
+def test_loss_scales_are_fp32_numbers(scale, words):
+    candidate = Candidate(precision=Precision(level="O1", dtype="float16", loss_scale=scale))
+    reasons = [violation.reason for violation in check(candidate, WORKLOAD)]
+    assert reasons == [] if words is None else words in reasons[0]
+
+
+def test_cuda_graphs_go_with_one_micro_batch_and_parameters_that_stay():
+    kernels = Kernels(compile="block", compile_mode="reduce-overhead")
+    layout = Layout(dp_replicate=2)
+    whole = Candidate(layout=layout, micro_batch_size=8, kernels=kernels)
+    assert broken(whole) == set()
+    assert broken(dataclasses.replace(whole, micro_batch_size=4)) == {"cuda-graphs"}
+    sharded = dataclasses.replace(whole, layout=Layout(dp_shard=2, zero_stage=2))
+    assert broken(sharded) == {"cuda-graphs"}
+    assert broken(dataclasses.replace(whole, layout=Layout(dp_shard=2, zero_stage=1))) == set()
+    tuned = dataclasses.replace(kernels, compile_mode="max-autotune")
+    assert broken(dataclasses.replace(sharded, kernels=tuned)) == set()
+    assert broken(dataclasses.replace(sharded, kernels=dataclasses.replace(kernels, compile="off"))) == set()

@@ -1,0 +1,199 @@
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+from orchestrator.sweep.events import ControllerStarted
+from orchestrator.sweep.fold import fold
+from orchestrator.sweep.home import Home
+from orchestrator.sweep.ledger import FencedError, Ledger, LedgerError, SweepBusyError
+from tests.support import ROOT
+from tests.support.story import created, ended, failures, launched, measured, proposed
+
+STORY = [created(), proposed(0), launched(0), ended(0, measured()), proposed(1), launched(1)]
+
+
+def test_events_come_back_as_they_were_in_order(tmp_path):
+    story = [*STORY, *(ended(1, outcome) for outcome in failures().values())]
+    with Ledger(tmp_path) as ledger:
+        entries = [ledger.append(event) for event in story]
+    with Ledger.open_existing(tmp_path) as again:
+        assert [entry.seq for entry in again.entries()] == [entry.seq for entry in entries]
+        assert list(again.events()) == story
+        assert [entry.event for entry in again.entries(after=3)] == story[3:]
+
+
+def test_non_finite_numbers_survive(tmp_path):
+    outcome = measured(grad_norms=(float("inf"), 1.0))
+    with Ledger(tmp_path) as ledger:
+        ledger.append(ended(0, outcome))
+        assert next(ledger.events()).outcome == outcome
+
+
+def test_events_cannot_be_changed_or_deleted(tmp_path):
+    with Ledger(tmp_path) as ledger:
+        ledger.append(created())
+        for statement in ("UPDATE events SET kind = 'x'", "DELETE FROM events"):
+            with pytest.raises(sqlite3.IntegrityError), sqlite3.connect(ledger.path) as db:
+                db.execute(statement)
+            db.close()
+        assert len(list(ledger.events())) == 1
+
+
+def test_what_follows_is_what_is_stored_whoever_wrote_it(tmp_path):
+    with Ledger(tmp_path) as ledger, Ledger(tmp_path) as other:
+        for writer in (ledger, ledger, other, ledger, ledger, other):
+            writer.append(STORY[len(list(ledger.entries()))])
+            for reader in (ledger, other):
+                for after in range(8):
+                    assert list(reader.following(after)) == list(reader.entries(after))
+
+
+def test_cursors_and_documents(tmp_path):
+    with Ledger(tmp_path) as ledger:
+        assert ledger.cursor("mlflow") == 0
+        ledger.advance("mlflow", 4)
+        ledger.advance("mlflow", 7)
+        assert ledger.cursor("mlflow") == 7
+        assert ledger.document("spec") is None
+        ledger.put_document("spec", {"a": [1]})
+        assert ledger.document("spec") == {"a": [1]}
+
+
+def test_only_one_process_holds_a_sweep(tmp_path):
+    with Ledger(tmp_path) as ledger, ledger.hold():
+        code = (
+            "import sys; from pathlib import Path; from orchestrator.sweep.ledger import Ledger, SweepBusyError\n"
+            "try:\n    with Ledger(Path(sys.argv[1])).hold(): print('held')\n"
+            "except SweepBusyError as e: print(e)"
+        )
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+        assert str(os.getpid()) in done.stdout
+    with Ledger(tmp_path) as ledger, ledger.hold():
+        pass
+
+
+def test_a_second_ledger_object_in_this_process_is_refused_too(tmp_path):
+    with Ledger(tmp_path) as ledger, ledger.hold():
+        other = Ledger(tmp_path)
+        with pytest.raises(SweepBusyError), other.hold():
+            pass
+        other.close()
+
+
+def test_missing_ledgers_are_not_made_by_reading(tmp_path):
+    with pytest.raises(LookupError):
+        Ledger.open_existing(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_ledger_whose_controller_died_before_the_first_event_is_no_sweep_yet(tmp_path):
+    Ledger(tmp_path / "sweeps" / "begun").close()
+    with pytest.raises(LookupError):
+        Ledger.open_existing(tmp_path / "sweeps" / "begun")
+    assert Home(tmp_path).sweeps() == []
+
+
+def test_a_writer_killed_at_any_moment_leaves_whole_events_only(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from orchestrator.sweep.ledger import Ledger\n"
+        "from tests.support.story import created\n"
+        "ledger = Ledger(Path(sys.argv[1]))\n"
+        "for n in range(10**6):\n    ledger.append(created()); print(n, flush=True)"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert writer.stdout is not None
+    for _ in range(20):
+        last = int(writer.stdout.readline())
+    writer.kill()
+    last = max([last, *(int(line) for line in writer.stdout if line.strip().isdigit())])
+    writer.wait()
+    writer.stdout.close()
+    with Ledger(tmp_path) as ledger:
+        num_events = len(list(ledger.events()))
+        assert num_events in (last + 1, last + 2)
+        ledger.append(proposed(0))
+        assert fold(ledger.events()).trials
+
+
+def test_a_full_disk_is_a_clear_error_and_loses_nothing(tmp_path):
+    with Ledger(tmp_path) as ledger:
+        for event in STORY:
+            ledger.append(event)
+        pages = ledger._db.execute("PRAGMA page_count").fetchone()[0]
+        ledger._db.execute(f"PRAGMA max_page_count = {pages}")
+        with pytest.raises(LedgerError, match="free space"):
+            for _ in range(1000):
+                ledger.append(ended(0, measured(losses=tuple(float(i) for i in range(500)))))
+        assert list(ledger.events())[: len(STORY)] == STORY
+
+
+def test_an_unknown_event_in_the_file_is_named(tmp_path):
+    with Ledger(tmp_path) as ledger:
+        ledger._db.execute("INSERT INTO events (kind, body) VALUES ('x', ?)", (json.dumps({"kind": "x"}),))
+        with pytest.raises(LedgerError, match="unknown kind 'x'"):
+            list(ledger.events())
+
+
+def test_requests_wait_for_whoever_takes_them(tmp_path):
+    with Ledger(tmp_path) as controller, Ledger(tmp_path) as other:
+        assert controller.requests(0) == []
+        first = other.ask({"action": "pause"}, by="eve@host", at_s=1.0)
+        second = other.ask({"action": "cancel"}, by="adam@host", at_s=2.0)
+        assert [(request.id, request.by) for request in controller.requests(0)] == [
+            (first, "eve@host"),
+            (second, "adam@host"),
+        ]
+        assert [request.body for request in controller.requests(first)] == [{"action": "cancel"}]
+
+
+def started(epoch):
+    return ControllerStarted(at_s=1.0, epoch=epoch, pid=1, host="host")
+
+
+def test_a_controller_that_was_replaced_can_store_nothing_more(tmp_path):
+    with Ledger(tmp_path) as old, Ledger(tmp_path) as new:
+        old.append(created())
+        old.append(started(1))
+        old.append(proposed(0))
+        new.append(started(2))
+        with pytest.raises(FencedError, match="taken over"):
+            old.append(launched(0))
+        with pytest.raises(FencedError, match="epoch 2"):
+            old.append(started(2))
+        new.append(launched(0))
+        assert [type(event).__name__ for event in new.events()][-2:] == ["ControllerStarted", "AttemptLaunched"]
+        assert [entry.seq for entry in new.entries()] == [1, 2, 3, 4, 5], "what is refused leaves no gap"
+
+
+def test_who_holds_a_ledger_can_be_told_from_outside(tmp_path):
+    with Ledger(tmp_path) as ledger, Ledger(tmp_path) as other:
+        assert not other.is_held()
+        with ledger.hold():
+            assert other.is_held()
+        assert not other.is_held()
+
+
+def test_a_ledger_can_be_read_while_it_is_written_and_on_a_read_only_disk(tmp_path):
+    folder = tmp_path / "disk"
+    with Ledger(folder) as ledger:
+        ledger.append(created())
+        with Ledger.open_existing(folder, read_only=True) as reader:
+            ledger.append(proposed(0))
+            assert len(list(reader.events())) == 2
+            with pytest.raises(LedgerError):
+                reader.append(launched(0))
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    made = subprocess.run(["mount", "--bind", "-o", "ro", folder, mounted], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"cannot mount: {made.stderr.decode()}")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", mounted], check=True)
+        with Ledger.open_existing(mounted, read_only=True) as reader:
+            assert len(list(reader.events())) == 2
+    finally:
+        subprocess.run(["umount", mounted], check=True)

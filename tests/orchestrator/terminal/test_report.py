@@ -1,0 +1,240 @@
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console, RenderableType
+
+from cluster.base import GangProgress
+from orchestrator.invocation import Invocation
+from orchestrator.report.markdown import report_markdown
+from orchestrator.report.page.page import Page, page_html
+from orchestrator.report.summary import Recorded, summarize
+from orchestrator.sweep.events import Budget
+from orchestrator.sweep.fold import fold
+from orchestrator.sweep.state import SweepState
+from orchestrator.terminal import report
+from orchestrator.terminal.live import LiveView, eta_s, render_live, trial_line
+from tests.support.long_story import START_S, all_kinds, events, speeds, state
+from tests.support.story import FOUND, created, failures, launched, measured, proposed
+from trials.outcome import StepBreakdown
+from trials.spec import LinearModel, RandomData, Workload
+
+
+def text(renderable: RenderableType, width: int = 100) -> str:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(renderable)
+    return console.export_text()
+
+
+def full_report(sweep: SweepState, uri: str = "sqlite:////home/mlflow.db", **options: object) -> str:
+    return text(report.render_report(sweep, summarize(sweep, uri), **options))
+
+
+def html(sweep: SweepState) -> str:
+    return page_html(Page(state=sweep, summary=summarize(sweep, "")))
+
+
+def progress(phase: str, step: int) -> GangProgress:
+    return GangProgress(attempt_id="a", token="t", phase=phase, step=step)
+
+
+def test_shown_commands_can_be_typed_as_they_stand(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/some where/tune-cluster"])
+    monkeypatch.setenv("PATH", "/nowhere")
+    called = Invocation.current(Path("other"))
+    assert called.command("ui", "x") == "'/some where/tune-cluster' ui x --home other"
+    monkeypatch.setenv("TUNE_CLUSTER_HOME", "other")
+    assert Invocation.current(Path("other")).options == ()
+    monkeypatch.setattr("sys.argv", ["/some/pytest"])
+    assert Invocation.current(Path("tune-cluster-runs")).command("status") == "tune-cluster status"
+
+
+def test_the_report_tells_winner_changes_failures_and_what_to_do_next():
+    shown = full_report(state(all_kinds()))
+    assert "1.25x the speed of your present configuration: t001 at 3,200 tokens/s/p" in shown
+    assert re.search(r"winner +t001 .* 3,200 tokens/s/p", shown)
+    assert re.search(r"baseline +t000 .* 2,560 tokens/s/p", shown)
+    assert re.search(r"dp_replicate +2 +→ +1", shown)
+    assert re.search(r"zero_stage +0 +→ +2", shown)
+    assert re.search(r"out of memory +t003 +rank 0 on host: boom", shown)
+    assert re.search(r"gang lost +t008 +rank 0 on host: boom", shown)
+    for command in ("ui story", "report story", "promote story --name"):
+        assert f"tune-cluster {command}" in shown
+
+
+def test_trials_are_sorted_by_speed_with_failures_last():
+    rows = re.findall(
+        r"^ +(t\d{3}) +\S.*(?:measured|oom|out of memory|infeasible)", full_report(state(all_kinds())), re.M
+    )
+    assert rows[:4] == ["t001", "t000", "t002", "t003"]
+
+
+def test_a_tie_says_keep_what_you_have():
+    shown = full_report(state(speeds(0.1, 0.0999)))
+    assert "Keep what you have: t001" in shown
+    assert "≈1.00x" in shown
+    assert "refused unless forced" in shown
+
+
+def test_a_baseline_nothing_beats_says_keep_what_you_have():
+    assert "Keep what you have: nothing measured is faster" in full_report(state(speeds(0.1, 0.2)))
+
+
+def test_nothing_measured_is_said():
+    assert "Nothing was measured." in full_report(state(failures().values()))
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_rows_stay_on_one_line(width: int):
+    sweep = state(all_kinds())
+    shown = text(report.render_report(sweep, summarize(sweep, "")), width)
+    table = shown[shown.index("trial ") : shown.index("Not measured")].splitlines()
+    assert len([line for line in table if line.strip()]) == 2 + len(sweep.trials)
+    assert max(map(len, shown.splitlines())) <= width
+
+
+def test_long_sweeps_are_cut_but_keep_the_baseline():
+    shown = full_report(state(speeds(0.2, *(0.1 + 0.002 * i for i in range(30)))), max_trials=5)
+    assert re.search(r"t000 .* baseline", shown)
+    assert "25 more in MLflow" in shown
+
+
+def test_a_server_gets_a_deep_link():
+    shown = full_report(
+        state(speeds(0.1, 0.05)), "http://u:secret@host:5000", recorded=Recorded(experiment_id="3", run_id="abc")
+    ).replace("\n  ", "")
+    assert "http://host:5000/#/experiments/3/runs/abc/artifacts/report.html?workflowType=machine_learning" in shown
+    assert "secret" not in shown
+
+
+def test_live_shows_phase_budget_and_what_is_left():
+    sweep = fold(events([*speeds(0.1, 0.08, 0.09), *[measured()] * 3])[:13])
+    assert sweep.trials[3].is_running
+    shown = text(render_live(sweep, {3: progress("measuring", 5)}, sweep.now_s + 2.0))
+    assert re.search(r"t003 .*measuring 5", shown)
+    assert "best t001  3,200 tokens/s/p" in shown
+    assert "3 of 6 trials" in shown
+    assert re.search(r"about \d+ s left", shown)
+
+
+def test_live_before_the_first_event():
+    assert "starting" in text(render_live(SweepState(), {}, 0.0))
+
+
+def test_live_hides_rows_beyond_its_limit():
+    shown = text(render_live(state(speeds(*(0.1 + 0.01 * i for i in range(30))), finished=False), {}, START_S))
+    assert "... and 18 more" in shown
+    assert len(re.findall(r"^ *t\d{3}", shown, re.M)) == 12
+
+
+def test_eta_keeps_to_every_budget():
+    def left(**budget: float) -> float | None:
+        story = events(speeds(0.1, 0.1), finished=False)
+        story[0] = replace(story[0], budget=Budget(**budget), num_legal=99)
+        return eta_s(fold(story), START_S + 29.0)
+
+    assert left(max_trials=4) == pytest.approx(29.0)
+    assert left(max_trials=100, wall_time_s=35.0) == pytest.approx(6.0)
+    assert left(max_trials=100, device_hours=4 / 3600) == pytest.approx(29.0)
+    assert eta_s(fold([created()]), 1.0) is None
+
+
+def test_without_a_terminal_every_ended_trial_is_one_line():
+    out = io.StringIO()
+    story = events([*speeds(0.1, 0.08), failures()["oom"]])
+    with LiveView(Console(file=out, width=60)) as view:
+        for count in range(1, len(story) + 1):
+            view.on_state(fold(story[:count]))
+            view.on_progress(0, progress("warmup", 1))
+    lines = out.getvalue().splitlines()
+    assert [line[:4] for line in lines] == ["t000", "t001", "t002"]
+    assert lines[0].endswith("baseline")
+    assert "1.25x vs baseline  best so far" in lines[1]
+    assert lines[2].endswith("out of memory  rank 0 on host: boom")
+
+
+def test_going_on_repeats_no_line():
+    out = io.StringIO()
+    with LiveView(Console(file=out)) as view:
+        view.on_state(state(speeds(0.1, 0.08), finished=False))
+    assert out.getvalue() == "continuing after 2 trials\n"
+
+
+def test_on_a_terminal_the_table_is_drawn_in_place():
+    out = io.StringIO()
+    with LiveView(Console(file=out, width=100, force_terminal=True)) as view:
+        view.on_state(fold([created(), proposed(0), launched(0)]))
+        view.on_progress(0, progress("warmup", 2))
+    assert "t000" in out.getvalue()
+    assert "\x1b[" in out.getvalue()
+
+
+def test_drawing_never_stops_a_sweep():
+    class Broken(io.StringIO):
+        def write(self, _text: str) -> int:
+            raise OSError("no terminal any more")
+
+    with LiveView(Console(file=Broken())) as view:
+        view.on_state(state(speeds(0.1), finished=False))
+
+
+def test_markdown_begins_with_the_result():
+    sweep = state(speeds(0.1, 0.08))
+    lines = report_markdown(sweep, summarize(sweep, "")).splitlines()
+    assert lines[0] == "**1.25x the speed of your present configuration: t001 at 3,200 tokens/s/p.**"
+    assert any(line.startswith("| winner | t001 |") for line in lines)
+
+
+FOUND_WORDS = (
+    "recompute of nothing matches nothing",
+    "recompute of view saves nothing (4 operator calls per step)",
+    r"recompute of feed_forward\.mul saves 1 MiB for 2 ms per step",
+    "white list: softmax ran in 16 bits, 4 calls per step",
+    "black list: conv2d was never met",
+    "loss scale 4096 at the end, 2 steps skipped",
+    "compiled 4 graphs in 12.5 s, 1 recompilations",
+    "data loading: 2 workers with 2 batches ahead",
+    "Waiting for data is 52 % of the step.",
+    "kernel cache: 75% of 40 lookups hit",
+    "memory format nhwc (nchw 40 ms, nhwc 30 ms per micro-batch; the rule: 16-bit: nhwc)",
+)
+
+
+def test_findings_are_told_of_winner_and_baseline_everywhere():
+    sweep = state([measured(0.1), measured(0.05, findings=FOUND)])
+    summary = summarize(sweep, "")
+    shown = " ".join(text(report.render_report(sweep, summary), 200).split())
+    page, markdown = html(sweep), report_markdown(sweep, summary)
+    for words in FOUND_WORDS:
+        assert words in shown
+        assert words in page
+        assert f"- winner: {words}" in markdown
+    assert "shape &lt;changed&gt;" in page
+    assert "Found out" not in full_report(state(speeds(0.1, 0.05)))
+
+
+def test_a_bubble_shows_in_a_pipeline_only():
+    pipeline = StepBreakdown(forward_s=0.02, backward_s=0.05, bubble_s=0.03)
+    sweep = state([measured(0.1), measured(0.05, breakdown=pipeline)])
+    assert re.search(r"winner +50 ms .*bubble 30%", full_report(sweep))
+    assert ">bubble<" in html(sweep)
+    assert "bubble" not in full_report(state(speeds(0.1, 0.05)))
+
+
+def test_samples_are_counted_where_they_are_no_sequences():
+    workload = Workload(model=LinearModel(), data=RandomData(), seq_length=1, global_batch_size=512)
+    story = events(speeds(0.1, 0.05))
+    story[0] = replace(story[0], workload=workload)
+    sweep = fold(story)
+    summary = summarize(sweep, "")
+    shown = (
+        full_report(sweep),
+        html(sweep),
+        report_markdown(sweep, summary),
+        text(render_live(sweep, {}, START_S)),
+        trial_line(sweep, sweep.trials[1]),
+    )
+    assert summary.to_json()["unit"] == "samples/s/p"
+    assert all("samples/s/p" in one and "tokens/s/p" not in one for one in shown)

@@ -1,0 +1,427 @@
+import json
+import logging
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Run
+
+from orchestrator.mlflow_urls import sweep_links
+from orchestrator.report.findings import findings_metrics
+from orchestrator.report.sources import PLAN
+from orchestrator.report.summary import Recorded, summarize
+from orchestrator.status.logs import attempt_folder
+from orchestrator.sweep.events import ChecksAsked, FinalistsChosen, LedgerEvent, SweepFinished
+from orchestrator.sweep.fold import fold
+from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.state import SweepState
+from orchestrator.tracking import content
+from orchestrator.tracking.tracker import CURSOR, Tracker
+from tests.support.long_story import START_S, all_kinds, events, fill, speeds
+from tests.support.mlflow_store import new_store
+from tests.support.proof_story import proof_events
+from tests.support.story import FOUND, created, ended, evidence, failures, launched, measured
+from tests.support.virtual_sweeps import SWEEP, home, submit
+from trials.codec import from_json
+from trials.outcome import Crashed, Evidence, StoppedEarly
+from trials.reports.findings import Findings
+from trials.spec import Candidate, LinearModel, RandomData, ResNetModel, Workload
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    with Ledger(tmp_path / "sweep") as opened:
+        yield opened
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> str:
+    return new_store(tmp_path)
+
+
+class Recording:
+    """What a store holds, read back with MLflow's own client."""
+
+    def __init__(self, uri: str) -> None:
+        self.client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        self.experiments = [e for e in self.client.search_experiments() if e.name != "Default"]
+        runs = list(self.client.search_runs([e.experiment_id for e in self.experiments]))
+        self.sweeps = [run for run in runs if run.data.tags["tc.kind"] == "sweep"]
+        self.trials, self.checks = (
+            sorted(
+                (run for run in runs if run.data.tags["tc.kind"] == kind), key=lambda r: int(r.data.tags["tc.trial"])
+            )
+            for kind in ("trial", "check")
+        )
+
+    def artifact(self, run: Run, name: str, folder: Path) -> str:
+        return Path(self.client.download_artifacts(run.info.run_id, name, str(folder))).read_text(encoding="utf-8")
+
+    def everything(self) -> Any:
+        """All runs with the whole history of their metrics, comparable."""
+        return [
+            (
+                run.to_dictionary(),
+                {
+                    key: [m.to_dictionary() for m in self.client.get_metric_history(run.info.run_id, key)]
+                    for key in run.data.metrics
+                },
+            )
+            for run in (*self.sweeps, *self.trials, *self.checks)
+        ]
+
+
+def synced(ledger: Ledger, uri: str, story: list[LedgerEvent]) -> tuple[Recording, SweepState]:
+    state = fill(ledger, story)
+    assert Tracker(uri).sync(ledger, state) == len(story)
+    return Recording(uri), state
+
+
+def test_importing_tracking_does_not_import_mlflow():
+    code = "import sys, orchestrator.tracking.tracker, orchestrator.promotion; sys.exit('mlflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_sweep_is_a_parent_with_a_child_per_trial(ledger: Ledger, uri: str):
+    recording, state = synced(ledger, uri, events(all_kinds()))
+    (experiment,) = recording.experiments
+    assert experiment.name == "llama-h64-l2 on 1x2 test CPU"
+    (sweep,) = recording.sweeps
+    assert sweep.info.run_name == "story"
+    assert sweep.info.status == "FINISHED"
+    assert sweep.data.params["model.hidden_size"] == "64"
+    assert len(recording.trials) == len(state.trials)
+    assert {run.data.tags["mlflow.parentRunId"] for run in recording.trials} == {sweep.info.run_id}
+    assert {run.data.tags["tc.sweep"] for run in recording.trials} == {"story"}
+    assert [run.data.tags["tc.state"] for run in recording.trials] == [trial.status for trial in state.trials]
+    assert [run.info.status for run in recording.trials] == ["FINISHED"] * 3 + ["FAILED"] * 6
+    assert recording.trials[1].info.run_name == f"t001 {content.short_name(state.trials[1].candidate)}"
+    assert Recorded.of(ledger) == Recorded(experiment_id=experiment.experiment_id, run_id=sweep.info.run_id)
+
+
+def test_a_measured_trial_carries_knobs_metrics_and_raw_data(ledger: Ledger, uri: str, tmp_path: Path):
+    recording, state = synced(ledger, uri, events(all_kinds()))
+    run, trial = recording.trials[1], state.trials[1]
+    assert trial.measurement is not None
+    assert run.data.params["zero_stage"] == "2"
+    metrics = run.data.metrics
+    assert metrics["tokens_per_s_per_device"] == trial.measurement.tokens_per_s_per_device
+    assert metrics["tokens_per_s_per_device_ci95_low"] < 3200 < metrics["tokens_per_s_per_device_ci95_high"]
+    assert metrics["step_time_s"] == pytest.approx(0.08)
+    assert metrics["backward_s"] == 0.04
+    assert metrics["peak_memory_bytes"] == 100_000_000
+    assert metrics["final_loss"] == 5.3
+    assert metrics["speedup"] == pytest.approx(1.25)
+    assert "mfu" not in metrics
+    assert run.info.start_time == round(1000 * trial.attempts[0].launched_at_s)
+    assert run.data.tags["mlflow.note.content"].startswith("**3,200 tokens/s/p**")
+    record = json.loads(recording.artifact(run, "trial.json", tmp_path))
+    assert from_json(Candidate, record["candidate"]) == trial.candidate
+    measurement = record["attempts"][0]["outcome"]["measurement"]
+    assert tuple(measurement["step_times_s"]) == trial.measurement.step_times_s
+    assert tuple(measurement["grad_norms"]) == trial.measurement.grad_norms
+
+
+def test_a_failed_trial_carries_its_reason_and_log(ledger: Ledger, uri: str, tmp_path: Path):
+    recording, _ = synced(ledger, uri, events(all_kinds()))
+    run = recording.trials[3]
+    assert run.data.tags["tc.failure"] == "oom: rank 0 on host: boom"
+    assert recording.artifact(run, "log_tail.txt", tmp_path) == "last words\nboom\n"
+    assert "tokens_per_s_per_device" not in run.data.metrics
+
+
+def test_a_trial_that_was_stopped_early_is_killed_with_the_reason_not_failed(ledger: Ledger, uri: str):
+    why = "stopped after 2 steps of 0.3 s or more"
+    outcome = StoppedEarly(
+        step_times_s=(0.3, 0.31), at_least_s=0.24, incumbent=0, saved_device_seconds=2.0, evidence=Evidence(message=why)
+    )
+    recording, _ = synced(ledger, uri, events([measured(0.1), outcome]))
+    run = recording.trials[1]
+    assert (run.info.status, run.data.tags["tc.state"], run.data.tags["tc.stopped"]) == ("KILLED", "stopped_early", why)
+    assert "tc.failure" not in run.data.tags
+    assert run.data.tags["mlflow.note.content"].startswith("**stopped early**")
+    assert (run.data.metrics["step_time_at_least_s"], run.data.metrics["saved_device_s"]) == (0.24, 2.0)
+
+
+def test_the_parent_holds_the_curve_and_the_result(ledger: Ledger, uri: str, tmp_path: Path):
+    ledger.put_document("sweep_yaml", {"text": "name: story\n"})
+    recording, state = synced(ledger, uri, events(all_kinds()))
+    (sweep,) = recording.sweeps
+    history = recording.client.get_metric_history(sweep.info.run_id, "best_tokens_per_s_per_device")
+    best = {metric.step: metric.value for metric in history}
+    assert best[0] == pytest.approx(2560)
+    assert [best[step] for step in range(1, 8)] == [pytest.approx(3200)] * 7
+    assert sweep.data.tags["mlflow.note.content"].startswith("**1.25x the speed of your present configuration")
+    assert sweep.info.end_time == round(1000 * state.now_s)
+    assert json.loads(recording.artifact(sweep, "summary.json", tmp_path)) == summarize(state, uri).to_json()
+    assert recording.artifact(sweep, "sweep.yaml", tmp_path) == "name: story\n"
+    assert "1.25x" in recording.artifact(sweep, "report.html", tmp_path)
+    assert recording.artifact(sweep, "report.md", tmp_path).startswith("**1.25x")
+
+
+def test_writing_everything_again_changes_nothing(ledger: Ledger, uri: str):
+    recording, state = synced(ledger, uri, events(all_kinds()))
+    before = recording.everything()
+    ledger.advance(CURSOR, 0)
+    assert Tracker(uri).sync(ledger, state) == len(events(all_kinds()))
+    assert Recording(uri).everything() == before
+
+
+def test_checks_are_runs_of_their_own_and_the_verdict_is_on_the_parent(ledger: Ledger, uri: str, tmp_path: Path):
+    ledger.put_document("sweep_yaml", {"text": "name: story\n"})
+    rule = {"rule": "r", "count": 2, "examples": []}
+    counts = {"num_legal": 9, "product_size": 11, "num_duplicates": 0}
+    ledger.put_document(PLAN, {**counts, "too_large": "", "rejected": [rule]})
+    recording, state = synced(ledger, uri, proof_events(is_promoted=True))
+    names = [run.info.run_name for run in recording.checks]
+    assert names[1] == "confirm r1 t001 z2x2 mbs1 O0"
+    assert names[-3:] == ["gate t000 dp2 mbs1 O0", "gate t001 z2x2 mbs1 O0", "profile t001 z2x2 mbs1 O0"]
+    confirm, gate, profile = recording.checks[1], recording.checks[-2], recording.checks[-1]
+    assert (confirm.data.tags["tc.of"], confirm.data.tags["tc.round"]) == ("t001", "1")
+    assert "speedup" not in confirm.data.metrics
+    assert "tokens_per_s_per_device" in confirm.data.metrics
+    assert "tokens_per_s_per_device" not in profile.data.metrics
+    losses = recording.client.get_metric_history(gate.info.run_id, "loss")
+    measurement = state.trials[-2].measurement
+    assert measurement is not None
+    assert {m.step: m.value for m in losses} == dict(enumerate(measurement.losses, start=1))
+    (sweep,) = recording.sweeps
+    tags, metrics = sweep.data.tags, sweep.data.metrics
+    assert (tags["tc.verdict"], tags["tc.winner"], tags["tc.promoted"]) == ("confirmed", "t001", "llama version 1")
+    assert (metrics["speedup"], metrics["speedup_ci95_low"]) == (1.25, 1.2)
+    assert [run.data.tags.get("tc.role") for run in recording.trials[:4]] == ["baseline", "winner", "finalist", None]
+    assert recording.trials[1].data.tags["tc.gate"] == "passed"
+    history = recording.client.get_metric_history(sweep.info.run_id, "best_tokens_per_s_per_device")
+    assert max(metric.step for metric in history) < len(recording.trials)
+    found = {file.path for file in recording.client.list_artifacts(sweep.info.run_id)}
+    assert {"plan.json", "rejected.csv", "sweep.yaml", "report.html", "summary.json", "plots"} <= found
+    plots = {file.path for file in recording.client.list_artifacts(sweep.info.run_id, "plots")}
+    assert {"plots/history.png", "plots/confirmation.png", "plots/gate-t001.png"} <= plots
+    assert recording.artifact(sweep, "rejected.csv", tmp_path).endswith("r,2,,\n")
+    note = tags["mlflow.note.content"]
+    assert note.startswith("**Confirmed: 1.25x")
+    assert f"](get-artifact?path=plots%2Fconfirmation.png&run_uuid={sweep.info.run_id})" in note
+    ledger.advance(CURSOR, 0)
+    before = recording.everything()
+    Tracker(uri).sync(ledger, state)
+    assert Recording(uri).everything() == before
+
+
+def test_a_later_proof_takes_the_role_of_the_winner_away(ledger: Ledger, uri: str):
+    story = proof_events()
+    first = sum(event.kind == "trial_proposed" for event in story)
+    again = [
+        ChecksAsked(at_s=START_S + 900.0, request=1, by="me", confirm=(2,)),
+        FinalistsChosen(at_s=START_S + 901.0, finalists=(2,), reason="asked for", first_check=first),
+        SweepFinished(at_s=START_S + 902.0, status="cancelled", reason="asked to"),
+    ]
+    recording, _ = synced(ledger, uri, [*story, *again])
+    assert [run.data.tags.get("tc.role") for run in recording.trials[:3]] == ["baseline", "finalist", "finalist"]
+    assert recording.sweeps[0].info.status == "KILLED"
+
+
+def test_the_log_of_the_failed_rank_is_attached_whole(ledger: Ledger, uri: str, tmp_path: Path):
+    folder = attempt_folder(ledger.folder, 1, 0, "token-1-0")
+    folder.mkdir(parents=True)
+    (folder / "rank0.log").write_text("a line\nwith http://me:pw123@host\n")
+    recording, _ = synced(ledger, uri, events([measured(0.1), failures()["crashed"]]))
+    log = recording.artifact(recording.trials[1], "logs/attempt0-rank0.log", tmp_path)
+    assert log.startswith("a line\n")
+    assert "pw123" not in log
+
+
+def test_the_run_table_opens_with_its_columns_order_and_charts(ledger: Ledger, uri: str):
+    recording, _ = synced(ledger, uri, events(all_kinds()))
+    (experiment,), (sweep,) = recording.experiments, recording.sweeps
+    links = sweep_links("http://host:5000/", experiment.experiment_id, sweep.info.run_id, "story")
+    for what in ("trials", "charts"):
+        view = re.search(r"viewStateShareKey=([\w-]+)", links[what])
+        assert view is not None
+        assert links[what].endswith("workflowType=machine_learning")
+        saved = json.loads(experiment.tags[f"mlflow.sharedViewState.{view[1]}"])
+        shown = json.loads(saved["state"])
+        assert saved["name"] == f"story: {what}"
+        assert shown["selectedColumns"][0] == shown["orderByKey"] == "metrics.`tokens_per_s_per_device`"
+        found = recording.client.search_runs([experiment.experiment_id], shown["searchFilter"])
+        assert {run.info.run_id for run in found} == {run.info.run_id for run in recording.trials}
+    charts = {chart["type"]: chart for chart in shown["compareRunCharts"]}
+    assert charts["PARALLEL"]["selectedParams"] == ["micro_batch_size", "dp_replicate", "dp_shard", "zero_stage"]
+
+
+def test_the_result_does_not_depend_on_when_it_was_written(ledger: Ledger, tmp_path: Path):
+    story = events(all_kinds())
+    (tmp_path / "late").mkdir()
+    (tmp_path / "live").mkdir()
+    late, live = new_store(tmp_path / "late"), new_store(tmp_path / "live")
+    for i, event in enumerate(story):
+        ledger.append(event)
+        if i % 2:  # every other look comes from a controller that has just started
+            assert Tracker(live).sync(ledger, fold(ledger.events())) > 0
+    state = fold(ledger.events())
+    Tracker(live).sync(ledger, state)
+    ledger.advance(CURSOR, 0)
+    Tracker(late).sync(ledger, state)
+    one, other = Recording(late), Recording(live)
+    assert len(one.sweeps) == len(other.sweeps) == 1
+    assert [r.data.metrics for r in (*one.sweeps, *one.trials)] == [
+        r.data.metrics for r in (*other.sweeps, *other.trials)
+    ]
+    assert [r.info.status for r in one.trials] == [r.info.status for r in other.trials]
+
+
+def test_another_attempt_stays_in_the_same_run(ledger: Ledger, uri: str):
+    story = events([failures("node died")["gang_lost"]], finished=False)
+    again = [launched(0, attempt=1, at_s=START_S + 30), ended(0, measured(0.1), attempt=1, at_s=START_S + 40)]
+    recording, _ = synced(ledger, uri, [*story, again[0]])
+    assert [run.info.status for run in recording.trials] == ["RUNNING"]
+    Tracker(uri).sync(ledger, fill(ledger, again[1:]))
+    (run,) = Recording(uri).trials
+    assert (run.info.status, run.data.tags["tc.attempts"], run.data.tags["tc.state"]) == ("FINISHED", "2", "measured")
+    assert run.data.tags["tc.attempt.0"] == "gang_lost: rank 0 on host: node died"
+    assert run.data.metrics["device_s"] == 2.0
+
+
+def test_late_results_of_an_old_attempt_are_not_recorded(ledger: Ledger, uri: str):
+    story = events(speeds(0.1), finished=False)
+    stale = ended(0, measured(0.001), token="another", at_s=START_S + 50)
+    recording, _ = synced(ledger, uri, [*story, stale])
+    assert recording.trials[0].data.metrics["step_time_s"] == pytest.approx(0.1)
+
+
+def test_two_sweeps_of_one_name_do_not_mix(tmp_path: Path, uri: str):
+    for folder, start_s in (("one", 0.0), ("two", 5000.0)):
+        story = [*events(speeds(0.1))]
+        story[0] = type(story[0])(
+            **{**{f: getattr(story[0], f) for f in story[0].__slots__}, "at_s": START_S + start_s}
+        )
+        with Ledger(tmp_path / folder) as opened:
+            Tracker(uri).sync(opened, fill(opened, story))
+    recording = Recording(uri)
+    assert (len(recording.sweeps), len(recording.trials)) == (2, 2)
+
+
+def test_mlflow_being_away_delays_and_loses_nothing(
+    ledger: Ledger, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "store").write_text("a file where a folder should be")
+    uri = f"sqlite:///{tmp_path / 'store' / 'mlflow.db'}"
+    story = events(all_kinds())
+    tracker = Tracker(uri)
+    state = fill(ledger, story)
+    with caplog.at_level(logging.WARNING):
+        assert [tracker.sync(ledger, state) for _ in range(3)] == [0, 0, 0]
+    assert len([r for r in caplog.records if "does not take results" in r.message]) == 1
+    assert ledger.cursor(CURSOR) == 0
+    (tmp_path / "store").unlink()
+    (tmp_path / "store").mkdir()
+    new_store(tmp_path / "store")
+    assert tracker.sync(ledger, state) == len(story)
+    assert len(Recording(uri).trials) == len(state.trials)
+
+
+def test_a_dead_server_holds_up_nothing(ledger: Ledger, caplog: pytest.LogCaptureFixture):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    tracker = Tracker(f"http://user:secret@127.0.0.1:{port}")
+    state = fill(ledger, events(speeds(0.1), finished=False))
+    assert [tracker.sync(ledger, state) for _ in range(50)] == [0] * 50  # the pause keeps all but the first from trying
+    assert len(caplog.records) == 1
+    assert "secret" not in caplog.text
+
+
+def test_an_error_half_way_keeps_what_was_written(ledger: Ledger, uri: str, monkeypatch: pytest.MonkeyPatch):
+    """A store that fails now and then, at any call, ends up as if it had not."""
+    story = events(all_kinds())
+    state = fill(ledger, story)
+    real, calls = MlflowClient.log_batch, 0
+
+    def flaky(self: MlflowClient, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 0:
+            raise OSError("database is locked")
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", flaky)
+    tracker, rounds = Tracker(uri), 0
+    while ledger.cursor(CURSOR) < len(story) and rounds < 30:
+        tracker.sync(ledger, state)
+        rounds += 1
+    recording = Recording(uri)
+    assert rounds > 2
+    assert (len(recording.sweeps), len(recording.trials)) == (1, len(state.trials))
+    assert recording.trials[1].data.metrics["speedup"] == pytest.approx(1.25)
+
+
+def test_secrets_of_the_environment_stay_out(ledger: Ledger, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_API_TOKEN", "hunter2hunter2")
+    ledger.put_document("sweep_yaml", {"text": "tracking: {uri: 'http://me:pw123@host'}\n"})
+    outcome = Crashed(evidence=evidence("cannot log in with hunter2hunter2 at http://me:pw123@host"))
+    recording, _ = synced(ledger, uri, events([measured(0.1), outcome]))
+    stored = json.dumps(recording.everything())
+    for run in (*recording.sweeps, *recording.trials):
+        for artifact in recording.client.list_artifacts(run.info.run_id):
+            if not artifact.is_dir:
+                stored += recording.artifact(run, artifact.path, tmp_path)
+    assert "cannot log in with ***" in stored
+    assert "hunter2" not in stored
+    assert "pw123" not in stored
+
+
+def test_names_are_safe_in_paths():
+    assert content.slug("Llama on 1x2 / AMD: ../x") == "llama-on-1x2-amd-..-x"
+    assert content.slug("../..") == ""
+
+
+def test_findings_become_metrics_and_one_artifact(ledger: Ledger, uri: str, tmp_path: Path):
+    recording, state = synced(ledger, uri, events([measured(0.1), measured(0.05, samples_per_step=8, findings=FOUND)]))
+    plain, found = recording.trials
+    assert from_json(Findings, json.loads(recording.artifact(found, "findings.json", tmp_path))) == FOUND
+    assert [file.path for file in recording.client.list_artifacts(plain.info.run_id)] == ["trial.json"]
+    metrics = found.data.metrics
+    assert metrics["recompute_saved_bytes"] == 2**20
+    assert metrics["recompute_s"] == pytest.approx(0.003)
+    assert metrics["num_idle_recompute_patterns"] == 2
+    assert metrics["num_unmet_cast_operators"] == 1
+    assert (metrics["loss_scale"], metrics["num_recompilations"]) == (4096.0, 1.0)
+    assert (metrics["tuned_num_workers"], metrics["loader_tuning_s"]) == (2.0, 3.0)
+    assert (metrics["kernel_cache_hit_rate"], metrics["nhwc_s"]) == (0.75, 0.03)
+    assert metrics["samples_per_s_per_device"] == pytest.approx(8 / 0.05)
+    assert "bubble_s" in metrics
+    assert set(findings_metrics(Findings())) == set()
+    assert "matches nothing" in content.trial_note(state, state.trials[1])
+
+
+def test_experiments_of_other_models_are_named_after_their_shape():
+    for model, name in (
+        (ResNetModel(), "resnet50-w64-i224 on 1x2 test CPU"),
+        (LinearModel(), "linear-8192-l9 on 1x2 test CPU"),
+    ):
+        workload = Workload(model=model, data=RandomData(), seq_length=1, global_batch_size=8)
+        assert content.experiment_name(created(workload=workload)) == name
+
+
+def test_a_guided_sweep_says_of_every_trial_why_and_what_was_predicted(tmp_path: Path):
+    state = submit(tmp_path, {**SWEEP, "search": {"early_stop": "off"}}).state
+    recording = Recording(home(tmp_path).default_tracking_uri)
+    assert len(recording.trials) == len(state.trials) > 3
+    for run, trial in zip(recording.trials, state.trials, strict=True):
+        assert run.data.tags["tc.reason"] == trial.reason
+        assert trial.reason in run.data.tags["mlflow.note.content"]
+        found = run.data.metrics
+        world_size = trial.candidate.layout.world_size
+        expected_s = found["predicted_step_time_s"]
+        speed = state.sweep.workload.tokens_per_step / expected_s / world_size
+        assert found["predicted_tokens_per_s_per_device"] == pytest.approx(speed)
+        assert found["predicted_peak_memory_bytes"] > 0 and 0 < found["predicted_probability_fits"] <= 1
+        if trial.number:
+            assert f"{speed:,.0f} tokens/s/p expected" in trial.reason
+        if trial.measurement:
+            assert found["step_time_over_predicted"] == pytest.approx(trial.measurement.step_time_s / expected_s)

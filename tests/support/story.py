@@ -1,0 +1,135 @@
+"""Hand-written sweeps for tests: events with sensible defaults, outcomes of every kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cluster.hardware.topology import Device
+from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, Budget, SweepCreated, TrialProposed
+from trials.outcome import (
+    Crashed,
+    Diverged,
+    Evidence,
+    GangLost,
+    Infeasible,
+    Measured,
+    Measurement,
+    Outcome,
+    OutOfMemory,
+    StepBreakdown,
+    TimedOut,
+)
+from trials.reports.findings import (
+    Findings,
+    GraphReport,
+    KernelTuningReport,
+    LoaderPoint,
+    LoaderTuningReport,
+    LossScaleState,
+    MemoryFormatReport,
+    OperatorCast,
+    PatternEffect,
+)
+from trials.spec import Candidate, LlamaModel, TextData, Workload
+
+MODEL = LlamaModel(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_hidden_size=128)
+WORKLOAD = Workload(model=MODEL, data=TextData(), seq_length=64, global_batch_size=8)
+
+FOUND = Findings(
+    recompute=(
+        PatternEffect(pattern="nothing", num_matches=0, saved_bytes=0, recompute_s=0.0),
+        PatternEffect(pattern="view", num_matches=4, saved_bytes=0, recompute_s=0.001),
+        PatternEffect(pattern=r"feed_forward\.mul", num_matches=8, saved_bytes=2**20, recompute_s=0.002),
+    ),
+    autocast=(
+        OperatorCast(name="softmax", list="white", num_calls=4),
+        OperatorCast(name="conv2d", list="black", num_calls=0),
+    ),
+    loss_scale=LossScaleState(scale=4096.0, num_finite=3, num_overflowed=0, num_skipped=2),
+    graph=GraphReport(num_graphs=4, num_recompilations=1, compile_s=12.5, reasons=("shape <changed>",)),
+    loader=LoaderTuningReport(
+        points=(LoaderPoint(num_workers=2, prefetch_factor=2, batch_time_s=0.004),),
+        chosen=LoaderPoint(num_workers=2, prefetch_factor=2, batch_time_s=0.004),
+        tuning_time_s=3.0,
+        verdict="Waiting for data is 52 % of the step.",
+    ),
+    kernel_tuning=KernelTuningReport(num_configurations=3, num_lookups=40, num_hits=30),
+    memory_format=MemoryFormatReport(rule="16-bit: nhwc", chosen="nhwc", nchw_s=0.04, nhwc_s=0.03),
+)
+"""One finding of every kind."""
+
+
+def created(**changes: Any) -> SweepCreated:
+    fields: dict[str, Any] = {
+        "at_s": 0.0,
+        "sweep": "story",
+        "spec_hash": "0" * 64,
+        "workload": WORKLOAD,
+        "budget": Budget(max_trials=3),
+        "max_concurrent": 1,
+        "num_legal": 8,
+        "hardware": "1x2 test CPU",
+        "fingerprint": {"torch": "2"},
+    }
+    return SweepCreated(**(fields | changes))
+
+
+def proposed(trial: int, candidate: Candidate | None = None, at_s: float = 1.0) -> TrialProposed:
+    return TrialProposed(
+        at_s=at_s,
+        trial=trial,
+        candidate=candidate or Candidate(micro_batch_size=trial + 1),
+        origin="sampler" if trial else "baseline",
+        reason="test",
+    )
+
+
+def launched(trial: int, attempt: int = 0, at_s: float = 2.0, token: str | None = None) -> AttemptLaunched:
+    return AttemptLaunched(
+        at_s=at_s,
+        trial=trial,
+        attempt=attempt,
+        token=token or f"token-{trial}-{attempt}",
+        ranks=(Device(node="host", index=0),),
+        num_devices=1,
+    )
+
+
+def ended(trial: int, outcome: Outcome, attempt: int = 0, at_s: float = 3.0, token: str | None = None) -> AttemptEnded:
+    return AttemptEnded(
+        at_s=at_s, trial=trial, token=token or f"token-{trial}-{attempt}", outcome=outcome, device_seconds=1.0
+    )
+
+
+def measured(step_time_s: float = 0.1, **changes: Any) -> Measured:
+    fields: dict[str, Any] = {
+        "world_size": 1,
+        "tokens_per_step": 512,
+        "step_times_s": tuple(step_time_s * factor for factor in (0.98, 0.99, 1.0, 1.0, 1.0, 1.01, 1.02, 1.0)),
+        "breakdown": StepBreakdown(data_s=0.01, forward_s=0.03, backward_s=0.04, optimizer_s=0.01, other_s=0.01),
+        "peak_allocated_bytes": (100_000_000,),
+        "peak_reserved_bytes": (120_000_000,),
+        "num_warmup_steps": 2,
+        "losses": (5.5, 5.4, 5.3),
+        "grad_norms": (1.0, 0.9, 0.8),
+        "model_flops_per_token": 1e6,
+    }
+    return Measured(measurement=Measurement(**(fields | changes)))
+
+
+def evidence(message: str = "boom") -> Evidence:
+    return Evidence(
+        message=message, rank=0, node="host", error_type="ValueError", exit_code=1, log_tail=("last words", message)
+    )
+
+
+def failures(message: str = "boom") -> dict[str, Outcome]:
+    """One outcome of every failing kind."""
+    return {
+        "oom": OutOfMemory(evidence=evidence(message)),
+        "infeasible": Infeasible(evidence=evidence(message)),
+        "diverged": Diverged(evidence=evidence(message)),
+        "timed_out": TimedOut(phase="warmup", evidence=evidence(message)),
+        "crashed": Crashed(evidence=evidence(message)),
+        "gang_lost": GangLost(evidence=evidence(message)),
+    }

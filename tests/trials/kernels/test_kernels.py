@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.trials.tiny import tiny_spec
+from trials.failure import InfeasibleSpec
+from trials.kernels.compile_report import Compilation, compilations, forget_compilations, graph_report
+from trials.kernels.cudnn import KernelTuner
+from trials.kernels.settings import ATTENTION_BACKENDS, kernel_settings
+from trials.models.linear import Layer
+from trials.spec import Kernels, Layout, Precision, TrialSpec
+from trials.training.memory_format import choose, convert, format_by_rule
+
+CPU = torch.device("cpu")
+
+
+def spec_with(**kernels: Any) -> TrialSpec:
+    return tiny_spec(kernels=Kernels(**kernels))
+
+
+def enabled_backends() -> set[str]:
+    cuda = torch.backends.cuda
+    flags = {
+        "flash": cuda.flash_sdp_enabled(),
+        "efficient": cuda.mem_efficient_sdp_enabled(),
+        "cudnn": cuda.cudnn_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+    }
+    return {name for name, enabled in flags.items() if enabled}
+
+
+@pytest.mark.parametrize("backend", ["flash", "math"])
+def test_an_attention_backend_is_forced_for_the_run_only(backend: Any) -> None:
+    before = enabled_backends()
+    with kernel_settings(spec_with(attention=backend), CPU):
+        assert enabled_backends() == {backend}
+    assert enabled_backends() == before == set(ATTENTION_BACKENDS)
+
+
+@pytest.mark.parametrize("backend", ["efficient", "cudnn"])
+def test_a_missing_attention_backend_names_those_available(backend: Any) -> None:
+    wanted = rf"attention '{backend}' is not available on this cpu device .*use one of: auto, flash, math"
+    with pytest.raises(InfeasibleSpec, match=wanted), kernel_settings(spec_with(attention=backend), CPU):
+        pass
+    assert enabled_backends() == set(ATTENTION_BACKENDS)
+
+
+def test_matmul_precision_is_restored_even_after_an_error() -> None:
+    before = torch.get_float32_matmul_precision()
+    with pytest.raises(ZeroDivisionError), kernel_settings(spec_with(matmul_precision="medium"), CPU):
+        assert torch.get_float32_matmul_precision() == "medium"
+        raise ZeroDivisionError
+    assert torch.get_float32_matmul_precision() == before
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3)
+        self.second = nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x))
+        return out
+
+
+def test_convolutions_are_counted_by_configuration() -> None:
+    net = Net()
+    with KernelTuner([net], Kernels(cudnn_tuning_range=(2, 3)), CPU) as tuner:
+        assert tuner.last_step == 3
+        sizes = {1: 9, 2: 8, 3: 8, 4: 8, 5: 9}
+        for step, size in sizes.items():
+            tuner.before_step(step)
+            net(torch.zeros(1, 3, size, size))
+    net(torch.zeros(1, 3, 8, 8))
+    report = tuner.report()
+    assert report is not None
+    assert (report.num_configurations, report.num_lookups, report.num_hits) == (2, 4, 2)
+    assert report.hit_rate == 0.5 and "no cuDNN" in report.note
+
+
+def test_configurations_met_before_the_range_are_not_tuned() -> None:
+    net, x = Net(), torch.zeros(1, 3, 8, 8)
+    for measured_before, expected in ((False, (0, 2, 0)), (True, (2, 2, 2))):
+        with KernelTuner([net], Kernels(cudnn_tuning_range=(2, 2)), CPU) as tuner:
+            if measured_before:
+                with tuner.before_training():
+                    net(x)
+            for step in (1, 2, 3):
+                tuner.before_step(step)
+                net(x)
+        report = tuner.report()
+        assert report is not None
+        assert (report.num_configurations, report.num_lookups, report.num_hits) == expected
+        assert ("2 configurations were met before step 2" in report.note) != measured_before
+
+
+def test_an_explicit_attention_backend_must_take_the_mask_of_split_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As flash cannot on CUDA."""
+
+    def without_mask(*args: Any) -> torch.Tensor:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr("trials.kernels.settings.attend_to_the_end", without_mask)
+    kernels = Kernels(attention="flash")
+    for layout in (Layout(), Layout(cp=2, cp_method="ulysses")):
+        with kernel_settings(tiny_spec(layout, kernels=kernels), CPU):
+            pass
+    wanted = "head size 8 and the mask of split sequences; use one of: auto, "
+    with pytest.raises(InfeasibleSpec, match=wanted), kernel_settings(tiny_spec(Layout(cp=2), kernels=kernels), CPU):
+        pass
+
+
+@pytest.mark.parametrize("change", ["dtype", "format", "autocast", "none"])
+def test_what_makes_a_configuration(change: str) -> None:
+    net, x = Net(), torch.zeros(2, 3, 8, 8)
+    with KernelTuner([net], Kernels(cudnn_tuning_range=(1, 1)), CPU) as tuner:
+        tuner.before_step(1)
+        net(x)
+        tuner.before_step(2)
+        if change == "dtype":
+            net.double()(x.double())
+        elif change == "format":
+            net(x.contiguous(memory_format=torch.channels_last))
+        elif change == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                net(x)
+        else:
+            net(x)
+    report = tuner.report()
+    assert report is not None and report.hit_rate == (1.0 if change == "none" else 0.0)
+
+
+def test_without_a_range_nothing_is_counted() -> None:
+    net = Net()
+    with KernelTuner([net], Kernels(), CPU) as tuner:
+        assert not net.first._forward_pre_hooks and tuner.last_step == 0
+    assert tuner.report() is None
+
+
+def test_a_recompilation_is_counted_and_explained() -> None:
+    """Reads torch's own log, so it fails when a torch release changes that."""
+    forget_compilations()
+    linear = Layer(4, 4)
+    with warnings.catch_warnings(action="ignore"):
+        linear.compile(backend="aot_eager", dynamic=False)
+        for rows in (2, 3, 2):
+            linear(torch.zeros(rows, 4)).sum().backward()
+    report = graph_report(compilations())
+    forget_compilations()
+    assert (report.num_graphs, report.num_recompilations) == (2, 1)
+    (reason,) = report.reasons
+    assert "size mismatch at index 0. expected 2, actual 3" in reason
+    assert report.compile_s > 0.0
+    assert graph_report(compilations()).num_graphs == 0
+
+
+def test_a_graph_report_sums_up_and_shortens() -> None:
+    log = [
+        Compilation(True, 1.0, None),
+        Compilation(False, 0.5, None),
+        *(Compilation(True, 0.25, f"guard {i % 10} {'x' * 500}\nanother") for i in range(20)),
+    ]
+    report = graph_report(log)
+    assert (report.num_graphs, report.num_recompilations, report.compile_s) == (21, 20, 6.5)
+    assert len(report.reasons) == 8 and {len(reason) for reason in report.reasons} == {200}
+
+
+@pytest.mark.parametrize(
+    ("rule", "nchw_s", "nhwc_s", "chosen"),
+    [
+        ("nhwc", 1.0, 1.04, "nhwc"),
+        ("nhwc", 1.0, 2.0, "nchw"),
+        ("nchw", 1.0, 0.97, "nchw"),
+        ("nchw", 1.0, 0.5, "nhwc"),
+    ],
+)
+def test_the_rule_stands_unless_the_other_format_is_clearly_faster(
+    rule: Any, nchw_s: float, nhwc_s: float, chosen: str
+) -> None:
+    assert choose(rule, {"nchw": nchw_s, "nhwc": nhwc_s}) == chosen
+
+
+def test_the_rule_goes_by_number_format() -> None:
+    assert format_by_rule(Precision()) == "nchw"
+    assert format_by_rule(Precision(level="O1", dtype="bfloat16")) == "nhwc"
+    assert format_by_rule(Precision(level="O2", dtype="float16")) == "nhwc"
+
+
+def test_converting_keeps_parameters_and_changes_strides_only() -> None:
+    net = Net()
+    before = {name: (parameter, parameter.detach().clone()) for name, parameter in net.named_parameters()}
+    convert([net], "nhwc")
+    for name, parameter in net.named_parameters():
+        assert parameter is before[name][0] and torch.equal(parameter, before[name][1])
+    assert net.second.weight.is_contiguous(memory_format=torch.channels_last)
+    convert([net], "nchw")
+    assert net.second.weight.is_contiguous()

@@ -1,0 +1,227 @@
+"""ResNet and the linear chain train the same whatever the layout, precision, recompute, memory format and graph mode.
+
+Batch norm takes its statistics per micro-batch, so runs are compared that cut the global batch into the same
+micro-batches: rank r trains on consecutive rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.trials.gang import Result, differences, run_gang
+from tests.trials.tiny import FIVE_STEPS
+from trials.models.resnet import BatchNorm, ResNet
+from trials.operators import in_backward
+from trials.outcome import RankReport
+from trials.spec import (
+    AdamW,
+    Candidate,
+    ImageFolderData,
+    Kernels,
+    Layout,
+    LinearModel,
+    Loader,
+    LossScale,
+    Precision,
+    RandomData,
+    Recompute,
+    ResNetModel,
+    TrialSpec,
+    Workload,
+)
+from trials.stages import all_chunks
+
+IMAGES = Workload(
+    model=ResNetModel(depth=18, num_classes=10, image_size=64, width=8),
+    data=ImageFolderData(),
+    seq_length=1,
+    global_batch_size=8,
+    optimizer=AdamW(lr=2e-5),
+    seed=3,
+)
+VECTORS = dataclasses.replace(IMAGES, model=LinearModel(num_layers=3, size=48), data=RandomData())
+
+BF16 = Precision(level="O1", dtype="bfloat16")
+O2 = Precision(level="O2", dtype="bfloat16")
+FP16 = Precision(level="O1", dtype="float16", loss_scale=LossScale(initial=256.0))
+FULL, HALF = Recompute(full=((8,),)), Recompute(full=((3,),))
+NHWC = Kernels(memory_format="nhwc")
+DDP = Layout(dp_replicate=2)
+ZERO1, ZERO2, ZERO3 = (Layout(dp_shard=2, zero_stage=stage) for stage in (1, 2, 3))
+FSDP2 = Layout(dp_replicate=2, replicate_with="fsdp2")
+
+
+def graph(kind: Any, backend: str = "aot_eager", **kernels: Any) -> Kernels:
+    """``aot_eager`` traces the backward pass too, as real backends do, but takes twice as long."""
+    return Kernels(compile=kind, backend=backend, **kernels)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "single": {},
+    "single/recompute": {"recompute": FULL},
+    "single/nhwc": {"kernels": NHWC},
+    "single/auto": {"kernels": Kernels(memory_format="auto")},
+    "single/workers": {"loader": Loader(num_workers=1, prefetch_factor=2, full_batch=True)},
+    "single/O1": {"precision": BF16},
+    "single/O1-fp16/nhwc": {"precision": FP16, "kernels": NHWC},
+    "single/O2/nhwc/recompute": {"precision": O2, "kernels": NHWC, "recompute": HALF},
+    "single/blocks/recompute": {"kernels": graph("block"), "recompute": FULL},
+    "single/model/nhwc": {"kernels": graph("model", memory_format="nhwc")},
+    "single/model/auto": {"kernels": graph("model", "eager", memory_format="auto")},
+    "ddp": {"layout": DDP},
+    "ddp/nhwc/recompute": {"layout": DDP, "kernels": NHWC, "recompute": FULL},
+    "ddp/auto/O1": {"layout": DDP, "kernels": Kernels(memory_format="auto"), "precision": BF16},
+    "ddp/O2": {"layout": DDP, "precision": O2},
+    "ddp/full-batch": {"layout": DDP, "loader": Loader(full_batch=True)},
+    "ddp/model": {"layout": DDP, "kernels": graph("model")},
+    "replicate/nhwc": {"layout": FSDP2, "kernels": NHWC},
+    "zero1/nhwc/O1": {"layout": ZERO1, "kernels": NHWC, "precision": BF16},
+    "zero2/recompute": {"layout": ZERO2, "recompute": HALF},
+    "zero3": {"layout": ZERO3},
+    "zero3/auto": {"layout": ZERO3, "kernels": Kernels(memory_format="auto")},
+    "zero3/O2/nhwc/recompute": {"layout": ZERO3, "precision": O2, "kernels": NHWC, "recompute": FULL},
+    "zero3/blocks/O1": {"layout": ZERO3, "kernels": graph("block", "eager"), "precision": BF16},
+    "zero3/model": {"layout": ZERO3, "kernels": graph("model")},
+}
+LINEAR_CASES: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "linear/recompute": {"recompute": Recompute(full=((2,),))},
+    "linear/O1": {"precision": BF16},
+    "linear/ddp/O2": {"layout": DDP, "precision": O2},
+    "linear/blocks": {"kernels": graph("block")},
+    "linear/zero3/O2": {"layout": ZERO3, "precision": O2},
+    "linear/zero3/model": {"layout": ZERO3, "kernels": graph("model")},
+}
+
+
+def trial(workload: Workload, candidate: dict[str, Any]) -> TrialSpec:
+    """Micro-batches of 2 in every layout."""
+    return TrialSpec(workload=workload, candidate=Candidate(micro_batch_size=2, **candidate), protocol=FIVE_STEPS)
+
+
+SPECS = {name: trial(IMAGES, case) for name, case in CASES.items()}
+SPECS |= {name: trial(VECTORS, case) for name, case in LINEAR_CASES.items()}
+
+
+@functools.cache
+def results(world_size: int) -> dict[str, Result]:
+    chosen = {name: spec for name, spec in SPECS.items() if spec.candidate.layout.world_size == world_size}
+    with tempfile.TemporaryDirectory() as folder:
+        return dict(zip(chosen, run_gang(list(chosen.values()), Path(folder)), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", SPECS)
+def test_trains_like_a_single_process(name: str) -> None:
+    spec = SPECS[name]
+    result = results(spec.candidate.layout.world_size)[name]
+    baseline = results(1)["linear" if name in LINEAR_CASES else "single"]
+    loss, norm = differences(result, baseline)
+    # Batch norm over few values amplifies rounding, and a rectifier that flips is felt at once. The fp32 rows show that
+    # layouts are right: gradients of the wrong size or of the wrong rows are off by far more.
+    loss_limit, norm_limit = (1e-5, 1e-3) if spec.candidate.precision.level == "O0" else (2e-2, 0.2)
+    assert loss <= loss_limit and norm <= norm_limit, (loss, norm)
+    assert isinstance(result, RankReport) and result.samples_per_step == 8
+
+
+@pytest.mark.slow
+def test_auto_formats_are_reported_and_agreed() -> None:
+    for world_size, name in ((1, "single/auto"), (2, "ddp/auto/O1"), (2, "zero3/auto")):
+        result = results(world_size)[name]
+        assert isinstance(result, RankReport)
+        found = result.findings.memory_format
+        assert found is not None and found.chosen in ("nchw", "nhwc")
+        assert found.rule == ("nhwc" if "O1" in name else "nchw")
+        assert min(found.nchw_s, found.nhwc_s) > 0.0
+    plain = results(1)["single/nhwc"]
+    assert isinstance(plain, RankReport) and plain.findings.memory_format is None
+
+
+@pytest.mark.slow
+def test_compiled_runs_report_their_graphs() -> None:
+    for world_size, name in ((1, "single/blocks/recompute"), (1, "single/model/nhwc"), (2, "zero3/model")):
+        result = results(world_size)[name]
+        assert isinstance(result, RankReport)
+        found = result.findings.graph
+        assert found is not None and found.num_graphs >= 1 and result.compile_s == found.compile_s > 0.0
+    compared = results(1)["single/model/auto"]
+    assert isinstance(compared, RankReport) and compared.findings.graph is not None
+    # Comparing memory formats compiles the model for both; that is no recompilation of training.
+    assert (compared.findings.graph.num_graphs, compared.findings.graph.num_recompilations) == (1, 0)
+    linear, blocks = (results(1)[name] for name in ("linear/blocks", "single/blocks/recompute"))
+    assert isinstance(linear, RankReport) and linear.findings.graph is not None
+    # The first layer's input needs no gradient, the others' do.
+    assert (linear.findings.graph.num_graphs, linear.findings.graph.num_recompilations) == (2, 1)
+    assert "requires_grad" in linear.findings.graph.reasons[0]
+    assert isinstance(blocks, RankReport) and blocks.findings.graph is not None
+    # Eight blocks of seven shapes: within a shape the code is shared.
+    assert (blocks.findings.graph.num_graphs, blocks.findings.graph.num_recompilations) == (7, 6)
+    assert all("mismatch" in reason for reason in blocks.findings.graph.reasons)
+
+
+def tiny_resnet() -> ResNet:
+    shape = ResNetModel(depth=18, num_classes=10, image_size=32, width=8)
+    model = ResNet(shape, all_chunks(Layout(), shape.num_layers)[0])
+    model.materialize(torch.device("cpu"))
+    for name, parameter in model.named_parameters():
+        initial = model.initial(name)
+        torch.nn.init.normal_(parameter, initial.mean, initial.std)
+    return model
+
+
+def test_initial_values_keep_the_size_of_activations() -> None:
+    model = tiny_resnet()
+    sizes: list[Tensor] = []
+    for layer in model.layers.values():
+        layer.register_forward_hook(lambda _module, _args, output: sizes.append(output.std()))
+    logits = model(torch.randn(16, 3, 32, 32))
+    assert all(0.3 < size < 3.0 for size in sizes)
+    assert 0.02 < logits.std() < 3.0
+
+
+def test_statistics_count_each_batch_once_under_recompute() -> None:
+    from trials.recompute.apply import apply_recompute
+
+    plain, recomputed = tiny_resnet(), tiny_resnet()
+    recomputed.load_state_dict(plain.state_dict())
+    apply_recompute(recomputed, FULL, all_chunks(Layout(), 8)[0])
+    x = torch.randn(4, 3, 32, 32)
+    for model in (plain, recomputed):
+        model(x).sum().backward()
+    statistics = [
+        [m.running_mean for m in model.modules() if isinstance(m, BatchNorm)] for model in (plain, recomputed)
+    ]
+    assert len(statistics[0]) == 20
+    assert all(torch.equal(a, b) for a, b in zip(*statistics, strict=True))
+    assert statistics[0][0].abs().max() > 0.0
+
+
+def test_a_backward_pass_is_told_from_a_forward_pass() -> None:
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _grad: seen.append(in_backward()))
+    (x * 2).sum().backward()
+    assert seen == [True] and not in_backward()
+
+
+def test_16_bit_weights_still_normalise_in_fp32() -> None:
+    norm = BatchNorm(4)
+    torch.nn.init.ones_(norm.weight)
+    torch.nn.init.zeros_(norm.bias)
+    norm.to(torch.bfloat16)
+    norm.reset_statistics(torch.device("cpu"))
+    assert norm.running_var.dtype == torch.float32
+    x = torch.randn(8, 4, 3, 3) + 100.0
+    out = norm(x.bfloat16())
+    assert out.dtype == torch.bfloat16 and out.float().mean().abs() < 0.05
+    assert norm.running_mean.mean() == pytest.approx(10.0, abs=0.2)

@@ -1,0 +1,100 @@
+"""Context parallelism: same loss and gradients as one process, whoever else splits the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.trials.models.split_models import Result, differences, many
+from tests.trials.ranks import run_ranks
+from tests.trials.tiny import SHAPE
+from trials.models.llama import rotary_table
+from trials.parallel.collectives import Group
+from trials.parallel.context_parallel import attend_to_the_end, by_holder, causal_mask, in_order, split_sequence
+from trials.spec import Layout
+
+ULYSSES = Layout(cp=2, cp_method="ulysses")
+ALL_HEADS = {"shape": dataclasses.replace(SHAPE, num_kv_heads=4)}
+LOCAL_SP: dict[str, Any] = {"tp": 2, "tp_engine": "local", "sequence_parallel": True}
+CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
+    2: {
+        "all_gather": (Layout(cp=2), {}),
+        "ulysses": (ULYSSES, {}),
+        "all_gather-compiled": (Layout(cp=2), {"compiled": True}),
+        "ulysses-compiled": (ULYSSES, {"compiled": True}),
+    },
+    4: {
+        "all_gather4": (Layout(cp=4), {}),
+        "all_gather-local-sp": (Layout(cp=2, **LOCAL_SP), {}),
+        "all_gather-dtensor-sp": (Layout(cp=2, tp=2, sequence_parallel=True), {}),
+        "all_gather-copies": (Layout(cp=2, num_copies=2, **LOCAL_SP), {}),
+        "ulysses4-all-heads": (dataclasses.replace(ULYSSES, cp=4), ALL_HEADS),
+        "ulysses-local-sp-all-heads": (Layout(cp=2, cp_method="ulysses", **LOCAL_SP), ALL_HEADS),
+    },
+}
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 2))
+def test_the_parts_of_all_ranks_make_the_sequence(cp: int, piece: int, num_sequences: int) -> None:
+    length = 2 * cp * piece
+    tokens = torch.arange(num_sequences * length).view(num_sequences, length)
+    parts = [split_sequence(tokens, index, cp) for index in range(cp)]
+    assert {part.shape for part in parts} == {(num_sequences, length // cp)}
+    whole = in_order(torch.stack(parts)[..., None])
+    assert torch.equal(whole[..., 0], tokens)
+    assert torch.equal(by_holder(whole, cp)[..., 0], torch.stack(parts))
+
+
+def test_every_rank_attends_to_the_same_number_of_keys() -> None:
+    num_keys = torch.arange(1, 33)[None]
+    assert {int(split_sequence(num_keys, index, 4).sum()) for index in range(4)} == {int(num_keys.sum()) // 4}
+
+
+def test_rotary_positions_are_those_of_the_part() -> None:
+    table = rotary_table(16, 8, 1e4)
+    assert torch.equal(split_sequence(table, 1, 2), torch.cat([table[:, 4:8], table[:, 8:12]], dim=1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_layers_keep_one_mask(rank: int, dtype: torch.dtype) -> None:
+    """Attention saves its mask for the backward pass: the very one it was given, however often it is used."""
+    mask = causal_mask(Group(name="", size=2, rank=rank), 64, dtype, torch.device("cpu"))
+    length, end = mask.shape
+    assert (length, end) == (16, 64 - 16 * rank)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
+        for keys in (end, end, end - 16):
+            q, k, v = (torch.randn(1, 2, size, 8, dtype=dtype, requires_grad=True) for size in (length, keys, keys))
+            out = attend_to_the_end(q, k, v, mask)
+            visible = torch.ones(length, keys, dtype=torch.bool).tril(keys - length)
+            q, k, v = q.detach(), k.detach(), v.detach()
+            assert torch.equal(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible))
+    masks = [saved for saved in kept if saved.dim() == 2]
+    storages = [saved.untyped_storage().data_ptr() for saved in masks]
+    assert storages == 3 * [mask.untyped_storage().data_ptr()]
+
+
+@functools.cache
+def results(world_size: int) -> dict[str, Result]:
+    cases = {"one": (Layout(), {}), "one-all-heads": (Layout(), ALL_HEADS)} if world_size == 1 else CASES[world_size]
+    with tempfile.TemporaryDirectory() as folder:
+        return dict(zip(cases, run_ranks(many, world_size, Path(folder), list(cases.values()))[0], strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@pytest.mark.parametrize(("world_size", "name"), [(size, name) for size, cases in CASES.items() for name in cases])
+def test_loss_and_gradients_are_those_of_one_process(world_size: int, name: str) -> None:
+    reference = results(1)["one-all-heads" if name.endswith("all-heads") else "one"]
+    loss, grads = differences(results(world_size)[name], reference)
+    assert loss <= 2e-6 and grads <= 1e-5, (loss, grads)

@@ -1,0 +1,151 @@
+"""Hill climbing over the loader's worker processes and prefetch, before training."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+
+from trials.datasets import StepBatches
+from trials.datasets.loader import stream_batches
+from trials.reports.findings import LoaderPoint, LoaderTuningReport
+from trials.spec import Loader, LoaderTuning
+
+logger = logging.getLogger(__name__)
+
+PREFETCH_FACTORS = (1, 2, 4, 8)
+MAX_SHARE = 0.4
+"""Of the grid's points that a climb may measure."""
+POINT_TIME_S = 0.4
+"""Measuring a point ends after this time even when ``tuning_steps`` batches have not come."""
+
+_START = (2, 2)
+_MIN_GAIN = 0.02
+"""A neighbour has to be faster by this much to be moved to; less is noise."""
+_NEGLIGIBLE_SHARE = 0.02
+
+Point = tuple[int, int]
+"""``num_workers`` and ``prefetch_factor``."""
+
+
+def grid(max_workers: int) -> list[Point]:
+    """Every point of the exhaustive search."""
+    return [(0, 0), *((workers, prefetch) for workers in range(1, max_workers + 1) for prefetch in PREFETCH_FACTORS)]
+
+
+def climb(time_of: Callable[[Point], float], max_workers: int) -> dict[Point, float]:
+    """Seconds per batch of the points measured, in that order; the least is the choice.
+
+    Reading in line, without workers, is a regime of its own and measured once. With workers, moves from the best so far
+    to the first neighbour that is clearly better, until there is none or ``MAX_SHARE`` of the grid is used. Along
+    either axis times are taken to fall and then to rise, so nothing beyond a worse point is measured.
+    """
+    max_points = max(1, math.floor(MAX_SHARE * len(grid(max_workers))))
+    times = {(0, 0): time_of((0, 0))}
+    best = (min(_START[0], max_workers), _START[1])
+    waiting = [best]
+    while waiting and len(times) < max_points:
+        point = waiting.pop(0)
+        if _beyond_worse(point, best, times):
+            continue
+        times[point] = time_of(point)
+        if point == best or times[point] < times[best] * (1.0 - _MIN_GAIN):
+            best = point
+            waiting = [near for near in neighbours(best, max_workers) if near not in times]
+    return times
+
+
+def _beyond_worse(point: Point, best: Point, times: dict[Point, float]) -> bool:
+    """Whether a point that is no better than ``best`` lies between the two, on the line through both."""
+    return any(
+        _is_between(best, near, point) and times[near] >= times[best] for near in times if near not in (best, point)
+    )
+
+
+def _is_between(start: Point, point: Point, end: Point) -> bool:
+    """For points of which ``start`` and ``end`` agree in one of the two numbers."""
+    return all(min(a, b) <= x <= max(a, b) for a, x, b in zip(start, point, end, strict=True))
+
+
+def neighbours(point: Point, max_workers: int) -> list[Point]:
+    """Workers doubled and halved, then a quarter, an eighth, and one more and less; prefetch doubled and halved."""
+    workers, prefetch = point
+    counts = [2 * workers, workers // 2]
+    for step in (workers // 4, workers // 8, 1):
+        counts += [workers + step, workers - step]
+    near = [(min(count, max_workers), prefetch) for count in counts]
+    near += [(workers, 2 * prefetch), (workers, prefetch // 2)]
+    return list(dict.fromkeys(p for p in near if p[0] >= 1 and p[1] in PREFETCH_FACTORS and p != point))
+
+
+def tune_loader(
+    dataset: StepBatches | None,
+    loader: Loader,
+    tuning: LoaderTuning,
+    *,
+    pin_memory: bool,
+    agree: Callable[[float], float],
+) -> tuple[Loader, LoaderTuningReport]:
+    """Find the loader; the report's verdict is open until the steps are measured.
+
+    All ranks call this together, as they will load together; those that will not, without a dataset. ``agree`` gives
+    the gang's value (the slowest rank's) of a rank's own, so that all walk the same way.
+    """
+    start_s = time.perf_counter()
+
+    def time_of(point: Point) -> float:
+        own_s = 0.0
+        if dataset is not None:
+            own_s = time_batches(dataset, _at(loader, point), tuning.tuning_steps, pin_memory=pin_memory)
+        batch_time_s = agree(own_s)
+        logger.info("loader: %d workers, prefetch %d: %.3f ms per batch", *point, batch_time_s * 1e3)
+        return batch_time_s
+
+    points = list(_points(climb(time_of, tuning.max_workers)))
+    chosen = min(points, key=lambda point: point.batch_time_s)
+    report = LoaderTuningReport(
+        points=tuple(points), chosen=chosen, tuning_time_s=time.perf_counter() - start_s, verdict=""
+    )
+    return _at(loader, (chosen.num_workers, chosen.prefetch_factor)), report
+
+
+def _points(times: dict[Point, float]) -> Iterator[LoaderPoint]:
+    for (workers, prefetch), batch_time_s in times.items():
+        yield LoaderPoint(num_workers=workers, prefetch_factor=prefetch, batch_time_s=batch_time_s)
+
+
+def _at(loader: Loader, point: Point) -> Loader:
+    workers, prefetch = point
+    return dataclasses.replace(loader, num_workers=workers, prefetch_factor=prefetch, tuning=None)
+
+
+def time_batches(dataset: StepBatches, loader: Loader, num_batches: int, *, pin_memory: bool) -> float:
+    """Mean seconds per batch when nothing but the loader limits; starting the workers is not counted.
+
+    Batches arrive in bursts of one per worker, so whole bursts are timed.
+    """
+    batches = stream_batches(dataset, loader, pin_memory=pin_memory)
+    burst = max(1, loader.num_workers)
+    for _ in range(burst):
+        next(batches)
+    num_read, elapsed_s, start_s = 0, 0.0, time.perf_counter()
+    while num_read < num_batches and elapsed_s < POINT_TIME_S:
+        for _ in range(burst):
+            next(batches)
+        num_read += burst
+        elapsed_s = time.perf_counter() - start_s
+    batches.close()
+    return elapsed_s / num_read
+
+
+def with_verdict(report: LoaderTuningReport, *, data_s: float, step_time_s: float) -> LoaderTuningReport:
+    """Say from the measured steps whether waiting for data is a noticeable share of them."""
+    share = data_s / step_time_s if step_time_s else 0.0
+    took = f"waiting for data takes {share:.1%} of the step ({data_s * 1e3:.2f} of {step_time_s * 1e3:.2f} ms)"
+    if share < _NEGLIGIBLE_SHARE:
+        verdict = f"The loader does not matter here: {took}."
+    else:
+        verdict = f"The loader matters: with the best one found, {took}."
+    return dataclasses.replace(report, verdict=verdict)

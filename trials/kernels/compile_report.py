@@ -1,0 +1,60 @@
+"""What torch.compile did in this process: graphs, recompilations and their reasons, time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch._dynamo
+from torch._dynamo import utils
+
+from trials.reports.findings import GraphReport
+
+_MAX_REASONS = 8
+_MAX_REASON_CHARS = 200
+_MAX_COMPILATIONS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """One entry of torch's log: a forward graph, or the backward of one compiled at its first use."""
+
+    is_forward: bool
+    time_s: float
+    reason: str | None
+    """Why code compiled before had to be compiled again."""
+
+
+def forget_compilations() -> None:
+    """Drop everything compiled so far, so that each trial of a process compiles and counts for itself."""
+    torch._dynamo.reset()
+    utils.set_compilation_metrics_limit(_MAX_COMPILATIONS)
+    utils.clear_compilation_metrics()
+
+
+def compilations() -> list[Compilation]:
+    """The log since :func:`forget_compilations`. The one place that reads torch's private metrics."""
+    return [
+        Compilation(bool(entry.is_forward), (entry.duration_us or 0) / 1e6, entry.recompile_reason or None)
+        for entry in utils.get_compilation_metrics()
+        if entry.fail_type is None
+    ]
+
+
+def graph_report(log: Iterable[Compilation]) -> GraphReport:
+    """Sum up a log."""
+    entries = list(log)
+    forward = [entry for entry in entries if entry.is_forward]
+    reasons = [entry.reason for entry in forward if entry.reason]
+    shown = dict.fromkeys(_shortened(reason) for reason in reasons)
+    return GraphReport(
+        num_graphs=len(forward),
+        num_recompilations=len(reasons),
+        compile_s=sum(entry.time_s for entry in entries),
+        reasons=tuple(shown)[:_MAX_REASONS],
+    )
+
+
+def _shortened(reason: str) -> str:
+    """The first failed guard; more guards of the same recompilation follow on further lines."""
+    return reason.strip().splitlines()[0][:_MAX_REASON_CHARS]

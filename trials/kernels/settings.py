@@ -1,0 +1,112 @@
+"""Graph mode, and the global settings that choose kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trials.failure import InfeasibleSpec
+from trials.models.base import TrainModel
+from trials.models.llama import Llama, causal_attention
+from trials.parallel.context_parallel import attend_to_the_end
+from trials.spec import Kernels, LlamaModel, TrialSpec
+
+ATTENTION_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+_MAX_GRAPHS_PER_FUNCTION = 128
+"""Dynamo gives up on a function compiled more often; blocks of different shapes are one function to it."""
+
+
+def apply_compile(model: TrainModel, kernels: Kernels, *, tensor_parallel: bool) -> None:
+    """Compile in place every layer, equal ones sharing the code, or the model as a whole.
+
+    A layer must be one graph; the whole model may break into several, as it does at FSDP's hooks. Shapes are fixed
+    within a trial, so every shape gets a graph of its own instead of one for all.
+    """
+    if kernels.compile == "off":
+        return
+    if tensor_parallel and isinstance(model, Llama) and model.tok_embeddings is not None:
+        model.tok_embeddings.register_forward_hook(_clone_output)
+    mode = None if kernels.compile_mode == "default" else kernels.compile_mode
+    targets: list[nn.Module] = [model] if kernels.compile == "model" else list(model.layers.values())
+    for target in targets:
+        target.compile(backend=kernels.backend, mode=mode, dynamic=False, fullgraph=kernels.compile == "block")
+
+
+def _clone_output(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+    """Keep an asynchronous collective's result out of the compiled block, whose backward cannot take one.
+
+    Waiting for it instead would run, but drops the embedding's gradient without a word.
+    """
+    return output.clone()
+
+
+@contextlib.contextmanager
+def kernel_settings(spec: TrialSpec, device: torch.device) -> Iterator[None]:
+    """Apply the candidate's process-wide choices of kernels for the duration of the block.
+
+    Raises:
+        InfeasibleSpec: the device lacks the attention backend; names those it has.
+    """
+    kernels = spec.candidate.kernels
+    before = torch.get_float32_matmul_precision()
+    with contextlib.ExitStack() as stack:
+        if kernels.attention != "auto" and isinstance(spec.workload.model, LlamaModel):
+            _check_attention(spec, device)
+            stack.enter_context(sdpa_kernel(ATTENTION_BACKENDS[kernels.attention]))
+        if kernels.compile != "off":
+            stack.enter_context(torch._dynamo.config.patch(recompile_limit=_MAX_GRAPHS_PER_FUNCTION))
+        torch.set_float32_matmul_precision(kernels.matmul_precision)
+        stack.callback(torch.set_float32_matmul_precision, before)
+        yield
+
+
+def _check_attention(spec: TrialSpec, device: torch.device) -> None:
+    wanted = spec.candidate.kernels.attention
+    model, dtype = spec.workload.model, getattr(torch, spec.candidate.precision.dtype)
+    assert isinstance(model, LlamaModel)
+    layout = spec.candidate.layout
+    masked = layout.cp > 1 and layout.cp_method == "all_gather"
+    available = [name for name in ATTENTION_BACKENDS if _runs_attention(name, model, dtype, device, masked=masked)]
+    if wanted not in available:
+        masks = " and the mask of split sequences" if masked else ""
+        raise InfeasibleSpec(
+            f"attention {wanted!r} is not available on this {device.type} device for {dtype} with head size "
+            f"{model.hidden_size // model.num_heads}{masks}; use one of: auto, "
+            f"{', '.join(available)}"
+        )
+
+
+def _runs_attention(
+    name: str, model: LlamaModel, dtype: torch.dtype, device: torch.device, *, masked: bool = False
+) -> bool:
+    """Try it, forward and backward: what a backend can do depends on device, build, type and shape.
+
+    ``masked`` tries what a rank that holds a part of each sequence calls too.
+    """
+    head_size = model.hidden_size // model.num_heads
+    q, k, v = (
+        torch.zeros(1, heads, 16, head_size, dtype=dtype, device=device, requires_grad=True)
+        for heads in (model.num_heads, model.num_kv_heads, model.num_kv_heads)
+    )
+    mask = torch.zeros(8, 16, dtype=dtype, device=device)
+    with warnings.catch_warnings(action="ignore"), sdpa_kernel(ATTENTION_BACKENDS[name]):
+        try:
+            out = causal_attention(q, k, v)
+            if masked:
+                out = torch.cat([out, attend_to_the_end(q[:, :, :8], k, v, mask)], dim=2)
+            torch.autograd.backward(out.sum())
+        except RuntimeError:
+            return False
+    return True

@@ -1,0 +1,236 @@
+"""Records some steps of a run with torch's profiler, and counts the collectives of one further step."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from trials.files import make_private_folder, write_atomically
+from trials.profiling.collectives import CollectiveCounter
+from trials.profiling.graph_dump import MAX_GRAPHS, dumped_graphs
+from trials.profiling.operators import top_operators
+from trials.profiling.plan import profiled_ranks
+from trials.profiling.trace import lasting, load_trace, mean_times, step_times
+from trials.profiling.trace_file import (
+    MARK,
+    memory_curve,
+    name_process,
+    phase_at,
+    phase_ranges,
+    show_memory,
+    show_phases,
+    step_ranges,
+)
+from trials.reports.profile import MemoryPeak, PhaseTime, ProfileFile, RankProfile
+from trials.spec import TrialSpec
+from trials.stages import coordinates
+from trials.training.measure import PHASES, StepClock
+from trials.training.step import Trainer
+
+_GRAPH_MODE = (
+    "collectives were counted in a step without graph mode, which makes the same ones unless the compiler moves them"
+)
+
+
+class Profiler(StepClock):
+    """The clock of a run that is recorded. On ranks that are not, it takes part in what all must do alike.
+
+    Args:
+        folder: takes the rank's files; None: none are written.
+    """
+
+    def __init__(self, trial: TrialSpec, rank: int, device: torch.device, folder: Path | None) -> None:
+        super().__init__(device)
+        assert trial.profile is not None
+        self._spec = trial.profile
+        self._trial = trial
+        self._layout = trial.candidate.layout
+        self._rank = rank
+        self._place = coordinates(self._layout, rank)
+        self._folder = folder
+        self._is_recorded = rank in profiled_ranks(self._spec, self._layout)
+        self._models: list[nn.Module] = []
+        self._counter: CollectiveCounter | None = None
+        self._profile: Any = None
+        self._number = 0
+        self._phases_s: list[dict[str, float]] = []
+        self._notes: list[str] = []
+        self._around_step = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def watching(self, trainer: Trainer, tuned_until: int) -> Iterator[None]:
+        """Around the whole run; ``tuned_until`` is the last step in which kernels are being chosen."""
+        self._models = [part.model for part in trainer.parts]
+        if not self._is_recorded:
+            yield
+            return
+        if self._spec.start_step <= tuned_until:
+            self._notes.append(f"kernels were being tuned until step {tuned_until}: later steps are faster")
+        if self._folder is not None:
+            make_private_folder(self._folder)
+        with contextlib.ExitStack() as stack:
+            if self._folder is not None and self._trial.candidate.kernels.compile != "off":
+                dump = stack.enter_context(dumped_graphs(self._folder, f"rank{self._rank}"))
+            else:
+                dump = None
+            yield
+        if dump is not None and dump.num_graphs > MAX_GRAPHS:
+            self._notes.append(f"{dump.num_graphs} graphs were compiled; the first {MAX_GRAPHS} are written")
+
+    def start(self) -> None:
+        self._number += 1
+        if self._is_recorded and self._number == max(1, self._spec.start_step - 1):
+            self._profile = self._prepared()
+        if self._profile is not None and self._number == self._spec.start_step:
+            self._profile.start_trace()
+        if self._spec.communication and self._number == self._spec.stop_step + 1:
+            self._begin_counting()
+        super().start()
+        if self._is_recording:
+            self._around_step.enter_context(record_function(f"ProfilerStep#{self._number}"))
+
+    def mark(self, phase: str) -> None:
+        super().mark(phase)
+        if self._is_recording:
+            with record_function(MARK + phase):
+                pass
+
+    def stop(self) -> tuple[float, dict[str, float]]:
+        timing = super().stop()
+        self._around_step.close()
+        if self._is_recording:
+            self._phases_s.append(timing[1])
+            if self._number == self._spec.stop_step:
+                self._end_recording()
+        return timing
+
+    @property
+    def _is_recording(self) -> bool:
+        return self._is_recorded and self._spec.start_step <= self._number <= self._spec.stop_step
+
+    def _prepared(self) -> Any:
+        """The profiler one step before it records: CUPTI takes its time to start."""
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            if self._spec.memory:
+                torch.cuda.memory._record_memory_history()
+        profiler = profile(
+            activities=activities,
+            record_shapes=True,
+            profile_memory=self._spec.memory,
+            with_stack=self._spec.stack,
+        )
+        profiler.prepare_trace()
+        return profiler
+
+    def _end_recording(self) -> None:
+        self._profile.stop_trace()
+        if self._device.type == "cuda" and self._spec.memory:
+            if self._folder is not None:
+                snapshot = self._folder / f"rank{self._rank}.memory.pickle"
+                torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
+                snapshot.chmod(0o600)
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _begin_counting(self) -> None:
+        """Graph mode is off in this step, on all ranks or none: the compiler may order collectives differently."""
+        if self._trial.candidate.kernels.compile != "off":
+            self._around_step.enter_context(torch.compiler.set_stance("force_eager"))
+        if self._is_recorded:
+            self._counter = CollectiveCounter(self._models, self._layout)
+            self._around_step.enter_context(self._counter.counting())
+
+    def report(self, alive: Callable[[], None]) -> tuple[RankProfile, ...]:
+        """What was recorded; nothing on ranks that were not. Writes the trace.
+
+        A large trace takes minutes; ``alive`` is called in between, for those who watch over the rank.
+        """
+        if self._profile is None:
+            return ()
+        alive()
+        trace = self._exported()
+        alive()
+        phases = phase_ranges(trace)
+        curve = memory_curve(trace, self._device.type) if self._spec.memory else []
+        events = lasting(trace)
+        times = mean_times(step_times(events))
+        operators = top_operators(events, step_ranges(events))
+        alive()
+        self._write_files(trace, curve)
+        alive()
+        counter = self._counter
+        return (
+            RankProfile(
+                rank=self._rank,
+                stage=self._place.pp,
+                first_step=self._spec.start_step,
+                last_step=self._spec.stop_step,
+                times=times,
+                phases=self._phase_times(),
+                operators=operators,
+                collectives=() if counter is None else counter.counts(),
+                redundancies=() if counter is None else counter.redundancies(),
+                counted=counter is not None,
+                memory=self._peak(curve, phases),
+                folder="" if self._folder is None else str(self._folder),
+                files=self._files(),
+                notes=self._all_notes(),
+            ),
+        )
+
+    def _exported(self) -> dict[str, Any]:
+        """The trace as torch writes it."""
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            path = Path(folder, "trace.json")
+            self._profile.export_chrome_trace(str(path))
+            return load_trace(path)
+
+    def _write_files(self, trace: dict[str, Any], curve: Sequence[tuple[float, int]]) -> None:
+        if self._folder is None:
+            return
+        pid = os.getpid()
+        place = ", ".join(f"{axis} {at}" for axis, at in asdict(self._place).items() if getattr(self._layout, axis) > 1)
+        name_process(trace, pid, f"rank {self._rank}" + (f" ({place})" if place else ""), self._rank)
+        show_phases(trace, pid)
+        if self._spec.memory:
+            show_memory(trace, pid, curve)
+        path = self._folder / f"rank{self._rank}.trace.json.gz"
+        write_atomically(path, [gzip.compress(json.dumps(trace).encode(), compresslevel=6)], mode=0o600)
+
+    def _files(self) -> tuple[ProfileFile, ...]:
+        if self._folder is None:
+            return ()
+        own = sorted(self._folder.glob(f"rank{self._rank}.*"))
+        return tuple(ProfileFile(name=path.name, num_bytes=path.stat().st_size) for path in own)
+
+    def _phase_times(self) -> tuple[PhaseTime, ...]:
+        means = {name: statistics.fmean(phases_s[name] for phases_s in self._phases_s) for name in PHASES}
+        return tuple(PhaseTime(name=name, time_s=time_s) for name, time_s in means.items() if time_s)
+
+    def _all_notes(self) -> tuple[str, ...]:
+        notes = list(self._notes)
+        if self._counter is not None and self._trial.candidate.kernels.compile != "off":
+            notes.append(_GRAPH_MODE)
+        if absent := [rank for rank in self._spec.ranks if rank >= self._layout.world_size]:
+            notes.append(f"the run has {self._layout.world_size} ranks: no rank {', '.join(map(str, absent))}")
+        return tuple(notes)
+
+    def _peak(self, curve: Sequence[tuple[float, int]], phases: Sequence[Any]) -> MemoryPeak | None:
+        if not curve:
+            return None
+        ts_us, peak_bytes = max(curve, key=lambda point: point[1])
+        start_bytes = curve[0][1] if self._device.type == "cuda" else 0
+        return MemoryPeak(peak_bytes=peak_bytes, start_bytes=start_bytes, phase=phase_at(phases, ts_us))

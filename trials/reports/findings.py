@@ -1,0 +1,117 @@
+"""What the runner finds out about a candidate besides its times. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trials.reports.profile import RankProfile
+from trials.reports.rates import RankRates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatternEffect:
+    """What one selective-recompute pattern did in one step on one rank."""
+
+    pattern: str
+    num_matches: int
+    """Operator calls that matched, over all layers and micro-batches of a step."""
+    saved_bytes: int
+    """Bytes not kept because of it at the peak of one micro-batch; 0 when something else keeps the tensors alive."""
+    recompute_s: float
+    """Seconds per step spent computing the outputs again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorCast:
+    """How often an operator of the custom autocast lists was met in one step."""
+
+    name: str
+    list: str
+    """``white`` or ``black``."""
+    num_calls: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScaleState:
+    """Where the loss scaler stood after the last step."""
+
+    scale: float
+    num_finite: int
+    """Finite steps since the scale last changed or an overflow."""
+    num_overflowed: int
+    """Overflowing steps in a row."""
+    num_skipped: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphReport:
+    """What torch.compile did."""
+
+    num_graphs: int
+    num_recompilations: int
+    """Compilations of code that had been compiled before, because a guard failed."""
+    compile_s: float
+    reasons: tuple[str, ...] = ()
+    """Why it compiled again, shortened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderPoint:
+    """One point of the loader's hill climb."""
+
+    num_workers: int
+    prefetch_factor: int
+    batch_time_s: float
+    """Mean seconds per batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderTuningReport:
+    """The hill climb: every point in the order measured, what was chosen, and whether it matters."""
+
+    points: tuple[LoaderPoint, ...]
+    chosen: LoaderPoint
+    tuning_time_s: float
+    verdict: str
+    """One sentence: whether waiting for data is a noticeable share of the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelTuningReport:
+    """cuDNN's algorithm cache: operator configurations met while tuning (misses) and afterwards."""
+
+    num_configurations: int
+    num_lookups: int
+    num_hits: int
+    note: str = ""
+
+    @property
+    def hit_rate(self) -> float:
+        return self.num_hits / self.num_lookups if self.num_lookups else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFormatReport:
+    """What the rule said about the memory format of convolutions, and what timing both said."""
+
+    rule: str
+    chosen: str
+    nchw_s: float
+    nhwc_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """Everything a rank found out; the empty value for knobs that are off."""
+
+    recompute: tuple[PatternEffect, ...] = ()
+    autocast: tuple[OperatorCast, ...] = ()
+    loss_scale: LossScaleState | None = None
+    graph: GraphReport | None = None
+    loader: LoaderTuningReport | None = None
+    kernel_tuning: KernelTuningReport | None = None
+    memory_format: MemoryFormatReport | None = None
+    rates: tuple[RankRates, ...] = ()
+    """Of a probe: one per rank."""
+    profile: tuple[RankProfile, ...] = ()
+    """Of a profiled run: one per profiled rank."""

@@ -1,0 +1,112 @@
+"""What the profiler found out about one rank, small enough to travel with its report. Standard library only.
+
+Numbers are per profiled step: means over the steps, seconds unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trials.profiling.trace import StepTimes
+
+FOLDER = "profile"
+"""Of an attempt's folder: takes traces, graphs and memory snapshots."""
+FOLDER_VARIABLE = "TUNE_CLUSTER_PROFILE_DIR"
+"""Environment variable that tells a rank the folder; without it no files are written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseTime:
+    """A phase of the step as the host's marks bound it: ``forward``, ``backward``, ``optimizer``, ``data``, ..."""
+
+    name: str
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorTime:
+    """An operator of torch; on CUDA also with the kernels that it launched itself."""
+
+    name: str
+    num_calls: float
+    cpu_s: float
+    """On the host, without the operators it calls."""
+    device_s: float
+    """On the accelerator; 0 on CPUs."""
+    share: float
+    """Of the time of all operators, on the accelerator if there is one, in 0..1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCount:
+    """Collectives that one module starts in one step; equal layers are one module, ``layers.*``."""
+
+    module: str
+    """Path in the model; ``gradients`` for what reduces them outside of modules, ``step`` for the rest of it."""
+    phase: str
+    """``forward``, ``backward``, ``recompute`` (of activations in the backward pass) or ``step`` (outside of both)."""
+    kind: str
+    """``all_gather``, ``all_reduce``, ``send``, ..."""
+    axis: str
+    """Mesh axes of its group, joined by underscores, like ``dp_shard``."""
+    group_size: int
+    num_calls: int
+    num_bytes: int
+    """Of its input on this rank, all calls together; for ``recv`` of what arrives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redundancy:
+    """Communication that need not be."""
+
+    module: str
+    phase: str
+    problem: str
+    """One sentence for people."""
+    num_calls: int
+    """Per step."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPeak:
+    """When most memory is allocated within the profiled steps, on the device trained on."""
+
+    peak_bytes: int
+    start_bytes: int
+    """Allocated when recording began. On CPUs nobody knows: there it is 0, and the peak counts from then on."""
+    phase: str
+    """Of the step, when the peak came."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileFile:
+    """A file in :data:`FOLDER` of the attempt's folder on the rank's node."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProfile:
+    """One profiled rank."""
+
+    rank: int
+    stage: int
+    """Of the pipeline; 0 without one."""
+    first_step: int
+    last_step: int
+    times: StepTimes
+    phases: tuple[PhaseTime, ...] = ()
+    operators: tuple[OperatorTime, ...] = ()
+    """The longest first."""
+    collectives: tuple[CollectiveCount, ...] = ()
+    redundancies: tuple[Redundancy, ...] = ()
+    counted: bool = False
+    """Whether collectives were counted; if so, none means that there are none."""
+    memory: MemoryPeak | None = None
+    folder: str = ""
+    """Absolute path on the rank's node; empty where no files were written."""
+    files: tuple[ProfileFile, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What people should know, e.g. that something could not be recorded."""

@@ -1,0 +1,89 @@
+"""From a specification to this rank's part of the model, split over the gang and initialised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from trials.kernels.settings import apply_compile
+from trials.legality.rules import uses_ddp
+from trials.models import TrainModel, build_model
+from trials.parallel.context_parallel import apply_context_parallel
+from trials.parallel.copies import apply_copies
+from trials.parallel.data_parallel import apply_ddp, apply_fsdp, uses_fsdp
+from trials.parallel.dtensor_parallel import apply_tensor_parallel
+from trials.parallel.seeding import init_parameters
+from trials.parallel.shards import ShardMap
+from trials.precision.autocast_lists import CastMeter, apply_autocast_lists
+from trials.precision.mixed import compute_dtype, parameter_dtype
+from trials.recompute.apply import RecomputeMeter, apply_recompute
+from trials.spec import TrialSpec
+from trials.stages import Chunk, chunks_of_stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPart:
+    """One virtual stage on this rank; the whole model when there is no pipeline."""
+
+    chunk: Chunk
+    model: TrainModel
+    module: nn.Module
+    """What is called: ``model``, or the DDP wrapper around it."""
+    shard_map: ShardMap
+    cast_meter: CastMeter
+    recompute_meter: RecomputeMeter
+
+
+def parallelize(spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device, *, stage: int) -> list[ModelPart]:
+    """Build what pipeline rank ``stage`` holds, chunk by chunk."""
+    num_layers = spec.workload.num_layers
+    chunks = chunks_of_stage(spec.candidate.layout, stage, num_layers)
+    return [_build_part(spec, chunk, mesh, device) for chunk in chunks]
+
+
+def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: torch.device) -> ModelPart:
+    """Build one virtual stage.
+
+    The order matters: tensor parallelism swaps plain weights for sharded ones, so everything after must see those;
+    recompute wraps a whole layer, so that compile captures the recomputation too; FSDP's hooks go around the compiled
+    layer, because gathering weights is no part of the graph. The model has no storage until all that is done, so no
+    rank ever holds more than its part. DDP comes last: it needs real weights to build its buckets from.
+    """
+    candidate = spec.candidate
+    layout = candidate.layout
+    with torch.device("meta"):
+        model = build_model(spec.workload, chunk)
+    model.to(parameter_dtype(candidate.precision, sharded=uses_fsdp(layout)))
+    shard_map = ShardMap()
+    if layout.tp > 1:
+        assert mesh is not None
+        shard_map = apply_tensor_parallel(model, mesh["tp"], layout)
+    if layout.cp > 1:
+        assert mesh is not None
+        apply_context_parallel(model, mesh["cp"], layout, compute_dtype(candidate.precision))
+    apply_copies(model, layout)
+    cast_meter = apply_autocast_lists(model, candidate.precision)
+    recompute_meter = apply_recompute(model, candidate.recompute, chunk)
+    apply_compile(model, candidate.kernels, tensor_parallel=layout.tp > 1)
+    has_parameters = next(model.parameters(), None) is not None
+    if uses_fsdp(layout) and has_parameters:
+        assert mesh is not None
+        apply_fsdp(model, mesh, layout, candidate.precision)
+    model.to_empty(device=device)
+    model.materialize(device)
+    init_parameters(model, spec.workload.seed, shard_map)
+    module: nn.Module = model
+    if uses_ddp(layout) and has_parameters:
+        assert mesh is not None
+        module = apply_ddp(model, mesh, layout, device)
+    return ModelPart(
+        chunk=chunk,
+        model=model,
+        module=module,
+        shard_map=shard_map,
+        cast_meter=cast_meter,
+        recompute_meter=recompute_meter,
+    )

@@ -1,0 +1,120 @@
+"""Memory format of convolutions: NCHW or NHWC ("channels last"), by rule and by measurement."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trials.datasets import Batch, StepBatches
+from trials.models import loss_of
+from trials.precision.mixed import autocast
+from trials.reports.findings import MemoryFormatReport
+from trials.spec import Precision, TrialSpec
+from trials.training.step import Trainer, max_over_ranks
+
+Format = Literal["nchw", "nhwc"]
+TORCH_FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
+
+_NUM_ROUNDS = 5
+_MIN_GAIN = 0.05
+"""By how much the other format has to be faster to be taken for faster."""
+
+
+def has_convolutions(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.Conv2d) for module in model.modules())
+
+
+def convert(models: Iterable[nn.Module], format_: Format) -> None:
+    """Bring the weights of convolutions to this format, in place, whatever wraps the models.
+
+    Weights that FSDP holds stay as they are, because it wants them contiguous; their convolutions follow the format of
+    their input.
+    """
+    for model in models:
+        for parameter in model.parameters():
+            if parameter.dim() == 4 and not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.contiguous(memory_format=TORCH_FORMATS[format_])
+
+
+def format_by_rule(precision: Precision) -> Format:
+    """Tensor cores take 16-bit convolutions in NHWC; fp32 kernels are best in NCHW."""
+    return "nchw" if precision.dtype == "float32" else "nhwc"
+
+
+def settle_memory_format(
+    trainer: Trainer, spec: TrialSpec, dataset: StepBatches | None
+) -> tuple[torch.memory_format, MemoryFormatReport | None]:
+    """Convert the trainer's models; gives the format its inputs need, and what ``auto`` found out.
+
+    Models without convolutions are left alone.
+    """
+    models = [part.model for part in trainer.parts]
+    wanted = spec.candidate.kernels.memory_format
+    if not any(has_convolutions(model) for model in models):
+        return torch.preserve_format, None
+    if wanted != "auto":
+        convert(models, wanted)
+        return TORCH_FORMATS[wanted], None
+    assert dataset is not None, "no pipeline splits a model with convolutions"
+    report = _compare(trainer, spec, dataset[0])
+    chosen: Format = "nhwc" if report.chosen == "nhwc" else "nchw"
+    convert(models, chosen)
+    return TORCH_FORMATS[chosen], report
+
+
+def choose(rule: Format, times_s: dict[Format, float]) -> Format:
+    """The rule's format, unless the other one is clearly faster."""
+    other: Format = "nchw" if rule == "nhwc" else "nhwc"
+    return other if times_s[other] < times_s[rule] * (1.0 - _MIN_GAIN) else rule
+
+
+def _compare(trainer: Trainer, spec: TrialSpec, sample: Batch) -> MemoryFormatReport:
+    """Time a few forward and backward passes of both formats, in turns; all ranks come to the same choice."""
+    (model,) = (part.model for part in trainer.parts)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    formats: tuple[Format, Format] = ("nchw", "nhwc")
+    rounds: dict[Format, list[float]] = {format_: [] for format_ in formats}
+    for number in range(_NUM_ROUNDS + 1):
+        for format_ in formats:
+            convert([model], format_)
+            seconds = _time_pass(trainer, spec, sample, TORCH_FORMATS[format_])
+            if number:  # the first pass of each is warm-up
+                rounds[format_].append(seconds)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    times_s = {format_: max_over_ranks(statistics.median(rounds[format_]), trainer.device) for format_ in formats}
+    rule = format_by_rule(spec.candidate.precision)
+    chosen = choose(rule, times_s)
+    return MemoryFormatReport(rule=rule, chosen=chosen, nchw_s=times_s["nchw"], nhwc_s=times_s["nhwc"])
+
+
+def _time_pass(trainer: Trainer, spec: TrialSpec, sample: Batch, memory_format: torch.memory_format) -> float:
+    """Seconds of one forward and backward pass over a micro-batch; its gradients are dropped.
+
+    The model is called without its DDP wrapper, so gradients are reduced by nobody.
+    """
+    (model,) = (part.model for part in trainer.parts)
+    rows = slice(0, spec.candidate.micro_batch_size)
+    inputs = sample[0][rows].to(trainer.device, memory_format=memory_format)
+    targets = sample[1][rows].to(trainer.device)
+    _synchronize(trainer.device)
+    start_s = time.perf_counter()
+    with autocast(spec.candidate.precision, trainer.device):
+        loss: Tensor = loss_of(spec.workload.model)(model(inputs), targets)
+    torch.autograd.backward(loss)
+    _synchronize(trainer.device)
+    seconds = time.perf_counter() - start_s
+    for parameter in model.parameters():
+        parameter.grad = None
+    return seconds
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,71 @@
+"""The micro-batches of a step one after the other, where one rank holds the whole depth of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trials.models import Loss
+from trials.parallel.data_parallel import set_gradient_sync
+from trials.precision.mixed import autocast
+from trials.spec import Candidate
+from trials.training.build import ModelPart
+
+
+class Marker(Protocol):
+    """Told the name of the phase that has just ended."""
+
+    def mark(self, phase: str) -> None: ...
+
+
+class Engine(Protocol):
+    """Runs all micro-batches of a step."""
+
+    def run(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
+        """Forward and backward over this rank's rows; gradients are then averages over data-parallel ranks.
+
+        Gives the mean loss of the rows, a scalar; 0 on a rank that does not compute it.
+        """
+        ...
+
+
+class Accumulation:
+    """The :class:`Engine` without a pipeline: gradients add up, and only the last micro-batch reduces them."""
+
+    def __init__(
+        self, part: ModelPart, loss: Loss, candidate: Candidate, device: torch.device, scale: Callable[[], float]
+    ) -> None:
+        self._part = part
+        self._loss = loss
+        self._micro_batch_size = candidate.micro_batch_size
+        self._precision = candidate.precision
+        self._device = device
+        self._scale = scale
+        self._reduces: bool | None = None
+
+    def run(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
+        assert inputs is not None and targets is not None, "it holds the first and the last layer"
+        micro_batches = list(
+            zip(torch.split(inputs, self._micro_batch_size), torch.split(targets, self._micro_batch_size), strict=True)
+        )
+        factor = 1.0 / len(micro_batches)
+        module, scale = self._part.module, self._scale()
+        losses = []
+        for i, (rows, wanted) in enumerate(micro_batches, start=1):
+            self._reduce_next(i == len(micro_batches))
+            with autocast(self._precision, self._device):
+                loss = self._loss(module(rows), wanted)
+            losses.append(loss.detach())
+            marker.mark("forward")
+            torch.autograd.backward(loss, torch.full_like(loss, factor * scale))
+            marker.mark("backward")
+        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+
+    def _reduce_next(self, enabled: bool) -> None:
+        """Say whether the next backward pass reduces gradients; only on a change, as it walks all modules."""
+        if enabled != self._reduces:
+            set_gradient_sync(self._part.module, enabled)
+            self._reduces = enabled

@@ -1,0 +1,180 @@
+"""Pipeline parallelism: the micro-batches of a step pass through stages that different ranks hold."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from trials.models import Loss
+from trials.parallel.data_parallel import reduce_gradients, sharded_ends
+from trials.precision.mixed import autocast
+from trials.spec import Layout, TrialSpec
+from trials.stages import num_virtual_stages_total
+from trials.training.build import ModelPart
+from trials.training.microbatches import Marker
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import (
+        Schedule1F1B,
+        ScheduleGPipe,
+        ScheduleInterleaved1F1B,
+        ScheduleLoopedBFS,
+        ScheduleZBVZeroBubble,
+    )
+
+
+class _Silent:
+    """The marker between steps."""
+
+    def mark(self, phase: str) -> None:
+        pass
+
+
+class Stage(PipelineStage):
+    """A virtual stage that marks what it spends time on, and computes its forward pass in ``context``.
+
+    Time between its own phases is marked as bubble.
+    """
+
+    def __init__(
+        self,
+        part: ModelPart,
+        layout: Layout,
+        mesh: DeviceMesh,
+        device: torch.device,
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        group = mesh["pp"].get_group()
+        super().__init__(part.module, part.chunk.virtual_stage, num_virtual_stages_total(layout), device, group=group)
+        self.marker: Marker = _Silent()
+        self._context = context
+        self._sharded_ends = sharded_ends(part.model)
+
+    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        with self._phase("forward"):
+            return super().forward_one_chunk(*args, **options)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        with self._phase("backward"):
+            if not full_backward:
+                self._gather_weights()
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with self._phase("backward"):
+            self._gather_weights()
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduce gradients over data-parallel ranks, which without a pipeline is part of the backward pass too."""
+        with self._phase("backward"):
+            super().perform_reduce_grad(grad_scale_factor)
+            for unit in self._sharded_ends:
+                reduce_gradients(unit)
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self.marker.mark("bubble")
+        yield
+        self.marker.mark(name)
+
+    def _gather_weights(self) -> None:
+        """Let a backward pass in two parts see the parameters of the forward pass, not FSDP's shards of them.
+
+        It looks for the former in the graph before FSDP's hooks gather them, and without a word leaves out the
+        gradients of those it does not find.
+        """
+        for module in self.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+
+    def forward_maybe_with_nosync(self, *args: Any, **options: Any) -> Any:
+        with self._context():
+            output = super().forward_maybe_with_nosync(*args, **options)  # type: ignore[no-untyped-call]
+        # A stage of no layers gives its input, a receive buffer, which the schedule must not detach.
+        return output.clone() if args and output is args[0] else output
+
+    def _compute_outputs(self, *args: Any, module: nn.Module, **options: Any) -> Any:
+        """What the schedule finds out shapes and types with, before the first step; no gradients come of it."""
+        model = module.module if isinstance(module, DistributedDataParallel) else module
+        with self._context():
+            return model(*args, **options)
+
+
+class Pipeline:
+    """The :class:`~trials.training.microbatches.Engine` with a pipeline."""
+
+    def __init__(
+        self,
+        spec: TrialSpec,
+        parts: list[ModelPart],
+        mesh: DeviceMesh,
+        device: torch.device,
+        loss: Loss,
+        scale: Callable[[], float],
+    ) -> None:
+        candidate = spec.candidate
+        self._device = device
+        self._is_first = any(part.chunk.is_first for part in parts)
+        self._is_last = any(part.chunk.is_last for part in parts)
+        self._num_microbatches = candidate.num_microbatches(spec.workload.global_batch_size)
+        self._loss = loss
+        self._scale = scale
+        self._losses: list[Tensor] = []
+        self._marker: Marker = _Silent()
+
+        def context() -> AbstractContextManager[Any]:
+            return autocast(candidate.precision, device)
+
+        self._context = context
+        self.stages = [Stage(part, candidate.layout, mesh, device, context) for part in parts]
+        self.schedule = build_schedule(candidate.layout, self.stages, self._num_microbatches, self._scaled_loss)
+
+    def run(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
+        self._marker = marker
+        for stage in self.stages:
+            stage.marker = marker
+        self._losses.clear()
+        arguments = (inputs,) if self._is_first else ()
+        self.schedule.step(*arguments, target=targets if self._is_last else None, return_outputs=False)
+        marker.mark("bubble")
+        if not self._is_last:
+            return torch.zeros((), device=self._device)
+        # In the first step the schedule has called the loss once more, before, to find out shapes.
+        return torch.stack(self._losses[-self._num_microbatches :]).mean()
+
+    def _scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """What the schedule runs backward from: gradients of the mean over micro-batches, scaled for 16 bits."""
+        self._marker.mark("bubble")
+        with self._context():
+            loss = self._loss(outputs, targets)
+        self._losses.append(loss.detach())
+        scaled = loss * (self._scale() / self._num_microbatches)
+        self._marker.mark("forward")
+        return scaled
+
+
+def build_schedule(
+    layout: Layout, stages: list[Stage], num_microbatches: int, loss: Callable[[Tensor, Tensor], Tensor]
+) -> Any:
+    """The order in which a rank works on its stages and micro-batches. ``loss`` is already divided by their number."""
+    looped = {"interleaved": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble, "gpipe": ScheduleLoopedBFS}
+    options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
+    if layout.schedule in ("interleaved", "zbv") or layout.num_virtual_stages > 1:
+        return looped[layout.schedule](stages, num_microbatches, **options)
+    single = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+    (stage,) = stages
+    return single[layout.schedule](stage, num_microbatches, **options)
