@@ -4,81 +4,30 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from cluster.base import Cluster, ClusterError
 from cluster.exclusion import Excluded, release_excluded, without_nodes
-from cluster.hardware.topology import DeviceChoice, DeviceError, Node, Topology, discover_node, uniform_topology
+from cluster.hardware.topology import DeviceError, Node, Topology, discover_node, uniform_topology
 from cluster.node.agent import PRELOAD
 from cluster.queue.host import HostAdmission
-from cluster.queue.share import Admission, Claim, Grant, Policy, Unlimited
+from cluster.queue.share import Admission, Grant, Unlimited
 
 if TYPE_CHECKING:
-    from cluster.virtual.simulated import Fault
+    pass
+from cluster.request import ClusterRequest, OnWait, Replay, Simulation
 
 WAIT_S = 120.0
+
+
 INFEASIBLE_WAIT_S = 5.0
 """A node may still be joining."""
+
+
 BEAT_S = 1.0
-ClusterKind = Literal["ray", "local", "simulated", "replay"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Simulation:
-    """A cluster that does not exist; see :mod:`cluster.virtual.simulated` and :mod:`cluster.virtual.modelled`."""
-
-    accelerator: str
-    """Its name in the catalogue."""
-    noise: float = 0.0
-    deviation: float = 0.0
-    slow_nodes: Mapping[str, float] = field(default_factory=dict)
-    node_losses: Mapping[str, float] = field(default_factory=dict)
-    faults: Mapping[Fault, float] = field(default_factory=dict)
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
-    """One problem of a table of published measurements."""
-
-    table: Path
-    problem: str
-    noise: float = 0.0
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterRequest:
-    """Which cluster, and what of it."""
-
-    kind: ClusterKind = "ray"
-    address: str | None = None
-    """Of a Ray cluster; None with Ray starts a private one on this host."""
-    min_nodes: int = 1
-    """Fewer are not held: all of these or none."""
-    max_nodes: int = 1
-    devices_per_node: int | None = None
-    device: DeviceChoice = "auto"
-    device_memory_bytes: int | None = None
-    simulation: Simulation | None = None
-    replay: Replay | None = None
-    excluded: Excluded | None = None
-    """Nothing runs on these nodes; Ray does not even hold them."""
-    claim: Claim | None = None
-    """Its place in the queue of those who share the cluster; None: it asks nobody."""
-    policy: Policy = field(default_factory=Policy)
-    """Of that queue, as far as it is known here."""
-    queue_folder: Path | None = None
-    """Where the queue of this host is kept."""
-    max_wait_s: float | None = None
-    """How long to wait for ``min_nodes``; None: as long as it takes where somebody is told, else two minutes."""
-
-
-OnWait = Callable[[str], None]
-"""Is told about once a second what is waited for; may raise to give up."""
 
 
 def connect(

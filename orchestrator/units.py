@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import signal
 
-from orchestrator.report.summary import Speedup, speedup
-from orchestrator.space.space import short_name
-from orchestrator.statistics import Interval, relative_spread
-from orchestrator.sweep.state import SweepState, Trial, describe_failure
-from trials.codec import to_json
-from trials.outcome import Measurement
+from orchestrator.statistics import Interval
 
 STATUS_WORDS = {
     "stopped_early": "stopped early",
@@ -18,6 +13,8 @@ STATUS_WORDS = {
     "timed_out": "timed out",
     "gang_lost": "gang lost",
 }
+
+
 STATUS_STYLES = {
     "measured": "green",
     "running": "cyan",
@@ -26,6 +23,8 @@ STATUS_STYLES = {
     "timed_out": "red",
     "host_oom": "red",
 }
+
+
 DASH = "–"  # noqa: RUF001
 
 
@@ -59,26 +58,6 @@ def ratio_interval(ci95: Interval | None) -> str:
     return f"{ci95.low:.2f}x {DASH} {ci95.high:.2f}x" if ci95 else "interval unknown"
 
 
-def spread(measurement: Measurement) -> str:
-    """Half the relative inter-quartile range of the step times: ``± 1.2 %``."""
-    return f"± {50 * relative_spread(measurement.step_times_s):.1f} %"
-
-
-def versus(compared: Speedup | None) -> str:
-    """``1.42x``; a difference inside the noise carries ``≈``."""
-    if compared is None:
-        return DASH
-    return f"{'≈' if compared.verdict == 'tie' else ''}{compared.ratio.value:.2f}x"
-
-
-def versus_style(compared: Speedup | None) -> str:
-    return {"faster": "green", "slower": "red", "tie": "dim"}[compared.verdict] if compared else "dim"
-
-
-def versus_baseline(trial: Trial, state: SweepState) -> Speedup | None:
-    return speedup(trial, state.baseline) if trial.number != 0 else None
-
-
 def num_bytes(value: float) -> str:
     """``1.25 GiB``."""
     for unit in ("B", "KiB", "MiB"):
@@ -86,23 +65,6 @@ def num_bytes(value: float) -> str:
             return f"{value:.0f} {unit}"
         value /= 1024
     return f"{value:.2f} GiB" if value < 10 else f"{value:.1f} GiB"
-
-
-def peak_memory(measurement: Measurement) -> str:
-    """The largest peak over ranks, reserved by the allocator where that is known."""
-    return num_bytes(measurement.peak_bytes)
-
-
-def breakdown(measurement: Measurement) -> list[tuple[str, float]]:
-    """(phase, its share of the step time) in the order of the step; shares sum to 1. Empty where nobody looked inside
-    the step, as on simulated clusters."""
-    parts = {name.removesuffix("_s"): max(0.0, s) for name, s in to_json(measurement.breakdown).items()}
-    if not any(seconds for name, seconds in parts.items() if name != "other"):
-        return []
-    if not parts["bubble"]:
-        del parts["bubble"]  # no pipeline
-    total = sum(parts.values())
-    return [(name, seconds / total) for name, seconds in parts.items()] if total else []
 
 
 def milliseconds(seconds: float) -> str:
@@ -129,22 +91,16 @@ def device_time(device_seconds: float) -> str:
     )
 
 
-class Names:
-    """Short configuration names with what all trials share said once, in ``common``."""
-
-    def __init__(self, trials: Iterable[Trial]) -> None:
-        names = {trial.number: short_name(trial.candidate).split() for trial in trials}
-        first: list[str] = next(iter(names.values()), [])
-        shared = [word for word in first if all(word in words for words in names.values())]
-        self._shared = set(shared) if len(names) > 1 else set()
-        self._names = names
-        self.common = " ".join(word for word in first if word in self._shared)
-
-    def __getitem__(self, trial: Trial) -> str:
-        words = [word for word in self._names[trial.number] if word not in self._shared]
-        return " ".join(words) or "as above"
+def count(number: int, noun: str) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def failure(trial: Trial) -> str:
-    """One line of evidence of a trial that was not measured."""
-    return describe_failure(trial.outcome)
+def signal_name(exit_code: int | None) -> str | None:
+    """``SIGKILL`` for -9; None where it was no signal."""
+    if exit_code is None or exit_code >= 0:
+        return None
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"

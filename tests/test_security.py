@@ -17,7 +17,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.connect import ClusterRequest, connect
+from cluster.connect import connect
+from cluster.request import ClusterRequest
 from orchestrator.cli.main import main
 from orchestrator.config.sweep import load_sweep
 from orchestrator.errors import ConfigError

@@ -137,6 +137,11 @@ class Workload:
         """Repeated layers: transformer blocks, residual blocks, linear layers."""
         return self.model.num_layers
 
+    @property
+    def speed_unit(self) -> str:
+        """What throughput is counted in, per second and device: tokens, or samples where they are no sequences."""
+        return "tokens/s/p" if isinstance(self.model, LlamaModel) else "samples/s/p"
+
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 """Pipeline schedules. ``zbv``: zero bubble, each rank holds stages r and 2 pp - 1 - r (Qi et al., arXiv 2401.10241)."""

@@ -14,9 +14,9 @@ from cluster.connect import describe
 from cluster.hardware.topology import Topology
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.planning.candidate import find
-from orchestrator.planning.forecast import Prediction, make_predictor, prediction
 from orchestrator.planning.hardware.request import cluster_request
 from orchestrator.planning.plan import Plan, make_plan
+from orchestrator.search.prediction.forecast import Prediction, make_predictor, prediction
 from orchestrator.space.rules import check
 from trials.spec import Candidate, Workload
 

@@ -17,7 +17,7 @@ from cluster.hardware.accelerators import describe_topology
 from cluster.virtual.modelled import ModelledCost
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.controller import service
-from orchestrator.space.space import short_name
+from orchestrator.space.naming import short_name
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.state import SweepState
 from trials.spec import Candidate, TrialSpec

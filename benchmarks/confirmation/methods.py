@@ -10,7 +10,7 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.proof import confirmation as judging
+from orchestrator.proof import confirmation
 from orchestrator.proof.boundaries import critical_value
 from orchestrator.proof.confirmation import Judgement, judge, order
 from orchestrator.statistics import Estimate, Interval, verdict
@@ -144,7 +144,9 @@ def ours(case: Case) -> Claim:
 
 def patient(case: Case) -> Claim:
     """The product, had it no way of giving up a finalist that cannot be expected to be shown faster any more."""
-    with patch.object(judging._Effect, "may_be_shown", lambda self, what: what == "slower" or not self.is_not_faster):
+    with patch.object(
+        confirmation._Effect, "may_be_shown", lambda self, what: what == "slower" or not self.is_not_faster
+    ):
         return ours(case)
 
 

@@ -19,9 +19,9 @@ def half_a_bucket_not_reduced() -> None:
     """DDP reduces the first half of every bucket only."""
     import torch.distributed as dist
 
-    from trials.training import build as parallel
+    from trials.training import build
 
-    apply_ddp = parallel.apply_ddp
+    apply_ddp = build.apply_ddp
 
     def hook(group, bucket):  # noqa: ANN001, ANN202  # DDP would look at annotations
         buffer = bucket.buffer()
@@ -34,7 +34,7 @@ def half_a_bucket_not_reduced() -> None:
         module.register_comm_hook(None, hook)
         return module
 
-    parallel.apply_ddp = broken
+    build.apply_ddp = broken
 
 
 def one_layer_not_reduced() -> None:
@@ -176,10 +176,10 @@ def ranks_share_rows() -> None:
 
 def other_weights() -> None:
     """Initial values drawn with another seed."""
-    from trials.training import build as parallel
+    from trials.training import build
 
-    init = parallel.init_parameters
-    parallel.init_parameters = lambda model, seed, shards: init(model, seed + 1, shards)
+    init = build.init_parameters
+    build.init_parameters = lambda model, seed, shards: init(model, seed + 1, shards)
 
 
 def _with_attention(wrap: Callable[[Any], Any]) -> None:

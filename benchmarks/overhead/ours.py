@@ -15,8 +15,9 @@ from typing import Any
 from benchmarks.overhead import WORLD_SIZE, clock_ms, temporary_folder
 from benchmarks.runner.runners import STAMP
 from cluster.base import Cluster, GangEnded, GangLaunch
-from cluster.connect import ClusterRequest, connect
+from cluster.connect import connect
 from cluster.hardware.placement import Placement, place
+from cluster.request import ClusterRequest
 from orchestrator.controller.runtime import Recipe, Runtime
 from orchestrator.search.search import Search
 from orchestrator.sweep.events import Budget, SweepCreated

@@ -29,8 +29,7 @@ from cluster.base import GangProgress
 from cluster.hardware.placement import Pool
 from cluster.hardware.topology import cpu_model
 from cluster.virtual.backend import VirtualCluster
-from orchestrator.controller import launcher as assembly
-from orchestrator.controller import runtime, service
+from orchestrator.controller import launcher, runtime, service
 from orchestrator.search.search import Search
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
@@ -67,7 +66,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "ledger": [(Ledger, "append"), (Ledger, "following"), (Ledger, "cursor"), (Ledger, "advance")],
     "decide": [(runtime, "step"), (service, "fold"), (runtime, "fold")],
     "placement": [(Pool, "place"), (Pool, "take"), (Pool, "give_back"), (Pool, "set_nodes")],
-    "launch": [(assembly.Launcher, "_build")],
+    "launch": [(launcher.Launcher, "_build")],
     "simulation": [(VirtualCluster, "launch"), (VirtualCluster, "poll"), (VirtualCluster, "kill")],
     "mlflow": [(Tracker, "sync")],
 }

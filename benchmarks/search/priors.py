@@ -15,8 +15,9 @@ from cluster.cost.coefficients import MEMORY, TIME, Coefficients, Prior, assumed
 from cluster.cost.inputs import Array, CostInputs, concatenate, from_rows
 from cluster.cost.memory import stage_bytes
 from cluster.cost.work import work_of
-from orchestrator.search.acquisition import Belief, Seen
+from orchestrator.search.acquisition import Seen
 from orchestrator.search.guided import num_calibrating
+from orchestrator.search.prediction.belief import Belief
 from orchestrator.search.prediction.gaussian_process import ErrorModel
 from orchestrator.search.prediction.predictor import (
     COMMON_STD,

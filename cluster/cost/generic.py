@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
+from cluster.cost.candidates import NUMBER_FORMATS
 from cluster.cost.coefficients import Coefficients
 from cluster.cost.inputs import Array
+from cluster.hardware.accelerators import ClusterDescription
+from trials.dryrun.estimate import Estimate
+from trials.flops import activation_elements, model_flops_per_token, num_kernels, num_parameters
+from trials.spec import Candidate, LlamaModel, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +69,8 @@ class GenericInputs:
 
 
 GENERIC_TIME_TERMS = ("compute", "recompute", "launch", "gradient_reduction", "optimizer", "overhead", "data")
+
+
 GENERIC_MEMORY_TERMS = ("states", "activations", "constant", "fragmentation")
 
 KERNELS_PER_LAYER = 20
@@ -101,3 +108,156 @@ def generic_peak_bytes(x: GenericInputs, k: Coefficients) -> dict[str, Array]:
         "constant": np.full(len(x), k["constant_bytes"]),
         "fragmentation": (states + activations) * k["fragmentation"],
     }
+
+
+OPERAND_BYTES = {"O0": 4, "O1": 2, "O2": 2}
+"""Of an activation element, by AMP level."""
+
+
+GRADIENT_BYTES = {"O0": 4, "O1": 4, "O2": 2}
+
+
+PARAM_BYTES = {"O0": 16, "O1": 18, "O2": 16}
+"""Weights, gradients, AdamW's states, master weights and autocast's copies, per parameter."""
+
+
+PASSES_PER_ACTIVATION = 3
+"""Times an activation kept for the backward pass is written or read in the forward pass."""
+
+
+RING_SHARES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
+"""Times (d - 1) / d of a collective's bytes that each of its d ranks sends."""
+
+Estimates = Mapping[Candidate, Estimate]
+
+
+def generic_inputs(
+    pairs: Sequence[tuple[Workload, Candidate]], cluster: ClusterDescription, estimates: Estimates
+) -> GenericInputs:
+    """One row per (workload, candidate), all on the same cluster.
+
+    Args:
+        estimates: what dry runs counted for candidates of the first pair's workload. A candidate without one takes that
+            of the first that differs only in knobs without influence on FLOPs and memory.
+
+    Raises:
+        NotImplementedError: the device has no peak for a candidate's number format.
+    """
+    known = _Known(pairs[0][0], estimates) if pairs else _Known(None, {})
+    return GenericInputs.from_rows([_row(workload, candidate, cluster, known) for workload, candidate in pairs])
+
+
+class _Known:
+    """Estimates by what they depend on."""
+
+    def __init__(self, workload: Workload | None, estimates: Estimates) -> None:
+        self._workload = workload
+        self._alike: dict[tuple[object, ...], Estimate] = {}
+        for candidate, estimate in estimates.items():
+            self._alike.setdefault(_counted_by(candidate), estimate)
+        self._estimates = estimates
+
+    def find(self, workload: Workload, candidate: Candidate) -> Estimate | None:
+        if workload != self._workload:
+            return None
+        return self._estimates.get(candidate) or self._alike.get(_counted_by(candidate))
+
+
+def _counted_by(candidate: Candidate) -> tuple[object, ...]:
+    """What FLOPs, collectives and memory follow from; how data is read and kernels are chosen is not part of it."""
+    kernels = candidate.kernels
+    return (
+        candidate.layout,
+        candidate.micro_batch_size,
+        candidate.recompute,
+        candidate.precision,
+        kernels.compile,
+        kernels.attention,
+    )
+
+
+def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription, known: _Known) -> dict[str, float]:
+    layout, accelerator = candidate.layout, cluster.accelerator
+    inside = layout.world_size <= cluster.domain_size
+    estimate = known.find(workload, candidate)
+    counts = _by_formula(workload, candidate)
+    if estimate is not None:
+        counts |= _by_dry_run(workload, candidate, estimate)
+    return {
+        **counts,
+        "counted": float(estimate is not None),
+        "num_params": num_parameters(workload.model),
+        "num_kernels": num_kernels(workload.model),
+        "micro_batch_size": candidate.micro_batch_size,
+        "num_microbatches": max(1, candidate.num_microbatches(workload.global_batch_size)),
+        "dp": layout.world_size,
+        "num_shards": layout.dp_shard if layout.zero_stage else 1,
+        "zero_stage": layout.zero_stage,
+        "peak_flops_per_s": _peak(candidate, cluster),
+        "memory_bytes": accelerator.usable_memory_bytes,
+        "memory_bytes_per_s": accelerator.memory_bytes_per_s,
+        "link_bytes_per_s": accelerator.link_bytes_per_s if inside else cluster.network_bytes_per_s,
+        "data_wait_s": 0.0,
+    }
+
+
+def _by_formula(workload: Workload, candidate: Candidate) -> dict[str, float]:
+    """From the model's shape. Recompute in full of n of the N layers keeps that share less, and repeats it."""
+    model, level = workload.model, candidate.precision.level
+    assert not isinstance(model, LlamaModel), "decoders have a model of their own"
+    size = OPERAND_BYTES[level]
+    repeated = sum(map(sum, candidate.recompute.full)) / model.num_layers
+    kept = activation_elements(model) * size
+    weights = num_parameters(model) * size / candidate.micro_batch_size
+    return {
+        "forward_flops": model_flops_per_token(model, 1) / 3,
+        "repeated_share": repeated,
+        "activation_bytes": kept * (1 - repeated * (1 - 1 / model.num_layers)),
+        "traffic_bytes": PASSES_PER_ACTIVATION * kept + weights,
+        "param_bytes": PARAM_BYTES[level],
+        "transfer_bytes": _sent_bytes(workload, candidate),
+    }
+
+
+def _sent_bytes(workload: Workload, candidate: Candidate) -> float:
+    """All-reduce of the gradients; ZeRO-3 gathers the weights for forward and backward of every micro-batch."""
+    layout, level = candidate.layout, candidate.precision.level
+    num_params, size = num_parameters(workload.model), GRADIENT_BYTES[level]
+    if layout.zero_stage != 3:
+        return 2 * _others(layout.world_size) * num_params * size
+    gathers = 2 * max(1, candidate.num_microbatches(workload.global_batch_size)) * OPERAND_BYTES[level]
+    across = 2 * _others(layout.dp_replicate) * num_params / layout.dp_shard * size
+    return _others(layout.dp_shard) * num_params * (gathers + size) + across
+
+
+def _by_dry_run(workload: Workload, candidate: Candidate, estimate: Estimate) -> dict[str, float]:
+    """A rank's step as it was counted, as figures per sample and parameter."""
+    stage = max(estimate.stages, key=lambda stage: stage.peak_bytes)
+    layout, flops = candidate.layout, stage.flops
+    num_samples = workload.global_batch_size / layout.dp
+    trained = flops.get("forward", 0) + flops.get("backward", 0)
+    held = stage.peak_by_category
+    states = sum(held.get(category, 0) for category in ("param", "grad", "optimizer"))
+    num_shards = layout.dp_shard if layout.zero_stage else 1
+    others = _others(layout.world_size)
+    return {
+        "forward_flops": trained / 3 / num_samples,
+        "repeated_share": 3 * flops.get("recompute", 0) / trained if trained else 0.0,
+        "activation_bytes": (stage.peak_bytes - states) / candidate.micro_batch_size,
+        "param_bytes": states * num_shards / num_parameters(workload.model),
+        "transfer_bytes": others
+        * sum(RING_SHARES.get(name, 1.0) * traffic.num_bytes for name, traffic in stage.collectives.items()),
+    }
+
+
+def _others(num_ranks: int) -> float:
+    return (num_ranks - 1) / num_ranks
+
+
+def _peak(candidate: Candidate, cluster: ClusterDescription) -> float:
+    precision = candidate.precision
+    name = NUMBER_FORMATS[candidate.kernels.matmul_precision] if precision.level == "O0" else precision.dtype
+    peak = cluster.accelerator.peak(name) or cluster.accelerator.peak("float32")
+    if peak is None:
+        raise NotImplementedError(f"{cluster.accelerator.name} has no peak for {name}")
+    return peak

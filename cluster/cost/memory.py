@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from cluster.cost.coefficients import Coefficients
-from cluster.cost.in_flight import in_flight
 from cluster.cost.inputs import Array, CostInputs
+from cluster.cost.pipeline import in_flight
 from cluster.cost.work import Work, is_last, layers_params, tables_params
 
 MEMORY_TERMS = (

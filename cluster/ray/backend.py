@@ -35,7 +35,7 @@ from cluster.ray.queue import RayAdmission
 from cluster.ray.settings import first_line
 
 if TYPE_CHECKING:
-    from cluster.connect import ClusterRequest
+    from cluster.request import ClusterRequest
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from cluster.cost.calibrate import Calibrated
 from cluster.cost.candidates import inputs_of
 from cluster.cost.coefficients import Coefficients, Prior, load_prior
 from cluster.cost.estimate import CostModel
-from cluster.cost.generic import generic_peak_bytes, generic_step_seconds
-from cluster.cost.generic_inputs import generic_inputs
+from cluster.cost.generic import generic_inputs, generic_peak_bytes, generic_step_seconds
 from cluster.hardware.accelerators import ClusterDescription
 from cluster.virtual.simulated import Cost
 from trials.codec import to_json

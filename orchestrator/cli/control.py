@@ -71,16 +71,16 @@ def cancel(sweep: str, no_wait: bool, home: Path, as_json: bool) -> None:
 
 def _stop(sweep: str, what: Action, home: Path, as_json: bool, *, no_wait: bool) -> None:
     """Ask, and wait until it is so. Giving up waiting takes nothing back."""
-    from orchestrator.commands import stop as stopping
+    from orchestrator.commands import stop
     from orchestrator.sweep.home import Home
 
     try:
-        with stopping.progress() as tell:
-            stopped = stopping.stop(sweep, Home(home), what, wait=not no_wait, tell=tell)
+        with stop.progress() as tell:
+            stopped = stop.stop(sweep, Home(home), what, wait=not no_wait, tell=tell)
     except KeyboardInterrupt:
         click.echo(f"no longer waiting; what was asked of {sweep} still stands", err=True)
         sys.exit(EXIT_INTERRUPTED)
-    print_result(as_json, stopped.to_json(), lambda: stopping.render(stopped))
+    print_result(as_json, stopped.to_json(), lambda: stop.render(stopped))
     if not no_wait and not stopped.is_done:
         sys.exit(EXIT_FAILED)
 

@@ -51,10 +51,10 @@ def export(
         raise click.UsageError("say what to export and how: NAME@production --format FORMAT, or --formats for a list")
     recipes.recipe(name)
 
-    from orchestrator.promotion import references as reading
+    from orchestrator.promotion import references
     from orchestrator.sweep.home import Home
 
-    described = reading.describe(reference, Home(home), tracking_uri)
+    described = references.describe(reference, Home(home), tracking_uri)
     made = recipes.export(name, described.candidate, described.workload, allow_lossy=allow_lossy)
     written = [] if out is None else _write(made, out)
     if as_json:

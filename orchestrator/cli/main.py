@@ -15,12 +15,7 @@ from typing import Any
 
 import click
 
-from orchestrator.cli import control as cli_control
-from orchestrator.cli import export as cli_export
-from orchestrator.cli import plan as cli_plan
-from orchestrator.cli import registry as cli_registry
-from orchestrator.cli import run as cli_run
-from orchestrator.cli import sweeps as cli_sweeps
+from orchestrator.cli import control, export, plan, registry, run, sweeps
 from orchestrator.cli.options import EXIT_INTERRUPTED, EXIT_USER
 from trials.secrets import RedactingFormatter, redact, redact_uncaught
 
@@ -74,7 +69,7 @@ def main(verbose: bool) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
 
 
-for _module in (cli_plan, cli_run, cli_sweeps, cli_control, cli_registry, cli_export):
+for _module in (plan, run, sweeps, control, registry, export):
     for _command in _module.COMMANDS:
         main.add_command(_command)
 

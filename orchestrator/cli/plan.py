@@ -81,15 +81,13 @@ def dryrun(
         --device cuda --max-device-memory 80GB
       tune-cluster dryrun configs/sweeps/quickstart.yaml --all --limit 50
     """
-    from orchestrator.commands import dry_run as dryrun_command
+    from orchestrator.commands import dry_run
     from orchestrator.sweep.home import Home
     from orchestrator.terminal import dry_run as report_dryrun
 
     with report_dryrun.progress() as progress:
         num_legal = limit if all_legal else None
-        verdicts = dryrun_command.dry_run(
-            file, Home(home), trials=trials, num_legal=num_legal, progress=progress, **options
-        )
+        verdicts = dry_run.dry_run(file, Home(home), trials=trials, num_legal=num_legal, progress=progress, **options)
     body = [verdict.to_json() for verdict in verdicts]
     print_result(as_json, body, lambda: report_dryrun.render_dry_runs(verdicts, as_table=all_legal))
     if any(verdict.failed for verdict in verdicts):

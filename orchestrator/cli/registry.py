@@ -84,12 +84,12 @@ def promote(
     """
     from orchestrator.promotion import commands
     from orchestrator.sweep.home import Home
-    from orchestrator.terminal import promotion as report_promotion
+    from orchestrator.terminal import promotion
 
     promoted = commands.promote(
         name, Home(home), sweep=sweep, trial=trial, reason=reason, expect_current=expect_current, force=force
     )
-    print_result(as_json, promoted, lambda: report_promotion.render_promotion(promoted, Invocation.current(home)))
+    print_result(as_json, promoted, lambda: promotion.render_promotion(promoted, Invocation.current(home)))
 
 
 @click.command()
@@ -120,12 +120,12 @@ def rollback(
     """
     from orchestrator.promotion import commands
     from orchestrator.sweep.home import Home
-    from orchestrator.terminal import promotion as report_promotion
+    from orchestrator.terminal import promotion
 
     changed = commands.roll_back(
         name, Home(home), to=to, reason=reason, expect_current=expect_current, tracking_uri=tracking_uri
     )
-    print_result(as_json, changed, lambda: report_promotion.render_rollback(changed, Invocation.current(home)))
+    print_result(as_json, changed, lambda: promotion.render_rollback(changed, Invocation.current(home)))
 
 
 @click.command()
@@ -142,10 +142,10 @@ def history(name: str, tracking_uri: str | None, home: Path, as_json: bool) -> N
     """
     from orchestrator.promotion import commands
     from orchestrator.sweep.home import Home
-    from orchestrator.terminal import promotion as report_promotion
+    from orchestrator.terminal import promotion
 
     found = commands.history(name, Home(home), tracking_uri=tracking_uri)
-    print_result(as_json, found, lambda: report_promotion.render_history(found))
+    print_result(as_json, found, lambda: promotion.render_history(found))
 
 
 @click.command()
@@ -162,10 +162,10 @@ def show(reference: str, tracking_uri: str | None, home: Path, as_json: bool) ->
     """
     from orchestrator.promotion import commands
     from orchestrator.sweep.home import Home
-    from orchestrator.terminal import promotion as report_promotion
+    from orchestrator.terminal import promotion
 
     shown = commands.show(reference, Home(home), tracking_uri=tracking_uri)
-    print_result(as_json, shown, lambda: report_promotion.render_recipe(shown))
+    print_result(as_json, shown, lambda: promotion.render_recipe(shown))
 
 
 @click.command()
@@ -186,10 +186,10 @@ def diff(a: str, b: str, tracking_uri: str | None, home: Path, as_json: bool) ->
     """
     from orchestrator.promotion import commands
     from orchestrator.sweep.home import Home
-    from orchestrator.terminal import promotion as report_promotion
+    from orchestrator.terminal import promotion
 
     found = commands.diff(a, b, Home(home), tracking_uri=tracking_uri)
-    print_result(as_json, found.to_json(), lambda: report_promotion.render_difference(found))
+    print_result(as_json, found.to_json(), lambda: promotion.render_difference(found))
 
 
 @click.command()
@@ -239,8 +239,7 @@ def verify(
     from orchestrator.promotion import verify as verification
     from orchestrator.signals import interruptible
     from orchestrator.sweep.home import Home
-    from orchestrator.terminal import promotion as report_promotion
-    from orchestrator.terminal import report
+    from orchestrator.terminal import promotion, report
 
     with interruptible(), report.LiveView() as view:
         found = verification.verify(
@@ -253,7 +252,7 @@ def verify(
             address=address,
             tracking_uri=tracking_uri,
         )
-    print_result(as_json, found.to_json(), lambda: report_promotion.render_verification(found))
+    print_result(as_json, found.to_json(), lambda: promotion.render_verification(found))
     if found.drifted:
         sys.exit(EXIT_FAILED)
 

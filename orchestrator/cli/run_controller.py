@@ -59,15 +59,13 @@ def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def take_up(answer: Answer, home: Path, where: Where, *, as_json: bool) -> None:
     """Leave what was asked of a sweep to the controller at work, or go on with the sweep."""
-    from orchestrator.commands import submit as submission
+    from orchestrator.commands import submit
     from orchestrator.sweep.home import Home
 
     if answer.is_controlled and not where.follow:
         print_result(as_json, answer.to_json(), lambda: "The controller at work takes it up.")
         return
-    made = submission.of_sweep(
-        answer.sweep, Home(home), address=where.address, mode=where.mode, options=program_options()
-    )
+    made = submit.of_sweep(answer.sweep, Home(home), address=where.address, mode=where.mode, options=program_options())
     go(made, follow=where.follow, as_json=as_json)
 
 
@@ -76,18 +74,18 @@ def program_options() -> tuple[str, ...]:
 
 
 def go(made: Submission, *, follow: bool, as_json: bool) -> None:
-    from orchestrator.commands import submit as submission
+    from orchestrator.commands import submit
     from orchestrator.commands.supervisor import supervised_run
 
     if made.mode == "foreground":
         run = supervised_run()
         if not made.is_over and not run:
-            submission.find_running(made)  # one that has just paused it ends; with any other the ledger is busy
+            submit.find_running(made)  # one that has just paused it ends; with any other the ledger is busy
         if made.needs_supervisor and not run:
             _become(made.supervised(*(["--json"] if as_json else [])))
         _run_here(made, run, as_json)
         return
-    begun = submission.find_running(made) or submission.begin(made, lambda line: click.echo(line, err=True))
+    begun = submit.find_running(made) or submit.begin(made, lambda line: click.echo(line, err=True))
     if begun.exit_code:
         sys.exit(begun.exit_code)
     if follow and begun.exit_code is None:
@@ -111,8 +109,8 @@ def _run_here(made: Submission, run: int, as_json: bool) -> None:
     from orchestrator.commands import background
     from orchestrator.commands.supervisor import EXIT_CLUSTER_LOST
     from orchestrator.controller import service
-    from orchestrator.controller.heartbeat import MODE_VARIABLE
     from orchestrator.signals import interruptible
+    from orchestrator.sweep.documents import MODE_VARIABLE
     from orchestrator.terminal import report
 
     try:
@@ -138,12 +136,12 @@ def _run_here(made: Submission, run: int, as_json: bool) -> None:
 
 
 def _follow(made: Submission, begun: Begun) -> None:
-    from orchestrator.commands import submit as submission
+    from orchestrator.commands import submit
 
     if begun.is_attached:
         click.echo(_words(made, begun), err=True)
     try:
-        for line in submission.follow(begun, made.home):
+        for line in submit.follow(begun, made.home):
             click.echo(line, err=True)
     except KeyboardInterrupt:
         program = Invocation.current(made.home.path)

@@ -31,13 +31,13 @@ def ps(home: Path, as_json: bool) -> None:
       tune-cluster ps
       tune-cluster ps --json
     """
-    from orchestrator.status import overview as inspection_json
+    from orchestrator.status import overview
     from orchestrator.status.listing import inspect_all
     from orchestrator.sweep.home import Home
-    from orchestrator.terminal import report_ps
+    from orchestrator.terminal import status as report_ps
 
     sweeps = inspect_all(Home(home))
-    body = [inspection_json.overview(sweep, Home(home)) for sweep in sweeps] if as_json else None
+    body = [overview.overview(sweep, Home(home)) for sweep in sweeps] if as_json else None
     print_result(as_json, body, lambda: report_ps.render_ps(sweeps, Home(home)))
 
 
@@ -54,13 +54,13 @@ def status(sweep: str, home: Path, as_json: bool) -> None:
     Example:
       tune-cluster status quickstart
     """
-    from orchestrator.status import overview as inspection_json
+    from orchestrator.status import overview
     from orchestrator.status.listing import inspect
     from orchestrator.sweep.home import Home
     from orchestrator.terminal import status as report_status
 
     seen = inspect(sweep, Home(home))
-    body = inspection_json.detail(seen, Home(home)) if as_json else None
+    body = overview.detail(seen, Home(home)) if as_json else None
     print_result(as_json, body, lambda: report_status.render_status(seen, Home(home), Invocation.current(home)))
 
 
@@ -177,9 +177,9 @@ def explain(sweep: str, trial: str | None, other: str | None, home: Path, as_jso
       tune-cluster explain quickstart --trial t005
       tune-cluster explain quickstart t003
     """
-    from orchestrator.status import story as explanation
+    from orchestrator.status import story
     from orchestrator.sweep.home import Home
-    from orchestrator.terminal import explain_trial as report_explain
+    from orchestrator.terminal import explain_trial
 
     if trial is not None and other is not None:
         raise click.UsageError("TRIAL and --trial exclude each other: one tells a trial's story, one a sweep's.")
@@ -187,20 +187,20 @@ def explain(sweep: str, trial: str | None, other: str | None, home: Path, as_jso
         _explain_sweep(sweep, other, Home(home), as_json)
         return
     with Home(home).open(sweep, begun=False) as ledger:
-        explained = explanation.explain(ledger, trial)
-    print_result(as_json, explained.to_json(), lambda: report_explain.render_explanation(explained))
+        explained = story.explain(ledger, trial)
+    print_result(as_json, explained.to_json(), lambda: explain_trial.render_explanation(explained))
 
 
 def _explain_sweep(sweep: str, trial: str | None, home: Home, as_json: bool) -> None:
     from rich.console import Console
 
     from orchestrator.diagnosis.load import explain_ledger
-    from orchestrator.terminal import explain_sweep as report_explain_sweep
+    from orchestrator.terminal import explain_sweep
 
     with home.open(sweep) as ledger, Console(stderr=True).status("looking for what holds it back ..."):
         explained = explain_ledger(ledger, trial=trial)
     body = explained.to_json() if as_json else None
-    print_result(as_json, body, lambda: report_explain_sweep.render_sweep_explanation(explained))
+    print_result(as_json, body, lambda: explain_sweep.render_sweep_explanation(explained))
 
 
 @click.command(name="report")

@@ -15,20 +15,27 @@ from typing import IO, Any
 
 from cluster.base import ClusterError
 from orchestrator import locks
-from orchestrator.controller.heartbeat import CONTROLLER, LEASE, MODE_VARIABLE
 from orchestrator.errors import ConfigError
 from orchestrator.plain_text import plain
-from orchestrator.status.logs import CONTROLLER_LOG
-from orchestrator.sweep.home import Home
+from orchestrator.sweep.documents import CONTROLLER, LEASE, MODE_VARIABLE
+from orchestrator.sweep.home import CONTROLLER_LOG, Home, is_at_work
 from orchestrator.sweep.ledger import FILE_NAME, LedgerError, SweepBusyError
 from orchestrator.tail import Follower, tail
 from trials.files import make_private_folder, write_atomically
 
 DETACHED, RAY_JOB = "detached", "ray job"
 """Values of ``TUNE_CLUSTER_CONTROLLER_MODE``."""
+
+
 MARK_VARIABLE = "TUNE_CLUSTER_HOME_MARK"
+
+
 POLL_S = 0.2
+
+
 NUM_LINES = 200
+
+
 _MARK = "submitted"
 
 
@@ -73,18 +80,6 @@ def detach(argv: Sequence[str], home: Home, name: str, *, show: Callable[[str], 
         if is_ready or exit_code is not None:
             return Started(exit_code=exit_code, log=follower)
         time.sleep(POLL_S)
-
-
-def is_at_work(home: Home, name: str) -> bool:
-    """Whether a controller runs the sweep, or a detached one waits until it can be started again."""
-    folder = home.sweep_folder(name)
-    if locks.is_held(folder / CONTROLLER_LOG):
-        return True
-    try:
-        with home.open(name, begun=False) as ledger:
-            return ledger.is_held()
-    except (ConfigError, LedgerError):  # there is none, or not any more
-        return False
 
 
 def controller_log(home: Home, name: str, *, follow: bool = False, num_lines: int = NUM_LINES) -> Iterator[str]:

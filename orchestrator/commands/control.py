@@ -6,22 +6,18 @@ import contextlib
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from orchestrator.controller.launcher import recovered
-from orchestrator.controller.recovery import settle
-from orchestrator.controller.step import decide, step
+from orchestrator.controller.recovery import apply_requests
 from orchestrator.errors import ConfigError
-from orchestrator.status.logs import find_trial
-from orchestrator.sweep.events import Action, Event, Finish, Pause, SweepFinished, SweepPaused
+from orchestrator.sweep.events import Action
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger, SweepBusyError
 from orchestrator.sweep.limits import spent_by_search
-from orchestrator.sweep.requests import action, asker, checks, chosen, new_events
+from orchestrator.sweep.requests import action, asker, checks, chosen
 from orchestrator.sweep.requests import retry as retry_request
-from orchestrator.sweep.state import SweepState, SweepStatus
+from orchestrator.sweep.state import SweepState, SweepStatus, find_trial
 
 CLOSING_S = 30.0
 """For how long to wait for the controller of a sweep that has just ended."""
@@ -90,7 +86,7 @@ def ask_checks(name: str, home: Home, what: Literal["confirm", "profile"], trial
     """Have a trial confirmed against the baseline, or profiled; a finished sweep is open again.
 
     Args:
-        trial: as people write it, see :func:`orchestrator.status.logs.find_trial`; None: the best one to confirm, the
+        trial: as people write it, see :func:`orchestrator.sweep.state.find_trial`; None: the best one to confirm, the
         winner
             to profile.
 
@@ -114,35 +110,6 @@ def ask_checks(name: str, home: Home, what: Literal["confirm", "profile"], trial
         request = checks(**{what: (chosen_trial.number,)})
         number = ledger.ask(request, by=asker(), at_s=time.time())
         return _answer(name, ledger, number, (chosen_trial.number,))
-
-
-def apply_requests(ledger: Ledger, folder: Path) -> SweepState:
-    """Do what has been asked of a sweep without a controller; the caller holds its ledger. It happens at the time of
-    the last event: since then nobody has been at work, and no time was spent."""
-    state = fold(ledger.events())
-    if state.created is None:
-        return state
-    at_s = state.now_s
-    events: list[Event] = list(new_events(ledger, state, at_s))
-    if not events:
-        return state
-
-    def take(event: Any) -> None:
-        nonlocal state
-        ledger.append(event)
-        state, _ = step(state, event)
-
-    for event in events:
-        take(event)
-    if state.asked is not None:  # what a dead controller left running is gone, too
-        for end in settle(state, lambda trial: recovered(folder / "attempts", trial), lambda: at_s):
-            take(end)
-    for command in decide(state):
-        if isinstance(command, Pause):
-            take(SweepPaused(at_s=at_s, reason=command.reason))
-        elif isinstance(command, Finish) and state.asked is not None:
-            take(SweepFinished(at_s=at_s, status=command.status, reason=command.reason))
-    return state
 
 
 def _check_open(name: str, state: SweepState) -> None:

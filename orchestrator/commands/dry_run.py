@@ -20,8 +20,8 @@ from orchestrator.planning.dryrun.cache import DryRunCache
 from orchestrator.planning.dryrun.estimates import KnownEstimates, load_estimates
 from orchestrator.planning.dryrun.simulation import Progress, estimate_all
 from orchestrator.planning.hardware.request import device_kind, known_topology, memory_limit_bytes
-from orchestrator.planning.plan import Plan, describe, make_plan
-from orchestrator.space.space import short_name
+from orchestrator.planning.plan import Plan, make_plan
+from orchestrator.space.naming import describe, short_name
 from orchestrator.sweep.home import Home
 from trials.codec import to_json
 from trials.dryrun.estimate import CUDA_CONTEXT_BYTES, FRAGMENTATION, Estimate

@@ -9,10 +9,11 @@ import click
 
 from orchestrator.commands.background import controller_log
 from orchestrator.plain_text import plain
-from orchestrator.status.logs import AttemptLogs, RankLog, attempt_logs, find_trial, log_tail
+from orchestrator.status.logs import AttemptLogs, RankLog, attempt_logs, log_tail
 from orchestrator.status.snapshot import Inspection, look
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.state import find_trial
 from orchestrator.tail import Follower, follow
 
 MAX_RANKS = 8

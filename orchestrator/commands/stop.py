@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from orchestrator import units as fmt
+from orchestrator import units
 from orchestrator.commands import control
 from orchestrator.plain_text import plain
 from orchestrator.status.snapshot import AT_REST, ENDED, Inspection, look
@@ -98,5 +98,5 @@ def _is_done(sweep: Inspection, action: Action) -> bool:
 
 
 def _words(sweep: Inspection) -> str:
-    running = " ".join(fmt.trial_id(number) for number in sorted(sweep.state.running))
+    running = " ".join(units.trial_id(number) for number in sorted(sweep.state.running))
     return f"{sweep.name} is {sweep.phase}" + (f"; {running} still running" if running else "")

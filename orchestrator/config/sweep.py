@@ -32,6 +32,7 @@ from orchestrator.space.knobs.sections import Section, fault
 from orchestrator.space.replay import ReplayError, ReplaySpace, replay_space
 from orchestrator.space.rules import Filters, check
 from orchestrator.sweep.checks import ProofSettings
+from orchestrator.sweep.events import SweepCreated
 from trials.codec import digest
 from trials.spec import Candidate, Protocol, Workload
 
@@ -229,3 +230,15 @@ def _with_model(source: YamlSource) -> dict[str, Any]:
     except ValidationError as error:
         raise to_config_error(error, model, section) from None
     return {**source.data, "workload": {**workload, "model": model.data}}
+
+
+def check_same(created: SweepCreated, spec: SweepSpec) -> None:
+    """Raises:
+    ConfigError: the sweep was created from a file that means something else.
+    """
+    if created.spec_hash != spec.spec_hash:
+        raise ConfigError(
+            f"the sweep {spec.name!r} was started with another content",
+            key="name",
+            remedy="Give this one another name, or keep it in another folder with --home.",
+        )

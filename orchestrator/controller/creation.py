@@ -14,9 +14,9 @@ from orchestrator.planning.dryrun.estimates import KnownEstimates, load_estimate
 from orchestrator.planning.hardware.fingerprint import fingerprint
 from orchestrator.planning.hardware.profiles import load_profile
 from orchestrator.planning.knowledge import Knowledge
-from orchestrator.planning.plan import Plan, make_plan
-from orchestrator.report.sources import PLAN, plan_document
+from orchestrator.planning.plan import Plan, make_plan, plan_document
 from orchestrator.search.prediction.transfer import EarlierTrial, num_sweeps
+from orchestrator.sweep.documents import PLAN
 from orchestrator.sweep.events import Budget, SweepCreated
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
@@ -25,9 +25,6 @@ from orchestrator.tracking.history import earlier_trials
 from orchestrator.tracking.tracker import Tracker
 from trials.codec import digest
 from trials.spec import ProfileSpec
-
-SPEC = "spec"
-"""The ledger's document with the sweep file, written out."""
 
 
 def begin(
@@ -69,23 +66,6 @@ def planned_topology(spec: SweepSpec, held: Topology) -> Topology:
     first = held.nodes[0]
     missing = tuple(replace(first, name=f"{first.name}-later{i}") for i in range(num_missing))
     return replace(held, nodes=held.nodes + missing)
-
-
-def tracking_uri(ledger: Ledger, home: Home) -> str:
-    """Where the sweep is recorded: the store its file named when it was created, else that of the home."""
-    return ledger.document("tracking")["uri"] or home.default_tracking_uri
-
-
-def check_same(created: SweepCreated, spec: SweepSpec) -> None:
-    """Raises:
-    ConfigError: the sweep was created from a file that means something else.
-    """
-    if created.spec_hash != spec.spec_hash:
-        raise ConfigError(
-            f"the sweep {spec.name!r} was started with another content",
-            key="name",
-            remedy="Give this one another name, or keep it in another folder with --home.",
-        )
 
 
 def kept_estimates(spec: SweepSpec, topology: Topology | None, home: Home) -> KnownEstimates:

@@ -10,22 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cluster.base import GangProgress
-from orchestrator.controller.runtime import Observer
+from orchestrator.sweep.documents import CONTROLLER, JOB_VARIABLE, LEASE, LIVE, MODE_VARIABLE
 from orchestrator.sweep.ledger import Ledger, LedgerError
 from orchestrator.sweep.state import SweepState
 
 logger = logging.getLogger(__name__)
 
-CONTROLLER, LEASE, LIVE = "controller", "lease", "live"
-"""The documents: who is at work and how; nodes held and why not more; how far running trials have got."""
-MODE_VARIABLE, JOB_VARIABLE = "TUNE_CLUSTER_CONTROLLER_MODE", "TUNE_CLUSTER_JOB"
-"""Set for controllers that run in the background: ``detached`` or ``ray job``, and the job's id."""
+
 PERIOD_S = 2.0
 """Between two writings of the same document."""
 
 
 class Heartbeat:
-    """An :class:`orchestrator.controller.runtime.Observer` that writes. Its documents are for people: losing one
+    """An :class:`orchestrator.controller.observer.Observer` that writes. Its documents are for people: losing one
     does no harm."""
 
     def __init__(self, ledger: Ledger, *, address: str | None, clock: Callable[[], float] = time.time) -> None:
@@ -62,22 +59,3 @@ class Heartbeat:
             self._ledger.put_document(name, body)
         except LedgerError as error:
             logger.debug("%s is not written: %s", name, error)
-
-
-class Observers:
-    """Several as one."""
-
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        self._observers = tuple(observers)
-
-    def on_state(self, state: SweepState) -> None:
-        for observer in self._observers:
-            observer.on_state(state)
-
-    def on_progress(self, trial: int, progress: GangProgress) -> None:
-        for observer in self._observers:
-            observer.on_progress(trial, progress)
-
-    def on_lease(self, nodes: Sequence[str], waiting: str) -> None:
-        for observer in self._observers:
-            observer.on_lease(nodes, waiting)

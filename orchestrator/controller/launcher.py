@@ -6,12 +6,11 @@ import logging
 from pathlib import Path
 
 from cluster.base import GangLaunch
-from cluster.gang.recovery import recover
 from cluster.hardware.placement import Placement
 from cluster.hardware.topology import Topology
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.controller.early_stop import EarlyStop
-from orchestrator.controller.recovery import Recovered
+from orchestrator.controller.recovery import Recovered, recovered
 from orchestrator.controller.runtime import Recipe
 from orchestrator.planning.forecast import of_plan
 from orchestrator.planning.knowledge import Knowledge
@@ -20,7 +19,7 @@ from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.prediction.predictor import NotDescribedError
 from orchestrator.search.search import Search
 from orchestrator.search.staged import Stages
-from orchestrator.space.space import flat_params
+from orchestrator.space.naming import flat_params
 from orchestrator.sweep.checks import GateRun, GateSettings, ProfileRun
 from orchestrator.sweep.state import Trial
 from trials.codec import to_json
@@ -104,11 +103,3 @@ class Launcher:
 
     def _recover(self, trial: Trial) -> Recovered:
         return recovered(self._attempts, trial)
-
-
-def recovered(attempts: Path, trial: Trial) -> Recovered:
-    """What the running attempt of ``trial``, whose controller is gone, left in the folder ``attempts``."""
-    attempt = trial.attempts[-1]
-    found = recover(attempts, attempt.token, len(attempt.ranks))
-    held_s = max(0.0, found.ended_at_s - attempt.launched_at_s) if found.ended_at_s else 0.0
-    return Recovered(outcome=found.outcome, device_seconds=held_s * attempt.num_devices)

@@ -8,9 +8,14 @@ from dataclasses import replace
 
 from cluster.base import Cluster
 from cluster.queue.share import Claim, Grant
+from orchestrator.controller.observer import Observer
+from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.requests import last_request
 
 BEAT_S = 2.0
 """Pause between two words with the queue."""
+
+
 GRACE_S = 30.0
 """How long gangs on nodes that others need may take to end by themselves."""
 
@@ -84,3 +89,22 @@ class LeaseKeeper:
         """Leave the queue."""
         if self._claim is not None:
             self._cluster.admission.leave()
+
+
+class WithdrawnError(Exception):
+    """Somebody asked the sweep to pause, drain or end while it waited."""
+
+
+class Waiting:
+    """What :func:`cluster.connect.connect` calls while it waits."""
+
+    def __init__(self, ledger: Ledger, observer: Observer) -> None:
+        self._ledger = ledger
+        self._observer = observer
+        self.num_requests = last_request(ledger)
+        """Those made before the sweep was started."""
+
+    def __call__(self, reason: str) -> None:
+        self._observer.on_lease((), reason)
+        if any(request.body["action"] != "retry" for request in self._ledger.requests(self.num_requests)):
+            raise WithdrawnError

@@ -5,9 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from cluster.gang.recovery import recover
 from orchestrator.controller.early_stop import settled
-from orchestrator.sweep.events import AttemptEnded
+from orchestrator.controller.step import decide, step
+from orchestrator.sweep.events import AttemptEnded, Event, Finish, Pause, SweepFinished, SweepPaused
+from orchestrator.sweep.fold import fold
+from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.requests import new_events
 from orchestrator.sweep.state import SweepState, Trial
 from trials.outcome import Outcome
 
@@ -37,3 +44,40 @@ def settle(
             outcome=settled(trial, found.outcome),
             device_seconds=found.device_seconds,
         )
+
+
+def recovered(attempts: Path, trial: Trial) -> Recovered:
+    """What the running attempt of ``trial``, whose controller is gone, left in the folder ``attempts``."""
+    attempt = trial.attempts[-1]
+    found = recover(attempts, attempt.token, len(attempt.ranks))
+    held_s = max(0.0, found.ended_at_s - attempt.launched_at_s) if found.ended_at_s else 0.0
+    return Recovered(outcome=found.outcome, device_seconds=held_s * attempt.num_devices)
+
+
+def apply_requests(ledger: Ledger, folder: Path) -> SweepState:
+    """Do what has been asked of a sweep without a controller; the caller holds its ledger. It happens at the time of
+    the last event: since then nobody has been at work, and no time was spent."""
+    state = fold(ledger.events())
+    if state.created is None:
+        return state
+    at_s = state.now_s
+    events: list[Event] = list(new_events(ledger, state, at_s))
+    if not events:
+        return state
+
+    def take(event: Any) -> None:
+        nonlocal state
+        ledger.append(event)
+        state, _ = step(state, event)
+
+    for event in events:
+        take(event)
+    if state.asked is not None:  # what a dead controller left running is gone, too
+        for end in settle(state, lambda trial: recovered(folder / "attempts", trial), lambda: at_s):
+            take(end)
+    for command in decide(state):
+        if isinstance(command, Pause):
+            take(SweepPaused(at_s=at_s, reason=command.reason))
+        elif isinstance(command, Finish) and state.asked is not None:
+            take(SweepFinished(at_s=at_s, status=command.status, reason=command.reason))
+    return state

@@ -12,7 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, assert_never
+from typing import assert_never
 from uuid import uuid4
 
 from cluster.base import Cluster, ClusterLostError, GangEnded, GangLaunch, GangProgress
@@ -20,6 +20,7 @@ from cluster.hardware.placement import Placement
 from orchestrator.controller.early_stop import EarlyStop, settled
 from orchestrator.controller.journalled import propose, written_down
 from orchestrator.controller.lease import LeaseKeeper
+from orchestrator.controller.observer import Observer, Projection
 from orchestrator.controller.placer import Placer
 from orchestrator.controller.recovery import Recovered, settle
 from orchestrator.controller.step import step
@@ -57,26 +58,10 @@ logger = logging.getLogger(__name__)
 
 MAX_LOST_IN_A_ROW = 5
 """Attempts lost one after another, whatever their trials, before the cluster is taken to be broken."""
+
+
 POLL_S = 0.5
 """Longest wait for gang events between two looks at the clock."""
-
-
-class Observer(Protocol):
-    """Watches a sweep, for people; must not raise."""
-
-    def on_state(self, state: SweepState) -> None: ...
-
-    def on_progress(self, trial: int, progress: GangProgress) -> None: ...
-
-    def on_lease(self, nodes: Sequence[str], waiting: str) -> None:
-        """Nodes held, and why not more."""
-        ...
-
-
-class Projection(Protocol):
-    """Carries ledger entries to another system, at its own pace; failures stay inside."""
-
-    def sync(self, ledger: Ledger, state: SweepState) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,21 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.connect import clock_of, connect
-from orchestrator.commands.control import apply_requests
-from orchestrator.config.sweep import SweepSpec, load_sweep
-from orchestrator.controller.creation import SPEC, begin, check_same, kept_estimates, planned_topology, tracking_uri
-from orchestrator.controller.heartbeat import Heartbeat, Observers
+from orchestrator.config.sweep import SweepSpec, check_same, load_sweep
+from orchestrator.controller.creation import begin, kept_estimates, planned_topology
+from orchestrator.controller.heartbeat import Heartbeat
 from orchestrator.controller.launcher import Launcher, make_search
-from orchestrator.controller.lease import LeaseKeeper
-from orchestrator.controller.runtime import Observer, Projection, Runtime
-from orchestrator.controller.waiting import Waiting, WithdrawnError
+from orchestrator.controller.lease import LeaseKeeper, Waiting, WithdrawnError
+from orchestrator.controller.observer import Observer, Observers, Projection
+from orchestrator.controller.recovery import apply_requests
+from orchestrator.controller.runtime import Runtime
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import experiments_url, sweep_links
 from orchestrator.notifications.notifier import Notifier, check_notify
 from orchestrator.planning.hardware.request import cluster_request, known_topology
 from orchestrator.planning.plan import make_plan
 from orchestrator.report.artifacts import ProfileCopies
-from orchestrator.report.summary import Recorded, Summary, summarize
+from orchestrator.report.summary import Summary, summarize
+from orchestrator.sweep.documents import SPEC, Recorded, tracking_uri
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger

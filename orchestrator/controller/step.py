@@ -11,8 +11,7 @@ from orchestrator.sweep.checks import ConfirmationRun
 from orchestrator.sweep.events import Action, Command, Event, Finish, Launch, Pause, Propose, Stop
 from orchestrator.sweep.fold import apply
 from orchestrator.sweep.limits import end_of_search, launchable, reason_to_fail
-from orchestrator.sweep.state import SweepState, Trial
-from trials.outcome import Failure
+from orchestrator.sweep.state import SweepState, Trial, nodes_to_avoid
 
 
 def step(state: SweepState, event: Event) -> tuple[SweepState, tuple[Command, ...]]:
@@ -63,9 +62,3 @@ def _launch(state: SweepState, trial: Trial) -> Launch:
         avoid=nodes_to_avoid(trial),
         within=largest_layout(state) if isinstance(trial.check, ConfirmationRun) else None,
     )
-
-
-def nodes_to_avoid(trial: Trial) -> tuple[str, ...]:
-    """Those on which earlier attempts of the trial failed, in their order."""
-    blamed = (attempt.outcome.evidence.node for attempt in trial.attempts if isinstance(attempt.outcome, Failure))
-    return tuple(dict.fromkeys(node for node in blamed if node))

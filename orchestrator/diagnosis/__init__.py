@@ -3,8 +3,7 @@
 :func:`explain_sweep` is pure; :func:`explain_ledger` reads what it needs from a sweep's ledger.
 """
 
-from orchestrator.diagnosis.explain import Basis
-from orchestrator.diagnosis.explaining import explain_sweep
+from orchestrator.diagnosis.explain import Basis, explain_sweep
 from orchestrator.diagnosis.load import explain_ledger, load_basis
 from orchestrator.diagnosis.values import (
     Answer,

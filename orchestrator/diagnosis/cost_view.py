@@ -15,12 +15,12 @@ from cluster.cost.time import stage_seconds
 from cluster.cost.work import work_of
 from cluster.probe.prior import with_probe
 from cluster.probe.profile import Profile
-from orchestrator.search.acquisition import Belief, Seen, probability_fits
-from orchestrator.search.guided import device_seconds
-from orchestrator.search.prediction import model_families as described
+from orchestrator.search.acquisition import Seen, probability_fits
+from orchestrator.search.prediction import model_families
+from orchestrator.search.prediction.belief import Belief
 from orchestrator.search.prediction.gaussian_process import Residual, condition, learn
 from orchestrator.search.prediction.predictor import LOCAL_STD, Predictor, believed
-from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.sweep.state import SweepState, Trial, device_seconds
 from trials.outcome import OutOfMemory
 from trials.spec import Candidate
 
@@ -34,7 +34,7 @@ class ModelView:
     """Predictions for a fixed list of candidates, those of the sweep's trials among them.
 
     Args:
-        predictor: of these candidates, as :func:`orchestrator.planning.forecast.make_predictor` makes it.
+        predictor: of these candidates, as :func:`orchestrator.search.prediction.forecast.make_predictor` makes it.
         profile: what a probe measured of the nodes; the predictor's.
     """
 
@@ -60,7 +60,7 @@ class ModelView:
         row = self._row(candidate)
         x = self._predictor.inputs.take(slice(row, row + 1))
         model = CostModel(self._time, Calibrated.of_prior(load_prior("memory")))
-        found = described.estimate(model, x, on_cpu=self.on_cpu)
+        found = model_families.estimate(model, x, on_cpu=self.on_cpu)
         terms = {name: float(values[0]) for name, values in found.step_terms_s.items()}
         if self.on_cpu:
             computing = "compute" if "compute" in terms else "forward"
@@ -124,7 +124,7 @@ class ModelView:
             return Calibrated.of_prior(prior)
         x = self._predictor.inputs.take(rows)
         times = np.log([self._known_s[row] for row in rows.tolist()])
-        return fit(prior, functools.partial(described.log_device_seconds, x), times)
+        return fit(prior, functools.partial(model_families.log_device_seconds, x), times)
 
     @functools.cached_property
     def _known_s(self) -> dict[int, float]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from orchestrator import statistics as measured_statistics
+from orchestrator import statistics
 from orchestrator.diagnosis.observations import Observation, Table
 from orchestrator.diagnosis.values import KnobEffect
 
@@ -86,7 +86,7 @@ def _of_pairs(pairs: Sequence[tuple[Observation, Observation]]) -> LogRatio:
         return mean, mean - half, mean + half
     (one, other), *_ = pairs
     assert one.measurement is not None and other.measurement is not None
-    ci95 = measured_statistics.speed_ratio(other.measurement, one.measurement).ci95
+    ci95 = statistics.speed_ratio(other.measurement, one.measurement).ci95
     return (mean, math.log(ci95.low), math.log(ci95.high)) if ci95 else (mean, None, None)
 
 

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.hardware.topology import Topology
+from orchestrator.diagnosis.bottlenecks import Case, diagnose
+from orchestrator.diagnosis.cost_view import ModelView
+from orchestrator.diagnosis.effects import main_effects
+from orchestrator.diagnosis.observations import Table, tabulate
+from orchestrator.diagnosis.prediction_errors import hold_against
+from orchestrator.diagnosis.remedies import Change, changes
+from orchestrator.diagnosis.step_parts import ProfileOf, profiles_of, split
+from orchestrator.diagnosis.values import Diagnosis, Importance, KnobEffect, StepParts, SweepExplanation
+from orchestrator.errors import ConfigError
 from orchestrator.planning.knowledge import Knowledge
+from orchestrator.search.prediction.forecast import make_predictor
+from orchestrator.search.prediction.predictor import NotDescribedError
 from orchestrator.space.large import LargeSpace
+from orchestrator.space.naming import flat_params
+from orchestrator.space.neighbours import around
+from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.units import status_words, trial_id
 from trials.spec import Candidate
 
 
@@ -25,3 +41,145 @@ class Basis:
     knowledge: Knowledge = field(default_factory=Knowledge)
     problem: str = ""
     """Why candidates or hardware are not known; empty where they are."""
+
+
+def explain_sweep(state: SweepState, basis: Basis, *, trial: int | None = None) -> SweepExplanation:
+    """Everything there is to say of a sweep, at any time of its life; of ``trial`` in place of its winner.
+
+    Raises:
+        LookupError: the sweep has not been created yet.
+        ConfigError: ``trial`` was not measured.
+    """
+    baseline, chosen, role = _diagnosed(state, trial)
+    asked = [t for t in (baseline, chosen) if t is not None]
+    near = {t.number: _changes(t, state, basis) for t in asked}
+    view, unmodelled = _view(state, basis, [c.candidate for found in near.values() for c in found])
+    table = tabulate(state.searched())
+    effects = main_effects(table)
+    doctor = _Doctor(state, basis, view, unmodelled, effects)
+    return SweepExplanation(
+        sweep=state.sweep.sweep,
+        unit=state.sweep.workload.speed_unit,
+        hardware=state.sweep.hardware,
+        phase=state.status,
+        step_parts={t.number: doctor.parts(t) for t in state.searched() if t.measurement is not None},
+        baseline=doctor.diagnosis(baseline, "baseline", near[baseline.number]) if baseline else None,
+        chosen=doctor.diagnosis(chosen, role, near[chosen.number]) if chosen else None,
+        importance=_importance(table),
+        effects=effects,
+        predictions=hold_against(state.searched()),
+        limit_bytes=doctor.limit_bytes,
+        unmodelled=unmodelled,
+        model_error=view.error if view else None,
+    )
+
+
+def _diagnosed(state: SweepState, asked: int | None) -> tuple[Trial | None, Trial | None, str]:
+    """The baseline and the trial to hold against it, as far as measured, with its role."""
+    baseline = state.baseline if state.baseline and state.baseline.measurement else None
+    if asked is None:
+        chosen, is_confirmed = state.winner, state.verdict is not None and state.verdict.conclusion == "confirmed"
+        role = "winner" if is_confirmed else "fastest"
+    else:
+        chosen, role = _measured(state, asked), "chosen"
+    if chosen is None or chosen.measurement is None or chosen.number == 0:
+        return baseline, None, role
+    return baseline, chosen, role
+
+
+def _measured(state: SweepState, number: int) -> Trial:
+    """The trial asked for; for a check, the one it tests."""
+    trial = state.trials[number]
+    if trial.check is not None:
+        trial = state.trials[trial.check.of]
+    if trial.measurement is None:
+        name = trial_id(trial.number)
+        remedy = f"`tune-cluster explain {state.sweep.sweep} {name}` tells its story."
+        raise ConfigError(f"{name} was not measured: {status_words(trial.status)}", remedy=remedy)
+    return trial
+
+
+def _changes(trial: Trial, state: SweepState, basis: Basis) -> list[Change]:
+    """Among the plan's candidates, what was tried, and of a space too large to list what lies near."""
+    near = around(basis.beyond, trial.candidate) if basis.beyond is not None else []
+    tried = (other.candidate for other in state.searched())
+    return changes(trial, tuple(dict.fromkeys([*basis.candidates, *tried, *near])), state)
+
+
+def _view(state: SweepState, basis: Basis, near: Sequence[Candidate]) -> tuple[ModelView | None, str]:
+    """The cost model on the sweep's trials and the changes of interest, or why there is none."""
+    candidates = tuple(dict.fromkeys([*(trial.candidate for trial in state.searched()), *near]))
+    known = basis.knowledge
+    if basis.topology is None or not candidates:
+        return None, basis.problem or "the hardware is not known"
+    try:
+        predictor = make_predictor(
+            state.sweep.workload,
+            candidates,
+            basis.topology,
+            known.profile,
+            estimates=known.estimates.by_candidate,
+            earlier=known.earlier,
+        )
+    except NotDescribedError as error:
+        return None, str(error)
+    return ModelView(predictor, state, known.profile), ""
+
+
+def _importance(table: Table) -> Importance:
+    from orchestrator.diagnosis.importance import importance  # optuna takes seconds to import
+
+    return importance(table)
+
+
+class _Doctor:
+    """Diagnoses trials of one sweep."""
+
+    def __init__(
+        self, state: SweepState, basis: Basis, view: ModelView | None, unmodelled: str, effects: Sequence[KnobEffect]
+    ) -> None:
+        self._state, self._basis, self._view = state, basis, view
+        self._unmodelled = unmodelled
+        self._effects = effects
+        self._profiles: Mapping[int, ProfileOf] = profiles_of(state)
+        self._varied = basis.varied if basis.varied is not None else _varied(basis, state)
+
+    def parts(self, trial: Trial) -> StepParts:
+        return split(trial, self._terms_s(trial), self._unmodelled, self._profiles.get(trial.number))
+
+    def diagnosis(self, trial: Trial, role: str, near: Sequence[Change]) -> Diagnosis:
+        parts = self.parts(trial)
+        case = Case(
+            trial=trial,
+            workload=self._state.sweep.workload,
+            parts=parts,
+            terms_s=self._terms_s(trial),
+            view=self._view,
+            profile=self._profiles.get(trial.number),
+            changes=near,
+            varied=self._varied,
+            limit_bytes=self.limit_bytes,
+            effects=self._effects,
+        )
+        return Diagnosis(trial=trial.number, role=role, parts=parts, losses=diagnose(case))
+
+    def _terms_s(self, trial: Trial) -> Mapping[str, float]:
+        return self._view.step_terms_s(trial.candidate) if self._view is not None else {}
+
+    @property
+    def limit_bytes(self) -> float | None:
+        """Of a rank; ranks on CPUs share the host's memory unless the sweep limits them."""
+        if self._view is not None:
+            return self._view.limit_bytes
+        topology = self._basis.topology
+        return float(min(node.device_memory_bytes for node in topology.nodes)) if topology else None
+
+
+def _varied(basis: Basis, state: SweepState) -> frozenset[str]:
+    """Knobs in which the candidates differ."""
+    candidates = [*basis.candidates, *(trial.candidate for trial in state.searched())]
+    seen: dict[str, set[str]] = {}
+    for candidate in candidates:
+        for name, value in flat_params(candidate).items():
+            seen.setdefault(name, set()).add(str(value))
+    return frozenset(name for name, values in seen.items() if len(values) > 1)

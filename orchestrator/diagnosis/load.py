@@ -13,17 +13,15 @@ from pydantic import ValidationError
 from cluster.hardware.accelerators import CatalogueError, find_accelerator
 from cluster.hardware.topology import DeviceKind, Node, Topology
 from orchestrator.config.sweep import SweepSpec
-from orchestrator.diagnosis.explain import Basis
-from orchestrator.diagnosis.explaining import explain_sweep
+from orchestrator.diagnosis.explain import Basis, explain_sweep
 from orchestrator.diagnosis.values import SweepExplanation
 from orchestrator.errors import ConfigError
 from orchestrator.planning.knowledge import Knowledge
 from orchestrator.planning.plan import Plan, make_plan
-from orchestrator.status.logs import find_trial
 from orchestrator.sweep.events import SweepCreated
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
-from orchestrator.sweep.state import SweepState
+from orchestrator.sweep.state import SweepState, find_trial
 from orchestrator.units import status_words
 
 logger = logging.getLogger(__name__)

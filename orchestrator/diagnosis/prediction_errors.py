@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from scipy import stats
 
 from orchestrator.diagnosis.values import Predicted, Predictions
-from orchestrator.space.space import flat_params
+from orchestrator.space.naming import flat_params
 from orchestrator.sweep.state import Trial
 from trials.outcome import OutOfMemory
 

@@ -10,7 +10,7 @@ from typing import Any
 from orchestrator.diagnosis.cost_view import ModelView
 from orchestrator.diagnosis.values import Answer, Kind
 from orchestrator.space.large import without_effect
-from orchestrator.space.space import diff
+from orchestrator.space.naming import diff
 from orchestrator.statistics import MIN_DIFFERENCE, compare
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.units import num_bytes, status_words, trial_id

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.diagnosis.values import PART_NAMES, Part, PartName, Source, StepParts
-from orchestrator.sweep.state import Trial
+from orchestrator.sweep.checks import ProfileRun
+from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.units import trial_id
 from trials.outcome import Measurement
 from trials.reports.profile import RankProfile
@@ -33,6 +34,8 @@ TERMS: Mapping[str, PartName] = {
     "data": "data",
 }
 """Terms of the cost model by part. Passing tensors between stages counts as bubble, as the trial's clock has it."""
+
+
 IN_PASSES: tuple[PartName, ...] = ("compute", "recompute", "communication", "dispatch")
 """Parts of forward and backward."""
 
@@ -190,3 +193,15 @@ def _measured_recompute_s(trial: Trial) -> float:
 def _recomputes(trial: Trial) -> bool:
     recompute = trial.candidate.recompute
     return bool(recompute.full or recompute.selective)
+
+
+def profiles_of(state: SweepState) -> dict[int, ProfileOf]:
+    """By the trial that was profiled; of several runs the last one counts."""
+    found: dict[int, ProfileOf] = {}
+    for trial in state.trials:
+        if not isinstance(trial.check, ProfileRun) or trial.measurement is None:
+            continue
+        ranks = tuple(rank for rank in trial.measurement.findings.profile if rank.times.total_s > 0)
+        if ranks:
+            found[trial.check.of] = ProfileOf(run=trial.number, ranks=ranks)
+    return found

@@ -51,7 +51,7 @@ def check_notify(section: NotifySection) -> None:
 
 
 class Notifier:
-    """A :class:`orchestrator.controller.runtime.Projection` that notifies the receivers of ``section``."""
+    """A :class:`orchestrator.controller.observer.Projection` that notifies the receivers of ``section``."""
 
     def __init__(self, section: NotifySection, *, clock: Callable[[], float] = time.monotonic) -> None:
         order = Order(on=list(section.on), after_failures=section.after_failures)

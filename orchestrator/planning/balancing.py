@@ -17,7 +17,7 @@ from cluster.cost.candidates import inputs_of
 from cluster.cost.estimate import CostModel, cost_model
 from cluster.hardware.accelerators import CatalogueError, ClusterDescription, describe_topology
 from cluster.hardware.topology import Topology
-from orchestrator.search.prediction import model_families as described
+from orchestrator.search.prediction import model_families
 from orchestrator.space.knobs.layer_choices import even_split, layers_of, resolve_recompute
 from trials.spec import Candidate, LlamaModel, Recompute, Workload
 
@@ -142,4 +142,4 @@ def _solved(problem: BalanceProblem) -> Balance:
 
 def _peak_bytes(workload: Workload, candidate: Candidate, cluster: ClusterDescription) -> float:
     x = inputs_of([(workload, candidate)], cluster)
-    return float(described.estimate(_model(), x, on_cpu=cluster.accelerator.name == "cpu").peak_bytes[0])
+    return float(model_families.estimate(_model(), x, on_cpu=cluster.accelerator.name == "cpu").peak_bytes[0])

@@ -16,12 +16,12 @@ from orchestrator.config.sweep import SweepSpec
 from orchestrator.config.validation import to_config_error
 from orchestrator.config.yaml_source import YamlSource
 from orchestrator.errors import ConfigError
-from orchestrator.planning.forecast import Prediction, make_predictor, prediction
-from orchestrator.planning.plan import Plan, describe
+from orchestrator.planning.plan import Plan
+from orchestrator.search.prediction.forecast import Prediction, make_predictor, prediction
 from orchestrator.search.prediction.predictor import NotDescribedError
 from orchestrator.space.knobs.canonical import build_candidate
+from orchestrator.space.naming import describe, diff, short_name
 from orchestrator.space.rules import Violation, check
-from orchestrator.space.space import diff, short_name
 from trials.spec import Candidate
 
 OPTION = "--why"

@@ -2,72 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cluster.cost.calibrate import OUT_OF_MEMORY_THRESHOLD
-from cluster.cost.coefficients import load_prior
-from cluster.hardware.accelerators import CatalogueError, describe_topology
 from cluster.hardware.topology import Topology
-from cluster.probe.prior import with_measured_figures, with_probe
 from cluster.probe.profile import Profile
 from orchestrator.config.sweep import SweepSpec
-from orchestrator.planning.plan import Plan, describe
-from orchestrator.report.summary import speed_unit
-from orchestrator.search.prediction.predictor import NotDescribedError, Predictor
+from orchestrator.planning.plan import Plan
+from orchestrator.search.prediction.forecast import Prediction, make_predictor, prediction
+from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.prediction.transfer import EarlierTrial
-from orchestrator.space.space import flat_params
-from trials.dryrun.estimate import Estimate
-from trials.spec import Candidate, Workload
+from trials.spec import Workload
 
 NUM_SHOWN = 10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """One candidate before any measurement."""
-
-    candidate: Candidate
-    number: int | None
-    """In the plan's list, from 1; None when it is not there."""
-    unit: str
-    """Of throughput."""
-    step_s: float
-    step_terms_s: dict[str, float]
-    """Sum to ``step_s``."""
-    log_spread: float
-    """Standard deviation of log(measured / predicted) to expect."""
-    tokens_per_s_per_device: float
-    peak_bytes: float
-    """Of the fullest pipeline rank."""
-    peak_terms_bytes: dict[str, float]
-    """Sum to ``peak_bytes``."""
-    fullest_stage: int
-    limit_bytes: float
-    probability_fits: float
-
-    @property
-    def fits(self) -> bool:
-        return self.probability_fits >= 1 - OUT_OF_MEMORY_THRESHOLD
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **describe(self.candidate),
-            "number": self.number,
-            "step_time_s": self.step_s,
-            "step_terms_s": self.step_terms_s,
-            "log_spread": self.log_spread,
-            "tokens_per_s_per_device": self.tokens_per_s_per_device,
-            "peak_bytes": self.peak_bytes,
-            "peak_terms_bytes": self.peak_terms_bytes,
-            "fullest_stage": self.fullest_stage,
-            "limit_bytes": self.limit_bytes,
-            "probability_fits": self.probability_fits,
-            "fits": self.fits,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,35 +52,6 @@ class Forecast:
             "baseline": self.baseline.to_json(),
             "top": [prediction.to_json() for prediction in self.top],
         }
-
-
-def make_predictor(
-    workload: Workload,
-    candidates: tuple[Candidate, ...],
-    topology: Topology | None,
-    profile: Profile | None = None,
-    *,
-    estimates: Mapping[Candidate, Estimate] | None = None,
-    earlier: Sequence[EarlierTrial] = (),
-) -> Predictor:
-    """The cost model on ``candidates`` and the hardware of ``topology``, with what a probe measured of its nodes.
-
-    Raises:
-        NotDescribedError: no hardware is known, or the cost model knows the model or the device not.
-    """
-    if topology is None:
-        raise NotDescribedError("the hardware is not known before the lease")
-    try:
-        cluster = describe_topology(topology)
-    except CatalogueError as error:
-        raise NotDescribedError(str(error)) from None
-    prior = None
-    if profile is not None:
-        cluster = with_measured_figures(cluster, profile)
-        prior = with_probe(load_prior("time"), profile, cluster)
-    return Predictor(
-        workload, candidates, cluster, features=flat_params, prior=prior, estimates=estimates, earlier=earlier
-    )
 
 
 def of_plan(
@@ -171,24 +93,4 @@ def forecast(plan: Plan, spec: SweepSpec, topology: Topology | None, profile: Pr
         num_trials=num_trials,
         device_hours=float(spent.sum()) / 3600,
         num_probed=len(profile.measured) if profile is not None else 0,
-    )
-
-
-def prediction(predictor: Predictor, row: int, workload: Workload, *, number: int | None = None) -> Prediction:
-    """Of one row."""
-    found = predictor.estimates
-    step_s = float(found.step_s[row])
-    return Prediction(
-        candidate=predictor.candidates[row],
-        number=number,
-        unit=speed_unit(workload),
-        step_s=step_s,
-        step_terms_s={name: float(values[row]) for name, values in found.step_terms_s.items()},
-        log_spread=float(predictor.log_spread_of(row)),
-        tokens_per_s_per_device=workload.tokens_per_step / (step_s * float(predictor.inputs.world_size[row])),
-        peak_bytes=float(found.peak_bytes[row]),
-        peak_terms_bytes={name: float(values[row]) for name, values in found.peak_terms_bytes.items()},
-        fullest_stage=int(found.fullest_stage[row]),
-        limit_bytes=predictor.limit_bytes,
-        probability_fits=float(predictor.probability_fits[row]),
     )

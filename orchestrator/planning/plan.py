@@ -14,11 +14,17 @@ from orchestrator.planning.dryrun.estimates import KnownEstimates
 from orchestrator.space.large import MAX_ENUMERATED, SAMPLE_SIZE, LargeSpace
 from orchestrator.space.replay import ReplaySpace
 from orchestrator.space.rules import Case, Rule, Violation, check, rules_for, violations
-from orchestrator.space.space import Frame, Space, flat_params, make_space, short_name
+from orchestrator.space.space import Frame, Space, SpaceTooLargeError, make_space
 from trials.spec import Candidate, Workload
 
 if TYPE_CHECKING:
     from cluster.cost.balance.problem import Balance
+from typing import TYPE_CHECKING
+
+from orchestrator.space.naming import describe
+
+MAX_CANDIDATES = 500
+"""Legal candidates that the kept plan lists; of the others only the number is kept."""
 
 NUM_EXAMPLES = 3
 """Rejected candidates kept per rule; the others are only counted."""
@@ -93,14 +99,6 @@ class Plan:
         return body if found is None else {**body, "balance": found.to_json()}
 
 
-def describe(candidate: Candidate) -> dict[str, Any]:
-    return {
-        "config_key": candidate.config_key,
-        "short_name": short_name(candidate),
-        "params": flat_params(candidate),
-    }
-
-
 def make_plan(spec: SweepSpec, topology: Topology | None = None, known: KnownEstimates | None = None) -> Plan:
     """Sort the space into legal and rejected. Without a topology, rules about hardware are not applied, and without
     estimates, which :func:`orchestrator.planning.dryrun.estimates.load_estimates` finds, that about memory is not.
@@ -116,7 +114,7 @@ def make_plan(spec: SweepSpec, topology: Topology | None = None, known: KnownEst
     if broken:
         message = f"cannot run here: {broken[0].reason}"
         raise spec.error(("baseline",), message, "Correct the baseline or lease more devices.")
-    space = make_space(spec)
+    space = _space(spec)
     known = known or KnownEstimates()
     rules = (*rules_for(spec.filters), known.rule(baseline))
     sorter = _Sorter(rules=rules, spec=spec, topology=topology)
@@ -139,6 +137,13 @@ def make_plan(spec: SweepSpec, topology: Topology | None = None, known: KnownEst
         balances=balances,
         unbalanced=unbalanced,
     )
+
+
+def _space(spec: SweepSpec) -> Space:
+    try:
+        return make_space(spec.choices, spec.to_workload().model)
+    except SpaceTooLargeError as error:
+        raise spec.error(("space",), str(error), error.remedy) from None
 
 
 def _balance(
@@ -228,3 +233,8 @@ def _nothing_left(sorter: _Sorter) -> ConfigError:
         f"no legal candidate: rule {rule_id} removed {sorter.counts[rule_id]} of {total}, for example: {reason}",
         "Add choices that satisfy it.",
     )
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """The plan as it is kept: all rules with their examples, but not more than some legal candidates."""
+    return plan.to_json(MAX_CANDIDATES)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from orchestrator.controller.creation import tracking_uri as tracking_uri_of
 from orchestrator.errors import ConfigError
 from orchestrator.promotion.diff import Difference, compare
 from orchestrator.promotion.evidence import choose
@@ -17,12 +16,12 @@ from orchestrator.promotion.manifest import build_recipe
 from orchestrator.promotion.records import Record, Records, chain
 from orchestrator.promotion.references import describe, read, store
 from orchestrator.promotion.release import NONE, Change, Desk
-from orchestrator.sweep.events import Promoted
+from orchestrator.sweep.documents import tracking_uri as tracking_uri_of
+from orchestrator.sweep.events import Promoted, sweep_id
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home, check_name
 from orchestrator.sweep.ledger import Ledger, LedgerError, SweepBusyError
 from orchestrator.sweep.state import SweepState
-from orchestrator.tracking.content import sweep_id
 from orchestrator.tracking.registry import Registry
 from orchestrator.tracking.tracker import Tracker
 

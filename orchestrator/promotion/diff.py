@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator import units as fmt
+from orchestrator import units
 from orchestrator.promotion.references import Described
-from orchestrator.space.space import flat_params, short_name
+from orchestrator.space.naming import flat_params, short_name
 from trials.codec import to_json
 
 ABSENT = "–"  # noqa: RUF001
@@ -50,7 +50,7 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:
 
 
 def _evidence(of: Described) -> dict[str, str]:
-    speed = f"{fmt.rate(of.speed)} {of.unit}" if of.speed is not None else "not measured"
+    speed = f"{units.rate(of.speed)} {of.unit}" if of.speed is not None else "not measured"
     return {"configuration": short_name(of.candidate), "speed": speed, "verdict": of.verdict}
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy.special import stdtrit
 
-from orchestrator import units as fmt
+from orchestrator import units
 from orchestrator.promotion.diff import differing
 from orchestrator.proof.loss_gate import Trajectory, judge_gate
 from orchestrator.statistics import Estimate, Interval
@@ -57,7 +57,7 @@ def speed(then: Sequence[float], now: Sequence[float], tolerance: float) -> tupl
         words = "without an interval: a single run then and now says nothing about the noise"
     else:
         slower = ratio.ci95.high < 1 - tolerance
-        words = f"95 %: {fmt.ratio_interval(ratio.ci95)}"
+        words = f"95 %: {units.ratio_interval(ratio.ci95)}"
     verdict = "slower by more than" if slower else "not shown slower by more than"
     text = f"{ratio.value:.3f}x the promoted speed ({words}), {verdict} {tolerance:.0%}"
     return Finding(kind="speed", is_drift=slower, text=text), ratio

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator import units as fmt
+from orchestrator import units
 from orchestrator.errors import ConfigError
 from orchestrator.proof.progress import checks, gate_runs
-from orchestrator.report.summary import interval_json, result, speed_unit, speedup
-from orchestrator.status.logs import find_trial
+from orchestrator.report import words
+from orchestrator.report.summary import interval_json, result, speedup
 from orchestrator.sweep.checks import ConfirmationRun, GateReport, Verdict
-from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.tracking.content import sweep_id
+from orchestrator.sweep.events import sweep_id
+from orchestrator.sweep.state import SweepState, Trial, find_trial
 from trials.codec import to_json
 from trials.outcome import Measurement
 from trials.spec import Candidate
@@ -45,16 +45,16 @@ def choose(state: SweepState, trial: str | None, *, force: bool) -> Chosen:
     if chosen is None:
         raise ConfigError(f"sweep {name} measured nothing", remedy=f"See why: tune-cluster report {name}")
     if chosen.check is not None:
-        of = fmt.trial_id(chosen.check.of)
-        raise ConfigError(f"{fmt.trial_id(chosen.number)} of {name} is a check of {of}", remedy=f"Promote {of}.")
+        of = units.trial_id(chosen.check.of)
+        raise ConfigError(f"{units.trial_id(chosen.number)} of {name} is a check of {of}", remedy=f"Promote {of}.")
     if chosen.measurement is None:
-        why = f"{fmt.status_words(chosen.status)}: {fmt.failure(chosen)}"
+        why = f"{units.status_words(chosen.status)}: {words.failure(chosen)}"
         raise ConfigError(
-            f"{fmt.trial_id(chosen.number)} of {name} was not measured ({why})", remedy="Choose another trial."
+            f"{units.trial_id(chosen.number)} of {name} was not measured ({why})", remedy="Choose another trial."
         )
     found = Chosen(trial=chosen, missing=_missing(state, chosen), remedy=_remedy(state, chosen))
     if found.missing and not force:
-        subject = f"{fmt.trial_id(chosen.number)} of {name} cannot go to production: "
+        subject = f"{units.trial_id(chosen.number)} of {name} cannot go to production: "
         raise ConfigError(subject + "; ".join(found.missing), remedy=found.remedy)
     return found
 
@@ -86,7 +86,7 @@ def _not_the_winner(verdict: Verdict, number: int) -> str:
         case "confirmed":
             assert verdict.winner is not None, "a confirmed verdict has a winner"
             tied = ", though it cannot be told from it" if number in verdict.tied_with else ""
-            return f"the confirmed winner is {fmt.trial_id(verdict.winner)}{tied}"
+            return f"the confirmed winner is {units.trial_id(verdict.winner)}{tied}"
         case "keep":
             return f"it is not shown to be faster than what you have ({verdict.reason})"
         case "unconfirmed":
@@ -117,7 +117,7 @@ def _remedy(state: SweepState, chosen: Trial) -> str:
         return f"Keep what you have. {force}"
     if verdict is not None and verdict.winner == chosen.number:
         return f"Submit the sweep under another name with `gate:` on. {force}"
-    return f"Prove it: tune-cluster confirm {name} {fmt.trial_id(chosen.number)}. {force}"
+    return f"Prove it: tune-cluster confirm {name} {units.trial_id(chosen.number)}. {force}"
 
 
 def gate_of(verdict: Verdict, number: int) -> GateReport | None:
@@ -135,7 +135,7 @@ def evidence(state: SweepState, chosen: Chosen) -> dict[str, Any]:
         "sweep_id": sweep_id(state.sweep),
         "trial": trial.number,
         "tokens_per_s_per_device": measured.speed.value,
-        "unit": speed_unit(state.sweep.workload),
+        "unit": state.sweep.workload.speed_unit,
         "ci95": interval_json(measured.speed.ci95),
         "speedup": compared.to_json() if compared else None,
         "verdict": to_json(state.verdict),

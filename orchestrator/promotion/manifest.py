@@ -10,13 +10,13 @@ from typing import Any
 
 import yaml
 
-from orchestrator import units as fmt
-from orchestrator.controller.creation import SPEC
+from orchestrator import units
 from orchestrator.errors import ConfigError
 from orchestrator.promotion.evidence import Chosen, evidence
 from orchestrator.recipes import export_all
-from orchestrator.space.space import short_name
+from orchestrator.space.naming import short_name
 from orchestrator.statistics import Interval
+from orchestrator.sweep.documents import SPEC
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState
 from orchestrator.tracking.registry import MAX_DESCRIPTION_CHARS, Registered
@@ -99,7 +99,7 @@ def version_tags(recipe: Recipe) -> dict[str, str]:
     return {
         "tokens_per_s_per_device": f"{facts['tokens_per_s_per_device']:.6g}",
         "speedup": f"{ratio.value:.4g}" if ratio else "unknown",
-        "speedup_ci95": fmt.ratio_interval(ratio.ci95) if ratio else "unknown",
+        "speedup_ci95": units.ratio_interval(ratio.ci95) if ratio else "unknown",
         "verdict": verdict_of(facts)[0],
         "gate": gate_words(facts),
         "sweep": facts["sweep"],
@@ -154,8 +154,8 @@ def gate_words(facts: Mapping[str, Any]) -> str:
 def speed_words(facts: Mapping[str, Any]) -> str:
     """``3,200 tokens/s/p, 1.42x the baseline (1.38x - 1.46x)``."""
     ratio = ratio_of(facts)
-    against = f", {ratio.value:.2f}x the baseline ({fmt.ratio_interval(ratio.ci95)})" if ratio else ""
-    return f"{fmt.rate(facts['tokens_per_s_per_device'])} {facts['unit']}{against}"
+    against = f", {ratio.value:.2f}x the baseline ({units.ratio_interval(ratio.ci95)})" if ratio else ""
+    return f"{units.rate(facts['tokens_per_s_per_device'])} {facts['unit']}{against}"
 
 
 def describe(recipe: Recipe) -> str:

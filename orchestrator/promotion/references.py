@@ -11,10 +11,10 @@ from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import check_tracking_uri
 from orchestrator.promotion.history import PRODUCTION
 from orchestrator.promotion.manifest import JSON, SWEEP_WRITTEN_OUT, check_content, check_files, verdict_of
-from orchestrator.report.summary import result, speed_unit
-from orchestrator.status.logs import find_trial
+from orchestrator.report.summary import result
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home, check_name
+from orchestrator.sweep.state import find_trial
 from orchestrator.tracking.registry import Registered, Registry
 from orchestrator.tracking.tracker import Tracker
 from trials.codec import from_json
@@ -139,6 +139,6 @@ def _of_trial(sweep: str, trial: str, home: Home) -> Described:
         hardware=state.sweep.hardware,
         fingerprint=state.sweep.fingerprint,
         speed=measured.speed.value if measured else None,
-        unit=speed_unit(state.sweep.workload),
+        unit=state.sweep.workload.speed_unit,
         verdict="confirmed" if verdict and verdict.winner == found.number else "not confirmed",
     )

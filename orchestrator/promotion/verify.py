@@ -18,16 +18,17 @@ from typing import Any
 
 import yaml
 
-from orchestrator import units as fmt
+from orchestrator import units
 from orchestrator.config.knobs import BaselineSection
 from orchestrator.controller import service
-from orchestrator.controller.runtime import Observer
+from orchestrator.controller.observer import Observer
 from orchestrator.errors import ConfigError
 from orchestrator.promotion import drift
 from orchestrator.promotion.drift import Finding, Kind
 from orchestrator.promotion.evidence import trajectory_json
 from orchestrator.promotion.records import Records
 from orchestrator.promotion.references import Version, read, store
+from orchestrator.report import words
 from orchestrator.report.summary import interval_json
 from orchestrator.space.knobs.canonical import knob_values
 from orchestrator.space.knobs.layer_choices import RecomputeChoice, StageSplit
@@ -186,7 +187,7 @@ def _measure(spec: Mapping[str, Any], home: Home, observer: Observer, address: s
         state = service.submit(file, own, observer, address=address).state
     trial = state.baseline
     if trial is None or trial.outcome is None or isinstance(trial.outcome, GangLost | TimedOut):
-        why = fmt.failure(trial) if trial is not None and trial.outcome is not None else state.finish_reason
+        why = words.failure(trial) if trial is not None and trial.outcome is not None else state.finish_reason
         raise ConfigError(
             f"the sweep {spec['name']} could not measure it: {why}",
             remedy=f"See tune-cluster logs {spec['name']} baseline --home {own.path}",
@@ -204,8 +205,8 @@ def compare(
     measured = [trial.measurement for trial in trials if trial.measurement is not None]
     for trial in trials:
         if trial.measurement is None:
-            words = f"it does not run any more: {fmt.status_words(trial.status)}: {fmt.failure(trial)}"
-            return (*findings, Finding(kind="training", is_drift=True, text=words)), None
+            problem = f"it does not run any more: {units.status_words(trial.status)}: {words.failure(trial)}"
+            return (*findings, Finding(kind="training", is_drift=True, text=problem)), None
     then = [run["tokens_per_s_per_device"] for run in facts["confirmation"] if run["of"] == facts["trial"]]
     now = [measurement.tokens_per_s_per_device for measurement in measured]
     speed, ratio = drift.speed(then or [facts["tokens_per_s_per_device"]], now, tolerance)

@@ -17,8 +17,8 @@ from typing import Any
 from orchestrator.proof.keeper import KILL_S, Ending, Order
 from orchestrator.proof.loss_gate import trajectory
 from orchestrator.proof.progress import BASELINE, gate_runs
-from orchestrator.status.logs import attempt_folder
 from orchestrator.sweep.checks import Evaluation, GateReport
+from orchestrator.sweep.home import attempt_folder
 from orchestrator.sweep.state import SweepState, Trial
 from trials.codec import to_json
 from trials.files import make_private_folder, write_atomically

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from cluster.base import GangProgress
 from orchestrator.errors import ConfigError
-from orchestrator.status.logs import attempt_folder
 from orchestrator.sweep.checks import ProfileRun
+from orchestrator.sweep.events import SweepCreated
+from orchestrator.sweep.home import attempt_folder
 from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.tail import tail
 from orchestrator.units import trial_id
+from trials.codec import to_json
 from trials.files import make_private_folder
+from trials.outcome import Evidence, Measured, StoppedEarly
 from trials.reports.profile import FOLDER
+
+MAX_PARAM_CHARS = 6000
 
 logger = logging.getLogger(__name__)
 
@@ -79,3 +86,61 @@ def copy_profile(output: Path, sweep: str, trial: Trial, paths: Sequence[Path]) 
             f"cannot copy the profile to {folder}: {error}", remedy="Name another folder as profile.output."
         ) from None
     return folder
+
+
+def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flatten(item, f"{prefix}.{key}" if prefix else key)
+    elif value is not None:
+        yield prefix, str(value)[:MAX_PARAM_CHARS]
+
+
+def log_tail(trial: Trial) -> str | None:
+    """Last lines of the failed rank's log with the collateral errors; None where there are none."""
+    evidence: Evidence | None = getattr(trial.outcome, "evidence", None)
+    if evidence is None or not (evidence.log_tail or evidence.collateral):
+        return None
+    collateral = ["", "--- errors of other ranks ---", *evidence.collateral] if evidence.collateral else []
+    return "\n".join([*evidence.log_tail, *collateral]) + "\n"
+
+
+def sweep_params(created: SweepCreated) -> dict[str, str]:
+    """The workload and the budget, flat: ``model.hidden_size``, ``budget.max_trials``."""
+    values = {"workload": created.workload, "budget": created.budget, "num_legal": created.num_legal}
+    flat = dict(_flatten(to_json(values)))
+    return {key.removeprefix("workload."): text for key, text in flat.items()}
+
+
+MAX_LOG_LINES = 5000
+"""Of a rank's log, the last ones; in bytes it is bounded by ``log_files.MAX_TAIL_BYTES``."""
+
+
+MAX_RANKS = 8
+"""Logs kept of an attempt where nobody knows which rank failed."""
+
+
+def failed_logs(sweep_folder: Path, trial: Trial) -> dict[str, str]:
+    """Name to text: the failed rank's log of the last attempt, as far as it lies here; empty for what was measured."""
+    if not trial.attempts:
+        return {}
+    index, attempt = len(trial.attempts) - 1, trial.attempts[-1]
+    if attempt.outcome is None or isinstance(attempt.outcome, Measured | StoppedEarly):
+        return {}
+    folder = attempt_folder(sweep_folder, trial.number, index, attempt.token)
+    rank = attempt.outcome.evidence.rank
+    ranks = range(min(MAX_RANKS, len(attempt.ranks))) if rank is None else (rank,)
+    found = {}
+    for path in (folder / f"rank{rank}.log" for rank in ranks):
+        if path.is_file():
+            read = tail(path, MAX_LOG_LINES)
+            cut = "" if read.is_whole else f"... the last {len(read.lines)} lines\n"
+            found[f"attempt{index}-{path.name}"] = cut + "\n".join(read.lines) + "\n"
+    return found
+
+
+def profile_paths(sweep_folder: Path, trial: Trial) -> list[Path]:
+    """Traces and tables of a profiled trial."""
+    if not isinstance(trial.check, ProfileRun) or trial.measurement is None:
+        return []
+    return profile_files(sweep_folder, trial)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator import units as fmt
+from orchestrator import units
 from trials.reports.findings import (
     Findings,
     GraphReport,
@@ -44,7 +44,7 @@ def _effect(effect: PatternEffect) -> str:
     calls = f"{effect.num_matches} operator calls per step"
     if not effect.saved_bytes:
         return f"{name} saves nothing ({calls}): something else keeps the tensors alive"
-    saved, spent = fmt.num_bytes(effect.saved_bytes), fmt.milliseconds(effect.recompute_s)
+    saved, spent = units.num_bytes(effect.saved_bytes), units.milliseconds(effect.recompute_s)
     return f"{name} saves {saved} for {spent} per step ({calls})"
 
 
@@ -62,15 +62,17 @@ def _loss_scale(state: LossScaleState) -> str:
 def _graph(graph: GraphReport) -> str:
     again = f"{graph.num_recompilations} recompilations" if graph.num_recompilations else "no recompilation"
     why = f": {'; '.join(graph.reasons)}" if graph.reasons else ""
-    return f"compiled {graph.num_graphs} graphs in {fmt.milliseconds(graph.compile_s)}, {again}{why}"
+    return f"compiled {graph.num_graphs} graphs in {units.milliseconds(graph.compile_s)}, {again}{why}"
 
 
 def _loader(report: LoaderTuningReport) -> Iterator[str]:
-    points = ", ".join(f"{p.num_workers}x{p.prefetch_factor} {fmt.milliseconds(p.batch_time_s)}" for p in report.points)
+    points = ", ".join(
+        f"{p.num_workers}x{p.prefetch_factor} {units.milliseconds(p.batch_time_s)}" for p in report.points
+    )
     chosen = report.chosen
     yield (
         f"data loading: {chosen.num_workers} workers with {chosen.prefetch_factor} batches ahead, found in "
-        f"{fmt.duration(report.tuning_time_s)} (workers x ahead, per batch: {points})"
+        f"{units.duration(report.tuning_time_s)} (workers x ahead, per batch: {points})"
     )
     yield report.verdict
 
@@ -84,7 +86,7 @@ def _kernel_tuning(report: KernelTuningReport) -> str:
 
 
 def _memory_format(report: MemoryFormatReport) -> str:
-    times = f"nchw {fmt.milliseconds(report.nchw_s)}, nhwc {fmt.milliseconds(report.nhwc_s)}"
+    times = f"nchw {units.milliseconds(report.nchw_s)}, nhwc {units.milliseconds(report.nhwc_s)}"
     return f"memory format {report.chosen} ({times} per micro-batch; the rule: {report.rule})"
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from orchestrator import units as fmt
-from orchestrator.report import proof as proof_data
+from orchestrator import units
+from orchestrator.report import proof
 from orchestrator.report.findings import findings_lines
+from orchestrator.report.highlights import changed_knobs, cost, found_out, shown_change
 from orchestrator.report.summary import Summary
 from orchestrator.report.verdict import (
     change_heading,
@@ -15,12 +16,12 @@ from orchestrator.report.verdict import (
     details,
     gate_words,
     headline,
+    promotion_words,
     ratio_interval,
     winner_and_baseline,
 )
-from orchestrator.space.space import short_name
+from orchestrator.space.naming import short_name
 from orchestrator.sweep.state import SweepState
-from orchestrator.terminal.report import changed_knobs, cost, found_out, shown_change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,28 +59,20 @@ def _results(state: SweepState, summary: Summary) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for label, result in results:
         name, speed = short_name(result.trial.candidate), result.speed
-        number = fmt.trial_id(result.trial.number)
-        yield f"| {label} | {number} | `{name}` | {fmt.rate(speed.value)} | {fmt.interval(speed.ci95)} |"
+        number = units.trial_id(result.trial.number)
+        yield f"| {label} | {number} | `{name}` | {units.rate(speed.value)} | {units.interval(speed.ci95)} |"
 
 
 def _facts(state: SweepState, summary: Summary) -> Iterator[str]:
     if change := shown_change(state, summary):
         changes = (f"`{knob}` {before} → {after}" for knob, before, after in changed_knobs(*change))
         yield f"- {change_heading(state, summary)}: {'; '.join(changes)}"
-    for one in proof_data.finalists(state):
+    for one in proof.finalists(state):
         ratio = f"{one.overall.value:.2f}x ({ratio_interval(one.overall)})" if one.overall else "no round yet"
-        yield f"- Confirmation of {fmt.trial_id(one.trial)}: {ratio}, {one.words}"
-    for report in proof_data.gates(state):
+        yield f"- Confirmation of {units.trial_id(one.trial)}: {ratio}, {one.words}"
+    for report in proof.gates(state):
         words = gate_words(report) if report.passed or not details(state) else "failed"
-        yield f"- Loss gate of {fmt.trial_id(report.trial)}: {words}"
+        yield f"- Loss gate of {units.trial_id(report.trial)}: {words}"
     for label, result in winner_and_baseline(state, summary):
         yield from (f"- {label}: {line}" for line in findings_lines(found_out(result)))
     yield from (f"- {promotion_words(event.record)}" for event in state.promotions)
-
-
-def promotion_words(record: Mapping[str, str]) -> str:
-    """``t004 became `llama` version 3, by me@host``."""
-    what = "became" if record["action"] == "promote" else "was rolled back in"
-    forced = ", by force" if record.get("forced") == "true" else ""
-    trial = f"t{int(record['trial']):03d}" if record.get("trial", "").isdigit() else "it"
-    return f"{trial} {what} `{record['name']}` version {record['to_version']}, by {record['by']}{forced}"

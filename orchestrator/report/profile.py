@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cluster.gang.files import MAX_BYTES_PER_RANK
+from orchestrator import units
 from orchestrator.sweep.state import Trial
 from trials.codec import to_json
 from trials.reports.profile import CollectiveCount, OperatorTime, RankProfile, Redundancy
+
+MAX_OPERATORS = 10
+"""Shown in the terminal; the page has all."""
+
+PHASES = ("data", "forward", "backward", "bubble", "optimizer", "other")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,3 +166,151 @@ def _files(profile: RankProfile, nodes: list[str]) -> list[FileAt]:
         )
         for file in profile.files
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownTable:
+    """A table: its first ``num_words`` columns are words, the others numbers."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    num_words: int
+
+
+def _collectives_table(counts: Sequence[CollectiveCount]) -> ShownTable:
+    return ShownTable(
+        title="Collectives of one step, by the module that starts them",
+        heads=("module", "pass", "collective", "axis", "calls", "sent"),
+        rows=[
+            (
+                count.module,
+                count.phase,
+                count.kind,
+                f"{count.axis} {count.group_size}",
+                str(count.num_calls),
+                units.num_bytes(count.num_bytes),
+            )
+            for count in counts
+        ],
+        num_words=4,
+    )
+
+
+def _elsewhere(file: FileAt) -> str:
+    line = f"{file.node}:{file.path}" if file.node else file.path
+    if file.is_too_large:
+        return f"{line}  stayed there: rank {file.rank} has more than {units.num_bytes(MAX_BYTES_PER_RANK)}"
+    return f"{line}  {units.num_bytes(file.num_bytes)}"
+
+
+def file_lines(tables: ProfileTables, found: Sequence[Path]) -> Iterator[str]:
+    """The files that are here, below their folder; then where the others are."""
+    here = {path.name: path for path in found}
+    for folder in dict.fromkeys(path.parent for path in found):
+        yield f"in {folder}"
+        of = [file for file in tables.files if file.name in here and here[file.name].parent == folder]
+        yield from (f"  {file.name}  {units.num_bytes(file.num_bytes)}" for file in of)
+    yield from (_elsewhere(file) for file in tables.files if file.name not in here)
+
+
+def _operators_table(operators: Sequence[OperatorTime]) -> ShownTable:
+    on_device = any(operator.device_s for operator in operators)
+    heads = ("operator", "calls", "device", "host", "share") if on_device else ("operator", "calls", "host", "share")
+    return ShownTable(
+        title="Operators, per step and without those they call",
+        heads=heads,
+        rows=[
+            (
+                operator.name,
+                f"{operator.num_calls:g}",
+                *([units.milliseconds(operator.device_s)] if on_device else []),
+                units.milliseconds(operator.cpu_s),
+                f"{100 * operator.share:.1f} %",
+            )
+            for operator in operators
+        ],
+        num_words=1,
+    )
+
+
+def _rank(profile: RankProfile, tables: ProfileTables) -> str:
+    return f"{profile.rank} (stage {profile.stage})" if tables.stages else str(profile.rank)
+
+
+def _redundancy(found: Redundancy) -> str:
+    calls = (
+        f"{found.num_calls} call{'' if found.num_calls == 1 else 's'} and {units.num_bytes(found.num_bytes)} per step"
+    )
+    return f"redundant: {found.module} ({found.phase}) {found.problem}; {calls}"
+
+
+def remarks(tables: ProfileTables) -> Iterator[str]:
+    yield from map(_redundancy, tables.redundancies)
+    if not tables.redundancies and any(profile.counted for profile in tables.ranks):
+        yield "no redundant communication found" if tables.collectives else "no communication"
+    for profile in tables.ranks:
+        if profile.memory is not None:
+            phase = f" in {profile.memory.phase}" if profile.memory.phase else ""
+            start_bytes = profile.memory.start_bytes
+            start = f"{units.num_bytes(start_bytes)} before" if start_bytes else "beyond what was when recording began"
+            peak = units.num_bytes(profile.memory.peak_bytes)
+            yield f"rank {profile.rank}: {peak} at the memory peak{phase}, {start}"
+    yield from tables.notes
+
+
+def shown_tables(tables: ProfileTables, *, max_operators: int | None) -> Iterator[ShownTable]:
+    first = tables.ranks[0]
+    yield ShownTable(
+        title=f"Where a step goes (mean of steps {first.first_step} to {first.last_step})",
+        heads=("rank", "step", "computation", "communication", "uncovered", "free"),
+        rows=[_times_row(profile, tables) for profile in tables.ranks],
+        num_words=1,
+    )
+    phases = [name for name in PHASES if any(phase_s(profile, name) for profile in tables.ranks)]
+    yield ShownTable(
+        title="Phases of the step",
+        heads=("rank", *phases),
+        rows=[
+            (_rank(profile, tables), *(units.milliseconds(phase_s(profile, name)) for name in phases))
+            for profile in tables.ranks
+        ],
+        num_words=1,
+    )
+    if tables.stages:
+        yield _stages_table(tables)
+    yield _operators_table(tables.operators[:max_operators])
+    if tables.collectives:
+        yield _collectives_table(tables.collectives)
+
+
+def _stages_table(tables: ProfileTables) -> ShownTable:
+    mean_s = sum(stage.computation_s for stage in tables.stages) / len(tables.stages)
+    rows = []
+    for stage in tables.stages:
+        ratio = stage.computation_s / mean_s if mean_s else 1.0
+        slowest = "slowest" if stage.stage == tables.slowest_stage else ""
+        times = units.milliseconds(stage.computation_s), f"{ratio:.2f}", units.milliseconds(stage.bubble_s)
+        rows.append((str(stage.stage), slowest, *times))
+    return ShownTable(
+        title=f"Stages: the slowest computes {tables.imbalance or 1.0:.2f} times the mean",
+        heads=("stage", "", "computation", "of the mean", "bubble"),
+        rows=rows,
+        num_words=2,
+    )
+
+
+def _times_row(profile: RankProfile, tables: ProfileTables) -> tuple[str, ...]:
+    times = profile.times
+    return (
+        _rank(profile, tables),
+        units.milliseconds(times.total_s),
+        _with_share(times.computation_s, times.total_s),
+        _with_share(times.communication_s, times.total_s),
+        _with_share(times.uncovered_communication_s, times.total_s),
+        _with_share(times.free_s, times.total_s),
+    )
+
+
+def _with_share(time_s: float, total_s: float) -> str:
+    return f"{units.milliseconds(time_s)} {100 * time_s / total_s if total_s else 0:3.0f} %"

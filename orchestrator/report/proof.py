@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator import units as fmt
+from orchestrator import units
 from orchestrator.proof.loss_gate import Comparison, deviations, trajectory
 from orchestrator.proof.progress import (
     BASELINE,
@@ -136,7 +136,7 @@ def _words(state: SweepState, found: Confirmation, finalist: int) -> str:
     if any(one.trial == finalist and not one.passed for one in evaluations(state)):
         return "failed your evaluation"
     if verdict is not None and verdict.winner is not None and finalist in verdict.tied_with:
-        return f"cannot be told from {fmt.trial_id(verdict.winner)}"
+        return f"cannot be told from {units.trial_id(verdict.winner)}"
     compared = found.judgement.against_baseline.get(finalist)
     if compared is None:
         return "not measured yet"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.space.space import flat_params
+from orchestrator.space.naming import flat_params
 from orchestrator.statistics import tokens_per_s_per_device
 from orchestrator.sweep.state import SweepState, Trial
 from trials.outcome import StoppedEarly

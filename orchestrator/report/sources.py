@@ -15,12 +15,8 @@ from orchestrator.errors import ConfigError
 from orchestrator.sweep.ledger import Ledger
 
 if TYPE_CHECKING:
-    from orchestrator.planning.plan import Plan
-
-PLAN = "plan"
-"""The ledger's document with the plan."""
-MAX_CANDIDATES = 500
-"""Legal candidates that the kept plan lists; of the others only the number is kept."""
+    pass
+from orchestrator.sweep.documents import PLAN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +46,6 @@ def _device_memory_bytes(ledger: Ledger) -> int | None:
         return SweepSpec.from_json(ledger.document("spec") or {}).cluster.device_memory_bytes
     except (ValidationError, ConfigError):
         return None
-
-
-def plan_document(plan: Plan) -> dict[str, Any]:
-    """The plan as it is kept: all rules with their examples, but not more than some legal candidates."""
-    return plan.to_json(MAX_CANDIDATES)
 
 
 def rejected_csv(plan: Mapping[str, Any]) -> str:

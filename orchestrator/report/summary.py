@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Self, get_args
+from typing import Any, get_args
 
 from orchestrator import statistics
 from orchestrator.mlflow_urls import public_uri
 from orchestrator.report.profile import ProfileTables, profile_tables
-from orchestrator.space.space import short_name
+from orchestrator.space.naming import short_name
 from orchestrator.statistics import Estimate, Interval, Verdict
 from orchestrator.sweep.checks import ProfileRun
 from orchestrator.sweep.checks import Verdict as ProofVerdict
 from orchestrator.sweep.events import CandidatesPruned
-from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState, SweepStatus, Trial, TrialStatus
 from trials.codec import to_json
 from trials.outcome import StoppedEarly
-from trials.spec import LlamaModel, Workload
 
 ENDED: tuple[TrialStatus, ...] = tuple(s for s in get_args(TrialStatus) if s not in ("proposed", "running"))
 """Statuses a trial can end in, in the order they are reported."""
@@ -52,20 +50,6 @@ class Speedup:
 
     def to_json(self) -> dict[str, Any]:
         return {"ratio": self.ratio.value, "ci95": interval_json(self.ratio.ci95), "verdict": self.verdict}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """Where MLflow holds a sweep: the experiment and the sweep's own run."""
-
-    experiment_id: str
-    run_id: str
-
-    @classmethod
-    def of(cls, ledger: Ledger) -> Self | None:
-        """As noted in the ledger when the sweep was first written to MLflow; None before that."""
-        noted = ledger.document("mlflow")
-        return cls(experiment_id=noted["experiment_id"], run_id=noted["run_id"]) if noted else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +134,7 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
         winner=result(state.winner) if state.verdict and state.verdict.winner is not None else None,
         proof=state.verdict,
         profiles=_profiles(state),
-        unit=speed_unit(state.sweep.workload),
+        unit=state.sweep.workload.speed_unit,
     )
 
 
@@ -162,11 +146,6 @@ def _profiles(state: SweepState) -> tuple[tuple[int, ProfileTables], ...]:
 def _saved_device_seconds(state: SweepState) -> float:
     outcomes = [trial.outcome for trial in state.searched()]
     return sum(outcome.saved_device_seconds for outcome in outcomes if isinstance(outcome, StoppedEarly))
-
-
-def speed_unit(workload: Workload) -> str:
-    """What throughput is counted in: samples where they are no sequences."""
-    return "tokens/s/p" if isinstance(workload.model, LlamaModel) else "samples/s/p"
 
 
 def result(trial: Trial | None) -> Result | None:

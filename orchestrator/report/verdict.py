@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from orchestrator import units as fmt
+from collections.abc import Mapping
+
+from orchestrator import units
 from orchestrator.report.summary import Result, Summary, result
-from orchestrator.space.space import short_name
+from orchestrator.space.naming import short_name
 from orchestrator.sweep.checks import Evaluation, GateReport, RatioInterval, Verdict
 from orchestrator.sweep.state import SweepState, Trial
 
@@ -22,7 +24,7 @@ def headline(state: SweepState, summary: Summary) -> str:
     if verdict.conclusion == "keep":
         return f"Keep what you have: {_short(verdict.reason)}"
     best = summary.best
-    fastest = f" Fastest by now: {fmt.trial_id(best.trial.number)}." if best and best.trial.number else ""
+    fastest = f" Fastest by now: {units.trial_id(best.trial.number)}." if best and best.trial.number else ""
     return f"Unconfirmed: {_short(verdict.reason)}{fastest}"
 
 
@@ -48,14 +50,14 @@ def _same(verdict: Verdict) -> str:
 
 
 def _named(trial: Trial) -> str:
-    return f"{fmt.trial_id(trial.number)}, {short_name(trial.candidate)}"
+    return f"{units.trial_id(trial.number)}, {short_name(trial.candidate)}"
 
 
 def _of_the_search(summary: Summary) -> str:
     best, compared = summary.best, summary.speedup
     if best is None:
         return "Nothing was measured."
-    winner = f"{fmt.trial_id(best.trial.number)} at {fmt.rate(best.speed.value)} {summary.unit}"
+    winner = f"{units.trial_id(best.trial.number)} at {units.rate(best.speed.value)} {summary.unit}"
     if compared is None:
         return f"Fastest: {winner}; the baseline was not measured."
     if compared.verdict == "faster":
@@ -79,7 +81,7 @@ def confidence(state: SweepState, summary: Summary) -> str:
         interval = f"95 % interval of the speed-up: {ratio_interval(verdict.speedup)}, in {rounds(verdict.num_rounds)}"
         return f"{interval} of measuring it again; below, what the search measured"
     if summary.speedup and summary.best and summary.best.trial.number != 0:
-        return f"95 % confidence: {fmt.ratio_interval(summary.speedup.ratio.ci95)}"
+        return f"95 % confidence: {units.ratio_interval(summary.speedup.ratio.ci95)}"
     return ""
 
 
@@ -92,7 +94,7 @@ def ratio_interval(ratio: RatioInterval) -> str:
     """``1.38x – 1.46x``."""  # noqa: RUF002
     if ratio.low is None or ratio.high is None:
         return "interval unknown"
-    return f"{ratio.low:.2f}x {fmt.DASH} {ratio.high:.2f}x"
+    return f"{ratio.low:.2f}x {units.DASH} {ratio.high:.2f}x"
 
 
 def is_worth_it(state: SweepState, summary: Summary) -> bool:
@@ -145,3 +147,11 @@ def evaluation_words(evaluation: Evaluation) -> str:
 def percent(share: float) -> str:
     """``0.04 %``."""
     return f"{100 * share:.2g} %"
+
+
+def promotion_words(record: Mapping[str, str]) -> str:
+    """``t004 became `llama` version 3, by me@host``."""
+    what = "became" if record["action"] == "promote" else "was rolled back in"
+    forced = ", by force" if record.get("forced") == "true" else ""
+    trial = f"t{int(record['trial']):03d}" if record.get("trial", "").isdigit() else "it"
+    return f"{trial} {what} `{record['name']}` version {record['to_version']}, by {record['by']}{forced}"

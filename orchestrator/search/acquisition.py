@@ -12,36 +12,19 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.search.prediction.gaussian_process import Array, ErrorModel, Residual, condition, learn
+from orchestrator.search.prediction.belief import Belief, normal_cdf
+from orchestrator.search.prediction.gaussian_process import Array, Residual, condition, learn
 
 SHORTLIST_SIZE = 4096
 """Candidates whose uncertainty is worked out: those that look best when everything goes their way."""
+
+
 OPTIMISM = 2.0
 """Standard deviations below the mean for the shortlist, and for the stopping rule."""
 
-MEMORY_STD = 0.1
-MEMORY_SHIFT_STD = 0.2
+
 MIN_PROBABILITY = 0.15
 """Of fitting: what is less likely to fit is tried last, whatever it promises."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Belief:
-    """What is believed of n candidates before measuring. Arrays have shape (n,)."""
-
-    log_time: Array
-    error: ErrorModel
-    cost_s: Array
-    """Device-seconds a trial takes."""
-    log_memory: Array | None = None
-    """log(peak bytes / limit) of the fullest rank; None: memory is no concern."""
-    memory_std: float = MEMORY_STD
-    """Of each prediction on its own."""
-    memory_shift_std: float = MEMORY_SHIFT_STD
-    """Of an error common to all."""
-
-    def __len__(self) -> int:
-        return len(self.log_time)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,12 +267,3 @@ def expected_improvement(incumbent: float, mean: Array, std: Array) -> Array:
     z = (incumbent - mean) / std
     improvement = std * (z * normal_cdf(z) + np.exp(-0.5 * z**2) / np.sqrt(2 * np.pi))
     return np.asarray(np.maximum(improvement, 0.0))
-
-
-def normal_cdf(z: Array) -> Array:
-    """Standard normal distribution function, to 1.5e-7 (Abramowitz and Stegun, 7.1.26)."""
-    x = np.abs(z) / np.sqrt(2)
-    t = 1 / (1 + 0.3275911 * x)
-    series = ((((1.061405429 * t - 1.453152027) * t) + 1.421413741) * t - 0.284496736) * t + 0.254829592
-    upper = 0.5 * series * t * np.exp(-(x**2))
-    return np.asarray(np.where(z >= 0, 1 - upper, upper))

@@ -9,26 +9,32 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.report.summary import speed_unit
-from orchestrator.search.acquisition import Belief, Proposal, Round, Seen, expected_log_times, should_stop
+from orchestrator.search.acquisition import Proposal, Round, Seen, expected_log_times, should_stop
+from orchestrator.search.prediction.belief import Belief
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.rounds import as_of, first_trial, round_start
 from orchestrator.search.staged import Stages
 from orchestrator.search.untried import OpenCandidates
 from orchestrator.sweep.expectation import Expectation, Suggestion
-from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.sweep.state import SweepState, Trial, device_seconds
 from orchestrator.units import rate
 from trials.outcome import Infeasible, OutOfMemory, StoppedEarly
 from trials.spec import Candidate
 
 MAX_LEARNED = 256
 """Measurements the residual learns from: half of them the fastest, half the latest."""
+
+
 MAX_BOUNDS = 128
 """Trials stopped early that it learns from besides: the latest."""
+
+
 MAX_CALIBRATING = 256
 """Measurements the coefficients are fitted to: some ten for each. What is left after that is no matter of theirs."""
 
 MIN_MEASURED_TO_STOP = 4
+
+
 STOP_TOLERANCE = 0.01
 """What an improvement must promise, relative, for the search to go on."""
 
@@ -230,12 +236,6 @@ def _with_bounds(belief: Belief, seen: Seen, stopped: Mapping[int, StoppedEarly]
     )
 
 
-def device_seconds(trial: Trial) -> float:
-    """Of one step of a measured trial."""
-    assert trial.measurement is not None
-    return trial.measurement.step_time_s * trial.measurement.world_size
-
-
 def _peak_bytes(trial: Trial) -> int:
     """Of the fullest rank; 0 where nobody measured it."""
     assert trial.measurement is not None
@@ -260,7 +260,7 @@ def _most_telling(measured: list[tuple[int, Trial]]) -> list[tuple[int, Trial]]:
 
 def _reason(proposal: Proposal, state: SweepState, *, measured: bool) -> str:
     workload = state.sweep.workload
-    speed = f"{rate(workload.tokens_per_step / proposal.time_s)} {speed_unit(workload)}"
+    speed = f"{rate(workload.tokens_per_step / proposal.time_s)} {workload.speed_unit}"
     spread = math.expm1(proposal.log_std)
     how = "largest expected improvement per device-second" if measured else "best prediction"
     fits = f", fits with {proposal.probability_fits:.0%}" if proposal.probability_fits < 0.995 else ""

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from orchestrator.config.sweep import SweepSpec
-from orchestrator.errors import ConfigError
 from orchestrator.space.knobs import KNOBS
 from orchestrator.space.knobs.canonical import (
     build_kernels,
@@ -21,18 +19,20 @@ from orchestrator.space.knobs.canonical import (
     with_tp_engine,
 )
 from orchestrator.space.knobs.layer_choices import layers_of, resolve_recompute
-from orchestrator.space.knobs.text import (
-    plain,
-    plain_knob,
-    precision_text,
-    recompute_text,
-    stage_layers_text,
-    steps_text,
-)
-from trials.spec import Candidate, Kernels, Layout, Loader, Recompute
+from trials.spec import Candidate, Layout, Model, Recompute
 
+Choices = Mapping[str, tuple[Any, ...]]
+"""Values to try of every knob, by its name."""
 MAX_SETTINGS = 200_000
 """Combinations of the knobs of one part of a candidate that are looked at; of more layouts, a random part."""
+
+
+class SpaceTooLargeError(ValueError):
+    """The knobs span more combinations than can be looked at; ``remedy`` names the longest lists."""
+
+    def __init__(self, message: str, *, remedy: str) -> None:
+        super().__init__(message)
+        self.remedy = remedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,17 +81,16 @@ class Space:
             yield from self.completions(frame)
 
 
-def make_space(spec: SweepSpec) -> Space:
-    """The space of a sweep: all of it, but for layouts where more than ``MAX_SETTINGS`` are described.
+def make_space(choices: Choices, model: Model) -> Space:
+    """All candidates that ``choices`` span for ``model``, but for layouts where more than ``MAX_SETTINGS`` are
+    described.
 
     Raises:
-        ConfigError: when the knobs of the loader or of the kernels span more combinations than that.
+        SpaceTooLargeError: when the knobs of the loader or of the kernels span more combinations than that.
     """
-    choices = spec.choices
     for part in ("loader", "kernels"):
         if (size := _num_settings(choices, part)) > MAX_SETTINGS:
-            raise _too_large(spec, part, size)
-    model = spec.to_workload().model
+            raise _too_large(choices, part, size)
     parts = {
         "precision": _distinct(choices["precision"], canonical_precision),
         "loader": _distinct(_settings(choices, "loader"), build_loader),
@@ -105,7 +104,7 @@ def make_space(spec: SweepSpec) -> Space:
     return Space(frames=frames, parts=parts, product_size=math.prod(map(len, choices.values())))
 
 
-def _layouts(choices: Mapping[str, tuple[Any, ...]], num_layers: int) -> dict[Layout, tuple[Recompute, ...]]:
+def _layouts(choices: Choices, num_layers: int) -> dict[Layout, tuple[Recompute, ...]]:
     """Distinct layouts with the distinct recompute policies that go with each."""
     found: dict[Layout, dict[Recompute, None]] = {}
     without_engine = _distinct(_settings(choices, "layout"), lambda values: build_layout(values, num_layers))
@@ -122,11 +121,11 @@ def _knobs_of(part: str) -> list[str]:
     return [knob.name for knob in KNOBS if knob.part == part]
 
 
-def _num_settings(choices: Mapping[str, tuple[Any, ...]], part: str) -> int:
+def _num_settings(choices: Choices, part: str) -> int:
     return math.prod(len(choices[name]) for name in _knobs_of(part))
 
 
-def _settings(choices: Mapping[str, tuple[Any, ...]], part: str) -> Iterator[dict[str, Any]]:
+def _settings(choices: Choices, part: str) -> Iterator[dict[str, Any]]:
     """Combinations of the knobs that make up one part of a candidate: all, or ``MAX_SETTINGS`` drawn at random."""
     names = _knobs_of(part)
     size = _num_settings(choices, part)
@@ -146,85 +145,10 @@ def _distinct(values: Sequence[Any] | Iterator[Any], build: Callable[[Any], Any]
     return tuple(dict.fromkeys(build(value) for value in values))
 
 
-def _too_large(spec: SweepSpec, part: str, size: int) -> ConfigError:
-    largest = sorted(_knobs_of(part), key=lambda name: len(spec.choices[name]), reverse=True)[:3]
-    shown = ", ".join(f"{name} ({len(spec.choices[name])})" for name in largest)
-    return spec.error(
-        ("space",),
+def _too_large(choices: Choices, part: str, size: int) -> SpaceTooLargeError:
+    largest = sorted(_knobs_of(part), key=lambda name: len(choices[name]), reverse=True)[:3]
+    shown = ", ".join(f"{name} ({len(choices[name])})" for name in largest)
+    return SpaceTooLargeError(
         f"the knobs of the {part} span {size:,} combinations, more than {MAX_SETTINGS:,}",
-        f"Shorten the longest lists: {shown}.",
+        remedy=f"Shorten the longest lists: {shown}.",
     )
-
-
-def short_name(candidate: Candidate) -> str:
-    """Compact and different for different candidates, like ``dp2 z3x2 tp2sp mbs4 full4 O1-bf16 w2``.
-
-    ``pp2 interleavedv2 L5,4/4,3`` is a pipeline with two chunks per rank and uneven layers; ``dp2f`` replicates with
-    FSDP2, ``emb`` shards the embedding, ``cp2u`` is Ulysses, ``tp2splc2`` has sequence parallelism, the local engine
-    and two copies. ``w2p4`` has a prefetch factor of 4.
-    """
-    words = [*_layout_words(candidate.layout), f"mbs{candidate.micro_batch_size}"]
-    if candidate.recompute != Recompute():
-        words.append(recompute_text(candidate.recompute, candidate.layout).replace("full:", "full").replace(" ", "+"))
-    words.append(precision_text(candidate.precision))
-    words += _loader_words(candidate.loader)
-    words += _kernel_words(candidate.kernels)
-    return " ".join(words)
-
-
-def _layout_words(layout: Layout) -> Iterator[str]:
-    if layout.pp > 1:
-        yield f"pp{layout.pp}"
-        has_chunks = layout.num_virtual_stages > 1 and layout.schedule != "zbv"
-        yield layout.schedule + (f"v{layout.num_virtual_stages}" if has_chunks else "")
-        if (split := stage_layers_text(layout)) != "even":
-            yield f"L{split}"
-    if layout.dp_replicate > 1 or layout.world_size == 1 or layout.replicate_with == "fsdp2":
-        yield f"dp{layout.dp_replicate}" + ("f" if layout.replicate_with == "fsdp2" else "")
-    if layout.dp_shard > 1:
-        yield f"z{layout.zero_stage}x{layout.dp_shard}"
-    if layout.shard_embedding:
-        yield "emb"
-    if layout.cp > 1:
-        yield f"cp{layout.cp}" + ("u" if layout.cp_method == "ulysses" else "")
-    if layout.tp > 1:
-        engine = "l" if layout.tp_engine == "local" else ""
-        copies = "c2" if layout.num_copies > 1 else ""
-        yield f"tp{layout.tp}" + ("sp" if layout.sequence_parallel else "") + engine + copies
-
-
-def _loader_words(loader: Loader) -> Iterator[str]:
-    if loader.num_workers:
-        yield f"w{loader.num_workers}" + (f"p{loader.prefetch_factor}" if loader.prefetch_factor != 2 else "")
-    if loader.tuning is not None:
-        yield f"w-{plain(loader.tuning)}"
-    flags = {"pin": loader.pin_memory, "keep": loader.persistent_workers, "fullbatch": loader.full_batch}
-    yield from (word for word, is_on in flags.items() if is_on)
-
-
-def _kernel_words(kernels: Kernels) -> Iterator[str]:
-    if kernels.compile != "off":
-        default = Kernels()
-        mode = f"-{kernels.compile_mode}" if kernels.compile_mode != default.compile_mode else ""
-        backend = f"-{kernels.backend}" if kernels.backend != default.backend else ""
-        yield ("compile" if kernels.compile == "block" else "compile-model") + mode + backend
-    if kernels.attention != "auto":
-        yield f"attn-{kernels.attention}"
-    if kernels.matmul_precision != "highest":
-        yield f"matmul-{kernels.matmul_precision}"
-    if kernels.cudnn_tuning_range:
-        yield f"cudnn{steps_text(kernels.cudnn_tuning_range)}"
-    if kernels.memory_format != "nchw":
-        yield kernels.memory_format if kernels.memory_format == "nhwc" else "format-auto"
-
-
-def flat_params(candidate: Candidate) -> dict[str, str | int | float | bool]:
-    """Knob values as scalars, plus ``world_size``: parameters of a record, features of a search."""
-    params = {knob.name: plain_knob(knob.name, knob.read(candidate), candidate) for knob in KNOBS}
-    return {"world_size": candidate.layout.world_size, **params}
-
-
-def diff(candidate: Candidate, baseline: Candidate) -> dict[str, tuple[Any, Any]]:
-    """Knobs in which the two differ: name to (value in the baseline, value in the candidate), as scalars."""
-    before, after = flat_params(baseline), flat_params(candidate)
-    return {name: (before[name], after[name]) for name in after if before[name] != after[name]}

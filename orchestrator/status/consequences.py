@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-
-from orchestrator import units as fmt
+from orchestrator import units
 from orchestrator.sweep.state import SweepState
 from trials.outcome import (
     Crashed,
@@ -31,21 +29,6 @@ def made_of_it(before: SweepState, after: SweepState, number: int, outcome: Outc
     return (*_told(before, after, number, outcome), *_goes_again(after, number, outcome), *_strikes(before, after))
 
 
-def signal_name(exit_code: int | None) -> str | None:
-    """``SIGKILL`` for -9; None where it was no signal."""
-    if exit_code is None or exit_code >= 0:
-        return None
-    try:
-        return signal.Signals(-exit_code).name
-    except ValueError:
-        return f"signal {-exit_code}"
-
-
-def count(number: int, noun: str) -> str:
-    """``1 node``, ``2 nodes``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def _told(before: SweepState, after: SweepState, number: int, outcome: Outcome) -> list[str]:
     if after.trials[number].check is not None and isinstance(outcome, Measured | OutOfMemory | Infeasible | Diverged):
         return ["a check: not told to the search"]
@@ -54,8 +37,8 @@ def _told(before: SweepState, after: SweepState, number: int, outcome: Outcome) 
             is_best = after.best_trial == number != before.best_trial
             return ["told to the search", *(["the fastest until then"] if is_best and number else [])]
         case StoppedEarly():
-            saved = fmt.device_time(outcome.saved_device_seconds)
-            return [f"told to the search as slower than {fmt.trial_id(outcome.incumbent)}", f"{saved} saved at least"]
+            saved = units.device_time(outcome.saved_device_seconds)
+            return [f"told to the search as slower than {units.trial_id(outcome.incumbent)}", f"{saved} saved at least"]
         case OutOfMemory() | Infeasible() | Diverged():
             return ["told to the search as a constraint: infeasible here"]
         case GangLost():

@@ -5,7 +5,6 @@ Every rank writes ``sweeps/NAME/attempts/ID/rank<r>.log`` on its own node. On ot
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,11 @@ from typing import Any
 from orchestrator.errors import ConfigError
 from orchestrator.plain_text import plain
 from orchestrator.status.snapshot import Inspection
-from orchestrator.sweep.state import Attempt, SweepState, Trial, attempt_id
+from orchestrator.sweep.home import attempt_folder
+from orchestrator.sweep.state import Trial
 from orchestrator.tail import tail
 from trials.codec import to_json
 from trials.outcome import Evidence, Measured
-
-CONTROLLER_LOG = "controller.log"
-"""In the sweep's folder: what a detached controller writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,28 +61,6 @@ class AttemptLogs:
         }
 
 
-def find_trial(state: SweepState, text: str, sweep: str) -> Trial:
-    """The trial that ``text`` means: ``3``, ``t003``, ``baseline``, ``best`` or ``winner``.
-
-    Raises:
-        ConfigError: there is none; the message tells which there are.
-    """
-    match = re.fullmatch(r"[tT]?(\d{1,9})", text)
-    winner = state.winner.number if state.winner else None
-    number = int(match[1]) if match else {"baseline": 0, "best": state.best_trial, "winner": winner}.get(text)
-    if number is not None and number < len(state.trials):
-        return state.trials[number]
-    last = len(state.trials) - 1
-    known = f"It has t000 to t{last:03d}." if last > 0 else "It has t000 only." if last == 0 else "It has none yet."
-    words = "nothing was measured yet" if text in ("best", "winner") else f"no trial {text!r}"
-    raise ConfigError(f"{words} in the sweep {sweep!r}", remedy=f"{known} Write 3, t003, baseline, best or winner.")
-
-
-def nodes_of(attempt: Attempt) -> tuple[str, ...]:
-    """The nodes its ranks are on, in the order of the ranks."""
-    return tuple(dict.fromkeys(device.node for device in attempt.ranks))
-
-
 def attempt_logs(
     sweep: Inspection, trial: Trial, *, attempt: int | None = None, rank: int | None = None, num_lines: int
 ) -> AttemptLogs:
@@ -112,11 +87,6 @@ def attempt_logs(
         ranks=tuple(_rank_log(folder, r, found.ranks[r].node, is_root=r == root, num_lines=num_lines) for r in ranks),
         evidence=None if isinstance(found.outcome, Measured) else evidence,
     )
-
-
-def attempt_folder(sweep_folder: Path, trial: int, attempt: int, token: str) -> Path:
-    """Where the ranks of an attempt work, on every node."""
-    return sweep_folder.absolute() / "attempts" / attempt_id(trial, attempt, token)
 
 
 def _attempt_index(trial: Trial, attempt: int | None) -> int:

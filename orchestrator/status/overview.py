@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.report.summary import Summary, summarize
-from orchestrator.space.space import short_name
-from orchestrator.status.logs import nodes_of
+from orchestrator.space.naming import short_name
 from orchestrator.status.snapshot import Inspection
 from orchestrator.sweep.home import Home
-from orchestrator.sweep.state import SweepState, Trial, describe_failure
+from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
 from trials.outcome import Measured, Outcome
 
 MAX_FAILURES = 5

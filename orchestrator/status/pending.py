@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import re
 
-from orchestrator import units as fmt
-from orchestrator.controller.step import nodes_to_avoid
-from orchestrator.status.consequences import count
+from orchestrator import units
 from orchestrator.status.snapshot import AT_REST, Inspection
 from orchestrator.sweep.limits import reason_to_fail, spent_budget
-from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.sweep.state import SweepState, Trial, nodes_to_avoid
+from orchestrator.units import count
 
 
 def why_pending(sweep: Inspection, trial: Trial) -> tuple[str, ...]:
@@ -42,7 +41,7 @@ def _devices(sweep: Inspection, trial: Trial) -> str:
     state, needed, per_node = sweep.state, trial.candidate.layout.world_size, devices_per_node(sweep.state)
     nodes = [node for node in sweep.lease.nodes if node not in state.quarantined]
     busy = sum(state.trials[number].attempts[-1].num_devices for number in state.running)
-    by = " ".join(fmt.trial_id(number) for number in sorted(state.running))
+    by = " ".join(units.trial_id(number) for number in sorted(state.running))
     taken = f"{busy} busy with {by}" if busy else "none of them busy"
     needs = f"it needs {count(needed, 'device')}"
     if per_node is None:

@@ -9,17 +9,17 @@ from typing import Any
 
 from orchestrator.plain_text import plain
 from orchestrator.report import proof as proof_data
-from orchestrator.report.summary import speed_unit
 from orchestrator.report.verdict import evaluation_words, gate_words, ratio_interval, rounds
-from orchestrator.space.space import diff, short_name
-from orchestrator.status.consequences import made_of_it, signal_name
-from orchestrator.status.logs import attempt_folder, find_trial, nodes_of
+from orchestrator.space.naming import diff, short_name
+from orchestrator.status.consequences import made_of_it
 from orchestrator.status.pending import why_pending
 from orchestrator.status.snapshot import Inspection, look
 from orchestrator.sweep.events import AttemptEnded, LedgerEvent, TrialsRetried
 from orchestrator.sweep.fold import apply
+from orchestrator.sweep.home import attempt_folder
 from orchestrator.sweep.ledger import Ledger
-from orchestrator.sweep.state import Attempt, SweepState, Trial
+from orchestrator.sweep.state import Attempt, SweepState, Trial, find_trial, nodes_of
+from orchestrator.units import signal_name
 from trials.codec import to_json
 from trials.outcome import Evidence, GangLost, Measurement
 
@@ -118,7 +118,7 @@ class Explanation:
 
 
 def explain(ledger: Ledger, text: str) -> Explanation:
-    """Explain the trial that ``text`` means; see :func:`orchestrator.status.logs.find_trial`.
+    """Explain the trial that ``text`` means; see :func:`orchestrator.sweep.state.find_trial`.
 
     Raises:
         ConfigError: it means none.
@@ -129,7 +129,7 @@ def explain(ledger: Ledger, text: str) -> Explanation:
     ruled_out = [event.rules for event in state.pruned if event.witness == trial.number]
     return Explanation(
         sweep=sweep.name,
-        unit=speed_unit(state.sweep.workload),
+        unit=state.sweep.workload.speed_unit,
         trial=trial,
         changed=diff(trial.candidate, state.trials[0].candidate),
         pending=why_pending(sweep, trial),

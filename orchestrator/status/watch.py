@@ -7,15 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from cluster.base import GangProgress
-from orchestrator.commands.background import is_at_work
 from orchestrator.plain_text import plain
-from orchestrator.space.space import short_name
-from orchestrator.status.logs import nodes_of
+from orchestrator.space.naming import short_name
 from orchestrator.status.snapshot import AT_REST, ENDED, Inspection, look
 from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, LedgerEvent, TrialProposed
-from orchestrator.sweep.home import Home
+from orchestrator.sweep.home import Home, is_at_work
 from orchestrator.sweep.ledger import Ledger
-from orchestrator.sweep.state import SweepState, describe_failure
+from orchestrator.sweep.state import SweepState, describe_failure, nodes_of
 
 POLL_S = 0.5
 GONE_S = 20.0

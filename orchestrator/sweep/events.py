@@ -14,7 +14,11 @@ from trials.outcome import Outcome, StoppedEarly
 from trials.spec import Candidate, Layout, ProfileSpec, Workload
 
 Origin = Literal["baseline", "sampler", "check"]
+
+
 SweepEnd = Literal["finished", "failed", "cancelled"]
+
+
 Action = Literal["pause", "drain", "cancel"]
 """What people ask of a sweep: stop now and go on later; finish what runs, go on later; stop for good."""
 
@@ -283,6 +287,8 @@ LedgerEvent = (
     | SweepPaused
     | SweepFinished
 )
+
+
 Event = LedgerEvent | Tick
 
 
@@ -362,3 +368,8 @@ class Finish:
 
 
 Command = Propose | ChooseFinalists | ProposeCheck | Evaluate | Conclude | Launch | Stop | Pause | Finish
+
+
+def sweep_id(created: SweepCreated) -> str:
+    """Identity of a sweep across machines: two sweeps of one name started at different times are different."""
+    return digest([created.sweep, created.spec_hash, created.at_s])[:16]

@@ -9,12 +9,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator import locks
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.ledger import FILE_NAME, Ledger, LedgerError
+from orchestrator.sweep.state import attempt_id
+
+CONTROLLER_LOG = "controller.log"
+"""In the sweep's folder: what a detached controller writes."""
 
 logger = logging.getLogger(__name__)
 
 _STORE = "mlflow.db"
+
+
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,62}"
 """Names of sweeps and registered configurations: safe in paths, URLs and MLflow."""
 
@@ -104,3 +111,20 @@ def _is_begun(folder: Path) -> bool:
         logger.warning("%s is left out: %s", folder.name, error)
         return False
     return True
+
+
+def is_at_work(home: Home, name: str) -> bool:
+    """Whether a controller runs the sweep, or a detached one waits until it can be started again."""
+    folder = home.sweep_folder(name)
+    if locks.is_held(folder / CONTROLLER_LOG):
+        return True
+    try:
+        with home.open(name, begun=False) as ledger:
+            return ledger.is_held()
+    except (ConfigError, LedgerError):  # there is none, or not any more
+        return False
+
+
+def attempt_folder(sweep_folder: Path, trial: int, attempt: int, token: str) -> Path:
+    """Where the ranks of an attempt work, on every node."""
+    return sweep_folder.absolute() / "attempts" / attempt_id(trial, attempt, token)

@@ -18,19 +18,37 @@ State is a fold over events and nothing else, so replaying the ledger after a cr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cluster.hardware.topology import Device
+from orchestrator.errors import ConfigError
 from orchestrator.sweep.checks import Check, Evaluation, Verdict
-from orchestrator.sweep.events import Action, CandidatesPruned, Origin, Promoted, SweepCreated
+from orchestrator.sweep.events import (
+    Action,
+    CandidatesPruned,
+    Origin,
+    Promoted,
+    SweepCreated,
+)
 from orchestrator.sweep.expectation import Expectation
 from orchestrator.sweep.vector import Vector
-from trials.outcome import GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly
+from trials.outcome import (
+    Failure,
+    GangLost,
+    HostOutOfMemory,
+    Measured,
+    Measurement,
+    Outcome,
+    StoppedEarly,
+)
 from trials.spec import Candidate
 
 SweepStatus = Literal["running", "paused", "finished", "failed", "cancelled"]
+
+
 TrialStatus = Literal[
     "proposed",
     "running",
@@ -263,3 +281,37 @@ def describe_failure(outcome: Any) -> str:
         where = f"{where} on {evidence.node}".strip()
     what = evidence.message.strip().splitlines()[0] if evidence.message.strip() else outcome.kind
     return f"{where}: {what}" if where else what
+
+
+def nodes_to_avoid(trial: Trial) -> tuple[str, ...]:
+    """Those on which earlier attempts of the trial failed, in their order."""
+    blamed = (attempt.outcome.evidence.node for attempt in trial.attempts if isinstance(attempt.outcome, Failure))
+    return tuple(dict.fromkeys(node for node in blamed if node))
+
+
+def device_seconds(trial: Trial) -> float:
+    """Of one step of a measured trial."""
+    assert trial.measurement is not None
+    return trial.measurement.step_time_s * trial.measurement.world_size
+
+
+def find_trial(state: SweepState, text: str, sweep: str) -> Trial:
+    """The trial that ``text`` means: ``3``, ``t003``, ``baseline``, ``best`` or ``winner``.
+
+    Raises:
+        ConfigError: there is none; the message tells which there are.
+    """
+    match = re.fullmatch(r"[tT]?(\d{1,9})", text)
+    winner = state.winner.number if state.winner else None
+    number = int(match[1]) if match else {"baseline": 0, "best": state.best_trial, "winner": winner}.get(text)
+    if number is not None and number < len(state.trials):
+        return state.trials[number]
+    last = len(state.trials) - 1
+    known = f"It has t000 to t{last:03d}." if last > 0 else "It has t000 only." if last == 0 else "It has none yet."
+    words = "nothing was measured yet" if text in ("best", "winner") else f"no trial {text!r}"
+    raise ConfigError(f"{words} in the sweep {sweep!r}", remedy=f"{known} Write 3, t003, baseline, best or winner.")
+
+
+def nodes_of(attempt: Attempt) -> tuple[str, ...]:
+    """The nodes its ranks are on, in the order of the ranks."""
+    return tuple(dict.fromkeys(device.node for device in attempt.ranks))

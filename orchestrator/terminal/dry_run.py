@@ -13,7 +13,7 @@ from rich.text import Text
 
 from orchestrator.commands.dry_run import Verdict
 from orchestrator.planning.dryrun.simulation import Progress
-from orchestrator.space.space import short_name
+from orchestrator.space.naming import short_name
 from orchestrator.units import num_bytes
 from trials.dryrun.estimate import Estimate, StageEstimate
 from trials.dryrun.records import RunFailure

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator import units as fmt
+from orchestrator import units
 from orchestrator.diagnosis.remedies import memory_words, told
 from orchestrator.diagnosis.values import (
     PART_NAMES,
@@ -65,14 +65,14 @@ def _parts(explained: SweepExplanation) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     for side in sides:
-        table.add_column(f"{side.role} {fmt.trial_id(side.trial)}", justify="right", no_wrap=True)
+        table.add_column(f"{side.role} {units.trial_id(side.trial)}", justify="right", no_wrap=True)
         table.add_column("", justify="right", no_wrap=True)
         table.add_column("", no_wrap=True, min_width=BAR_WIDTH)
     for name in PART_NAMES:
         if any(side.parts.share(name) >= MIN_SHARE for side in sides):
             cells = [cell for side in sides for cell in _part_cells(side, name)]
             table.add_row(PART_WORDS.get(name, name), *cells)
-    total = [cell for side in sides for cell in (fmt.milliseconds(side.parts.step_time_s), "", "")]
+    total = [cell for side in sides for cell in (units.milliseconds(side.parts.step_time_s), "", "")]
     table.add_section()
     table.add_row("step", *total, style="bold")
     return Group(table, *_part_notes(explained, sides))
@@ -86,7 +86,7 @@ def _part_cells(side: Diagnosis, name: PartName) -> tuple[str, str, Text]:
     style = "cyan" if name in ("compute", "forward_backward") else "yellow"
     bar = Text("█" * round(BAR_WIDTH * share), style=style)
     words = f"{share:.0%}" if share >= 0.005 else "<1%"
-    return f"{_mark(found)}{fmt.milliseconds(side.parts.seconds(name))}", words, bar
+    return f"{_mark(found)}{units.milliseconds(side.parts.seconds(name))}", words, bar
 
 
 def _mark(parts: Iterable[Part]) -> str:
@@ -107,7 +107,7 @@ def _part_notes(explained: SweepExplanation, sides: Iterable[Diagnosis]) -> list
     notes: dict[str, list[str]] = {}
     for side in sides:
         for note in side.parts.notes:
-            notes.setdefault(note, []).append(fmt.trial_id(side.trial))
+            notes.setdefault(note, []).append(units.trial_id(side.trial))
     lines += [f"{' '.join(trials)}: {note}" for note, trials in notes.items()]
     return [Text(line, style="dim") for line in lines]
 
@@ -132,7 +132,7 @@ def _diagnoses(explained: SweepExplanation) -> RenderableType:
 
 
 def _diagnosis(side: Diagnosis, explained: SweepExplanation) -> list[RenderableType]:
-    name = f"{side.role} {fmt.trial_id(side.trial)}"
+    name = f"{side.role} {units.trial_id(side.trial)}"
     if side.bottleneck is None:
         advice = "a profile of it would tell (`tune-cluster profile`)"
         return [Text.assemble((name, "bold"), f": nothing tells what holds it back: {explained.unmodelled}; {advice}")]
@@ -148,7 +148,7 @@ def _diagnosis(side: Diagnosis, explained: SweepExplanation) -> list[RenderableT
 
 def _cost(loss: Loss) -> str:
     said = "" if loss.source == "measured" else f" ({loss.source})"
-    return f"{loss.share:.0%} of the step, {fmt.milliseconds(loss.seconds)}{said}"
+    return f"{loss.share:.0%} of the step, {units.milliseconds(loss.seconds)}{said}"
 
 
 def _loss_grid(loss: Loss, explained: SweepExplanation) -> RenderableType:
@@ -185,7 +185,7 @@ def _others(losses: Iterable[Loss]) -> RenderableType:
 
 def _gain(answer: Answer) -> str:
     if answer.source == "measured" and answer.trial is not None:
-        return f"{answer.gain:.2f}x, measured in {fmt.trial_id(answer.trial)}"
+        return f"{answer.gain:.2f}x, measured in {units.trial_id(answer.trial)}"
     spread = f" (give or take {100 * answer.log_spread:.0f} %)" if answer.log_spread else ""
     return f"{answer.gain:.2f}x expected{spread}, not tried"
 
@@ -207,7 +207,7 @@ def _importance(importance: Importance) -> RenderableType:
     grid.add_column(no_wrap=True, width=2 * BAR_WIDTH)
     for knob in importance.knobs[:MAX_KNOBS]:
         bar = Text("█" * round(2 * BAR_WIDTH * knob.share), style="cyan")
-        interval = f"{knob.low:.0%} {fmt.DASH} {knob.high:.0%}"
+        interval = f"{knob.low:.0%} {units.DASH} {knob.high:.0%}"
         grid.add_row(" + ".join(knob.knobs), f"{knob.share:.0%}", interval, bar)
     rest = len(importance.knobs) - MAX_KNOBS
     bounds = f", {importance.num_bounds} of them stopped early" if importance.num_bounds else ""
@@ -232,7 +232,7 @@ def _effects(effects: tuple[KnobEffect, ...]) -> RenderableType:
 def _interval(effect: KnobEffect) -> str:
     if not effect.low or not effect.high:
         return "no interval"
-    return f"{effect.low:.2f} {fmt.DASH} {effect.high:.2f}" if effect.high < WIDE * effect.low else "not known"
+    return f"{effect.low:.2f} {units.DASH} {effect.high:.2f}" if effect.high < WIDE * effect.low else "not known"
 
 
 def _contrast(effect: KnobEffect) -> Text:
@@ -259,8 +259,8 @@ def _predictions(predictions: Predictions) -> RenderableType:
     by_trial = {predicted.trial: predicted for predicted in predictions.trials}
     for number in predictions.outliers:
         found = by_trial[number]
-        took, expected = fmt.milliseconds(found.step_time_s), fmt.milliseconds(found.expected_step_time_s)
-        lines.append(f"{fmt.trial_id(number)} took {took} where {expected} were expected ({found.ratio:.2f}x)")
+        took, expected = units.milliseconds(found.step_time_s), units.milliseconds(found.expected_step_time_s)
+        lines.append(f"{units.trial_id(number)} took {took} where {expected} were expected ({found.ratio:.2f}x)")
     if predictions.in_common:
         lines.append(f"these have in common: {', '.join(predictions.in_common)}")
     return Group(*[Text(line) for line in lines])

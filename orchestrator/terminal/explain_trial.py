@@ -9,12 +9,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator import units as fmt
+from orchestrator import units
 from orchestrator.plain_text import plain
-from orchestrator.space.space import short_name
-from orchestrator.status.consequences import count, signal_name
-from orchestrator.status.logs import nodes_of
+from orchestrator.space.naming import short_name
 from orchestrator.status.story import AttemptStory, Explanation
+from orchestrator.sweep.state import nodes_of
+from orchestrator.units import count, signal_name
 from trials.outcome import Evidence
 
 MAX_LOG_LINES = 12
@@ -25,8 +25,8 @@ MAX_NODES = 8
 def render_explanation(explained: Explanation) -> RenderableType:
     """The trial's story from its proposal to what it ruled out."""
     trial = explained.trial
-    words = (fmt.status_words(trial.status), fmt.status_style(trial.status))
-    head = Text.assemble((f"{explained.sweep} {fmt.trial_id(trial.number)} ", "bold"), words)
+    words = (units.status_words(trial.status), units.status_style(trial.status))
+    head = Text.assemble((f"{explained.sweep} {units.trial_id(trial.number)} ", "bold"), words)
     parts: list[RenderableType] = [head, Text(short_name(trial.candidate)), _heading("Proposed"), _proposed(explained)]
     if explained.pending:
         parts += [_heading("Waits"), *_lines(explained.pending, "yellow")]
@@ -48,15 +48,15 @@ def _proposed(explained: Explanation) -> RenderableType:
     if changed := [f"{name} {old} → {new}" for name, (old, new) in explained.changed.items()]:
         grid.add_row("changed", Text(", ".join(changed)))
     if expected := trial.expected:
-        words = f"step {fmt.milliseconds(expected.step_time_s)} (± {100 * expected.log_spread:.0f} %)"
+        words = f"step {units.milliseconds(expected.step_time_s)} (± {100 * expected.log_spread:.0f} %)"
         memory = (
-            f"peak {fmt.num_bytes(expected.peak_bytes)}, fits with a probability of {expected.probability_fits:.0%}"
+            f"peak {units.num_bytes(expected.peak_bytes)}, fits with a probability of {expected.probability_fits:.0%}"
         )
         grid.add_row("expected", Text(f"{words}, {memory}"))
     if measured:
-        words = f"step {fmt.milliseconds(measured.step_time_s)}, peak {fmt.num_bytes(measured.peak_bytes)}"
+        words = f"step {units.milliseconds(measured.step_time_s)}, peak {units.num_bytes(measured.peak_bytes)}"
         ratio = f"; {explained.surprise:.2f} times the expected step" if explained.surprise is not None else ""
-        speed = f"{fmt.rate(measured.tokens_per_s_per_device)} {explained.unit}"
+        speed = f"{units.rate(measured.tokens_per_s_per_device)} {explained.unit}"
         grid.add_row("measured", Text(f"{words}, {speed}{ratio}"))
     return _indented(grid)
 
@@ -64,7 +64,7 @@ def _proposed(explained: Explanation) -> RenderableType:
 def _attempt_heading(story: AttemptStory) -> Text:
     outcome = story.attempt.outcome
     kind = outcome.kind if outcome else "running"
-    return Text.assemble((f"\nAttempt {story.number} ", "bold"), (fmt.status_words(kind), fmt.status_style(kind)))
+    return Text.assemble((f"\nAttempt {story.number} ", "bold"), (units.status_words(kind), units.status_style(kind)))
 
 
 def _attempt(story: AttemptStory) -> Iterable[RenderableType]:
@@ -73,8 +73,8 @@ def _attempt(story: AttemptStory) -> Iterable[RenderableType]:
     grid = _grid()
     devices = f"{count(len(attempt.ranks), 'rank')}, {count(attempt.num_devices, 'device')}"
     grid.add_row("on", Text(f"{' '.join(names[:MAX_NODES])}{more}: {devices}"))
-    charged = f", {fmt.device_time(attempt.device_seconds)} charged" if attempt.outcome else " so far"
-    grid.add_row("took", Text(f"{fmt.duration(story.duration_s)}{charged}"))
+    charged = f", {units.device_time(attempt.device_seconds)} charged" if attempt.outcome else " so far"
+    grid.add_row("took", Text(f"{units.duration(story.duration_s)}{charged}"))
     if story.evidence:
         for label, words in _evidence(story.evidence, is_blameless=story.is_blameless):
             grid.add_row(label, words)

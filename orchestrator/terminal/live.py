@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.base import GangProgress
-from orchestrator import units as fmt
-from orchestrator.report.summary import speed_unit
-from orchestrator.space.space import short_name
+from orchestrator import units
+from orchestrator.report import words
+from orchestrator.space.naming import short_name
 from orchestrator.sweep.checks import ProfileRun
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.terminal.proof import check_words, render_confirmation
@@ -53,7 +53,7 @@ def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[Ren
     for number in sorted(state.running):
         if words := check_words(state.trials[number]):
             doing = phase_words(progress[number]) if number in progress else "started"
-            parts.append(Text.assemble((f"{fmt.trial_id(number)}  {words}", "cyan"), f"  {doing}"))
+            parts.append(Text.assemble((f"{units.trial_id(number)}  {words}", "cyan"), f"  {doing}"))
     return parts
 
 
@@ -153,19 +153,20 @@ def trial_line(state: SweepState, trial: Trial) -> str:
     """An ended trial in one plain line."""
     measurement = trial.measurement
     if measurement is None:
-        result = fmt.status_words(trial.status)
-        tail = f"  {fmt.failure(trial)}"
+        result = units.status_words(trial.status)
+        tail = f"  {words.failure(trial)}"
     else:
-        unit = speed_unit(state.sweep.workload)
+        unit = state.sweep.workload.speed_unit
         best = state.best is not None and state.best.number == trial.number
-        result = f"{fmt.rate(measurement.tokens_per_s_per_device)} {unit} {fmt.spread(measurement)}"
+        result = f"{units.rate(measurement.tokens_per_s_per_device)} {unit} {words.spread(measurement)}"
         if isinstance(trial.check, ProfileRun):
             result = "recorded"  # its times are no measurement
-        tail = "  baseline" if trial.number == 0 else f"  {fmt.versus(fmt.versus_baseline(trial, state))} vs baseline"
+        compared = words.versus(words.versus_baseline(trial, state))
+        tail = "  baseline" if trial.number == 0 else f"  {compared} vs baseline"
         tail += "  best so far" if best and trial.number else ""
     if what := check_words(trial):
-        return f"{fmt.trial_id(trial.number)}  {what}  {result}{'' if measurement else tail}"
-    return f"{fmt.trial_id(trial.number)}  {short_name(trial.candidate)}  {result}{tail}"
+        return f"{units.trial_id(trial.number)}  {what}  {result}{'' if measurement else tail}"
+    return f"{units.trial_id(trial.number)}  {short_name(trial.candidate)}  {result}{tail}"
 
 
 def _num_ended(state: SweepState) -> int:
@@ -194,7 +195,7 @@ def _speed(trial: Trial) -> float:
 
 def _header(state: SweepState, now_s: float) -> RenderableType:
     sweep = state.sweep
-    elapsed = fmt.duration(state.active_s + max(0.0, now_s - state.now_s))
+    elapsed = units.duration(state.active_s + max(0.0, now_s - state.now_s))
     grid = Table.grid(expand=True)
     grid.add_column(no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
@@ -206,16 +207,16 @@ def _footer(state: SweepState, now_s: float) -> RenderableType:
     budget = state.sweep.budget
     done = f"{_num_ended(state)}"
     parts = [f"{done} of {budget.max_trials} trials" if budget.max_trials else f"{done} trials"]
-    used = fmt.device_time(state.device_seconds)
+    used = units.device_time(state.device_seconds)
     parts.append(f"{used} of {budget.device_hours:g} h" if budget.device_hours else used)
     left = eta_s(state, now_s)
     if left is not None:
-        parts.append(f"about {fmt.duration(left)} left")
+        parts.append(f"about {units.duration(left)} left")
     best = Text("nothing measured yet", style="dim")
     if state.best:
         best = Text.assemble(
             ("best ", "bold"),
-            (fmt.trial_id(state.best.number), "bold green"),
-            f"  {fmt.rate(_speed(state.best))} {speed_unit(state.sweep.workload)}",
+            (units.trial_id(state.best.number), "bold green"),
+            f"  {units.rate(_speed(state.best))} {state.sweep.workload.speed_unit}",
         )
     return Group(best, Text("  ·  ".join(parts), style="dim"))

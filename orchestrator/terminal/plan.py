@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from cluster.cost.balance.problem import Balance
 from orchestrator.commands.plan import Planning
+from orchestrator.planning.candidate import Why
+from orchestrator.planning.forecast import Forecast
 from orchestrator.planning.plan import Plan
-from orchestrator.space.space import short_name
-from orchestrator.terminal.report_forecast import render_forecast, render_why
-from orchestrator.units import num_bytes
+from orchestrator.search.prediction.forecast import Prediction
+from orchestrator.space.naming import short_name
+from orchestrator.units import device_time, milliseconds, num_bytes, rate
 from trials.spec import Candidate
 
 MAX_CANDIDATES = 20
@@ -89,3 +95,110 @@ def _rejected(plan: Plan) -> RenderableType:
         example = next(example for example in plan.examples if example.rule_id == rule_id)
         table.add_row(rule_id, str(count), f"{short_name(example.candidate)}: {example.reason}")
     return table
+
+
+NUM_TIME_TERMS, NUM_MEMORY_TERMS = 2, 1
+"""Largest terms shown per figure; explaining one candidate, or JSON, gives all."""
+
+
+def render_forecast(forecast: Forecast, limit: int = 10) -> RenderableType:
+    """The candidates expected to be fastest, with what their time and memory consist of."""
+    head = Text.assemble(
+        (f"{forecast.num_fitting} of {forecast.num_candidates} candidates expected to fit", "bold"),
+        f" on {forecast.hardware} (catalogue: {forecast.accelerator}{_probed(forecast)}); "
+        f"about {device_time(forecast.device_hours * 3600)} for {forecast.num_trials} trials",
+    )
+    table = Table(box=box.SIMPLE_HEAD, title="expected to be fastest", title_justify="left", pad_edge=False)
+    table.add_column("#", justify="right")
+    table.add_column("configuration", overflow="fold")
+    for name in (forecast.baseline.unit, "speed-up", "step", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("time, mostly")
+    table.add_column("memory, mostly")
+    for prediction in forecast.top[:limit]:
+        speedup = prediction.tokens_per_s_per_device / forecast.baseline.tokens_per_s_per_device
+        table.add_row(*_row(prediction, f"{speedup:.2f}x"))
+    table.add_section()
+    table.add_row(*_row(forecast.baseline, "baseline"))
+    return Group(head, table)
+
+
+def _probed(forecast: Forecast) -> str:
+    return f", {forecast.num_probed} node(s) probed" if forecast.num_probed else ""
+
+
+def render_why(why: Why) -> RenderableType:
+    """Legal or not, and the terms of the prediction one by one."""
+    parts: list[RenderableType] = [Text(short_name(why.candidate), style="bold")]
+    changed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in why.changed.items())
+    parts.append(Text(f"against the baseline: {changed or 'nothing differs'}"))
+    if why.violations:
+        parts += [Text(f"not legal, rule {v.rule_id}: {v.reason}", style="red") for v in why.violations]
+        return Group(*parts)
+    where = f"candidate {why.number} of the plan" if why.number else "legal, but not in this file's space"
+    parts.append(Text(where, style="green" if why.number else "yellow"))
+    if why.prediction is None:
+        return Group(*parts, Text(f"no prediction: {why.unpredicted}"))
+    parts.append(_terms(why.prediction))
+    if why.balance is not None:
+        parts.append(_balance(why.balance))
+    return Group(*parts)
+
+
+def _balance(balance: Balance) -> RenderableType:
+    """Where the step time of a balanced pipeline goes, and what every stage holds."""
+    where = ", ".join(
+        f"{name} {milliseconds(value)} ({value / balance.step_s:.1%})" for name, value in balance.step_terms_s.items()
+    )
+    proven = "no split is faster" if balance.gap < 1e-6 else f"at most {balance.gap:.1%} from the best split"
+    table = Table(box=box.SIMPLE_HEAD, title="stages", title_justify="left", pad_edge=False)
+    for name in ("stage", "layers", "micro-batch", "memory", *balance.state_counts):
+        table.add_column(name, justify="right")
+    for stage, seconds in enumerate(balance.stage_s):
+        counts = (balance.stage_layers, *balance.state_counts.values())
+        layers, *by_state = (" + ".join(str(row[stage]) for row in rows) for rows in counts)
+        memory = num_bytes(balance.peak_bytes[stage])
+        table.add_row(str(stage), layers, milliseconds(seconds), memory, *by_state)
+    return Group(Text(f"balanced by the cost model: {where}; {proven}"), table)
+
+
+def _row(prediction: Prediction, speedup: str) -> tuple[str, ...]:
+    return (
+        "" if prediction.number is None else str(prediction.number),
+        short_name(prediction.candidate),
+        rate(prediction.tokens_per_s_per_device),
+        speedup,
+        milliseconds(prediction.step_s),
+        num_bytes(prediction.peak_bytes) + ("" if prediction.fits else " (too much)"),
+        _largest(prediction.step_terms_s, NUM_TIME_TERMS),
+        _largest(prediction.peak_terms_bytes, NUM_MEMORY_TERMS),
+    )
+
+
+def _terms(prediction: Prediction) -> RenderableType:
+    speed = f"{rate(prediction.tokens_per_s_per_device)} {prediction.unit}"
+    head = Text(
+        f"expected {speed}, within a factor of {math.exp(prediction.log_spread):.2f} two times out of three; "
+        f"{num_bytes(prediction.peak_bytes)} of {num_bytes(prediction.limit_bytes)} on stage "
+        f"{prediction.fullest_stage}, fits with {prediction.probability_fits:.0%}"
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("term")
+    table.add_column("value", justify="right")
+    table.add_column("share", justify="right")
+    for name, value in prediction.step_terms_s.items():
+        if value:
+            table.add_row(name, milliseconds(value), f"{value / prediction.step_s:.1%}")
+    table.add_row("step", milliseconds(prediction.step_s), "", style="bold")
+    table.add_section()
+    for name, value in prediction.peak_terms_bytes.items():
+        if value:
+            table.add_row(name, num_bytes(value), f"{value / prediction.peak_bytes:.1%}")
+    table.add_row("peak memory", num_bytes(prediction.peak_bytes), "", style="bold")
+    return Group(head, table)
+
+
+def _largest(terms: Mapping[str, float], num: int) -> str:
+    total = sum(terms.values())
+    ranked = sorted(terms.items(), key=lambda item: -item[1])[:num]
+    return ", ".join(f"{name.replace('_', ' ')} {value / total:.0%}" for name, value in ranked)

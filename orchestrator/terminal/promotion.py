@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator import units as fmt
+from orchestrator import units
 from orchestrator.invocation import PLAIN, Invocation
 from orchestrator.plain_text import plain
 from orchestrator.promotion.diff import Difference
@@ -65,7 +65,7 @@ def render_recipe(shown: Mapping[str, Any]) -> RenderableType:
 
 def _evidence(recipe: Mapping[str, Any]) -> list[Text]:
     facts = recipe["evidence"]
-    source = f"{fmt.trial_id(facts['trial'])} of {facts['sweep']} on {facts['hardware']}"
+    source = f"{units.trial_id(facts['trial'])} of {facts['sweep']} on {facts['hardware']}"
     lines = [
         Text(f"{recipe['short_name']}: {speed_words(facts)}; {source}"),
         Text(": ".join(verdict_of(facts))),
@@ -107,7 +107,7 @@ def _row(record: Mapping[str, Any]) -> list[Text]:
     cells = (
         str(record["number"]),
         time.strftime("%Y-%m-%d %H:%M", time.localtime(record["at_s"])),
-        f"{record['from_version'] or fmt.DASH} → {record['to_version'] or fmt.DASH}",
+        f"{record['from_version'] or units.DASH} → {record['to_version'] or units.DASH}",
         record["action"],
         " ".join(part for part in (record["short_name"], record["speedup"]) if part),
         f"t{int(record['trial']):03d} of {record['sweep']}" if record["trial"] else "",

@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator import units as fmt
-from orchestrator.report import proof as proof_data
+from orchestrator import units
+from orchestrator.report import proof
 from orchestrator.report.proof import Finalist
 from orchestrator.report.verdict import evaluation_words, gate_words, ratio_interval
 from orchestrator.sweep.checks import ConfirmationRun, GateRun
@@ -19,7 +19,7 @@ MAX_ROUNDS = 8
 
 def render_confirmation(state: SweepState) -> RenderableType | None:
     """A line per finalist: its speed over the baseline's over all rounds and in each. None without finalists."""
-    found = proof_data.finalists(state)
+    found = proof.finalists(state)
     if not found:
         return None
     grid = Table.grid(padding=(0, 2))
@@ -37,8 +37,8 @@ def _finalist(one: Finalist) -> list[Text]:
     each = " ".join(f"{ratio.value:.2f}" for ratio in one.rounds[-MAX_ROUNDS:])
     more = "... " if len(one.rounds) > MAX_ROUNDS else ""
     return [
-        Text(fmt.trial_id(one.trial)),
-        Text(f"{one.overall.value:.2f}x" if one.overall else fmt.DASH, style="bold"),
+        Text(units.trial_id(one.trial)),
+        Text(f"{one.overall.value:.2f}x" if one.overall else units.DASH, style="bold"),
         Text(f"({ratio_interval(one.overall)})" if one.overall else "", style="dim"),
         Text(f"{more}{each}" if each else "no round yet", style="dim"),
         Text(one.words, style=style),
@@ -55,14 +55,14 @@ def render_gate(state: SweepState) -> RenderableType | None:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold", ratio=1)
-    for report in proof_data.gates(state):
+    for report in proof.gates(state):
         what = f"{gate_words(report)}; {report.num_steps} steps, {report.precision_class}".rstrip(" ,")
-        grid.add_row(Text(fmt.trial_id(report.trial)), Text(what, style="green" if report.passed else "red"))
+        grid.add_row(Text(units.trial_id(report.trial)), Text(what, style="green" if report.passed else "red"))
         for note in report.notes:
             grid.add_row("", Text(note, style="dim"))
-    for one in proof_data.evaluations(state):
+    for one in proof.evaluations(state):
         words = Text(f"your evaluation: {evaluation_words(one)}", style="green" if one.passed else "red")
-        grid.add_row(Text(fmt.trial_id(one.trial)), words)
+        grid.add_row(Text(units.trial_id(one.trial)), words)
     return grid if grid.rows else None
 
 
@@ -71,7 +71,7 @@ def check_words(trial: Trial) -> str:
     check = trial.check
     if check is None:
         return ""
-    of = fmt.trial_id(check.of) if check.of else "the baseline"
+    of = units.trial_id(check.of) if check.of else "the baseline"
     match check:
         case ConfirmationRun():
             return f"{of} again, round {check.round + 1}"

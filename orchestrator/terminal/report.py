@@ -12,20 +12,21 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator import units as fmt
+from orchestrator import units
 from orchestrator.invocation import PLAIN, Invocation
 from orchestrator.mlflow_urls import sweep_links
+from orchestrator.report import words
 from orchestrator.report.findings import findings_lines
-from orchestrator.report.summary import ENDED, Recorded, Result, Summary
+from orchestrator.report.highlights import by_speed, changed_knobs, cost, found_out, shown_change
+from orchestrator.report.summary import ENDED, Result, Summary
 from orchestrator.report.verdict import change_heading, confidence, details, headline, is_worth_it, winner_and_baseline
-from orchestrator.search.prediction.transfer import learned_from
-from orchestrator.space.space import diff, short_name
+from orchestrator.space.naming import short_name
+from orchestrator.sweep.documents import Recorded
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.terminal.live import LiveView
 from orchestrator.terminal.profile import render_profiles
 from orchestrator.terminal.proof import render_confirmation, render_gate
 from orchestrator.terminal.table import trial_table
-from trials.reports.findings import Findings
 
 __all__ = ["LiveView", "by_speed", "changed_knobs", "cost", "found_out", "render_report", "shown_change"]
 
@@ -63,14 +64,6 @@ def render_report(
     return Group(*parts, *(_section(heading, body) for heading, body in sections.items() if body is not None))
 
 
-def shown_change(state: SweepState, summary: Summary) -> tuple[Trial, Trial] | None:
-    """Baseline and the trial that is shown beside it; None where that is the baseline itself."""
-    results = winner_and_baseline(state, summary)
-    if len(results) < 2 or summary.baseline is None:
-        return None
-    return summary.baseline.trial, results[0][1].trial
-
-
 def _title(state: SweepState, summary: Summary) -> RenderableType:
     style = {"finished": "green", "failed": "red", "running": "cyan"}.get(summary.state, "yellow")
     title = Text.assemble((summary.sweep, "bold"), f" on {state.sweep.hardware}: ", (summary.state, style))
@@ -90,10 +83,10 @@ def _result_panel(state: SweepState, summary: Summary) -> RenderableType:
 
 def _result_cells(result: Result, unit: str) -> list[Text]:
     return [
-        Text(fmt.trial_id(result.trial.number)),
+        Text(units.trial_id(result.trial.number)),
         Text(short_name(result.trial.candidate)),
-        Text(f"{fmt.rate(result.speed.value)} {unit}", style="bold"),
-        Text(f"({fmt.interval(result.speed.ci95)})", style="dim"),
+        Text(f"{units.rate(result.speed.value)} {unit}", style="bold"),
+        Text(f"({units.interval(result.speed.ci95)})", style="dim"),
     ]
 
 
@@ -108,24 +101,14 @@ def _changes(baseline: Trial, best: Trial) -> RenderableType:
     return Group(grid, Text(f"tried because: {best.reason}", style="dim"))
 
 
-def changed_knobs(before: Trial, after: Trial) -> list[tuple[str, str, str]]:
-    """(knob, value before, value after) of every knob that differs."""
-    changed = diff(after.candidate, before.candidate)
-    return [(knob, _value(old), _value(new)) for knob, (old, new) in changed.items()]
-
-
-def _value(value: object) -> str:
-    return {True: "on", False: "off", None: fmt.DASH}[value] if isinstance(value, bool | None) else str(value)
-
-
 def _breakdown(results: Sequence[tuple[str, Result]]) -> RenderableType | None:
     grid = Table.grid(padding=(0, 2))
     for label, result in results:
         measurement = result.trial.measurement
         assert measurement is not None
-        shares = [Text.assemble((name, "dim"), f" {share:.0%}") for name, share in fmt.breakdown(measurement)]
+        shares = [Text.assemble((name, "dim"), f" {share:.0%}") for name, share in words.breakdown(measurement)]
         if shares:
-            grid.add_row(Text(label, style="dim"), Text(fmt.milliseconds(measurement.step_time_s)), *shares)
+            grid.add_row(Text(label, style="dim"), Text(units.milliseconds(measurement.step_time_s)), *shares)
     return grid if grid.rows else None
 
 
@@ -139,23 +122,6 @@ def _findings(results: Sequence[tuple[str, Result]]) -> RenderableType | None:
     return grid if grid.rows else None
 
 
-def found_out(result: Result) -> Findings:
-    """What the runner found out while measuring the trial."""
-    assert result.trial.measurement is not None
-    return result.trial.measurement.findings
-
-
-def cost(summary: Summary) -> str:
-    """Trials by outcome, the device time they took, and what was known before the first of them."""
-    counts = ", ".join(f"{summary.trials[s]} {fmt.status_words(s)}" for s in ENDED if summary.trials[s])
-    total = f"{summary.trials['total']} trial{'s' if summary.trials['total'] != 1 else ''}"
-    time = fmt.device_time(summary.device_hours * 3600)
-    if summary.saved_device_hours:
-        time = f"{time} and {fmt.device_time(summary.saved_device_hours * 3600)} saved by stopping early"
-    learned = learned_from(summary.num_earlier_trials, summary.num_earlier_sweeps)
-    return "; ".join(part for part in (f"{total}: {counts}" if counts else total, time, learned) if part)
-
-
 def _trials(state: SweepState, max_trials: int | None) -> RenderableType:
     """Measured ones by speed, then the others by number; the baseline is never left out."""
     ordered = by_speed(state)
@@ -167,17 +133,8 @@ def _trials(state: SweepState, max_trials: int | None) -> RenderableType:
     return Group(table, *[Text(note, style="dim") for note in notes])
 
 
-def by_speed(state: SweepState) -> list[Trial]:
-    """The search's trials: measured ones from fast to slow, then the others in order of their numbers."""
-
-    def key(trial: Trial) -> tuple[float, int]:
-        return (-trial.measurement.tokens_per_s_per_device if trial.measurement else 0.0, trial.number)
-
-    return sorted(state.searched(), key=key)
-
-
 def _has_tie(state: SweepState, trials: Sequence[Trial]) -> bool:
-    compared = [fmt.versus_baseline(trial, state) for trial in trials]
+    compared = [words.versus_baseline(trial, state) for trial in trials]
     return any(c is not None and c.verdict == "tie" for c in compared)
 
 
@@ -189,19 +146,19 @@ def _failures(state: SweepState) -> RenderableType | None:
     grid.add_column(overflow="fold", ratio=1)
     for status in ENDED[1:]:
         if trials := [trial for trial in state.trials if trial.status == status]:
-            first = f"{fmt.trial_id(trials[0].number)}: " if len(trials) > 1 else ""
-            words = Text(f"{first}{fmt.failure(trials[0])}", style="dim")
-            grid.add_row(fmt.status_words(status), _numbers(trials), words)
+            first = f"{units.trial_id(trials[0].number)}: " if len(trials) > 1 else ""
+            why = Text(f"{first}{words.failure(trials[0])}", style="dim")
+            grid.add_row(units.status_words(status), _numbers(trials), why)
     for event in state.pruned:
         if count := sum(event.rules.values()):
             rules = ", ".join(f"{rule} {number}" for rule, number in event.rules.items())
-            why = f"need no less memory than {fmt.trial_id(event.witness)}, which ran out of it: {rules}"
-            grid.add_row("ruled out", str(count), Text(why, style="dim"))
+            reason = f"need no less memory than {units.trial_id(event.witness)}, which ran out of it: {rules}"
+            grid.add_row("ruled out", str(count), Text(reason, style="dim"))
     return grid if grid.rows else None
 
 
 def _numbers(trials: Sequence[Trial]) -> str:
-    shown = " ".join(fmt.trial_id(trial.number) for trial in trials[:4])
+    shown = " ".join(units.trial_id(trial.number) for trial in trials[:4])
     return f"{shown} +{len(trials) - 4}" if len(trials) > 4 else shown
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -10,26 +10,28 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator import units as fmt
+from orchestrator import units
 from orchestrator.invocation import Invocation
 from orchestrator.mlflow_urls import public_uri, sweep_links
 from orchestrator.plain_text import plain
-from orchestrator.report.summary import Recorded
+from orchestrator.report import words
+from orchestrator.report.highlights import cost
+from orchestrator.report.summary import speedup
 from orchestrator.report.verdict import headline
-from orchestrator.space.space import short_name
-from orchestrator.status.consequences import count
-from orchestrator.status.logs import nodes_of
+from orchestrator.space.naming import short_name
 from orchestrator.status.overview import Spent, budgets, failures, summary_of
 from orchestrator.status.snapshot import AT_REST, Inspection
+from orchestrator.sweep.documents import Recorded
 from orchestrator.sweep.home import Home
-from orchestrator.sweep.state import Trial, describe_failure
+from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
 from orchestrator.terminal.live import phase_words
 from orchestrator.terminal.proof import check_words, render_confirmation
-from orchestrator.terminal.report import cost
-from orchestrator.terminal.report_ps import PHASE_STYLES, age_words, queue_words
+from orchestrator.units import count
 
 MAX_NODES = 8
 """Node names shown in one line."""
+
+
 BUDGET_WORDS = {
     "trials": "trials",
     "device_hours": "device-hours",
@@ -78,7 +80,7 @@ def _facts(sweep: Inspection) -> list[tuple[str, Text]]:
         facts.append(("queue", Text(queue)))
     facts += [(BUDGET_WORDS[spent.name], Text(_spent(spent))) for spent in budgets(sweep)]
     if state.waiting:
-        facts.append(("waiting", Text(_names(fmt.trial_id(number) for number in state.waiting), style="yellow")))
+        facts.append(("waiting", Text(_names(units.trial_id(number) for number in state.waiting), style="yellow")))
     if state.quarantined:
         facts.append(("quarantined", Text(_names(sorted(state.quarantined)), style="red")))
     if strikes := {node: count for node, count in state.strikes.items() if node not in state.quarantined}:
@@ -133,7 +135,7 @@ def _lease(sweep: Inspection) -> str:
 def _spent(spent: Spent) -> str:
     def words(value: float) -> str:
         if spent.name == "wall_time_s":
-            return fmt.duration(value)
+            return units.duration(value)
         return f"{value:.2f}" if spent.name == "device_hours" else f"{value:g}"
 
     return (
@@ -151,7 +153,7 @@ def _running(sweep: Inspection) -> RenderableType:
     for trial in sweep.running:
         attempt, progress = trial.attempts[-1], sweep.live.get(trial.number)
         table.add_row(
-            Text(fmt.trial_id(trial.number), style="cyan"),
+            Text(units.trial_id(trial.number), style="cyan"),
             Text(check_words(trial) or short_name(trial.candidate)),
             Text(phase_words(progress) if progress else "started"),
             Text(age_words(sweep.at_present.now_s - attempt.launched_at_s)),
@@ -162,8 +164,8 @@ def _running(sweep: Inspection) -> RenderableType:
 
 def _failure(trial: Trial, attempt: int, message: str, kind: str) -> RenderableType:
     again = f" attempt {attempt}" if len(trial.attempts) > 1 else ""
-    words = (fmt.status_words(kind), fmt.status_style(kind))
-    return Text.assemble(f"  {fmt.trial_id(trial.number)}{again}  ", words, f"  {plain(message)}")
+    words = (units.status_words(kind), units.status_style(kind))
+    return Text.assemble(f"  {units.trial_id(trial.number)}{again}  ", words, f"  {plain(message)}")
 
 
 def _section(title: str) -> RenderableType:
@@ -183,3 +185,107 @@ def _hint(sweep: Inspection, invocation: Invocation) -> str:
     if sweep.phase in AT_REST:
         return f"{invocation.command('report', sweep.name)}   shows the result"
     return f"{invocation.command('watch', sweep.name)}   follows it"
+
+
+PHASE_STYLES = {
+    "running": "cyan",
+    "waiting": "yellow",
+    "finished": "green",
+    "failed": "red",
+    "interrupted": "red",
+    "cancelled": "dim",
+}
+
+
+def render_ps(sweeps: Sequence[Inspection], home: Home) -> RenderableType:
+    """One row per sweep; below, why some of them wait or have ended."""
+    if not sweeps:
+        return Text(f"no sweeps in {home.path}")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", collapse_padding=True)
+    table.add_column("sweep", overflow="fold", min_width=8)
+    table.add_column("state", no_wrap=True)
+    for heading in ("done", "run", "wait"):
+        table.add_column(heading, no_wrap=True, justify="right")
+    table.add_column("best", no_wrap=True)
+    table.add_column("device-h", no_wrap=True, justify="right")
+    table.add_column("age", no_wrap=True, justify="right")
+    for sweep in sweeps:
+        table.add_row(*_row(sweep))
+    notes = Table.grid(padding=(0, 2))
+    notes.add_column(overflow="fold", style="bold")
+    notes.add_column(overflow="fold", ratio=1)
+    for sweep in sweeps:
+        if note := _note(sweep):
+            notes.add_row(sweep.name, note)
+    return Group(table, notes) if notes.rows else table
+
+
+def _row(sweep: Inspection) -> list[Text]:
+    began_at_s, created = sweep.began_at_s, sweep.state.created
+    limit = created.budget.max_trials if created else None
+    age = units.DASH if began_at_s is None else age_words(sweep.at_s - began_at_s)
+    return [
+        Text(sweep.name, style="bold"),
+        Text(sweep.phase, style=PHASE_STYLES.get(sweep.phase, "yellow")),
+        Text(f"{sweep.num_done}/{limit}" if limit else str(sweep.num_done)),
+        Text(str(len(sweep.state.running) or ""), style="cyan"),
+        Text(str(len(sweep.state.waiting) or ""), style="yellow"),
+        best_words(sweep.state),
+        Text(_hours(sweep)),
+        Text(age),
+    ]
+
+
+def best_words(state: SweepState) -> Text:
+    """``1.42x t007``: the confirmed winner, before that the fastest; the baseline where nothing beat it."""
+    verdict = state.verdict
+    if verdict is not None and verdict.winner is not None and verdict.speedup is not None:
+        return Text.assemble((f"{verdict.speedup.value:.2f}x", "bold green"), f" {units.trial_id(verdict.winner)}")
+    best = state.baseline if verdict is not None and verdict.conclusion == "keep" else state.best
+    if best is None:
+        return Text(units.DASH, style="dim")
+    if best.number == 0:
+        return Text("baseline", style="blue")
+    compared = speedup(best, state.baseline)
+    return Text.assemble((words.versus(compared), words.versus_style(compared)), f" {units.trial_id(best.number)}")
+
+
+def age_words(seconds: float) -> str:
+    """``45 s``, ``12 min``, ``5 h``, ``3 d``."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _hours(sweep: Inspection) -> str:
+    limit = sweep.state.created.budget.device_hours if sweep.state.created else None
+    used = f"{sweep.device_seconds / 3600:.2f}"
+    return f"{used}/{limit:g}" if limit else used
+
+
+def _note(sweep: Inspection) -> Text | None:
+    """Who is at work on it, and why it stands where it stands; nothing of a sweep that has simply finished."""
+    reason = "" if sweep.phase == "finished" else plain(sweep.reason)
+    parts = [part for part in (reason, queue_words(sweep)) if part]
+    style = PHASE_STYLES.get(sweep.phase, "yellow")
+    words = Text.assemble((sweep.phase, style), f": {'; '.join(parts)}") if parts else Text()
+    if at_work := _at_work(sweep):
+        words = Text.assemble(words, "\n" if parts else "", (at_work, "dim"))
+    return words if words.plain else None
+
+
+def _at_work(sweep: Inspection) -> str:
+    """``controller: process 4242 on node1``, ``controller: Ray job tune-x``; empty where none is known."""
+    controller = sweep.controller
+    if not sweep.is_held or controller is None:
+        return ""
+    return "controller: " + (
+        f"Ray job {controller.job}" if controller.job else f"process {controller.pid} on {controller.host}"
+    )
+
+
+def queue_words(sweep: Inspection) -> str:
+    """How important it is, where that can matter."""
+    priority = sweep.lease.priority
+    return f"priority {priority}" if priority and sweep.phase not in AT_REST else ""

@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator import units as fmt
-from orchestrator.report.summary import speed_unit
+from orchestrator import units
+from orchestrator.report import words
 from orchestrator.sweep.state import SweepState, Trial
 
 
@@ -19,12 +19,12 @@ def trial_table(state: SweepState, trials: Sequence[Trial], phases: Mapping[int,
 
     ``phases`` says in words what running trials are doing.
     """
-    names = fmt.Names(trials)
+    names = words.Names(trials)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True, header_style="bold", collapse_padding=True)
     table.add_column("trial", no_wrap=True)
     table.add_column("configuration", ratio=1)
     table.add_column("state", no_wrap=True)
-    for heading in (speed_unit(state.sweep.workload), "spread", "speed-up", "memory"):
+    for heading in (state.sweep.workload.speed_unit, "spread", "speed-up", "memory"):
         table.add_column(heading, no_wrap=True, justify="right")
     for trial in trials:
         table.add_row(
@@ -37,20 +37,22 @@ def trial_table(state: SweepState, trials: Sequence[Trial], phases: Mapping[int,
 
 def _row(state: SweepState, trial: Trial, name: str, phase: str | None) -> list[Text]:
     measurement = trial.measurement
-    status = phase if phase and trial.is_running else fmt.status_words(trial.status)
-    cells = [Text(fmt.trial_id(trial.number)), Text(name), Text(status, style=fmt.status_style(trial.status))]
+    status = phase if phase and trial.is_running else units.status_words(trial.status)
+    cells = [Text(units.trial_id(trial.number)), Text(name), Text(status, style=units.status_style(trial.status))]
     if measurement is None:
         return [*cells, Text(""), Text(""), Text("" if trial.number else "baseline", style="blue"), Text("")]
-    compared = fmt.versus_baseline(trial, state)
+    compared = words.versus_baseline(trial, state)
     versus = (
-        Text(fmt.versus(compared), style=fmt.versus_style(compared)) if trial.number else Text("baseline", style="blue")
+        Text(words.versus(compared), style=words.versus_style(compared))
+        if trial.number
+        else Text("baseline", style="blue")
     )
     return [
         *cells,
-        Text(fmt.rate(measurement.tokens_per_s_per_device)),
-        Text(fmt.spread(measurement), style="dim"),
+        Text(units.rate(measurement.tokens_per_s_per_device)),
+        Text(words.spread(measurement), style="dim"),
         versus,
-        Text(fmt.peak_memory(measurement)),
+        Text(words.peak_memory(measurement)),
     ]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from orchestrator import units as fmt
+from orchestrator import units
+from orchestrator.report import words
 from orchestrator.sweep.checks import Check, ConfirmationRun, GateRun, ProfileRun
 from orchestrator.sweep.state import SweepState, Trial
 
@@ -28,11 +29,11 @@ def check_tags(check: Check | None) -> dict[str, str]:
         case None:
             return {}
         case ConfirmationRun():
-            return {"tc.check": check.kind, "tc.of": fmt.trial_id(check.of), "tc.round": str(check.round + 1)}
+            return {"tc.check": check.kind, "tc.of": units.trial_id(check.of), "tc.round": str(check.round + 1)}
         case GateRun():
-            return {"tc.check": check.kind, "tc.of": fmt.trial_id(check.of), "tc.gate_role": check.role}
+            return {"tc.check": check.kind, "tc.of": units.trial_id(check.of), "tc.gate_role": check.role}
         case ProfileRun():
-            return {"tc.check": check.kind, "tc.of": fmt.trial_id(check.of)}
+            return {"tc.check": check.kind, "tc.of": units.trial_id(check.of)}
 
 
 def trial_series(trial: Trial) -> dict[str, Sequence[float]]:
@@ -45,9 +46,9 @@ def trial_series(trial: Trial) -> dict[str, Sequence[float]]:
 def check_note(trial: Trial, name: str, unit: str) -> str:
     """Markdown: what was measured of a check called ``name``."""
     if trial.measurement is None:
-        return f"**{fmt.status_words(trial.status)}** — {name}\n\n{fmt.failure(trial)}".rstrip()
+        return f"**{units.status_words(trial.status)}** — {name}\n\n{words.failure(trial)}".rstrip()
     if isinstance(trial.check, ConfirmationRun):
-        return f"**{fmt.rate(trial.measurement.tokens_per_s_per_device)} {unit}** — {name}"
+        return f"**{units.rate(trial.measurement.tokens_per_s_per_device)} {unit}** — {name}"
     if isinstance(trial.check, GateRun):
         return (
             f"**{len(trial.measurement.losses)} steps trained**, last loss {trial.measurement.losses[-1]:.4g} — {name}"
@@ -60,7 +61,7 @@ def verdict_tags(state: SweepState) -> dict[str, str]:
     verdict = state.verdict
     if verdict is None:
         return {}
-    winner = "none" if verdict.winner is None else fmt.trial_id(verdict.winner)
+    winner = "none" if verdict.winner is None else units.trial_id(verdict.winner)
     return {"tc.verdict": verdict.conclusion, "tc.winner": winner, "tc.verdict_reason": verdict.reason}
 
 

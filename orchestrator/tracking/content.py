@@ -8,28 +8,33 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
-from orchestrator import units as fmt
+from orchestrator import units
+from orchestrator.report import words
+from orchestrator.report.artifacts import MAX_PARAM_CHARS, log_tail
 from orchestrator.report.findings import findings_lines, findings_metrics
-from orchestrator.report.summary import speed_unit
-from orchestrator.space.space import flat_params, short_name
+from orchestrator.space.naming import flat_params, short_name
 from orchestrator.statistics import relative_spread, tokens_per_s_per_device
 from orchestrator.sweep.checks import ProfileRun
-from orchestrator.sweep.events import SweepCreated
+from orchestrator.sweep.events import SweepCreated, sweep_id
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
 from orchestrator.tracking.checks import check_note, check_prefix, check_tags
-from trials.codec import digest, to_json
-from trials.outcome import Evidence, Measured, Measurement, Outcome, StoppedEarly
+from trials.codec import to_json
+from trials.outcome import Measured, Measurement, Outcome, StoppedEarly
 from trials.reports.findings import Findings
-from trials.secrets import redact, redact_all
+from trials.secrets import redact_all
 from trials.spec import LinearModel, LlamaModel, Model, ResNetModel
 
 OBJECTIVE = "tokens_per_s_per_device"
+
+
 BEST = f"best_{OBJECTIVE}"
-MAX_PARAM_CHARS = 6000
+
+
 MAX_TAG_CHARS = 5000
+
+
 _MAX_RUN_NAME_CHARS = 200
 
 
@@ -54,26 +59,14 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-.")
 
 
-def sweep_id(created: SweepCreated) -> str:
-    """Identity of a sweep across machines: two sweeps of one name started at different times are different."""
-    return digest([created.sweep, created.spec_hash, created.at_s])[:16]
-
-
 def sweep_tags(created: SweepCreated) -> dict[str, str]:
     environment = {f"tc.env.{key}": value for key, value in created.fingerprint.items()}
     return _common_tags(created) | {"tc.kind": "sweep", "tc.spec_hash": created.spec_hash} | environment
 
 
-def sweep_params(created: SweepCreated) -> dict[str, str]:
-    """The workload and the budget, flat: ``model.hidden_size``, ``budget.max_trials``."""
-    values = {"workload": created.workload, "budget": created.budget, "num_legal": created.num_legal}
-    flat = dict(_flatten(to_json(values)))
-    return {key.removeprefix("workload."): text for key, text in flat.items()}
-
-
 def trial_name(trial: Trial) -> str:
     """``t014 dp2 z3 mbs4``, ``confirm r1 t004 dp2 mbs4``: the only thing MLflow's default tables show of a run."""
-    of = fmt.trial_id(trial.check.of if trial.check else trial.number)
+    of = units.trial_id(trial.check.of if trial.check else trial.number)
     return f"{check_prefix(trial.check)}{of} {short_name(trial.candidate)}"[:_MAX_RUN_NAME_CHARS]
 
 
@@ -131,7 +124,7 @@ def trial_metrics(state: SweepState, trial: Trial) -> dict[str, float]:
         values |= _measured_metrics(trial.measurement)
         if trial.expected is not None:
             values["step_time_over_predicted"] = trial.measurement.step_time_s / trial.expected.step_time_s
-        compared = fmt.versus_baseline(trial, state) if trial.check is None else None
+        compared = words.versus_baseline(trial, state) if trial.check is None else None
         values["speedup"] = compared.ratio.value if compared else None
     return {key: float(value) for key, value in values.items() if value is not None and math.isfinite(value)}
 
@@ -183,7 +176,7 @@ def json_text(value: Any) -> str:
 def trial_note(state: SweepState, trial: Trial) -> str:
     """Markdown; the first line is the result, the last one why the trial was made."""
     if trial.check is not None:
-        return f"{check_note(trial, trial_name(trial), speed_unit(state.sweep.workload))}\n\nProposed: {trial.reason}."
+        return f"{check_note(trial, trial_name(trial), state.sweep.workload.speed_unit)}\n\nProposed: {trial.reason}."
     return "\n\n".join(part for part in (_result_note(state, trial), f"Proposed: {trial.reason}.") if part)
 
 
@@ -191,29 +184,16 @@ def _result_note(state: SweepState, trial: Trial) -> str:
     name = f"`{short_name(trial.candidate)}`"
     if trial.measurement is None:
         return "\n\n".join(
-            part for part in (f"**{fmt.status_words(trial.status)}** — {name}", fmt.failure(trial)) if part
+            part for part in (f"**{units.status_words(trial.status)}** — {name}", words.failure(trial)) if part
         )
     speed = tokens_per_s_per_device(trial.measurement)
-    compared = fmt.versus_baseline(trial, state)
-    against = f", {fmt.versus(compared)} the baseline ({fmt.ratio_interval(compared.ratio.ci95)})" if compared else ""
-    unit = speed_unit(state.sweep.workload)
-    head = f"**{fmt.rate(speed.value)} {unit}**{against} — {name}\n\n95 % interval {fmt.interval(speed.ci95)}"
+    compared = words.versus_baseline(trial, state)
+    against = (
+        f", {words.versus(compared)} the baseline ({units.ratio_interval(compared.ratio.ci95)})" if compared else ""
+    )
+    unit = state.sweep.workload.speed_unit
+    head = f"**{units.rate(speed.value)} {unit}**{against} — {name}\n\n95 % interval {units.interval(speed.ci95)}"
     return "\n".join([head, "", *(f"- {line}" for line in findings_lines(trial.measurement.findings))]).rstrip()
-
-
-def log_tail(trial: Trial) -> str | None:
-    """Last lines of the failed rank's log with the collateral errors; None where there are none."""
-    evidence: Evidence | None = getattr(trial.outcome, "evidence", None)
-    if evidence is None or not (evidence.log_tail or evidence.collateral):
-        return None
-    collateral = ["", "--- errors of other ranks ---", *evidence.collateral] if evidence.collateral else []
-    return "\n".join([*evidence.log_tail, *collateral]) + "\n"
-
-
-def first_line(error: Exception) -> str:
-    """An error in one line without secrets."""
-    lines = redact(str(error)).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _common_tags(created: SweepCreated) -> dict[str, str]:
@@ -252,11 +232,3 @@ def _measured_metrics(measurement: Measurement) -> dict[str, float | None]:
         "compile_s": measurement.compile_s,
         "num_measured_steps": len(measurement.step_times_s),
     }
-
-
-def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _flatten(item, f"{prefix}.{key}" if prefix else key)
-    elif value is not None:
-        yield prefix, str(value)[:MAX_PARAM_CHARS]

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.mlflow_urls import artifact_path
-from orchestrator.report import series
+from orchestrator.report import artifacts, series
+from orchestrator.report.artifacts import failed_logs, profile_paths
 from orchestrator.report.markdown import Attached, report_markdown
 from orchestrator.report.page.page import page_html
 from orchestrator.report.page.write import make_page
 from orchestrator.report.sources import Sources, rejected_csv
 from orchestrator.report.summary import summarize
-from orchestrator.report.trial_files import failed_logs, profile_paths
 from orchestrator.sweep.events import (
     AttemptEnded,
     AttemptLaunched,
@@ -69,7 +69,7 @@ def _ensure_sweep(runs: Runs, state: SweepState) -> str:
     known = runs.sweep_runs(state)
     if "sweep" not in known:
         known["sweep"] = runs.create_run(state, created.sweep, content.sweep_tags(created), created.at_s)
-        runs.log(known["sweep"], created.at_s, params=content.sweep_params(created))
+        runs.log(known["sweep"], created.at_s, params=artifacts.sweep_params(created))
     return known["sweep"]
 
 

@@ -17,9 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from orchestrator import plain_text
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import artifact_folder, public_uri, run_path, sqlite_path
-from orchestrator.report.summary import Recorded
+from orchestrator.sweep import events
+from orchestrator.sweep.documents import Recorded
 from orchestrator.sweep.events import SweepCreated
 from orchestrator.sweep.ledger import Entry, Ledger
 from orchestrator.sweep.outbox import Outbox
@@ -85,7 +87,7 @@ class Tracker:
             yield
         except (MlflowException, SQLAlchemyError, requests.RequestException, OSError, ImportError) as error:
             raise ConfigError(
-                f"the MLflow store {public_uri(self.uri)} cannot be used: {content.first_line(error)}",
+                f"the MLflow store {public_uri(self.uri)} cannot be used: {plain_text.first_line(error)}",
                 remedy="Check that it is reachable and may be written, then try again.",
             ) from error
 
@@ -111,7 +113,7 @@ class Tracker:
     # ---- the runs of a sweep, see tracking_runs.Runs ----
 
     def sweep_runs(self, state: SweepState) -> dict[str, str]:
-        identity = content.sweep_id(state.sweep)
+        identity = events.sweep_id(state.sweep)
         if identity not in self._runs:
             self._runs[identity] = self._search_runs(self._experiment_id(state), identity)
         return self._runs[identity]
@@ -168,7 +170,7 @@ class Tracker:
             self._mlflow().set_experiment_tag(self._experiment_id(state), key, value)
 
     def with_role(self, state: SweepState, role: str) -> list[str]:
-        which = f"tags.`tc.sweep_id` = '{content.sweep_id(state.sweep)}' AND tags.`tc.role` = '{role}'"
+        which = f"tags.`tc.sweep_id` = '{events.sweep_id(state.sweep)}' AND tags.`tc.role` = '{role}'"
         return [run.info.run_id for run in self._mlflow().search_runs([self._experiment_id(state)], which)]
 
     def page(self, state: SweepState, run_id: str, tab: str) -> str:
@@ -243,7 +245,7 @@ class Tracker:
             "MLflow at %s does not take results (%s: %s); the sweep goes on, they follow later",
             public_uri(self.uri),
             type(error).__name__,
-            content.first_line(error),
+            plain_text.first_line(error),
         )
 
 

@@ -1,8 +1,9 @@
 import pytest
 
-from cluster.connect import ClusterRequest, connect
+from cluster.connect import connect
 from cluster.hardware.topology import discover_node
 from cluster.local import LocalCluster
+from cluster.request import ClusterRequest
 from tests.cluster.gangs import PRELOAD
 
 

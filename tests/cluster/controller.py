@@ -6,9 +6,10 @@ Prints "ready" when the gang has signed in, then closes the cluster at the first
 import sys
 from pathlib import Path
 
-from cluster.connect import ClusterRequest, connect
+from cluster.connect import connect
 from cluster.hardware.topology import discover_node
 from cluster.local import LocalCluster
+from cluster.request import ClusterRequest
 from tests.cluster.gangs import PRELOAD, launch, wait_for_pids
 
 

@@ -7,12 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.base import ClusterError, Deadlines
-from cluster.connect import ClusterRequest, connect, describe
+from cluster.connect import connect, describe
 from cluster.gang.deadlines import RankClock, due_at_s, overdue_reason
 from cluster.gang.messages import Lines, RankProgress, Stop, line
 from cluster.hardware import topology
 from cluster.hardware.topology import DeviceError, discover_node, path_safe
 from cluster.ray.agent import interface_of
+from cluster.request import ClusterRequest
 from trials.codec import from_json
 
 DEADLINES = Deadlines(starting_s=10, warmup_s=20, measuring_s=30, stall_s=5)

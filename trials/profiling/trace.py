@@ -11,42 +11,34 @@ import json
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from trials.reports.profile import StepTimes
+
 Interval = tuple[float, float]
+
+
 Event = Mapping[str, Any]
 
 STEP = r"ProfilerStep#\d+"
 """Names the profiler gives the steps it records."""
+
+
 STEP_NAME = re.compile(STEP)
+
+
 _CPU_COLLECTIVE = re.compile(r"gloo:|mpi:")
 """Ranges from the start of a collective to its end."""
+
+
 _CPU_COMMUNICATION = re.compile(r"c10d|wait_tensor|gloo:|mpi:|record_param_comms")
 """Operators that start collectives or wait for them."""
+
+
 _COMPILED = re.compile(r"CompiledFunction|Torch-Compiled Region")
 """Calls into compiled code, whose own kernels leave no events."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
-    """Seconds of one step, or of another range of time, on one rank."""
-
-    total_s: float
-    computation_s: float
-    """Time with an operator (CPU) or a kernel (CUDA) at work."""
-    communication_s: float
-    """Time with a collective in flight."""
-    uncovered_communication_s: float
-    """Communication while nothing is computed."""
-    free_s: float
-    """Neither."""
-
-    @property
-    def overlap(self) -> float:
-        """The share of communication that computation hides, in 0..1; 0 without communication."""
-        return 1.0 - self.uncovered_communication_s / self.communication_s if self.communication_s else 0.0
 
 
 def load(path: Path) -> list[Event]:

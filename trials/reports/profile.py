@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trials.profiling.trace import StepTimes
-
 FOLDER = "profile"
 """Of an attempt's folder: takes traces, graphs and memory snapshots."""
+
+
 FOLDER_VARIABLE = "TUNE_CLUSTER_PROFILE_DIR"
 """Environment variable that tells a rank the folder; without it no files are written."""
 
@@ -110,3 +110,23 @@ class RankProfile:
     files: tuple[ProfileFile, ...] = ()
     notes: tuple[str, ...] = ()
     """What people should know, e.g. that something could not be recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Seconds of one step, or of another range of time, on one rank."""
+
+    total_s: float
+    computation_s: float
+    """Time with an operator (CPU) or a kernel (CUDA) at work."""
+    communication_s: float
+    """Time with a collective in flight."""
+    uncovered_communication_s: float
+    """Communication while nothing is computed."""
+    free_s: float
+    """Neither."""
+
+    @property
+    def overlap(self) -> float:
+        """The share of communication that computation hides, in 0..1; 0 without communication."""
+        return 1.0 - self.uncovered_communication_s / self.communication_s if self.communication_s else 0.0

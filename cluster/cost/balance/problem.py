@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.cost.balance.stage_recompute import LayerState, StageAnswer
-from cluster.cost.in_flight import in_flight_peaks
+from cluster.cost.pipeline import in_flight_peaks
 from trials.spec import Counts, Recompute, Schedule, SelectiveRecompute
 
 

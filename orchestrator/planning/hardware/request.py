@@ -7,10 +7,11 @@ import socket
 import time
 from pathlib import Path
 
-from cluster.connect import ClusterRequest, Replay, Simulation, describe
+from cluster.connect import describe
 from cluster.exclusion import Excluded
 from cluster.hardware.topology import DeviceKind, Topology
 from cluster.queue.share import Claim, Policy
+from cluster.request import ClusterRequest, Replay, Simulation
 from orchestrator.config.queue_policy import load_policy
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.invocation import user_name

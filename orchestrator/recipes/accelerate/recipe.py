@@ -13,8 +13,7 @@ from typing import Any
 import yaml
 
 from orchestrator.recipes import hf_model
-from orchestrator.recipes.accelerate import layout as accelerate_layout
-from orchestrator.recipes.accelerate import run as accelerate_run
+from orchestrator.recipes.accelerate import layout, run
 from orchestrator.recipes.accelerate.layout import ARGUMENTS, FILE
 from orchestrator.recipes.base import Draft, TableRecipe, comments
 from orchestrator.recipes.documents import settings_of, tree
@@ -37,7 +36,7 @@ def _load(files: Mapping[str, str]) -> dict[str, Any]:
 RECIPE = TableRecipe(
     name="accelerate",
     title="Accelerate",
-    settings=(*accelerate_layout.SETTINGS, *accelerate_run.SETTINGS, *hf_model.SETTINGS),
+    settings=(*layout.SETTINGS, *run.SETTINGS, *hf_model.SETTINGS),
     render=_render,
     load=_load,
     command=lambda _: f"accelerate launch --config_file {FILE} train.py {ARGUMENTS}",

@@ -13,8 +13,7 @@ from typing import Any
 
 from orchestrator.recipes import hf_model
 from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, custom, fixed, option
-from orchestrator.recipes.deepspeed import layout as deepspeed_layout
-from orchestrator.recipes.deepspeed import precision as deepspeed_precision
+from orchestrator.recipes.deepspeed import layout, precision
 from orchestrator.recipes.deepspeed.layout import FILE
 from orchestrator.recipes.documents import settings_of, tree
 from orchestrator.recipes.gaps import KERNELS_OF_SCRIPT, left_to_script, own_data, own_seed
@@ -71,7 +70,7 @@ def _command(draft: Draft) -> str:
 RECIPE = TableRecipe(
     name="deepspeed",
     title="DeepSpeed",
-    settings=(*deepspeed_layout.SETTINGS, *deepspeed_precision.SETTINGS, *_RUN, *hf_model.SETTINGS),
+    settings=(*layout.SETTINGS, *precision.SETTINGS, *_RUN, *hf_model.SETTINGS),
     render=_render,
     load=_load,
     command=_command,

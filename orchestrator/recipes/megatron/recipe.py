@@ -9,8 +9,7 @@ from orchestrator.recipes import shell
 from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, custom, option
 from orchestrator.recipes.gaps import weight_decay_but_norms
 from orchestrator.recipes.megatron import layout as megatron_layout
-from orchestrator.recipes.megatron import recompute as megatron_recompute
-from orchestrator.recipes.megatron import run as megatron_run
+from orchestrator.recipes.megatron import recompute, run
 from trials.spec import LlamaModel
 
 FILE = "megatron.sh"
@@ -133,7 +132,7 @@ def _load(files: Mapping[str, str]) -> Settings:
 RECIPE = TableRecipe(
     name="megatron",
     title="Megatron-LM",
-    settings=(*_WORKLOAD, *megatron_layout.SETTINGS, *megatron_recompute.SETTINGS, *megatron_run.SETTINGS),
+    settings=(*_WORKLOAD, *megatron_layout.SETTINGS, *recompute.SETTINGS, *run.SETTINGS),
     render=_render,
     load=_load,
     command=lambda _: f"TRAIN_ITERS=100 DATA_PATH=data/text_document bash {FILE}",

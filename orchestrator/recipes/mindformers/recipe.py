@@ -10,9 +10,7 @@ import yaml
 from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, comments, custom, option
 from orchestrator.recipes.documents import settings_of, tree
 from orchestrator.recipes.gaps import weight_decay_but_norms
-from orchestrator.recipes.mindformers import layout as mindformers_layout
-from orchestrator.recipes.mindformers import recompute as mindformers_recompute
-from orchestrator.recipes.mindformers import run as mindformers_run
+from orchestrator.recipes.mindformers import layout, recompute, run
 from orchestrator.recipes.mindformers.layout import NUM_LAYERS
 from trials.spec import LlamaModel
 
@@ -125,7 +123,7 @@ def _command(draft: Draft) -> str:
 RECIPE = TableRecipe(
     name="mindformers",
     title="MindFormers",
-    settings=(*_WORKLOAD, *mindformers_layout.SETTINGS, *mindformers_recompute.SETTINGS, *mindformers_run.SETTINGS),
+    settings=(*_WORKLOAD, *layout.SETTINGS, *recompute.SETTINGS, *run.SETTINGS),
     render=_render,
     load=_load,
     command=_command,

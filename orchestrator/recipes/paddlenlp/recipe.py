@@ -10,9 +10,7 @@ from typing import Any
 from orchestrator.recipes import shell
 from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, custom, option
 from orchestrator.recipes.gaps import weight_decay_but_norms
-from orchestrator.recipes.paddlenlp import layout as paddlenlp_layout
-from orchestrator.recipes.paddlenlp import recompute as paddlenlp_recompute
-from orchestrator.recipes.paddlenlp import run as paddlenlp_run
+from orchestrator.recipes.paddlenlp import layout, recompute, run
 from orchestrator.recipes.paddlenlp.layout import NUM_LAYERS
 from trials.spec import LlamaModel
 
@@ -115,7 +113,7 @@ def _load(files: Mapping[str, str]) -> Settings:
 RECIPE = TableRecipe(
     name="paddlenlp",
     title="PaddleNLP",
-    settings=(*_WORKLOAD, *paddlenlp_layout.SETTINGS, *paddlenlp_recompute.SETTINGS, *paddlenlp_run.SETTINGS),
+    settings=(*_WORKLOAD, *layout.SETTINGS, *recompute.SETTINGS, *run.SETTINGS),
     render=_render,
     load=_load,
     command=lambda _: f"bash {SCRIPT}",

@@ -12,8 +12,7 @@ from typing import Any
 
 from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, comments, custom, fixed, lacking, option
 from orchestrator.recipes.gaps import left_to_script, own_data, unable
-from orchestrator.recipes.torchtitan import layout as torchtitan_layout
-from orchestrator.recipes.torchtitan import text as torchtitan_text
+from orchestrator.recipes.torchtitan import layout, text
 from orchestrator.recipes.torchtitan.text import FILE, FUNCTION
 from trials.spec import LlamaModel
 
@@ -159,14 +158,14 @@ def _command(draft: Draft) -> str:
 
 
 def _render(draft: Draft) -> Mapping[str, str]:
-    return {FILE: torchtitan_text.write(draft.settings, comments(draft.notes), _command(draft))}
+    return {FILE: text.write(draft.settings, comments(draft.notes), _command(draft))}
 
 
 RECIPE = TableRecipe(
     name="torchtitan",
     title="torchtitan",
-    settings=(*_RUN, *torchtitan_layout.SETTINGS),
+    settings=(*_RUN, *layout.SETTINGS),
     render=_render,
-    load=lambda files: torchtitan_text.read(files[FILE]),
+    load=lambda files: text.read(files[FILE]),
     command=_command,
 )

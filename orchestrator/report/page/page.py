@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator import units as fmt
+from orchestrator import units
 from orchestrator.invocation import PLAIN, Invocation
+from orchestrator.report import words
+from orchestrator.report.highlights import changed_knobs, cost, shown_change
 from orchestrator.report.page.html import cell, code, row, section, table, text
 from orchestrator.report.page.proof import confirmation, evaluations, gate
 from orchestrator.report.page.sources import environment, next_steps, plan_and_rejected, profiles
@@ -19,9 +21,8 @@ from orchestrator.report.plots.gallery import Plot, gallery
 from orchestrator.report.sources import Sources
 from orchestrator.report.summary import Summary
 from orchestrator.report.verdict import change_heading, confidence, details, headline, winner_and_baseline
-from orchestrator.space.space import short_name
+from orchestrator.space.naming import short_name
 from orchestrator.sweep.state import SweepState
-from orchestrator.terminal.report import changed_knobs, cost, shown_change
 
 if TYPE_CHECKING:
     from orchestrator.diagnosis.values import SweepExplanation
@@ -101,11 +102,11 @@ def _results(page: Page) -> str:
     rows = [
         row(
             cell(label, "dim"),
-            cell(fmt.trial_id(result.trial.number)),
+            cell(units.trial_id(result.trial.number)),
             cell(code(short_name(result.trial.candidate))),
-            cell(f"<strong>{fmt.rate(result.speed.value)}</strong> {text(page.summary.unit)}", "num keep"),
-            cell(fmt.interval(result.speed.ci95), "num dim keep"),
-            cell(fmt.peak_memory(result.trial.measurement) if result.trial.measurement else "", "num dim keep"),
+            cell(f"<strong>{units.rate(result.speed.value)}</strong> {text(page.summary.unit)}", "num keep"),
+            cell(units.interval(result.speed.ci95), "num dim keep"),
+            cell(words.peak_memory(result.trial.measurement) if result.trial.measurement else "", "num dim keep"),
         )
         for label, result in winner_and_baseline(page.state, page.summary)
     ]

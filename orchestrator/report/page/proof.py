@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from orchestrator import units as fmt
-from orchestrator.report import proof as proof_data
+from orchestrator import units
+from orchestrator.report import proof
 from orchestrator.report.page.html import cell, code, row, table, text
 from orchestrator.report.verdict import evaluation_words, percent, ratio_interval
-from orchestrator.space.space import short_name
+from orchestrator.space.naming import short_name
 from orchestrator.sweep.checks import GateReport
 from orchestrator.sweep.state import SweepState
 
@@ -15,7 +15,7 @@ _KINDS = {"the winner": "good", "faster": "good", "does not train the same": "ba
 
 def confirmation(state: SweepState) -> str:
     """A row per finalist, a column per round."""
-    found = proof_data.finalists(state)
+    found = proof.finalists(state)
     if not found:
         return ""
     numbers = sorted({ratio.round for one in found for ratio in one.rounds})
@@ -25,9 +25,9 @@ def confirmation(state: SweepState) -> str:
         each = [cell(f"{of[n].value:.2f}x" if n in of else "", "num dim keep") for n in numbers]
         rows.append(
             row(
-                cell(fmt.trial_id(one.trial)),
+                cell(units.trial_id(one.trial)),
                 cell(code(short_name(state.trials[one.trial].candidate))),
-                cell(f"<strong>{one.overall.value:.2f}x</strong>" if one.overall else fmt.DASH, "num"),
+                cell(f"<strong>{one.overall.value:.2f}x</strong>" if one.overall else units.DASH, "num"),
                 cell(ratio_interval(one.overall) if one.overall else "", "num dim keep"),
                 cell(text(one.words), _KINDS.get(one.words, "")),
                 *each,
@@ -43,22 +43,22 @@ def confirmation(state: SweepState) -> str:
 
 def gate(state: SweepState) -> str:
     """A row per finalist that was judged."""
-    reports = proof_data.gates(state)
+    reports = proof.gates(state)
     if not reports:
         return ""
     heads = ("trial", "result", "loss", "allowed", "gradient norm", "allowed", "steps", "judged as", "against")
-    notes = [f"{fmt.trial_id(report.trial)}: {note}" for report in reports for note in report.notes]
+    notes = [f"{units.trial_id(report.trial)}: {note}" for report in reports for note in report.notes]
     words = "".join(f'<p class="dim">{text(note)}</p>' for note in notes)
     return table(map(_judged, reports), heads, numbers=(2, 3, 4, 5, 6)) + words
 
 
 def _judged(report: GateReport) -> str:
     return row(
-        cell(fmt.trial_id(report.trial)),
+        cell(units.trial_id(report.trial)),
         cell("passed" if report.passed else text("; ".join(report.reasons)), "good" if report.passed else "bad"),
-        cell(fmt.DASH if report.loss_deviation is None else percent(report.loss_deviation), "num keep"),
+        cell(units.DASH if report.loss_deviation is None else percent(report.loss_deviation), "num keep"),
         cell(percent(report.loss_tolerance), "num dim keep"),
-        cell(fmt.DASH if report.grad_norm_deviation is None else percent(report.grad_norm_deviation), "num keep"),
+        cell(units.DASH if report.grad_norm_deviation is None else percent(report.grad_norm_deviation), "num keep"),
         cell(percent(report.grad_norm_tolerance), "num dim keep"),
         cell(str(report.num_steps), "num"),
         cell(text(report.precision_class)),
@@ -68,13 +68,13 @@ def _judged(report: GateReport) -> str:
 
 def evaluations(state: SweepState) -> str:
     """What the user's own command said of finalists."""
-    found = proof_data.evaluations(state)
+    found = proof.evaluations(state)
     if not found:
         return ""
     parts = ["<h3>Your evaluation</h3>"]
     for one in found:
         kind = "good" if one.passed else "bad"
-        parts.append(f'<p>{fmt.trial_id(one.trial)}: <span class="{kind}">{text(evaluation_words(one))}</span></p>')
+        parts.append(f'<p>{units.trial_id(one.trial)}: <span class="{kind}">{text(evaluation_words(one))}</span></p>')
         if one.output_tail:
             parts.append(
                 f"<details><summary>last lines</summary><pre>{text(chr(10).join(one.output_tail))}</pre></details>"

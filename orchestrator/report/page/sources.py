@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from orchestrator import units as fmt
+from orchestrator import units
 from orchestrator.invocation import Invocation
-from orchestrator.report.artifacts import profile_files
-from orchestrator.report.markdown import promotion_words
+from orchestrator.report.artifacts import profile_files, sweep_params
 from orchestrator.report.page.html import cell, code, row, table, text
+from orchestrator.report.page.profile import profile_html
 from orchestrator.report.sources import Sources
 from orchestrator.report.summary import Summary
+from orchestrator.report.verdict import promotion_words
 from orchestrator.sweep.checks import ProfileRun
 from orchestrator.sweep.state import SweepState
-from orchestrator.terminal.profile import profile_html
-from orchestrator.tracking.content import sweep_params
 
 
 def plan_and_rejected(sources: Sources) -> str:
@@ -41,7 +40,7 @@ def profiles(state: SweepState, folder: Path | None) -> str:
     for trial in state.trials:
         if isinstance(trial.check, ProfileRun) and trial.measurement is not None:
             html = profile_html(trial, profile_files(folder, trial) if folder else ())
-            parts.append(f"<h3>{fmt.trial_id(trial.check.of)}</h3>{html}" if html else "")
+            parts.append(f"<h3>{units.trial_id(trial.check.of)}</h3>{html}" if html else "")
     return "".join(parts)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from orchestrator import units as fmt
+from orchestrator import units
 from orchestrator.report.findings import findings_lines
+from orchestrator.report.highlights import found_out as findings_of
 from orchestrator.report.page.html import cell, code, row, table, text
 from orchestrator.report.summary import Summary
 from orchestrator.report.verdict import winner_and_baseline
 from orchestrator.sweep.state import SweepState
-from orchestrator.terminal.report import found_out as findings_of
 
 if TYPE_CHECKING:
     from orchestrator.diagnosis.values import Answer, Diagnosis, Loss, SweepExplanation
@@ -33,12 +33,12 @@ def step_time(explanation: SweepExplanation | None, figure: str) -> str:
 
 def _bottleneck(shown: Diagnosis) -> str:
     first = shown.losses[0]
-    name = f"{shown.role} {fmt.trial_id(shown.trial)}"
+    name = f"{shown.role} {units.trial_id(shown.trial)}"
     return f"<p>Bottleneck of the {text(name)}: <strong>{text(first.kind)}</strong>, {first.share:.0%} of its step.</p>"
 
 
 def _loss(loss: Loss) -> str:
-    at_most = f"{loss.at_most:.2f}x" if loss.at_most is not None else fmt.DASH
+    at_most = f"{loss.at_most:.2f}x" if loss.at_most is not None else units.DASH
     knobs = " ".join(code(knob) for knob in loss.knobs)
     fixed = f'<br><span class="dim">fixed in the file: {text(", ".join(loss.fixed))}</span>' if loss.fixed else ""
     return row(
@@ -54,7 +54,7 @@ def _loss(loss: Loss) -> str:
 def _answer(answer: Answer) -> str:
     changes = "; ".join(f"{code(knob)} {text(old)} → {text(new)}" for knob, (old, new) in answer.changed.items())
     how = "measured" if answer.source == "measured" else "predicted"
-    of = f", {fmt.trial_id(answer.trial)}" if answer.trial is not None else ""
+    of = f", {units.trial_id(answer.trial)}" if answer.trial is not None else ""
     return f"<strong>{answer.gain:.2f}x</strong> ({how}{of}) with {changes}"
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from orchestrator import units as fmt
+from orchestrator import units
+from orchestrator.report import words
+from orchestrator.report.artifacts import log_tail
+from orchestrator.report.highlights import by_speed
 from orchestrator.report.page.html import cell, code, row, table, text
 from orchestrator.report.summary import ENDED, Summary
-from orchestrator.space.space import short_name
+from orchestrator.space.naming import short_name
 from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.terminal.report import by_speed
-from orchestrator.tracking.content import log_tail
 from trials.outcome import Measurement, StoppedEarly
 
 
@@ -17,7 +18,7 @@ def trials(state: SweepState, summary: Summary) -> str:
     if not state.trials:
         return ""
     ordered = by_speed(state)
-    names = fmt.Names(ordered)
+    names = words.Names(ordered)
     top = max((t.measurement.tokens_per_s_per_device for t in ordered if t.measurement), default=1.0)
     heads = ("trial", "configuration", "state", summary.unit, "spread", "speed-up", "memory", "step")
     shown = state.winner if state.verdict is not None else state.best
@@ -32,26 +33,26 @@ def _trial(state: SweepState, trial: Trial, name: str, top: float, shown: Trial 
     speed = measurement.tokens_per_s_per_device if measurement else 0.0
     share = f'<td class="bar" style="--share:{100 * speed / top:.1f}%" data-v="{text(name)}">{code(name)}</td>'
     cells = [
-        cell(fmt.trial_id(trial.number), value=trial.number),
+        cell(units.trial_id(trial.number), value=trial.number),
         share,
-        cell(fmt.status_words(trial.status), "keep", trial.status),
+        cell(units.status_words(trial.status), "keep", trial.status),
         *(_numbers(state, trial, measurement) if measurement else [cell("")] * 5),
     ]
     return row(*cells, kind="best" if shown is not None and shown.number == trial.number else "")
 
 
 def _numbers(state: SweepState, trial: Trial, measurement: Measurement) -> list[str]:
-    compared = fmt.versus_baseline(trial, state)
+    compared = words.versus_baseline(trial, state)
     kind = {"faster": "good", "slower": "bad"}.get(compared.verdict, "dim") if compared else "dim"
-    versus = "baseline" if trial.number == 0 else fmt.versus(compared)
+    versus = "baseline" if trial.number == 0 else words.versus(compared)
     ratio = compared.ratio.value if compared else 1.0
     speed, step_s = measurement.tokens_per_s_per_device, measurement.step_time_s
     return [
-        cell(fmt.rate(speed), "num keep", speed),
-        cell(fmt.spread(measurement), "num dim keep"),
+        cell(units.rate(speed), "num keep", speed),
+        cell(words.spread(measurement), "num dim keep"),
         cell(versus, f"num keep {kind}", ratio),
-        cell(fmt.peak_memory(measurement), "num keep", measurement.peak_bytes),
-        cell(fmt.milliseconds(step_s), "num dim keep", step_s),
+        cell(words.peak_memory(measurement), "num keep", measurement.peak_bytes),
+        cell(units.milliseconds(step_s), "num dim keep", step_s),
     ]
 
 
@@ -62,9 +63,9 @@ def not_measured(state: SweepState) -> str:
         found = [trial for trial in state.trials if trial.status == status]
         if found:
             rows = [_failed(trial) for trial in found]
-            parts.append(f"<h3>{text(fmt.status_words(status))} ({len(found)})</h3>{table(rows)}")
+            parts.append(f"<h3>{text(units.status_words(status))} ({len(found)})</h3>{table(rows)}")
     rows = [
-        row(cell(fmt.trial_id(event.witness)), cell(code(rule)), cell(f"{count} more ruled out", "dim"))
+        row(cell(units.trial_id(event.witness)), cell(code(rule)), cell(f"{count} more ruled out", "dim"))
         for event in state.pruned
         for rule, count in event.rules.items()
     ]
@@ -74,8 +75,8 @@ def not_measured(state: SweepState) -> str:
 
 
 def _failed(trial: Trial) -> str:
-    words = text(fmt.failure(trial))
+    words = text(words.failure(trial))
     tail = None if isinstance(trial.outcome, StoppedEarly) else log_tail(trial)
     if tail:
         words += f"<details><summary>log</summary><pre>{text(tail)}</pre></details>"
-    return row(cell(fmt.trial_id(trial.number)), cell(code(short_name(trial.candidate)), "keep"), cell(words))
+    return row(cell(units.trial_id(trial.number)), cell(code(short_name(trial.candidate)), "keep"), cell(words))

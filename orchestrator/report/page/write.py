@@ -11,7 +11,8 @@ from orchestrator.invocation import PLAIN, Invocation
 from orchestrator.mlflow_urls import sweep_links
 from orchestrator.report.page.page import Page, page_html
 from orchestrator.report.sources import Sources
-from orchestrator.report.summary import Recorded, Summary
+from orchestrator.report.summary import Summary
+from orchestrator.sweep.documents import Recorded
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState
 from trials.files import write_atomically

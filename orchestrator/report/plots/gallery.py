@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from orchestrator import units as fmt
-from orchestrator.report import proof as proof_data
-from orchestrator.report import series
+from orchestrator import units
+from orchestrator.report import proof, series, words
 from orchestrator.report.plots import proof as plots_proof
-from orchestrator.report.plots import search as plots
-from orchestrator.report.plots import step_time as plots_time
-from orchestrator.report.plots import style as figures
+from orchestrator.report.plots import search, step_time, style
 from orchestrator.report.plots.step_time import KnobImportance, StepParts
 from orchestrator.report.summary import Summary
 from orchestrator.report.verdict import winner_and_baseline
@@ -36,11 +33,11 @@ class Plot:
 
     def svg(self) -> str:
         """For a page."""
-        return figures.to_svg(self.draw, self.name)
+        return style.to_svg(self.draw, self.name)
 
     def png(self) -> bytes:
         """For a file."""
-        return figures.to_png(self.draw)
+        return style.to_png(self.draw)
 
 
 def gallery(
@@ -65,13 +62,13 @@ def _of_search(
     found = series.history(state)
     if not found.num_trials:
         return
-    yield Plot(name="history", draw=lambda: plots.plot_history(found, unit))
+    yield Plot(name="history", draw=lambda: search.plot_history(found, unit))
     if any(point.peak_bytes for point in found.measured):
-        yield Plot(name="pareto", draw=lambda: plots.plot_pareto(found.measured, unit, limit_bytes))
+        yield Plot(name="pareto", draw=lambda: search.plot_pareto(found.measured, unit, limit_bytes))
     order = [name for knob in explanation.importance.knobs for name in knob.knobs] if explanation else []
     lines = series.coordinates(state, order)
     if lines.knobs and len(lines.lines) > 1:
-        yield Plot(name="parallel", draw=lambda: plots.plot_coordinates(lines, unit))
+        yield Plot(name="parallel", draw=lambda: search.plot_coordinates(lines, unit))
 
 
 def _of_time(state: SweepState, summary: Summary, explanation: SweepExplanation | None) -> Iterator[Plot]:
@@ -79,10 +76,10 @@ def _of_time(state: SweepState, summary: Summary, explanation: SweepExplanation 
     steps = [step_parts(label, one.trial, explanation) for label, one in reversed(results)]
     shown = [step for step in steps if step.parts]
     if shown:
-        yield Plot(name="breakdown", draw=lambda: plots_time.plot_breakdown(shown))
+        yield Plot(name="breakdown", draw=lambda: step_time.plot_breakdown(shown))
     knobs = importances(explanation)
     if knobs:
-        yield Plot(name="importance", draw=lambda: plots_time.plot_importance(knobs))
+        yield Plot(name="importance", draw=lambda: step_time.plot_importance(knobs))
 
 
 def step_parts(label: str, trial: Trial, explanation: SweepExplanation | None) -> StepParts:
@@ -90,8 +87,8 @@ def step_parts(label: str, trial: Trial, explanation: SweepExplanation | None) -
     assert trial.measurement is not None
     step_time_s = trial.measurement.step_time_s
     parts = [(part.name, part.seconds) for part in explanation.parts(trial.number)] if explanation else []
-    measured = [(name, share * step_time_s) for name, share in fmt.breakdown(trial.measurement)]
-    name = f"{label} {fmt.trial_id(trial.number)}"
+    measured = [(name, share * step_time_s) for name, share in words.breakdown(trial.measurement)]
+    name = f"{label} {units.trial_id(trial.number)}"
     return StepParts(label=name, step_time_s=step_time_s, parts=tuple(parts or measured))
 
 
@@ -110,23 +107,24 @@ def importances(explanation: SweepExplanation | None) -> list[KnobImportance]:
 
 
 def _of_proof(state: SweepState) -> Iterator[Plot]:
-    found = proof_data.finalists(state)
+    found = proof.finalists(state)
     if any(one.rounds for one in found):
         title = _rounds_title(found)
         yield Plot(name="confirmation", draw=lambda: plots_proof.plot_rounds(found, title))
-    reports = {report.trial: report for report in proof_data.gates(state)}
-    for curves in proof_data.gate_curves(state):
+    reports = {report.trial: report for report in proof.gates(state)}
+    for curves in proof.gate_curves(state):
         yield _gate(curves, reports)
 
 
-def _gate(curves: proof_data.GateCurves, reports: dict[int, GateReport]) -> Plot:
-    name = f"gate-{fmt.trial_id(curves.trial)}"
+def _gate(curves: proof.GateCurves, reports: dict[int, GateReport]) -> Plot:
+    name = f"gate-{units.trial_id(curves.trial)}"
     return Plot(name=name, draw=lambda: plots_proof.plot_gate(curves, reports.get(curves.trial)))
 
 
-def _rounds_title(found: list[proof_data.Finalist]) -> str:
+def _rounds_title(found: list[proof.Finalist]) -> str:
     """Who is faster, in words."""
     words = [
-        f"{fmt.trial_id(one.trial)} {f'{one.overall.value:.2f}x, ' if one.overall else ''}{one.words}" for one in found
+        f"{units.trial_id(one.trial)} {f'{one.overall.value:.2f}x, ' if one.overall else ''}{one.words}"
+        for one in found
     ]
     return "; ".join(words[:3])

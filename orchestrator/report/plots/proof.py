@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from orchestrator import units as fmt
+from orchestrator import units
 from orchestrator.proof.trajectories import Curve
 from orchestrator.report.plots.style import BLUE, DIM, ORANGE, SERIES, VERMILION, add_axes, integer_steps, new_figure
 from orchestrator.report.proof import Finalist, GateCurves
@@ -39,7 +39,7 @@ def plot_rounds(found: Sequence[Finalist], title: str) -> Figure:
         axes.plot(at, [ratio.value for ratio in one.rounds], "o", color=color, markersize=5, markeredgewidth=0)
         if one.overall is not None:
             _overall(axes, num_rounds + 0.85 + shift, one.overall, color)
-            labels.append((one.overall.value, f"{fmt.trial_id(one.trial)}  {one.overall.value:.2f}x", color))
+            labels.append((one.overall.value, f"{units.trial_id(one.trial)}  {one.overall.value:.2f}x", color))
     _axis_of_rounds(axes, num_rounds)
     _side_labels(axes, labels)
     return figure
@@ -98,7 +98,7 @@ def _gate_subtitle(found: GateCurves, num_steps: int) -> str:
 
 def _draw_losses(axes: Axes, found: GateCurves) -> None:
     looks = {"baseline": (ORANGE, "-"), "reference": (DIM, (0, (2, 2))), "finalist": (BLUE, "-")}
-    names = {"baseline": "baseline", "reference": "fp32 reference", "finalist": fmt.trial_id(found.trial)}
+    names = {"baseline": "baseline", "reference": "fp32 reference", "finalist": units.trial_id(found.trial)}
     labels = []
     for role in ("baseline", "reference", "finalist"):
         run = found.runs.get(role)
@@ -136,7 +136,7 @@ def _draw_deviations(axes: Axes, curve: Curve, name: str) -> None:
 
 
 def _gate_title(trial: int, report: GateReport | None) -> str:
-    name = fmt.trial_id(trial)
+    name = units.trial_id(trial)
     if report is None:
         return f"The loss gate has not judged {name} yet"
     if report.passed:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from orchestrator import units as fmt
+from orchestrator import units
 from orchestrator.report.plots.style import (
     BLUE,
     DIM,
@@ -77,7 +77,7 @@ def _history_title(found: History) -> str:
     ended = max((*(p.trial for p in found.measured), *found.failed, *found.stopped))
     if found.best.trial == 0:
         return f"No trial of {found.num_trials} measured faster than the baseline"
-    speed = f"{fmt.trial_id(found.best.trial)} is the fastest of {found.num_trials} trials"
+    speed = f"{units.trial_id(found.best.trial)} is the fastest of {found.num_trials} trials"
     times = f", {found.best.speed / found.baseline:.2f}x the baseline" if found.baseline else ""
     since = ended - found.best.trial
     return f"{speed}{times}" + (f"; {since} tried since" if since else "; found last")
@@ -122,7 +122,7 @@ def _label_front(axes: Axes, best: Sequence[SpeedPoint], memory: float) -> None:
         height = point.speed / top
         if point.trial and all(abs(height - other) > 0.07 for other in taken):
             taken.append(height)
-            axes.annotate(fmt.trial_id(point.trial), (point.peak_bytes / memory, point.speed), xytext=(-5, 5),
+            axes.annotate(units.trial_id(point.trial), (point.peak_bytes / memory, point.speed), xytext=(-5, 5),
                           textcoords="offset points", size=8, color=GREEN, ha="right")  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def _memory_limit(axes: Axes, limit_bytes: int | None, memory: float, largest: f
         axes.annotate("limit ", (limit_bytes / memory, 0.02), xycoords=("data", "axes fraction"), color=VERMILION,
                       size=8, ha="right")  # fmt: skip
     else:
-        axes.annotate(f"limit {fmt.num_bytes(limit_bytes)} →", (1.0, 0.02), xycoords="axes fraction",
+        axes.annotate(f"limit {units.num_bytes(limit_bytes)} →", (1.0, 0.02), xycoords="axes fraction",
                       color=VERMILION, size=8, ha="right")  # fmt: skip
 
 
@@ -148,13 +148,13 @@ def _pareto_title(best: Sequence[SpeedPoint]) -> str:
     if not best:
         return "Nothing was measured"
     fastest = best[-1]
-    words = f"{fmt.trial_id(fastest.trial)} is the fastest with {fmt.num_bytes(fastest.peak_bytes)}"
+    words = f"{units.trial_id(fastest.trial)} is the fastest with {units.num_bytes(fastest.peak_bytes)}"
     thrifty = [p for p in best[:-1] if p.speed >= 0.8 * fastest.speed and p.peak_bytes <= 0.95 * fastest.peak_bytes]
     if not thrifty:
         return f"{words}; nothing nearly as fast needs less"
     saved = 1 - thrifty[0].peak_bytes / fastest.peak_bytes
     share = thrifty[0].speed / fastest.speed
-    return f"{words}; {fmt.trial_id(thrifty[0].trial)} needs {saved:.0%} less at {share:.0%} of its speed"
+    return f"{words}; {units.trial_id(thrifty[0].trial)} needs {saved:.0%} less at {share:.0%} of its speed"
 
 
 def plot_coordinates(found: Coordinates, unit: str) -> Figure:
@@ -178,7 +178,7 @@ def plot_coordinates(found: Coordinates, unit: str) -> Figure:
     axes.vlines(len(found.knobs), 0, 1, color=DIM, linewidth=0.8)
     axes.text(len(found.knobs), -0.08, unit, ha="center", va="top", size=8, color=DIM)
     for height, speed in ((0.0, low), (1.0, high)):
-        axes.text(len(found.knobs) + 0.04, height, fmt.rate(speed), ha="left", va="center", size=8)
+        axes.text(len(found.knobs) + 0.04, height, units.rate(speed), ha="left", va="center", size=8)
     return figure
 
 

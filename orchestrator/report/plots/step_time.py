@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from orchestrator import units as fmt
+from orchestrator import units
 from orchestrator.report.plots.style import (
     BLUE,
     DIM,
@@ -82,7 +82,7 @@ def _bar(axes: Axes, row: int, step: StepParts, longest: float) -> None:
         if seconds > 0.06 * longest:
             axes.text(at + seconds / 2, row, _number(1000 * seconds), ha="center", va="center", size=8, color=PAPER)
         at += seconds
-    axes.text(at + 0.01 * longest, row, fmt.milliseconds(step.step_time_s), ha="left", va="center", size=9, color=DIM)
+    axes.text(at + 0.01 * longest, row, units.milliseconds(step.step_time_s), ha="left", va="center", size=9, color=DIM)
 
 
 def _number(milliseconds: float) -> str:
@@ -114,7 +114,7 @@ def _breakdown_title(steps: Sequence[StepParts]) -> str:
     if len(steps) == 1 or gain_s <= 0 or not where:
         return f"{share} of the step of {last.label} is {part_words(name)}"
     return (
-        f"{fmt.milliseconds(gain_s)} less per step, most of it {part_words(where)}; now {share} is {part_words(name)}"
+        f"{units.milliseconds(gain_s)} less per step, most of it {part_words(where)}; now {share} is {part_words(name)}"
     )
 
 

@@ -17,12 +17,11 @@ from cluster.cost.calibrate import Calibrated, derivatives, fit
 from cluster.cost.candidates import inputs_of
 from cluster.cost.coefficients import TIME, Coefficients, Prior, load_prior
 from cluster.cost.estimate import CostModel, Estimates
-from cluster.cost.generic import GenericInputs
-from cluster.cost.generic_inputs import generic_inputs
+from cluster.cost.generic import GenericInputs, generic_inputs
 from cluster.cost.inputs import Array, CostInputs, concatenate
 from cluster.hardware.accelerators import ClusterDescription
-from orchestrator.search.acquisition import MEMORY_SHIFT_STD, MEMORY_STD, Belief, normal_cdf
-from orchestrator.search.prediction import model_families as described
+from orchestrator.search.prediction import model_families
+from orchestrator.search.prediction.belief import MEMORY_SHIFT_STD, MEMORY_STD, Belief, normal_cdf
 from orchestrator.search.prediction.gaussian_process import ErrorModel
 from orchestrator.search.prediction.knob_features import Features, OwnKnobs
 from orchestrator.search.prediction.model_families import Inputs, log_device_seconds, physical_places
@@ -119,7 +118,7 @@ class Predictor:
     @functools.cached_property
     def estimates(self) -> Estimates:
         """Before any measurement of this sweep. On CPUs there is no device context, and none is counted."""
-        return described.estimate(self._model, self.inputs, on_cpu=self.on_cpu)
+        return model_families.estimate(self._model, self.inputs, on_cpu=self.on_cpu)
 
     @functools.cached_property
     def probability_fits(self) -> Array:
@@ -210,7 +209,7 @@ class Predictor:
             return Calibrated.of_prior(prior)
         rows, peaks, sides = zip(*known, strict=True)
         x = self.inputs.take(np.array(rows))
-        predict = functools.partial(described.log_peak, x, on_cpu=self.on_cpu)
+        predict = functools.partial(model_families.log_peak, x, on_cpu=self.on_cpu)
         return fit(prior, predict, np.log(peaks), np.array(sides, dtype=np.int64))
 
 

@@ -18,12 +18,20 @@ from trials.spec import Candidate, Workload
 
 MEASURED_ON = ("hardware", "device_memory_bytes", "threads_per_device", "driver", "torch", "virtual")
 """Parts of the fingerprint on which step times and memory depend: where they are equal, measurements teach."""
+
+
 MAX_TRIALS = 384
 """Known at most, the newest sweeps' first."""
+
+
 MAX_PER_SWEEP = 32
+
+
 MAX_NEAREST = 96
 """Whose times are learned from at most: those most like any candidate. Others say little beside them, and cost time
 at every proposal."""
+
+
 _ROWS_AT_ONCE = 20_000
 
 
@@ -76,13 +84,6 @@ def nearest(past: NDArray[np.float64], here: NDArray[np.float64]) -> NDArray[np.
 
 def num_sweeps(earlier: Iterable[EarlierTrial]) -> int:
     return len({trial.sweep for trial in earlier})
-
-
-def learned_from(num_trials: int, num_sweeps: int) -> str:
-    """``learned from 14 trials of 2 earlier sweeps``; empty where there were none."""
-    if not num_trials:
-        return ""
-    return f"learned from {_count(num_trials, 'trial')} of {_count(num_sweeps, 'earlier sweep')}"
 
 
 def same_hardware(one: Mapping[str, str], other: Mapping[str, str]) -> bool:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cluster.cost.balance.balancer import balance
 from cluster.cost.balance.problem import BalanceProblem, DoesNotFitError
 from cluster.cost.balance.stage_recompute import LayerState
-from cluster.cost.in_flight import in_flight_peaks
+from cluster.cost.pipeline import in_flight_peaks
 
 GIB = 2.0**30
 NONE = LayerState(name="none", activation_bytes=10)

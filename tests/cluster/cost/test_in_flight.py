@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.cost.in_flight import in_flight, in_flight_peaks
 from cluster.cost.inputs import SCHEDULES
+from cluster.cost.pipeline import in_flight, in_flight_peaks
 from tests.cluster.cost.rows import inputs, row
 
 

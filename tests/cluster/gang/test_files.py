@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.connect import ClusterRequest, connect
+from cluster.connect import connect
 from cluster.gang import files as attempt_files
 from cluster.gang.files import MAX_BYTES_PER_RANK, PIECE_BYTES, FilePiece, Homing, Receiver, pieces
 from cluster.gang.messages import Slot
+from cluster.request import ClusterRequest
 from tests.cluster.gangs import PRELOAD, run
 from trials.outcome import Measured
 from trials.reports.profile import FOLDER

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.connect import ClusterRequest, Simulation, connect
+from cluster.connect import connect
 from cluster.cost.calibrate import derivatives
 from cluster.cost.coefficients import TIME, assumed_prior, load_prior
 from cluster.hardware.accelerators import catalogue, describe_topology
@@ -15,6 +15,7 @@ from cluster.hardware.topology import Node, Topology
 from cluster.probe.prior import _log_matmul_rates, with_measured_figures, with_probe
 from cluster.probe.probe import probe
 from cluster.probe.profile import NodeRates, Profile
+from cluster.request import ClusterRequest, Simulation
 from trials.reports.rates import Link, MatmulRate, MessageTime, Rate
 
 CPU = Topology(

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.base import ClusterError, GangLaunch
-from cluster.connect import ClusterRequest, Simulation, clock_of, connect
+from cluster.connect import clock_of, connect
 from cluster.hardware.accelerators import describe_topology
 from cluster.hardware.placement import Placement
 from cluster.probe.probe import RUNNER, probe, slowest_link
 from cluster.probe.profile import NodeRates, Profile, slow_figures
+from cluster.request import ClusterRequest, Simulation
 from cluster.virtual.simulated import Behaviour, SimulatedCluster
 from tests.cluster.gangs import end_of
 from trials.codec import from_json, to_json

@@ -9,17 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.connect import ClusterRequest, connect
-from cluster.queue import host as queue_host
+from cluster.connect import connect
+from cluster.queue import host
 from cluster.queue.entries import EXPIRES_S, Entry, Queue, divided
 from cluster.queue.host import HostAdmission
 from cluster.queue.share import Claim, Grant, Policy, Unlimited, share, strictest
+from cluster.request import ClusterRequest
 from trials.codec import to_json
 
 
 def host_queue(folder):
     """Who shares this host now, in the order of submission."""
-    found = divided(queue_host._read(queue_host._file(folder)).values()).values()
+    found = divided(host._read(host._file(folder)).values()).values()
     return tuple(sorted(found, key=lambda row: (row.claim.submitted_at_s, row.claim.key)))
 
 

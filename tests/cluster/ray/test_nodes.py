@@ -8,9 +8,10 @@ import pytest
 
 from cluster import connect as connecting
 from cluster.base import ClusterError
-from cluster.connect import ClusterRequest, connect
+from cluster.connect import connect
 from cluster.probe.probe import probe
 from cluster.queue.share import Claim
+from cluster.request import ClusterRequest
 from tests.cluster.gangs import PRELOAD, end_of, launch, living, run, wait_for_pids, wait_until
 from trials.outcome import Crashed, GangLost, Measured
 

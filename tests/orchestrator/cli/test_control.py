@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from orchestrator.commands.control import apply_requests
+from orchestrator.controller.recovery import apply_requests
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
 from tests.support import long_story

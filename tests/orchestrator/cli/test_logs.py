@@ -9,7 +9,7 @@ import pytest
 from cluster.hardware.topology import Device
 from orchestrator import tail as log_files
 from orchestrator.plain_text import plain
-from orchestrator.status.logs import attempt_folder
+from orchestrator.sweep.home import attempt_folder
 from orchestrator.tail import MAX_LINE_CHARS, MAX_TAIL_BYTES, Follower, follow, tail
 from tests.support import long_story, sweeps
 from tests.support.cli_homes import controller, keep, run

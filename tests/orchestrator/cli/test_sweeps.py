@@ -23,8 +23,7 @@ from orchestrator.sweep.events import Asked, SweepFinished, SweepPaused
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.terminal.live import LiveView
-from orchestrator.terminal.report_ps import render_ps
-from orchestrator.terminal.status import render_status
+from orchestrator.terminal.status import render_ps, render_status
 from tests.support import long_story, virtual_sweeps
 from tests.support.cli_homes import LEASE, controller, keep, keep_running, run, running
 from tests.support.story import ended, measured

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from orchestrator import locks
-from orchestrator.commands import submit as submission
+from orchestrator.commands import submit
 from orchestrator.commands.background import CONTROLLER_LOG
 from orchestrator.commands.submit import Submission, find_running
 from orchestrator.sweep.home import Home
@@ -50,7 +50,7 @@ def test_a_supervisor_that_starts_another_controller_is_attached_to(tmp_path):
 
 
 def test_a_supervisor_that_waits_for_long_is_attached_to(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(submission, "ENDING_S", 1.0)
+    monkeypatch.setattr(submit, "ENDING_S", 1.0)
     keep_running(tmp_path).close()
     with supervised(Home(tmp_path)) as (made, _):
         found = find_running(made)

@@ -18,7 +18,7 @@ from orchestrator.controller.runtime import Recipe, Recovered, Runtime
 from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.search import Search
-from orchestrator.space.space import flat_params
+from orchestrator.space.naming import flat_params
 from orchestrator.sweep import requests
 from orchestrator.sweep.checks import ConfirmSettings, GateSettings, ProofSettings
 from orchestrator.sweep.events import Budget

@@ -7,17 +7,17 @@ import pytest
 
 from cluster.base import GangProgress
 from orchestrator.controller.early_stop import ALLOWANCE, EarlyStop, settled
+from orchestrator.report.highlights import cost
 from orchestrator.report.summary import summarize
 from orchestrator.search.acquisition import expected_log_times
 from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.search import Search
-from orchestrator.space.space import flat_params
+from orchestrator.space.naming import flat_params
 from orchestrator.sweep.events import AttemptEnded, AttemptStopped
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
-from orchestrator.terminal.report import cost
-from tests.orchestrator.search import test_guided as machine
+from tests.orchestrator.search import test_guided
 from tests.support.story import created, ended, failures, launched, measured, proposed
 from tests.support.virtual_sweeps import SWEEP, submit
 from trials.codec import from_json, to_json
@@ -143,15 +143,15 @@ def test_a_controller_that_died_between_stop_and_end_resumes_with_the_same(short
 
 
 def test_the_guide_learns_a_bound_only_where_it_is_news():
-    predictor = Predictor(machine.WORKLOAD, machine.CANDIDATES, machine.CLUSTER, features=flat_params)
+    predictor = Predictor(test_guided.WORKLOAD, test_guided.CANDIDATES, test_guided.CLUSTER, features=flat_params)
     guide = GuidedSearch(predictor)
-    Search(machine.CANDIDATES, features=flat_params, sampler="guided", guide=guide)
-    row = next(i for i, c in enumerate(machine.CANDIDATES) if c != machine.BASELINE)
+    Search(test_guided.CANDIDATES, features=flat_params, sampler="guided", guide=guide)
+    row = next(i for i, c in enumerate(test_guided.CANDIDATES) if c != test_guided.BASELINE)
     expected = {}
     for at_least_s in (1e-3, 1e3, None):
-        events = machine.start()
+        events = test_guided.start()
         if at_least_s is not None:
-            events += [proposed(1, machine.CANDIDATES[row]), launched(1), ended(1, stopped(at_least_s))]
+            events += [proposed(1, test_guided.CANDIDATES[row]), launched(1), ended(1, stopped(at_least_s))]
         belief, seen = guide._standing(fold(events), ())
         assert (row in seen.closed) == (at_least_s is not None)
         expected[at_least_s] = expected_log_times(belief, seen)[row]

@@ -20,7 +20,7 @@ from orchestrator.controller.runtime import Recipe, Runtime
 from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.search import Search
-from orchestrator.space.space import flat_params
+from orchestrator.space.naming import flat_params
 from orchestrator.sweep.events import Budget
 from orchestrator.sweep.ledger import Ledger
 from tests.support.story import created

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from orchestrator.commands import control
+from orchestrator.controller import recovery
 from orchestrator.sweep import requests
 from orchestrator.sweep.events import AttemptEnded, AttemptLaunched
 from orchestrator.sweep.fold import fold
@@ -65,7 +66,7 @@ class Lives(RuleBasedStateMachine):
     def somebody_asks_while_no_controller_is_there(self, body):
         with Ledger(self.path) as ledger, ledger.hold(), patch.object(control, "recovered", self._recovered):
             ledger.ask(body, by="user", at_s=0.0)
-            state = control.apply_requests(ledger, self.path)
+            state = recovery.apply_requests(ledger, self.path)
         if body == requests.action("cancel"):
             assert state.is_over
 

@@ -11,9 +11,8 @@ from orchestrator.sweep.events import TrialProposed
 from orchestrator.sweep.fold import fold
 from tests.support.story import created, ended, launched, measured
 from trials.outcome import OutOfMemory, StepBreakdown
-from trials.profiling.trace import StepTimes
 from trials.reports.findings import Findings
-from trials.reports.profile import RankProfile
+from trials.reports.profile import RankProfile, StepTimes
 from trials.spec import Candidate, Layout, LlamaModel, Precision, ProfileSpec, Recompute, TextData, TrialSpec, Workload
 
 MODEL = LlamaModel(

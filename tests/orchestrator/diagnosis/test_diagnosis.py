@@ -10,9 +10,9 @@ from orchestrator.diagnosis import Basis, explain_sweep
 from orchestrator.diagnosis.step_parts import ProfileOf, split
 from orchestrator.errors import ConfigError
 from orchestrator.planning.plan import make_plan
+from orchestrator.space.naming import diff
 from orchestrator.space.neighbours import around
 from orchestrator.space.rules import check
-from orchestrator.space.space import diff
 from orchestrator.sweep.checks import Verdict
 from orchestrator.sweep.state import ProofState
 from tests.orchestrator.diagnosis.diagnosed import (
@@ -30,7 +30,7 @@ from tests.orchestrator.diagnosis.diagnosed import (
     simulate,
     sweep,
 )
-from tests.orchestrator.space import test_large as test_large_space
+from tests.orchestrator.space import test_large
 from tests.support.story import measured
 from trials.outcome import StepBreakdown
 from trials.reports.findings import Findings, LoaderPoint, LoaderTuningReport, PatternEffect
@@ -220,8 +220,8 @@ def test_parts_sum_to_the_measured_step_time_whatever_is_known(breakdown, ranks,
 
 
 def test_in_a_space_too_large_to_list_changes_are_looked_for_around_the_trial():
-    space = test_large_space.spec()
-    topology = test_large_space.TOPOLOGY
+    space = test_large.spec()
+    topology = test_large.TOPOLOGY
     beyond = make_plan(space, topology).beyond
     candidate = beyond.sample(1, seed=0)[0]
     near = around(beyond, candidate)

@@ -19,7 +19,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.planning.dryrun.cache import DryRunCache, cache_key
 from orchestrator.planning.dryrun.estimates import RULE_ID
 from orchestrator.planning.dryrun.simulation import estimate_all, representative_rank
-from orchestrator.space.space import short_name
+from orchestrator.space.naming import short_name
 from orchestrator.sweep.home import Home
 from trials.codec import from_json, to_json
 from trials.dryrun.estimate import Estimate, StageEstimate

@@ -13,19 +13,16 @@ from click.testing import CliRunner
 from configs import CONFIGS
 from orchestrator.cli.main import main
 from orchestrator.config.sweep import load_sweep
-from orchestrator.planning.plan import make_plan
-from orchestrator.report import proof as proof_data
-from orchestrator.report import series
+from orchestrator.planning.plan import make_plan, plan_document
+from orchestrator.report import proof, series
 from orchestrator.report.markdown import report_markdown
 from orchestrator.report.page.page import Page, page_html
 from orchestrator.report.plots import proof as plots_proof
-from orchestrator.report.plots import search as plots
-from orchestrator.report.plots import step_time as plots_time
-from orchestrator.report.plots import style as figures
+from orchestrator.report.plots import search, step_time, style
 from orchestrator.report.plots.gallery import gallery
 from orchestrator.report.plots.step_time import KnobImportance, StepParts
 from orchestrator.report.series import Coordinates, History, SpeedPoint
-from orchestrator.report.sources import Sources, plan_document, rejected_csv
+from orchestrator.report.sources import Sources, rejected_csv
 from orchestrator.report.summary import summarize
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
@@ -115,27 +112,27 @@ def test_every_plot_draws_any_number_of_trials_and_stays_small(num_trials: int):
     steps = [StepParts(label=HOSTILE, step_time_s=0.1, parts=(("compute", 0.1),))] * min(num_trials, 2)
     knobs = [KnobImportance(knob=f"knob{i}", share=0.3, low=0.1, high=0.5) for i in range(min(num_trials, 30))]
     state = fold(proof_events())
-    rounds = proof_data.finalists(state) if num_trials else []
+    rounds = proof.finalists(state) if num_trials else []
     drawn = {
-        "history": lambda: plots.plot_history(found, "tokens/s/p"),
-        "pareto": lambda: plots.plot_pareto(found.measured, "tokens/s/p", 2**30),
-        "parallel": lambda: plots.plot_coordinates(lines(num_trials), "tokens/s/p"),
-        "breakdown": lambda: plots_time.plot_breakdown(steps),
-        "importance": lambda: plots_time.plot_importance(knobs),
+        "history": lambda: search.plot_history(found, "tokens/s/p"),
+        "pareto": lambda: search.plot_pareto(found.measured, "tokens/s/p", 2**30),
+        "parallel": lambda: search.plot_coordinates(lines(num_trials), "tokens/s/p"),
+        "breakdown": lambda: step_time.plot_breakdown(steps),
+        "importance": lambda: step_time.plot_importance(knobs),
         "rounds": lambda: plots_proof.plot_rounds(rounds, HOSTILE),
     }
     for name, draw in drawn.items():
-        svg = figures.to_svg(draw, name)
+        svg = style.to_svg(draw, name)
         checked(f"<!doctype html><html><body>{svg}</body></html>")
         assert "<text" in svg
         assert "<script" not in svg
         assert len(svg) < 600_000
-    assert figures.to_png(drawn["history"]).startswith(b"\x89PNG")
+    assert style.to_png(drawn["history"]).startswith(b"\x89PNG")
 
 
 def test_the_same_plot_is_the_same_file():
     found = many(20)
-    once, again = (figures.to_svg(lambda: plots.plot_history(found, "tokens/s/p"), "history") for _ in range(2))
+    once, again = (style.to_svg(lambda: search.plot_history(found, "tokens/s/p"), "history") for _ in range(2))
     assert once == again
 
 
@@ -222,7 +219,7 @@ def test_while_it_is_being_confirmed_the_table_says_so():
 
 
 def test_the_kept_plan_bounds_what_it_lists(monkeypatch):
-    monkeypatch.setattr("orchestrator.report.sources.MAX_CANDIDATES", 3)
+    monkeypatch.setattr("orchestrator.planning.plan.MAX_CANDIDATES", 3)
     plan = make_plan(load_sweep(QUICKSTART))
     kept = plan_document(plan)
     assert (len(kept["candidates"]), kept["num_legal"]) == (3, len(plan.candidates))

@@ -15,14 +15,14 @@ from cluster.hardware.topology import Device
 from orchestrator.config.profile import ProfileSection
 from orchestrator.errors import ConfigError
 from orchestrator.report.artifacts import ProfileCopies, copy_profile, profile_files
+from orchestrator.report.page.profile import profile_html
 from orchestrator.report.profile import profile_tables
-from orchestrator.status.logs import attempt_folder
 from orchestrator.sweep.checks import ProfileRun
+from orchestrator.sweep.home import attempt_folder
 from orchestrator.sweep.state import Attempt, Trial
-from orchestrator.terminal.profile import profile_html, render_profile
+from orchestrator.terminal.profile import render_profile
 from trials.codec import from_json, to_json
 from trials.outcome import Measured, Measurement, StepBreakdown
-from trials.profiling.trace import StepTimes
 from trials.reports.findings import Findings
 from trials.reports.profile import (
     FOLDER,
@@ -33,6 +33,7 @@ from trials.reports.profile import (
     ProfileFile,
     RankProfile,
     Redundancy,
+    StepTimes,
 )
 from trials.spec import Candidate, ProfileSpec
 

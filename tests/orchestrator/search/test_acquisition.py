@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 
 from orchestrator.search.acquisition import (
     SHORTLIST_SIZE,
-    Belief,
     Seen,
     expected_improvement,
-    normal_cdf,
     probability_fits,
     propose,
     should_stop,
 )
+from orchestrator.search.prediction.belief import Belief, normal_cdf
 from orchestrator.search.prediction.gaussian_process import ErrorModel, learn
 
 

@@ -14,7 +14,7 @@ from orchestrator.cli.main import main
 from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.search import Search
-from orchestrator.space.space import flat_params
+from orchestrator.space.naming import flat_params
 from orchestrator.sweep.events import Budget
 from orchestrator.sweep.fold import fold
 from tests.support.story import created, ended, launched, measured, proposed

@@ -12,13 +12,13 @@ from cluster.cost.coefficients import load_prior
 from cluster.cost.estimate import CostModel
 from cluster.hardware.accelerators import describe_topology
 from cluster.hardware.topology import uniform_topology
-from orchestrator.planning.forecast import make_predictor
 from orchestrator.search.guided import GuidedSearch
-from orchestrator.search.prediction import predictor as beliefs
+from orchestrator.search.prediction import predictor
+from orchestrator.search.prediction.forecast import make_predictor
 from orchestrator.search.prediction.predictor import NotDescribedError, Predictor
 from orchestrator.search.search import Search
+from orchestrator.space.naming import flat_params
 from orchestrator.space.rules import check
-from orchestrator.space.space import flat_params
 from orchestrator.sweep.events import Budget
 from orchestrator.sweep.fold import fold
 from tests.support.story import created, ended, failures, launched, measured, proposed
@@ -195,7 +195,7 @@ def test_what_the_cost_model_does_not_know_it_says(case, monkeypatch):
     if case == "unknown hardware":
         topology = None
     if case == "too many":
-        monkeypatch.setattr(beliefs, "MAX_CANDIDATES", 10)
+        monkeypatch.setattr(predictor, "MAX_CANDIDATES", 10)
     with pytest.raises(NotDescribedError, match=r"Abacus|not known|too many"):
         make_predictor(WORKLOAD, tuple(CANDIDATES), topology)
 

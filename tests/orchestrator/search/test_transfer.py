@@ -7,12 +7,12 @@ import logging
 import pytest
 
 from orchestrator.config.sweep import load_sweep
-from orchestrator.controller import creation as beginning
+from orchestrator.controller import creation
+from orchestrator.report.highlights import cost
 from orchestrator.search.prediction.transfer import EarlierTrial, from_document, same_hardware, to_document
 from orchestrator.sweep.events import AttemptEnded, SweepFinished
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
-from orchestrator.terminal.report import cost
 from tests.support.story import WORKLOAD, failures, measured
 from tests.support.sweep_files import changed, write
 from tests.support.virtual_sweeps import SWEEP, submit
@@ -110,5 +110,5 @@ def test_what_is_learned_is_a_value_that_survives_json():
 
 
 def test_no_store_no_question(tmp_path):
-    assert beginning.earlier(load_sweep(write(tmp_path, SWEEP)), {}, Home(tmp_path / "empty")) == ()
+    assert creation.earlier(load_sweep(write(tmp_path, SWEEP)), {}, Home(tmp_path / "empty")) == ()
     assert not (tmp_path / "empty").exists()

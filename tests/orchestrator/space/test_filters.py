@@ -8,7 +8,7 @@ from orchestrator.space.knobs.layer_choices import ALL_LAYERS, RecomputeChoice, 
 from orchestrator.space.rules import Case, Filters, matches
 from tests.orchestrator.space.candidate_strategies import CANDIDATES
 from tests.orchestrator.space.test_rules import WORKLOAD, broken
-from trials.legality import rules as legality
+from trials.legality import rules
 from trials.spec import Candidate, Layout, Recompute
 
 PATTERNS = st.fixed_dictionaries(
@@ -91,7 +91,7 @@ def test_patterns_are_resolved_against_the_candidate(pattern, accepted, expected
     ],
 )
 def test_patterns_that_are_refused(pattern, words):
-    assert words in legality.pattern_problem(pattern)
+    assert words in rules.pattern_problem(pattern)
 
 
 @pytest.mark.parametrize(
@@ -107,4 +107,4 @@ def test_patterns_that_are_refused(pattern, words):
     ],
 )
 def test_patterns_that_are_fine(pattern):
-    assert legality.pattern_problem(pattern) is None
+    assert rules.pattern_problem(pattern) is None

@@ -12,14 +12,15 @@ from orchestrator.config.sweep import SweepSpec
 from orchestrator.controller import service
 from orchestrator.errors import ConfigError
 from orchestrator.planning import plan
-from orchestrator.planning.forecast import make_predictor
 from orchestrator.planning.plan import make_plan
 from orchestrator.search.guided import GuidedSearch
+from orchestrator.search.prediction.forecast import make_predictor
 from orchestrator.search.search import Search, _Space
 from orchestrator.space import space
 from orchestrator.space.large import Lookup, without_effect
+from orchestrator.space.naming import flat_params
 from orchestrator.space.rules import check
-from orchestrator.space.space import flat_params, make_space
+from orchestrator.space.space import make_space
 from orchestrator.sweep.events import Budget
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home
@@ -154,11 +155,12 @@ def test_very_many_layouts_are_sampled_and_other_parts_refused(monkeypatch):
     monkeypatch.setattr(space, "MAX_SETTINGS", 300)
     content = changed(LARGE, ("space", "num_workers"), [0, 1])
     content = changed(content, ("space", "prefetch_factor"), [2])
-    frames = make_space(SweepSpec.model_validate(content)).frames
+    large = SweepSpec.model_validate(content)
+    frames = make_space(large.choices, large.to_workload().model).frames
     assert 0 < len(frames) <= 300 * 4
     assert len({frame.layout.pp for frame in frames}) == 3
     with pytest.raises(ConfigError, match="loader span"):
-        make_space(spec())
+        make_plan(spec())
 
 
 def test_a_sweep_over_a_space_too_large_to_enumerate_finishes(tmp_path, monkeypatch):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.space.knobs import KNOB_NAMES
 from orchestrator.space.knobs.canonical import build_candidate, knob_values
-from orchestrator.space.space import diff, flat_params, make_space, short_name
+from orchestrator.space.naming import diff, flat_params, short_name
+from orchestrator.space.space import make_space
 from tests.orchestrator.space.candidate_strategies import CANDIDATES, MODELS, SEEDS, canonicalize, random_candidate
 from tests.support.sweep_files import FULL, SMALL, write
 from trials.codec import from_json, to_json
@@ -302,26 +303,30 @@ def spec_with(space):
         return None
 
 
+def space_of(spec):
+    return make_space(spec.choices, spec.to_workload().model)
+
+
 @given(SPACES)
 def test_enumeration_is_the_product_without_duplicates(space):
     spec = spec_with(space)
     if spec is None:
         return
-    found = list(make_space(spec))
+    found = list(space_of(spec))
     names = list(spec.choices)
     everything = [
         build_candidate(dict(zip(names, values, strict=True)), LLAMA) for values in product(*spec.choices.values())
     ]
     assert set(found) == set(everything)
     assert len(found) == len(set(found)) == len({candidate.config_key for candidate in found})
-    made = make_space(spec)
+    made = space_of(spec)
     assert made.product_size == len(everything) == math.prod(map(len, spec.choices.values()))
     assert (len(made), made.num_duplicates) == (len(found), len(everything) - len(found))
 
 
 def test_enumeration_has_a_fixed_order_and_tells_knob_values(tmp_path):
     spec = load_sweep(write(tmp_path, FULL))
-    found = list(make_space(spec))
-    assert found == list(make_space(SweepSpec.from_json(spec.to_json())))
+    found = list(space_of(spec))
+    assert found == list(space_of(SweepSpec.from_json(spec.to_json())))
     assert all(build_candidate(knob_values(candidate), spec.to_workload().model) == candidate for candidate in found)
     assert len(found) > 100

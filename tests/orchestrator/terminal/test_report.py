@@ -10,7 +10,8 @@ from cluster.base import GangProgress
 from orchestrator.invocation import Invocation
 from orchestrator.report.markdown import report_markdown
 from orchestrator.report.page.page import Page, page_html
-from orchestrator.report.summary import Recorded, summarize
+from orchestrator.report.summary import summarize
+from orchestrator.sweep.documents import Recorded
 from orchestrator.sweep.events import Budget
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.state import SweepState

@@ -14,11 +14,11 @@ from mlflow.entities import Run
 
 from orchestrator.mlflow_urls import sweep_links
 from orchestrator.report.findings import findings_metrics
-from orchestrator.report.sources import PLAN
-from orchestrator.report.summary import Recorded, summarize
-from orchestrator.status.logs import attempt_folder
+from orchestrator.report.summary import summarize
+from orchestrator.sweep.documents import PLAN, Recorded
 from orchestrator.sweep.events import ChecksAsked, FinalistsChosen, LedgerEvent, SweepFinished
 from orchestrator.sweep.fold import fold
+from orchestrator.sweep.home import attempt_folder
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState
 from orchestrator.tracking import content

@@ -8,7 +8,7 @@ import pytest
 
 from tests.trials.profiling.test_trace import event
 from trials.profiling.operators import MAX_OPERATORS, top_operators
-from trials.profiling.trace import StepTimes, mean_times
+from trials.profiling.trace import mean_times
 from trials.profiling.trace_file import (
     MARK,
     memory_curve,
@@ -18,6 +18,7 @@ from trials.profiling.trace_file import (
     show_memory,
     show_phases,
 )
+from trials.reports.profile import StepTimes
 
 STEPS = [(0.0, 100.0), (200.0, 300.0)]
 
