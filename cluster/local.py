@@ -11,7 +11,7 @@ from typing import Self
 from uuid import uuid4
 
 from cluster.base import GangEvent, GangLaunch
-from cluster.gang.messages import Stop, node_launch, rendezvous_file
+from cluster.gang.messages import StopGang, node_launch, rendezvous_file
 from cluster.gang.tracker import GangTracker
 from cluster.hardware.topology import Node, Topology, discover_node
 from cluster.node.agent import PRELOAD, Agent
@@ -118,7 +118,7 @@ class LocalCluster:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _stop(self, node: str, attempt_id: str, order: Stop) -> None:
+    def _stop(self, node: str, attempt_id: str, order: StopGang) -> None:
         del node  # there is but one
         self._agent.stop(attempt_id, order)
 

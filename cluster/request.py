@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from cluster.exclusion import Excluded
 from cluster.hardware.topology import DeviceChoice
-from cluster.queue.share import Claim, Policy
+from cluster.queue.share import Claim, QueuePolicy
 
 if TYPE_CHECKING:
     from cluster.virtual.simulated import Fault
@@ -57,7 +57,7 @@ class ClusterRequest:
     """Nothing runs on these nodes; Ray does not even hold them."""
     claim: Claim | None = None
     """Its place in the queue of those who share the cluster; None: it asks nobody."""
-    policy: Policy = field(default_factory=Policy)
+    policy: QueuePolicy = field(default_factory=QueuePolicy)
     """Of that queue, as far as it is known here."""
     queue_folder: Path | None = None
     """Where the queue of this host is kept."""

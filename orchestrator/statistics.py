@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from trials.outcome import Measurement
 
-Verdict = Literal["faster", "slower", "tie"]
+SpeedVerdict = Literal["faster", "slower", "tie"]
 
 MIN_DIFFERENCE = 0.01
 """Relative difference below which two measurements are a tie, however small the spread of their steps."""
@@ -80,12 +80,12 @@ def speed_ratio(a: Measurement, b: Measurement) -> Estimate:
     return Estimate(value, _central95(scale * draws_b / draws_a))
 
 
-def compare(a: Measurement, b: Measurement) -> Verdict:
+def compare(a: Measurement, b: Measurement) -> SpeedVerdict:
     """Whether ``a`` is faster than ``b``; a difference inside the noise is a tie."""
     return verdict(speed_ratio(a, b))
 
 
-def verdict(ratio: Estimate) -> Verdict:
+def verdict(ratio: Estimate) -> SpeedVerdict:
     """What a speed ratio shows: its interval leaves out 1 and the difference is worth mentioning, or it is a tie."""
     if ratio.ci95 is None:
         return "tie"

@@ -22,7 +22,7 @@ from benchmarks import ROOT
 from benchmarks.dryrun.cases import FAMILIES, LARGE
 from benchmarks.dryrun.gang import measured_peaks
 from orchestrator.planning.dryrun.simulation import estimate_all
-from trials.dryrun.estimate import Estimate
+from trials.dryrun.estimate import DryRunEstimate
 from trials.dryrun.records import Mode, RunFailure
 from trials.spec import Candidate, Workload
 
@@ -114,7 +114,7 @@ def against_full_run(name: str) -> list[Accuracy]:
     return rows
 
 
-def _estimate(workload: Workload, candidate: Candidate, *, mode: Mode, exact: bool) -> Estimate:
+def _estimate(workload: Workload, candidate: Candidate, *, mode: Mode, exact: bool) -> DryRunEstimate:
     (made,) = estimate_all(workload, [candidate], mode=mode, exact=exact)
     if isinstance(made, RunFailure):
         raise RuntimeError(f"{made.reason}: {made.message}")

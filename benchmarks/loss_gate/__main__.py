@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.loss_gate.bugs import BUGS, Bug, loss_scale_left_in, no_master_weights
 from benchmarks.loss_gate.runs import CLASSES, HOOKS, NUM_STEPS, WORKLOADS, spec_of, train, variants
-from orchestrator.proof.loss_gate import Comparison, Curve, Trajectory, deviations, judge_gate
+from orchestrator.proof.loss_gate import Curve, LossComparison, Trajectory, deviations, judge_gate
 from orchestrator.sweep.checks import GateSettings
 from tests.trials.test_sensitivity import BUGS as LAYOUT_BUGS
 from trials.spec import TrialSpec, Workload
@@ -114,7 +114,7 @@ def _largest(workload: str, class_name: str, against: str, pairs: list[tuple[Tra
     )
 
 
-def _share(found: Comparison) -> float:
+def _share(found: LossComparison) -> float:
     """The deciding deviation, of the two quantities the larger, in multiples of its limit."""
     pairs = [curve.at(curve.decisive) for curve in (found.loss, found.grad_norm)]
     return max(math.inf if deviation is None else deviation / limit for deviation, limit in pairs)
@@ -159,7 +159,7 @@ def _judged(bug: Bug, class_name: str, against: str, expected: Trajectory | str,
     return Caught(**fields, passed=report.passed, how=how, share_of_limit=_share(found))
 
 
-def _named(found: Comparison) -> tuple[tuple[str, Curve], ...]:
+def _named(found: LossComparison) -> tuple[tuple[str, Curve], ...]:
     return ("loss", found.loss), ("norm", found.grad_norm)
 
 

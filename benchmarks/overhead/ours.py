@@ -18,7 +18,7 @@ from cluster.base import Cluster, GangEnded, GangLaunch
 from cluster.connect import connect
 from cluster.hardware.placement import Placement, place
 from cluster.request import ClusterRequest
-from orchestrator.controller.runtime import Recipe, Runtime
+from orchestrator.controller.runtime import Runtime, TrialLauncher
 from orchestrator.search.search import Search
 from orchestrator.sweep.events import Budget, SweepCreated
 from orchestrator.sweep.fold import fold
@@ -54,7 +54,9 @@ def no_op_trial_ms(lease: Cluster, num_trials: int, slots: int) -> float:
                 ledger=ledger,
                 cluster=lease,
                 search=Search(_candidates(), features=_features, sampler="tpe"),
-                recipe=Recipe(baseline=Candidate(layout=LAYOUT), isolation="device", build=_launch, recover=_never),
+                recipe=TrialLauncher(
+                    baseline=Candidate(layout=LAYOUT), isolation="device", build=_launch, recover=_never
+                ),
                 projections=[tracker],
                 observer=_Nobody(),
             )

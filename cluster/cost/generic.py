@@ -12,7 +12,7 @@ from cluster.cost.candidates import NUMBER_FORMATS
 from cluster.cost.coefficients import Coefficients
 from cluster.cost.inputs import Array
 from cluster.hardware.accelerators import ClusterDescription
-from trials.dryrun.estimate import Estimate
+from trials.dryrun.estimate import DryRunEstimate
 from trials.flops import activation_elements, model_flops_per_token, num_kernels, num_parameters
 from trials.spec import Candidate, LlamaModel, Workload
 
@@ -128,7 +128,7 @@ PASSES_PER_ACTIVATION = 3
 RING_SHARES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 """Times (d - 1) / d of a collective's bytes that each of its d ranks sends."""
 
-Estimates = Mapping[Candidate, Estimate]
+Estimates = Mapping[Candidate, DryRunEstimate]
 
 
 def generic_inputs(
@@ -152,12 +152,12 @@ class _Known:
 
     def __init__(self, workload: Workload | None, estimates: Estimates) -> None:
         self._workload = workload
-        self._alike: dict[tuple[object, ...], Estimate] = {}
+        self._alike: dict[tuple[object, ...], DryRunEstimate] = {}
         for candidate, estimate in estimates.items():
             self._alike.setdefault(_counted_by(candidate), estimate)
         self._estimates = estimates
 
-    def find(self, workload: Workload, candidate: Candidate) -> Estimate | None:
+    def find(self, workload: Workload, candidate: Candidate) -> DryRunEstimate | None:
         if workload != self._workload:
             return None
         return self._estimates.get(candidate) or self._alike.get(_counted_by(candidate))
@@ -230,7 +230,7 @@ def _sent_bytes(workload: Workload, candidate: Candidate) -> float:
     return _others(layout.dp_shard) * num_params * (gathers + size) + across
 
 
-def _by_dry_run(workload: Workload, candidate: Candidate, estimate: Estimate) -> dict[str, float]:
+def _by_dry_run(workload: Workload, candidate: Candidate, estimate: DryRunEstimate) -> dict[str, float]:
     """A rank's step as it was counted, as figures per sample and parameter."""
     stage = max(estimate.stages, key=lambda stage: stage.peak_bytes)
     layout, flops = candidate.layout, stage.flops

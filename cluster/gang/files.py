@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from cluster.gang.messages import Slot
+from cluster.gang.messages import RankSlot
 from trials.files import make_private_folder
 from trials.reports.profile import FOLDER
 
@@ -60,7 +60,7 @@ class Homing:
         return (workdir / mark).is_file()
 
 
-def pieces(directory: Path, attempt_id: str, token: str, slots: tuple[Slot, ...]) -> Iterator[FilePiece]:
+def pieces(directory: Path, attempt_id: str, token: str, slots: tuple[RankSlot, ...]) -> Iterator[FilePiece]:
     """The files that the ranks in ``slots`` left in an attempt's folder, piece by piece."""
     for slot in slots:
         files = _files_of(directory / FOLDER, slot.rank)

@@ -17,7 +17,7 @@ PHASES: tuple[Phase, ...] = ("starting", "warmup", "measuring")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlace:
     """Where a rank really ran, as it saw it itself."""
 
     node: str
@@ -35,7 +35,7 @@ class RankSuccess:
     kind: ClassVar[str] = "success"
     rank: int
     report: RankReport
-    place: Place | None = None
+    place: RankPlace | None = None
     """None where no process ran: on virtual clusters."""
 
 
@@ -77,7 +77,7 @@ class RankProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class RankSlot:
     """A rank's place on its node."""
 
     rank: int
@@ -98,7 +98,7 @@ class NodeLaunch:
     node: str
     directory: str
     """Absolute path of the attempt's folder."""
-    slots: tuple[Slot, ...]
+    slots: tuple[RankSlot, ...]
     world_size: int
     deadlines: Deadlines
     env: Mapping[str, str] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class NodeLaunch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class StopGang:
     """Kill the gang's ranks on this node; ``is_cause`` when this, and no failure elsewhere, is why it ends."""
 
     kind: ClassVar[str] = "stop"
@@ -126,7 +126,7 @@ class Beat:
     patience_s: float
 
 
-Order = Stop | Beat
+Order = StopGang | Beat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +193,7 @@ def node_launch(launch: GangLaunch, *, node: Node, directory: str, env: Mapping[
         spec=launch.spec,
         node=node.name,
         directory=directory,
-        slots=tuple(Slot(rank=rank, local_rank=i, index=devices[rank].index) for i, rank in enumerate(ranks)),
+        slots=tuple(RankSlot(rank=rank, local_rank=i, index=devices[rank].index) for i, rank in enumerate(ranks)),
         world_size=len(devices),
         deadlines=launch.deadlines,
         env={**env, **launch.env},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from cluster.gang.findings import merge_findings
-from cluster.gang.messages import Place, RankFailure, RankResult, RankSuccess
+from cluster.gang.messages import RankFailure, RankPlace, RankResult, RankSuccess
 from trials.outcome import (
     Crashed,
     Diverged,
@@ -119,7 +119,7 @@ def _describe(failure: RankFailure) -> str:
     return redact(f"{where}: {failure.category}: {failure.message}")
 
 
-def misplacement(places: Sequence[Place]) -> Evidence | None:
+def misplacement(places: Sequence[RankPlace]) -> Evidence | None:
     """What is wrong with where the ranks ran, if anything; ``places`` are in rank order."""
     taken: dict[tuple[str, str], int] = {}
     hosts: dict[str, str] = {}

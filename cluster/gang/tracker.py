@@ -8,12 +8,21 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cluster.base import GangEnded, GangEvent, GangLaunch, GangProgress
-from cluster.gang.messages import PHASES, NodeEvent, NodeFailing, NodeGone, NodeProgress, RankFailure, RankResult, Stop
+from cluster.gang.messages import (
+    PHASES,
+    NodeEvent,
+    NodeFailing,
+    NodeGone,
+    NodeProgress,
+    RankFailure,
+    RankResult,
+    StopGang,
+)
 from cluster.gang.outcome import fold
 
 
 @dataclass(slots=True, kw_only=True)
-class _Gang:
+class _TrackedGang:
     launch: GangLaunch
     log_dir: str
     launched_at_s: float
@@ -27,9 +36,9 @@ class _Gang:
 class GangTracker:
     """``stop(node, attempt_id, order)`` must have the node kill its ranks of the attempt, and may not fail."""
 
-    def __init__(self, stop: Callable[[str, str, Stop], None]) -> None:
+    def __init__(self, stop: Callable[[str, str, StopGang], None]) -> None:
         self._stop = stop
-        self._gangs: dict[str, _Gang] = {}
+        self._gangs: dict[str, _TrackedGang] = {}
 
     @property
     def running(self) -> tuple[str, ...]:
@@ -38,7 +47,7 @@ class GangTracker:
 
     def launched(self, launch: GangLaunch, *, log_dir: str, now_s: float) -> None:
         """Begin to wait for the launch's nodes. Call before any of them is told to start."""
-        self._gangs[launch.attempt_id] = _Gang(
+        self._gangs[launch.attempt_id] = _TrackedGang(
             launch=launch, log_dir=log_dir, launched_at_s=now_s, waiting=set(launch.placement.nodes)
         )
 
@@ -65,7 +74,7 @@ class GangTracker:
         """Have every node kill its part, with ``reason`` as the cause."""
         if gang := self._gangs.get(attempt_id):
             for node in sorted(gang.waiting):
-                self._stop(node, attempt_id, Stop(reason=reason, is_cause=True))
+                self._stop(node, attempt_id, StopGang(reason=reason, is_cause=True))
 
     def node_lost(
         self,
@@ -86,11 +95,11 @@ class GangTracker:
                 events += self._gone(gang, node, [lost], now_s)
         return events
 
-    def _stop_others(self, gang: _Gang, node: str, reason: str) -> None:
+    def _stop_others(self, gang: _TrackedGang, node: str, reason: str) -> None:
         for other in sorted(gang.waiting - {node}):
-            self._stop(other, gang.launch.attempt_id, Stop(reason=f"{node}: {reason}", is_cause=False))
+            self._stop(other, gang.launch.attempt_id, StopGang(reason=f"{node}: {reason}", is_cause=False))
 
-    def _progress(self, gang: _Gang, node: str, event: NodeProgress) -> list[GangEvent]:
+    def _progress(self, gang: _TrackedGang, node: str, event: NodeProgress) -> list[GangEvent]:
         gang.progress[node] = event
         if len(gang.progress) < len(gang.launch.placement.nodes):
             return []
@@ -108,7 +117,7 @@ class GangTracker:
             )
         ]
 
-    def _gone(self, gang: _Gang, node: str, results: Iterable[RankResult], now_s: float) -> list[GangEvent]:
+    def _gone(self, gang: _TrackedGang, node: str, results: Iterable[RankResult], now_s: float) -> list[GangEvent]:
         gang.waiting.discard(node)
         gang.results += results
         if gang.waiting:

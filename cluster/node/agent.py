@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.base import ClusterError
-from cluster.gang.messages import Beat, Lines, NodeEvent, NodeGone, NodeLaunch, RankFailure, Stop, line
+from cluster.gang.messages import Beat, Lines, NodeEvent, NodeGone, NodeLaunch, RankFailure, StopGang, line
 from cluster.node.guardian import SELF_CLEANING_VARIABLE
 from trials.codec import from_json
 from trials.files import make_private_folder
@@ -98,7 +98,7 @@ class Agent:
             with contextlib.suppress(ConnectionError):  # poll() notices a dead warden, and a dead nursery
                 connection.sendall(line(launch) + line(self._beat()))
 
-    def stop(self, attempt_id: str, order: Stop) -> None:
+    def stop(self, attempt_id: str, order: StopGang) -> None:
         """Have the attempt's ranks killed; unknown attempts are ignored."""
         with self._lock:
             if attempt := self._attempts.get(attempt_id):

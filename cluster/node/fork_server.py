@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Sequence
 
 from cluster.base import Deadlines
-from cluster.gang.messages import Beat, NodeLaunch, Place, RankFailure, RankProgress, RankSuccess, Slot
+from cluster.gang.messages import Beat, NodeLaunch, RankFailure, RankPlace, RankProgress, RankSlot, RankSuccess
 from cluster.node.hang import DUMP_SIGNAL
 from cluster.node.processes import adopt_orphans, children, collapse_pages, kill, kill_descendants
 from cluster.node.warden import warden_main
@@ -31,12 +31,12 @@ from trials.secrets import redact
 
 MESSAGES = (
     NodeLaunch,
-    Slot,
+    RankSlot,
     Deadlines,
     Beat,
     RankProgress,
     RankSuccess,
-    Place,
+    RankPlace,
     RankFailure,
     RankReport,
     StepBreakdown,

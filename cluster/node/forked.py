@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cluster.gang.deadlines import RankClock
-from cluster.gang.messages import Lines, RankFailure, RankResult, Slot
+from cluster.gang.messages import Lines, RankFailure, RankResult, RankSlot
 from cluster.node.host_memory import OomKills
 from trials.secrets import redact
 
@@ -21,7 +21,7 @@ _CHILD_KILLED = re.compile(r"DataLoader worker .*(killed by signal|exited unexpe
 
 @dataclass(slots=True, kw_only=True)
 class ForkedRank:
-    slot: Slot
+    slot: RankSlot
     pid: int
     pidfd: int
     pipe: int

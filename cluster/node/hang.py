@@ -41,7 +41,7 @@ class Blame(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class HangFinding:
     """What one rank was doing."""
 
     blame: Blame
@@ -51,7 +51,7 @@ class Finding:
     """The log's last lines and the innermost frames of the main thread."""
 
 
-def examine(ranks: Sequence[tuple[int, Path]]) -> list[Finding]:
+def examine(ranks: Sequence[tuple[int, Path]]) -> list[HangFinding]:
     """Look at hanging ranks, each a pid and its log. Takes :data:`DUMP_S`."""
     sizes = [_size(log) for _, log in ranks]
     for pid, _ in ranks:
@@ -61,14 +61,14 @@ def examine(ranks: Sequence[tuple[int, Path]]) -> list[Finding]:
     return [_finding(pid, log, size) for (pid, log), size in zip(ranks, sizes, strict=True)]
 
 
-def _finding(pid: int, log: Path, size: int) -> Finding:
+def _finding(pid: int, log: Path, size: int) -> HangFinding:
     stack = main_thread(_read(log, size))
     before = tuple(redact(_read(log, max(0, size - 4096), size)).splitlines()[-TAIL_LINES // 4 :])
     tail = (*before, *stack)[:TAIL_LINES]
     if state(pid) in ("T", "t"):
-        return Finding(blame=Blame.STOPPED, where="it was stopped by a signal", tail=tail)
+        return HangFinding(blame=Blame.STOPPED, where="it was stopped by a signal", tail=tail)
     blame, where = judge(stack)
-    return Finding(blame=blame, where=where, tail=tail)
+    return HangFinding(blame=blame, where=where, tail=tail)
 
 
 def main_thread(dump: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _ControlGroup:
     """A memory control group, in the words of its version."""
 
     folder: Path
@@ -27,7 +27,7 @@ class _Group:
     """Name in ``memory.stat`` of file pages that the kernel drops when it must."""
 
 
-def memory_group() -> _Group | None:
+def memory_group() -> _ControlGroup | None:
     """This process's memory control group; None where none can be read.
 
     In a container the path named in ``/proc`` may be the host's, while the group itself is mounted at the root.
@@ -44,7 +44,7 @@ def memory_group() -> _Group | None:
             continue
         for folder in (mount / path.lstrip("/"), mount):
             if (folder / words[0]).exists():
-                return _Group(folder, *words)
+                return _ControlGroup(folder, *words)
     return None
 
 

@@ -14,7 +14,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cluster.gang.messages import NodeLaunch, Place, RankFailure, RankProgress, RankResult, RankSuccess, Slot, line
+from cluster.gang.messages import (
+    NodeLaunch,
+    RankFailure,
+    RankPlace,
+    RankProgress,
+    RankResult,
+    RankSlot,
+    RankSuccess,
+    line,
+)
 from cluster.node.device_memory import device_names
 from cluster.node.processes import close_inherited, die_with_parent, make_preferred_oom_victim
 from trials.codec import from_json, to_json
@@ -27,7 +36,7 @@ from trials.secrets import redact
 Runner = Callable[[Mapping[str, Any], ProgressSink], Any]
 
 
-def rank_main(launch: NodeLaunch, slot: Slot, pipe: int, warden_pid: int) -> NoReturn:
+def rank_main(launch: NodeLaunch, slot: RankSlot, pipe: int, warden_pid: int) -> NoReturn:
     """Run one rank in this freshly forked process; never returns, so that nothing of the parent runs again."""
     code = 1
     try:
@@ -46,7 +55,7 @@ def rank_main(launch: NodeLaunch, slot: Slot, pipe: int, warden_pid: int) -> NoR
         os._exit(code)
 
 
-def _set_scene(launch: NodeLaunch, slot: Slot, pipe: int, warden_pid: int) -> None:
+def _set_scene(launch: NodeLaunch, slot: RankSlot, pipe: int, warden_pid: int) -> None:
     os.setpgid(0, 0)
     die_with_parent(warden_pid)
     signal.set_wakeup_fd(-1)  # the warden's
@@ -82,7 +91,7 @@ def _visible_devices(launch: NodeLaunch) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
-def _run(launch: NodeLaunch, slot: Slot, pipe: int) -> int:
+def _run(launch: NodeLaunch, slot: RankSlot, pipe: int) -> int:
     reached: Phase = "starting"
 
     def progress(phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None:
@@ -92,7 +101,7 @@ def _run(launch: NodeLaunch, slot: Slot, pipe: int) -> int:
 
     try:
         report = resolve(launch.runner)(launch.spec, progress)
-        place = Place(node=launch.node, host=socket.gethostname(), device=_device(slot))
+        place = RankPlace(node=launch.node, host=socket.gethostname(), device=_device(slot))
         result: RankResult = RankSuccess(rank=slot.rank, report=from_json(RankReport, report), place=place)
     except BaseException as error:
         with contextlib.suppress(OSError):  # the log is on a full disk
@@ -111,15 +120,15 @@ def resolve(runner: str) -> Runner:
     return found
 
 
-def _device(slot: Slot) -> str:
-    """What the rank computed on, as :class:`Place` wants it."""
+def _device(slot: RankSlot) -> str:
+    """What the rank computed on, as :class:`RankPlace` wants it."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return str(slot.index)
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
-def _failure(error: BaseException, launch: NodeLaunch, slot: Slot, phase: Phase) -> RankFailure:
+def _failure(error: BaseException, launch: NodeLaunch, slot: RankSlot, phase: Phase) -> RankFailure:
     cls = type(error)
     return RankFailure(
         rank=slot.rank,
@@ -132,7 +141,7 @@ def _failure(error: BaseException, launch: NodeLaunch, slot: Slot, phase: Phase)
     )
 
 
-def _store(launch: NodeLaunch, slot: Slot, result: RankResult) -> None:
+def _store(launch: NodeLaunch, slot: RankSlot, result: RankResult) -> None:
     """Keep the result on disk before telling, so that it outlives the controller."""
     path = Path(launch.directory) / f"rank{slot.rank}.json"
     beside = path.with_suffix(".json.new")

@@ -32,8 +32,8 @@ from cluster.gang.messages import (
     RankFailure,
     RankProgress,
     RankResult,
-    Slot,
-    Stop,
+    RankSlot,
+    StopGang,
 )
 from cluster.gang.outcome import COLLATERAL
 from cluster.node import hang
@@ -129,7 +129,7 @@ class Warden:
         limit_bytes = self._launch.spec.get("memory_limit_bytes")  # as in TrialSpec; other runners may have none
         return shortage(len(self._launch.slots), limit_bytes) if isinstance(limit_bytes, int) else None
 
-    def _fork(self, slot: Slot) -> None:
+    def _fork(self, slot: RankSlot) -> None:
         read, write = os.pipe()
         warden_pid = os.getpid()
         pid = os.fork()
@@ -151,7 +151,7 @@ class Warden:
             match order:
                 case Beat():
                     self._silent_at_s = time.monotonic() + order.patience_s
-                case Stop():
+                case StopGang():
                     if order.is_cause:
                         self._note("controller", order.reason)
                     self._stop(order.reason)
@@ -345,7 +345,7 @@ def warden_main(fd: int) -> None:
     Warden(socket.socket(fileno=fd)).run()
 
 
-def _guiltiest(waiting: Sequence[ForkedRank]) -> tuple[ForkedRank, hang.Finding]:
+def _guiltiest(waiting: Sequence[ForkedRank]) -> tuple[ForkedRank, hang.HangFinding]:
     """Who keeps the others waiting: of the ranks least far the one that is least evidently waiting itself."""
     least = min(rank.clock.position for rank in waiting)
     suspects = [rank for rank in waiting if rank.clock.position == least]

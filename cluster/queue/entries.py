@@ -7,20 +7,20 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.queue.share import Claim, Grant, Policy, share, strictest
+from cluster.queue.share import Claim, Grant, QueuePolicy, share, strictest
 from trials.codec import from_json, to_json
 
 EXPIRES_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class QueueEntry:
     """A claim with what its owner knows."""
 
     claim: Claim
     num_nodes: int
     """Of the cluster."""
-    policy: Policy = field(default_factory=Policy)
+    policy: QueuePolicy = field(default_factory=QueuePolicy)
     renewed_at_s: float = 0.0
     """On the clock of the queue."""
     process: tuple[int, int] = (0, 0)
@@ -35,7 +35,7 @@ class QueueRow:
     grant: Grant
 
 
-def divided(entries: Collection[Entry]) -> dict[str, QueueRow]:
+def divided(entries: Collection[QueueEntry]) -> dict[str, QueueRow]:
     """By the keys of the claims. All see the same division: views of the cluster may differ for a moment, and the
     nodes held exist in any case."""
     num_nodes = max([*(entry.num_nodes for entry in entries), sum(entry.claim.held for entry in entries)])
@@ -49,12 +49,12 @@ class Queue:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, QueueEntry] = {}
 
     def beat(self, entry: Any) -> Any:
         """Take in an entry; return its grant."""
         now_s = self._clock()
-        taken: Entry = replace(from_json(Entry, entry), renewed_at_s=now_s)
+        taken: QueueEntry = replace(from_json(QueueEntry, entry), renewed_at_s=now_s)
         self._entries[taken.claim.key] = taken
         self._entries = {key: e for key, e in self._entries.items() if now_s - e.renewed_at_s <= EXPIRES_S}
         return to_json(divided(self._entries.values())[taken.claim.key].grant)

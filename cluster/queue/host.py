@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.hardware.topology import path_safe
-from cluster.queue.entries import Entry, divided
-from cluster.queue.share import Claim, Grant, Policy
+from cluster.queue.entries import QueueEntry, divided
+from cluster.queue.share import Claim, Grant, QueuePolicy
 from trials.codec import CodecError, from_json, to_json
 from trials.files import make_private_folder, write_atomically
 
@@ -31,7 +31,7 @@ LOCK_TIMEOUT_S = 2.0
 class HostAdmission:
     """Admission to this host, one node. A claim ends when its process does."""
 
-    def __init__(self, folder: Path, policy: Policy, *, devices_per_node: int) -> None:
+    def __init__(self, folder: Path, policy: QueuePolicy, *, devices_per_node: int) -> None:
         self._folder = folder
         self._devices_per_node = devices_per_node
         self._policy = policy
@@ -39,7 +39,7 @@ class HostAdmission:
 
     def beat(self, claim: Claim) -> Grant:
         pid = os.getpid()
-        entry = Entry(
+        entry = QueueEntry(
             claim=replace(claim, devices_per_node=self._devices_per_node),
             num_nodes=1,
             policy=self._policy,
@@ -88,10 +88,12 @@ def _locked(folder: Path) -> Iterator[Path]:
         yield file
 
 
-def _read(file: Path) -> dict[str, Entry]:
+def _read(file: Path) -> dict[str, QueueEntry]:
     """The claims that stand; those of processes that are gone do not."""
     try:
-        entries: list[Entry] = [from_json(Entry, body) for body in json.loads(file.read_text(encoding="utf-8"))]
+        entries: list[QueueEntry] = [
+            from_json(QueueEntry, body) for body in json.loads(file.read_text(encoding="utf-8"))
+        ]
     except FileNotFoundError:
         return {}
     except (ValueError, CodecError) as error:
@@ -100,7 +102,7 @@ def _read(file: Path) -> dict[str, Entry]:
     return {entry.claim.key: entry for entry in entries if _stands(entry)}
 
 
-def _stands(entry: Entry) -> bool:
+def _stands(entry: QueueEntry) -> bool:
     pid, started_at = entry.process
     age_s = time.monotonic() - entry.renewed_at_s
     return 0 <= age_s <= EXPIRES_S and _start_time(pid) == started_at
@@ -114,6 +116,6 @@ def _start_time(pid: int) -> int:
         return -1
 
 
-def _write(file: Path, entries: dict[str, Entry]) -> None:
+def _write(file: Path, entries: dict[str, QueueEntry]) -> None:
     """Readers see the whole file or none."""
     write_atomically(file, [json.dumps([to_json(entry) for entry in entries.values()], indent=1).encode()])

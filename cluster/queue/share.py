@@ -65,7 +65,7 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class QueuePolicy:
     quotas: Mapping[str, int] = field(default_factory=dict)
     """User to the devices that all sweeps of this user may hold together; ``*`` stands for those not named."""
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -101,19 +101,19 @@ class Unlimited:
         return
 
 
-def strictest(policies: Iterable[Policy]) -> Policy:
+def strictest(policies: Iterable[QueuePolicy]) -> QueuePolicy:
     """What satisfies all of ``policies``: the lowest quota of each user, the lowest weight of each queue."""
     known = list(policies)
     users = {user for policy in known for user in policy.quotas}
     quotas = {user: [quota for policy in known if (quota := policy.quota(user)) is not None] for user in sorted(users)}
     queues = sorted({queue for policy in known for queue in policy.weights})
-    return Policy(
+    return QueuePolicy(
         quotas={user: min(found) for user, found in quotas.items()},
         weights={name: min(p.weights[name] for p in known if name in p.weights) for name in queues},
     )
 
 
-def share(claims: Iterable[Claim], num_nodes: int, policy: Policy) -> dict[str, Grant]:
+def share(claims: Iterable[Claim], num_nodes: int, policy: QueuePolicy) -> dict[str, Grant]:
     """What each sweep may hold of ``num_nodes`` nodes, all alike, by the key of its claim."""
     division = _Division({claim.key: claim for claim in claims}, num_nodes, policy)
     division.give_least()
@@ -124,7 +124,7 @@ def share(claims: Iterable[Claim], num_nodes: int, policy: Policy) -> dict[str, 
 class _Division:
     """Of ``num_nodes`` nodes among ``claims``, under way."""
 
-    def __init__(self, claims: Mapping[str, Claim], num_nodes: int, policy: Policy) -> None:
+    def __init__(self, claims: Mapping[str, Claim], num_nodes: int, policy: QueuePolicy) -> None:
         self.claims = claims
         self._num_nodes = num_nodes
         self._policy = policy

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.gang.files import PIECE_BYTES, FilePiece, Homing, pieces
-from cluster.gang.messages import NodeEvent, NodeGone, NodeLaunch, Stop
+from cluster.gang.messages import NodeEvent, NodeGone, NodeLaunch, StopGang
 from cluster.hardware.topology import DeviceChoice, Node, discover_node
 from cluster.node.agent import Agent
 from cluster.node.processes import die_with_parent
@@ -38,7 +38,7 @@ class NodeOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Described:
+class NodeDescription:
     """What an agent says of the node it runs on."""
 
     node: Node
@@ -69,11 +69,11 @@ class NodeAgent:
         self._launches: dict[str, NodeLaunch] = {}
         self._outgoing: deque[Iterator[NodeEvent | FilePiece]] = deque()
 
-    def describe(self) -> Described:
+    def describe(self) -> NodeDescription:
         import ray  # only the actor's process needs it
 
         node_id = ray.get_runtime_context().get_node_id()
-        return Described(node=self._node, interface=interface_of(self._node.address), node_id=node_id)
+        return NodeDescription(node=self._node, interface=interface_of(self._node.address), node_id=node_id)
 
     def free_port(self) -> int:
         """A TCP port nobody listens on now."""
@@ -86,7 +86,7 @@ class NodeAgent:
         self._launches[launch.attempt_id] = launch
         self._agent.launch(launch)
 
-    def stop(self, attempt_id: str, order: Stop) -> None:
+    def stop(self, attempt_id: str, order: StopGang) -> None:
         self._agent.stop(attempt_id, order)
 
     def poll(self, timeout_s: float) -> Sequence[NodeEvent | FilePiece]:

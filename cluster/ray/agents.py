@@ -12,10 +12,10 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.gang.messages import NodeLaunch, Stop
+from cluster.gang.messages import NodeLaunch, StopGang
 from cluster.ray.agent import NodeAgent, NodeOrder
 from cluster.ray.connection import CALL_TIMEOUT_S, UnreachableError, within
-from cluster.ray.lease import Slot
+from cluster.ray.lease import NodeSlot
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +40,16 @@ class SilentError(RuntimeError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
     what: What
-    slot: Slot
+    slot: NodeSlot
     called_at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class AgentReply:
     """What came of a call; after an error the agent may be gone."""
 
     what: What
-    slot: Slot
+    slot: NodeSlot
     value: Any = None
     error: Exception | None = None
 
@@ -61,7 +61,7 @@ class Agents:
         self._actors: dict[str, Any] = {}
         self._calls: dict[Any, _Call] = {}
 
-    def start(self, slot: Slot, order: NodeOrder) -> None:
+    def start(self, slot: NodeSlot, order: NodeOrder) -> None:
         """Start the agent and have it describe its node."""
         remote: Any = ray.remote  # its annotations lack the option
         actor = remote(concurrency_groups={"events": 1})(NodeAgent)
@@ -75,15 +75,15 @@ class Agents:
         ).remote(order)
         self._call("describe", slot, self._actors[slot.name].describe.remote())
 
-    def listen(self, slot: Slot) -> None:
+    def listen(self, slot: NodeSlot) -> None:
         """Ask for the next events."""
         poll = self._actors[slot.name].poll.options(concurrency_group="events")
         self._call("poll", slot, poll.remote(LONG_POLL_S))
 
-    def launch(self, slot: Slot, launch: NodeLaunch) -> None:
+    def launch(self, slot: NodeSlot, launch: NodeLaunch) -> None:
         self._call("launch", slot, self._actors[slot.name].launch.remote(launch))
 
-    def stop(self, name: str, attempt_id: str, order: Stop) -> None:
+    def stop(self, name: str, attempt_id: str, order: StopGang) -> None:
         if name in self._actors:
             self._actors[name].stop.remote(attempt_id, order)
 
@@ -96,7 +96,7 @@ class Agents:
         port: int = ray.get(self._actors[name].free_port.remote(), timeout=CALL_TIMEOUT_S)
         return port
 
-    def retire(self, slot: Slot) -> bool:
+    def retire(self, slot: NodeSlot) -> bool:
         """Have the agent end all its processes; the answer tells when it has. False where there is none."""
         self._forget_calls(slot)
         actor = self._actors.pop(slot.name, None)
@@ -105,7 +105,7 @@ class Agents:
         self._call("close", slot, actor.close.remote())
         return True
 
-    def kill(self, slot: Slot) -> None:
+    def kill(self, slot: NodeSlot) -> None:
         """End the agent, in case it only cannot be heard."""
         self._forget_calls(slot)
         if (actor := self._actors.pop(slot.name, None)) is not None:
@@ -113,10 +113,10 @@ class Agents:
                 within(CALL_TIMEOUT_S, lambda: ray.kill(actor))
 
     @property
-    def retiring(self) -> list[Slot]:
+    def retiring(self) -> list[NodeSlot]:
         return [call.slot for call in self._calls.values() if call.what == "close"]
 
-    def answers(self, timeout_s: float) -> list[Answer]:
+    def answers(self, timeout_s: float) -> list[AgentReply]:
         """Wait up to ``timeout_s`` for an answer; calls without one for too long are answered with an error."""
         if late := self._late():
             return late
@@ -126,7 +126,7 @@ class Agents:
         ready, _ = ray.wait(list(self._calls), num_returns=1, timeout=timeout_s)
         return [self._answer(ref) for ref in ready]
 
-    def _late(self) -> list[Answer]:
+    def _late(self) -> list[AgentReply]:
         """Of calls that are overdue. An answer that has come counts, however late it is looked at."""
         now_s = time.monotonic()
         overdue = [ref for ref, call in self._calls.items() if now_s - call.called_at_s > _LIMITS_S[call.what]]
@@ -136,18 +136,18 @@ class Agents:
         found = [self._answer(ref) for ref in ready]
         for call in [self._calls.pop(ref) for ref in silent]:
             error = SilentError(f"no answer to {call.what} for {_LIMITS_S[call.what]:g} s")
-            found.append(Answer(what=call.what, slot=call.slot, error=error))
+            found.append(AgentReply(what=call.what, slot=call.slot, error=error))
         return found
 
-    def _answer(self, ref: Any) -> Answer:
+    def _answer(self, ref: Any) -> AgentReply:
         call = self._calls.pop(ref)
         try:
-            return Answer(what=call.what, slot=call.slot, value=ray.get(ref, timeout=CALL_TIMEOUT_S))
+            return AgentReply(what=call.what, slot=call.slot, value=ray.get(ref, timeout=CALL_TIMEOUT_S))
         except RayError as error:
-            return Answer(what=call.what, slot=call.slot, error=error)
+            return AgentReply(what=call.what, slot=call.slot, error=error)
 
-    def _call(self, what: What, slot: Slot, ref: Any) -> None:
+    def _call(self, what: What, slot: NodeSlot, ref: Any) -> None:
         self._calls[ref] = _Call(what=what, slot=slot, called_at_s=time.monotonic())
 
-    def _forget_calls(self, slot: Slot) -> None:
+    def _forget_calls(self, slot: NodeSlot) -> None:
         self._calls = {ref: call for ref, call in self._calls.items() if call.slot is not slot}

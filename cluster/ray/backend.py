@@ -20,16 +20,16 @@ from ray.exceptions import RayActorError, RayError
 
 from cluster.base import ClusterError, GangEvent, GangLaunch
 from cluster.gang.files import FilePiece, Homing, Receiver
-from cluster.gang.messages import NodeEvent, Stop, node_launch
+from cluster.gang.messages import NodeEvent, StopGang, node_launch
 from cluster.gang.tracker import GangTracker
 from cluster.hardware.topology import Node, Topology, discover_node
 from cluster.local import single_node_env
 from cluster.node.agent import PRELOAD
 from cluster.queue.share import Admission, Unlimited
-from cluster.ray.agent import Described, NodeOrder
-from cluster.ray.agents import CLOSE_TIMEOUT_S, Agents, Answer
+from cluster.ray.agent import NodeDescription, NodeOrder
+from cluster.ray.agents import CLOSE_TIMEOUT_S, AgentReply, Agents
 from cluster.ray.connection import private_ray, remote_ray
-from cluster.ray.lease import RayLease, Slot, Standing
+from cluster.ray.lease import NodeSlot, RayLease, Standing
 from cluster.ray.nodes import Wanted
 from cluster.ray.queue import RayAdmission
 from cluster.ray.settings import first_line
@@ -70,7 +70,7 @@ class RayCluster:
         self._preload = tuple(preload)
         self._tracker = GangTracker(stop=self._stop)
         self._agents = Agents()
-        self._described: dict[str, Described] = {}
+        self._described: dict[str, NodeDescription] = {}
         self._lost: dict[str, str] = {}
         self._pending: list[GangEvent] = []
         self._topology = Topology(nodes=())
@@ -196,7 +196,7 @@ class RayCluster:
             if slot.name in self._lease.slots:
                 self._agents.start(slot, self._order(slot))
 
-    def _order(self, slot: Slot) -> NodeOrder:
+    def _order(self, slot: NodeSlot) -> NodeOrder:
         shape = self._lease.shape
         assert shape is not None, "nodes are asked for by their shape"
         return NodeOrder(
@@ -211,7 +211,7 @@ class RayCluster:
             device_memory_bytes=self._device_memory_bytes,
         )
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: AgentReply) -> None:
         slot = answer.slot
         if answer.what == "close":
             self._lease.remove(slot)
@@ -232,7 +232,7 @@ class RayCluster:
         elif self._tracker.expects(node, event.attempt_id, event.token):
             self._receiver.take(event)
 
-    def _join(self, slot: Slot, described: Described) -> None:
+    def _join(self, slot: NodeSlot, described: NodeDescription) -> None:
         """Take the node into the topology, unless it is not the one asked for, or is excluded."""
         if described.node_id != slot.node_id:
             self._avoid(slot, f"Ray started the agent of node {slot.name} on another node")
@@ -247,7 +247,7 @@ class RayCluster:
         self._agents.listen(slot)
         self._show()
 
-    def _fail(self, slot: Slot, error: Exception) -> None:
+    def _fail(self, slot: NodeSlot, error: Exception) -> None:
         """A call failed: the agent may be gone."""
         if not slot.is_ready:
             self._avoid(slot, f"the agent does not start on node {slot.name}: {first_line(error)}")
@@ -255,7 +255,7 @@ class RayCluster:
         is_preempted = isinstance(error, RayActorError) and error.preempted
         self._lose(slot, f"{type(error).__name__}: {first_line(error)}", "preempted" if is_preempted else "lost")
 
-    def _lose(self, slot: Slot, reason: str, category: Category) -> None:
+    def _lose(self, slot: NodeSlot, reason: str, category: Category) -> None:
         """Take the node out of service; its agent is killed in case it only cannot be heard."""
         if self._lease.slots.get(slot.name) is not slot:
             return
@@ -270,16 +270,16 @@ class RayCluster:
         self._give_up(slot.name, message, category=category)
         self._show()
 
-    def _avoid(self, slot: Slot, reason: str) -> None:
+    def _avoid(self, slot: NodeSlot, reason: str) -> None:
         self._lease.avoid(slot, reason, time.monotonic())
         self._start_over(slot)
 
-    def _start_over(self, slot: Slot) -> None:
+    def _start_over(self, slot: NodeSlot) -> None:
         """Give the node back; and all of them while the first are not complete, for others may be waiting for them."""
         for other in [slot] if self._is_begun else list(self._lease.slots.values()):
             self._give_back(other)
 
-    def _give_back(self, slot: Slot) -> None:
+    def _give_back(self, slot: NodeSlot) -> None:
         self._lease.slots.pop(slot.name, None)
         self._described.pop(slot.name, None)
         if not self._agents.retire(slot):
@@ -301,7 +301,7 @@ class RayCluster:
             name, reason, now_s=time.monotonic(), attempts=attempts, category=category
         )
 
-    def _stop(self, node: str, attempt_id: str, order: Stop) -> None:
+    def _stop(self, node: str, attempt_id: str, order: StopGang) -> None:
         self._agents.stop(node, attempt_id, order)
 
     def _rendezvous(self, first: str) -> dict[str, str]:

@@ -21,7 +21,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from cluster.base import ClusterLostError
 from cluster.ray.connection import CALL_TIMEOUT_S, UnreachableError, started, within
-from cluster.ray.nodes import NODE_ID_LABEL, NoSuchNodesError, RayNode, Shape, View, Wanted, bundle, names_by_id
+from cluster.ray.nodes import NODE_ID_LABEL, ClusterView, NoSuchNodesError, RayNode, Shape, Wanted, bundle, names_by_id
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ Standing = Literal["enough", "waiting", "infeasible"]
 
 
 @dataclass(slots=True, kw_only=True)
-class Slot:
+class NodeSlot:
     """A node asked for; then placed; then ready, when its agent has answered."""
 
     number: int
@@ -55,14 +55,14 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    slot: Slot
+    slot: NodeSlot
     category: Literal["lost", "preempted"]
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    placed: list[Slot] = field(default_factory=list)
+    placed: list[NodeSlot] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
 
 
@@ -77,8 +77,8 @@ class RayLease:
         self._patience_s = CALL_TIMEOUT_S
         self._num_nodes, self._at_least = 0, 1
         self._num_asked = 0
-        self._view: View | None = None
-        self._look: Future[View] | None = None
+        self._view: ClusterView | None = None
+        self._look: Future[ClusterView] | None = None
         self._looked_at_s = float("-inf")
         self._unanswered_since_s: float | None = None
         self._quiet_until_s = float("-inf")
@@ -90,10 +90,10 @@ class RayLease:
         self._is_shape_fixed = False
         self.shape: Shape | None = None
         """What the nodes have in common; fixed once one of them is ready."""
-        self.slots: dict[str, Slot] = {}
+        self.slots: dict[str, NodeSlot] = {}
 
     @property
-    def ready(self) -> list[Slot]:
+    def ready(self) -> list[NodeSlot]:
         return [slot for slot in self.slots.values() if slot.is_ready]
 
     @property
@@ -142,18 +142,18 @@ class RayLease:
         """Never lease it (again)."""
         self._left_out.add(node_id)
 
-    def avoid(self, slot: Slot, reason: str, now_s: float) -> None:
+    def avoid(self, slot: NodeSlot, reason: str, now_s: float) -> None:
         """Do not lease the node for a while."""
         self._avoided[slot.node_id] = now_s + AVOID_S
         self._problem = reason
         logger.warning("%s", reason)
 
-    def ready_now(self, slot: Slot) -> None:
+    def ready_now(self, slot: NodeSlot) -> None:
         slot.is_ready = True
         self._is_shape_fixed = True
         self._problem = ""
 
-    def remove(self, slot: Slot) -> bool:
+    def remove(self, slot: NodeSlot) -> bool:
         """Give the node back, with all that Ray runs there for us; False if Ray's head does not hear it."""
         try:
             within(self._patience_s, lambda: remove_placement_group(slot.group))
@@ -182,7 +182,7 @@ class RayLease:
             self._ask_for_missing(now_s)
         return Changes(placed=placed, lost=lost)
 
-    def _look_around(self, now_s: float) -> View | None:
+    def _look_around(self, now_s: float) -> ClusterView | None:
         """A new view of the cluster, if there is one."""
         if self._look is None and self.pause_s(now_s) <= 0:
             groups = {slot.number: slot.group for slot in self.slots.values() if not slot.is_placed}
@@ -202,17 +202,17 @@ class RayLease:
             )
         return None
 
-    def _stays(self, slot: Slot, view: View) -> bool:
+    def _stays(self, slot: NodeSlot, view: ClusterView) -> bool:
         node = view.nodes.get(slot.node_id)
         return node is not None and bool(node["Alive"]) and slot.node_id not in view.draining
 
-    def _lost(self, slot: Slot, view: View) -> Lost:
+    def _lost(self, slot: NodeSlot, view: ClusterView) -> Lost:
         if slot.node_id in view.draining:
             return Lost(slot=slot, category="preempted", reason="Ray drains the node: it will be taken away")
         message = view.nodes.get(slot.node_id, {}).get("DeathReasonMessage") or "its raylet is gone"
         return Lost(slot=slot, category="lost", reason=f"Ray says that the node is dead: {message}")
 
-    def _take_placed(self, view: View, now_s: float) -> list[Slot]:
+    def _take_placed(self, view: ClusterView, now_s: float) -> list[NodeSlot]:
         """Slots that are placed now; none while the first ones are not all there."""
         asked = [slot for slot in self.slots.values() if not slot.is_placed]
         there = [slot for slot in asked if view.placed.get(slot.number) == slot.node_id]
@@ -227,13 +227,13 @@ class RayLease:
             slot.is_placed = True
         return there
 
-    def _give_back_asked(self, slots: Iterable[Slot], now_s: float) -> None:
+    def _give_back_asked(self, slots: Iterable[NodeSlot], now_s: float) -> None:
         for slot in slots:
             logger.info("node %s was taken by somebody else", slot.name)
             self.remove(self.slots.pop(slot.name))
             self._quiet_until_s = now_s + self._jitter.uniform(0.5, 3.0)
 
-    def _choose_shape(self, view: View) -> None:
+    def _choose_shape(self, view: ClusterView) -> None:
         if self._is_shape_fixed or self.slots:
             return
         try:
@@ -267,7 +267,7 @@ class RayLease:
             logger.warning("node %s cannot be asked for: %s", self._names[node_id], error)
             return
         name, address = self._names[node_id], node["NodeManagerAddress"]
-        self.slots[name] = Slot(
+        self.slots[name] = NodeSlot(
             number=number, node_id=node_id, name=name, address=address, group=group, asked_at_s=now_s
         )
 
@@ -296,7 +296,7 @@ class RayLease:
         return f"{what}, each of {shape.label}; the Ray cluster has {num_able}{left_out}"
 
 
-def _look(groups: dict[int, PlacementGroup]) -> View:
+def _look(groups: dict[int, PlacementGroup]) -> ClusterView:
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     state: Any = ray._private.state
     placed = {}
@@ -304,7 +304,7 @@ def _look(groups: dict[int, PlacementGroup]) -> View:
         table = placement_group_table(group)
         if table.get("state") == "CREATED":
             placed[number] = table["bundles_to_node_id"][0]
-    return View(
+    return ClusterView(
         nodes={node["NodeID"]: node for node in nodes},
         available=state.available_resources_per_node(),
         draining=frozenset(state.state.get_draining_nodes()),

@@ -78,7 +78,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class ClusterView:
     """The nodes of a Ray cluster at one moment."""
 
     nodes: Mapping[str, RayNode]

@@ -13,8 +13,8 @@ import ray
 from ray.exceptions import RayError
 
 from cluster.node.processes import die_with_parent
-from cluster.queue.entries import EXPIRES_S, Entry, Queue
-from cluster.queue.share import Claim, Grant, Policy
+from cluster.queue.entries import EXPIRES_S, Queue, QueueEntry
+from cluster.queue.share import Claim, Grant, QueuePolicy
 from cluster.ray.connection import CALL_TIMEOUT_S, UnreachableError, within
 from cluster.ray.lease import RayLease
 from cluster.ray.settings import first_line
@@ -43,7 +43,7 @@ class RayAdmission:
     """Admission to the cluster of ``lease``. While the queue does not answer, what it said last counts for as long as
     it remembers the claim itself; after that, what is held is kept."""
 
-    def __init__(self, lease: RayLease, policy: Policy) -> None:
+    def __init__(self, lease: RayLease, policy: QueuePolicy) -> None:
         self._lease = lease
         self._policy = policy
         self._actor: Any = None
@@ -61,7 +61,7 @@ class RayAdmission:
         self._key = claim.key
         try:
             if (
-                grant := self._ask(Entry(claim=claim, num_nodes=self._lease.num_able, policy=self._policy))
+                grant := self._ask(QueueEntry(claim=claim, num_nodes=self._lease.num_able, policy=self._policy))
             ) is not None:
                 self._grant, self._granted_at_s = grant, time.monotonic()
             problem = "has not answered yet"
@@ -82,7 +82,7 @@ class RayAdmission:
             if ray.get(actor.leave.remote(key), timeout=CALL_TIMEOUT_S) == 0:
                 within(CALL_TIMEOUT_S, lambda: ray.kill(actor))
 
-    def _ask(self, entry: Entry) -> Grant | None:
+    def _ask(self, entry: QueueEntry) -> Grant | None:
         """The answer to this beat or the one before; None when there is none yet."""
         now_s = time.monotonic()
         if self._call is None:

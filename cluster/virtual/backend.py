@@ -48,7 +48,7 @@ Play = Callable[[GangLaunch], Script]
 
 
 @dataclass(slots=True, kw_only=True)
-class _Gang:
+class _VirtualGang:
     launch: GangLaunch
     launched_at_s: float
     outcome: Outcome
@@ -80,7 +80,7 @@ class VirtualCluster:
         self._play = play
         self._losses = dict(node_losses or {})
         self._now_s = 0.0
-        self._gangs: dict[str, _Gang] = {}
+        self._gangs: dict[str, _VirtualGang] = {}
         self._busy: set[Device] = set()
         self._queue: list[tuple[float, int, GangLaunch, GangProgress | Outcome]] = []
         self._numbers = itertools.count()
@@ -132,7 +132,7 @@ class VirtualCluster:
             outcome = failure(launch, "lost", f"node {lost} is lost", node=lost, at_s=lost_at_s)
         assert outcome is not None, "a script without end was not stopped by a deadline"
         self._busy.update(launch.placement.reserved)
-        self._gangs[launch.attempt_id] = _Gang(launch=launch, launched_at_s=self._now_s, outcome=outcome)
+        self._gangs[launch.attempt_id] = _VirtualGang(launch=launch, launched_at_s=self._now_s, outcome=outcome)
         self._push(self._now_s + min(lost_after_s, script.end_at_s), launch, outcome)
 
     def poll(self, timeout_s: float) -> Sequence[GangEvent]:
@@ -193,7 +193,7 @@ class VirtualCluster:
     def _push(self, at_s: float, launch: GangLaunch, item: GangProgress | Outcome) -> None:
         heapq.heappush(self._queue, (at_s, next(self._numbers), launch, item))
 
-    def _end(self, gang: _Gang, outcome: Outcome) -> GangEnded:
+    def _end(self, gang: _VirtualGang, outcome: Outcome) -> GangEnded:
         launch = gang.launch
         del self._gangs[launch.attempt_id]
         self._busy.difference_update(launch.placement.reserved)

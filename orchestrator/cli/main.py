@@ -24,7 +24,7 @@ GC_THRESHOLDS = (50_000, 20, 100)
 is a good part of most commands' time."""
 
 
-class Commands(click.Group):
+class CommandGroup(click.Group):
     """Turns errors the user can mend into one message on stderr and exit code 2."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
@@ -52,7 +52,7 @@ class Commands(click.Group):
         sys.exit(EXIT_USER)
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("-v", "--verbose", is_flag=True, help="Log what the controller does, on stderr.")
 @click.version_option(package_name="tune-cluster")
 def main(verbose: bool) -> None:

@@ -15,9 +15,9 @@ from orchestrator.cli.options import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, p
 from orchestrator.invocation import Invocation
 
 if TYPE_CHECKING:
-    from orchestrator.commands.control import Answer
+    from orchestrator.commands.control import Receipt
     from orchestrator.commands.submit import Begun, Mode, Submission
-    from orchestrator.controller.service import Result
+    from orchestrator.controller.service import SweepResult
 
 _HERE = "Keep the controller in this terminal, also with an address. The default without one."
 
@@ -57,7 +57,7 @@ def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def take_up(answer: Answer, home: Path, where: Where, *, as_json: bool) -> None:
+def take_up(answer: Receipt, home: Path, where: Where, *, as_json: bool) -> None:
     """Leave what was asked of a sweep to the controller at work, or go on with the sweep."""
     from orchestrator.commands import submit
     from orchestrator.sweep.home import Home
@@ -168,7 +168,7 @@ def _show_result(made: Submission, as_json: bool) -> None:
     _exit_by(result)
 
 
-def _print(made: Submission, result: Result, as_json: bool) -> None:
+def _print(made: Submission, result: SweepResult, as_json: bool) -> None:
     from orchestrator.terminal import report
 
     print_result(
@@ -184,7 +184,7 @@ def _print(made: Submission, result: Result, as_json: bool) -> None:
     )
 
 
-def _exit_by(result: Result) -> None:
+def _exit_by(result: SweepResult) -> None:
     if result.state.status == "failed":
         click.echo(f"error: the sweep failed: {result.state.finish_reason}", err=True)
         for line in result.state.last_words:

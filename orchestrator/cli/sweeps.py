@@ -82,13 +82,13 @@ def watch(sweep: str, home: Path, as_json: bool) -> None:
       tune-cluster watch quickstart
       tune-cluster watch quickstart --json | jq 'select(.change == "trial")'
     """
-    from orchestrator.status.snapshot import Inspection
+    from orchestrator.status.snapshot import Snapshot
     from orchestrator.status.watch import changes, looks, show, turn
     from orchestrator.sweep.home import Home
     from orchestrator.terminal import status as report_status
     from orchestrator.terminal.live import LiveView
 
-    last: Inspection | None = None
+    last: Snapshot | None = None
     try:
         with Home(home).open(sweep, begun=False) as ledger, LiveView() as view:
             for seen in looks(ledger, Home(home)):

@@ -40,7 +40,7 @@ _MARK = "submitted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class StartedController:
     """What became of a controller that was started in the background."""
 
     exit_code: int | None
@@ -49,7 +49,7 @@ class Started:
     """What it writes from here on."""
 
 
-def detach(argv: Sequence[str], home: Home, name: str, *, show: Callable[[str], None]) -> Started:
+def detach(argv: Sequence[str], home: Home, name: str, *, show: Callable[[str], None]) -> StartedController:
     """Run ``argv``, a supervised controller, apart from this terminal. Returns when it is at work, or has ended.
 
     Args:
@@ -78,7 +78,7 @@ def detach(argv: Sequence[str], home: Home, name: str, *, show: Callable[[str], 
         for line in follower.new_lines():
             show(line)
         if is_ready or exit_code is not None:
-            return Started(exit_code=exit_code, log=follower)
+            return StartedController(exit_code=exit_code, log=follower)
         time.sleep(POLL_S)
 
 

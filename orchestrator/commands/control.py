@@ -24,7 +24,7 @@ CLOSING_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Receipt:
     """What became of a request so far."""
 
     sweep: str
@@ -45,7 +45,7 @@ class Answer:
         }
 
 
-def ask(name: str, home: Home, what: Action) -> Answer:
+def ask(name: str, home: Home, what: Action) -> Receipt:
     """Ask the sweep to pause, drain or end. Where no controller is at work it is done here and now.
 
     Raises:
@@ -58,7 +58,7 @@ def ask(name: str, home: Home, what: Action) -> Answer:
         return _answer(name, ledger, number)
 
 
-def retry(name: str, home: Home, kinds: Collection[str]) -> Answer:
+def retry(name: str, home: Home, kinds: Collection[str]) -> Receipt:
     """Have the trials that ended in one of ``kinds`` launched again; a sweep that is over is open again.
 
     Raises:
@@ -82,7 +82,7 @@ def retry(name: str, home: Home, kinds: Collection[str]) -> Answer:
         return _answer(name, ledger, number, trials)
 
 
-def ask_checks(name: str, home: Home, what: Literal["confirm", "profile"], trial: str | None) -> Answer:
+def ask_checks(name: str, home: Home, what: Literal["confirm", "profile"], trial: str | None) -> Receipt:
     """Have a trial confirmed against the baseline, or profiled; a finished sweep is open again.
 
     Args:
@@ -117,7 +117,7 @@ def _check_open(name: str, state: SweepState) -> None:
         raise ConfigError(f"the sweep {name!r} is {state.status} already", remedy="There is nothing to stop.")
 
 
-def _answer(name: str, ledger: Ledger, number: int, trials: tuple[int, ...] = ()) -> Answer:
+def _answer(name: str, ledger: Ledger, number: int, trials: tuple[int, ...] = ()) -> Receipt:
     deadline_s = time.monotonic() + CLOSING_S
     while ledger.is_held() and fold(ledger.events()).is_over and time.monotonic() < deadline_s:
         time.sleep(0.2)  # its controller is about to leave, and takes up nothing any more
@@ -128,4 +128,4 @@ def _answer(name: str, ledger: Ledger, number: int, trials: tuple[int, ...] = ()
                 state, is_controlled = apply_requests(ledger, ledger.folder), False
                 if state.created is None:  # it waited for its first nodes when its controller died
                     ledger.discard()
-    return Answer(sweep=name, request=number, state=state.status, is_controlled=is_controlled, trials=trials)
+    return Receipt(sweep=name, request=number, state=state.status, is_controlled=is_controlled, trials=trials)

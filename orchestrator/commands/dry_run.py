@@ -24,7 +24,7 @@ from orchestrator.planning.plan import Plan, make_plan
 from orchestrator.space.naming import describe, short_name
 from orchestrator.sweep.home import Home
 from trials.codec import to_json
-from trials.dryrun.estimate import CUDA_CONTEXT_BYTES, FRAGMENTATION, Estimate
+from trials.dryrun.estimate import CUDA_CONTEXT_BYTES, FRAGMENTATION, DryRunEstimate
 from trials.dryrun.records import Mode, RunFailure
 from trials.spec import Candidate, Workload
 
@@ -33,13 +33,13 @@ Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class DryRunVerdict:
     """A trial's estimate against the memory there is."""
 
     name: str
     candidate: Candidate
     workload: Workload
-    result: Estimate | RunFailure
+    result: DryRunEstimate | RunFailure
     limit_bytes: int | None
     """Device memory; None where nobody said."""
     fragmentation: float
@@ -86,7 +86,7 @@ def dry_run(
     device: Device | None = None,
     exact: bool = False,
     progress: Progress | None = None,
-) -> list[Verdict]:
+) -> list[DryRunVerdict]:
     """Estimate trials of the sweep in ``file``: those named and the first ``num_legal`` candidates of its plan; the
     baseline when neither is given.
 
@@ -112,7 +112,7 @@ def dry_run(
         progress=progress,
     )
     return [
-        Verdict(
+        DryRunVerdict(
             name=name,
             candidate=candidate,
             workload=workload,

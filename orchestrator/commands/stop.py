@@ -13,12 +13,12 @@ from rich.text import Text
 from orchestrator import units
 from orchestrator.commands import control
 from orchestrator.plain_text import plain
-from orchestrator.status.snapshot import AT_REST, ENDED, Inspection, look
+from orchestrator.status.snapshot import AT_REST, ENDED, Snapshot, read_snapshot
 from orchestrator.status.watch import looks
 from orchestrator.sweep.events import Action
 from orchestrator.sweep.home import Home
 
-Tell = Callable[[Inspection], None]
+Tell = Callable[[Snapshot], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Stopped:
     action: Action
     request: int
     state: str
-    """As :attr:`orchestrator.status.snapshot.Inspection.phase`; ``withdrawn``: it was called off before it had nodes,
+    """As :attr:`orchestrator.status.snapshot.Snapshot.phase`; ``withdrawn``: it was called off before it had nodes,
     and nothing of it is left."""
     reason: str
     is_done: bool
@@ -49,7 +49,7 @@ def stop(name: str, home: Home, action: Action, *, wait: bool, tell: Tell) -> St
     with home.open(name, begun=False) as ledger:
         answer = control.ask(name, home, action)
         is_done = False
-        for seen in looks(ledger, home) if wait else [look(ledger)]:
+        for seen in looks(ledger, home) if wait else [read_snapshot(ledger)]:
             if is_done and not _is_done(seen, action):
                 break  # somebody has set it going again
             is_done = _is_done(seen, action)
@@ -74,7 +74,7 @@ def progress(console: Console | None = None) -> Iterator[Tell]:
     with console.status("asking") as status:
         said = ""
 
-        def tell(sweep: Inspection) -> None:
+        def tell(sweep: Snapshot) -> None:
             nonlocal said
             words = _words(sweep)
             status.update(Text(words))
@@ -93,10 +93,10 @@ def render(stopped: Stopped) -> RenderableType:
     return Text.assemble((words, style), more)
 
 
-def _is_done(sweep: Inspection, action: Action) -> bool:
+def _is_done(sweep: Snapshot, action: Action) -> bool:
     return sweep.phase in (ENDED if action == "cancel" else AT_REST)
 
 
-def _words(sweep: Inspection) -> str:
+def _words(sweep: Snapshot) -> str:
     running = " ".join(units.trial_id(number) for number in sorted(sweep.state.running))
     return f"{sweep.name} is {sweep.phase}" + (f"; {running} still running" if running else "")

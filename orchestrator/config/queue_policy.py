@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cluster.queue.share import Policy
+from cluster.queue.share import QueuePolicy
 from orchestrator.config.yaml_source import YamlSource, read_yaml
 from orchestrator.sweep.home import Home
 
@@ -22,7 +22,7 @@ FILE_NAME = "queue.yaml"
 SECTIONS = ("quotas", "weights")
 
 
-def load_policy(home: Home) -> Policy:
+def load_policy(home: Home) -> QueuePolicy:
     """The policy of the home; without a file everybody may hold everything, and all queues share alike.
 
     Raises:
@@ -30,14 +30,14 @@ def load_policy(home: Home) -> Policy:
     """
     file = home.path / FILE_NAME
     if not file.exists():
-        return Policy()
+        return QueuePolicy()
     source = read_yaml(file)
     if not isinstance(source.data, Mapping):
         raise source.error((), "expected sections", f"Write {' and '.join(SECTIONS)}.")
     for name in source.data:
         if name not in SECTIONS:
             raise source.error((name,), "no such section", f"There are {' and '.join(SECTIONS)}.")
-    return Policy(quotas=_section(source, "quotas", _num_devices), weights=_section(source, "weights", _weight))
+    return QueuePolicy(quotas=_section(source, "quotas", _num_devices), weights=_section(source, "weights", _weight))
 
 
 def _section(source: YamlSource, section: str, read: Callable[[Any], Any]) -> dict[str, Any]:

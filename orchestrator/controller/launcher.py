@@ -11,7 +11,7 @@ from cluster.hardware.topology import Topology
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.controller.early_stop import EarlyStop
 from orchestrator.controller.recovery import Recovered, recovered
-from orchestrator.controller.runtime import Recipe
+from orchestrator.controller.runtime import TrialLauncher
 from orchestrator.planning.forecast import of_plan
 from orchestrator.planning.knowledge import Knowledge
 from orchestrator.planning.plan import Plan
@@ -65,8 +65,8 @@ class Launcher:
         factor = spec.search.early_stop
         self._early_stop = None if factor == "off" else EarlyStop(factor=factor, protocol=spec.to_protocol())
 
-    def recipe(self) -> Recipe:
-        return Recipe(
+    def recipe(self) -> TrialLauncher:
+        return TrialLauncher(
             baseline=self._spec.baseline_candidate,
             isolation=self._spec.cluster.isolation,
             build=self._build,

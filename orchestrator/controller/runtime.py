@@ -65,7 +65,7 @@ POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class TrialLauncher:
     """How trials of this sweep become gangs."""
 
     baseline: Candidate
@@ -96,7 +96,7 @@ class Runtime:
         ledger: Ledger,
         cluster: Cluster,
         search: Search,
-        recipe: Recipe,
+        recipe: TrialLauncher,
         projections: Sequence[Projection],
         observer: Observer,
         lease: LeaseKeeper | None = None,

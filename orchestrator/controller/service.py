@@ -34,7 +34,7 @@ from trials.secrets import redact
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class SweepResult:
     """Where a sweep stands, and the same in short."""
 
     state: SweepState
@@ -45,7 +45,7 @@ class Result:
 
 def submit(
     file: Path, home: Home, observer: Observer, *, address: str | None = None, is_restart: bool = False
-) -> Result:
+) -> SweepResult:
     """Run the sweep to its end, or go on with it; a finished one is only read.
 
     Args:
@@ -71,7 +71,7 @@ def submit(
 
 def resume(
     name: str, home: Home, observer: Observer, *, address: str | None = None, is_restart: bool = False
-) -> Result:
+) -> SweepResult:
     """Go on with a sweep that was paused or interrupted, as its file said when it was submitted.
 
     Raises:
@@ -91,7 +91,7 @@ class _Start:
     is_restart: bool
 
 
-def _run(spec: SweepSpec, home: Home, observer: Observer, start: _Start, text: str | None = None) -> Result:
+def _run(spec: SweepSpec, home: Home, observer: Observer, start: _Start, text: str | None = None) -> SweepResult:
     """``text`` is the file as written, where there is one."""
     if spec.notify is not None:
         check_notify(spec.notify)
@@ -112,7 +112,7 @@ def _run(spec: SweepSpec, home: Home, observer: Observer, start: _Start, text: s
                 ledger.discard()
 
 
-def _lease_and_run(spec: SweepSpec, home: Home, ledger: Ledger, observer: Observer, start: _Start) -> Result:
+def _lease_and_run(spec: SweepSpec, home: Home, ledger: Ledger, observer: Observer, start: _Start) -> SweepResult:
     heartbeat = Heartbeat(ledger, address=start.address or spec.cluster.address)
     watch = Observers([observer, heartbeat, *_profile_copies(spec, ledger)])
     request = cluster_request(spec, home, address=start.address)
@@ -150,7 +150,7 @@ def _projections(spec: SweepSpec, ledger: Ledger, home: Home) -> list[Projection
     return [tracker] if spec.notify is None else [tracker, Notifier(spec.notify)]
 
 
-def load(name: str, home: Home) -> Result:
+def load(name: str, home: Home) -> SweepResult:
     """Read where a sweep stands.
 
     Raises:
@@ -178,9 +178,9 @@ def serve_ui(home: Home, sweep: str | None, *, host: str, port: int, announce: C
     return ui.serve(uri, host, port, on_ready=ready)
 
 
-def _standing(ledger: Ledger, home: Home) -> Result:
+def _standing(ledger: Ledger, home: Home) -> SweepResult:
     state = fold(ledger.events())
-    return Result(state, summarize(state, tracking_uri(ledger, home)), Recorded.of(ledger))
+    return SweepResult(state, summarize(state, tracking_uri(ledger, home)), Recorded.of(ledger))
 
 
 def _store(home: Home) -> str:
@@ -196,7 +196,7 @@ def _store(home: Home) -> str:
     return home.default_tracking_uri
 
 
-def _attach(spec: SweepSpec, home: Home) -> Result | None:
+def _attach(spec: SweepSpec, home: Home) -> SweepResult | None:
     """The sweep of this name if it is over, with MLflow brought up to date; None if it is to go on.
 
     Raises:

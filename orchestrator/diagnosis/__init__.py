@@ -6,30 +6,30 @@
 from orchestrator.diagnosis.explain import Basis, explain_sweep
 from orchestrator.diagnosis.load import explain_ledger, load_basis
 from orchestrator.diagnosis.values import (
-    Answer,
+    Bottleneck,
     Diagnosis,
     Importance,
     KnobEffect,
     KnobImportance,
-    Loss,
     Part,
     Predicted,
     Predictions,
+    Remedy,
     StepParts,
     SweepExplanation,
 )
 
 __all__ = [
-    "Answer",
     "Basis",
+    "Bottleneck",
     "Diagnosis",
     "Importance",
     "KnobEffect",
     "KnobImportance",
-    "Loss",
     "Part",
     "Predicted",
     "Predictions",
+    "Remedy",
     "StepParts",
     "SweepExplanation",
     "explain_ledger",

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.diagnosis.cost_view import ModelView
-from orchestrator.diagnosis.remedies import Change, Found, answer, applicable, memory_words, told
+from orchestrator.diagnosis.remedies import Found, KnobChange, answer, applicable, memory_words, told
 from orchestrator.diagnosis.step_parts import TERMS, ProfileOf
-from orchestrator.diagnosis.values import Kind, KnobEffect, Loss, PartName, Source, StepParts
+from orchestrator.diagnosis.values import Bottleneck, Kind, KnobEffect, PartName, Source, StepParts
 from orchestrator.sweep.state import Trial
 from orchestrator.units import num_bytes, status_words, trial_id
 from trials.outcome import Measurement
@@ -32,7 +32,7 @@ PART_OF: Mapping[Kind, PartName] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class DiagnosedCase:
     """All that is known of a trial to be diagnosed."""
 
     trial: Trial
@@ -42,7 +42,7 @@ class Case:
     """The cost model's; empty without one."""
     view: ModelView | None
     profile: ProfileOf | None
-    changes: Sequence[Change]
+    changes: Sequence[KnobChange]
     varied: frozenset[str]
     """Knobs that the sweep varies."""
     limit_bytes: float | None
@@ -55,7 +55,7 @@ class Case:
         return self.trial.measurement
 
 
-def diagnose(case: Case) -> tuple[Loss, ...]:
+def diagnose(case: DiagnosedCase) -> tuple[Bottleneck, ...]:
     """The bottleneck first, then the others that are worth a line, largest first. Empty where nothing can be told."""
     losses = [loss for kind in PART_OF if (loss := _of_part(case, kind))]
     losses += [loss for loss in (_memory(case), _imbalance(case)) if loss]
@@ -66,7 +66,7 @@ def diagnose(case: Case) -> tuple[Loss, ...]:
     return (*compute, *losses) if compute else ()
 
 
-def _of_part(case: Case, kind: Kind) -> Loss | None:
+def _of_part(case: DiagnosedCase, kind: Kind) -> Bottleneck | None:
     name = PART_OF[kind]
     found = [part for part in case.parts.parts if part.name == name]
     if not found:
@@ -76,11 +76,11 @@ def _of_part(case: Case, kind: Kind) -> Loss | None:
 
 
 def _loss(
-    case: Case, kind: Kind, seconds: float, source: Source, evidence: Sequence[str], found: Found | None = None
-) -> Loss:
+    case: DiagnosedCase, kind: Kind, seconds: float, source: Source, evidence: Sequence[str], found: Found | None = None
+) -> Bottleneck:
     found = found or answer(kind, case.trial, case.changes, case.view)
     knobs = applicable(kind, case.trial.candidate, case.workload)
-    return Loss(
+    return Bottleneck(
         kind=kind,
         seconds=seconds,
         share=seconds / case.parts.step_time_s,
@@ -94,7 +94,7 @@ def _loss(
     )
 
 
-def _of_communication(case: Case) -> list[str]:
+def _of_communication(case: DiagnosedCase) -> list[str]:
     lines = []
     if case.profile is not None:
         times = case.profile.busiest.times
@@ -109,14 +109,14 @@ def _of_communication(case: Case) -> list[str]:
     return lines
 
 
-def _of_io(case: Case) -> list[str]:
+def _of_io(case: DiagnosedCase) -> list[str]:
     loader = case.trial.candidate.loader
     report = case.measurement.findings.loader
     workers = f"{loader.num_workers} loading processes" if loader.num_workers else "no loading processes"
     return [report.verdict] if report is not None else [workers] if loader.tuning is None else []
 
 
-def _of_bubble(case: Case) -> list[str]:
+def _of_bubble(case: DiagnosedCase) -> list[str]:
     layout = case.trial.candidate.layout
     num = case.trial.candidate.num_microbatches(case.workload.global_batch_size)
     ideal = (layout.pp - 1) / (layout.num_virtual_stages * num + layout.pp - 1)
@@ -129,7 +129,7 @@ def _of_bubble(case: Case) -> list[str]:
     return lines
 
 
-def _of_dispatch(case: Case) -> list[str]:
+def _of_dispatch(case: DiagnosedCase) -> list[str]:
     lines = [f"graph mode is {case.trial.candidate.kernels.compile}"]
     if case.profile is not None:
         rank = case.profile.busiest
@@ -145,7 +145,7 @@ def _of_dispatch(case: Case) -> list[str]:
     return lines
 
 
-def _memory(case: Case) -> Loss | None:
+def _memory(case: DiagnosedCase) -> Bottleneck | None:
     """Recompute is what memory costs; besides, what could be faster had it room."""
     found = answer("memory", case.trial, case.changes, case.view)
     again = [part for part in case.parts.parts if part.name == "recompute"]
@@ -157,7 +157,7 @@ def _memory(case: Case) -> Loss | None:
     return _loss(case, "memory", max(again_s, blocked_s), source, _of_memory(case, again_s, found), found)
 
 
-def _of_memory(case: Case, again_s: float, found: Found) -> list[str]:
+def _of_memory(case: DiagnosedCase, again_s: float, found: Found) -> list[str]:
     lines = []
     peak = case.measurement.peak_bytes
     if peak and case.limit_bytes:
@@ -177,7 +177,7 @@ def _of_memory(case: Case, again_s: float, found: Found) -> list[str]:
     return lines
 
 
-def _imbalance(case: Case) -> Loss | None:
+def _imbalance(case: DiagnosedCase) -> Bottleneck | None:
     """What the busiest rank computes beyond the mean of all."""
     loads: list[float] = []
     source: Source = "modelled"
@@ -198,7 +198,7 @@ def _imbalance(case: Case) -> Loss | None:
     return _loss(case, "imbalance", seconds, source, [line])
 
 
-def _compute(case: Case) -> list[Loss]:
+def _compute(case: DiagnosedCase) -> list[Bottleneck]:
     """Nothing where forward and backward are not split: they could be anything."""
     found = [part for part in case.parts.parts if part.name == "compute"]
     if not found:

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.hardware.topology import Topology
-from orchestrator.diagnosis.bottlenecks import Case, diagnose
+from orchestrator.diagnosis.bottlenecks import DiagnosedCase, diagnose
 from orchestrator.diagnosis.cost_view import ModelView
 from orchestrator.diagnosis.effects import main_effects
 from orchestrator.diagnosis.observations import Table, tabulate
 from orchestrator.diagnosis.prediction_errors import hold_against
-from orchestrator.diagnosis.remedies import Change, changes
+from orchestrator.diagnosis.remedies import KnobChange, changes
 from orchestrator.diagnosis.step_parts import ProfileOf, profiles_of, split
 from orchestrator.diagnosis.values import Diagnosis, Importance, KnobEffect, StepParts, SweepExplanation
 from orchestrator.errors import ConfigError
@@ -99,7 +99,7 @@ def _measured(state: SweepState, number: int) -> Trial:
     return trial
 
 
-def _changes(trial: Trial, state: SweepState, basis: Basis) -> list[Change]:
+def _changes(trial: Trial, state: SweepState, basis: Basis) -> list[KnobChange]:
     """Among the plan's candidates, what was tried, and of a space too large to list what lies near."""
     near = around(basis.beyond, trial.candidate) if basis.beyond is not None else []
     tried = (other.candidate for other in state.searched())
@@ -147,9 +147,9 @@ class _Doctor:
     def parts(self, trial: Trial) -> StepParts:
         return split(trial, self._terms_s(trial), self._unmodelled, self._profiles.get(trial.number))
 
-    def diagnosis(self, trial: Trial, role: str, near: Sequence[Change]) -> Diagnosis:
+    def diagnosis(self, trial: Trial, role: str, near: Sequence[KnobChange]) -> Diagnosis:
         parts = self.parts(trial)
-        case = Case(
+        case = DiagnosedCase(
             trial=trial,
             workload=self._state.sweep.workload,
             parts=parts,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.diagnosis.cost_view import ModelView
-from orchestrator.diagnosis.values import Answer, Kind
+from orchestrator.diagnosis.values import Kind, Remedy
 from orchestrator.space.large import without_effect
 from orchestrator.space.naming import diff
 from orchestrator.statistics import MIN_DIFFERENCE, compare
@@ -63,7 +63,7 @@ MIN_FITS = 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class KnobChange:
     """A legal candidate, and what differs."""
 
     candidate: Candidate
@@ -78,9 +78,9 @@ class Change:
 class Found:
     """What the changes of a kind's knobs promise."""
 
-    best: Answer | None
+    best: Remedy | None
     """The fastest that fits; None where none is known to be faster."""
-    blocked: Answer | None
+    blocked: Remedy | None
     """One that would be faster still, were there memory for it."""
     num_changes: int
     note: str
@@ -94,7 +94,7 @@ def applicable(kind: Kind, candidate: Candidate, workload: Workload) -> tuple[st
     return tuple(knob for knob in ANSWERS[kind] if knob not in pointless | without_effect(candidate))
 
 
-def changes(trial: Trial, candidates: Sequence[Candidate], state: SweepState) -> list[Change]:
+def changes(trial: Trial, candidates: Sequence[Candidate], state: SweepState) -> list[KnobChange]:
     """Candidates that differ from the trial's in knobs of one kind of bottleneck only, and in those that none of them
     has as the trial has: a baseline may lie outside of the space."""
     tried = {other.candidate.config_key: other for other in state.searched()}
@@ -107,7 +107,7 @@ def changes(trial: Trial, candidates: Sequence[Candidate], state: SweepState) ->
         changed = diff(candidate, trial.candidate)
         if any(changed.keys() <= knobs for knobs in allowed):
             other = tried.get(candidate.config_key)
-            found.append(Change(candidate=candidate, changed=changed, forced=forced, trial=other))
+            found.append(KnobChange(candidate=candidate, changed=changed, forced=forced, trial=other))
     return found
 
 
@@ -130,7 +130,7 @@ def _num_parts(one: Candidate, other: Candidate) -> int:
     return sum(getattr(one, name) != getattr(other, name) for name in names)
 
 
-def answer(kind: Kind, trial: Trial, all_changes: Sequence[Change], view: ModelView | None) -> Found:
+def answer(kind: Kind, trial: Trial, all_changes: Sequence[KnobChange], view: ModelView | None) -> Found:
     """The best of the changes of the knobs that answer ``kind``; predicted by ``view``, or as the sweep measured it."""
     allowed, direct = _closure(ANSWERS[kind]), frozenset(ANSWERS[kind])
     own = [
@@ -152,7 +152,7 @@ def answer(kind: Kind, trial: Trial, all_changes: Sequence[Change], view: ModelV
     )
 
 
-def _is_faster(trial: Trial, change: Change, found: Answer) -> bool:
+def _is_faster(trial: Trial, change: KnobChange, found: Remedy) -> bool:
     """Shown to be, or sure enough to be worth a trial."""
     if found.log_spread is not None:
         return math.log(found.gain) > max(SURE_SPREADS * found.log_spread, MIN_DIFFERENCE)
@@ -160,14 +160,14 @@ def _is_faster(trial: Trial, change: Change, found: Answer) -> bool:
     return compare(change.trial.measurement, trial.measurement) == "faster"
 
 
-def _rate(trial: Trial, change: Change, view: ModelView | None) -> Answer | None:
+def _rate(trial: Trial, change: KnobChange, view: ModelView | None) -> Remedy | None:
     """Measured where the sweep tried it, predicted where it did not; None where nobody knows."""
     assert trial.measurement is not None
     peak = fits = None
     if view is not None:
         peak = view.peak_bytes(change.candidate, like=trial)
         fits = view.probability_fits(change.candidate)
-    made = Answer(
+    made = Remedy(
         candidate=change.candidate,
         changed=change.changed,
         gain=1.0,
@@ -186,30 +186,30 @@ def _rate(trial: Trial, change: Change, view: ModelView | None) -> Answer | None
     return replace(made, gain=gain, source="modelled", log_spread=log_spread)
 
 
-def _fits(change: Change, found: Answer) -> bool:
+def _fits(change: KnobChange, found: Remedy) -> bool:
     """As the sweep saw it, else as expected. One that failed or was stopped early is none to propose either."""
     if _has_ended(change):
         return change.trial is not None and change.trial.measurement is not None
     return found.probability_fits is None or found.probability_fits >= MIN_FITS
 
 
-def _needs_memory(change: Change, found: Answer) -> bool:
+def _needs_memory(change: KnobChange, found: Remedy) -> bool:
     """Whether memory is what speaks against it."""
     if _has_ended(change):
         return change.trial is not None and isinstance(change.trial.outcome, OutOfMemory)
     return found.probability_fits is not None and found.probability_fits < MIN_FITS
 
 
-def _has_ended(change: Change) -> bool:
+def _has_ended(change: KnobChange) -> bool:
     return change.trial is not None and change.trial.outcome is not None
 
 
-def _score(found: Answer) -> float:
+def _score(found: Remedy) -> float:
     num_changed = len(found.changed.keys() - FOLLOWING)
     return math.log(found.gain) - PENALTY * (num_changed - 1)
 
 
-def _no_answer(own: Sequence[Change], best: Answer | None, *, is_known: bool) -> str:
+def _no_answer(own: Sequence[KnobChange], best: Remedy | None, *, is_known: bool) -> str:
     if not own:
         return "the sweep has no candidate that differs in these knobs alone"
     if best is None:
@@ -226,12 +226,12 @@ def _no_answer(own: Sequence[Change], best: Answer | None, *, is_known: bool) ->
     return f"{_none_of(own)}; the best: {told(best)}, {best.gain:.2f}x ± {best.log_spread or 0.0:.2f} expected"
 
 
-def told(found: Answer) -> str:
+def told(found: Remedy) -> str:
     """What it changes, in words."""
     return ", ".join(f"{name} {old} → {new}" for name, (old, new) in found.changed.items())
 
 
-def memory_words(found: Answer, limit_bytes: float | None) -> str:
+def memory_words(found: Remedy, limit_bytes: float | None) -> str:
     """What is known of the memory it needs."""
     if found.peak_bytes is None or not limit_bytes:
         return ""
@@ -240,7 +240,7 @@ def memory_words(found: Answer, limit_bytes: float | None) -> str:
     return words if found.source == "measured" or sure is None else f"{words}, fits with {sure:.0%}"
 
 
-def _none_of(own: Sequence[Change]) -> str:
+def _none_of(own: Sequence[KnobChange]) -> str:
     if len(own) == 1:
         return "the one legal change is not known to be faster"
     return f"none of {len(own)} legal changes is known to be faster"

@@ -65,7 +65,7 @@ class StepParts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Remedy:
     """A legal candidate that differs from the diagnosed one in knobs that answer its bottleneck."""
 
     candidate: Candidate
@@ -96,7 +96,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class Bottleneck:
     """What one kind of bottleneck costs a step, and what answers it."""
 
     kind: Kind
@@ -111,7 +111,7 @@ class Loss:
     """That answer it."""
     fixed: tuple[str, ...]
     """Of those, the ones that the sweep does not vary."""
-    answer: Answer | None = None
+    answer: Remedy | None = None
     """The best of the legal changes of these knobs; None where none is known to be faster."""
     num_changes: int = 0
     """Legal changes of these knobs that were compared."""
@@ -148,11 +148,11 @@ class Diagnosis:
     role: str
     """``baseline``, ``winner`` (confirmed), ``fastest`` or ``chosen``."""
     parts: StepParts
-    losses: tuple[Loss, ...]
+    losses: tuple[Bottleneck, ...]
     """The bottleneck first, then the others that matter; empty where nothing can be told."""
 
     @property
-    def bottleneck(self) -> Loss | None:
+    def bottleneck(self) -> Bottleneck | None:
         return self.losses[0] if self.losses else None
 
     def to_json(self) -> dict[str, Any]:
@@ -336,7 +336,7 @@ class SweepExplanation:
         return self.chosen or self.baseline
 
     @property
-    def bottleneck(self) -> Loss | None:
+    def bottleneck(self) -> Bottleneck | None:
         return self.diagnosed.bottleneck if self.diagnosed else None
 
     def to_json(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.report.summary import summarize
 from orchestrator.sweep.events import AttemptEnded, LedgerEvent, SweepFinished, SweepPaused
 from orchestrator.sweep.fold import blamed_node
-from orchestrator.sweep.ledger import Entry
+from orchestrator.sweep.ledger import LedgerEntry
 from orchestrator.sweep.requests import FAULTS
 from orchestrator.sweep.state import SweepState, describe_failure
 from trials.outcome import GangLost, Outcome
@@ -36,7 +36,7 @@ def may_be_told(event: LedgerEvent, on: Collection[str]) -> bool:
 
 
 def notification(
-    entry: Entry, state: SweepState, earlier: Iterable[LedgerEvent], *, after_failures: int
+    entry: LedgerEntry, state: SweepState, earlier: Iterable[LedgerEvent], *, after_failures: int
 ) -> NotifyEvent | None:
     """What the event calls for.
 

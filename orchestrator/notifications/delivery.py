@@ -1,7 +1,7 @@
 """Delivers what a sweep's ledger holds for one receiver: ``python -m orchestrator.notifications.delivery``.
 
 A process of its own, started by :mod:`orchestrator.notifications.notifier`, so that a slow receiver holds up nobody.
-It takes an :class:`Order` as JSON on its input; the URL of a webhook is never among its arguments or in what it
+It takes an :class:`Delivery` as JSON on its input; the URL of a webhook is never among its arguments or in what it
 prints.
 """
 
@@ -25,7 +25,7 @@ from orchestrator.child_environment import environment
 from orchestrator.errors import ConfigError
 from orchestrator.notifications.content import notification, payload
 from orchestrator.sweep.events import LedgerEvent
-from orchestrator.sweep.ledger import Entry, Ledger
+from orchestrator.sweep.ledger import Ledger, LedgerEntry
 from orchestrator.sweep.outbox import Outbox
 from orchestrator.sweep.state import SweepState
 from trials.secrets import redact
@@ -45,7 +45,7 @@ class DeliveryError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class Delivery:
     """What is to be delivered, and to whom."""
 
     on: list[str]
@@ -68,7 +68,7 @@ class Order:
         return cls(**json.loads(text))
 
 
-def deliver(order: Order) -> int:
+def deliver(order: Delivery) -> int:
     """Tell the receiver everything behind its cursor; return how many events that were.
 
     Raises:
@@ -79,7 +79,7 @@ def deliver(order: Order) -> int:
         send = _sender(order)
         outbox = Outbox(order.cursor, on_outage=errors.append)
 
-        def write(entry: Entry, state: SweepState) -> None:
+        def write(entry: LedgerEntry, state: SweepState) -> None:
             event = notification(entry, state, _before(ledger, entry.seq), after_failures=order.after_failures)
             if event is not None and event in order.on:
                 send(event, payload(event, entry.seq, state))
@@ -90,7 +90,7 @@ def deliver(order: Order) -> int:
     return num_delivered
 
 
-def webhook_url(section: NotifySection | Order) -> str:
+def webhook_url(section: NotifySection | Delivery) -> str:
     """The URL of the webhook, from wherever it is kept.
 
     Raises:
@@ -125,7 +125,7 @@ def _before(ledger: Ledger, seq: int) -> Iterator[LedgerEvent]:
     yield from reversed([entry.event for entry in ledger.entries() if entry.seq < seq])
 
 
-def _sender(order: Order) -> Callable[[str, dict[str, Any]], None]:
+def _sender(order: Delivery) -> Callable[[str, dict[str, Any]], None]:
     if order.command is not None:
         command = order.command
         return lambda event, body: _run(command, event, body)
@@ -181,7 +181,7 @@ def _run(command: list[str], event: str, body: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    order = Order.from_json(sys.stdin.read())
+    order = Delivery.from_json(sys.stdin.read())
     die_with_parent(order.parent)
     logging.disable(logging.CRITICAL)
     try:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from orchestrator.config.notify import NotifySection
 from orchestrator.errors import ConfigError
 from orchestrator.notifications.content import may_be_told
-from orchestrator.notifications.delivery import Order, webhook_url
+from orchestrator.notifications.delivery import Delivery, webhook_url
 from orchestrator.sweep.ledger import Ledger, LedgerError
 from orchestrator.sweep.state import SweepState
 from trials.secrets import redact
@@ -54,7 +54,7 @@ class Notifier:
     """A :class:`orchestrator.controller.observer.Projection` that notifies the receivers of ``section``."""
 
     def __init__(self, section: NotifySection, *, clock: Callable[[], float] = time.monotonic) -> None:
-        order = Order(on=list(section.on), after_failures=section.after_failures)
+        order = Delivery(on=list(section.on), after_failures=section.after_failures)
         self._couriers = []
         if section.webhook_env is not None or section.webhook_file is not None:
             to_webhook = replace(order, webhook_env=section.webhook_env, webhook_file=section.webhook_file)
@@ -86,7 +86,7 @@ class Notifier:
 class _Courier:
     """Sends children on their way to one receiver, one after another."""
 
-    def __init__(self, name: str, order: Order, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, order: Delivery, clock: Callable[[], float]) -> None:
         self._name = name
         self._order = replace(order, cursor=f"notify-{name}", parent=os.getpid())
         self._clock = clock

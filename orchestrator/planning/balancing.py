@@ -11,7 +11,7 @@ from types import MappingProxyType
 import numpy as np
 
 from cluster.cost.balance.balancer import balance
-from cluster.cost.balance.inputs import Policy, nested_policies, problem_of
+from cluster.cost.balance.inputs import RecomputePolicy, nested_policies, problem_of
 from cluster.cost.balance.problem import Balance, BalanceProblem, DoesNotFitError
 from cluster.cost.candidates import inputs_of
 from cluster.cost.estimate import CostModel, cost_model
@@ -111,7 +111,11 @@ def _model() -> CostModel:
 
 
 def balanced(
-    workload: Workload, frame: Candidate, cluster: ClusterDescription, policies: tuple[Policy, ...], share: float
+    workload: Workload,
+    frame: Candidate,
+    cluster: ClusterDescription,
+    policies: tuple[RecomputePolicy, ...],
+    share: float,
 ) -> tuple[Candidate, Balance] | None:
     """``frame`` with the best layers and recompute that need, by the cost model too, at most ``share`` of the memory.
 

@@ -15,7 +15,7 @@ from orchestrator.planning.dryrun.estimates import KnownEstimates
 from orchestrator.search.prediction.transfer import EarlierTrial, from_document, to_document
 from orchestrator.sweep.ledger import Ledger
 from trials.codec import from_json, to_json
-from trials.dryrun.estimate import Estimate
+from trials.dryrun.estimate import DryRunEstimate
 from trials.spec import Candidate
 
 DRY_RUNS, PROFILE, TRANSFER = "dry_runs", "profile", "transfer"
@@ -62,8 +62,9 @@ def _estimates_to_json(known: KnownEstimates) -> dict[str, Any]:
 def _estimates_from_json(document: Mapping[str, Any] | None) -> KnownEstimates:
     if document is None:
         return KnownEstimates()
-    counted: dict[Candidate, Estimate] = {
-        from_json(Candidate, item["candidate"]): from_json(Estimate, item["estimate"]) for item in document["counted"]
+    counted: dict[Candidate, DryRunEstimate] = {
+        from_json(Candidate, item["candidate"]): from_json(DryRunEstimate, item["estimate"])
+        for item in document["counted"]
     }
     return KnownEstimates(
         by_candidate=counted, limit_bytes=document["limit_bytes"], context_bytes=document["context_bytes"]

@@ -15,7 +15,7 @@ from orchestrator.promotion.history import PRODUCTION
 from orchestrator.promotion.manifest import build_recipe
 from orchestrator.promotion.records import Record, Records, chain
 from orchestrator.promotion.references import describe, read, store
-from orchestrator.promotion.release import NONE, Change, Desk
+from orchestrator.promotion.release import NONE, ReleaseChange, ReleaseDesk
 from orchestrator.sweep.documents import tracking_uri as tracking_uri_of
 from orchestrator.sweep.events import Promoted, sweep_id
 from orchestrator.sweep.fold import fold
@@ -61,7 +61,7 @@ def promote(
             with tracker.reached():
                 _bring_up_to_date(tracker, ledger, state, chosen.trial.number)
         with tracker.reached():
-            desk = Desk(tracker, on_step)
+            desk = ReleaseDesk(tracker, on_step)
             change = desk.promote(name, recipe, reason=reason, expect_current=expect_current)
             _note_in_ledgers(home, tracker, desk, name)
     return {
@@ -91,7 +91,7 @@ def roll_back(
     _check_expectation(expect_current)
     tracker = store(home, tracking_uri)
     with tracker.reached():
-        desk = Desk(tracker, on_step)
+        desk = ReleaseDesk(tracker, on_step)
         change = desk.roll_back(name, to=to, reason=reason, expect_current=expect_current)
         _note_in_ledgers(home, tracker, desk, name)
     return _change_json(change)
@@ -137,7 +137,7 @@ def _check_expectation(expected: str | None) -> None:
         raise ConfigError(f"{expected!r} is no version", key="--expect-current", remedy=f"Write its number, or {NONE}.")
 
 
-def _change_json(change: Change) -> dict[str, Any]:
+def _change_json(change: ReleaseChange) -> dict[str, Any]:
     record = change.record
     return {
         "name": record.name,
@@ -158,7 +158,7 @@ def _bring_up_to_date(tracker: Tracker, ledger: Ledger, state: SweepState, trial
         )
 
 
-def _note_in_ledgers(home: Home, tracker: Tracker, desk: Desk, name: str) -> None:
+def _note_in_ledgers(home: Home, tracker: Tracker, desk: ReleaseDesk, name: str) -> None:
     """Write the records of ``name`` into the ledgers of their sweeps, as far as those are here and lack them. What
     cannot be written now is by the next command."""
     records = chain(desk.records.of(name))

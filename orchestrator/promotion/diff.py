@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator import units
-from orchestrator.promotion.references import Described
+from orchestrator.promotion.references import VersionDescription
 from orchestrator.space.naming import flat_params, short_name
 from trials.codec import to_json
 
@@ -33,7 +33,7 @@ class Difference:
         return {"a": self.a, "b": self.b, "same": self.is_same, **parts}
 
 
-def compare(a: Described, b: Described) -> Difference:
+def compare(a: VersionDescription, b: VersionDescription) -> Difference:
     parts = {
         "knobs": differing(flat_params(a.candidate), flat_params(b.candidate)),
         "workload": differing(dict(_flat(to_json(a.workload))), dict(_flat(to_json(b.workload)))),
@@ -49,7 +49,7 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Pair]:
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _evidence(of: Described) -> dict[str, str]:
+def _evidence(of: VersionDescription) -> dict[str, str]:
     speed = f"{units.rate(of.speed)} {of.unit}" if of.speed is not None else "not measured"
     return {"configuration": short_name(of.candidate), "speed": speed, "verdict": of.verdict}
 

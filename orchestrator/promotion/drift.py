@@ -27,7 +27,7 @@ MIN_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class DriftFinding:
     """One thing that was looked at."""
 
     kind: Kind
@@ -36,20 +36,20 @@ class Finding:
     """One sentence for people, without full stop."""
 
 
-def environment(then: Mapping[str, str], now: Mapping[str, str]) -> list[Finding]:
+def environment(then: Mapping[str, str], now: Mapping[str, str]) -> list[DriftFinding]:
     """What is different by name; one finding without drift where nothing is."""
     found = [
-        Finding(kind=_kind(name), is_drift=True, text=f"{name} was {before}, is {after}")
+        DriftFinding(kind=_kind(name), is_drift=True, text=f"{name} was {before}, is {after}")
         for name, (before, after) in sorted(differing(then, now).items())
     ]
-    return found or [Finding(kind="library", is_drift=False, text="the environment is the same")]
+    return found or [DriftFinding(kind="library", is_drift=False, text="the environment is the same")]
 
 
 def _kind(name: str) -> Kind:
     return "driver" if name == "driver" else "hardware" if name in _HARDWARE else "library"
 
 
-def speed(then: Sequence[float], now: Sequence[float], tolerance: float) -> tuple[Finding, Estimate]:
+def speed(then: Sequence[float], now: Sequence[float], tolerance: float) -> tuple[DriftFinding, Estimate]:
     """Drift is being shown slower, with 95 % confidence, by more than ``tolerance`` (relative)."""
     ratio = speed_ratio(then, now)
     if ratio.ci95 is None:
@@ -60,7 +60,7 @@ def speed(then: Sequence[float], now: Sequence[float], tolerance: float) -> tupl
         words = f"95 %: {units.ratio_interval(ratio.ci95)}"
     verdict = "slower by more than" if slower else "not shown slower by more than"
     text = f"{ratio.value:.3f}x the promoted speed ({words}), {verdict} {tolerance:.0%}"
-    return Finding(kind="speed", is_drift=slower, text=text), ratio
+    return DriftFinding(kind="speed", is_drift=slower, text=text), ratio
 
 
 def speed_ratio(then: Sequence[float], now: Sequence[float]) -> Estimate:
@@ -77,11 +77,11 @@ def speed_ratio(then: Sequence[float], now: Sequence[float]) -> Estimate:
     return Estimate(math.exp(mean), Interval(math.exp(mean - half_width), math.exp(mean + half_width)))
 
 
-def loss(then: Mapping[str, Any], now: Mapping[str, Any], settings: GateSettings, workload: Workload) -> Finding:
+def loss(then: Mapping[str, Any], now: Mapping[str, Any], settings: GateSettings, workload: Workload) -> DriftFinding:
     """Both are :func:`orchestrator.promotion.evidence.trajectory_json` of runs with one seed and one configuration."""
     num_steps = min(len(then.get("losses", ())), len(now.get("losses", ())))
     if num_steps < MIN_STEPS:
-        return Finding(kind="loss", is_drift=False, text="no losses were kept to compare with")
+        return DriftFinding(kind="loss", is_drift=False, text="no losses were kept to compare with")
     gate = GateSettings(
         num_steps=num_steps,
         loss_tolerance=settings.loss_tolerance,
@@ -90,9 +90,9 @@ def loss(then: Mapping[str, Any], now: Mapping[str, Any], settings: GateSettings
     report = judge_gate(0, _trajectory(then), _trajectory(now), None, gate, workload)
     if report.passed:
         deviation = f"{report.loss_deviation:.2g}" if report.loss_deviation is not None else "unknown"
-        return Finding(kind="loss", is_drift=False, text=f"the same in {num_steps} steps (within {deviation})")
+        return DriftFinding(kind="loss", is_drift=False, text=f"the same in {num_steps} steps (within {deviation})")
     reasons = "; ".join(report.reasons).replace("the baseline's", "the promoted one's")
-    return Finding(kind="loss", is_drift=True, text=reasons)
+    return DriftFinding(kind="loss", is_drift=True, text=reasons)
 
 
 def _trajectory(stored: Mapping[str, Any]) -> Trajectory:

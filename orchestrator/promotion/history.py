@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from orchestrator.promotion.manifest import Recipe, ratio_of
+from orchestrator.promotion.manifest import Manifest, ratio_of
 from orchestrator.promotion.records import Record
 from orchestrator.sweep.requests import asker
 from orchestrator.tracking.registry import Registered
@@ -30,7 +30,7 @@ class Past:
         return self.last.to_version if self.last else ""
 
 
-def promotion_of(name: str, recipe: Recipe, reason: str, past: Past) -> Record:
+def promotion_of(name: str, recipe: Manifest, reason: str, past: Past) -> Record:
     """That ``recipe`` goes to production; the number of its version is not known yet."""
     facts, ratio = recipe.content["evidence"], ratio_of(recipe.content["evidence"])
     return replace(

@@ -31,7 +31,7 @@ FILE_TAG = "sha256/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class Manifest:
     """Everything that a version is made of, and nothing that depends on when it is promoted, or by whom."""
 
     content: Mapping[str, Any]
@@ -51,7 +51,7 @@ def sha256_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def build_recipe(ledger: Ledger, state: SweepState, chosen: Chosen) -> Recipe:
+def build_recipe(ledger: Ledger, state: SweepState, chosen: Chosen) -> Manifest:
     """The recipe of a trial, with its files as they are to be stored."""
     candidate, workload = chosen.trial.candidate, state.sweep.workload
     content = redact_all(
@@ -69,7 +69,7 @@ def build_recipe(ledger: Ledger, state: SweepState, chosen: Chosen) -> Recipe:
         **_sweep_files(ledger),
         **_exports(candidate, workload),
     }
-    return Recipe(content=content, files={path: redact(text) for path, text in files.items()})
+    return Manifest(content=content, files={path: redact(text) for path, text in files.items()})
 
 
 def _sweep_files(ledger: Ledger) -> dict[str, str]:
@@ -92,7 +92,7 @@ def _exports(candidate: Candidate, workload: Workload) -> dict[str, str]:
     return files | {"exports/README.txt": "\n".join(lines) + "\n"}
 
 
-def version_tags(recipe: Recipe) -> dict[str, str]:
+def version_tags(recipe: Manifest) -> dict[str, str]:
     """What the registry's pages show beside a version, and what it is checked against later."""
     facts = recipe.content["evidence"]
     ratio = ratio_of(facts)
@@ -158,7 +158,7 @@ def speed_words(facts: Mapping[str, Any]) -> str:
     return f"{units.rate(facts['tokens_per_s_per_device'])} {facts['unit']}{against}"
 
 
-def describe(recipe: Recipe) -> str:
+def describe(recipe: Manifest) -> str:
     """Markdown: the registry's pages show this, not the files. The configuration's YAML where there is room."""
     facts = recipe.content["evidence"]
     head = f"**{speed_words(facts)}** — `{recipe.content['short_name']}`"

@@ -51,7 +51,7 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Described:
+class VersionDescription:
     """A configuration that can be compared with another."""
 
     label: str
@@ -104,7 +104,7 @@ def read(tracker: Tracker, reference: str) -> Version:
     return Version(registered=found, recipe=recipe, candidate=candidate, spec=spec)
 
 
-def describe(reference: str, home: Home, tracking_uri: str | None) -> Described:
+def describe(reference: str, home: Home, tracking_uri: str | None) -> VersionDescription:
     """What ``reference`` means: a registered version, or ``SWEEP:TRIAL``.
 
     Raises:
@@ -115,7 +115,7 @@ def describe(reference: str, home: Home, tracking_uri: str | None) -> Described:
         return _of_trial(sweep, trial, home)
     promoted = read(store(home, tracking_uri), reference)
     facts = promoted.recipe["evidence"]
-    return Described(
+    return VersionDescription(
         label=promoted.label,
         candidate=promoted.candidate,
         workload=from_json(Workload, promoted.recipe["workload"]),
@@ -127,12 +127,12 @@ def describe(reference: str, home: Home, tracking_uri: str | None) -> Described:
     )
 
 
-def _of_trial(sweep: str, trial: str, home: Home) -> Described:
+def _of_trial(sweep: str, trial: str, home: Home) -> VersionDescription:
     with home.open(sweep) as ledger:
         state = fold(ledger.events())
     found = find_trial(state, trial, sweep)
     measured, verdict = result(found), state.verdict
-    return Described(
+    return VersionDescription(
         label=f"{sweep}:t{found.number:03d}",
         candidate=found.candidate,
         workload=state.sweep.workload,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from orchestrator.errors import ConfigError
 from orchestrator.promotion.history import PREVIOUS, PRODUCTION, Past, found_moved, promotion_of, rollback_to
 from orchestrator.promotion.lock import RegistryLock
-from orchestrator.promotion.manifest import Recipe, check_files, describe, version_tags
+from orchestrator.promotion.manifest import Manifest, check_files, describe, version_tags
 from orchestrator.promotion.records import RECIPE_FOLDER, Record, Records, chain
 from orchestrator.sweep.home import check_name
 from orchestrator.sweep.requests import asker
@@ -30,14 +30,14 @@ _HARMLESS = ("begin", "files", "number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class ReleaseChange:
     """What a command has done. ``is_new`` is False where it was so already, and nothing was recorded."""
 
     record: Record
     is_new: bool = True
 
 
-class Desk:
+class ReleaseDesk:
     """Where changes are made.
 
     Args:
@@ -49,7 +49,9 @@ class Desk:
         self.records = Records(self.registry, tracker.uri)
         self._on_step = on_step
 
-    def promote(self, name: str, recipe: Recipe, *, reason: str = "", expect_current: str | None = None) -> Change:
+    def promote(
+        self, name: str, recipe: Manifest, *, reason: str = "", expect_current: str | None = None
+    ) -> ReleaseChange:
         """Register ``recipe`` and put it into production.
 
         Raises:
@@ -59,7 +61,7 @@ class Desk:
         with self._changing(name, expect_current) as (step, past):
             current = self.registry.find(name, version=past.current) if past.current else None
             if past.last is not None and current is not None and self._holds(current, recipe):
-                return Change(record=past.last, is_new=False)
+                return ReleaseChange(record=past.last, is_new=False)
             step("begin")
             record = self.records.begin(promotion_of(name, recipe, reason, past))
             step("files")
@@ -69,11 +71,11 @@ class Desk:
             made = self.registry.create_version(name, record.record_id, RECIPE_FOLDER, tags, describe(recipe))
             step("number")
             record = self.records.lead_to(record, made.version)
-            return Change(record=self._complete(record, step))
+            return ReleaseChange(record=self._complete(record, step))
 
     def roll_back(
         self, name: str, *, to: str | None = None, reason: str = "", expect_current: str | None = None
-    ) -> Change:
+    ) -> ReleaseChange:
         """Put the version that was in production before, or version ``to``, into production.
 
         Raises:
@@ -82,7 +84,7 @@ class Desk:
         check_name(name, "registered name")
         with self._changing(name, expect_current) as (step, past):
             if past.carried is not None and past.carried.action == "rollback" and to in (None, past.current):
-                return Change(record=past.carried)  # the way back was interrupted: another would undo it
+                return ReleaseChange(record=past.carried)  # the way back was interrupted: another would undo it
             target = to or (past.last.from_version if past.last else "")
             found = self.registry.find(name, version=target) if target else None
             if found is None:
@@ -93,7 +95,7 @@ class Desk:
             self.check(found)
             step("begin")
             record = self.records.begin(rollback_to(found, reason, past))
-            return Change(record=self._complete(record, step))
+            return ReleaseChange(record=self._complete(record, step))
 
     def check(self, registered: Registered) -> None:
         """Raises:
@@ -106,7 +108,7 @@ class Desk:
             raise ConfigError(f"{where} cannot be read: {error}", remedy="Promote the sweep again.") from None
         check_files(registered, files)
 
-    def _holds(self, registered: Registered, recipe: Recipe) -> bool:
+    def _holds(self, registered: Registered, recipe: Manifest) -> bool:
         """Whether the version is this recipe, with its files as they were registered."""
         if registered.tags.get("recipe_sha256") != recipe.sha256:
             return False

@@ -24,7 +24,7 @@ from orchestrator.controller import service
 from orchestrator.controller.observer import Observer
 from orchestrator.errors import ConfigError
 from orchestrator.promotion import drift
-from orchestrator.promotion.drift import Finding, Kind
+from orchestrator.promotion.drift import DriftFinding, Kind
 from orchestrator.promotion.evidence import trajectory_json
 from orchestrator.promotion.records import Records
 from orchestrator.promotion.references import Version, read, store
@@ -54,7 +54,7 @@ class Verification:
 
     name: str
     version: str
-    findings: tuple[Finding, ...]
+    findings: tuple[DriftFinding, ...]
     ignored: tuple[Kind, ...]
     """Kinds of drift that do not count."""
     ratio: Estimate | None
@@ -197,7 +197,7 @@ def _measure(spec: Mapping[str, Any], home: Home, observer: Observer, address: s
 
 def compare(
     promoted: Version, states: list[SweepState], tolerance: float
-) -> tuple[tuple[Finding, ...], Estimate | None]:
+) -> tuple[tuple[DriftFinding, ...], Estimate | None]:
     """Everything that was looked at, and today's speed over that of the promotion."""
     facts = promoted.recipe["evidence"]
     findings = drift.environment(facts["fingerprint"], states[0].sweep.fingerprint)
@@ -206,7 +206,7 @@ def compare(
     for trial in trials:
         if trial.measurement is None:
             problem = f"it does not run any more: {units.status_words(trial.status)}: {words.failure(trial)}"
-            return (*findings, Finding(kind="training", is_drift=True, text=problem)), None
+            return (*findings, DriftFinding(kind="training", is_drift=True, text=problem)), None
     then = [run["tokens_per_s_per_device"] for run in facts["confirmation"] if run["of"] == facts["trial"]]
     now = [measurement.tokens_per_s_per_device for measurement in measured]
     speed, ratio = drift.speed(then or [facts["tokens_per_s_per_device"]], now, tolerance)

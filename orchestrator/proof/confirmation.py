@@ -22,7 +22,7 @@ from functools import lru_cache
 import numpy as np
 
 from orchestrator.proof.boundaries import Design, Family, critical_value, nominal_levels
-from orchestrator.statistics import MIN_DIFFERENCE, Estimate, Interval, Verdict, verdict
+from orchestrator.statistics import MIN_DIFFERENCE, Estimate, Interval, SpeedVerdict, verdict
 
 Round = Mapping[int, float]
 """Speed of each contender, by number, in a unit that they share."""
@@ -33,12 +33,12 @@ _MAX_EFFECT = 50.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class SpeedComparison:
     """How many times as fast one contender is as another."""
 
     ratio: Estimate
     """Without an interval before ``min_rounds``."""
-    verdict: Verdict
+    verdict: SpeedVerdict
     num_rounds: int
     """In which both were measured."""
     is_settled: bool
@@ -49,11 +49,11 @@ class Comparison:
 class Judgement:
     """What the rounds so far show. A finalist without any is in neither mapping."""
 
-    against_baseline: Mapping[int, Comparison]
+    against_baseline: Mapping[int, SpeedComparison]
     """Speed of each finalist over the baseline's."""
     leader: int | None
     """The fastest of those shown faster than the baseline."""
-    against_leader: Mapping[int, Comparison]
+    against_leader: Mapping[int, SpeedComparison]
     """Speed of each other finalist over the leader's: ``slower`` means slower than the leader."""
     tied_with_leader: tuple[int, ...]
     """Finalists that cannot be told from the leader."""
@@ -117,7 +117,7 @@ class _Effect:
     """As far as can be foreseen."""
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> SpeedVerdict:
         return verdict(self.ratio)
 
     @property
@@ -130,8 +130,8 @@ class _Effect:
         )
 
     @property
-    def comparison(self) -> Comparison:
-        return Comparison(
+    def comparison(self) -> SpeedComparison:
+        return SpeedComparison(
             ratio=self.ratio, verdict=self.verdict, num_rounds=self.num_rounds, is_settled=self.is_settled
         )
 
@@ -148,7 +148,7 @@ class _Effect:
     def may_be_told(self) -> bool:
         return not self.is_settled and (self.may_be_shown("faster") or self.may_be_shown("slower"))
 
-    def may_be_shown(self, what: Verdict) -> bool:
+    def may_be_shown(self, what: SpeedVerdict) -> bool:
         """Whether it would be after the last round if those left were all like the interval's end on that side.
 
         Intervals hold whenever rounds end, so giving up early makes no claim less sure.

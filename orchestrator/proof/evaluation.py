@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.proof.keeper import KILL_S, Ending, Order
+from orchestrator.proof.keeper import KILL_S, Ending, EvaluationOrder
 from orchestrator.proof.loss_gate import trajectory
 from orchestrator.proof.progress import BASELINE, gate_runs
 from orchestrator.sweep.checks import Evaluation, GateReport
@@ -50,7 +50,7 @@ class EvaluationProcess:
         self._trial = facts["trial"]
         self._give_up_s = time.monotonic() + timeout_s + _GRACE_S
         path = folder.absolute() / FACTS_FILE
-        order = Order(
+        order = EvaluationOrder(
             command=[argument.replace(FACTS_PLACEHOLDER, str(path)) for argument in command],
             variables={FACTS_VARIABLE: str(path)},
             log=str(path.with_name(LOG_FILE)),
@@ -101,7 +101,7 @@ class EvaluationProcess:
         return Evaluation(trial=self._trial, passed=passed, exit_code=ending.exit_code, output_tail=ending.tail)
 
 
-def _start_keeper(order: Order) -> subprocess.Popen[bytes]:
+def _start_keeper(order: EvaluationOrder) -> subprocess.Popen[bytes]:
     keeper = subprocess.Popen(
         [sys.executable, "-m", "orchestrator.proof.keeper"],
         stdin=subprocess.PIPE,

@@ -1,8 +1,8 @@
 """Runs a user's command and everything it starts to a certain end: ``python -m orchestrator.proof.keeper``.
 
-A process between controller and command. It takes an :class:`Order` as one line of JSON on its input, and prints a
-:class:`Ending` once nothing that the command started is left. When its input closes, because the controller is gone or
-wants the end, it kills all of it.
+A process between controller and command. It takes an :class:`EvaluationOrder` as one line of JSON on its input, and
+prints a :class:`Ending` once nothing that the command started is left. When its input closes, because the controller
+is gone or wants the end, it kills all of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class EvaluationOrder:
     """What to run."""
 
     command: list[str]
@@ -71,7 +71,7 @@ class Ending:
         return cls(exit_code=fields["exit_code"], tail=tuple(fields["tail"]))
 
 
-def keep(order: Order, input_fd: int) -> Ending | None:
+def keep(order: EvaluationOrder, input_fd: int) -> Ending | None:
     """Run it to its end; None when ``input_fd`` closed before."""
     path = Path(order.log)
     with _alone(path.parent):
@@ -89,7 +89,7 @@ def keep(order: Order, input_fd: int) -> Ending | None:
         return None if words is None else Ending(exit_code=exit_code, tail=(*_tail(path), *words))
 
 
-def _start(order: Order, log: Path) -> subprocess.Popen[bytes]:
+def _start(order: EvaluationOrder, log: Path) -> subprocess.Popen[bytes]:
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         return subprocess.Popen(
             order.command,
@@ -144,7 +144,7 @@ def main() -> int:
         if not block:
             return 1
         text += block
-    ending = keep(Order.from_json(text.decode()), 0)
+    ending = keep(EvaluationOrder.from_json(text.decode()), 0)
     if ending is not None:
         sys.stdout.write(ending.to_json())
     return 0

@@ -17,8 +17,8 @@ from orchestrator.sweep.checks import GateReport, GateSettings
 from trials.spec import Candidate, Kernels, Loader, Precision, Recompute, ResNetModel, Workload
 
 __all__ = [
-    "Comparison",
     "Curve",
+    "LossComparison",
     "Trajectory",
     "deviations",
     "failed_gate",
@@ -33,7 +33,7 @@ MAX_SKIPPED_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class LossComparison:
     """A finalist's run against that of the baseline, or of the reference where there is one."""
 
     loss: Curve
@@ -122,7 +122,7 @@ def deviations(
     reference: Trajectory | None,
     settings: GateSettings,
     workload: Workload | None = None,
-) -> Comparison:
+) -> LossComparison:
     """What :func:`judge_gate` judges, as curves to plot: two of relative deviations, each with its limits.
 
     Element i of a curve is step i + 1; a deviation of None is a gap: there is nothing to compare. The finalist passes
@@ -144,7 +144,7 @@ def deviations(
             (limits.grad_norm, settings.grad_norm_tolerance),
         )
     )
-    return Comparison(
+    return LossComparison(
         loss=loss_curve(expected, run, loss, own if settings.loss_tolerance is None else None),
         grad_norm=norm_curve(expected, run, norm, own if settings.grad_norm_tolerance is None else None),
         compared_with="baseline" if reference is None else "reference",
@@ -174,7 +174,7 @@ def _failures(run: Trajectory) -> Iterator[str]:
         yield f"loss scaling skipped {len(run.skipped)} of {run.num_steps} updates; lower the initial loss scale"
 
 
-def _excesses(found: Comparison) -> Iterator[str]:
+def _excesses(found: LossComparison) -> Iterator[str]:
     for name, curve in (("loss", found.loss), ("gradient norm", found.grad_norm)):
         step = curve.decisive
         deviation, limit = curve.at(step)
@@ -187,7 +187,7 @@ def _excesses(found: Comparison) -> Iterator[str]:
             )
 
 
-def _excused(found: Comparison) -> Iterator[str]:
+def _excused(found: LossComparison) -> Iterator[str]:
     curve = found.grad_norm
     if curve.is_within and curve.beyond:
         largest = max(curve.deviations[step - 1] or 0.0 for step in curve.beyond)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator import units
-from orchestrator.report.summary import ENDED, Result, Summary
+from orchestrator.report.summary import ENDED, Summary, TrialResult
 from orchestrator.report.verdict import winner_and_baseline
 from orchestrator.search.prediction.transfer import _count
 from orchestrator.space.naming import diff
@@ -41,7 +41,7 @@ def cost(summary: Summary) -> str:
     return "; ".join(part for part in (f"{total}: {counts}" if counts else total, time, learned) if part)
 
 
-def found_out(result: Result) -> Findings:
+def found_out(result: TrialResult) -> Findings:
     """What the runner found out while measuring the trial."""
     assert result.trial.measurement is not None
     return result.trial.measurement.findings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator import units
-from orchestrator.proof.loss_gate import Comparison, deviations, trajectory
+from orchestrator.proof.loss_gate import LossComparison, deviations, trajectory
 from orchestrator.proof.progress import (
     BASELINE,
     Confirmation,
@@ -49,7 +49,7 @@ class GateCurves:
 
     trial: int
     runs: dict[GateRole, Measurement]
-    comparison: Comparison | None
+    comparison: LossComparison | None
     """None where baseline or finalist was not measured."""
 
 
@@ -95,7 +95,7 @@ def gate_curves(state: SweepState) -> list[GateCurves]:
     return found
 
 
-def _comparison(state: SweepState, finalist: int) -> Comparison | None:
+def _comparison(state: SweepState, finalist: int) -> LossComparison | None:
     trials = gate_runs(state, finalist)
     of = {role: trajectory(t.measurement, t.candidate) for role, t in trials.items() if t.measurement is not None}
     if "baseline" not in of or "finalist" not in of:

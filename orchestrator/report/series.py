@@ -89,7 +89,7 @@ def front(points: Sequence[SpeedPoint]) -> list[SpeedPoint]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Coordinates:
+class ParallelCoordinates:
     """Trials as lines through the values of the knobs that vary."""
 
     knobs: tuple[str, ...]
@@ -101,7 +101,7 @@ class Coordinates:
     """Per trial; None where it was not measured."""
 
 
-def coordinates(state: SweepState, order: Sequence[str] = (), max_knobs: int = 9) -> Coordinates:
+def coordinates(state: SweepState, order: Sequence[str] = (), max_knobs: int = 9) -> ParallelCoordinates:
     """Of ended trials. ``order`` names knobs by importance, which come first; the rest by number of values."""
     trials = [trial for trial in state.searched() if trial.outcome is not None]
     params = [flat_params(trial.candidate) for trial in trials]
@@ -111,7 +111,7 @@ def coordinates(state: SweepState, order: Sequence[str] = (), max_knobs: int = 9
     rank = {name: place for place, name in enumerate(order)}
     varying.sort(key=lambda name: (rank.get(name, len(rank)), -len(distinct[name])))
     knobs = tuple(varying[:max_knobs])
-    return Coordinates(
+    return ParallelCoordinates(
         knobs=knobs,
         values=tuple(tuple(map(_text, distinct[name])) for name in knobs),
         lines=tuple(tuple(distinct[name].index(one[name]) for name in knobs) for one in params),

@@ -10,9 +10,8 @@ from orchestrator import statistics
 from orchestrator.mlflow_urls import public_uri
 from orchestrator.report.profile import ProfileTables, profile_tables
 from orchestrator.space.naming import short_name
-from orchestrator.statistics import Estimate, Interval, Verdict
-from orchestrator.sweep.checks import ProfileRun
-from orchestrator.sweep.checks import Verdict as ProofVerdict
+from orchestrator.statistics import Estimate, Interval, SpeedVerdict
+from orchestrator.sweep.checks import ProfileRun, Verdict
 from orchestrator.sweep.events import CandidatesPruned
 from orchestrator.sweep.state import SweepState, SweepStatus, Trial, TrialStatus
 from trials.codec import to_json
@@ -23,7 +22,7 @@ ENDED: tuple[TrialStatus, ...] = tuple(s for s in get_args(TrialStatus) if s not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class TrialResult:
     """A measured trial in short."""
 
     trial: Trial
@@ -46,7 +45,7 @@ class Speedup:
     """The winner against the baseline. ``tie`` and ``slower`` mean: keep what you have."""
 
     ratio: Estimate
-    verdict: Verdict
+    verdict: SpeedVerdict
 
     def to_json(self) -> dict[str, Any]:
         return {"ratio": self.ratio.value, "ci95": interval_json(self.ratio.ci95), "verdict": self.verdict}
@@ -59,9 +58,9 @@ class Summary:
     sweep: str
     state: SweepStatus
     reason: str
-    best: Result | None
+    best: TrialResult | None
     """The trial with the highest median; the baseline itself where nothing beat it."""
-    baseline: Result | None
+    baseline: TrialResult | None
     speedup: Speedup | None
     trials: dict[str, int]
     """Number of trials per status they ended in, and in ``total``."""
@@ -74,9 +73,9 @@ class Summary:
     """Of earlier sweeps, from which the search learned before its first trial."""
     num_earlier_sweeps: int
     tracking_uri: str
-    winner: Result | None = None
+    winner: TrialResult | None = None
     """The confirmed finalist, as the search measured it; None where none is confirmed."""
-    proof: ProofVerdict | None = None
+    proof: Verdict | None = None
     """What confirmation and gate came to; None while they have not, or are off."""
     profiles: tuple[tuple[int, ProfileTables], ...] = ()
     """Trials run under the profiler, by number, with what their runs showed; in the order of the runs."""
@@ -148,11 +147,11 @@ def _saved_device_seconds(state: SweepState) -> float:
     return sum(outcome.saved_device_seconds for outcome in outcomes if isinstance(outcome, StoppedEarly))
 
 
-def result(trial: Trial | None) -> Result | None:
+def result(trial: Trial | None) -> TrialResult | None:
     """The trial's result; None where it was not measured."""
     if trial is None or trial.measurement is None:
         return None
-    return Result(trial=trial, speed=statistics.tokens_per_s_per_device(trial.measurement))
+    return TrialResult(trial=trial, speed=statistics.tokens_per_s_per_device(trial.measurement))
 
 
 def speedup(trial: Trial | None, baseline: Trial | None) -> Speedup | None:

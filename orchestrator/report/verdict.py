@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from orchestrator import units
-from orchestrator.report.summary import Result, Summary, result
+from orchestrator.report.summary import Summary, TrialResult, result
 from orchestrator.space.naming import short_name
 from orchestrator.sweep.checks import Evaluation, GateReport, RatioInterval, Verdict
 from orchestrator.sweep.state import SweepState, Trial
@@ -109,7 +109,7 @@ def change_heading(state: SweepState, summary: Summary) -> str:
     return "What changed" if is_worth_it(state, summary) else "How the fastest differs from what you have"
 
 
-def winner_and_baseline(state: SweepState, summary: Summary) -> list[tuple[str, Result]]:
+def winner_and_baseline(state: SweepState, summary: Summary) -> list[tuple[str, TrialResult]]:
     """(label, result) of what was measured; the baseline alone where it is the fastest. Only what was shown to be
     faster is called the winner."""
     is_winner = is_worth_it(state, summary)

@@ -68,7 +68,7 @@ def propose(belief: Belief, seen: Seen, num: int = 1) -> list[Proposal]:
     further one is chosen as if the earlier had turned out as expected (kriging believer, Ginsbourger et al. 2010), as
     are those still running. Before anything was measured, the best prediction that fits comes first.
     """
-    turn = Round(belief, seen, keep=SHORTLIST_SIZE)
+    turn = ProposalRound(belief, seen, keep=SHORTLIST_SIZE)
     chosen: list[Proposal] = []
     while len(chosen) < num and (proposal := turn.best()) is not None:
         chosen.append(proposal)
@@ -76,7 +76,7 @@ def propose(belief: Belief, seen: Seen, num: int = 1) -> list[Proposal]:
     return chosen
 
 
-class Round:
+class ProposalRound:
     """Proposals one after another from what was seen at one time, as :func:`propose` describes.
 
     That a candidate turns out as expected changes no expectation, only how much is left to be learned: one more column

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.search.acquisition import Proposal, Round, Seen, expected_log_times, should_stop
+from orchestrator.search.acquisition import Proposal, ProposalRound, Seen, expected_log_times, should_stop
 from orchestrator.search.prediction.belief import Belief
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.rounds import as_of, first_trial, round_start
@@ -46,7 +46,7 @@ MIN_KEPT = 384
 class _Turn:
     """A round, and how far it has come."""
 
-    round: Round
+    round: ProposalRound
     state: SweepState
     """What it knows."""
     is_open: NDArray[np.bool_]
@@ -160,7 +160,7 @@ class GuidedSearch:
             words, closed = stage.words, [row for row, key in enumerate(self._keys) if key not in stage.keys]
         belief, seen = self._standing(before, closed)
         return _Turn(
-            round=Round(belief, seen, keep=max(MIN_KEPT, 2 * state.sweep.max_concurrent)),
+            round=ProposalRound(belief, seen, keep=max(MIN_KEPT, 2 * state.sweep.max_concurrent)),
             state=before,
             is_open=is_open,
             words=words,

@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator.errors import ConfigError
 from orchestrator.plain_text import plain
-from orchestrator.status.snapshot import Inspection
+from orchestrator.status.snapshot import Snapshot
 from orchestrator.sweep.home import attempt_folder
 from orchestrator.sweep.state import Trial
 from orchestrator.tail import tail
@@ -62,7 +62,7 @@ class AttemptLogs:
 
 
 def attempt_logs(
-    sweep: Inspection, trial: Trial, *, attempt: int | None = None, rank: int | None = None, num_lines: int
+    sweep: Snapshot, trial: Trial, *, attempt: int | None = None, rank: int | None = None, num_lines: int
 ) -> AttemptLogs:
     """The logs of an attempt, the last one by default, or of one ``rank`` of it.
 

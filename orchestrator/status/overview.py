@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.report.summary import Summary, summarize
 from orchestrator.space.naming import short_name
-from orchestrator.status.snapshot import Inspection
+from orchestrator.status.snapshot import Snapshot
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
 from trials.outcome import Measured, Outcome
@@ -26,7 +26,7 @@ class Spent:
     limit: float | None
 
 
-def budgets(sweep: Inspection) -> list[Spent]:
+def budgets(sweep: Snapshot) -> list[Spent]:
     """Every budget of a sweep that was created, in the order of its file."""
     state = sweep.at_present
     if state.created is None:
@@ -52,14 +52,14 @@ def failures(state: SweepState) -> list[tuple[Trial, int, Outcome]]:
     return [(trial, index, outcome) for _, trial, index, outcome in ended[:MAX_FAILURES]]
 
 
-def summary_of(sweep: Inspection, home: Home) -> Summary | None:
+def summary_of(sweep: Snapshot, home: Home) -> Summary | None:
     """The result so far; None before the sweep was created."""
     if sweep.state.created is None:
         return None
     return summarize(sweep.state, sweep.tracking_uri or home.default_tracking_uri)
 
 
-def overview(sweep: Inspection, home: Home) -> dict[str, Any]:
+def overview(sweep: Snapshot, home: Home) -> dict[str, Any]:
     """A sweep in short: what ``report --json`` says, as seen from outside, and who is at work on it."""
     summary = summary_of(sweep, home)
     body = summary.to_json() if summary else {"best": None, "baseline": None, "trials": {}}
@@ -79,7 +79,7 @@ def overview(sweep: Inspection, home: Home) -> dict[str, Any]:
     }
 
 
-def detail(sweep: Inspection, home: Home) -> dict[str, Any]:
+def detail(sweep: Snapshot, home: Home) -> dict[str, Any]:
     """:func:`overview`, and what the sweep holds, runs, waits for and has lost."""
     return {
         **overview(sweep, home),
@@ -97,7 +97,7 @@ def detail(sweep: Inspection, home: Home) -> dict[str, Any]:
     }
 
 
-def _running(sweep: Inspection, trial: Trial) -> dict[str, Any]:
+def _running(sweep: Snapshot, trial: Trial) -> dict[str, Any]:
     attempt, progress = trial.attempts[-1], sweep.live.get(trial.number)
     return {
         "trial": trial.number,

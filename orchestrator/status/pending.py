@@ -6,13 +6,13 @@ import math
 import re
 
 from orchestrator import units
-from orchestrator.status.snapshot import AT_REST, Inspection
+from orchestrator.status.snapshot import AT_REST, Snapshot
 from orchestrator.sweep.limits import reason_to_fail, spent_budget
 from orchestrator.sweep.state import SweepState, Trial, nodes_to_avoid
 from orchestrator.units import count
 
 
-def why_pending(sweep: Inspection, trial: Trial) -> tuple[str, ...]:
+def why_pending(sweep: Snapshot, trial: Trial) -> tuple[str, ...]:
     """The reasons, the one that decides first; empty where the trial does not wait."""
     if trial.number not in sweep.state.waiting:
         return ()
@@ -36,7 +36,7 @@ def devices_per_node(state: SweepState) -> int | None:
     return int(match[1]) if match else None
 
 
-def _devices(sweep: Inspection, trial: Trial) -> str:
+def _devices(sweep: Snapshot, trial: Trial) -> str:
     """Needs, has, and who has the rest."""
     state, needed, per_node = sweep.state, trial.candidate.layout.world_size, devices_per_node(sweep.state)
     nodes = [node for node in sweep.lease.nodes if node not in state.quarantined]
@@ -51,14 +51,14 @@ def _devices(sweep: Inspection, trial: Trial) -> str:
     return f"{needs} on {count(num_nodes, 'node')}; {held}"
 
 
-def _lease(sweep: Inspection) -> list[str]:
+def _lease(sweep: Snapshot) -> list[str]:
     lease, quarantined = sweep.lease, sorted(sweep.state.quarantined)
     missing = f"{len(lease.nodes)} of {lease.wanted} nodes are held: {lease.waiting}" if lease.waiting else ""
     out = f"nothing is placed on {' '.join(quarantined)} any more: in quarantine" if quarantined else ""
     return [line for line in (missing, out) if line]
 
 
-def _queue(sweep: Inspection) -> list[str]:
+def _queue(sweep: Snapshot) -> list[str]:
     return [f"priority {sweep.lease.priority}"] if sweep.lease.priority else []
 
 

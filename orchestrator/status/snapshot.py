@@ -69,7 +69,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inspection:
+class Snapshot:
     """One look at a sweep."""
 
     name: str
@@ -161,7 +161,7 @@ class Inspection:
         return [self.state.trials[number] for number in sorted(self.state.running)]
 
 
-def look(ledger: Ledger, before: Inspection | None = None) -> Inspection:
+def read_snapshot(ledger: Ledger, before: Snapshot | None = None) -> Snapshot:
     """What ``ledger`` says now; with ``before``, only events since then are read.
 
     Raises:
@@ -174,7 +174,7 @@ def look(ledger: Ledger, before: Inspection | None = None) -> Inspection:
     state = reduce(apply, news, state)
     live = ledger.document("live") or {}
     asked = (ledger.document("spec") or {}).get("cluster", {})
-    return Inspection(
+    return Snapshot(
         name=ledger.folder.name,
         folder=ledger.folder,
         at_s=time.time(),

@@ -13,7 +13,7 @@ from orchestrator.report.verdict import evaluation_words, gate_words, ratio_inte
 from orchestrator.space.naming import diff, short_name
 from orchestrator.status.consequences import made_of_it
 from orchestrator.status.pending import why_pending
-from orchestrator.status.snapshot import Inspection, look
+from orchestrator.status.snapshot import Snapshot, read_snapshot
 from orchestrator.sweep.events import AttemptEnded, LedgerEvent, TrialsRetried
 from orchestrator.sweep.fold import apply
 from orchestrator.sweep.home import attempt_folder
@@ -123,7 +123,7 @@ def explain(ledger: Ledger, text: str) -> Explanation:
     Raises:
         ConfigError: it means none.
     """
-    sweep = look(ledger)
+    sweep = read_snapshot(ledger)
     trial = find_trial(sweep.state, text, sweep.name)
     state = sweep.state
     ruled_out = [event.rules for event in state.pruned if event.witness == trial.number]
@@ -150,7 +150,7 @@ def _proof(state: SweepState, number: int) -> Iterator[str]:
     )
 
 
-def _stories(sweep: Inspection, trial: Trial) -> list[AttemptStory]:
+def _stories(sweep: Snapshot, trial: Trial) -> list[AttemptStory]:
     """By going through all events once more: what an end led to shows in the states before and after it."""
     ends = _ends(sweep.news, trial.number)
     now_s = sweep.at_present.now_s

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from cluster.base import GangProgress
 from orchestrator.plain_text import plain
 from orchestrator.space.naming import short_name
-from orchestrator.status.snapshot import AT_REST, ENDED, Inspection, look
+from orchestrator.status.snapshot import AT_REST, ENDED, Snapshot, read_snapshot
 from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, LedgerEvent, TrialProposed
 from orchestrator.sweep.home import Home, is_at_work
 from orchestrator.sweep.ledger import Ledger
@@ -30,12 +30,12 @@ class View(Protocol):
     def on_lease(self, nodes: Sequence[str], waiting: str) -> None: ...
 
 
-def looks(ledger: Ledger, home: Home, poll_s: float = POLL_S) -> Iterator[Inspection]:
+def looks(ledger: Ledger, home: Home, poll_s: float = POLL_S) -> Iterator[Snapshot]:
     """One look after another, until the sweep has ended, is paused, or has had no controller for :data:`GONE_S`."""
-    seen: Inspection | None = None
+    seen: Snapshot | None = None
     gone_at_s: float | None = None
     while True:
-        seen = look(ledger, seen)
+        seen = read_snapshot(ledger, seen)
         yield seen
         if not ledger.path.exists():
             return  # withdrawn while it waited for its first nodes
@@ -50,14 +50,14 @@ def looks(ledger: Ledger, home: Home, poll_s: float = POLL_S) -> Iterator[Inspec
         time.sleep(poll_s)
 
 
-def turn(sweep: Inspection, before: Inspection | None) -> str:
+def turn(sweep: Snapshot, before: Snapshot | None) -> str:
     """One line where the sweep has turned to something else, like ``busy: paused, paused by anna@desk``."""
     if before is not None and before.phase == sweep.phase:
         return ""
     return plain(f"{sweep.name}: {sweep.phase}" + (f", {sweep.reason}" if sweep.reason else ""))
 
 
-def show(view: View, sweep: Inspection, before: Inspection | None) -> None:
+def show(view: View, sweep: Snapshot, before: Snapshot | None) -> None:
     """Tell ``view`` what is new."""
     if sweep.is_held:
         view.on_lease(sweep.lease.nodes, sweep.lease.waiting)
@@ -67,7 +67,7 @@ def show(view: View, sweep: Inspection, before: Inspection | None) -> None:
             view.on_progress(number, progress)
 
 
-def changes(sweep: Inspection, before: Inspection | None) -> Iterator[dict[str, Any]]:
+def changes(sweep: Snapshot, before: Snapshot | None) -> Iterator[dict[str, Any]]:
     """The lines of ``watch --json``: each names in ``change`` what it tells of: sweep, lease, trial or progress.
 
     The first look tells of everything as it stands, each one after it only of what is new.
@@ -92,7 +92,7 @@ def changes(sweep: Inspection, before: Inspection | None) -> Iterator[dict[str, 
         yield {"change": "sweep", "at_s": sweep.at_s, "sweep": sweep.name, **standing, "device_hours": hours}
 
 
-def _standing(sweep: Inspection) -> dict[str, Any]:
+def _standing(sweep: Snapshot) -> dict[str, Any]:
     best = sweep.state.best
     speed = best.measurement.tokens_per_s_per_device if best and best.measurement else None
     return {
@@ -122,7 +122,7 @@ def _place(state: SweepState, event: LedgerEvent) -> tuple[int, int, bool] | Non
             return None
 
 
-def _trial_line(sweep: Inspection, number: int, index: int, has_ended: bool, at_s: float) -> dict[str, Any]:
+def _trial_line(sweep: Snapshot, number: int, index: int, has_ended: bool, at_s: float) -> dict[str, Any]:
     """``attempt`` is null before the first one."""
     trial = sweep.state.trials[number]
     attempt = trial.attempts[index] if index >= 0 else None

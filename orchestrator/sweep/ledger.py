@@ -74,7 +74,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LedgerEntry:
     """One stored event. ``seq`` starts at 1 and grows by one."""
 
     seq: int
@@ -88,7 +88,7 @@ class Ledger:
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
         self.folder = folder
         self.path = folder / FILE_NAME
-        self._recent: deque[Entry] = deque(maxlen=MAX_RECENT)
+        self._recent: deque[LedgerEntry] = deque(maxlen=MAX_RECENT)
         self._epoch: int | None = None
         with self._errors("open"):
             if read_only:
@@ -133,7 +133,7 @@ class Ledger:
             lock.flush()
             yield
 
-    def append(self, event: LedgerEvent) -> Entry:
+    def append(self, event: LedgerEvent) -> LedgerEntry:
         """Store one event durably and return it with its number.
 
         Raises:
@@ -150,7 +150,7 @@ class Ledger:
             )
         if cursor.rowcount != 1 or cursor.lastrowid is None:
             raise FencedError(f"another controller has taken over the sweep in {self.folder}; this one ends")
-        entry = Entry(cursor.lastrowid, event)
+        entry = LedgerEntry(cursor.lastrowid, event)
         if self._recent and self._recent[-1].seq != entry.seq - 1:
             self._recent.clear()  # somebody else has written in between
         self._recent.append(entry)
@@ -191,14 +191,14 @@ class Ledger:
             rows = self._db.execute("SELECT id, at_s, by, body FROM requests WHERE id > ? ORDER BY id", (after,))
             return [Request(number, at_s, by, json.loads(body)) for number, at_s, by, body in rows]
 
-    def entries(self, after: int = 0) -> Iterator[Entry]:
+    def entries(self, after: int = 0) -> Iterator[LedgerEntry]:
         """Stored events with a number above ``after``, in order."""
         with self._errors("read"):
             rows = self._db.execute("SELECT seq, body FROM events WHERE seq > ? ORDER BY seq", (after,)).fetchall()
         for seq, body in rows:
-            yield Entry(seq, self._decode(seq, body))
+            yield LedgerEntry(seq, self._decode(seq, body))
 
-    def following(self, after: int) -> Sequence[Entry]:
+    def following(self, after: int) -> Sequence[LedgerEntry]:
         """As :meth:`entries`, without reading again what this object has just stored."""
         recent = self._recent
         if recent and recent[0].seq <= after + 1 and recent[-1].seq == self.last_seq():

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from orchestrator.sweep.fold import apply, fold
-from orchestrator.sweep.ledger import Entry, Ledger
+from orchestrator.sweep.ledger import Ledger, LedgerEntry
 from orchestrator.sweep.state import SweepState
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Outbox:
         self._num_failures = 0
         self._retry_at_s = 0.0
 
-    def deliver(self, ledger: Ledger, write: Callable[[Entry, SweepState], None], *, urgent: bool) -> int:
+    def deliver(self, ledger: Ledger, write: Callable[[LedgerEntry, SweepState], None], *, urgent: bool) -> int:
         """Call ``write`` with each entry and the fold up to and including it; return how many it took.
 
         Its first error ends the delivery; the next calls do nothing until a growing pause is over, unless ``urgent``.
@@ -56,7 +56,7 @@ class Outbox:
                 break
         return num_delivered
 
-    def _fold_to(self, ledger: Ledger, entry: Entry) -> SweepState:
+    def _fold_to(self, ledger: Ledger, entry: LedgerEntry) -> SweepState:
         """From the last state where that is the one before the entry, else from the beginning."""
         if self._folded and self._folded[0] == entry.seq - 1:
             return apply(self._folded[1], entry.event)

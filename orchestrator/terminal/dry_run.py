@@ -11,11 +11,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.commands.dry_run import Verdict
+from orchestrator.commands.dry_run import DryRunVerdict
 from orchestrator.planning.dryrun.simulation import Progress
 from orchestrator.space.naming import short_name
 from orchestrator.units import num_bytes
-from trials.dryrun.estimate import Estimate, StageEstimate
+from trials.dryrun.estimate import DryRunEstimate, StageEstimate
 from trials.dryrun.records import RunFailure
 
 NEGLIGIBLE = 0.005
@@ -41,7 +41,7 @@ def progress() -> Iterator[Progress]:
         yield show
 
 
-def render_dry_runs(verdicts: Sequence[Verdict], *, as_table: bool = False) -> RenderableType:
+def render_dry_runs(verdicts: Sequence[DryRunVerdict], *, as_table: bool = False) -> RenderableType:
     """One block per trial: verdict, memory by stage, work by stage; or one line per trial."""
     if as_table:
         return _overview(verdicts)
@@ -51,7 +51,7 @@ def render_dry_runs(verdicts: Sequence[Verdict], *, as_table: bool = False) -> R
     return Group(*blocks[:-1])
 
 
-def _overview(verdicts: Sequence[Verdict]) -> Table:
+def _overview(verdicts: Sequence[DryRunVerdict]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("configuration", no_wrap=True)
     for title in ("ranks", "peak", "with margin"):
@@ -68,7 +68,7 @@ def _overview(verdicts: Sequence[Verdict]) -> Table:
     return table
 
 
-def _block(verdict: Verdict) -> Iterator[RenderableType]:
+def _block(verdict: DryRunVerdict) -> Iterator[RenderableType]:
     world_size = verdict.candidate.layout.world_size
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
     yield Text.assemble((verdict.name, "bold"), f"  {short_name(verdict.candidate)}  {ranks}")
@@ -83,7 +83,7 @@ def _block(verdict: Verdict) -> Iterator[RenderableType]:
     yield Text(f"{how}; {result.cpu_s:.1f} CPU-seconds", style="dim")
 
 
-def _judgement(verdict: Verdict, estimate: Estimate) -> Text:
+def _judgement(verdict: DryRunVerdict, estimate: DryRunEstimate) -> Text:
     needed = num_bytes(estimate.needed_bytes(verdict.fragmentation, verdict.context_bytes))
     if verdict.limit_bytes is None:
         return Text(f"needs {needed} of device memory; name a limit with --max-device-memory")
@@ -93,7 +93,7 @@ def _judgement(verdict: Verdict, estimate: Estimate) -> Text:
     return Text.assemble(("does not fit", "bold red"), f": needs {needed} of {limit}")
 
 
-def _memory(verdict: Verdict, estimate: Estimate) -> Table:
+def _memory(verdict: DryRunVerdict, estimate: DryRunEstimate) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="memory at the peak", title_justify="left", pad_edge=False)
     for title in ("stage", "rank", "peak", "with margin"):
         table.add_column(title, justify="right", no_wrap=True)
@@ -118,7 +118,7 @@ def _word(needed_bytes: int, limit_bytes: int | None) -> Text:
     return Text("fits", style="green") if needed_bytes <= limit_bytes else Text("does not fit", style="red")
 
 
-def _work(estimate: Estimate) -> Table:
+def _work(estimate: DryRunEstimate) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="work per step and rank", title_justify="left", pad_edge=False)
     for title in ("stage", "parameters", "FLOPs forward", "backward", "recompute"):
         table.add_column(title, justify="right", no_wrap=True)

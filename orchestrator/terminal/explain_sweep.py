@@ -14,14 +14,14 @@ from orchestrator import units
 from orchestrator.diagnosis.remedies import memory_words, told
 from orchestrator.diagnosis.values import (
     PART_NAMES,
-    Answer,
+    Bottleneck,
     Diagnosis,
     Importance,
     KnobEffect,
-    Loss,
     Part,
     PartName,
     Predictions,
+    Remedy,
     SweepExplanation,
 )
 
@@ -146,12 +146,12 @@ def _diagnosis(side: Diagnosis, explained: SweepExplanation) -> list[RenderableT
     return lines
 
 
-def _cost(loss: Loss) -> str:
+def _cost(loss: Bottleneck) -> str:
     said = "" if loss.source == "measured" else f" ({loss.source})"
     return f"{loss.share:.0%} of the step, {units.milliseconds(loss.seconds)}{said}"
 
 
-def _loss_grid(loss: Loss, explained: SweepExplanation) -> RenderableType:
+def _loss_grid(loss: Bottleneck, explained: SweepExplanation) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold", ratio=1)
@@ -171,7 +171,7 @@ def _loss_grid(loss: Loss, explained: SweepExplanation) -> RenderableType:
     return Padding(grid, (0, 0, 0, 2))
 
 
-def _others(losses: Iterable[Loss]) -> RenderableType:
+def _others(losses: Iterable[Bottleneck]) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(no_wrap=True, justify="right")
@@ -183,7 +183,7 @@ def _others(losses: Iterable[Loss]) -> RenderableType:
     return Padding(grid, (0, 0, 0, 2))
 
 
-def _gain(answer: Answer) -> str:
+def _gain(answer: Remedy) -> str:
     if answer.source == "measured" and answer.trial is not None:
         return f"{answer.gain:.2f}x, measured in {units.trial_id(answer.trial)}"
     spread = f" (give or take {100 * answer.log_spread:.0f} %)" if answer.log_spread else ""

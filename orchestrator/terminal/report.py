@@ -18,7 +18,7 @@ from orchestrator.mlflow_urls import sweep_links
 from orchestrator.report import words
 from orchestrator.report.findings import findings_lines
 from orchestrator.report.highlights import by_speed, changed_knobs, cost, found_out, shown_change
-from orchestrator.report.summary import ENDED, Result, Summary
+from orchestrator.report.summary import ENDED, Summary, TrialResult
 from orchestrator.report.verdict import change_heading, confidence, details, headline, is_worth_it, winner_and_baseline
 from orchestrator.space.naming import short_name
 from orchestrator.sweep.documents import Recorded
@@ -81,7 +81,7 @@ def _result_panel(state: SweepState, summary: Summary) -> RenderableType:
     return Panel(Group(*lines, Text(""), grid), box=box.ROUNDED, border_style=style, padding=(0, 1))
 
 
-def _result_cells(result: Result, unit: str) -> list[Text]:
+def _result_cells(result: TrialResult, unit: str) -> list[Text]:
     return [
         Text(units.trial_id(result.trial.number)),
         Text(short_name(result.trial.candidate)),
@@ -101,7 +101,7 @@ def _changes(baseline: Trial, best: Trial) -> RenderableType:
     return Group(grid, Text(f"tried because: {best.reason}", style="dim"))
 
 
-def _breakdown(results: Sequence[tuple[str, Result]]) -> RenderableType | None:
+def _breakdown(results: Sequence[tuple[str, TrialResult]]) -> RenderableType | None:
     grid = Table.grid(padding=(0, 2))
     for label, result in results:
         measurement = result.trial.measurement
@@ -112,7 +112,7 @@ def _breakdown(results: Sequence[tuple[str, Result]]) -> RenderableType | None:
     return grid if grid.rows else None
 
 
-def _findings(results: Sequence[tuple[str, Result]]) -> RenderableType | None:
+def _findings(results: Sequence[tuple[str, TrialResult]]) -> RenderableType | None:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold", ratio=1)
@@ -190,10 +190,10 @@ def _next(state: SweepState, summary: Summary, invocation: Invocation) -> Render
     if state.verdict is None or state.verdict.conclusion == "confirmed":
         note = "make it the production configuration" if state.verdict else "refused unless forced: not confirmed"
         commands[invocation.command("promote", name, "--name", "NAME")] = note
-    return Commands(commands)
+    return NextCommands(commands)
 
 
-class Commands:
+class NextCommands:
     """A command a line with what it is for behind it, or above it where there is no room: never cut."""
 
     def __init__(self, commands: Mapping[str, str]) -> None:

@@ -20,7 +20,7 @@ from orchestrator.report.summary import speedup
 from orchestrator.report.verdict import headline
 from orchestrator.space.naming import short_name
 from orchestrator.status.overview import Spent, budgets, failures, summary_of
-from orchestrator.status.snapshot import AT_REST, Inspection
+from orchestrator.status.snapshot import AT_REST, Snapshot
 from orchestrator.sweep.documents import Recorded
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
@@ -40,7 +40,7 @@ BUDGET_WORDS = {
 }
 
 
-def render_status(sweep: Inspection, home: Home, invocation: Invocation) -> RenderableType:
+def render_status(sweep: Snapshot, home: Home, invocation: Invocation) -> RenderableType:
     """One sweep in detail."""
     parts: list[RenderableType] = [_title(sweep)]
     if summary := summary_of(sweep, home):
@@ -63,7 +63,7 @@ def render_status(sweep: Inspection, home: Home, invocation: Invocation) -> Rend
     return Group(*parts)
 
 
-def _title(sweep: Inspection) -> Text:
+def _title(sweep: Snapshot) -> Text:
     title = Text(sweep.name, style="bold")
     if sweep.state.created is not None:
         title.append(f" on {sweep.state.created.hardware}", style="not bold")
@@ -73,7 +73,7 @@ def _title(sweep: Inspection) -> Text:
     return title.append(f", {plain(sweep.reason)}" if sweep.reason and not is_told_below else "", style="not bold")
 
 
-def _facts(sweep: Inspection) -> list[tuple[str, Text]]:
+def _facts(sweep: Snapshot) -> list[tuple[str, Text]]:
     state = sweep.state
     facts = [("controller", Text(_controller(sweep))), ("lease", Text(_lease(sweep)))]
     if queue := queue_words(sweep):
@@ -96,7 +96,7 @@ def _facts(sweep: Inspection) -> list[tuple[str, Text]]:
     return facts
 
 
-def _links(sweep: Inspection, home: Home) -> list[tuple[str, Text]]:
+def _links(sweep: Snapshot, home: Home) -> list[tuple[str, Text]]:
     """Pages of the sweep on its tracking server; none where it has none, or nothing was recorded there yet."""
     uri = sweep.tracking_uri or ""
     if not uri.startswith("http"):
@@ -109,7 +109,7 @@ def _links(sweep: Inspection, home: Home) -> list[tuple[str, Text]]:
     return [(what, Text(url, style=f"link {url}")) for what, url in links.items()]
 
 
-def _controller(sweep: Inspection) -> str:
+def _controller(sweep: Snapshot) -> str:
     controller = sweep.controller
     if not sweep.is_held:
         where = f"; the last one was process {controller.pid} on {controller.host}" if controller else ""
@@ -122,7 +122,7 @@ def _controller(sweep: Inspection) -> str:
     return f"{what}, process {controller.pid} on {controller.host}{at}{since}"
 
 
-def _lease(sweep: Inspection) -> str:
+def _lease(sweep: Snapshot) -> str:
     lease = sweep.lease
     if not sweep.is_held:
         return "none"
@@ -143,7 +143,7 @@ def _spent(spent: Spent) -> str:
     )
 
 
-def _running(sweep: Inspection) -> RenderableType:
+def _running(sweep: Snapshot) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True, header_style="bold", collapse_padding=True)
     table.add_column("running", no_wrap=True)
     table.add_column("configuration", ratio=2)
@@ -177,7 +177,7 @@ def _names(names: Iterable[str]) -> str:
     return " ".join(shown[:MAX_NODES]) + (f" +{len(shown) - MAX_NODES}" if len(shown) > MAX_NODES else "")
 
 
-def _hint(sweep: Inspection, invocation: Invocation) -> str:
+def _hint(sweep: Snapshot, invocation: Invocation) -> str:
     if sweep.phase == "interrupted" and sweep.state.created is None:
         return "submit its file again: it goes on from the beginning"
     if sweep.phase in ("paused", "interrupted"):
@@ -197,7 +197,7 @@ PHASE_STYLES = {
 }
 
 
-def render_ps(sweeps: Sequence[Inspection], home: Home) -> RenderableType:
+def render_ps(sweeps: Sequence[Snapshot], home: Home) -> RenderableType:
     """One row per sweep; below, why some of them wait or have ended."""
     if not sweeps:
         return Text(f"no sweeps in {home.path}")
@@ -220,7 +220,7 @@ def render_ps(sweeps: Sequence[Inspection], home: Home) -> RenderableType:
     return Group(table, notes) if notes.rows else table
 
 
-def _row(sweep: Inspection) -> list[Text]:
+def _row(sweep: Snapshot) -> list[Text]:
     began_at_s, created = sweep.began_at_s, sweep.state.created
     limit = created.budget.max_trials if created else None
     age = units.DASH if began_at_s is None else age_words(sweep.at_s - began_at_s)
@@ -258,13 +258,13 @@ def age_words(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def _hours(sweep: Inspection) -> str:
+def _hours(sweep: Snapshot) -> str:
     limit = sweep.state.created.budget.device_hours if sweep.state.created else None
     used = f"{sweep.device_seconds / 3600:.2f}"
     return f"{used}/{limit:g}" if limit else used
 
 
-def _note(sweep: Inspection) -> Text | None:
+def _note(sweep: Snapshot) -> Text | None:
     """Who is at work on it, and why it stands where it stands; nothing of a sweep that has simply finished."""
     reason = "" if sweep.phase == "finished" else plain(sweep.reason)
     parts = [part for part in (reason, queue_words(sweep)) if part]
@@ -275,7 +275,7 @@ def _note(sweep: Inspection) -> Text | None:
     return words if words.plain else None
 
 
-def _at_work(sweep: Inspection) -> str:
+def _at_work(sweep: Snapshot) -> str:
     """``controller: process 4242 on node1``, ``controller: Ray job tune-x``; empty where none is known."""
     controller = sweep.controller
     if not sweep.is_held or controller is None:
@@ -285,7 +285,7 @@ def _at_work(sweep: Inspection) -> str:
     )
 
 
-def queue_words(sweep: Inspection) -> str:
+def queue_words(sweep: Snapshot) -> str:
     """How important it is, where that can matter."""
     priority = sweep.lease.priority
     return f"priority {priority}" if priority and sweep.phase not in AT_REST else ""

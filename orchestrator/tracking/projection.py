@@ -28,7 +28,7 @@ from orchestrator.sweep.events import (
     TrialsRetried,
     VerdictReached,
 )
-from orchestrator.sweep.ledger import Entry, Ledger
+from orchestrator.sweep.ledger import Ledger, LedgerEntry
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.tracking import checks, content
 from orchestrator.tracking.runs import Runs
@@ -41,7 +41,7 @@ _TOLD = ("confirmation", "history", "breakdown")
 """Plots that the note shows."""
 
 
-def project(runs: Runs, ledger: Ledger, entry: Entry, state: SweepState) -> None:
+def project(runs: Runs, ledger: Ledger, entry: LedgerEntry, state: SweepState) -> None:
     """Write one entry of the ledger; ``state`` is the fold up to and including it. Repeating it changes nothing."""
     match entry.event:
         case SweepCreated():

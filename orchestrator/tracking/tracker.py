@@ -23,7 +23,7 @@ from orchestrator.mlflow_urls import artifact_folder, public_uri, run_path, sqli
 from orchestrator.sweep import events
 from orchestrator.sweep.documents import Recorded
 from orchestrator.sweep.events import SweepCreated
-from orchestrator.sweep.ledger import Entry, Ledger
+from orchestrator.sweep.ledger import Ledger, LedgerEntry
 from orchestrator.sweep.outbox import Outbox
 from orchestrator.sweep.state import SweepState
 from orchestrator.tracking import content
@@ -230,7 +230,7 @@ class Tracker:
 
     # ---- the outbox ----
 
-    def _write(self, ledger: Ledger, entry: Entry, state: SweepState) -> None:
+    def _write(self, ledger: Ledger, entry: LedgerEntry, state: SweepState) -> None:
         try:
             project(self, ledger, entry, state)
             if isinstance(entry.event, SweepCreated) and (recorded := self.recorded(state)):

@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.base import ClusterError
-from cluster.ray.nodes import NoSuchNodesError, View, Wanted, bundle, names_by_id
+from cluster.ray.nodes import ClusterView, NoSuchNodesError, Wanted, bundle, names_by_id
 
 
 def node(identity, host="host", *, alive=True, **resources):
@@ -21,7 +21,7 @@ NODES = [HEAD, SMALL, LARGE, LARGER]
 
 def fitting(wanted, num_nodes, left_out=()):
     shape = wanted.shape(NODES, num_nodes, left_out)
-    view = View(nodes={node["NodeID"]: node for node in NODES})
+    view = ClusterView(nodes={node["NodeID"]: node for node in NODES})
     return shape.num_devices, [node["NodeID"] for node in view.able(shape)]
 
 
@@ -54,7 +54,7 @@ def test_a_cluster_without_gpus_gives_cores_and_dead_nodes_give_nothing():
 
 
 def test_nodes_that_are_partly_held_are_not_free_and_those_to_be_taken_away_not_able():
-    view = View(
+    view = ClusterView(
         nodes={node["NodeID"]: node for node in NODES},
         available={"2": {"CPU": 8.0, "GPU": 4.0}, "3": {"CPU": 8.0, "GPU": 7.0}},
         draining=frozenset({"2"}),

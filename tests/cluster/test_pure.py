@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cluster.base import ClusterError, Deadlines
 from cluster.connect import connect, describe
 from cluster.gang.deadlines import RankClock, due_at_s, overdue_reason
-from cluster.gang.messages import Lines, RankProgress, Stop, line
+from cluster.gang.messages import Lines, RankProgress, StopGang, line
 from cluster.hardware import topology
 from cluster.hardware.topology import DeviceError, discover_node, path_safe
 from cluster.ray.agent import interface_of
@@ -36,11 +36,11 @@ def test_a_report_starts_the_stall_clock_and_a_new_phase_its_own():
 
 @given(st.lists(st.text(), max_size=5), st.integers(1, 7))
 def test_lines_survive_any_cut(reasons, size):
-    orders = [Stop(reason=reason, is_cause=True) for reason in reasons]
+    orders = [StopGang(reason=reason, is_cause=True) for reason in reasons]
     data = b"".join(line(order) for order in orders)
     lines, found = Lines(), []
     for start in range(0, len(data), size):
-        found += [from_json(Stop, message) for message in lines.feed(data[start : start + size])]
+        found += [from_json(StopGang, message) for message in lines.feed(data[start : start + size])]
     assert found == orders
 
 

@@ -73,8 +73,8 @@ class Undisturbed(NamedTuple):
     """A sweep that ran in peace, and was then submitted again."""
 
     home: Path
-    first: service.Result
-    again: service.Result
+    first: service.SweepResult
+    again: service.SweepResult
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,13 @@ import sys
 
 from trials.codec import from_json, to_json
 from trials.dryrun.child import run_children
-from trials.dryrun.records import Request
+from trials.dryrun.records import DryRunRequest
 
 
 def main() -> None:
     gc.disable()  # what is imported stays
     body = json.load(sys.stdin)
-    requests: list[Request] = [from_json(Request, item) for item in body["requests"]]
+    requests: list[DryRunRequest] = [from_json(DryRunRequest, item) for item in body["requests"]]
     # What torch prints while it is patched is no reply.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

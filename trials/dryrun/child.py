@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from trials.codec import from_json, to_json
-from trials.dryrun.records import RankRun, Reply, Request, RunFailure
+from trials.dryrun.records import DryRunRequest, RankRun, Reply, RunFailure
 from trials.failure import classify
 
-Work = Callable[[Request], RankRun]
+Work = Callable[[DryRunRequest], RankRun]
 
 
 def run_children(
-    requests: Sequence[Request], work: Work, *, timeout_s: float, max_children: int
+    requests: Sequence[DryRunRequest], work: Work, *, timeout_s: float, max_children: int
 ) -> Iterator[tuple[int, Reply]]:
     """Do every request in a child of its own, ``max_children`` at a time; yields its index and reply as they end.
 
@@ -82,7 +82,7 @@ class _Child:
         return from_json(Reply, json.loads(self.text))
 
 
-def _start(index: int, request: Request, work: Work, timeout_s: float) -> _Child:
+def _start(index: int, request: DryRunRequest, work: Work, timeout_s: float) -> _Child:
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -92,7 +92,7 @@ def _start(index: int, request: Request, work: Work, timeout_s: float) -> _Child
     return _Child(index=index, pid=pid, pipe=ours, deadline_s=time.monotonic() + timeout_s, timeout_s=timeout_s)
 
 
-def _run(request: Request, work: Work, pipe: int) -> None:
+def _run(request: DryRunRequest, work: Work, pipe: int) -> None:
     """The child's life. It leaves without the parent's exit handlers."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     warnings.simplefilter("ignore")  # of things that do not happen here

@@ -55,7 +55,7 @@ class StageEstimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class DryRunEstimate:
     """A trial's prediction, one entry per pipeline stage."""
 
     stages: tuple[StageEstimate, ...]

@@ -23,7 +23,7 @@ SMALL, LARGER = 2 * NUM_NAMED + 1, 2 * NUM_NAMED + 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Extrapolation:
     """Small trials to run instead of a large one.
 
     ``lengths[i]`` holds the length of layer runs in ``specs[i]``, group by group; ``wanted`` those of the large trial.
@@ -39,7 +39,7 @@ class Plan:
     wanted_microbatches: int
 
 
-def plan_small_runs(spec: TrialSpec, stage: int) -> Plan | None:
+def plan_small_runs(spec: TrialSpec, stage: int) -> Extrapolation | None:
     """What to run for pipeline rank ``stage``; None where the trial itself is as cheap.
 
     Runs of equal kind and length change together, so most trials need two small ones.
@@ -59,7 +59,7 @@ def plan_small_runs(spec: TrialSpec, stage: int) -> Plan | None:
     base = (SMALL,) * len(groups)
     longer = [tuple(LARGER if i == j else SMALL for j in range(len(groups))) for i in range(len(groups))]
     lengths = (base, *longer)
-    return Plan(
+    return Extrapolation(
         specs=tuple(_resized(spec, stage, runs, dict(zip(groups, chosen, strict=True))) for chosen in lengths),
         lengths=lengths,
         wanted=tuple(length for _, length in groups),
@@ -77,12 +77,12 @@ def _cost_of_small_runs(runs: Sequence[Run], groups: Sequence[tuple[Kind, int]],
     return ((1 + len(groups)) * base + (LARGER - SMALL) * num_in_groups) * num_microbatches
 
 
-def extrapolate(plan: Plan, runs: Sequence[RankRun]) -> RankRun:
+def extrapolate(plan: Extrapolation, runs: Sequence[RankRun]) -> RankRun:
     """The large trial's run from those of the plan's specs, in their order."""
     return grown(_lengthened(plan, runs), plan.layout, plan.num_microbatches, plan.wanted_microbatches)
 
 
-def _lengthened(plan: Plan, runs: Sequence[RankRun]) -> RankRun:
+def _lengthened(plan: Extrapolation, runs: Sequence[RankRun]) -> RankRun:
     """With all layers, but still few micro-batches."""
     base, *longer = runs
     steps = [larger[i] - plan.lengths[0][i] for i, larger in enumerate(plan.lengths[1:])]

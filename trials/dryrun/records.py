@@ -31,7 +31,7 @@ CPU kernels do, to be compared with real runs there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class DryRunRequest:
     """Simulate ``rank`` of the trial's world."""
 
     spec: TrialSpec

@@ -18,7 +18,7 @@ from trials.dryrun import fake
 from trials.dryrun.microbatches import period
 from trials.dryrun.pipelines import held_sends, static_shapes, tell_shapes
 from trials.dryrun.places import follow
-from trials.dryrun.records import Growth, RankRun, Request, Traffic
+from trials.dryrun.records import DryRunRequest, Growth, RankRun, Traffic
 from trials.dryrun.tracker import MemoryTracker, Tally, local_part
 from trials.legality.rules import check
 from trials.parallel.mesh import build_mesh
@@ -43,7 +43,7 @@ class DryTrainer(Trainer):
             return super()._can_update(scaler, totals)
 
 
-def simulate(request: Request) -> RankRun:
+def simulate(request: DryRunRequest) -> RankRun:
     """Two steps, of which the second is reported: it sees optimiser states and what the first left.
 
     Patches torch while it runs, so call it in a process of its own.
@@ -79,7 +79,7 @@ def _eager(spec: TrialSpec) -> TrialSpec:
 
 class _Simulation:
     def __init__(
-        self, request: Request, spec: TrialSpec, mesh: Any, mode: FakeTensorMode, tracker: MemoryTracker
+        self, request: DryRunRequest, spec: TrialSpec, mesh: Any, mode: FakeTensorMode, tracker: MemoryTracker
     ) -> None:
         self.request = request
         self.spec = spec

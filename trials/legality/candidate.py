@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trials.legality.layout import Rule, describe_shape, has_shape, uses_ddp
+from trials.legality.layout import LayoutRule, describe_shape, has_shape, uses_ddp
 from trials.legality.pattern import pattern_problem
 from trials.spec import Candidate, Counts, LossScale, Workload
 
@@ -171,11 +171,11 @@ def _text(counts: Counts) -> str:
     return "/".join(",".join(map(str, row)) for row in counts)
 
 
-def _on_candidate(name: str, check: Callable[[Workload, Candidate], str | None]) -> Rule:
-    return Rule(id=name, reads="candidate", check=check)
+def _on_candidate(name: str, check: Callable[[Workload, Candidate], str | None]) -> LayoutRule:
+    return LayoutRule(id=name, reads="candidate", check=check)
 
 
-CANDIDATE_RULES: tuple[Rule, ...] = (
+CANDIDATE_RULES: tuple[LayoutRule, ...] = (
     _on_candidate("recompute-shape", _recompute_shape),
     _on_candidate("recompute-pattern", _recompute_patterns),
     _on_candidate("recompute-with-compile", _recompute_with_compile),

@@ -14,7 +14,7 @@ from trials.spec import Candidate, Counts, Layout, LlamaModel, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class LayoutRule:
     """One thing the runner insists on. ``check`` gives a one-line reason, or None.
 
     ``reads="layout"`` promises to look at the workload, ``layout`` and ``micro_batch_size`` only.
@@ -85,7 +85,7 @@ def _global_batch(workload: Workload, candidate: Candidate) -> str | None:
 # ---- tensor parallelism ----
 
 
-def _tp_divides(name: str) -> Rule:
+def _tp_divides(name: str) -> LayoutRule:
     """A rule that ``tp`` divides one size of the model."""
 
     def check(workload: Workload, candidate: Candidate) -> str | None:
@@ -94,7 +94,7 @@ def _tp_divides(name: str) -> Rule:
             None if size % candidate.layout.tp == 0 else f"{name} {size} is not divisible by tp {candidate.layout.tp}"
         )
 
-    return Rule(id=f"tp-{name.replace('_', '-')}", reads="layout", check=check)
+    return LayoutRule(id=f"tp-{name.replace('_', '-')}", reads="layout", check=check)
 
 
 def _sp_needs_tp(_workload: Workload, candidate: Candidate) -> str | None:
@@ -217,11 +217,11 @@ def _ddp_with_chunks(_workload: Workload, candidate: Candidate) -> str | None:
     return None
 
 
-def _on_layout(name: str, check: Callable[[Workload, Candidate], str | None]) -> Rule:
-    return Rule(id=name, reads="layout", check=check)
+def _on_layout(name: str, check: Callable[[Workload, Candidate], str | None]) -> LayoutRule:
+    return LayoutRule(id=name, reads="layout", check=check)
 
 
-LAYOUT_RULES: tuple[Rule, ...] = (
+LAYOUT_RULES: tuple[LayoutRule, ...] = (
     _on_layout("degrees", _degrees),
     _on_layout("model-kind", _model_kind),
     _on_layout("shard-needs-zero", _shard_needs_zero),

@@ -84,7 +84,7 @@ class BasicBlock(nn.Module):
         return F.relu(out + (x if self.downsample is None else self.downsample(x)))
 
 
-class Bottleneck(nn.Module):
+class BottleneckBlock(nn.Module):
     """1x1, 3x3 and 1x1 convolutions, of ResNet-50; the last one widens fourfold."""
 
     expansion = 4
@@ -109,7 +109,7 @@ class Bottleneck(nn.Module):
 
 def build_block(shape: ResNetModel, number: int) -> nn.Module:
     """Residual block of this global number."""
-    kind = BasicBlock if shape.depth == 18 else Bottleneck
+    kind = BasicBlock if shape.depth == 18 else BottleneckBlock
     stage, place = place_in_stage(shape, number)
     channels = shape.width << stage
     is_first = place == 0
@@ -136,7 +136,7 @@ class ResNet(TrainModel):
         self.conv1 = _conv(3, shape.width, 7, 2)
         self.bn1 = BatchNorm(shape.width)
         self.layers = nn.ModuleDict({str(i): build_block(shape, i) for i in chunk.layer_ids})
-        expansion = BasicBlock.expansion if shape.depth == 18 else Bottleneck.expansion
+        expansion = BasicBlock.expansion if shape.depth == 18 else BottleneckBlock.expansion
         self.fc = nn.Linear((shape.width << 3) * expansion, shape.num_classes)
         convolutions = {name: module for name, module in self.named_modules() if isinstance(module, nn.Conv2d)}
         self._fan_out = {

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trials.operators import leaves_in
 from trials.profiling.modules import ModuleTracker
-from trials.profiling.redundancy import Flow, Output, Started
+from trials.profiling.redundancy import Flow, Output, StartedCollective
 from trials.reports.profile import CollectiveCount, Redundancy
 from trials.spec import AXES, Layout
 from trials.stages import coordinates
@@ -153,7 +153,7 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _tell(
         self,
         operator: _Operator,
-        started: Started | None,
+        started: StartedCollective | None,
         arguments: tuple[Any, Any],
         inputs: list[Output],
         outputs: list[Output],
@@ -167,7 +167,7 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self._flow.compute(inputs)
 
-    def _start(self, func: Any, kind: str, args: Any, options: Any) -> Started:
+    def _start(self, func: Any, kind: str, args: Any, options: Any) -> StartedCollective:
         named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | options
         sent = next((named[name] for name in _SENT if name in named), ())
         num_bytes = sum(tensor.nbytes for tensor in leaves_in(sent, Tensor))
@@ -176,7 +176,7 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = place.module, place.phase, kind, axis, size
         num_calls, before = self._totals.get(key, (0, 0))
         self._totals[key] = num_calls + 1, before + num_bytes
-        return Started(
+        return StartedCollective(
             module=place.module, phase=place.phase, kind=kind, group=axis, group_size=size, num_bytes=num_bytes
         )
 

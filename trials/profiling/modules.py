@@ -22,7 +22,7 @@ STEP = "step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ModulePlace:
     """Where in the step; as in :class:`trials.reports.profile.CollectiveCount`."""
 
     module: str
@@ -53,15 +53,15 @@ class ModuleTracker:
     def __exit__(self, *exc: object) -> None:
         self._undo.close()
 
-    def place(self) -> Place:
+    def place(self) -> ModulePlace:
         """Where the program is now."""
         in_backward = torch._C._current_graph_task_id() != -1
         if self._running:
             module, phase = self._running[-1]
-            return Place(module=module, phase=phase or ("recompute" if in_backward else "forward"))
+            return ModulePlace(module=module, phase=phase or ("recompute" if in_backward else "forward"))
         if in_backward:
-            return Place(module=self._module_of_node(), phase="backward")
-        return Place(module=STEP, phase=STEP)
+            return ModulePlace(module=self._module_of_node(), phase="backward")
+        return ModulePlace(module=STEP, phase=STEP)
 
     def _module_of_node(self) -> str:
         node: Any = torch._C._current_autograd_node()

@@ -30,7 +30,7 @@ _PARTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class StartedCollective:
     """A collective."""
 
     module: str
@@ -45,7 +45,7 @@ class Started:
 class _Source:
     """The collective that a value came from, and which parts of its result are computed with."""
 
-    started: Started
+    started: StartedCollective
     size: int
     used: dict[int, int] = field(default_factory=dict)
     num_uses: int = 0
@@ -74,7 +74,7 @@ class Flow:
         self._numbers: dict[Hashable, int] = {}
         self._sources: list[_Source] = []
         self._started: set[Hashable] = set()
-        self._found: list[tuple[Started, str]] = []
+        self._found: list[tuple[StartedCollective, str]] = []
         self._sums: list[tuple[_Source, _Source]] = []
 
     def move(self, name: str, arguments: Hashable, inputs: Sequence[Output], outputs: Sequence[Output]) -> None:
@@ -112,7 +112,7 @@ class Flow:
             total = _Source(started=second.started, size=output[1])
             self._bind(output[0], _Value(number=self._number(object()), source=total), output[1])
 
-    def communicate(self, started: Started, sent: Output, received: Output) -> None:
+    def communicate(self, started: StartedCollective, sent: Output, received: Output) -> None:
         """A collective that gives a new tensor."""
         value = self._value(sent)
         same = (started.kind, started.group, started.phase, value.number)
@@ -142,14 +142,14 @@ class Flow:
         ]
         return tuple(sorted(found, key=lambda one: (-one.num_bytes, one.module, one.phase)))
 
-    def _only_added(self) -> list[tuple[Started, str]]:
+    def _only_added(self) -> list[tuple[StartedCollective, str]]:
         return [
             (second.started, _ADDED.format(kind=second.started.kind))
             for first, second in self._sums
             if first.num_uses == second.num_uses == 1
         ]
 
-    def _partly_used(self) -> list[tuple[Started, str]]:
+    def _partly_used(self) -> list[tuple[StartedCollective, str]]:
         return [
             (source.started, _PARTS[source.started.kind])
             for source in self._sources

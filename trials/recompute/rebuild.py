@@ -39,7 +39,7 @@ def offset_of(tensor: Tensor) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class TensorView:
     """Where a tensor's elements lie in the storage of a recipe's output."""
 
     size: torch.Size
@@ -50,13 +50,13 @@ class View:
     """Mesh, placements, global size and global stride of a distributed tensor."""
 
     @staticmethod
-    def locate(tensor: Tensor, output_offset: int) -> View:
+    def locate(tensor: Tensor, output_offset: int) -> TensorView:
         """The view ``tensor`` is of an output that starts at ``output_offset`` of its storage."""
         local = local_part(tensor)
         distributed = None
         if isinstance(tensor, DTensor):
             distributed = (tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
-        return View(local.shape, local.stride(), offset_of(tensor) - output_offset, distributed)
+        return TensorView(local.shape, local.stride(), offset_of(tensor) - output_offset, distributed)
 
     def of(self, output: Tensor) -> Tensor:
         """This view of the output computed again."""
@@ -73,7 +73,7 @@ class Handle:
 
     __slots__ = ("__weakref__", "_view", "index", "is_saved", "recipe")
 
-    def __init__(self, recipe: Recipe, index: int, view: View, *, is_saved: bool = False) -> None:
+    def __init__(self, recipe: Rebuild, index: int, view: TensorView, *, is_saved: bool = False) -> None:
         """``index`` counts the outputs, or with ``is_saved`` what autograd kept, in order."""
         self.recipe = recipe
         self.index = index
@@ -119,7 +119,7 @@ class Input:
         return source.clone() if self._is_written else source.detach().requires_grad_(self._requires_grad)
 
 
-class Recipe:
+class Rebuild:
     """One call of an operator, ready to be made again.
 
     It makes the outputs, and what autograd kept from inside the operator. They stay from the first handle's request

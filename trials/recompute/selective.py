@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from trials.operators import leaves_in, map_leaves, operator_name
-from trials.recompute.rebuild import Handle, Input, Recipe, View, offset_of, storage_of
+from trials.recompute.rebuild import Handle, Input, Rebuild, TensorView, offset_of, storage_of
 from trials.recompute.tally import Tally
 
 
@@ -88,7 +88,7 @@ class _Output:
 
     storage: weakref.ref[torch.UntypedStorage]
     """Its callback makes the recorder forget this."""
-    recipe: Recipe
+    recipe: Rebuild
     index: int
     tally: Tally
     offset: int
@@ -116,7 +116,7 @@ class _Recorder(TorchFunctionMode):
         self._outputs: dict[int, _Output] = {}
         self._kept: dict[int, torch.UntypedStorage] = {}
         self._dropped: dict[int, _Dropped] = {}
-        self._recipes: list[tuple[weakref.ref[Recipe], Tally]] = []
+        self._recipes: list[tuple[weakref.ref[Rebuild], Tally]] = []
         self._slots: list[_Slot] | None = None
 
     def __torch_function__(
@@ -134,7 +134,7 @@ class _Recorder(TorchFunctionMode):
         inputs = {id(storage_of(tensor)) for tensor in leaves_in((args, kwargs), Tensor)}
         if slots or any(id(storage_of(tensor)) not in inputs for tensor in outputs):
             hold = functools.partial(self._input, may_write=operator_name(func) == "batch_norm")
-            recipe = Recipe(func, map_leaves(hold, (args, kwargs), Tensor), outputs[0].device, tally.timing)
+            recipe = Rebuild(func, map_leaves(hold, (args, kwargs), Tensor), outputs[0].device, tally.timing)
             self._recipes.append((weakref.ref(recipe), tally))
             self._remember(recipe, tally, outputs, inputs)
             self._release(recipe, tally, slots, inputs)
@@ -174,7 +174,7 @@ class _Recorder(TorchFunctionMode):
         self._dropped.clear()
         self._recipes.clear()
 
-    def _remember(self, recipe: Recipe, tally: Tally, outputs: list[Tensor], inputs: set[int]) -> None:
+    def _remember(self, recipe: Rebuild, tally: Tally, outputs: list[Tensor], inputs: set[int]) -> None:
         """Note how the outputs came about; views of inputs need no note, their storage tells."""
         for i, tensor in enumerate(outputs):
             storage = storage_of(tensor)
@@ -185,7 +185,7 @@ class _Recorder(TorchFunctionMode):
                     reference, recipe, i, tally, offset_of(tensor), tensor.dtype, tensor._version
                 )
 
-    def _release(self, recipe: Recipe, tally: Tally, slots: list[_Slot], inputs: set[int]) -> None:
+    def _release(self, recipe: Rebuild, tally: Tally, slots: list[_Slot], inputs: set[int]) -> None:
         """Let go of what autograd kept from inside the operator, inputs apart."""
         for i, slot in enumerate(slots):
             tensor = slot.held
@@ -194,7 +194,7 @@ class _Recorder(TorchFunctionMode):
             if self._output(storage) is not None or id(storage) in inputs:
                 slot.held = self._handle_or_keep(tensor)
             else:
-                slot.held = Handle(recipe, i, View.locate(tensor, offset_of(tensor)), is_saved=True)
+                slot.held = Handle(recipe, i, TensorView.locate(tensor, offset_of(tensor)), is_saved=True)
                 self._drop(storage, tally)
 
     def _handle_or_keep(self, tensor: Tensor) -> Tensor | Handle:
@@ -213,7 +213,7 @@ class _Recorder(TorchFunctionMode):
             return None
         if not output.recipe.is_intact():
             return None
-        return Handle(output.recipe, output.index, View.locate(tensor, output.offset))
+        return Handle(output.recipe, output.index, TensorView.locate(tensor, output.offset))
 
     def _input(self, tensor: Tensor, *, may_write: bool) -> Input:
         """A chosen operator's input. Batch norm writes its running statistics, which need no gradient."""

@@ -20,7 +20,7 @@ from trials.spec import Candidate, Counts, Recompute, SelectiveRecompute, Worklo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class RecomputePolicy:
     """What may be recomputed in a layer."""
 
     patterns: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Policy:
         )
 
 
-def nested_policies(recomputes: Iterable[Recompute]) -> tuple[Policy, ...]:
+def nested_policies(recomputes: Iterable[Recompute]) -> tuple[RecomputePolicy, ...]:
     """What ``recomputes`` make use of, from nothing to the most; each policy recomputes what its predecessor does and
     more, as the balancer wants it. Full recompute comes last, where any of them has it."""
     found = list(recomputes)
@@ -49,16 +49,16 @@ def nested_policies(recomputes: Iterable[Recompute]) -> tuple[Policy, ...]:
         {(tuple(sorted(part.pattern for part in r.selective)), r.communication != ()) for r in found},
         key=lambda item: (len(item[0]) + item[1], item),
     )
-    chain = [Policy()]
+    chain = [RecomputePolicy()]
     for patterns, communication in used:
         last = chain[-1]
-        joined = Policy(
+        joined = RecomputePolicy(
             patterns=tuple(dict.fromkeys((*last.patterns, *patterns))),
             communication=last.communication or communication,
         )
         if joined != last:
             chain.append(joined)
-    return (*chain, Policy(is_full=True)) if any(r.full for r in found) else tuple(chain)
+    return (*chain, RecomputePolicy(is_full=True)) if any(r.full for r in found) else tuple(chain)
 
 
 def problem_of(
@@ -66,7 +66,7 @@ def problem_of(
     candidate: Candidate,
     cluster: ClusterDescription,
     model: CostModel,
-    policies: tuple[Policy, ...],
+    policies: tuple[RecomputePolicy, ...],
     *,
     memory_share: float = 1.0,
 ) -> BalanceProblem:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trials.codec import CodecError, digest, from_json, to_json
-from trials.dryrun.estimate import Estimate
+from trials.dryrun.estimate import DryRunEstimate
 from trials.dryrun.records import VERSION, Mode
 from trials.files import make_private_folder, write_atomically
 from trials.spec import Candidate, Workload
@@ -43,28 +43,28 @@ class DryRunCache:
 
     folder: Path
 
-    def get(self, key: str) -> Estimate | None:
+    def get(self, key: str) -> DryRunEstimate | None:
         """The estimate, or None; a file that cannot be read counts as missing."""
         found = self._read(self._path(key))
         return found[1] if found is not None else None
 
-    def of_workload(self, workload: Workload, *, mode: Mode, exact: bool) -> Iterator[tuple[Candidate, Estimate]]:
+    def of_workload(self, workload: Workload, *, mode: Mode, exact: bool) -> Iterator[tuple[Candidate, DryRunEstimate]]:
         """All there is for a workload: one listing, and as many reads as there are estimates."""
         for path in sorted(self.folder.glob(f"{_shared_key(workload, mode=mode, exact=exact)}.*.json")):
             if (found := self._read(path)) is not None:
                 yield found
 
-    def put(self, key: str, candidate: Candidate, estimate: Estimate) -> None:
+    def put(self, key: str, candidate: Candidate, estimate: DryRunEstimate) -> None:
         """Keep it; readers see the whole file or none."""
         make_private_folder(self.folder)
         body = {"candidate": to_json(candidate), "estimate": to_json(estimate)}
         write_atomically(self._path(key), [json.dumps(body).encode()])
 
     @staticmethod
-    def _read(path: Path) -> tuple[Candidate, Estimate] | None:
+    def _read(path: Path) -> tuple[Candidate, DryRunEstimate] | None:
         try:
             body = json.loads(path.read_text())
-            return from_json(Candidate, body["candidate"]), from_json(Estimate, body["estimate"])
+            return from_json(Candidate, body["candidate"]), from_json(DryRunEstimate, body["estimate"])
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, CodecError, OSError) as error:

@@ -11,7 +11,7 @@ from orchestrator.planning.dryrun.cache import DryRunCache
 from orchestrator.planning.hardware.request import device_kind, memory_limit_bytes
 from orchestrator.space.rules import Case, Rule
 from orchestrator.units import num_bytes
-from trials.dryrun.estimate import CUDA_CONTEXT_BYTES, FRAGMENTATION, Estimate
+from trials.dryrun.estimate import CUDA_CONTEXT_BYTES, FRAGMENTATION, DryRunEstimate
 from trials.dryrun.records import Mode
 from trials.spec import Candidate
 
@@ -22,12 +22,12 @@ RULE_ID = "dryrun-memory"
 class KnownEstimates:
     """What is known of a sweep's candidates, and what it is judged by."""
 
-    by_candidate: Mapping[Candidate, Estimate] = field(default_factory=dict)
+    by_candidate: Mapping[Candidate, DryRunEstimate] = field(default_factory=dict)
     limit_bytes: int | None = None
     """Device memory; None where nobody knows."""
     context_bytes: int = 0
 
-    def needed_bytes(self, estimate: Estimate) -> int:
+    def needed_bytes(self, estimate: DryRunEstimate) -> int:
         """With the margin."""
         return estimate.needed_bytes(FRAGMENTATION, self.context_bytes)
 

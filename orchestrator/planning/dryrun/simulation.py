@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from orchestrator.errors import ConfigError
 from orchestrator.planning.dryrun.cache import DryRunCache, cache_key
 from trials.codec import from_json, to_json
-from trials.dryrun.estimate import Estimate, StageEstimate
-from trials.dryrun.extrapolate import Plan, extrapolate, plan_small_runs
-from trials.dryrun.records import Mode, RankRun, Reply, Request, RunFailure
+from trials.dryrun.estimate import DryRunEstimate, StageEstimate
+from trials.dryrun.extrapolate import Extrapolation, extrapolate, plan_small_runs
+from trials.dryrun.records import DryRunRequest, Mode, RankRun, Reply, RunFailure
 from trials.spec import Candidate, TrialSpec, Workload
 
 TIMEOUT_S = 600.0
@@ -33,7 +33,7 @@ class _Stage:
     """The simulations one pipeline stage needs, by their number in the batch."""
 
     stage: int
-    plan: Plan | None
+    plan: Extrapolation | None
     numbers: list[int] = field(default_factory=list)
 
 
@@ -45,7 +45,7 @@ def estimate_all(
     exact: bool = False,
     cache: DryRunCache | None = None,
     progress: Progress | None = None,
-) -> list[Estimate | RunFailure]:
+) -> list[DryRunEstimate | RunFailure]:
     """Simulate every candidate, one rank per pipeline stage; a failure stands for itself and spoils no other. What
     is found goes to ``cache`` at once, so that an interruption loses little.
 
@@ -56,17 +56,17 @@ def estimate_all(
     """
     keys = [cache_key(workload, candidate, mode=mode, exact=exact) for candidate in candidates]
     known = {key: found for key in keys if cache is not None and (found := cache.get(key)) is not None}
-    requests: list[Request] = []
+    requests: list[DryRunRequest] = []
     missing: dict[str, list[_Stage]] = {}
     for key, candidate in zip(keys, candidates, strict=True):
         if key not in known and key not in missing:
             missing[key] = _plan(TrialSpec(workload=workload, candidate=candidate), mode, exact, requests)
-    results: dict[str, Estimate | RunFailure] = dict(known)
+    results: dict[str, DryRunEstimate | RunFailure] = dict(known)
     by_key = dict(zip(keys, candidates, strict=True))
     for replies in _simulate(requests, progress):
         for key in [key for key, stages in missing.items() if _is_complete(stages, replies)]:
             results[key] = made = _combine(missing.pop(key), replies)
-            if cache is not None and isinstance(made, Estimate):
+            if cache is not None and isinstance(made, DryRunEstimate):
                 cache.put(key, by_key[key], made)
     return [results[key] for key in keys]
 
@@ -76,7 +76,7 @@ def representative_rank(candidate: Candidate, stage: int) -> int:
     return stage * (candidate.layout.world_size // candidate.layout.pp)
 
 
-def _plan(spec: TrialSpec, mode: Mode, exact: bool, requests: list[Request]) -> list[_Stage]:
+def _plan(spec: TrialSpec, mode: Mode, exact: bool, requests: list[DryRunRequest]) -> list[_Stage]:
     """Add to ``requests`` what the trial needs."""
     stages = []
     for number in range(spec.candidate.layout.pp):
@@ -84,7 +84,7 @@ def _plan(spec: TrialSpec, mode: Mode, exact: bool, requests: list[Request]) -> 
         stage = _Stage(stage=number, plan=plan)
         for small in (spec,) if plan is None else plan.specs:
             stage.numbers.append(len(requests))
-            requests.append(Request(spec=small, rank=representative_rank(small.candidate, number), mode=mode))
+            requests.append(DryRunRequest(spec=small, rank=representative_rank(small.candidate, number), mode=mode))
         stages.append(stage)
     return stages
 
@@ -93,7 +93,7 @@ def _is_complete(stages: list[_Stage], replies: dict[int, Reply]) -> bool:
     return all(number in replies for stage in stages for number in stage.numbers)
 
 
-def _combine(stages: list[_Stage], replies: dict[int, Reply]) -> Estimate | RunFailure:
+def _combine(stages: list[_Stage], replies: dict[int, Reply]) -> DryRunEstimate | RunFailure:
     made, cpu_s = [], 0.0
     for stage in stages:
         runs: list[RankRun] = []
@@ -107,10 +107,10 @@ def _combine(stages: list[_Stage], replies: dict[int, Reply]) -> Estimate | RunF
         cpu_s += run.cpu_s
         made.append(StageEstimate.of_run(stage.stage, run))
     extrapolated = any(stage.plan is not None for stage in stages)
-    return Estimate(stages=tuple(made), extrapolated=extrapolated, cpu_s=cpu_s)
+    return DryRunEstimate(stages=tuple(made), extrapolated=extrapolated, cpu_s=cpu_s)
 
 
-def _simulate(requests: list[Request], progress: Progress | None) -> Iterator[dict[int, Reply]]:
+def _simulate(requests: list[DryRunRequest], progress: Progress | None) -> Iterator[dict[int, Reply]]:
     """Replies by the request's number, each time there is one more."""
     replies: dict[int, Reply] = {}
     if not requests:
@@ -123,7 +123,7 @@ def _simulate(requests: list[Request], progress: Progress | None) -> Iterator[di
         yield replies
 
 
-def _batch(requests: list[Request]) -> Iterator[tuple[int, Reply]]:
+def _batch(requests: list[DryRunRequest]) -> Iterator[tuple[int, Reply]]:
     """Run the batch in an interpreter of its own.
 
     Raises:

@@ -10,7 +10,7 @@ from pathlib import Path
 from cluster.connect import describe
 from cluster.exclusion import Excluded
 from cluster.hardware.topology import DeviceKind, Topology
-from cluster.queue.share import Claim, Policy
+from cluster.queue.share import Claim, QueuePolicy
 from cluster.request import ClusterRequest, Replay, Simulation
 from orchestrator.config.queue_policy import load_policy
 from orchestrator.config.sweep import SweepSpec
@@ -45,7 +45,7 @@ def cluster_request(spec: SweepSpec, home: Home | None = None, *, address: str |
         replay=Replay(**{**replay.model_dump(exclude={"baseline"}), "table": Path(replay.table)}) if replay else None,
         excluded=_excluded(spec, home),
         claim=_claim(spec, shared_by) if shared_by is not None else None,
-        policy=load_policy(shared_by) if shared_by is not None else Policy(),
+        policy=load_policy(shared_by) if shared_by is not None else QueuePolicy(),
         queue_folder=shared_by.path if shared_by is not None else None,
         max_wait_s=cluster.max_wait_s,
     )

@@ -13,7 +13,7 @@ from orchestrator.report.verdict import winner_and_baseline
 from orchestrator.sweep.state import SweepState
 
 if TYPE_CHECKING:
-    from orchestrator.diagnosis.values import Answer, Diagnosis, Loss, SweepExplanation
+    from orchestrator.diagnosis.values import Bottleneck, Diagnosis, Remedy, SweepExplanation
 
 
 def step_time(explanation: SweepExplanation | None, figure: str) -> str:
@@ -37,7 +37,7 @@ def _bottleneck(shown: Diagnosis) -> str:
     return f"<p>Bottleneck of the {text(name)}: <strong>{text(first.kind)}</strong>, {first.share:.0%} of its step.</p>"
 
 
-def _loss(loss: Loss) -> str:
+def _loss(loss: Bottleneck) -> str:
     at_most = f"{loss.at_most:.2f}x" if loss.at_most is not None else units.DASH
     knobs = " ".join(code(knob) for knob in loss.knobs)
     fixed = f'<br><span class="dim">fixed in the file: {text(", ".join(loss.fixed))}</span>' if loss.fixed else ""
@@ -51,7 +51,7 @@ def _loss(loss: Loss) -> str:
     )
 
 
-def _answer(answer: Answer) -> str:
+def _answer(answer: Remedy) -> str:
     changes = "; ".join(f"{code(knob)} {text(old)} → {text(new)}" for knob, (old, new) in answer.changed.items())
     how = "measured" if answer.source == "measured" else "predicted"
     of = f", {units.trial_id(answer.trial)}" if answer.trial is not None else ""

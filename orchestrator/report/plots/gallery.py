@@ -10,7 +10,7 @@ from orchestrator import units
 from orchestrator.report import proof, series, words
 from orchestrator.report.plots import proof as plots_proof
 from orchestrator.report.plots import search, step_time, style
-from orchestrator.report.plots.step_time import KnobImportance, StepParts
+from orchestrator.report.plots.step_time import DrawnImportance, DrawnStep
 from orchestrator.report.summary import Summary
 from orchestrator.report.verdict import winner_and_baseline
 from orchestrator.sweep.checks import GateReport
@@ -82,17 +82,17 @@ def _of_time(state: SweepState, summary: Summary, explanation: SweepExplanation 
         yield Plot(name="importance", draw=lambda: step_time.plot_importance(knobs))
 
 
-def step_parts(label: str, trial: Trial, explanation: SweepExplanation | None) -> StepParts:
+def step_parts(label: str, trial: Trial, explanation: SweepExplanation | None) -> DrawnStep:
     """Where its step time goes: as explained, else as the trial's own clock divides it."""
     assert trial.measurement is not None
     step_time_s = trial.measurement.step_time_s
     parts = [(part.name, part.seconds) for part in explanation.parts(trial.number)] if explanation else []
     measured = [(name, share * step_time_s) for name, share in words.breakdown(trial.measurement)]
     name = f"{label} {units.trial_id(trial.number)}"
-    return StepParts(label=name, step_time_s=step_time_s, parts=tuple(parts or measured))
+    return DrawnStep(label=name, step_time_s=step_time_s, parts=tuple(parts or measured))
 
 
-def importances(explanation: SweepExplanation | None) -> list[KnobImportance]:
+def importances(explanation: SweepExplanation | None) -> list[DrawnImportance]:
     """Of the knobs, with what their best value gains."""
     if explanation is None:
         return []
@@ -102,7 +102,7 @@ def importances(explanation: SweepExplanation | None) -> list[KnobImportance]:
         effect = gains.get(one.knobs)
         after, before = (", ".join(map(str, of)) for of in (effect.after, effect.before)) if effect else ("", "")
         note = f"{after} is {effect.ratio:.2f}x as fast as {before}" if effect else ""
-        found.append(KnobImportance(knob=", ".join(one.knobs), share=one.share, low=one.low, high=one.high, note=note))
+        found.append(DrawnImportance(knob=", ".join(one.knobs), share=one.share, low=one.low, high=one.high, note=note))
     return found
 
 

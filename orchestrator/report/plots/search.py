@@ -24,7 +24,7 @@ from orchestrator.report.plots.style import (
     integer_steps,
     new_figure,
 )
-from orchestrator.report.series import Coordinates, History, SpeedPoint, front
+from orchestrator.report.series import History, ParallelCoordinates, SpeedPoint, front
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -157,7 +157,7 @@ def _pareto_title(best: Sequence[SpeedPoint]) -> str:
     return f"{words}; {units.trial_id(thrifty[0].trial)} needs {saved:.0%} less at {share:.0%} of its speed"
 
 
-def plot_coordinates(found: Coordinates, unit: str) -> Figure:
+def plot_coordinates(found: ParallelCoordinates, unit: str) -> Figure:
     """A line per trial through the values of its knobs, coloured by speed."""
     figure = new_figure(_coordinates_title(found), f"one line per trial, coloured by {unit}; grey: not measured", 3.6)
     axes = add_axes(figure, left_in=0.6, right_in=0.5, bottom_in=0.35, top_in=0.75)
@@ -182,7 +182,7 @@ def plot_coordinates(found: Coordinates, unit: str) -> Figure:
     return figure
 
 
-def _draw_lines(axes: Axes, found: Coordinates, low: float, high: float) -> None:
+def _draw_lines(axes: Axes, found: ParallelCoordinates, low: float, high: float) -> None:
     """Slow ones first, so that fast ones are seen; within a value, lines are spread by speed so that none hides."""
     from matplotlib.collections import LineCollection
 
@@ -220,7 +220,7 @@ def fmt_value(value: str, max_chars: int = 12) -> str:
     return value if len(value) <= max_chars else f"{value[: max_chars - 1]}…"
 
 
-def _coordinates_title(found: Coordinates) -> str:
+def _coordinates_title(found: ParallelCoordinates) -> str:
     measured = [(speed, line) for speed, line in zip(found.speeds, found.lines, strict=True) if speed is not None]
     if not measured or not found.knobs:
         return "No knob varies among what was tried"

@@ -43,7 +43,7 @@ COLORS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepParts:
+class DrawnStep:
     """One step of a trial, divided."""
 
     label: str
@@ -58,7 +58,7 @@ def part_color(name: str) -> str:
     return COLORS.get(name, GREY)
 
 
-def plot_breakdown(steps: Sequence[StepParts]) -> Figure:
+def plot_breakdown(steps: Sequence[DrawnStep]) -> Figure:
     """A bar per trial, as long as its step, divided into what the time goes to."""
     figure = new_figure(
         _breakdown_title(steps), "milliseconds of one step on the slowest rank", 1.35 + 0.55 * len(steps)
@@ -74,7 +74,7 @@ def plot_breakdown(steps: Sequence[StepParts]) -> Figure:
     return figure
 
 
-def _bar(axes: Axes, row: int, step: StepParts, longest: float) -> None:
+def _bar(axes: Axes, row: int, step: DrawnStep, longest: float) -> None:
     at = 0.0
     axes.text(-0.01 * longest, row, step.label, ha="right", va="center", size=9, color=INK)
     for name, seconds in step.parts:
@@ -100,7 +100,7 @@ def _keys(axes: Axes, names: Sequence[str]) -> None:
         axes.legend(handles, words, loc="upper left", bbox_to_anchor=(-0.01, -0.02), **look, **space)
 
 
-def _breakdown_title(steps: Sequence[StepParts]) -> str:
+def _breakdown_title(steps: Sequence[DrawnStep]) -> str:
     if not steps:
         return "Nobody looked inside the step"
     first, last = steps[0], steps[-1]
@@ -124,7 +124,7 @@ def part_words(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnobImportance:
+class DrawnImportance:
     """How much of the differences in speed a knob explains."""
 
     knob: str
@@ -137,7 +137,7 @@ class KnobImportance:
     """Its best value, say."""
 
 
-def _importance_title(shown: Sequence[KnobImportance]) -> str:
+def _importance_title(shown: Sequence[DrawnImportance]) -> str:
     if not shown:
         return "No knob matters"
     first, *others = shown
@@ -147,7 +147,7 @@ def _importance_title(shown: Sequence[KnobImportance]) -> str:
     return f"{first.knob} matters most: {share}"
 
 
-def plot_importance(knobs: Sequence[KnobImportance], max_knobs: int = 10) -> Figure:
+def plot_importance(knobs: Sequence[DrawnImportance], max_knobs: int = 10) -> Figure:
     """A bar per knob with its interval, most important first."""
     shown = sorted(knobs, key=lambda knob: -knob.share)[:max_knobs]
     title = _importance_title(shown)

@@ -15,7 +15,7 @@ from cluster.probe.profile import Profile
 from orchestrator.search.prediction.predictor import NotDescribedError, Predictor
 from orchestrator.search.prediction.transfer import EarlierTrial
 from orchestrator.space.naming import describe, flat_params
-from trials.dryrun.estimate import Estimate
+from trials.dryrun.estimate import DryRunEstimate
 from trials.spec import Candidate, Workload
 
 
@@ -69,7 +69,7 @@ def make_predictor(
     topology: Topology | None,
     profile: Profile | None = None,
     *,
-    estimates: Mapping[Candidate, Estimate] | None = None,
+    estimates: Mapping[Candidate, DryRunEstimate] | None = None,
     earlier: Sequence[EarlierTrial] = (),
 ) -> Predictor:
     """The cost model on ``candidates`` and the hardware of ``topology``, with what a probe measured of its nodes.

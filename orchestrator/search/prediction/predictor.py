@@ -26,7 +26,7 @@ from orchestrator.search.prediction.gaussian_process import ErrorModel
 from orchestrator.search.prediction.knob_features import Features, OwnKnobs
 from orchestrator.search.prediction.model_families import Inputs, log_device_seconds, physical_places
 from orchestrator.search.prediction.transfer import EarlierTrial, nearest
-from trials.dryrun.estimate import Estimate
+from trials.dryrun.estimate import DryRunEstimate
 from trials.spec import Candidate, LlamaModel, Workload
 
 __all__ = [
@@ -91,7 +91,7 @@ class Predictor:
         *,
         features: Features,
         prior: Prior | None = None,
-        estimates: Mapping[Candidate, Estimate] | None = None,
+        estimates: Mapping[Candidate, DryRunEstimate] | None = None,
         earlier: Sequence[EarlierTrial] = (),
     ) -> None:
         if len(candidates) > MAX_CANDIDATES:
@@ -244,7 +244,9 @@ def trial_device_seconds(
 
 
 def _inputs(
-    pairs: Sequence[tuple[Workload, Candidate]], cluster: ClusterDescription, estimates: Mapping[Candidate, Estimate]
+    pairs: Sequence[tuple[Workload, Candidate]],
+    cluster: ClusterDescription,
+    estimates: Mapping[Candidate, DryRunEstimate],
 ) -> CostInputs | GenericInputs:
     if not isinstance(pairs[0][0].model, LlamaModel):
         return generic_inputs(pairs, cluster, estimates)

@@ -9,13 +9,13 @@ import pytest
 from cluster.connect import connect
 from cluster.gang import files as attempt_files
 from cluster.gang.files import MAX_BYTES_PER_RANK, PIECE_BYTES, FilePiece, Homing, Receiver, pieces
-from cluster.gang.messages import Slot
+from cluster.gang.messages import RankSlot
 from cluster.request import ClusterRequest
 from tests.cluster.gangs import PRELOAD, run
 from trials.outcome import Measured
 from trials.reports.profile import FOLDER
 
-SLOTS = (Slot(rank=0, local_rank=0, index=0), Slot(rank=12, local_rank=1, index=1))
+SLOTS = (RankSlot(rank=0, local_rank=0, index=0), RankSlot(rank=12, local_rank=1, index=1))
 
 
 def sent(directory):

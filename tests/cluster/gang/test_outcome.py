@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.gang.messages import Place, RankFailure, RankSuccess
+from cluster.gang.messages import RankFailure, RankPlace, RankSuccess
 from cluster.gang.outcome import CAUSE_WINDOW_S, CLOCK_SKEW_S, COLLATERAL, fold, root_cause
 from trials.outcome import (
     Crashed,
@@ -187,7 +187,7 @@ def test_the_earlier_of_two_kinds_of_out_of_memory_counts():
 
 
 def place(node, device, host="h"):
-    return Place(node=node, host=host, device=device)
+    return RankPlace(node=node, host=host, device=device)
 
 
 def test_where_ranks_ran_is_kept_with_the_measurement():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.base import Deadlines
-from cluster.gang.messages import NodeLaunch, Slot
+from cluster.gang.messages import NodeLaunch, RankSlot
 from cluster.hardware.topology import discover_node
 from cluster.local import LocalCluster
 from cluster.node import device_memory
@@ -94,7 +94,7 @@ def test_a_driver_that_fails_or_hangs_is_told(smi, monkeypatch, answer, message)
 
 
 def test_a_gang_sees_its_own_share_of_what_the_agent_sees(monkeypatch):
-    slots = (Slot(rank=4, local_rank=0, index=1), Slot(rank=5, local_rank=1, index=0))
+    slots = (RankSlot(rank=4, local_rank=0, index=1), RankSlot(rank=5, local_rank=1, index=0))
     order = NodeLaunch(
         attempt_id="x", token="t", runner="m:f", spec={}, node="n", directory="/", slots=slots, world_size=6,
         deadlines=Deadlines(), device_kind="cuda",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.base import Deadlines
-from cluster.gang.messages import NodeGone, NodeLaunch, NodeProgress, Slot
+from cluster.gang.messages import NodeGone, NodeLaunch, NodeProgress, RankSlot
 from cluster.gang.outcome import fold
 from cluster.local import single_node_env
 from cluster.node.agent import Agent
@@ -96,7 +96,7 @@ def part(runner, folder, *, ranks, **options):
         "spec": {"pids": folder},
         "node": "n",
         "directory": directory,
-        "slots": tuple(Slot(rank=rank, local_rank=i, index=i) for i, rank in enumerate(ranks)),
+        "slots": tuple(RankSlot(rank=rank, local_rank=i, index=i) for i, rank in enumerate(ranks)),
         "world_size": 2,
         "deadlines": Deadlines(),
         "env": single_node_env(directory),

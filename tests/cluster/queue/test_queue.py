@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from cluster.connect import connect
 from cluster.queue import host
-from cluster.queue.entries import EXPIRES_S, Entry, Queue, divided
+from cluster.queue.entries import EXPIRES_S, Queue, QueueEntry, divided
 from cluster.queue.host import HostAdmission
-from cluster.queue.share import Claim, Grant, Policy, Unlimited, share, strictest
+from cluster.queue.share import Claim, Grant, QueuePolicy, Unlimited, share, strictest
 from cluster.request import ClusterRequest
 from trials.codec import to_json
 
@@ -30,15 +30,15 @@ def claim(sweep, min_nodes=1, max_nodes=None, **rest):
 
 
 def numbers(claims, num_nodes, policy=None):
-    return {sweep: grant.num_nodes for sweep, grant in share(claims, num_nodes, policy or Policy()).items()}
+    return {sweep: grant.num_nodes for sweep, grant in share(claims, num_nodes, policy or QueuePolicy()).items()}
 
 
 def reason(sweep, claims, num_nodes, policy=None):
-    return share(claims, num_nodes, policy or Policy())[sweep].reason
+    return share(claims, num_nodes, policy or QueuePolicy())[sweep].reason
 
 
 def test_alone_it_gets_what_it_asks_for_and_shares_when_another_comes():
-    assert share([claim("a", 1, 4)], 4, Policy()) == {"a": Grant(4)}
+    assert share([claim("a", 1, 4)], 4, QueuePolicy()) == {"a": Grant(4)}
     both = [claim("a", 1, 4, held=4), claim("b", 2)]
     assert numbers(both, 4) == {"a": 2, "b": 2}
     assert reason("a", both, 4) == "waits for 2 nodes held by sweep b"
@@ -75,12 +75,12 @@ def test_a_lease_that_lost_a_node_goes_on_with_the_rest():
 
 def test_queues_share_by_weight_and_sweeps_of_a_queue_evenly():
     claims = [claim("a", 1, 9, queue="x"), claim("b", 1, 9, queue="y"), claim("c", 1, 9, queue="y")]
-    assert numbers(claims, 9, Policy(weights={"y": 2.0})) == {"a": 3, "b": 3, "c": 3}
+    assert numbers(claims, 9, QueuePolicy(weights={"y": 2.0})) == {"a": 3, "b": 3, "c": 3}
     assert numbers(claims, 8) == {"a": 4, "b": 2, "c": 2}
 
 
 def test_quotas_are_in_devices_and_for_all_sweeps_of_a_user_together():
-    policy = Policy(quotas={"alice": 8, "*": 4})
+    policy = QueuePolicy(quotas={"alice": 8, "*": 4})
     claims = [claim("a", 1, 4, user="alice", devices_per_node=4), claim("b", 1, 4, user="alice", devices_per_node=4)]
     assert numbers(claims, 9, policy) == {"a": 1, "b": 1}
     assert reason("a", claims, 9, policy) == "user alice may hold 8 devices"
@@ -89,9 +89,11 @@ def test_quotas_are_in_devices_and_for_all_sweeps_of_a_user_together():
 
 
 def test_of_several_policies_the_strictest_holds():
-    found = strictest([Policy(quotas={"alice": 8, "*": 4}, weights={"x": 2.0}), Policy(quotas={"bob": 9, "alice": 16})])
-    assert found == Policy(quotas={"alice": 8, "bob": 4, "*": 4}, weights={"x": 2.0})
-    assert strictest([]) == Policy()
+    found = strictest(
+        [QueuePolicy(quotas={"alice": 8, "*": 4}, weights={"x": 2.0}), QueuePolicy(quotas={"bob": 9, "alice": 16})]
+    )
+    assert found == QueuePolicy(quotas={"alice": 8, "bob": 4, "*": 4}, weights={"x": 2.0})
+    assert strictest([]) == QueuePolicy()
 
 
 def test_with_nobody_to_share_with_everything_is_granted():
@@ -124,7 +126,7 @@ def situations(draw):
             )
         )
     quotas = draw(st.dictionaries(st.sampled_from("uv*"), st.integers(0, 20), max_size=2))
-    return claims, num_nodes, Policy(quotas=quotas, weights=draw(st.dictionaries(st.just("x"), st.floats(0.5, 4))))
+    return claims, num_nodes, QueuePolicy(quotas=quotas, weights=draw(st.dictionaries(st.just("x"), st.floats(0.5, 4))))
 
 
 @given(situations(), st.randoms())
@@ -191,7 +193,7 @@ def test_claims_that_are_not_renewed_expire():
     queue = Queue(lambda: now_s)
 
     def beat(claim, num_nodes=4):
-        return queue.beat(to_json(Entry(claim=claim, num_nodes=num_nodes)))["num_nodes"]
+        return queue.beat(to_json(QueueEntry(claim=claim, num_nodes=num_nodes)))["num_nodes"]
 
     assert beat(claim("a", 1, 4)) == 4
     assert beat(claim("b", 1, 4, priority=1), num_nodes=0) == 3, "all see the cluster that the others see"
@@ -221,7 +223,7 @@ sys.stdin.readline()
 
 
 def test_a_host_is_one_sweeps_at_a_time_until_that_leaves_or_its_process_dies(tmp_path):
-    ours = HostAdmission(tmp_path, Policy(), devices_per_node=4)
+    ours = HostAdmission(tmp_path, QueuePolicy(), devices_per_node=4)
     command = [sys.executable, "-c", OTHER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "1\n"
@@ -238,18 +240,18 @@ def test_a_host_is_one_sweeps_at_a_time_until_that_leaves_or_its_process_dies(tm
 
 
 def test_a_quota_counts_the_devices_of_the_host(tmp_path):
-    policy = Policy(quotas={"*": 3})
+    policy = QueuePolicy(quotas={"*": 3})
     assert HostAdmission(tmp_path, policy, devices_per_node=4).beat(claim("a")).num_nodes == 0
     assert HostAdmission(tmp_path, policy, devices_per_node=3).beat(claim("a")).num_nodes == 1
 
 
 def test_a_queue_that_cannot_be_used_takes_nothing_away_and_a_broken_one_is_begun_anew(tmp_path):
     (tmp_path / "file").touch()
-    queue = HostAdmission(tmp_path / "file", Policy(), devices_per_node=1)
+    queue = HostAdmission(tmp_path / "file", QueuePolicy(), devices_per_node=1)
     assert queue.beat(claim("a", held=1)).num_nodes == 1
     assert "cannot be used" in queue.beat(claim("a")).reason
     queue.leave()
-    good = HostAdmission(tmp_path, Policy(), devices_per_node=1)
+    good = HostAdmission(tmp_path, QueuePolicy(), devices_per_node=1)
     good.beat(claim("a"))
     (file,) = tmp_path.glob("*.json")
     file.write_text("[{}")
@@ -257,7 +259,7 @@ def test_a_queue_that_cannot_be_used_takes_nothing_away_and_a_broken_one_is_begu
 
 
 def test_a_local_sweep_waits_for_its_turn_and_leaves_when_it_gives_up(tmp_path):
-    held = HostAdmission(tmp_path, Policy(), devices_per_node=1)
+    held = HostAdmission(tmp_path, QueuePolicy(), devices_per_node=1)
     held.beat(claim("a", held=1))
     asked = ClusterRequest(kind="local", devices_per_node=1, claim=claim("b"), queue_folder=tmp_path)
     heard, beats = [], itertools.count()

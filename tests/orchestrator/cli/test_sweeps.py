@@ -17,7 +17,7 @@ from cluster.base import GangProgress
 from orchestrator.controller.heartbeat import Heartbeat
 from orchestrator.invocation import PLAIN
 from orchestrator.status.listing import inspect, inspect_all
-from orchestrator.status.snapshot import look
+from orchestrator.status.snapshot import read_snapshot
 from orchestrator.status.watch import changes, looks, show
 from orchestrator.sweep.events import Asked, SweepFinished, SweepPaused
 from orchestrator.sweep.home import Home
@@ -227,11 +227,11 @@ def test_what_a_controller_writes_of_itself_is_what_is_shown(tmp_path, monkeypat
 
 def test_looking_again_reads_only_what_is_new(tmp_path):
     ledger = keep(tmp_path, "story", running("story"))
-    first = look(ledger)
+    first = read_snapshot(ledger)
     ledger.append(ended(5, measured(0.05), at_s=time.time()))
-    second = look(ledger, first)
+    second = read_snapshot(ledger, first)
     assert len(second.news) == 1
-    assert second.state == look(ledger).state
+    assert second.state == read_snapshot(ledger).state
 
 
 def test_a_real_simulated_sweep_looks_the_same_from_outside(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.queue.share import Policy
+from cluster.queue.share import QueuePolicy
 from orchestrator.config.queue_policy import load_policy
 from orchestrator.config.sweep import load_sweep
 from orchestrator.errors import ConfigError
@@ -17,10 +17,10 @@ def policy(folder, text):
 
 
 def test_quotas_and_weights_are_read_and_may_be_missing(tmp_path):
-    assert load_policy(Home(tmp_path)) == Policy()
+    assert load_policy(Home(tmp_path)) == QueuePolicy()
     found = policy(tmp_path, 'quotas: {alice: 16, "*": 8}\nweights:\n  production: 3\n')
-    assert found == Policy(quotas={"alice": 16, "*": 8}, weights={"production": 3.0})
-    assert policy(tmp_path, "quotas:\n") == Policy()
+    assert found == QueuePolicy(quotas={"alice": 16, "*": 8}, weights={"production": 3.0})
+    assert policy(tmp_path, "quotas:\n") == QueuePolicy()
 
 
 @pytest.mark.parametrize(

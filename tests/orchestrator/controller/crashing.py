@@ -14,7 +14,7 @@ from cluster.hardware.topology import uniform_topology
 from cluster.virtual.backend import FOREVER, Script, VirtualCluster, failure
 from cluster.virtual.training import training, trial_spec
 from orchestrator.controller.early_stop import EarlyStop
-from orchestrator.controller.runtime import Recipe, Recovered, Runtime
+from orchestrator.controller.runtime import Recovered, Runtime, TrialLauncher
 from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.search import Search
@@ -384,8 +384,8 @@ class Scenario:
         return state
 
 
-def _recipe(world: World) -> Recipe:
-    return Recipe(
+def _recipe(world: World) -> TrialLauncher:
+    return TrialLauncher(
         baseline=BASELINE,
         isolation="node",
         build=_build,

@@ -16,7 +16,7 @@ from cluster.hardware.topology import uniform_topology
 from cluster.virtual.modelled import ModelledCost
 from cluster.virtual.simulated import Behaviour, SimulatedCluster
 from orchestrator.controller.recovery import Recovered
-from orchestrator.controller.runtime import Recipe, Runtime
+from orchestrator.controller.runtime import Runtime, TrialLauncher
 from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.search import Search
@@ -92,7 +92,7 @@ def run(behaviour, sampler, seed, folder):
             ledger=ledger,
             cluster=cluster,
             search=search,
-            recipe=Recipe(
+            recipe=TrialLauncher(
                 baseline=make(32, 2, 1, True),
                 isolation="node",
                 build=build,

@@ -22,7 +22,7 @@ from orchestrator.planning.dryrun.simulation import estimate_all, representative
 from orchestrator.space.naming import short_name
 from orchestrator.sweep.home import Home
 from trials.codec import from_json, to_json
-from trials.dryrun.estimate import Estimate, StageEstimate
+from trials.dryrun.estimate import DryRunEstimate, StageEstimate
 from trials.spec import Candidate, Layout
 
 QUICKSTART = CONFIGS / "sweeps" / "quickstart.yaml"
@@ -42,16 +42,16 @@ def _stage(peak_bytes: int) -> StageEstimate:
 
 
 def test_verdict_counts_margin_and_context_of_the_worst_stage() -> None:
-    estimate = Estimate(stages=(_stage(500), _stage(1000)))
+    estimate = DryRunEstimate(stages=(_stage(500), _stage(1000)))
     assert estimate.peak_bytes == 1000
     assert estimate.needed_bytes(fragmentation=0.1, context_bytes=50) == 1150
     assert estimate.fits(1150, fragmentation=0.1, context_bytes=50)
     assert not estimate.fits(1149, fragmentation=0.1, context_bytes=50)
-    assert from_json(Estimate, to_json(estimate)) == estimate
+    assert from_json(DryRunEstimate, to_json(estimate)) == estimate
 
 
 def test_cache_keeps_estimates_and_survives_broken_files(tmp_path: Path) -> None:
-    cache, estimate = DryRunCache(tmp_path / "dryrun"), Estimate(stages=(_stage(7),))
+    cache, estimate = DryRunCache(tmp_path / "dryrun"), DryRunEstimate(stages=(_stage(7),))
     assert cache.get("key") is None
     cache.put("key", Candidate(), estimate)
     assert cache.get("key") == estimate
@@ -78,7 +78,7 @@ def test_cache_key_follows_what_the_estimate_follows_from() -> None:
 def test_a_known_estimate_is_not_simulated_again(tmp_path: Path) -> None:
     spec = load_sweep(QUICKSTART)
     workload, candidate = spec.to_workload(), spec.baseline_candidate
-    cache, planted = DryRunCache(tmp_path), Estimate(stages=(_stage(7),))
+    cache, planted = DryRunCache(tmp_path), DryRunEstimate(stages=(_stage(7),))
     cache.put(cache_key(workload, candidate, mode="cpu", exact=False), candidate, planted)
 
     def no_progress(_done: int, _total: int) -> None:
@@ -125,7 +125,7 @@ def test_trials_that_cannot_be_meant(tmp_path: Path, trial: str, words: str) -> 
 
 def _plant(home: Path, candidate: Candidate, peak_bytes: int) -> None:
     key = cache_key(load_sweep(QUICKSTART).to_workload(), candidate, mode="cpu", exact=False)
-    DryRunCache(home / "dryrun").put(key, candidate, Estimate(stages=(_stage(peak_bytes),)))
+    DryRunCache(home / "dryrun").put(key, candidate, DryRunEstimate(stages=(_stage(peak_bytes),)))
 
 
 def test_planning_shows_estimates_and_rejects_what_would_not_fit(tmp_path: Path) -> None:

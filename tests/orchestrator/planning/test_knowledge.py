@@ -14,7 +14,7 @@ from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
 from tests.support.sweep_files import changed, write
 from tests.support.virtual_sweeps import SWEEP, submit
-from trials.dryrun.estimate import Estimate, StageEstimate
+from trials.dryrun.estimate import DryRunEstimate, StageEstimate
 
 CONTENT = changed(SWEEP, ("cluster", "simulation"), {"accelerator": "a100-80", "deviation": 1.0, "seed": 5})
 CONTENT["budget"] = {"max_trials": 6}
@@ -33,7 +33,7 @@ def counted(peak_bytes):
         collectives={},
         num_parameters=1,
     )
-    return Estimate(stages=(stage,))
+    return DryRunEstimate(stages=(stage,))
 
 
 def proposals(state):

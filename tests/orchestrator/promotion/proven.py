@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.promotion.evidence import choose
-from orchestrator.promotion.manifest import Recipe, build_recipe
+from orchestrator.promotion.manifest import Manifest, build_recipe
 from orchestrator.sweep.checks import Check, ConfirmationRun, GateReport, GateRun, RatioInterval, Verdict
 from orchestrator.sweep.events import FinalistsChosen, LedgerEvent, SweepFinished, TrialProposed, VerdictReached
 from orchestrator.sweep.fold import fold
@@ -120,7 +120,7 @@ def proven_home(folder: Path) -> Home:
     return Home(folder)
 
 
-def recipe(home: Home, trial: int) -> Recipe:
+def recipe(home: Home, trial: int) -> Manifest:
     """That of a trial of ``story``."""
     with home.open("story") as ledger:
         state = fold(ledger.events())

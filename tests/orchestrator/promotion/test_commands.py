@@ -7,7 +7,7 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from orchestrator.cli.main import main
-from orchestrator.promotion.release import Desk
+from orchestrator.promotion.release import ReleaseDesk
 from orchestrator.tracking.tracker import Tracker
 from tests.orchestrator.promotion.proven import proven_home, recipe
 
@@ -63,7 +63,7 @@ def test_a_configuration_goes_to_production_and_back(tmp_path: Path):
 def test_what_cannot_be_done_is_said(tmp_path: Path):
     home = ("--home", tmp_path)
     own = proven_home(tmp_path)
-    Desk(Tracker(own.default_tracking_uri)).promote("llama", recipe(own, 1))
+    ReleaseDesk(Tracker(own.default_tracking_uri)).promote("llama", recipe(own, 1))
     for words, part in {
         ("rollback", "llama"): "llama has no version before the one in production",
         ("rollback", "llama", "--to", "1"): "llama@production is version 1 already",
@@ -79,7 +79,7 @@ def test_what_cannot_be_done_is_said(tmp_path: Path):
 
 def test_differences_are_shown_by_part(tmp_path: Path):
     own = proven_home(tmp_path)
-    desk = Desk(Tracker(own.default_tracking_uri))
+    desk = ReleaseDesk(Tracker(own.default_tracking_uri))
     for trial in (2, 1):
         desk.promote("llama", recipe(own, trial))
     home = ("--home", tmp_path)
@@ -94,7 +94,7 @@ def test_differences_are_shown_by_part(tmp_path: Path):
 
 def test_a_change_that_was_not_ended_is_shown_as_such(tmp_path: Path):
     own = proven_home(tmp_path)
-    desk = Desk(Tracker(own.default_tracking_uri))
+    desk = ReleaseDesk(Tracker(own.default_tracking_uri))
     record = desk.promote("llama", recipe(own, 1)).record
     desk.registry.client.update_run(record.record_id, status="RUNNING")
     shown = ok("history", "llama", "--home", tmp_path)

@@ -15,9 +15,9 @@ from mlflow import MlflowClient
 from orchestrator.errors import ConfigError
 from orchestrator.promotion import commands
 from orchestrator.promotion.lock import LockLostError, RegistryLock
-from orchestrator.promotion.manifest import Recipe, sha256_of
+from orchestrator.promotion.manifest import Manifest, sha256_of
 from orchestrator.promotion.records import Record, chain
-from orchestrator.promotion.release import Desk
+from orchestrator.promotion.release import ReleaseDesk
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home
 from orchestrator.tracking.registry import Registry
@@ -30,8 +30,8 @@ PROMOTING = ("files", "version", "number", "previous", "production", "finish")
 ROLLING_BACK = ("previous", "production", "finish")
 
 
-def desk(home: Home, on_step: Callable[[str], None] = lambda _: None) -> Desk:
-    return Desk(Tracker(home.default_tracking_uri), on_step)
+def desk(home: Home, on_step: Callable[[str], None] = lambda _: None) -> ReleaseDesk:
+    return ReleaseDesk(Tracker(home.default_tracking_uri), on_step)
 
 
 def invariants(home: Home) -> list[Record]:
@@ -81,7 +81,7 @@ def dying_at(step: str) -> Callable[[str], None]:
     return on_step
 
 
-def promote_and_die(folder: Path, wanted: Recipe, step: str) -> None:
+def promote_and_die(folder: Path, wanted: Manifest, step: str) -> None:
     desk(Home(folder), dying_at(step)).promote(NAME, wanted)
 
 
@@ -148,7 +148,7 @@ def noted(home: Home) -> list[tuple[str, str]]:
 # ---- at the same time ----
 
 
-def contend(folder: Path, one: Recipe, two: Recipe, number: int) -> None:
+def contend(folder: Path, one: Manifest, two: Manifest, number: int) -> None:
     """Everybody believes that nothing is in production; then everybody goes on as they like."""
     home = Home(folder)
     try:

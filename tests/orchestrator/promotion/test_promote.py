@@ -11,7 +11,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.promotion import commands
 from orchestrator.promotion.evidence import choose
 from orchestrator.promotion.manifest import sha256_of
-from orchestrator.promotion.release import Desk
+from orchestrator.promotion.release import ReleaseDesk
 from orchestrator.sweep.checks import Verdict
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home
@@ -173,7 +173,7 @@ def test_a_sweep_at_work_is_left_alone(tmp_path: Path):
 
 
 def test_an_altered_recipe_is_noticed(home: Home, tmp_path: Path):
-    desk = Desk(Tracker(home.default_tracking_uri))
+    desk = ReleaseDesk(Tracker(home.default_tracking_uri))
     for trial in (1, 2):
         desk.promote("llama", recipe(home, trial))
     (stored, _) = sorted(tmp_path.glob("mlartifacts/promotions/*/artifacts/recipe/recipe.json"), key=_written)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.confirmation.methods import World, best_trial, draw, naive, ours
 from benchmarks.confirmation.schemes import BOUNDARIES, criticals, statistics
 from orchestrator.proof.boundaries import SHAPE, Design, critical_value, nominal_levels
-from orchestrator.proof.confirmation import Comparison, Judgement, judge, order
+from orchestrator.proof.confirmation import Judgement, SpeedComparison, judge, order
 
 FINALISTS = (3, 7, 8)
 
@@ -27,7 +27,7 @@ def drawn(
     return [{who: speed * one * math.exp(rng.normal(0, noise)) for who, speed in truth.items()} for one in common]
 
 
-def summary(compared: Comparison) -> tuple[float, ...]:
+def summary(compared: SpeedComparison) -> tuple[float, ...]:
     """Of figures that may differ by rounding."""
     ci95 = compared.ratio.ci95
     return (compared.ratio.value, *((ci95.low, ci95.high) if ci95 else ()))

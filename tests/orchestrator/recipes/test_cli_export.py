@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from orchestrator.cli.export import COMMANDS
-from orchestrator.cli.main import Commands
+from orchestrator.cli.main import CommandGroup
 from orchestrator.recipes import FORMATS, recipe
 from tests.support import long_story
 from tests.support.cli_homes import keep
@@ -20,7 +20,7 @@ def home(tmp_path_factory):
 
 
 def run(home, *arguments):
-    group = Commands(commands=list(COMMANDS))
+    group = CommandGroup(commands=list(COMMANDS))
     return CliRunner().invoke(group, ["export", *map(str, arguments), "--home", str(home)])
 
 

@@ -20,8 +20,8 @@ from orchestrator.report.page.page import Page, page_html
 from orchestrator.report.plots import proof as plots_proof
 from orchestrator.report.plots import search, step_time, style
 from orchestrator.report.plots.gallery import gallery
-from orchestrator.report.plots.step_time import KnobImportance, StepParts
-from orchestrator.report.series import Coordinates, History, SpeedPoint
+from orchestrator.report.plots.step_time import DrawnImportance, DrawnStep
+from orchestrator.report.series import History, ParallelCoordinates, SpeedPoint
 from orchestrator.report.sources import Sources, rejected_csv
 from orchestrator.report.summary import summarize
 from orchestrator.sweep.fold import fold
@@ -95,9 +95,9 @@ def many(num_trials: int) -> History:
     return History(measured=tuple(points), stopped=failed, failed=failed, baseline=100.0, best=best)
 
 
-def lines(num_trials: int) -> Coordinates:
+def lines(num_trials: int) -> ParallelCoordinates:
     knobs = ("tp", "precision", "recompute") if num_trials else ()
-    return Coordinates(
+    return ParallelCoordinates(
         knobs=knobs,
         values=(("1", "2"), ("O0", "O1"), ("none", "full")) if num_trials else (),
         lines=tuple((i % 2, i // 2 % 2, i // 4 % 2) for i in range(num_trials)),
@@ -109,8 +109,8 @@ def lines(num_trials: int) -> Coordinates:
 def test_every_plot_draws_any_number_of_trials_and_stays_small(num_trials: int):
     """Warnings are errors here: of fonts, of empty legends, of limits that coincide."""
     found = many(num_trials)
-    steps = [StepParts(label=HOSTILE, step_time_s=0.1, parts=(("compute", 0.1),))] * min(num_trials, 2)
-    knobs = [KnobImportance(knob=f"knob{i}", share=0.3, low=0.1, high=0.5) for i in range(min(num_trials, 30))]
+    steps = [DrawnStep(label=HOSTILE, step_time_s=0.1, parts=(("compute", 0.1),))] * min(num_trials, 2)
+    knobs = [DrawnImportance(knob=f"knob{i}", share=0.3, low=0.1, high=0.5) for i in range(min(num_trials, 30))]
     state = fold(proof_events())
     rounds = proof.finalists(state) if num_trials else []
     drawn = {

@@ -19,7 +19,7 @@ from orchestrator.sweep.events import Budget
 from orchestrator.sweep.fold import fold
 from tests.support.story import created, ended, launched, measured, proposed
 from tests.support.virtual_sweeps import submit
-from trials.dryrun.estimate import Estimate, StageEstimate
+from trials.dryrun.estimate import DryRunEstimate, StageEstimate
 from trials.dryrun.records import Traffic
 from trials.flops import model_flops_per_token
 from trials.spec import (
@@ -70,7 +70,7 @@ def counted(peak_bytes=12 * 10**9):
         collectives={"all_reduce": Traffic(num_calls=5, num_bytes=10**8)},
         num_parameters=25 * 10**6,
     )
-    return Estimate(stages=(stage,))
+    return DryRunEstimate(stages=(stage,))
 
 
 def test_the_formula_agrees_with_what_is_known_of_resnet_50():

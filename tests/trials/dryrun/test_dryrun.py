@@ -15,9 +15,9 @@ from benchmarks.dryrun.allocator import peak_bytes
 from benchmarks.dryrun.cases import FAMILIES, LARGE
 from benchmarks.dryrun.gang import measured_peaks
 from trials.dryrun.child import run_children
-from trials.dryrun.extrapolate import Plan, extrapolate, plan_small_runs
+from trials.dryrun.extrapolate import Extrapolation, extrapolate, plan_small_runs
 from trials.dryrun.microbatches import enough_microbatches, with_microbatches
-from trials.dryrun.records import RankRun, Reply, Request
+from trials.dryrun.records import DryRunRequest, RankRun, Reply
 from trials.dryrun.simulate import simulate
 from trials.legality.rules import violations
 from trials.spec import Layout, LlamaModel, Recompute, TrialSpec
@@ -25,12 +25,12 @@ from trials.spec import Layout, LlamaModel, Recompute, TrialSpec
 TOLERANCE = 0.02
 
 
-def _replies(requests: list[Request], work: object = simulate, timeout_s: float = 120.0) -> list[Reply]:
+def _replies(requests: list[DryRunRequest], work: object = simulate, timeout_s: float = 120.0) -> list[Reply]:
     replies = dict(run_children(requests, work, timeout_s=timeout_s, max_children=2))  # type: ignore[arg-type]
     return [replies[i] for i in range(len(requests))]
 
 
-def _runs(requests: list[Request]) -> list[RankRun]:
+def _runs(requests: list[DryRunRequest]) -> list[RankRun]:
     runs = []
     for reply in _replies(requests):
         assert reply.run is not None, reply.failure
@@ -43,15 +43,15 @@ def test_peak_is_that_of_a_real_run(name: str) -> None:
     spec = FAMILIES[name]
     layout = spec.candidate.layout
     ranks = [stage * layout.world_size // layout.pp for stage in range(layout.pp)]
-    runs = _runs([Request(spec=spec, rank=rank, mode="cpu") for rank in ranks])
+    runs = _runs([DryRunRequest(spec=spec, rank=rank, mode="cpu") for rank in ranks])
     real = measured_peaks(spec)
     for rank, run in zip(ranks, runs, strict=True):
         assert run.peak_bytes == pytest.approx(real[rank], rel=TOLERANCE)
 
 
-def _assert_extrapolation_is_exact(spec: TrialSpec, plan: Plan) -> None:
+def _assert_extrapolation_is_exact(spec: TrialSpec, plan: Extrapolation) -> None:
     """For stage 0."""
-    *small, full = _runs([Request(spec=one, rank=0) for one in (*plan.specs, spec)])
+    *small, full = _runs([DryRunRequest(spec=one, rank=0) for one in (*plan.specs, spec)])
     made = extrapolate(plan, small)
     assert made.peak_bytes == pytest.approx(full.peak_bytes, rel=1e-3)
     assert made.flops == full.flops
@@ -115,7 +115,7 @@ def test_a_world_of_1024_ranks() -> None:
     assert spec.candidate.layout.world_size == 1024
     plan = plan_small_runs(spec, 3)
     assert plan is not None
-    run = extrapolate(plan, _runs([Request(spec=one, rank=1000) for one in plan.specs]))
+    run = extrapolate(plan, _runs([DryRunRequest(spec=one, rank=1000) for one in plan.specs]))
     model_parameters = 13_015_864_320
     assert run.num_parameters * 1024 == pytest.approx(model_parameters, rel=0.05)
     assert 3e9 < run.peak_bytes < 9e9
@@ -126,22 +126,22 @@ def test_what_a_real_run_refuses_is_refused() -> None:
     spec = dataclasses.replace(
         FAMILIES["single, fp32"], candidate=dataclasses.replace(FAMILIES["single, fp32"].candidate, layout=Layout(tp=3))
     )
-    (reply,) = _replies([Request(spec=spec, rank=0)])
+    (reply,) = _replies([DryRunRequest(spec=spec, rank=0)])
     assert reply.failure is not None and reply.failure.reason == "infeasible"
     assert "not divisible by tp 3" in reply.failure.message
 
 
-def _abort(_request: Request) -> RankRun:
+def _abort(_request: DryRunRequest) -> RankRun:
     os.kill(os.getpid(), signal.SIGABRT)
     raise AssertionError
 
 
-def _hang(_request: Request) -> RankRun:
+def _hang(_request: DryRunRequest) -> RankRun:
     time.sleep(60)
     raise AssertionError
 
 
-def _leave(_request: Request) -> RankRun:
+def _leave(_request: DryRunRequest) -> RankRun:
     os._exit(7)
 
 
@@ -154,7 +154,7 @@ def _leave(_request: Request) -> RankRun:
     ],
 )
 def test_a_child_that_goes_wrong_is_contained(work: object, timeout_s: float, kind: str, words: str) -> None:
-    request = Request(spec=FAMILIES["single, fp32"], rank=0)
+    request = DryRunRequest(spec=FAMILIES["single, fp32"], rank=0)
     replies = _replies([request, request, request], work, timeout_s)
     for reply in replies:
         assert reply.run is None and reply.failure is not None
@@ -170,9 +170,9 @@ def test_closing_the_iterator_ends_the_children(monkeypatch: pytest.MonkeyPatch)
         return pids[-1]
 
     monkeypatch.setattr(os, "fork", recorded_fork)
-    request = Request(spec=FAMILIES["single, fp32"], rank=0)
+    request = DryRunRequest(spec=FAMILIES["single, fp32"], rank=0)
 
-    def work(one: Request) -> RankRun:
+    def work(one: DryRunRequest) -> RankRun:
         return _leave(one) if one.rank == 0 else _hang(one)
 
     replies = run_children([request, dataclasses.replace(request, rank=1)], work, timeout_s=60.0, max_children=2)

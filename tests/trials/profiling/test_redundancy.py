@@ -11,12 +11,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.trials.ranks import run_ranks
 from trials.profiling.collectives import CollectiveCounter
-from trials.profiling.redundancy import Flow, Started
+from trials.profiling.redundancy import Flow, StartedCollective
 from trials.spec import Layout
 
 
-def started(kind: str, group: str = "tp", size: int = 2) -> Started:
-    return Started(module="m", phase="forward", kind=kind, group=group, group_size=size, num_bytes=8)
+def started(kind: str, group: str = "tp", size: int = 2) -> StartedCollective:
+    return StartedCollective(module="m", phase="forward", kind=kind, group=group, group_size=size, num_bytes=8)
 
 
 def collective(flow: Flow, kind: str, sent: str, received: str, group: str = "tp", elements: int = 4) -> None:
@@ -45,7 +45,7 @@ def test_different_tensors_and_different_passes_are_no_repetition() -> None:
     flow.move("slice", (0, 2), [("x", 4)], [("part", 2)])
     collective(flow, "all_gather", "part", "all part")
     flow.communicate(
-        Started(module="m", phase="recompute", kind="all_gather", group="tp", group_size=2, num_bytes=8),
+        StartedCollective(module="m", phase="recompute", kind="all_gather", group="tp", group_size=2, num_bytes=8),
         ("x", 4),
         ("again", 8),
     )

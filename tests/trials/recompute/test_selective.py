@@ -23,7 +23,7 @@ from trials.models.resnet import ResNet
 from trials.parallel.seeding import init_parameters
 from trials.parallel.shards import ShardMap
 from trials.recompute.apply import apply_recompute
-from trials.recompute.rebuild import Handle, Recipe, storage_of
+from trials.recompute.rebuild import Handle, Rebuild, storage_of
 from trials.recompute.selective import recompute_selected
 from trials.recompute.tally import Tally
 from trials.reports.findings import PatternEffect
@@ -91,7 +91,7 @@ def train(recompute: Recompute, *, autocast: bool = False) -> Run:
         loss.backward()
         del loss
         left_bytes = alive.num_bytes
-        assert not [thing for thing in gc.get_objects() if type(thing) in (Handle, Recipe)]
+        assert not [thing for thing in gc.get_objects() if type(thing) in (Handle, Rebuild)]
     finally:
         gc.enable()
         gc.unfreeze()
