@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cluster.base import Cluster, ClusterError
-from cluster.exclusion import Excluded, release_excluded, without_nodes
 from cluster.hardware.topology import DeviceError, Node, Topology, discover_node, uniform_topology
 from cluster.node.agent import PRELOAD
 from cluster.queue.host import HostAdmission
 from cluster.queue.share import Admission, Grant, Unlimited
-
-if TYPE_CHECKING:
-    pass
-from cluster.request import ClusterRequest, OnWait, Replay, Simulation
+from cluster.request import ClusterRequest, Excluded, OnWait, Replay, Simulation
 
 WAIT_S = 120.0
 
@@ -218,3 +213,28 @@ def _discover(request: ClusterRequest) -> Node:
         num_devices=request.devices_per_node,
         device_memory_bytes=request.device_memory_bytes,
     )
+
+
+def without_nodes(topology: Topology, names: Collection[str]) -> Topology:
+    """The nodes not named.
+
+    Raises:
+        ClusterError: none is left.
+    """
+    left = tuple(node for node in topology.nodes if node.name not in names)
+    if not left:
+        listed = ", ".join(node.name for node in topology.nodes)
+        raise ClusterError(f"every node of the lease is excluded ({listed}); lease others, or exclude fewer")
+    return replace(topology, nodes=left)
+
+
+def release_excluded(cluster: Cluster, excluded: Excluded) -> None:
+    """Give back the excluded nodes among those held.
+
+    Raises:
+        ClusterError: none is left.
+    """
+    names = excluded(cluster.topology)
+    without_nodes(cluster.topology, names)
+    for name in names:
+        cluster.release(name)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from cluster.exclusion import Excluded
 from cluster.hardware.topology import DeviceChoice
 from cluster.queue.share import Claim, QueuePolicy
 
@@ -29,6 +28,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cluster.virtual.simulated import Fault
+from collections.abc import Collection
+
+from cluster.hardware.topology import Topology
+
+Excluded = Callable[[Topology], Collection[str]]
+"""Names the nodes of a lease that are not to be used."""
 
 
 ClusterKind = Literal["ray", "local", "simulated", "replay"]

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.loss_gate.bugs import BUGS, Bug, loss_scale_left_in, no_master_weights
 from benchmarks.loss_gate.runs import CLASSES, HOOKS, NUM_STEPS, WORKLOADS, spec_of, train, variants
 from orchestrator.proof.loss_gate import Curve, LossComparison, Trajectory, deviations, judge_gate
-from orchestrator.sweep.checks import GateSettings
+from orchestrator.sweep.values import GateSettings
 from tests.trials.test_sensitivity import BUGS as LAYOUT_BUGS
 from trials.spec import TrialSpec, Workload
 

@@ -131,8 +131,7 @@ def update_one_step_late() -> None:
     """Asynchronous SGD: the gradients of a step are applied in the next one."""
     import torch
 
-    from trials.training.gradients import local_gradients
-    from trials.training.step import Trainer
+    from trials.training.step import Trainer, local_gradients
 
     update = Trainer._update
     kept: list[Any] = []
@@ -239,7 +238,7 @@ def gradients_in_8_bits() -> None:
     """Rounded to float8 (e4m3), scaled per tensor, before the update."""
     import torch
 
-    from trials.training.gradients import Gradients, local_gradients
+    from trials.training.step import Gradients, local_gradients
 
     complete = Gradients.complete
 
@@ -257,7 +256,7 @@ def tenth_of_the_gradients_kept() -> None:
     """Of each tensor the largest tenth, without feedback of the rest."""
     import torch
 
-    from trials.training.gradients import Gradients, local_gradients
+    from trials.training.step import Gradients, local_gradients
 
     complete = Gradients.complete
 
@@ -274,7 +273,7 @@ def tenth_of_the_gradients_kept() -> None:
 
 def loss_scale_left_in() -> None:
     """Gradients are not divided by the loss scale."""
-    from trials.training.gradients import Gradients
+    from trials.training.step import Gradients
 
     Gradients.unscale = lambda *_: None
 

@@ -18,7 +18,7 @@ from cluster.gang.outcome import fold
 from cluster.hardware.accelerators import ClusterDescription
 from cluster.virtual.backend import Moment, Script
 from trials.codec import from_json
-from trials.probe.report import probe_report
+from trials.outcome import probe_report
 from trials.reports.rates import Link, MatmulRate, MessageTime, ProbeSpec, RankRates, Rate
 
 PROBE_S = 5.0

@@ -236,8 +236,8 @@ def verify(
       tune-cluster verify llama-quickstart@production
       tune-cluster verify llama-quickstart@production --tolerance 0.1 --ignore library --json
     """
+    from orchestrator.processes import interruptible
     from orchestrator.promotion import verify as verification
-    from orchestrator.signals import interruptible
     from orchestrator.sweep.home import Home
     from orchestrator.terminal import promotion, report
 

@@ -109,7 +109,7 @@ def _run_here(made: Submission, run: int, as_json: bool) -> None:
     from orchestrator.commands import background
     from orchestrator.commands.supervisor import EXIT_CLUSTER_LOST
     from orchestrator.controller import service
-    from orchestrator.signals import interruptible
+    from orchestrator.processes import interruptible
     from orchestrator.sweep.documents import MODE_VARIABLE
     from orchestrator.terminal import report
 

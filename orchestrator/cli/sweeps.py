@@ -32,7 +32,7 @@ def ps(home: Path, as_json: bool) -> None:
       tune-cluster ps --json
     """
     from orchestrator.status import overview
-    from orchestrator.status.listing import inspect_all
+    from orchestrator.status.overview import inspect_all
     from orchestrator.sweep.home import Home
     from orchestrator.terminal import status as report_ps
 
@@ -55,7 +55,7 @@ def status(sweep: str, home: Path, as_json: bool) -> None:
       tune-cluster status quickstart
     """
     from orchestrator.status import overview
-    from orchestrator.status.listing import inspect
+    from orchestrator.status.overview import inspect
     from orchestrator.sweep.home import Home
     from orchestrator.terminal import status as report_status
 

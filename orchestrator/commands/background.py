@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from cluster.base import ClusterError
-from orchestrator import locks
+from orchestrator import processes
 from orchestrator.errors import ConfigError
-from orchestrator.plain_text import plain
 from orchestrator.sweep.documents import CONTROLLER, LEASE, MODE_VARIABLE
 from orchestrator.sweep.home import CONTROLLER_LOG, Home, is_at_work
 from orchestrator.sweep.ledger import FILE_NAME, LedgerError, SweepBusyError
-from orchestrator.tail import Follower, tail
+from orchestrator.text import Follower, plain, tail
 from trials.files import make_private_folder, write_atomically
 
 DETACHED, RAY_JOB = "detached", "ray job"
@@ -61,7 +60,7 @@ def detach(argv: Sequence[str], home: Home, name: str, *, show: Callable[[str], 
     """
     folder = make_private_folder(home.sweep_folder(name))
     with _open_log(folder / CONTROLLER_LOG) as file:
-        if not locks.take(file):  # it is held until every process that writes to this file has ended
+        if not processes.take(file):  # it is held until every process that writes to this file has ended
             raise SweepBusyError(f"a detached controller runs the sweep {name!r} already")
         follower = Follower(folder / CONTROLLER_LOG, file.tell())
         child = subprocess.Popen(

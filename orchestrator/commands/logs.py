@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import click
 
 from orchestrator.commands.background import controller_log
-from orchestrator.plain_text import plain
 from orchestrator.status.logs import AttemptLogs, RankLog, attempt_logs, log_tail
 from orchestrator.status.snapshot import Snapshot, read_snapshot
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import find_trial
-from orchestrator.tail import Follower, follow
+from orchestrator.text import Follower, follow, plain
 
 MAX_RANKS = 8
 """Logs shown of an attempt where no rank is asked for; JSON has all."""

@@ -12,11 +12,11 @@ from rich.text import Text
 
 from orchestrator import units
 from orchestrator.commands import control
-from orchestrator.plain_text import plain
 from orchestrator.status.snapshot import AT_REST, ENDED, Snapshot, read_snapshot
 from orchestrator.status.watch import looks
 from orchestrator.sweep.events import Action
 from orchestrator.sweep.home import Home
+from orchestrator.text import plain
 
 Tell = Callable[[Snapshot], None]
 

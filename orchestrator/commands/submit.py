@@ -18,7 +18,7 @@ from orchestrator.sweep.documents import CONTROLLER, SPEC
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import LedgerError
-from orchestrator.tail import Follower
+from orchestrator.text import Follower
 
 if TYPE_CHECKING:
     from cluster.ray.jobs import JobHandle

@@ -8,7 +8,7 @@ from pydantic import Field, PlainSerializer, PrivateAttr, model_validator
 
 from orchestrator.config.scalars import Duration, Positive
 from orchestrator.space.knobs.sections import Section, ShortForms, Word, fault
-from orchestrator.sweep.checks import ConfirmSettings, GateSettings
+from orchestrator.sweep.values import ConfirmSettings, GateSettings
 
 
 class Switchable(Section):

@@ -31,8 +31,8 @@ from orchestrator.space.knobs.canonical import build_candidate
 from orchestrator.space.knobs.sections import Section, fault
 from orchestrator.space.replay import ReplayError, ReplaySpace, replay_space
 from orchestrator.space.rules import Filters, check
-from orchestrator.sweep.checks import ProofSettings
 from orchestrator.sweep.events import SweepCreated
+from orchestrator.sweep.values import ProofSettings
 from trials.codec import digest
 from trials.spec import Candidate, Protocol, Workload
 

@@ -11,8 +11,7 @@ from orchestrator.config.sweep import SweepSpec
 from orchestrator.errors import ConfigError
 from orchestrator.planning.dryrun.cache import DryRunCache
 from orchestrator.planning.dryrun.estimates import KnownEstimates, load_estimates
-from orchestrator.planning.hardware.fingerprint import fingerprint
-from orchestrator.planning.hardware.profiles import load_profile
+from orchestrator.planning.hardware.profiles import fingerprint, load_profile
 from orchestrator.planning.knowledge import Knowledge
 from orchestrator.planning.plan import Plan, make_plan, plan_document
 from orchestrator.search.prediction.transfer import EarlierTrial, num_sweeps

@@ -20,8 +20,8 @@ from orchestrator.search.prediction.predictor import NotDescribedError
 from orchestrator.search.search import Search
 from orchestrator.search.staged import Stages
 from orchestrator.space.naming import flat_params
-from orchestrator.sweep.checks import GateRun, GateSettings, ProfileRun
 from orchestrator.sweep.state import Trial
+from orchestrator.sweep.values import GateRun, GateSettings, ProfileRun
 from trials.codec import to_json
 from trials.spec import Protocol, TrialSpec
 

@@ -24,7 +24,7 @@ from orchestrator.controller.observer import Observer, Projection
 from orchestrator.controller.placer import Placer
 from orchestrator.controller.recovery import Recovered, settle
 from orchestrator.controller.step import step
-from orchestrator.proof.evaluator import Evaluator
+from orchestrator.proof.evaluation import Evaluator
 from orchestrator.search.search import Search
 from orchestrator.sweep.events import (
     AttemptEnded,

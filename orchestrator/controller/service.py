@@ -10,10 +10,9 @@ from pathlib import Path
 from cluster.connect import clock_of, connect
 from orchestrator.config.sweep import SweepSpec, check_same, load_sweep
 from orchestrator.controller.creation import begin, kept_estimates, planned_topology
-from orchestrator.controller.heartbeat import Heartbeat
 from orchestrator.controller.launcher import Launcher, make_search
 from orchestrator.controller.lease import LeaseKeeper, Waiting, WithdrawnError
-from orchestrator.controller.observer import Observer, Observers, Projection
+from orchestrator.controller.observer import Heartbeat, Observer, Observers, Projection
 from orchestrator.controller.recovery import apply_requests
 from orchestrator.controller.runtime import Runtime
 from orchestrator.errors import ConfigError

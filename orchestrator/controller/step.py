@@ -7,11 +7,11 @@ controller that starts again after a crash therefore needs nothing but the folde
 from __future__ import annotations
 
 from orchestrator.proof.next_check import largest_layout, next_command
-from orchestrator.sweep.checks import ConfirmationRun
 from orchestrator.sweep.events import Action, Command, Event, Finish, Launch, Pause, Propose, Stop
 from orchestrator.sweep.fold import apply
 from orchestrator.sweep.limits import end_of_search, launchable, reason_to_fail
 from orchestrator.sweep.state import SweepState, Trial, nodes_to_avoid
+from orchestrator.sweep.values import ConfirmationRun
 
 
 def step(state: SweepState, event: Event) -> tuple[SweepState, tuple[Command, ...]]:

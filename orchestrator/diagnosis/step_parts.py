@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.diagnosis.values import PART_NAMES, Part, PartName, Source, StepParts
-from orchestrator.sweep.checks import ProfileRun
 from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.sweep.values import ProfileRun
 from orchestrator.units import trial_id
 from trials.outcome import Measurement
 from trials.reports.profile import RankProfile

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from cluster.node.processes import die_with_parent
-from orchestrator.child_environment import environment
 from orchestrator.errors import ConfigError
 from orchestrator.notifications.content import notification, payload
+from orchestrator.processes import environment
 from orchestrator.sweep.events import LedgerEvent
 from orchestrator.sweep.ledger import Ledger, LedgerEntry
 from orchestrator.sweep.outbox import Outbox

@@ -14,7 +14,7 @@ from orchestrator import units
 from orchestrator.promotion.diff import differing
 from orchestrator.proof.loss_gate import Trajectory, judge_gate
 from orchestrator.statistics import Estimate, Interval
-from orchestrator.sweep.checks import GateSettings
+from orchestrator.sweep.values import GateSettings
 from trials.codec import from_json
 from trials.spec import Precision, Workload
 

@@ -12,9 +12,9 @@ from orchestrator.errors import ConfigError
 from orchestrator.proof.progress import checks, gate_runs
 from orchestrator.report import words
 from orchestrator.report.summary import interval_json, result, speedup
-from orchestrator.sweep.checks import ConfirmationRun, GateReport, Verdict
 from orchestrator.sweep.events import sweep_id
 from orchestrator.sweep.state import SweepState, Trial, find_trial
+from orchestrator.sweep.values import ConfirmationRun, GateReport, Verdict
 from trials.codec import to_json
 from trials.outcome import Measurement
 from trials.spec import Candidate

@@ -33,9 +33,9 @@ from orchestrator.report.summary import interval_json
 from orchestrator.space.knobs.canonical import knob_values
 from orchestrator.space.knobs.layer_choices import RecomputeChoice, StageSplit
 from orchestrator.statistics import Estimate
-from orchestrator.sweep.checks import GateSettings
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.state import SweepState
+from orchestrator.sweep.values import GateSettings
 from orchestrator.tracking.registry import Registry
 from orchestrator.tracking.tracker import Tracker
 from trials.codec import from_json, to_json

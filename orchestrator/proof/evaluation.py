@@ -16,18 +16,24 @@ from typing import Any
 
 from orchestrator.proof.keeper import KILL_S, Ending, EvaluationOrder
 from orchestrator.proof.loss_gate import trajectory
-from orchestrator.proof.progress import BASELINE, gate_runs
-from orchestrator.sweep.checks import Evaluation, GateReport
+from orchestrator.proof.progress import BASELINE, gate_report, gate_runs
 from orchestrator.sweep.home import attempt_folder
 from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.sweep.values import Evaluation, GateReport
 from trials.codec import to_json
 from trials.files import make_private_folder, write_atomically
 
 logger = logging.getLogger(__name__)
 
 FACTS_PLACEHOLDER = "{facts}"
+
+
 FACTS_VARIABLE = "TUNE_CLUSTER_FACTS"
+
+
 FACTS_FILE, LOG_FILE = "facts.json", "output.log"
+
+
 _GRACE_S = 2 * KILL_S
 """How much later than its deadline the keeper of a command is given up."""
 
@@ -149,3 +155,44 @@ def _run_facts(run: Trial, folder: Path | None) -> dict[str, Any]:
         "trajectory": None if measurement is None else to_json(trajectory(measurement, run.candidate)),
         "folder": where,
     }
+
+
+class Evaluator:
+    """One evaluation at a time. One whose controller died is begun again by the next.
+
+    Args:
+        folder: where facts and output of evaluations are kept.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: EvaluationProcess | None = None
+        self._trial: int | None = None
+
+    def look(self, state: SweepState, trial: int) -> Evaluation | None:
+        """How the evaluation of this finalist ended; None while it goes on. The first look starts it."""
+        settings = state.sweep.proof.gate
+        assert settings is not None and settings.command, "nobody asked for an evaluation"
+        if self._trial != trial:  # of a proof that was taken back
+            self.close()
+        if self._process is None:
+            self._trial = trial
+            report = gate_report(state, trial, settings)
+            assert report is not None, "the gate comes before the user's evaluation"
+            self._process = EvaluationProcess()
+            self._process.start(
+                settings.command,
+                facts(state, trial, report, self._folder.parent),
+                self._folder / f"t{trial:04d}",
+                settings.command_timeout_s,
+            )
+        ended = self._process.poll()
+        if ended is not None:
+            self._process = None
+        return ended
+
+    def close(self) -> None:
+        """End what runs."""
+        if self._process is not None:
+            self._process.kill()
+            self._process = None

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Self
 
 from cluster.node.processes import adopt_orphans, die_with_parent, kill_descendants
-from orchestrator.child_environment import environment
-from orchestrator.tail import tail
+from orchestrator.processes import environment
+from orchestrator.text import tail
 from trials.secrets import redact, redact_file, redact_uncaught
 
 TAIL_LINES, TAIL_CHARS = 20, 300

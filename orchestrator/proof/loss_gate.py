@@ -13,7 +13,7 @@ from typing import Literal
 
 from orchestrator.proof.tolerances import BATCH_NORM_FACTOR, ERRORS, OTHER_BATCH_NORM, Tolerance
 from orchestrator.proof.trajectories import Curve, Trajectory, loss_curve, norm_curve, trajectory
-from orchestrator.sweep.checks import GateReport, GateSettings
+from orchestrator.sweep.values import GateReport, GateSettings
 from trials.spec import Candidate, Kernels, Loader, Precision, Recompute, ResNetModel, Workload
 
 __all__ = [

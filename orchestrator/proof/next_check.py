@@ -28,7 +28,10 @@ from orchestrator.proof.progress import (
     ratio_interval,
 )
 from orchestrator.statistics import tokens_per_s_per_device
-from orchestrator.sweep.checks import (
+from orchestrator.sweep.events import ChooseFinalists, Command, Conclude, Evaluate, Finish, ProposeCheck
+from orchestrator.sweep.limits import spent_budget
+from orchestrator.sweep.state import ProofState, SweepState, Trial, describe_failure
+from orchestrator.sweep.values import (
     Check,
     Conclusion,
     ConfirmationRun,
@@ -39,9 +42,6 @@ from orchestrator.sweep.checks import (
     ProfileRun,
     Verdict,
 )
-from orchestrator.sweep.events import ChooseFinalists, Command, Conclude, Evaluate, Finish, ProposeCheck
-from orchestrator.sweep.limits import spent_budget
-from orchestrator.sweep.state import ProofState, SweepState, Trial, describe_failure
 from trials.outcome import Failure, GangLost
 from trials.spec import Layout
 

@@ -9,7 +9,8 @@ from typing import assert_never
 from orchestrator.proof.confirmation import Judgement, judge, order
 from orchestrator.proof.loss_gate import failed_gate, judge_gate, needs_reference, trajectory
 from orchestrator.statistics import Estimate
-from orchestrator.sweep.checks import (
+from orchestrator.sweep.state import ProofState, SweepState, Trial, describe_failure
+from orchestrator.sweep.values import (
     ConfirmationRun,
     ConfirmSettings,
     GateReport,
@@ -19,7 +20,6 @@ from orchestrator.sweep.checks import (
     ProfileRun,
     RatioInterval,
 )
-from orchestrator.sweep.state import ProofState, SweepState, Trial, describe_failure
 from trials.outcome import Failure
 
 BASELINE = 0

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.recipes.base import Draft, Setting, Settings, custom, option
-from orchestrator.recipes.documents import settings_of, tree
+from orchestrator.recipes.base import Draft, Setting, Settings, custom, option, settings_of, tree
 from trials.spec import LlamaModel
 
 FILE = "model.json"

@@ -10,11 +10,11 @@ from typing import Any
 
 from cluster.base import GangProgress
 from orchestrator.errors import ConfigError
-from orchestrator.sweep.checks import ProfileRun
 from orchestrator.sweep.events import SweepCreated
 from orchestrator.sweep.home import attempt_folder
 from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.tail import tail
+from orchestrator.sweep.values import ProfileRun
+from orchestrator.text import tail
 from orchestrator.units import trial_id
 from trials.codec import to_json
 from trials.files import make_private_folder

@@ -16,8 +16,8 @@ from orchestrator.proof.progress import (
     ratio_interval,
 )
 from orchestrator.statistics import speed_ratio
-from orchestrator.sweep.checks import Evaluation, GateReport, GateRole, GateSettings, RatioInterval
 from orchestrator.sweep.state import SweepState
+from orchestrator.sweep.values import Evaluation, GateReport, GateRole, GateSettings, RatioInterval
 from trials.outcome import Measurement
 
 

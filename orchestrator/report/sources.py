@@ -6,17 +6,14 @@ import csv
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from pydantic import ValidationError
 
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.errors import ConfigError
-from orchestrator.sweep.ledger import Ledger
-
-if TYPE_CHECKING:
-    pass
 from orchestrator.sweep.documents import PLAN
+from orchestrator.sweep.ledger import Ledger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,9 @@ from orchestrator.mlflow_urls import public_uri
 from orchestrator.report.profile import ProfileTables, profile_tables
 from orchestrator.space.naming import short_name
 from orchestrator.statistics import Estimate, Interval, SpeedVerdict
-from orchestrator.sweep.checks import ProfileRun, Verdict
 from orchestrator.sweep.events import CandidatesPruned
 from orchestrator.sweep.state import SweepState, SweepStatus, Trial, TrialStatus
+from orchestrator.sweep.values import ProfileRun, Verdict
 from trials.codec import to_json
 from trials.outcome import StoppedEarly
 

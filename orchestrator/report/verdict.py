@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from orchestrator import units
 from orchestrator.report.summary import Summary, TrialResult, result
 from orchestrator.space.naming import short_name
-from orchestrator.sweep.checks import Evaluation, GateReport, RatioInterval, Verdict
 from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.sweep.values import Evaluation, GateReport, RatioInterval, Verdict
 
 _MAX_REASON_CHARS = 110
 

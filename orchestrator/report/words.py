@@ -10,9 +10,7 @@ from orchestrator.statistics import relative_spread
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
 from orchestrator.units import DASH, num_bytes
 from trials.codec import to_json
-from trials.outcome import (
-    Measurement,
-)
+from trials.outcome import Measurement
 
 
 class Names:

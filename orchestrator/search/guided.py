@@ -15,8 +15,8 @@ from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.rounds import as_of, first_trial, round_start
 from orchestrator.search.staged import Stages
 from orchestrator.search.untried import OpenCandidates
-from orchestrator.sweep.expectation import Expectation, Suggestion
 from orchestrator.sweep.state import SweepState, Trial, device_seconds
+from orchestrator.sweep.values import Expectation, Suggestion
 from orchestrator.units import rate
 from trials.outcome import Infeasible, OutOfMemory, StoppedEarly
 from trials.spec import Candidate

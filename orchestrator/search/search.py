@@ -22,8 +22,8 @@ from orchestrator.search.untried import OpenCandidates
 from orchestrator.space.dominance import Pruned, Pruner
 from orchestrator.space.large import Features, LargeSpace, Lookup, Scalar, without_effect
 from orchestrator.sweep.events import CandidatesPruned
-from orchestrator.sweep.expectation import Expectation, Suggestion
 from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.sweep.values import Expectation, Suggestion
 from trials.codec import digest
 from trials.outcome import Diverged, Infeasible, OutOfMemory
 from trials.spec import Candidate

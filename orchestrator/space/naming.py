@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trials.spec import Candidate
-
-if TYPE_CHECKING:
-    pass
 from orchestrator.space.knobs import KNOBS
 from orchestrator.space.knobs.text import (
     plain,
@@ -18,7 +14,7 @@ from orchestrator.space.knobs.text import (
     stage_layers_text,
     steps_text,
 )
-from trials.spec import Kernels, Layout, Loader, Recompute
+from trials.spec import Candidate, Kernels, Layout, Loader, Recompute
 
 
 def describe(candidate: Candidate) -> dict[str, Any]:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.plain_text import plain
 from orchestrator.status.snapshot import Snapshot
 from orchestrator.sweep.home import attempt_folder
 from orchestrator.sweep.state import Trial
-from orchestrator.tail import tail
+from orchestrator.text import plain, tail
 from trials.codec import to_json
 from trials.outcome import Evidence, Measured
 

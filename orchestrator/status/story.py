@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.plain_text import plain
+from orchestrator import units
 from orchestrator.report import proof as proof_data
 from orchestrator.report.verdict import evaluation_words, gate_words, ratio_interval, rounds
 from orchestrator.space.naming import diff, short_name
-from orchestrator.status.consequences import made_of_it
-from orchestrator.status.pending import why_pending
-from orchestrator.status.snapshot import Snapshot, read_snapshot
+from orchestrator.status.snapshot import AT_REST, Snapshot, read_snapshot
 from orchestrator.sweep.events import AttemptEnded, LedgerEvent, TrialsRetried
 from orchestrator.sweep.fold import apply
 from orchestrator.sweep.home import attempt_folder
 from orchestrator.sweep.ledger import Ledger
-from orchestrator.sweep.state import Attempt, SweepState, Trial, find_trial, nodes_of
-from orchestrator.units import signal_name
+from orchestrator.sweep.limits import reason_to_fail, spent_budget
+from orchestrator.sweep.state import Attempt, SweepState, Trial, find_trial, nodes_of, nodes_to_avoid
+from orchestrator.text import plain
+from orchestrator.units import count, signal_name
 from trials.codec import to_json
-from trials.outcome import Evidence, GangLost, Measurement
+from trials.outcome import (
+    Crashed,
+    Diverged,
+    Evidence,
+    GangLost,
+    HostOutOfMemory,
+    Infeasible,
+    Measured,
+    Measurement,
+    Outcome,
+    OutOfMemory,
+    StoppedEarly,
+    TimedOut,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,3 +219,114 @@ def _measured_json(measurement: Measurement | None) -> dict[str, Any] | None:
         "tokens_per_s_per_device": measurement.tokens_per_s_per_device,
         "peak_bytes": measurement.peak_bytes,
     }
+
+
+def why_pending(sweep: Snapshot, trial: Trial) -> tuple[str, ...]:
+    """The reasons, the one that decides first; empty where the trial does not wait."""
+    if trial.number not in sweep.state.waiting:
+        return ()
+    phase, reason = sweep.phase, f": {sweep.reason}" if sweep.reason else ""
+    if phase == "waiting":
+        return (f"the sweep has no nodes yet{reason}", *_queue(sweep))
+    if phase != "running":
+        remedy = "; `resume` goes on with it" if phase in ("paused", "interrupted") else ""
+        return (f"the sweep {'is' if phase not in AT_REST or phase == 'paused' else 'was'} {phase}{reason}{remedy}",)
+    state = sweep.at_present
+    if failing := reason_to_fail(state):
+        return (f"the sweep is about to fail: {failing}",)
+    if spent := spent_budget(state):
+        return (f"{spent}: nothing is launched any more",)
+    return (_devices(sweep, trial), *_lease(sweep), *_queue(sweep), *_avoided(trial))
+
+
+def devices_per_node(state: SweepState) -> int | None:
+    """As the topology's label tells, like ``2x8 NVIDIA H200``; None where it does not."""
+    match = re.match(r"\d+x(\d+) ", state.sweep.hardware)
+    return int(match[1]) if match else None
+
+
+def _devices(sweep: Snapshot, trial: Trial) -> str:
+    """Needs, has, and who has the rest."""
+    state, needed, per_node = sweep.state, trial.candidate.layout.world_size, devices_per_node(sweep.state)
+    nodes = [node for node in sweep.lease.nodes if node not in state.quarantined]
+    busy = sum(state.trials[number].attempts[-1].num_devices for number in state.running)
+    by = " ".join(units.trial_id(number) for number in sorted(state.running))
+    taken = f"{busy} busy with {by}" if busy else "none of them busy"
+    needs = f"it needs {count(needed, 'device')}"
+    if per_node is None:
+        return f"{needs}; the lease holds {count(len(nodes), 'node')}; devices: {taken}"
+    num_nodes = math.ceil(needed / per_node)
+    held = f"the lease holds {count(len(nodes), 'node')} with {count(len(nodes) * per_node, 'device')}, {taken}"
+    return f"{needs} on {count(num_nodes, 'node')}; {held}"
+
+
+def _lease(sweep: Snapshot) -> list[str]:
+    lease, quarantined = sweep.lease, sorted(sweep.state.quarantined)
+    missing = f"{len(lease.nodes)} of {lease.wanted} nodes are held: {lease.waiting}" if lease.waiting else ""
+    out = f"nothing is placed on {' '.join(quarantined)} any more: in quarantine" if quarantined else ""
+    return [line for line in (missing, out) if line]
+
+
+def _queue(sweep: Snapshot) -> list[str]:
+    return [f"priority {sweep.lease.priority}"] if sweep.lease.priority else []
+
+
+def _avoided(trial: Trial) -> list[str]:
+    avoided = nodes_to_avoid(trial)
+    return [f"other nodes than {' '.join(avoided)} are preferred: it failed there"] if avoided else []
+
+
+LOSS_WORDS = {
+    "infrastructure": "a fault of the infrastructure: says nothing about the candidate",
+    "controller": "ended by its controller: says nothing about the candidate, and counts for nothing",
+    "preempted": "made room for another sweep: says nothing about the candidate, and counts for nothing",
+}
+
+
+def made_of_it(before: SweepState, after: SweepState, number: int, outcome: Outcome) -> tuple[str, ...]:
+    """What the end of an attempt of trial ``number`` led to; ``before`` and ``after`` are the states around it."""
+    return (*_told(before, after, number, outcome), *_goes_again(after, number, outcome), *_strikes(before, after))
+
+
+def _told(before: SweepState, after: SweepState, number: int, outcome: Outcome) -> list[str]:
+    if after.trials[number].check is not None and isinstance(outcome, Measured | OutOfMemory | Infeasible | Diverged):
+        return ["a check: not told to the search"]
+    match outcome:
+        case Measured():
+            is_best = after.best_trial == number != before.best_trial
+            return ["told to the search", *(["the fastest until then"] if is_best and number else [])]
+        case StoppedEarly():
+            saved = units.device_time(outcome.saved_device_seconds)
+            return [f"told to the search as slower than {units.trial_id(outcome.incumbent)}", f"{saved} saved at least"]
+        case OutOfMemory() | Infeasible() | Diverged():
+            return ["told to the search as a constraint: infeasible here"]
+        case GangLost():
+            return [LOSS_WORDS[outcome.cause]]
+        case HostOutOfMemory():
+            return ["the host's memory ran out, not the device's: not told to the search"]
+        case TimedOut() | Crashed():
+            limit = after.sweep.budget.consecutive_failures
+            return [f"a fault of the candidate: not told to the search; {limit} in a row stop the sweep"]
+
+
+def _goes_again(after: SweepState, number: int, outcome: Outcome) -> list[str]:
+    """Only losses and exhausted hosts are launched again, each kind on its own budget."""
+    trial, budget = after.trials[number], after.sweep.budget
+    if isinstance(outcome, HostOutOfMemory):
+        number_of, limit = trial.num_host_ooms, budget.host_ooms_per_trial
+    elif isinstance(outcome, GangLost):
+        number_of, limit = trial.num_lost, budget.lost_attempts_per_trial
+    else:
+        return []
+    if number not in after.waiting:
+        return [f"given up: that was number {number_of} of {limit}"]
+    is_counted = isinstance(outcome, HostOutOfMemory) or outcome.cause == "infrastructure"
+    return ["to be launched again" + (f": that was number {number_of} of {limit}" if is_counted else "")]
+
+
+def _strikes(before: SweepState, after: SweepState) -> list[str]:
+    limit = after.sweep.budget.strikes_per_node
+    struck = [node for node, count in after.strikes.items() if count > before.strikes.get(node, 0)]
+    lines = [f"strike {after.strikes[node]} of {limit} against {node}" for node in struck]
+    out = sorted(after.quarantined - before.quarantined)
+    return [*lines, *(f"{node} is in quarantine since: nothing is placed there any more" for node in out)]

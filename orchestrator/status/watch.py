@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from cluster.base import GangProgress
-from orchestrator.plain_text import plain
 from orchestrator.space.naming import short_name
 from orchestrator.status.snapshot import AT_REST, ENDED, Snapshot, read_snapshot
 from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, LedgerEvent, TrialProposed
 from orchestrator.sweep.home import Home, is_at_work
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState, describe_failure, nodes_of
+from orchestrator.text import plain
 
 POLL_S = 0.5
 GONE_S = 20.0

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
-
-if TYPE_CHECKING:
-    pass
 
 SPEC = "spec"
 """The ledger's document with the sweep file, written out."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from cluster.hardware.topology import Device
-from orchestrator.sweep.checks import Check, Evaluation, ProofSettings, Verdict
-from orchestrator.sweep.expectation import Expectation
+from orchestrator.sweep.values import Check, Evaluation, Expectation, ProofSettings, Verdict
 from trials.codec import digest, to_json
 from trials.outcome import Outcome, StoppedEarly
 from trials.spec import Candidate, Layout, ProfileSpec, Workload

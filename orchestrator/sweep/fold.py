@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import reduce
 from typing import assert_never
 
-from orchestrator.sweep.checks import ConfirmationRun, GateRun, ProfileRun
 from orchestrator.sweep.events import (
     Asked,
     AttemptEnded,
@@ -32,6 +31,7 @@ from orchestrator.sweep.events import (
 )
 from orchestrator.sweep.limits import spent_by_search
 from orchestrator.sweep.state import Attempt, ProofState, SweepState, SweepStatus, Trial
+from orchestrator.sweep.values import ConfirmationRun, GateRun, ProfileRun
 from orchestrator.sweep.vector import Vector
 from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Outcome, TimedOut
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator import locks
+from orchestrator import processes
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.ledger import FILE_NAME, Ledger, LedgerError
 from orchestrator.sweep.state import attempt_id
@@ -116,7 +116,7 @@ def _is_begun(folder: Path) -> bool:
 def is_at_work(home: Home, name: str) -> bool:
     """Whether a controller runs the sweep, or a detached one waits until it can be started again."""
     folder = home.sweep_folder(name)
-    if locks.is_held(folder / CONTROLLER_LOG):
+    if processes.is_held(folder / CONTROLLER_LOG):
         return True
     try:
         with home.open(name, begun=False) as ledger:

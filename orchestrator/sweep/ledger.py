@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
-from orchestrator import locks
+from orchestrator import processes
 from orchestrator.sweep.events import ControllerStarted, LedgerEvent
 from trials.codec import from_json, to_json
 from trials.files import make_private_folder
@@ -116,7 +116,7 @@ class Ledger:
 
     def is_held(self) -> bool:
         """Whether a controller is at work on the sweep."""
-        return locks.is_held(self.folder / _LOCK_NAME)
+        return processes.is_held(self.folder / _LOCK_NAME)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -126,7 +126,7 @@ class Ledger:
             SweepBusyError: another process holds it.
         """
         with (self.folder / _LOCK_NAME).open("a+", encoding="utf-8") as lock:
-            if not locks.take(lock):
+            if not processes.take(lock):
                 raise SweepBusyError(f"another controller runs this sweep: process {_holder(lock)}")
             lock.truncate(0)
             lock.write(f"{os.getpid()}\n")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from orchestrator.sweep.checks import ProfileRun
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
+from orchestrator.sweep.values import ProfileRun
 from trials.outcome import Crashed, Infeasible, Outcome, TimedOut
 
 SAME_ERROR_LIMIT = 3

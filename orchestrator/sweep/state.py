@@ -25,25 +25,10 @@ from typing import Any, Literal
 
 from cluster.hardware.topology import Device
 from orchestrator.errors import ConfigError
-from orchestrator.sweep.checks import Check, Evaluation, Verdict
-from orchestrator.sweep.events import (
-    Action,
-    CandidatesPruned,
-    Origin,
-    Promoted,
-    SweepCreated,
-)
-from orchestrator.sweep.expectation import Expectation
+from orchestrator.sweep.events import Action, CandidatesPruned, Origin, Promoted, SweepCreated
+from orchestrator.sweep.values import Check, Evaluation, Expectation, Verdict
 from orchestrator.sweep.vector import Vector
-from trials.outcome import (
-    Failure,
-    GangLost,
-    HostOutOfMemory,
-    Measured,
-    Measurement,
-    Outcome,
-    StoppedEarly,
-)
+from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly
 from trials.spec import Candidate
 
 SweepStatus = Literal["running", "paused", "finished", "failed", "cancelled"]

@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator import units
-from orchestrator.plain_text import plain
 from orchestrator.space.naming import short_name
 from orchestrator.status.story import AttemptStory, Explanation
 from orchestrator.sweep.state import nodes_of
+from orchestrator.text import plain
 from orchestrator.units import count, signal_name
 from trials.outcome import Evidence
 

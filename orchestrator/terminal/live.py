@@ -17,8 +17,8 @@ from cluster.base import GangProgress
 from orchestrator import units
 from orchestrator.report import words
 from orchestrator.space.naming import short_name
-from orchestrator.sweep.checks import ProfileRun
 from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.sweep.values import ProfileRun
 from orchestrator.terminal.proof import check_words, render_confirmation
 from orchestrator.terminal.table import trial_table
 

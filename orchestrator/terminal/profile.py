@@ -12,16 +12,9 @@ from rich.text import Text
 
 from orchestrator import units
 from orchestrator.report.artifacts import profile_files
-from orchestrator.report.profile import (
-    MAX_OPERATORS,
-    ShownTable,
-    file_lines,
-    profile_tables,
-    remarks,
-    shown_tables,
-)
-from orchestrator.sweep.checks import ProfileRun
+from orchestrator.report.profile import MAX_OPERATORS, ShownTable, file_lines, profile_tables, remarks, shown_tables
 from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.sweep.values import ProfileRun
 
 
 def render_profile(trial: Trial, found: Sequence[Path] = ()) -> RenderableType:

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from orchestrator import units
 from orchestrator.invocation import PLAIN, Invocation
-from orchestrator.plain_text import plain
 from orchestrator.promotion.diff import Difference
 from orchestrator.promotion.manifest import gate_words, speed_words, verdict_of
+from orchestrator.text import plain
 
 if TYPE_CHECKING:
     from orchestrator.promotion.verify import Verification

@@ -10,8 +10,8 @@ from orchestrator import units
 from orchestrator.report import proof
 from orchestrator.report.proof import Finalist
 from orchestrator.report.verdict import evaluation_words, gate_words, ratio_interval
-from orchestrator.sweep.checks import ConfirmationRun, GateRun
 from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.sweep.values import ConfirmationRun, GateRun
 
 MAX_ROUNDS = 8
 """Rounds shown of a finalist, the last ones."""

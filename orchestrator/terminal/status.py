@@ -13,7 +13,6 @@ from rich.text import Text
 from orchestrator import units
 from orchestrator.invocation import Invocation
 from orchestrator.mlflow_urls import public_uri, sweep_links
-from orchestrator.plain_text import plain
 from orchestrator.report import words
 from orchestrator.report.highlights import cost
 from orchestrator.report.summary import speedup
@@ -26,6 +25,7 @@ from orchestrator.sweep.home import Home
 from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
 from orchestrator.terminal.live import phase_words
 from orchestrator.terminal.proof import check_words, render_confirmation
+from orchestrator.text import plain
 from orchestrator.units import count
 
 MAX_NODES = 8

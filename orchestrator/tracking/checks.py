@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from orchestrator import units
 from orchestrator.report import words
-from orchestrator.sweep.checks import Check, ConfirmationRun, GateRun, ProfileRun
 from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.sweep.values import Check, ConfirmationRun, GateRun, ProfileRun
 
 
 def check_prefix(check: Check | None) -> str:

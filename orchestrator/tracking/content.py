@@ -16,9 +16,9 @@ from orchestrator.report.artifacts import MAX_PARAM_CHARS, log_tail
 from orchestrator.report.findings import findings_lines, findings_metrics
 from orchestrator.space.naming import flat_params, short_name
 from orchestrator.statistics import relative_spread, tokens_per_s_per_device
-from orchestrator.sweep.checks import ProfileRun
 from orchestrator.sweep.events import SweepCreated, sweep_id
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
+from orchestrator.sweep.values import ProfileRun
 from orchestrator.tracking.checks import check_note, check_prefix, check_tags
 from trials.codec import to_json
 from trials.outcome import Measured, Measurement, Outcome, StoppedEarly

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from orchestrator.mlflow_urls import artifact_path
 from orchestrator.report import artifacts, series
@@ -31,12 +32,15 @@ from orchestrator.sweep.events import (
 from orchestrator.sweep.ledger import Ledger, LedgerEntry
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.tracking import checks, content
-from orchestrator.tracking.runs import Runs
 from orchestrator.tracking.views import view_tags
 from trials.outcome import GangLost, Measured, Outcome, StoppedEarly
 
 ProofEvent = FinalistsChosen | EvaluationEnded | VerdictReached
+
+
 _NOTE = "mlflow.note.content"
+
+
 _TOLD = ("confirmation", "history", "breakdown")
 """Plots that the note shows."""
 
@@ -240,3 +244,59 @@ def _update_sweep(runs: Runs, event: AttemptEnded, state: SweepState, trial: Tri
     tags = {_NOTE: _note(runs, state, run_id)} if changed else {}
     best = {} if trial.check else {content.BEST: state.best.measurement.tokens_per_s_per_device}
     runs.log(run_id, event.at_s, metrics=best, step=trial.number, tags=tags)
+
+
+class Runs(Protocol):
+    """The runs of a sweep. Writing the same twice changes nothing."""
+
+    @property
+    def uri(self) -> str:
+        """Of the store."""
+        ...
+
+    def sweep_runs(self, state: SweepState) -> dict[str, str]:
+        """Run ids: ``sweep`` for the parent, the trial's number for a trial. What is created is added to it."""
+        ...
+
+    def create_run(self, state: SweepState, name: str, tags: Mapping[str, str], at_s: float) -> str:
+        """Its id."""
+        ...
+
+    def log(
+        self,
+        run_id: str,
+        at_s: float,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        params: Mapping[str, str] | None = None,
+        tags: Mapping[str, str] | None = None,
+        step: int = 0,
+    ) -> None: ...
+
+    def log_series(self, run_id: str, at_s: float, series: Mapping[str, Sequence[float]]) -> None:
+        """Metrics with a value per step, steps counted from 1; values that are not finite are left out."""
+        ...
+
+    def put_text(self, run_id: str, text: str, artifact: str) -> None: ...
+
+    def put_bytes(self, run_id: str, content: bytes, artifact: str) -> None: ...
+
+    def put_file(self, run_id: str, path: Path, folder: str) -> None: ...
+
+    def tag_experiment(self, state: SweepState, tags: Mapping[str, str]) -> None:
+        """The experiment that the sweep is in."""
+        ...
+
+    def with_role(self, state: SweepState, role: str) -> list[str]:
+        """Runs of the sweep whose tag ``tc.role`` says so."""
+        ...
+
+    def page(self, state: SweepState, run_id: str, tab: str) -> str:
+        """The address of a tab of the run's page, from that of another page."""
+        ...
+
+    def go_on(self, run_id: str) -> None:
+        """It is running again."""
+        ...
+
+    def end(self, run_id: str, status: str, at_s: float) -> None: ...

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator import plain_text
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import artifact_folder, public_uri, run_path, sqlite_path
 from orchestrator.sweep import events
@@ -26,9 +25,9 @@ from orchestrator.sweep.events import SweepCreated
 from orchestrator.sweep.ledger import Ledger, LedgerEntry
 from orchestrator.sweep.outbox import Outbox
 from orchestrator.sweep.state import SweepState
+from orchestrator.text import first_line
 from orchestrator.tracking import content
 from orchestrator.tracking.projection import project
-from orchestrator.tracking.settings import apply_settings
 from trials.codec import to_json
 from trials.files import make_private_folder, write_atomically
 from trials.secrets import redact
@@ -36,11 +35,14 @@ from trials.secrets import redact
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param, RunTag
+import os
 
 logger = logging.getLogger(__name__)
 
 _MAX_BATCH = 1000
 """Metrics that MLflow takes in one call."""
+
+
 CURSOR = "mlflow"
 """Name of the ledger's cursor and of the document that says where MLflow holds the sweep."""
 
@@ -87,7 +89,7 @@ class Tracker:
             yield
         except (MlflowException, SQLAlchemyError, requests.RequestException, OSError, ImportError) as error:
             raise ConfigError(
-                f"the MLflow store {public_uri(self.uri)} cannot be used: {plain_text.first_line(error)}",
+                f"the MLflow store {public_uri(self.uri)} cannot be used: {first_line(error)}",
                 remedy="Check that it is reachable and may be written, then try again.",
             ) from error
 
@@ -245,7 +247,7 @@ class Tracker:
             "MLflow at %s does not take results (%s: %s); the sweep goes on, they follow later",
             public_uri(self.uri),
             type(error).__name__,
-            plain_text.first_line(error),
+            first_line(error),
         )
 
 
@@ -269,3 +271,19 @@ def _check_openable(path: Path) -> None:
             db.execute("PRAGMA schema_version")
     except sqlite3.Error as error:
         raise OSError(f"{path}: {error}") from error
+
+
+_SETTINGS = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    # The outbox repeats what failed; the client's own minutes of retries would hold up the sweep.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+}
+
+
+def apply_settings() -> None:
+    """Before the first import of mlflow, which reads some of them then; the user's own settings stand."""
+    for variable, value in _SETTINGS.items():
+        os.environ.setdefault(variable, value)

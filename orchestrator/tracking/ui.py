@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import artifact_folder
-from orchestrator.signals import interruptible
+from orchestrator.processes import interruptible
 from trials.secrets import is_secret_name
 
 logger = logging.getLogger(__name__)

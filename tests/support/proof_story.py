@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from orchestrator.sweep.checks import (
+from orchestrator.sweep.events import (
+    EvaluationEnded,
+    FinalistsChosen,
+    LedgerEvent,
+    Promoted,
+    SweepFinished,
+    VerdictReached,
+)
+from orchestrator.sweep.values import (
     Check,
     Conclusion,
     ConfirmationRun,
@@ -18,14 +26,6 @@ from orchestrator.sweep.checks import (
     ProofSettings,
     RatioInterval,
     Verdict,
-)
-from orchestrator.sweep.events import (
-    EvaluationEnded,
-    FinalistsChosen,
-    LedgerEvent,
-    Promoted,
-    SweepFinished,
-    VerdictReached,
 )
 from tests.support.long_story import START_S, all_kinds, candidate, events
 from tests.support.story import ended, launched, measured, proposed

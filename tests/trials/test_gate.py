@@ -16,7 +16,7 @@ from benchmarks.loss_gate.bugs import (
 )
 from benchmarks.loss_gate.runs import spec_of, train
 from orchestrator.proof.loss_gate import Trajectory, judge_gate
-from orchestrator.sweep.checks import GateReport, GateSettings
+from orchestrator.sweep.values import GateReport, GateSettings
 from tests.trials.test_sensitivity import BUGS
 from tests.trials.tiny import WORKLOAD
 from trials.spec import Layout, TrialSpec

@@ -35,7 +35,7 @@ def _gradients_not_reduced() -> None:
 def _partial_sums_taken_for_whole() -> None:
     from torch.distributed.tensor import DTensor
 
-    from trials.training.gradients import Gradients
+    from trials.training.step import Gradients
 
     def broken(self):
         for parameter in self._tensor_parallel:
@@ -50,9 +50,9 @@ def _partial_sums_taken_for_whole() -> None:
 
 
 def _norms_not_summed_over_tp() -> None:
-    from trials.training import gradients
+    from trials.training import step
 
-    gradients._sum_in_place = lambda tensors, group: None
+    step._sum_in_place = lambda tensors, group: None
 
 
 def _divided_once_more_by_the_schedule() -> None:

@@ -2,7 +2,7 @@
 
 Every quantity is affine in the lengths of the layer runs; for micro-batches see :mod:`trials.dryrun.microbatches`.
 
-At one place of the step (:mod:`trials.dryrun.places`) memory is a constant plus so much per layer of each kind; the
+At one place of the step (:mod:`trials.dryrun.simulate`) memory is a constant plus so much per layer of each kind; the
 peak is then the largest over all places, at the real number of layers. Standard library only.
 """
 

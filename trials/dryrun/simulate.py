@@ -11,20 +11,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trials.dryrun import fake
 from trials.dryrun.microbatches import period
 from trials.dryrun.pipelines import held_sends, static_shapes, tell_shapes
-from trials.dryrun.places import follow
 from trials.dryrun.records import DryRunRequest, Growth, RankRun, Traffic
+from trials.dryrun.runs import runs_of_chunk
 from trials.dryrun.tracker import MemoryTracker, Tally, local_part
 from trials.legality.rules import check
+from trials.operators import in_backward
 from trials.parallel.mesh import build_mesh
 from trials.precision.mixed import LossScaler
-from trials.spec import LinearModel, LlamaModel, TrialSpec
+from trials.spec import LinearModel, LlamaModel, Recompute, TrialSpec
 from trials.stages import coordinates
+from trials.training.build import ModelPart
 from trials.training.pipeline import Pipeline, Stage
 from trials.training.step import Trainer
 
@@ -224,3 +228,77 @@ class PassLog:
             return result
 
         return run
+
+
+def follow(part: ModelPart, recompute: Recompute, tracker: MemoryTracker) -> None:
+    """Tell the tracker the place whenever the part's forward or backward pass reaches another layer, and whose
+    gradients appear."""
+    chunk = part.chunk.chunk
+    num_passes = 0
+
+    def begin(_module: nn.Module, _args: Any) -> None:
+        nonlocal num_passes
+        if not in_backward():
+            num_passes += 1
+            tracker.phase, tracker.place = "forward", f"{num_passes}/{chunk} before"
+
+    def end(_module: nn.Module, _args: Any, output: Any) -> None:
+        if not in_backward():
+            tracker.place = f"{num_passes}/{chunk} after"
+            _follow_back(output, tracker.place, tracker)
+
+    for layer, name in zip(part.model.layers.values(), _names(part, recompute), strict=True):
+        _follow_layer(layer, f"{chunk}.{name}", tracker)
+    part.model.register_forward_pre_hook(begin)
+    part.model.register_forward_hook(end)
+    _claim_gradients(part.model, tracker)
+
+
+def _names(part: ModelPart, recompute: Recompute) -> list[str]:
+    return [name for run in runs_of_chunk(recompute, part.chunk) for name in run.place_names]
+
+
+def _follow_layer(layer: nn.Module, name: str, tracker: MemoryTracker) -> None:
+    place = name
+
+    def enter(*_: Any) -> None:
+        nonlocal place
+        if not in_backward():
+            place = f"{tracker.place.partition('/')[0]}/{name}"
+            tracker.place = place
+
+    def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+        if not in_backward():
+            _follow_back(output, place, tracker)
+
+    layer.register_forward_pre_hook(enter)
+    layer.register_forward_hook(leave)
+
+
+def _follow_back(output: Any, place: str, tracker: MemoryTracker) -> None:
+    """The backward pass is at ``place`` from when the gradient of ``output`` is there."""
+
+    def arrive(_grads: Any) -> None:
+        tracker.place = place
+
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            leaf.grad_fn.register_prehook(arrive)
+
+
+def _claim_gradients(model: nn.Module, tracker: MemoryTracker) -> None:
+    """Count gradients as such from when they appear, also those of parameters FSDP has gathered for this pass."""
+    hooked: Any = WeakIdKeyDictionary()
+
+    def claim(parameter: Tensor) -> None:
+        tracker.assign([parameter.grad], "grad")
+
+    def find(module: nn.Module, _args: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter not in hooked:
+                hooked[parameter] = True
+                parameter.register_post_accumulate_grad_hook(claim)  # type: ignore[no-untyped-call]
+
+    for module in model.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_pre_hook(find)

@@ -21,11 +21,10 @@ import torch.distributed as dist
 
 from trials.codec import from_json, to_json
 from trials.files import write_atomically
-from trials.outcome import ProgressSink
+from trials.outcome import ProgressSink, probe_report
 from trials.parallel.mesh import RankIdentity, process_group, select_device
 from trials.probe.device import copy_rates, matmul_rates
 from trials.probe.links import Collective, neighbours_of, own_group
-from trials.probe.report import probe_report
 from trials.reports.rates import ProbeSpec, RankRates, probe_spec
 
 

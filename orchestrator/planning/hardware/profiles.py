@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import platform
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from cluster.hardware.topology import Topology
 from cluster.probe.profile import Profile
 from orchestrator.config.sweep import SweepSpec
-from orchestrator.planning.hardware.fingerprint import fingerprint
 from orchestrator.sweep.home import Home
 from trials.codec import CodecError, digest, from_json, to_json
 from trials.files import make_private_folder, write_atomically
@@ -74,3 +75,30 @@ def load_profile(spec: SweepSpec, topology: Topology | None, home: Home) -> Prof
     known = ProfileStore.of(home).get(profile_key(spec, topology))
     found = known.only({node.name for node in topology.nodes}) if known is not None else None
     return found if found is not None and found.measured else None
+
+
+_PACKAGES = ("torch", "ray", "optuna", "mlflow", "tune-cluster")
+
+
+def fingerprint(topology: Topology, virtual: str = "") -> dict[str, str]:
+    """Names and versions, flat. Two measurements compare only where these are equal.
+
+    ``virtual`` tells clusters that do not exist apart; empty for one that does.
+    """
+    first = topology.nodes[0]
+    versions = {package: metadata.version(package) for package in _PACKAGES}
+    return {
+        **versions,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "driver": _driver_version(),
+        "hardware": topology.label,
+        "device_memory_bytes": str(first.device_memory_bytes),
+        "threads_per_device": str(first.threads_per_device),
+        **({"virtual": virtual} if virtual else {}),
+    }
+
+
+def _driver_version() -> str:
+    path = Path("/sys/module/nvidia/version")
+    return path.read_text(encoding="ascii").strip() if path.exists() else "none"

@@ -8,10 +8,9 @@ import time
 from pathlib import Path
 
 from cluster.connect import describe
-from cluster.exclusion import Excluded
 from cluster.hardware.topology import DeviceKind, Topology
 from cluster.queue.share import Claim, QueuePolicy
-from cluster.request import ClusterRequest, Replay, Simulation
+from cluster.request import ClusterRequest, Excluded, Replay, Simulation
 from orchestrator.config.queue_policy import load_policy
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.invocation import user_name

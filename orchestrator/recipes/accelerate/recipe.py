@@ -15,8 +15,7 @@ import yaml
 from orchestrator.recipes import hf_model
 from orchestrator.recipes.accelerate import layout, run
 from orchestrator.recipes.accelerate.layout import ARGUMENTS, FILE
-from orchestrator.recipes.base import Draft, TableRecipe, comments
-from orchestrator.recipes.documents import settings_of, tree
+from orchestrator.recipes.base import Draft, TableRecipe, comments, settings_of, tree
 
 
 def _render(draft: Draft) -> dict[str, str]:

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.recipes import hf_model
-from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, custom, fixed, option
+from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, custom, fixed, option, settings_of, tree
 from orchestrator.recipes.deepspeed import layout, precision
 from orchestrator.recipes.deepspeed.layout import FILE
-from orchestrator.recipes.documents import settings_of, tree
 from orchestrator.recipes.gaps import KERNELS_OF_SCRIPT, left_to_script, own_data, own_seed
 
 _OPTIMIZER = "workload.optimizer"

@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, comments, custom, option
-from orchestrator.recipes.documents import settings_of, tree
+from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, comments, custom, option, settings_of, tree
 from orchestrator.recipes.gaps import weight_decay_but_norms
 from orchestrator.recipes.mindformers import layout, recompute, run
 from orchestrator.recipes.mindformers.layout import NUM_LAYERS

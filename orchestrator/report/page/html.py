@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from orchestrator.plain_text import plain
+from orchestrator.text import plain
 
 
 def text(value: object) -> str:

@@ -7,8 +7,8 @@ from orchestrator.report import proof
 from orchestrator.report.page.html import cell, code, row, table, text
 from orchestrator.report.verdict import evaluation_words, percent, ratio_interval
 from orchestrator.space.naming import short_name
-from orchestrator.sweep.checks import GateReport
 from orchestrator.sweep.state import SweepState
+from orchestrator.sweep.values import GateReport
 
 _KINDS = {"the winner": "good", "faster": "good", "does not train the same": "bad", "slower": "bad"}
 

@@ -12,8 +12,8 @@ from orchestrator.report.page.profile import profile_html
 from orchestrator.report.sources import Sources
 from orchestrator.report.summary import Summary
 from orchestrator.report.verdict import promotion_words
-from orchestrator.sweep.checks import ProfileRun
 from orchestrator.sweep.state import SweepState
+from orchestrator.sweep.values import ProfileRun
 
 
 def plan_and_rejected(sources: Sources) -> str:

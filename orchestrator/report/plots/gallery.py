@@ -13,8 +13,8 @@ from orchestrator.report.plots import search, step_time, style
 from orchestrator.report.plots.step_time import DrawnImportance, DrawnStep
 from orchestrator.report.summary import Summary
 from orchestrator.report.verdict import winner_and_baseline
-from orchestrator.sweep.checks import GateReport
 from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.sweep.values import GateReport
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,7 +11,7 @@ from orchestrator.proof.trajectories import Curve
 from orchestrator.report.plots.style import BLUE, DIM, ORANGE, SERIES, VERMILION, add_axes, integer_steps, new_figure
 from orchestrator.report.proof import Finalist, GateCurves
 from orchestrator.report.verdict import percent
-from orchestrator.sweep.checks import GateReport, RatioInterval
+from orchestrator.sweep.values import GateReport, RatioInterval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

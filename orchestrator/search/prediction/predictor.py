@@ -9,7 +9,7 @@ that process beside the sweep's own candidates, with an error in common per swee
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -18,12 +18,11 @@ from cluster.cost.candidates import inputs_of
 from cluster.cost.coefficients import TIME, Coefficients, Prior, load_prior
 from cluster.cost.estimate import CostModel, Estimates
 from cluster.cost.generic import GenericInputs, generic_inputs
-from cluster.cost.inputs import Array, CostInputs, concatenate
+from cluster.cost.inputs import CostInputs, concatenate
 from cluster.hardware.accelerators import ClusterDescription
 from orchestrator.search.prediction import model_families
 from orchestrator.search.prediction.belief import MEMORY_SHIFT_STD, MEMORY_STD, Belief, normal_cdf
-from orchestrator.search.prediction.gaussian_process import ErrorModel
-from orchestrator.search.prediction.knob_features import Features, OwnKnobs
+from orchestrator.search.prediction.gaussian_process import Array, ErrorModel
 from orchestrator.search.prediction.model_families import Inputs, log_device_seconds, physical_places
 from orchestrator.search.prediction.transfer import EarlierTrial, nearest
 from trials.dryrun.estimate import DryRunEstimate
@@ -41,25 +40,41 @@ __all__ = [
 
 MAX_CANDIDATES = 200_000
 """Candidates the cost model ranks one by one; each takes some 2 kB."""
+
+
 ROWS_AT_ONCE = 20_000
 
 TRIAL_OVERHEAD_S = {"cuda": 60.0, "cpu": 8.0}
 """Of a trial before its first step, by kind of device."""
+
+
 STEPS_PER_TRIAL = 20
+
+
 COEFFICIENT_SHARE = 0.7
 """Of the spread that published measurements give the coefficients: fitted as if errors that no coefficient explains
 were independent, families' coefficients come out too far apart. With this and the two standard deviations below,
 measurements of sources that the prior has not seen are about as likely as they can be made
 (``benchmarks/search/calibration.py``)."""
+
+
 LOCAL_STD = {"cuda": 0.11, "cpu": 0.25}
 """Of errors that no coefficient explains, by kind of device: the prior comes from accelerators."""
+
+
 COMMON_STD = {"cuda": 0.2, "cpu": 0.5}
 """Of what the errors of all candidates have in common."""
+
+
 OWN_KNOB_STD = {"decoder": 0.1, "generic": 0.3}
 """Of the effect of each value of a knob that the cost model knows nothing of: memory formats and data reading, which
 decoders do not have or hardly feel, move others much."""
+
+
 SWEEP_STD = 0.05
 """Of what all trials of an earlier sweep have in common, on the same hardware."""
+
+
 NOISE_STD = 0.01
 """Of a repeated measurement."""
 
@@ -251,3 +266,53 @@ def _inputs(
     if not isinstance(pairs[0][0].model, LlamaModel):
         return generic_inputs(pairs, cluster, estimates)
     return concatenate([inputs_of(pairs[i : i + ROWS_AT_ONCE], cluster) for i in range(0, len(pairs), ROWS_AT_ONCE)])
+
+
+Scalar = str | int | float | bool
+
+
+Features = Callable[[Candidate], Mapping[str, Scalar]]
+
+DESCRIBED = frozenset(
+    (
+        "world_size",
+        "pp",
+        "dp_replicate",
+        "dp_shard",
+        "cp",
+        "tp",
+        "zero_stage",
+        "sequence_parallel",
+        "micro_batch_size",
+        "num_virtual_stages",
+        "stage_layers",
+        "recompute",
+    )
+)
+"""Features that ``beliefs.physical_places`` or the cost model's own terms cover."""
+
+
+class OwnKnobs:
+    """One row per candidate: ``one_hot`` (a column per value of each knob) and ``places`` (a column per number)."""
+
+    def __init__(self, candidates: Sequence[Candidate], features: Features) -> None:
+        rows = [_own_features(candidate, features) for candidate in candidates]
+        names = dict.fromkeys(name for row in rows for name in row)
+        hot, places = [np.zeros((len(rows), 0))], [np.zeros((len(rows), 0))]
+        for name in names:
+            values = [row.get(name, "") for row in rows]
+            distinct = sorted(set(values), key=str)
+            if len(distinct) < 2:
+                continue
+            columns = np.array([[value == other for other in distinct] for value in values], dtype=float)
+            numbers = all(isinstance(value, int | float) for value in distinct)
+            hot.append(columns)
+            places.append(np.log2(1.0 + np.array(values, dtype=float))[:, None] / 1.5 if numbers else columns)
+        self.one_hot: Array = np.hstack(hot)
+        self.places: Array = np.hstack(places)
+
+
+def _own_features(candidate: Candidate, features: Features) -> dict[str, Scalar]:
+    own = {name: value for name, value in features(candidate).items() if name not in DESCRIBED}
+    own["selective"] = " ".join(sorted(part.pattern for part in candidate.recompute.selective))
+    return own

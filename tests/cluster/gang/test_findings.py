@@ -3,8 +3,7 @@
 import dataclasses
 import random
 
-from cluster.gang.findings import merge_findings
-from cluster.gang.outcome import fold
+from cluster.gang.outcome import fold, merge_findings
 from tests.cluster.gang.test_outcome import success
 from trials.reports.findings import (
     Findings,

@@ -19,7 +19,7 @@ from orchestrator.sweep.events import (
     SweepPaused,
     TrialsRetried,
 )
-from orchestrator.sweep.expectation import Expectation
+from orchestrator.sweep.values import Expectation
 from orchestrator.terminal.explain_trial import render_explanation
 from tests.support import long_story
 from tests.support.cli_homes import LEASE, controller, keep, keep_running, run, running

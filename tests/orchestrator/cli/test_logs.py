@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from cluster.hardware.topology import Device
-from orchestrator import tail as log_files
-from orchestrator.plain_text import plain
+from orchestrator import text as log_files
 from orchestrator.sweep.home import attempt_folder
-from orchestrator.tail import MAX_LINE_CHARS, MAX_TAIL_BYTES, Follower, follow, tail
+from orchestrator.text import MAX_LINE_CHARS, MAX_TAIL_BYTES, Follower, follow, plain, tail
 from tests.support import long_story, sweeps
 from tests.support.cli_homes import controller, keep, run
 from tests.support.story import ended as attempt_ended

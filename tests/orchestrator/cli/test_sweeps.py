@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 from cluster.base import GangProgress
-from orchestrator.controller.heartbeat import Heartbeat
+from orchestrator.controller.observer import Heartbeat
 from orchestrator.invocation import PLAIN
-from orchestrator.status.listing import inspect, inspect_all
+from orchestrator.status.overview import inspect, inspect_all
 from orchestrator.status.snapshot import read_snapshot
 from orchestrator.status.watch import changes, looks, show
 from orchestrator.sweep.events import Asked, SweepFinished, SweepPaused

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from orchestrator.commands.supervisor import supervised_run
-from orchestrator.signals import interruptible
+from orchestrator.processes import interruptible
 from orchestrator.sweep.events import ControllerStarted, SweepFinished
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger

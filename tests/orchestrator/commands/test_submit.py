@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from orchestrator import locks
+from orchestrator import processes
 from orchestrator.commands import submit
 from orchestrator.commands.background import CONTROLLER_LOG
 from orchestrator.commands.submit import Submission, find_running
@@ -17,7 +17,7 @@ from tests.support.cli_homes import keep_running
 def supervised(home):
     """A supervisor lives until the second thing given is called; the first is what somebody submits meanwhile."""
     with (home.sweep_folder("busy") / CONTROLLER_LOG).open("ab") as log:
-        assert locks.take(log)
+        assert processes.take(log)
         yield Submission(name="busy", words=("resume", "busy"), home=home, mode="detached", address=None), log.close
 
 

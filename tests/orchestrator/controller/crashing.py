@@ -20,12 +20,12 @@ from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.search import Search
 from orchestrator.space.naming import flat_params
 from orchestrator.sweep import requests
-from orchestrator.sweep.checks import ConfirmSettings, GateSettings, ProofSettings
 from orchestrator.sweep.events import Budget
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.outbox import Outbox
 from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.sweep.values import ConfirmSettings, GateSettings, ProofSettings
 from orchestrator.tracking.tracker import Tracker
 from tests.support.story import WORKLOAD, created
 from trials.codec import to_json

@@ -6,9 +6,9 @@ from cluster.hardware.accelerators import describe_topology
 from cluster.hardware.topology import uniform_topology
 from cluster.virtual.modelled import ModelledCost
 from orchestrator.diagnosis import Basis
-from orchestrator.sweep.checks import ProfileRun
 from orchestrator.sweep.events import TrialProposed
 from orchestrator.sweep.fold import fold
+from orchestrator.sweep.values import ProfileRun
 from tests.support.story import created, ended, launched, measured
 from trials.outcome import OutOfMemory, StepBreakdown
 from trials.reports.findings import Findings

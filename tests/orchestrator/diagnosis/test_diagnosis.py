@@ -13,8 +13,8 @@ from orchestrator.planning.plan import make_plan
 from orchestrator.space.naming import diff
 from orchestrator.space.neighbours import around
 from orchestrator.space.rules import check
-from orchestrator.sweep.checks import Verdict
 from orchestrator.sweep.state import ProofState
+from orchestrator.sweep.values import Verdict
 from tests.orchestrator.diagnosis.diagnosed import (
     ONE_NODE,
     TINY,

@@ -10,7 +10,7 @@ from orchestrator.diagnosis.effects import main_effects
 from orchestrator.diagnosis.importance import importance
 from orchestrator.diagnosis.observations import tabulate
 from orchestrator.diagnosis.prediction_errors import hold_against
-from orchestrator.sweep.expectation import Expectation
+from orchestrator.sweep.values import Expectation
 from tests.orchestrator.diagnosis.diagnosed import O1, sweep
 from tests.support.story import evidence, measured
 from trials.outcome import OutOfMemory, StoppedEarly

@@ -13,11 +13,11 @@ from typing import Any
 
 from orchestrator.promotion.evidence import choose
 from orchestrator.promotion.manifest import Manifest, build_recipe
-from orchestrator.sweep.checks import Check, ConfirmationRun, GateReport, GateRun, RatioInterval, Verdict
 from orchestrator.sweep.events import FinalistsChosen, LedgerEvent, SweepFinished, TrialProposed, VerdictReached
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.values import Check, ConfirmationRun, GateReport, GateRun, RatioInterval, Verdict
 from orchestrator.tracking.tracker import Tracker
 from tests.support.long_story import candidate, events, fill, speeds
 from tests.support.mlflow_store import copy_store, new_store

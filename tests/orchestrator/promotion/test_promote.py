@@ -12,10 +12,10 @@ from orchestrator.promotion import commands
 from orchestrator.promotion.evidence import choose
 from orchestrator.promotion.manifest import sha256_of
 from orchestrator.promotion.release import ReleaseDesk
-from orchestrator.sweep.checks import Verdict
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import SweepBusyError
+from orchestrator.sweep.values import Verdict
 from orchestrator.tracking.tracker import Tracker
 from tests.orchestrator.promotion.proven import confirmed, gate, new_home, proven_home, recipe, sweep
 from tests.support.long_story import candidate

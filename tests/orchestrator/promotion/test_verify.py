@@ -14,7 +14,7 @@ from orchestrator.promotion.references import store
 from orchestrator.promotion.release import ReleaseDesk
 from orchestrator.promotion.verify import baseline_section, verify
 from orchestrator.space.knobs.canonical import build_candidate, knob_values
-from orchestrator.sweep.checks import GateSettings
+from orchestrator.sweep.values import GateSettings
 from orchestrator.tracking.tracker import Tracker
 from tests.orchestrator.promotion.proven import proven_home, recipe
 from tests.orchestrator.space.candidate_strategies import random_candidate

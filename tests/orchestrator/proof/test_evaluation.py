@@ -17,10 +17,10 @@ import pytest
 
 from orchestrator.proof.evaluation import EvaluationProcess, facts
 from orchestrator.proof.progress import gate_report
-from orchestrator.sweep.checks import Evaluation, GateRun, GateSettings
 from orchestrator.sweep.events import Event, FinalistsChosen
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.state import SweepState, attempt_id
+from orchestrator.sweep.values import Evaluation, GateRun, GateSettings
 from tests.support.story import created, ended, launched, measured, proposed
 from trials.codec import to_json
 from trials.spec import Candidate

@@ -22,7 +22,7 @@ from orchestrator.proof.loss_gate import (
     trajectory,
 )
 from orchestrator.proof.tolerances import ERRORS, Tolerance
-from orchestrator.sweep.checks import GateReport, GateSettings
+from orchestrator.sweep.values import GateReport, GateSettings
 from tests.support import ROOT
 from tests.support.story import WORKLOAD, measured
 from tests.trials.parity_knobs import read_rows, spec_of

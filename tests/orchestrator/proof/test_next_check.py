@@ -9,15 +9,6 @@ from cluster.hardware.topology import Device
 from orchestrator.controller.journalled import written_down
 from orchestrator.controller.step import decide, step
 from orchestrator.proof.progress import confirmation
-from orchestrator.sweep.checks import (
-    ConfirmationRun,
-    ConfirmSettings,
-    Evaluation,
-    GateRun,
-    GateSettings,
-    ProfileRun,
-    ProofSettings,
-)
 from orchestrator.sweep.events import (
     AttemptEnded,
     AttemptLaunched,
@@ -34,6 +25,15 @@ from orchestrator.sweep.events import (
 )
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.state import SweepState
+from orchestrator.sweep.values import (
+    ConfirmationRun,
+    ConfirmSettings,
+    Evaluation,
+    GateRun,
+    GateSettings,
+    ProfileRun,
+    ProofSettings,
+)
 from tests.support.story import created, failures, measured, proposed
 from trials.outcome import GangLost
 from trials.spec import Candidate, Layout, Precision

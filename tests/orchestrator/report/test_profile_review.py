@@ -10,16 +10,16 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from cluster.gang.files import MAX_BYTES_PER_RANK
-from cluster.gang.findings import merge_findings
+from cluster.gang.outcome import merge_findings
 from cluster.hardware.topology import Device
 from orchestrator.config.profile import ProfileSection
 from orchestrator.errors import ConfigError
 from orchestrator.report.artifacts import ProfileCopies, copy_profile, profile_files
 from orchestrator.report.page.profile import profile_html
 from orchestrator.report.profile import profile_tables
-from orchestrator.sweep.checks import ProfileRun
 from orchestrator.sweep.home import attempt_folder
 from orchestrator.sweep.state import Attempt, Trial
+from orchestrator.sweep.values import ProfileRun
 from orchestrator.terminal.profile import render_profile
 from trials.codec import from_json, to_json
 from trials.outcome import Measured, Measurement, StepBreakdown

@@ -15,8 +15,7 @@ from tests.trials.tiny import WORKLOAD
 from trials.datasets import Share, StepBatches, build_dataset, text
 from trials.datasets.images import ImageBatches, decode, make_up_images, open_images
 from trials.datasets.text import load_text
-from trials.datasets.tokens import TokenBatches, open_token_file
-from trials.datasets.vectors import VectorBatches
+from trials.datasets.tokens import TokenBatches, VectorBatches, open_token_file
 from trials.failure import DataError, InfeasibleSpec
 from trials.spec import ImageFolderData, RandomData, ResNetModel, TextData, TokenFileData
 

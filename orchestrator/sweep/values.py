@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from trials.spec import ProfileSpec
+from trials.spec import Candidate, ProfileSpec
 
 GateRole = Literal["baseline", "finalist", "reference", "finalist_reference"]
 """Who trains in a gate run; the references are the baseline and the finalist in fp32 (O0)."""
@@ -137,3 +137,27 @@ class Verdict:
     num_rounds: int = 0
     gates: tuple[GateReport, ...] = ()
     evaluations: tuple[Evaluation, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """The cost model's estimate of a candidate, its time corrected by the trials known when it was proposed."""
+
+    step_time_s: float
+    log_spread: float
+    """Standard deviation of log(measured / expected step time)."""
+    peak_bytes: float
+    """Of the fullest rank, by the cost model alone."""
+    probability_fits: float
+    """Of not running out of memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """The next candidate and why."""
+
+    candidate: Candidate
+    reason: str
+    """For people."""
+    expected: Expectation | None = None
+    """None where nothing was predicted."""

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from orchestrator.plain_text import plain
 from trials.secrets import redact
 
 T = TypeVar("T")
 
 MAX_TAIL_BYTES = 1 << 20
 """Read from the end of a file at most, however many lines are asked for."""
+
+
 MAX_LINE_CHARS = 2000
+
+
 FOLLOW_S = 0.3
 """Between two looks at a followed file."""
+
+
 _BLOCK_BYTES = 1 << 16
 
 
@@ -97,3 +103,27 @@ def follow(files: Sequence[tuple[T, Follower]], is_over: Callable[[], bool]) -> 
 def _shown(line: str) -> str:
     text = redact(plain(line))
     return text if len(text) <= MAX_LINE_CHARS else f"{text[:MAX_LINE_CHARS]} ... {len(text) - MAX_LINE_CHARS} more"
+
+
+_ESCAPES = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours, cursor
+    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # titles, links, clipboard
+    r"|\x1b[PX^_][^\x1b]*\x1b\\"  # device control strings
+    r"|\x1b[ -/]*[0-Z\\-~]"
+)
+
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""All but tab and line feed, and what turns the reading direction round."""
+
+
+def plain(text: str) -> str:
+    """``text`` without what a terminal would obey; of a line rewritten in place, only its last writing is kept."""
+    lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+    return _CONTROLS.sub("", _ESCAPES.sub("", "\n".join(lines)))
+
+
+def first_line(error: Exception) -> str:
+    """An error in one line without secrets."""
+    lines = redact(str(error)).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
