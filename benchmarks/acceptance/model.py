@@ -16,7 +16,7 @@ from orchestrator.config.sweep import SweepSpec
 from orchestrator.planning.candidate import find
 from orchestrator.planning.hardware.request import cluster_request
 from orchestrator.planning.plan import Plan, make_plan
-from orchestrator.search.prediction.forecast import Prediction, make_predictor, prediction
+from orchestrator.search.prediction.prediction import Prediction, make_predictor, prediction
 from orchestrator.space.rules import check
 from trials.spec import Candidate, Workload
 

@@ -17,8 +17,8 @@ from cluster.cost.memory import stage_bytes
 from cluster.cost.work import work_of
 from orchestrator.search.acquisition import Seen
 from orchestrator.search.guided import num_calibrating
-from orchestrator.search.prediction.belief import Belief
 from orchestrator.search.prediction.gaussian_process import ErrorModel
+from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.predictor import (
     COMMON_STD,
     LOCAL_STD,
@@ -76,7 +76,7 @@ class Beliefs:
     def __init__(self, problem: Problem, priors: Priors, earlier: Sequence[Earlier] = ()) -> None:
         self._problem = problem
         self._priors = priors
-        self._kept: dict[tuple[tuple[int, float], ...], Belief] = {}
+        self._kept: dict[tuple[tuple[int, float], ...], Posterior] = {}
         own = _inputs(problem)
         past = [(number, run) for number, sweep in enumerate(earlier) for run in sweep.runs]
         past = past if self._in_seconds else []
@@ -102,7 +102,7 @@ class Beliefs:
         columns = (sweeps[:, None] == np.unique(sweeps)[None, :]).astype(np.float64)
         self._sweeps = np.vstack([np.zeros((n, columns.shape[1])), columns])
 
-    def belief(self, times_s: Mapping[int, float]) -> Belief:
+    def belief(self, times_s: Mapping[int, float]) -> Posterior:
         """Predictions before measuring, linearised where ``times_s``, measured in that order, put the coefficients."""
         if self._x is None:
             return uninformed(self._problem)
@@ -125,7 +125,7 @@ class Beliefs:
         found = fit(prior, lambda k: log_device_seconds(past, k), np.log(list(self.history.values())))
         return Prior(prior.group, found.coefficients.log_values, found.covariance, prior.noise)
 
-    def _linearised(self, x: CostInputs, times_s: Mapping[int, float]) -> Belief:
+    def _linearised(self, x: CostInputs, times_s: Mapping[int, float]) -> Posterior:
         prior, taught = self._priors.time, self._taught
         log_time, features, device_seconds = linearised(taught, x, times_s)
         if taught is not prior:
@@ -135,7 +135,7 @@ class Beliefs:
             log_time = log_time + jacobian @ (prior.mean - taught.mean)
             features = jacobian @ np.linalg.cholesky(prior.covariance)
         own = words(self._problem)
-        return Belief(
+        return Posterior(
             log_time=log_time,
             error=ErrorModel(
                 features=np.hstack([features, self._sweeps]),
@@ -187,10 +187,10 @@ def places(problem: Problem) -> Array:
     return np.hstack(columns) / 1.5
 
 
-def uninformed(problem: Problem) -> Belief:
+def uninformed(problem: Problem) -> Posterior:
     """For configurations the cost model cannot describe: all alike, errors large, alike for like configurations."""
     n = len(problem)
-    return Belief(
+    return Posterior(
         log_time=np.zeros(n),
         error=ErrorModel(
             features=np.zeros((n, 1)),

@@ -1,4 +1,4 @@
-"""One node's part of a backend: owns the nursery, hands attempts to it and collects what becomes of them."""
+"""One node's part of a backend: owns the fork server, hands attempts to it and collects what becomes of them."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class Agent:
 
     Args:
         node: its name, used in messages.
-        workdir: takes the nursery's log.
-        preload: modules the nursery imports once for all ranks.
+        workdir: takes the fork server's log.
+        preload: modules the fork server imports once for all ranks.
         search_path: appended to ``sys.path`` there, so that runners are found as in the controller.
         env: added to the environment of every process.
         silence_s: how long the controller may go without a ``poll``.
 
     Raises:
-        ClusterError: the nursery does not start.
+        ClusterError: the fork server does not start.
     """
 
     def __init__(
@@ -78,24 +78,24 @@ class Agent:
         self._silence_s = silence_s
         self._promised_s = -math.inf
         """Until when (monotonic) the wardens know that the controller lives."""
-        self._log_path = workdir / f"nursery-{node}.log"
+        self._log_path = workdir / f"fork-server-{node}.log"
         self._lock = threading.RLock()
         self._selector = selectors.DefaultSelector()
         self._attempts: dict[str, _Attempt] = {}
         self._is_closed = False
-        self._start_nursery()
+        self._start_fork_server()
         self._spare: socket.socket | None = self._connect()
         """To a warden that waits for its launch: forking it is off the way from launch to first step."""
 
     def launch(self, launch: NodeLaunch) -> None:
         """Start the ranks of one attempt; their end comes as :class:`NodeGone`."""
         with self._lock:
-            if self._nursery.poll() is not None:
-                self._replace_nursery()
+            if self._fork_server.poll() is not None:
+                self._replace_fork_server()
             connection, self._spare = self._spare or self._connect(), None
             self._attempts[launch.attempt_id] = _Attempt(token=launch.token, connection=connection)
             self._selector.register(connection, selectors.EVENT_READ, launch.attempt_id)
-            with contextlib.suppress(ConnectionError):  # poll() notices a dead warden, and a dead nursery
+            with contextlib.suppress(ConnectionError):  # poll() notices a dead warden, and a dead fork server
                 connection.sendall(line(launch) + line(self._beat()))
 
     def stop(self, attempt_id: str, order: StopGang) -> None:
@@ -112,7 +112,7 @@ class Agent:
         for key, _ in self._selector.select(timeout_s):
             with self._lock:
                 if key.fileobj is self._control:
-                    self._replace_nursery()
+                    self._replace_fork_server()
                 elif isinstance(key.data, str) and key.data in self._attempts:
                     events += self._receive(key.data)
         with self._lock:
@@ -130,7 +130,7 @@ class Agent:
                 _end(attempt.connection)
             self._disconnect()
             try:
-                self._nursery.wait(CLOSE_TIMEOUT_S)
+                self._fork_server.wait(CLOSE_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 logger.error("processes on %s cannot be killed; a driver may hold them: restart the host", self._node)
             self._selector.close()
@@ -148,7 +148,7 @@ class Agent:
     def _beat(self) -> Beat:
         return Beat(patience_s=max(self._silence_s, self._promised_s - time.monotonic()) + self._silence_s / 10)
 
-    def _start_nursery(self) -> None:
+    def _start_fork_server(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [
             sys.executable,
@@ -160,7 +160,7 @@ class Agent:
         environment = {"OPENBLAS_NUM_THREADS": "1", **for_ranks(os.environ), **self._env, SELF_CLEANING_VARIABLE: "1"}
         make_private_folder(self._log_path.parent)
         with theirs, self._log_path.open("ab") as log:
-            self._nursery = subprocess.Popen(
+            self._fork_server = subprocess.Popen(
                 [*command, *self._preload],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -180,8 +180,8 @@ class Agent:
             message = b""
         self._control.settimeout(None)
         if not message:
-            self._nursery.kill()
-            self._nursery.wait()
+            self._fork_server.kill()
+            self._fork_server.wait()
             raise ClusterError(f"the fork server on {self._node} does not start; see {self._log_path}")
         for problem in json.loads(message)["problems"]:
             logger.warning("fork server on %s: %s", self._node, problem)
@@ -199,25 +199,25 @@ class Agent:
             self._forget(attempt_id)
         return events
 
-    def _replace_nursery(self) -> None:
-        """The nursery died: start another. Wardens, and with them running gangs, do not depend on it."""
-        logger.warning("the fork server on %s died with code %d", self._node, self._nursery.wait())
+    def _replace_fork_server(self) -> None:
+        """The fork server died: start another. Wardens, and with them running gangs, do not depend on it."""
+        logger.warning("the fork server on %s died with code %d", self._node, self._fork_server.wait())
         self._disconnect()
-        self._start_nursery()
+        self._start_fork_server()
 
     def _lost(self, attempt_id: str, reason: str) -> NodeGone:
         failure = RankFailure(rank=None, node=self._node, category="lost", message=reason, at_s=time.time())
         return NodeGone(attempt_id=attempt_id, token=self._attempts[attempt_id].token, results=(failure,))
 
     def _connect(self) -> socket.socket:
-        """Have the nursery fork a warden, and return the socket that leads to it."""
+        """Have the fork server fork a warden, and return the socket that leads to it."""
         ours, theirs = socket.socketpair()
         with theirs, contextlib.suppress(ConnectionError):
             socket.send_fds(self._control, [b"+"], [theirs.fileno()])
         return ours
 
     def _disconnect(self) -> None:
-        """Let go of the nursery, which makes it end."""
+        """Let go of the fork server, which makes it end."""
         if self._spare is not None:
             self._spare.close()
             self._spare = None

@@ -2,8 +2,8 @@
 
 It is single-threaded, imports no ray and touches no device, so that its children may. The agent hands it one end of
 a socket per attempt; a :mod:`cluster.node.warden` forked for it does the rest. When the agent's end of the control
-socket closes, however that comes about, the nursery kills all its descendants and exits. (It cannot use the kernel's
-parent-death signal: that is sent when the *thread* that started it ends, and an agent has several.)
+socket closes, however that comes about, the fork server kills all its descendants and exits. (It cannot use the
+kernel's parent-death signal: that is sent when the *thread* that started it ends, and an agent has several.)
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def preload(modules: Sequence[str]) -> list[str]:
     return problems
 
 
-class Nursery:
+class ForkServer:
     """Forks a warden for each attempt socket that arrives on ``control``, a packet socket."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._selector = selectors.DefaultSelector()
         self._wardens: dict[int, int] = {}
-        """Pid of each warden -> the nursery's copy of its socket."""
+        """Pid of each warden -> the fork server's copy of its socket."""
 
     def serve(self) -> None:
         """Fork and reap until the agent is gone."""
@@ -134,7 +134,7 @@ def main() -> None:
     collapse_pages()
     with contextlib.suppress(ConnectionError):
         control.send(json.dumps({"problems": problems}).encode())
-        Nursery(control).serve()
+        ForkServer(control).serve()
     kill_descendants(CLOSE_TIMEOUT_S)
 
 

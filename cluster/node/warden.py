@@ -1,7 +1,7 @@
 """One attempt on one node: forks its ranks, watches them, and leaves no process of theirs behind.
 
-Every attempt has a warden process of its own, forked by the nursery. It adopts whatever its ranks leave orphaned, so
-"all descendants are gone" is exactly "the gang is gone", and concurrent gangs cannot be confused.
+Every attempt has a warden process of its own, forked by the fork server. It adopts whatever its ranks leave orphaned,
+so "all descendants are gone" is exactly "the gang is gone", and concurrent gangs cannot be confused.
 
     devices free? -> fork ranks -> watch -> (first failure, deadline, stop, SIGTERM, a dead agent or silent
     controller: kill all) -> reap all -> devices free again? -> NodeGone

@@ -177,7 +177,7 @@ def explain(sweep: str, trial: str | None, other: str | None, home: Path, as_jso
       tune-cluster explain quickstart --trial t005
       tune-cluster explain quickstart t003
     """
-    from orchestrator.status import story
+    from orchestrator.status import explanation
     from orchestrator.sweep.home import Home
     from orchestrator.terminal import explain_trial
 
@@ -187,7 +187,7 @@ def explain(sweep: str, trial: str | None, other: str | None, home: Path, as_jso
         _explain_sweep(sweep, other, Home(home), as_json)
         return
     with Home(home).open(sweep, begun=False) as ledger:
-        explained = story.explain(ledger, trial)
+        explained = explanation.explain(ledger, trial)
     print_result(as_json, explained.to_json(), lambda: explain_trial.render_explanation(explained))
 
 

@@ -13,10 +13,10 @@ from orchestrator.errors import ConfigError
 from orchestrator.planning.candidate import Why, explain
 from orchestrator.planning.dryrun.cache import DryRunCache
 from orchestrator.planning.dryrun.estimates import load_estimates
-from orchestrator.planning.forecast import Forecast, forecast
 from orchestrator.planning.hardware.profiles import load_profile
 from orchestrator.planning.hardware.request import known_topology
 from orchestrator.planning.plan import Plan, make_plan
+from orchestrator.planning.predictions import PlanPredictions, predict_plan
 from orchestrator.search.prediction.predictor import NotDescribedError
 from orchestrator.sweep.home import Home
 
@@ -26,7 +26,7 @@ class Planning:
     """A plan, and what there is to say about it."""
 
     plan: Plan
-    forecast: Forecast | None
+    forecast: PlanPredictions | None
     unpredicted: str
     """Why there is no forecast; empty where there is one."""
     why: Why | None
@@ -57,7 +57,7 @@ def plan_file(file: Path, home: Home, *, why: str | None = None, cluster: str | 
     made = make_plan(spec, topology, load_estimates(spec, topology, DryRunCache(home.dry_runs)))
     explained = None if why is None else explain(why, made, spec, topology, profile)
     try:
-        return Planning(plan=made, forecast=forecast(made, spec, topology, profile), unpredicted="", why=explained)
+        return Planning(plan=made, forecast=predict_plan(made, spec, topology, profile), unpredicted="", why=explained)
     except NotDescribedError as error:
         return Planning(plan=made, forecast=None, unpredicted=str(error), why=explained)
 

@@ -12,7 +12,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.planning.dryrun.cache import DryRunCache
 from orchestrator.planning.dryrun.estimates import KnownEstimates, load_estimates
 from orchestrator.planning.hardware.profiles import fingerprint, load_profile
-from orchestrator.planning.knowledge import Knowledge
+from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.planning.plan import Plan, make_plan, plan_document
 from orchestrator.search.prediction.transfer import EarlierTrial, num_sweeps
 from orchestrator.sweep.documents import PLAN
@@ -33,7 +33,7 @@ def begin(
     topology: Topology,
     home: Home,
     clock: Callable[[], float],
-) -> tuple[Plan, Knowledge]:
+) -> tuple[Plan, PriorKnowledge]:
     """The plan and what was known when the sweep was created. One that has not been is created; for one that goes on
     the hardware must be the same.
 
@@ -43,10 +43,10 @@ def begin(
     prints = fingerprint(topology, _virtual(spec))
     if state.created is not None:
         _check_hardware(state.created, prints)
-        known = Knowledge.kept(ledger)
+        known = PriorKnowledge.kept(ledger)
         return make_plan(spec, topology, known.estimates), known
     ledger.put_document("tracking", {"uri": spec.tracking.uri})
-    known = Knowledge(
+    known = PriorKnowledge(
         estimates=kept_estimates(spec, topology, home),
         profile=load_profile(spec, topology, home),
         earlier=earlier(spec, prints, home),
@@ -73,7 +73,7 @@ def kept_estimates(spec: SweepSpec, topology: Topology | None, home: Home) -> Kn
 
 
 def _created(
-    spec: SweepSpec, made: Plan, topology: Topology, prints: dict[str, str], known: Knowledge, *, at_s: float
+    spec: SweepSpec, made: Plan, topology: Topology, prints: dict[str, str], known: PriorKnowledge, *, at_s: float
 ) -> SweepCreated:
     return SweepCreated(
         at_s=at_s,

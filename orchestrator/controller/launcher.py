@@ -12,9 +12,9 @@ from orchestrator.config.sweep import SweepSpec
 from orchestrator.controller.early_stop import EarlyStop
 from orchestrator.controller.recovery import Recovered, recovered
 from orchestrator.controller.runtime import TrialLauncher
-from orchestrator.planning.forecast import of_plan
-from orchestrator.planning.knowledge import Knowledge
+from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.planning.plan import Plan
+from orchestrator.planning.predictions import of_plan
 from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.prediction.predictor import NotDescribedError
 from orchestrator.search.search import Search
@@ -28,7 +28,7 @@ from trials.spec import Protocol, TrialSpec
 logger = logging.getLogger(__name__)
 
 
-def make_search(spec: SweepSpec, made: Plan, topology: Topology | None, known: Knowledge) -> Search:
+def make_search(spec: SweepSpec, made: Plan, topology: Topology | None, known: PriorKnowledge) -> Search:
     """What proposes candidates."""
     guide = None
     if spec.search.sampler == "guided":

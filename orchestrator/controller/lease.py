@@ -20,7 +20,7 @@ GRACE_S = 30.0
 """How long gangs on nodes that others need may take to end by themselves."""
 
 
-class LeaseKeeper:
+class LeaseManager:
     """Asks the queue how many nodes the sweep may hold, and has the cluster grow or shrink to that.
 
     Args:

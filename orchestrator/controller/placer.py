@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from cluster.base import Cluster, ClusterError, ClusterLostError
 from cluster.hardware.placement import Placement, Pool
-from orchestrator.controller.lease import LeaseKeeper
+from orchestrator.controller.lease import LeaseManager
 from orchestrator.sweep.events import Launch
 from orchestrator.sweep.state import Trial
 from trials.spec import Layout
@@ -20,7 +20,7 @@ class Placer:
         placing_s: how long a trial may wait for nodes while nothing runs.
     """
 
-    def __init__(self, cluster: Cluster, lease: LeaseKeeper, *, isolation: str, placing_s: float) -> None:
+    def __init__(self, cluster: Cluster, lease: LeaseManager, *, isolation: str, placing_s: float) -> None:
         self._cluster = cluster
         self._lease = lease
         self._isolation = isolation

@@ -19,7 +19,7 @@ from cluster.base import Cluster, ClusterLostError, GangEnded, GangLaunch, GangP
 from cluster.hardware.placement import Placement
 from orchestrator.controller.early_stop import EarlyStop, settled
 from orchestrator.controller.journalled import propose, written_down
-from orchestrator.controller.lease import LeaseKeeper
+from orchestrator.controller.lease import LeaseManager
 from orchestrator.controller.observer import Observer, Projection
 from orchestrator.controller.placer import Placer
 from orchestrator.controller.recovery import Recovered, settle
@@ -99,7 +99,7 @@ class Runtime:
         recipe: TrialLauncher,
         projections: Sequence[Projection],
         observer: Observer,
-        lease: LeaseKeeper | None = None,
+        lease: LeaseManager | None = None,
         clock: Callable[[], float] = time.time,
         is_restart: bool = False,
         num_overruled: int | None = None,
@@ -117,7 +117,7 @@ class Runtime:
         self._projections = tuple(projections)
         self._observer = observer
         self._clock = clock
-        self._lease = lease or LeaseKeeper(cluster, None)
+        self._lease = lease or LeaseManager(cluster, None)
         self._running: dict[str, _Running] = {}
         self._killed: dict[str, LossCause] = {}
         """Attempts that were told to end -> why."""

@@ -11,7 +11,7 @@ from cluster.connect import clock_of, connect
 from orchestrator.config.sweep import SweepSpec, check_same, load_sweep
 from orchestrator.controller.creation import begin, kept_estimates, planned_topology
 from orchestrator.controller.launcher import Launcher, make_search
-from orchestrator.controller.lease import LeaseKeeper, Waiting, WithdrawnError
+from orchestrator.controller.lease import LeaseManager, Waiting, WithdrawnError
 from orchestrator.controller.observer import Heartbeat, Observer, Observers, Projection
 from orchestrator.controller.recovery import apply_requests
 from orchestrator.controller.runtime import Runtime
@@ -129,7 +129,7 @@ def _lease_and_run(spec: SweepSpec, home: Home, ledger: Ledger, observer: Observ
             recipe=Launcher(spec, topology, attempts).recipe(),
             projections=_projections(spec, ledger, home),
             observer=watch,
-            lease=LeaseKeeper(cluster, request.claim),
+            lease=LeaseManager(cluster, request.claim),
             clock=clock,
             is_restart=start.is_restart,
             num_overruled=waiting.num_requests,

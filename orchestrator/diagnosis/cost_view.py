@@ -17,8 +17,8 @@ from cluster.probe.prior import with_probe
 from cluster.probe.profile import Profile
 from orchestrator.search.acquisition import Seen, probability_fits
 from orchestrator.search.prediction import model_families
-from orchestrator.search.prediction.belief import Belief
 from orchestrator.search.prediction.gaussian_process import Residual, condition, learn
+from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.predictor import LOCAL_STD, Predictor, believed
 from orchestrator.sweep.state import SweepState, Trial, device_seconds
 from trials.outcome import OutOfMemory
@@ -34,7 +34,7 @@ class ModelView:
     """Predictions for a fixed list of candidates, those of the sweep's trials among them.
 
     Args:
-        predictor: of these candidates, as :func:`orchestrator.search.prediction.forecast.make_predictor` makes it.
+        predictor: of these candidates, as :func:`orchestrator.search.prediction.prediction.make_predictor` makes it.
         profile: what a probe measured of the nodes; the predictor's.
     """
 
@@ -132,7 +132,7 @@ class ModelView:
         return {**self._predictor.earlier_times_s, **self._times_s}
 
     @functools.cached_property
-    def _belief(self) -> Belief:
+    def _belief(self) -> Posterior:
         return self._predictor.belief(self._known_s)
 
     @functools.cached_property

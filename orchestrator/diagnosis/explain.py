@@ -15,8 +15,8 @@ from orchestrator.diagnosis.remedies import KnobChange, changes
 from orchestrator.diagnosis.step_parts import ProfileOf, profiles_of, split
 from orchestrator.diagnosis.values import Diagnosis, Importance, KnobEffect, StepParts, SweepExplanation
 from orchestrator.errors import ConfigError
-from orchestrator.planning.knowledge import Knowledge
-from orchestrator.search.prediction.forecast import make_predictor
+from orchestrator.planning.knowledge import PriorKnowledge
+from orchestrator.search.prediction.prediction import make_predictor
 from orchestrator.search.prediction.predictor import NotDescribedError
 from orchestrator.space.large import LargeSpace
 from orchestrator.space.naming import flat_params
@@ -38,7 +38,7 @@ class Basis:
     """Knobs with more than one value in the sweep's space; None: those in which the candidates differ."""
     topology: Topology | None = None
     """None where it is not known; the cost model then says nothing."""
-    knowledge: Knowledge = field(default_factory=Knowledge)
+    knowledge: PriorKnowledge = field(default_factory=PriorKnowledge)
     problem: str = ""
     """Why candidates or hardware are not known; empty where they are."""
 

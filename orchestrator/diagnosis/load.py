@@ -16,7 +16,7 @@ from orchestrator.config.sweep import SweepSpec
 from orchestrator.diagnosis.explain import Basis, explain_sweep
 from orchestrator.diagnosis.values import SweepExplanation
 from orchestrator.errors import ConfigError
-from orchestrator.planning.knowledge import Knowledge
+from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.planning.plan import Plan, make_plan
 from orchestrator.sweep.events import SweepCreated
 from orchestrator.sweep.fold import fold
@@ -82,15 +82,15 @@ def _spec(ledger: Ledger) -> tuple[SweepSpec | None, str]:
         return None, "the sweep file kept with it is of another version"
 
 
-def _knowledge(ledger: Ledger) -> Knowledge:
+def _knowledge(ledger: Ledger) -> PriorKnowledge:
     try:
-        return Knowledge.kept(ledger)
+        return PriorKnowledge.kept(ledger)
     except UNREADABLE as error:
         logger.debug("what %s keeps of dry runs and probes cannot be used", ledger.folder, exc_info=error)
-        return Knowledge()
+        return PriorKnowledge()
 
 
-def _plan(spec: SweepSpec, topology: Topology | None, known: Knowledge) -> tuple[Plan | None, str]:
+def _plan(spec: SweepSpec, topology: Topology | None, known: PriorKnowledge) -> tuple[Plan | None, str]:
     """Without what the stage balancer would add, which takes it minutes; of that, the sweep's trials are known."""
     space = spec.space.model_copy(update={"balance": False})
     try:

@@ -17,7 +17,7 @@ from orchestrator.config.validation import to_config_error
 from orchestrator.config.yaml_source import YamlSource
 from orchestrator.errors import ConfigError
 from orchestrator.planning.plan import Plan
-from orchestrator.search.prediction.forecast import Prediction, make_predictor, prediction
+from orchestrator.search.prediction.prediction import Prediction, make_predictor, prediction
 from orchestrator.search.prediction.predictor import NotDescribedError
 from orchestrator.space.knobs.canonical import build_candidate
 from orchestrator.space.naming import describe, diff, short_name

@@ -23,7 +23,7 @@ DRY_RUNS, PROFILE, TRANSFER = "dry_runs", "profile", "transfer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Knowledge:
+class PriorKnowledge:
     """About the candidates and the hardware."""
 
     estimates: KnownEstimates = field(default_factory=KnownEstimates)
@@ -39,7 +39,7 @@ class Knowledge:
         ledger.put_document(TRANSFER, to_document(self.earlier))
 
     @classmethod
-    def kept(cls, ledger: Ledger) -> Knowledge:
+    def kept(cls, ledger: Ledger) -> PriorKnowledge:
         """Back from :meth:`keep`."""
         return cls(
             estimates=_estimates_from_json(ledger.document(DRY_RUNS)),

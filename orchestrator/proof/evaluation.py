@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.proof.keeper import KILL_S, Ending, EvaluationOrder
+from orchestrator.proof.evaluation_process import KILL_S, Ending, EvaluationOrder
 from orchestrator.proof.loss_gate import trajectory
 from orchestrator.proof.progress import BASELINE, gate_report, gate_runs
 from orchestrator.sweep.home import attempt_folder
@@ -35,7 +35,7 @@ FACTS_FILE, LOG_FILE = "facts.json", "output.log"
 
 
 _GRACE_S = 2 * KILL_S
-"""How much later than its deadline the keeper of a command is given up."""
+"""How much later than its deadline the process of a command is given up."""
 
 
 class EvaluationProcess:
@@ -43,7 +43,7 @@ class EvaluationProcess:
 
     def __init__(self) -> None:
         self._trial = 0
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._give_up_s = 0.0
         self._failure = ""
 
@@ -65,40 +65,40 @@ class EvaluationProcess:
         try:
             make_private_folder(folder)
             write_atomically(path, [json.dumps(facts, indent=1).encode()], mode=0o600)
-            self._keeper = _start_keeper(order)
+            self._process = _start_process(order)
         except OSError as error:
             self._failure = f"the evaluation cannot be started: {error}"
 
     def poll(self) -> Evaluation | None:
         """How it ended; None while it goes on. Never waits."""
-        if self._keeper is None:
+        if self._process is None:
             return self._ended(Ending(exit_code=None, tail=(self._failure,)))
-        if self._keeper.poll() is None:
+        if self._process.poll() is None:
             if time.monotonic() < self._give_up_s:
                 return None
             self.kill()
             return self._ended(Ending(exit_code=None, tail=("it did not end, and could not be killed in time",)))
-        assert self._keeper.stdout is not None
-        with self._keeper.stdout as pipe:
+        assert self._process.stdout is not None
+        with self._process.stdout as pipe:
             text = pipe.read().decode()
-        _close_input(self._keeper)
-        if self._keeper.returncode != 0 or not text:
+        _close_input(self._process)
+        if self._process.returncode != 0 or not text:
             return self._ended(Ending(exit_code=None, tail=("the process that runs the evaluation was killed",)))
         return self._ended(Ending.from_json(text))
 
     def kill(self) -> None:
         """End it, with all that it started. Waits until that is done."""
-        keeper = self._keeper
-        if keeper is None or keeper.returncode is not None:
+        process = self._process
+        if process is None or process.returncode is not None:
             return
-        _close_input(keeper)
+        _close_input(process)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            keeper.wait(_GRACE_S)
+            process.wait(_GRACE_S)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(keeper.pid, signal.SIGKILL)
-        keeper.wait()
-        if keeper.stdout is not None:
-            keeper.stdout.close()
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
     def _ended(self, ending: Ending) -> Evaluation:
         passed = ending.exit_code == 0
@@ -107,24 +107,24 @@ class EvaluationProcess:
         return Evaluation(trial=self._trial, passed=passed, exit_code=ending.exit_code, output_tail=ending.tail)
 
 
-def _start_keeper(order: EvaluationOrder) -> subprocess.Popen[bytes]:
-    keeper = subprocess.Popen(
-        [sys.executable, "-m", "orchestrator.proof.keeper"],
+def _start_process(order: EvaluationOrder) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "orchestrator.proof.evaluation_process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is for the sweep
     )
-    assert keeper.stdin is not None
+    assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
-        keeper.stdin.write(f"{order.to_json()}\n".encode())
-        keeper.stdin.flush()
-    return keeper
+        process.stdin.write(f"{order.to_json()}\n".encode())
+        process.stdin.flush()
+    return process
 
 
-def _close_input(keeper: subprocess.Popen[bytes]) -> None:
-    assert keeper.stdin is not None
+def _close_input(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
-        keeper.stdin.close()
+        process.stdin.close()
 
 
 def facts(state: SweepState, trial: int, report: GateReport | None, folder: Path | None = None) -> dict[str, Any]:

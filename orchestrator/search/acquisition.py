@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.search.prediction.belief import Belief, normal_cdf
 from orchestrator.search.prediction.gaussian_process import Array, Residual, condition, learn
+from orchestrator.search.prediction.posterior import Posterior, normal_cdf
 
 SHORTLIST_SIZE = 4096
 """Candidates whose uncertainty is worked out: those that look best when everything goes their way."""
@@ -61,7 +61,7 @@ class Proposal:
     """Expected improvement of log time per device-second; for the very first, expected speed relative to the best."""
 
 
-def propose(belief: Belief, seen: Seen, num: int = 1) -> list[Proposal]:
+def propose(belief: Posterior, seen: Seen, num: int = 1) -> list[Proposal]:
     """Up to ``num`` candidates to measure at the same time; fewer when fewer are left.
 
     The first is the one with the largest expected improvement per device-second, among those that may fit. Each
@@ -86,7 +86,7 @@ class ProposalRound:
         keep: how many candidates stay to choose from, those that score best at first.
     """
 
-    def __init__(self, belief: Belief, seen: Seen, *, keep: int) -> None:
+    def __init__(self, belief: Posterior, seen: Seen, *, keep: int) -> None:
         self._belief = belief
         believed: dict[int, float] = {row: float(np.log(time_s)) for row, time_s in seen.times_s.items()}
         residual = _believe(belief, _learned(belief, seen), believed, seen.running)
@@ -177,13 +177,13 @@ class _Columns:
         self._num += 1
 
 
-def expected_log_times(belief: Belief, seen: Seen) -> Array:
+def expected_log_times(belief: Posterior, seen: Seen) -> Array:
     """Of all candidates, after what was seen."""
     return np.asarray(belief.log_time + _learned(belief, seen).mean(np.arange(len(belief))))
 
 
 def should_stop(
-    belief: Belief, seen: Seen, *, tolerance: float = 0.0, min_probability: float = MIN_PROBABILITY
+    belief: Posterior, seen: Seen, *, tolerance: float = 0.0, min_probability: float = MIN_PROBABILITY
 ) -> bool:
     """Whether nothing left is likely to beat the best seen by more than ``tolerance`` (relative).
 
@@ -200,7 +200,7 @@ def should_stop(
     return bool(np.all(optimistic >= np.log(min(seen.times_s.values())) + np.log1p(-tolerance)))
 
 
-def probability_fits(belief: Belief, seen: Seen, rows: NDArray[np.intp]) -> Array:
+def probability_fits(belief: Posterior, seen: Seen, rows: NDArray[np.intp]) -> Array:
     """Probability that each of ``rows`` fits in memory, given which candidates did and which did not."""
     if belief.log_memory is None:
         return np.ones(len(rows))
@@ -209,7 +209,7 @@ def probability_fits(belief: Belief, seen: Seen, rows: NDArray[np.intp]) -> Arra
     return normal_cdf(-(belief.log_memory[rows] + shift) / spread)
 
 
-def _memory_shift(log_memory: Array, belief: Belief, seen: Seen) -> tuple[float, float]:
+def _memory_shift(log_memory: Array, belief: Posterior, seen: Seen) -> tuple[float, float]:
     """Mean and standard deviation of the error common to all memory predictions, on a grid."""
     shift = np.linspace(-5, 5, 401) * belief.memory_shift_std
     log_density = -0.5 * (shift / belief.memory_shift_std) ** 2
@@ -227,14 +227,14 @@ def _memory_shift(log_memory: Array, belief: Belief, seen: Seen) -> tuple[float,
     return mean, float(np.sqrt(density @ (shift - mean) ** 2))
 
 
-def _learned(belief: Belief, seen: Seen) -> Residual:
+def _learned(belief: Posterior, seen: Seen) -> Residual:
     times = {**seen.history, **seen.times_s}
     rows = np.array(sorted(times), dtype=np.intp)
     errors = np.log([times[row] for row in rows.tolist()]) - belief.log_time[rows]
     return learn(belief.error, rows, errors)
 
 
-def _believe(belief: Belief, residual: Residual, believed: dict[int, float], rows: tuple[int, ...]) -> Residual:
+def _believe(belief: Posterior, residual: Residual, believed: dict[int, float], rows: tuple[int, ...]) -> Residual:
     """As if ``rows`` had been measured at their expected times, which are added to ``believed``."""
     if not rows:
         return residual
@@ -245,14 +245,14 @@ def _believe(belief: Belief, residual: Residual, believed: dict[int, float], row
     return condition(belief.error, seen, np.concatenate([residual.errors, errors]), residual.scale)
 
 
-def _open_rows(belief: Belief, seen: Seen) -> NDArray[np.intp]:
+def _open_rows(belief: Posterior, seen: Seen) -> NDArray[np.intp]:
     is_open = np.ones(len(belief), dtype=bool)
     is_open[seen.closed] = False
     return np.asarray(np.flatnonzero(is_open), dtype=np.intp)
 
 
 def _shortlist(
-    belief: Belief, residual: Residual, rows: NDArray[np.intp], size: int = SHORTLIST_SIZE
+    belief: Posterior, residual: Residual, rows: NDArray[np.intp], size: int = SHORTLIST_SIZE
 ) -> NDArray[np.intp]:
     if len(rows) <= size:
         return rows

@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.search.acquisition import Proposal, ProposalRound, Seen, expected_log_times, should_stop
-from orchestrator.search.prediction.belief import Belief
+from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.rounds import as_of, first_trial, round_start
 from orchestrator.search.staged import Stages
 from orchestrator.search.untried import OpenCandidates
 from orchestrator.sweep.state import SweepState, Trial, device_seconds
-from orchestrator.sweep.values import Expectation, Suggestion
+from orchestrator.sweep.values import PredictedResult, Suggestion
 from orchestrator.units import rate
 from trials.outcome import Infeasible, OutOfMemory, StoppedEarly
 from trials.spec import Candidate
@@ -88,12 +88,12 @@ class GuidedSearch:
         self._row_in: tuple[OpenCandidates, NDArray[np.intp]] | None = None
         self._turn: _Turn | None = None
 
-    def expect(self, candidate: Candidate) -> Expectation | None:
+    def expect(self, candidate: Candidate) -> PredictedResult | None:
         """What the cost model says of a candidate before any trial of this sweep; None of one it does not know."""
         row = self._rows.get(candidate.config_key)
         if row is None:
             return None
-        return Expectation(
+        return PredictedResult(
             step_time_s=float(self._predictor.estimates.step_s[row]),
             log_spread=self._predictor.log_spread_of(row),
             peak_bytes=float(self._predictor.estimates.peak_bytes[row]),
@@ -114,7 +114,7 @@ class GuidedSearch:
         return Suggestion(
             self._predictor.candidates[found.index],
             f"{turn.words}: {reason}" if turn.words else reason,
-            Expectation(
+            PredictedResult(
                 step_time_s=found.time_s / float(self._predictor.inputs.world_size[found.index]),
                 log_spread=found.log_std,
                 peak_bytes=float(self._predictor.estimates.peak_bytes[found.index]),
@@ -184,7 +184,7 @@ class GuidedSearch:
         closed: list[int] = np.flatnonzero(~is_open).tolist()
         return closed
 
-    def _standing(self, state: SweepState, closed: Collection[int]) -> tuple[Belief, Seen]:
+    def _standing(self, state: SweepState, closed: Collection[int]) -> tuple[Posterior, Seen]:
         """What is believed and was seen. ``closed``: rows not to be proposed."""
         measured = [(row, trial) for number in state.end_order for row, trial in self._measured(state.trials[number])]
         calibrating = measured[: num_calibrating(len(measured))]
@@ -222,7 +222,7 @@ class GuidedSearch:
         return [] if row is None or trial.measurement is None else [(row, trial)]
 
 
-def _with_bounds(belief: Belief, seen: Seen, stopped: Mapping[int, StoppedEarly], predictor: Predictor) -> Seen:
+def _with_bounds(belief: Posterior, seen: Seen, stopped: Mapping[int, StoppedEarly], predictor: Predictor) -> Seen:
     """With what trials that were stopped early tell: that they take at least so long. Where they were expected to take
     longer, that is no news; else they teach as if that were what they take."""
     if not stopped:

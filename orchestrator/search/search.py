@@ -23,7 +23,7 @@ from orchestrator.space.dominance import Pruned, Pruner
 from orchestrator.space.large import Features, LargeSpace, Lookup, Scalar, without_effect
 from orchestrator.sweep.events import CandidatesPruned
 from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.sweep.values import Expectation, Suggestion
+from orchestrator.sweep.values import PredictedResult, Suggestion
 from trials.codec import digest
 from trials.outcome import Diverged, Infeasible, OutOfMemory
 from trials.spec import Candidate
@@ -101,7 +101,7 @@ class Search:
             return Suggestion(self._open.candidates[rng.choice(unseen)], "drawn at random")
         return self._ask_tpe(state, unseen, rng)
 
-    def expect(self, candidate: Candidate) -> Expectation | None:
+    def expect(self, candidate: Candidate) -> PredictedResult | None:
         """What is predicted of a candidate before any trial; None where nobody can."""
         return None if self._guide is None else self._guide.expect(candidate)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from cluster.hardware.topology import Device
-from orchestrator.sweep.values import Check, Evaluation, Expectation, ProofSettings, Verdict
+from orchestrator.sweep.values import Check, Evaluation, PredictedResult, ProofSettings, Verdict
 from trials.codec import digest, to_json
 from trials.outcome import Outcome, StoppedEarly
 from trials.spec import Candidate, Layout, ProfileSpec, Workload
@@ -123,7 +123,7 @@ class TrialProposed:
     origin: Origin
     reason: str
     """Why it was proposed, for people."""
-    expected: Expectation | None = None
+    expected: PredictedResult | None = None
     """What was predicted of it; None where nothing was."""
     check: Check | None = None
     """Set exactly when ``origin`` is ``check``."""

@@ -26,7 +26,7 @@ from typing import Any, Literal
 from cluster.hardware.topology import Device
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.events import Action, CandidatesPruned, Origin, Promoted, SweepCreated
-from orchestrator.sweep.values import Check, Evaluation, Expectation, Verdict
+from orchestrator.sweep.values import Check, Evaluation, PredictedResult, Verdict
 from orchestrator.sweep.vector import Vector
 from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly
 from trials.spec import Candidate
@@ -77,7 +77,7 @@ class Trial:
     origin: Origin
     reason: str
     proposed_at_s: float
-    expected: Expectation | None = None
+    expected: PredictedResult | None = None
     """What was predicted of it; None where nothing was."""
     num_ended: int = 0
     """Length of the state's ``end_order`` when it was proposed."""

@@ -140,7 +140,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expectation:
+class PredictedResult:
     """The cost model's estimate of a candidate, its time corrected by the trials known when it was proposed."""
 
     step_time_s: float
@@ -159,5 +159,5 @@ class Suggestion:
     candidate: Candidate
     reason: str
     """For people."""
-    expected: Expectation | None = None
+    expected: PredictedResult | None = None
     """None where nothing was predicted."""

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from orchestrator import units
 from orchestrator.space.naming import short_name
-from orchestrator.status.story import AttemptStory, Explanation
+from orchestrator.status.explanation import AttemptStory, Explanation
 from orchestrator.sweep.state import nodes_of
 from orchestrator.text import plain
 from orchestrator.units import count, signal_name

@@ -13,9 +13,9 @@ from rich.text import Text
 from cluster.cost.balance.problem import Balance
 from orchestrator.commands.plan import Planning
 from orchestrator.planning.candidate import Why
-from orchestrator.planning.forecast import Forecast
 from orchestrator.planning.plan import Plan
-from orchestrator.search.prediction.forecast import Prediction
+from orchestrator.planning.predictions import PlanPredictions
+from orchestrator.search.prediction.prediction import Prediction
 from orchestrator.space.naming import short_name
 from orchestrator.units import device_time, milliseconds, num_bytes, rate
 from trials.spec import Candidate
@@ -101,7 +101,7 @@ NUM_TIME_TERMS, NUM_MEMORY_TERMS = 2, 1
 """Largest terms shown per figure; explaining one candidate, or JSON, gives all."""
 
 
-def render_forecast(forecast: Forecast, limit: int = 10) -> RenderableType:
+def render_forecast(forecast: PlanPredictions, limit: int = 10) -> RenderableType:
     """The candidates expected to be fastest, with what their time and memory consist of."""
     head = Text.assemble(
         (f"{forecast.num_fitting} of {forecast.num_candidates} candidates expected to fit", "bold"),
@@ -123,7 +123,7 @@ def render_forecast(forecast: Forecast, limit: int = 10) -> RenderableType:
     return Group(head, table)
 
 
-def _probed(forecast: Forecast) -> str:
+def _probed(forecast: PlanPredictions) -> str:
     return f", {forecast.num_probed} node(s) probed" if forecast.num_probed else ""
 
 

@@ -100,9 +100,9 @@ def stat(pid):
 def test_gangs_outlive_the_fork_server(cluster, pids):
     gang = launch(cluster, "hangs_at_start", spec={"pids": pids})
     wait_for_pids(pids, 2)
-    nursery = parent(parent(living(pids)[0]))
-    os.kill(nursery, signal.SIGKILL)
-    wait_until(lambda: stat(nursery)[0] == "Z", "the fork server's death")
+    fork_server = parent(parent(living(pids)[0]))
+    os.kill(fork_server, signal.SIGKILL)
+    wait_until(lambda: stat(fork_server)[0] == "Z", "the fork server's death")
     assert isinstance(run(cluster, "ok").outcome, Measured), "there is a new one"
     assert len(living(pids)) == 2
     cluster.kill(gang.attempt_id, "enough")

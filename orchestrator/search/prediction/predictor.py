@@ -21,9 +21,9 @@ from cluster.cost.generic import GenericInputs, generic_inputs
 from cluster.cost.inputs import CostInputs, concatenate
 from cluster.hardware.accelerators import ClusterDescription
 from orchestrator.search.prediction import model_families
-from orchestrator.search.prediction.belief import MEMORY_SHIFT_STD, MEMORY_STD, Belief, normal_cdf
 from orchestrator.search.prediction.gaussian_process import Array, ErrorModel
 from orchestrator.search.prediction.model_families import Inputs, log_device_seconds, physical_places
+from orchestrator.search.prediction.posterior import MEMORY_SHIFT_STD, MEMORY_STD, Posterior, normal_cdf
 from orchestrator.search.prediction.transfer import EarlierTrial, nearest
 from trials.dryrun.estimate import DryRunEstimate
 from trials.spec import Candidate, LlamaModel, Workload
@@ -124,7 +124,7 @@ class Predictor:
             raise NotDescribedError(str(error)) from None
         self._own = OwnKnobs([candidate for _, candidate in pairs], features)
         self._prior = believed(prior or load_prior("time"), LOCAL_STD[self.device_kind])
-        self._beliefs: dict[tuple[tuple[int, float], ...], Belief] = {}
+        self._beliefs: dict[tuple[tuple[int, float], ...], Posterior] = {}
 
     @functools.cached_property
     def _model(self) -> CostModel:
@@ -179,18 +179,18 @@ class Predictor:
     def limit_bytes(self) -> float:
         return self.cluster.accelerator.usable_memory_bytes
 
-    def belief(self, times_s: Mapping[int, float]) -> Belief:
+    def belief(self, times_s: Mapping[int, float]) -> Posterior:
         """Linearised where the device-seconds per step ``times_s`` (by row) put the coefficients. Kept for reuse."""
         key = tuple(sorted(times_s.items()))
         if key not in self._beliefs:
             self._beliefs = {key: self._believe(times_s)}
         return self._beliefs[key]
 
-    def _believe(self, times_s: Mapping[int, float]) -> Belief:
+    def _believe(self, times_s: Mapping[int, float]) -> Posterior:
         log_time, features, seconds = linearised(self._prior, self.inputs, times_s)
         own, sweeps = self._own.one_hot, self._sweeps()
         own_std = OWN_KNOB_STD["decoder" if isinstance(self.inputs, CostInputs) else "generic"]
-        return Belief(
+        return Posterior(
             log_time=log_time,
             error=ErrorModel(
                 features=np.hstack([features, own, sweeps]),

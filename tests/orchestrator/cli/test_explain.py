@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from cluster.hardware.topology import Device
-from orchestrator.status.story import explain
+from orchestrator.status.explanation import explain
 from orchestrator.sweep.events import (
     Asked,
     Budget,
@@ -19,14 +19,14 @@ from orchestrator.sweep.events import (
     SweepPaused,
     TrialsRetried,
 )
-from orchestrator.sweep.values import Expectation
+from orchestrator.sweep.values import PredictedResult
 from orchestrator.terminal.explain_trial import render_explanation
 from tests.support import long_story
 from tests.support.cli_homes import LEASE, controller, keep, keep_running, run, running
 from tests.support.story import created, ended, evidence, failures, launched, measured, proposed
 from trials.outcome import Crashed, GangLost, HostOutOfMemory, StoppedEarly, TimedOut
 
-EXPECTED = Expectation(step_time_s=0.05, log_spread=0.1, peak_bytes=2.0**30, probability_fits=0.9)
+EXPECTED = PredictedResult(step_time_s=0.05, log_spread=0.1, peak_bytes=2.0**30, probability_fits=0.9)
 
 
 def on(node, event, num_ranks=1):

@@ -14,7 +14,7 @@ from benchmarks.scale.controller import measure
 from orchestrator.config.sweep import load_sweep
 from orchestrator.controller.launcher import make_search
 from orchestrator.planning.hardware.request import known_topology
-from orchestrator.planning.knowledge import Knowledge
+from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.planning.plan import make_plan
 from orchestrator.search.rounds import as_of, first_trial, round_start
 from orchestrator.sweep.events import TrialProposed
@@ -55,7 +55,7 @@ def num_proposed(folder):
 def search_of(folder):
     spec = load_sweep(folder / "sweep.yaml")
     topology = known_topology(spec, Home(folder / "home"))
-    return make_search(spec, make_plan(spec, topology), topology, Knowledge())
+    return make_search(spec, make_plan(spec, topology), topology, PriorKnowledge())
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from cluster.base import ClusterError
 from cluster.hardware.topology import uniform_topology
 from cluster.queue.share import Claim, Grant
 from cluster.virtual.simulated import Cost, SimulatedCluster
-from orchestrator.controller.lease import BEAT_S, GRACE_S, LeaseKeeper
+from orchestrator.controller.lease import BEAT_S, GRACE_S, LeaseManager
 from orchestrator.controller.placer import Placer
 from orchestrator.sweep.events import Launch
 from orchestrator.sweep.fold import fold
@@ -53,7 +53,7 @@ class World:
         self.queue = Queue()
         self.cluster = Shared(self.queue, **options)
         claim = Claim(sweep="s", user="eve", min_nodes=2, max_nodes=4)
-        self.lease = LeaseKeeper(self.cluster, claim, clock=lambda: self.now_s)
+        self.lease = LeaseManager(self.cluster, claim, clock=lambda: self.now_s)
         self.placer = Placer(self.cluster, self.lease, isolation="node", placing_s=60.0)
 
     def tend(self, busy=(), *, after_s=BEAT_S):

@@ -10,7 +10,7 @@ from orchestrator.diagnosis.effects import main_effects
 from orchestrator.diagnosis.importance import importance
 from orchestrator.diagnosis.observations import tabulate
 from orchestrator.diagnosis.prediction_errors import hold_against
-from orchestrator.sweep.values import Expectation
+from orchestrator.sweep.values import PredictedResult
 from tests.orchestrator.diagnosis.diagnosed import O1, sweep
 from tests.support.story import evidence, measured
 from trials.outcome import OutOfMemory, StoppedEarly
@@ -93,7 +93,7 @@ def test_trials_stopped_early_count_with_the_least_they_would_have_taken():
 
 
 def expectation(step_s, peak=2e8, spread=0.05, fits=1.0):
-    return Expectation(step_time_s=step_s, log_spread=spread, peak_bytes=peak, probability_fits=fits)
+    return PredictedResult(step_time_s=step_s, log_spread=spread, peak_bytes=peak, probability_fits=fits)
 
 
 def test_predictions_are_held_against_measurements_and_outliers_have_a_name():

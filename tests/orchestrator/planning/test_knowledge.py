@@ -8,7 +8,7 @@ from orchestrator.cli.main import main
 from orchestrator.config.sweep import load_sweep
 from orchestrator.planning.dryrun.cache import DryRunCache, cache_key
 from orchestrator.planning.dryrun.estimates import KnownEstimates
-from orchestrator.planning.knowledge import DRY_RUNS, PROFILE, TRANSFER, Knowledge
+from orchestrator.planning.knowledge import DRY_RUNS, PROFILE, TRANSFER, PriorKnowledge
 from orchestrator.sweep.events import AttemptEnded
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
@@ -75,15 +75,15 @@ def test_what_is_known_is_a_value_that_survives_the_ledger(tmp_path):
     home = ["--home", str(tmp_path / "home")]
     found = CliRunner().invoke(main, ["probe", str(file), *home, "--json"], catch_exceptions=False)
     with Ledger(tmp_path / "empty") as ledger:
-        assert Knowledge.kept(ledger) == Knowledge()
+        assert PriorKnowledge.kept(ledger) == PriorKnowledge()
     submit(tmp_path, {**CONTENT, "budget": {"max_trials": 1}})
     with Ledger(tmp_path / "home" / "sweeps" / CONTENT["name"]) as ledger:
-        known = Knowledge.kept(ledger)
+        known = PriorKnowledge.kept(ledger)
         assert [node.node for node in known.profile.nodes] == [n["node"] for n in json.loads(found.stdout)["nodes"]]
         candidate = load_sweep(file).baseline_candidate
-        more = Knowledge(
+        more = PriorKnowledge(
             estimates=KnownEstimates(by_candidate={candidate: counted(5)}, limit_bytes=7, context_bytes=2),
             profile=known.profile,
         )
         more.keep(ledger)
-        assert Knowledge.kept(ledger) == more
+        assert PriorKnowledge.kept(ledger) == more

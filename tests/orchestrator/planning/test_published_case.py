@@ -9,7 +9,7 @@ from benchmarks.acceptance.cases import CASES
 from benchmarks.acceptance.measures import MEASURES
 from benchmarks.acceptance.model import Model, measure_shares, predicted_steps
 from orchestrator.config.sweep import load_sweep
-from orchestrator.planning.forecast import of_plan
+from orchestrator.planning.predictions import of_plan
 
 SMALL, LARGE = CASES
 

@@ -15,8 +15,8 @@ from orchestrator.search.acquisition import (
     propose,
     should_stop,
 )
-from orchestrator.search.prediction.belief import Belief, normal_cdf
 from orchestrator.search.prediction.gaussian_process import ErrorModel, learn
+from orchestrator.search.prediction.posterior import Posterior, normal_cdf
 
 
 def grid(n=12):
@@ -30,7 +30,7 @@ def grid(n=12):
         places=np.stack([first, second], axis=1) / 2.0,
         local_std=0.05,
     )
-    return Belief(log_time=log_time, error=error, cost_s=np.ones(n * n)), truth
+    return Posterior(log_time=log_time, error=error, cost_s=np.ones(n * n)), truth
 
 
 def search(belief, truth, num_trials, first=0, oom=frozenset()):
@@ -48,7 +48,7 @@ def test_before_anything_is_measured_the_best_prediction_that_fits_is_first():
     belief, _ = grid()
     assert propose(belief, Seen())[0].index == np.argmin(belief.log_time)
     full = np.where(np.arange(144) == np.argmin(belief.log_time), 1.0, -1.0)
-    belief = Belief(log_time=belief.log_time, error=belief.error, cost_s=belief.cost_s, log_memory=full)
+    belief = Posterior(log_time=belief.log_time, error=belief.error, cost_s=belief.cost_s, log_memory=full)
     assert propose(belief, Seen())[0].index == np.argsort(belief.log_time, kind="stable")[1]
 
 
@@ -96,7 +96,7 @@ def test_what_runs_counts_as_believed():
 
 def test_cheaper_trials_come_first_among_equals():
     error = ErrorModel(features=np.zeros((3, 1)), feature_std=np.zeros(1), places=np.eye(3) * 9)
-    belief = Belief(log_time=np.zeros(3), error=error, cost_s=np.array([1.0, 5.0, 1.0]))
+    belief = Posterior(log_time=np.zeros(3), error=error, cost_s=np.array([1.0, 5.0, 1.0]))
     assert propose(belief, Seen(times_s={0: 1.0}))[0].index == 2
 
 
@@ -111,7 +111,7 @@ def test_excluded_and_history_are_never_proposed_and_history_is_not_to_be_beaten
 def test_memory_that_turns_out_larger_makes_neighbours_of_the_limit_unlikely():
     belief, _ = grid(4)
     log_memory = np.linspace(-0.6, 0.1, 16)
-    belief = Belief(log_time=belief.log_time, error=belief.error, cost_s=belief.cost_s, log_memory=log_memory)
+    belief = Posterior(log_time=belief.log_time, error=belief.error, cost_s=belief.cost_s, log_memory=log_memory)
     rows = np.arange(16)
     before = probability_fits(belief, Seen(), rows)
     assert np.all(np.diff(before) < 0)
@@ -126,7 +126,7 @@ def test_memory_that_turns_out_larger_makes_neighbours_of_the_limit_unlikely():
 def test_out_of_memory_is_avoided_where_it_is_likely():
     belief, truth = grid()
     second = np.arange(144) // 12
-    belief = Belief(
+    belief = Posterior(
         log_time=belief.log_time,
         error=belief.error,
         cost_s=belief.cost_s,
@@ -184,7 +184,7 @@ def test_a_hundred_thousand_candidates_are_shortlisted_without_losing_the_best()
     error = ErrorModel(
         features=rng.normal(size=(n, 8)), feature_std=np.full(8, 0.1), places=rng.normal(size=(n, 6)) * 3
     )
-    belief = Belief(log_time=rng.normal(size=n) * 0.3, error=error, cost_s=np.ones(n))
+    belief = Posterior(log_time=rng.normal(size=n) * 0.3, error=error, cost_s=np.ones(n))
     truth = np.exp(belief.log_time + error.features @ rng.normal(size=8) * 0.1)
     times, _ = search(belief, truth, 25)
     assert np.mean(truth < min(times.values())) < 3e-4

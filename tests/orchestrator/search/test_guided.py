@@ -14,7 +14,7 @@ from cluster.hardware.accelerators import describe_topology
 from cluster.hardware.topology import uniform_topology
 from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.prediction import predictor
-from orchestrator.search.prediction.forecast import make_predictor
+from orchestrator.search.prediction.prediction import make_predictor
 from orchestrator.search.prediction.predictor import NotDescribedError, Predictor
 from orchestrator.search.search import Search
 from orchestrator.space.naming import flat_params

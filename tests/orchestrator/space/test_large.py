@@ -14,7 +14,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.planning import plan
 from orchestrator.planning.plan import make_plan
 from orchestrator.search.guided import GuidedSearch
-from orchestrator.search.prediction.forecast import make_predictor
+from orchestrator.search.prediction.prediction import make_predictor
 from orchestrator.search.search import Search, _Space
 from orchestrator.space import space
 from orchestrator.space.large import Lookup, without_effect

@@ -1,4 +1,4 @@
-"""Runs a user's command and everything it starts to a certain end: ``python -m orchestrator.proof.keeper``.
+"""Runs a user's command and everything it starts to a certain end: ``python -m orchestrator.proof.evaluation_process``.
 
 A process between controller and command. It takes an :class:`EvaluationOrder` as one line of JSON on its input, and
 prints a :class:`Ending` once nothing that the command started is left. When its input closes, because the controller

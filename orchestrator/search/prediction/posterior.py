@@ -14,7 +14,7 @@ MEMORY_STD = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Belief:
+class Posterior:
     """What is believed of n candidates before measuring. Arrays have shape (n,)."""
 
     log_time: Array

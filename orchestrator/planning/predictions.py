@@ -13,7 +13,7 @@ from cluster.hardware.topology import Topology
 from cluster.probe.profile import Profile
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.planning.plan import Plan
-from orchestrator.search.prediction.forecast import Prediction, make_predictor, prediction
+from orchestrator.search.prediction.prediction import Prediction, make_predictor, prediction
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.prediction.transfer import EarlierTrial
 from trials.spec import Workload
@@ -22,7 +22,7 @@ NUM_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class PlanPredictions:
     """Of a whole plan."""
 
     hardware: str
@@ -68,7 +68,9 @@ def of_plan(
     return make_predictor(workload, candidates, topology, profile, estimates=plan.known.by_candidate, earlier=earlier)
 
 
-def forecast(plan: Plan, spec: SweepSpec, topology: Topology | None, profile: Profile | None = None) -> Forecast:
+def predict_plan(
+    plan: Plan, spec: SweepSpec, topology: Topology | None, profile: Profile | None = None
+) -> PlanPredictions:
     """Rank the plan's candidates.
 
     Raises:
@@ -83,7 +85,7 @@ def forecast(plan: Plan, spec: SweepSpec, topology: Topology | None, profile: Pr
     base = predictor.candidates.index(plan.baseline)
     num_trials = min(spec.budget.max_trials, num_candidates + (base >= num_candidates))
     spent = predictor.trial_device_seconds(device_s)[[base, *(r for r in ranked if r != base)][:num_trials]]
-    return Forecast(
+    return PlanPredictions(
         hardware=predictor.cluster.name,
         accelerator=predictor.cluster.accelerator.name,
         baseline=prediction(predictor, base, workload, number=base + 1 if base < num_candidates else None),
