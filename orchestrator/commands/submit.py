@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from orchestrator.commands import background, supervisor
 from orchestrator.config.sweep import SweepSpec, check_same, load_sweep
 from orchestrator.errors import ConfigError
-from orchestrator.sweep import home
 from orchestrator.sweep.documents import CONTROLLER, SPEC
 from orchestrator.sweep.fold import fold
-from orchestrator.sweep.home import Home
+from orchestrator.sweep.home import Home, is_at_work
 from orchestrator.sweep.ledger import LedgerError
 from orchestrator.text import Follower
 
@@ -170,11 +169,11 @@ def find_running(submission: Submission) -> Begun | None:
     """The controller at work on the sweep already; None where there is none. One that has just paused or finished it is
     given time to end, and one that died to be started again."""
     deadline_s = time.monotonic() + ENDING_S
-    while home.is_at_work(submission.home, submission.name) and _is_in_no_hands(submission):
+    while is_at_work(submission.home, submission.name) and _is_in_no_hands(submission):
         if time.monotonic() > deadline_s:
             break  # it is none that ends, but one that waits: for nodes to go on with, or to be started again
         time.sleep(_POLL_S)
-    if not home.is_at_work(submission.home, submission.name):
+    if not is_at_work(submission.home, submission.name):
         return None
     with submission.home.open(submission.name, begun=False) as ledger:
         about = ledger.document(CONTROLLER) or {}
