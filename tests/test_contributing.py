@@ -68,7 +68,11 @@ GUARDS = (
 
 SWEEP = """
 name: walk
-workload: {model: configs/models/llama-tiny.yaml, data: {kind: text, path: null, pattern: "*.py"}, seq_length: 16, global_batch_size: 4}
+workload:
+  model: configs/models/llama-tiny.yaml
+  data: {kind: text, path: null, pattern: "*.py"}
+  seq_length: 16
+  global_batch_size: 4
 cluster: {kind: local, device: cpu, devices_per_node: 1}
 space: {deterministic: [false, true]}
 """
