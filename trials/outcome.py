@@ -27,6 +27,10 @@ class ProgressSink(Protocol):
     def __call__(self, phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None: ...
 
 
+def ignore_progress(phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None:
+    """The :class:`ProgressSink` that drops what it is told."""
+
+
 Consequence = Literal["objective", "constraint", "fault", "retry"]
 
 

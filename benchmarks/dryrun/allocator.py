@@ -18,15 +18,11 @@ from trials.dryrun.simulate import batch
 from trials.parallel.mesh import RankIdentity, build_mesh, process_group
 from trials.spec import TrialSpec
 from trials.stages import coordinates
+from trials.training.accumulation import SilentMarker
 from trials.training.step import Trainer
 
 CPU = torch.device("cpu")
 _MEASURED = "measured step"
-
-
-class _Silent:
-    def mark(self, phase: str) -> None:
-        pass
 
 
 def measure_rank(spec: TrialSpec) -> int:
@@ -40,14 +36,14 @@ def measure_rank(spec: TrialSpec) -> int:
         trainer = Trainer(spec, mesh, CPU, place=coordinates(spec.candidate.layout, identity.rank))
         inputs, targets = batch(spec, trainer)
         for _ in range(2):  # in the second, DDP makes its buckets anew
-            trainer.step(inputs, targets, _Silent())
+            trainer.step(inputs, targets, SilentMarker())
         gc.collect()
         live = live_storages()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            trainer.step(inputs, targets, _Silent())
+            trainer.step(inputs, targets, SilentMarker())
             gc.collect()
             with record_function(_MEASURED):
-                trainer.step(inputs, targets, _Silent())
+                trainer.step(inputs, targets, SilentMarker())
         return peak_bytes(live, *_events(profiler))
 
 

@@ -54,7 +54,7 @@ def one_layer_not_reduced() -> None:
 
 def last_micro_batch_dropped() -> None:
     """Each rank trains on all its micro-batches but the last, and takes the mean over those."""
-    from trials.training.microbatches import Accumulation
+    from trials.training.accumulation import Accumulation
 
     run = Accumulation.run
 
@@ -67,10 +67,10 @@ def last_micro_batch_dropped() -> None:
 
 def gradients_summed_over_micro_batches() -> None:
     """Instead of their mean. AdamW does not mind."""
-    from trials.training import microbatches
+    from trials.training import accumulation
 
-    split = microbatches.torch.split
-    backward = microbatches.torch.autograd.backward
+    split = accumulation.torch.split
+    backward = accumulation.torch.autograd.backward
     number = [1]
 
     def counting_split(tensor: Any, size: Any, *args: Any) -> Any:
@@ -78,8 +78,8 @@ def gradients_summed_over_micro_batches() -> None:
         number[0] = len(parts)
         return parts
 
-    microbatches.torch.split = counting_split
-    microbatches.torch.autograd.backward = lambda loss, seed: backward(loss, seed * number[0])
+    accumulation.torch.split = counting_split
+    accumulation.torch.autograd.backward = lambda loss, seed: backward(loss, seed * number[0])
 
 
 def _with_optimizer(**changes: float) -> None:

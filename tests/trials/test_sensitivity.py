@@ -19,17 +19,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.parity]
 def _gradients_times_four() -> None:
     import torch
 
-    from trials.training import microbatches
+    from trials.training import accumulation
 
     backward = torch.autograd.backward
-    microbatches.torch.autograd.backward = lambda loss, seed: backward(loss, 4.0 * seed)
+    accumulation.torch.autograd.backward = lambda loss, seed: backward(loss, 4.0 * seed)
 
 
 def _gradients_not_reduced() -> None:
-    from trials.training import microbatches
+    from trials.training import accumulation
 
-    set_gradient_sync = microbatches.set_gradient_sync
-    microbatches.set_gradient_sync = lambda module, _enabled: set_gradient_sync(module, False)
+    set_gradient_sync = accumulation.set_gradient_sync
+    accumulation.set_gradient_sync = lambda module, _enabled: set_gradient_sync(module, False)
 
 
 def _partial_sums_taken_for_whole() -> None:

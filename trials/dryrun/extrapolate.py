@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from trials.dryrun.layer_runs import NUM_NAMED, LayerKind, LayerRun, runs_of_stage
 from trials.dryrun.microbatches import enough_microbatches, grown, with_microbatches
 from trials.dryrun.records import Growth, Peak, RankRun, Traffic
-from trials.dryrun.runs import NUM_NAMED, Kind, Run, runs_of_stage
 from trials.spec import Counts, Layout, Recompute, ResNetModel, TrialSpec
 
 SMALL, LARGER = 2 * NUM_NAMED + 1, 2 * NUM_NAMED + 2
@@ -69,7 +69,9 @@ def plan_small_runs(spec: TrialSpec, stage: int) -> Extrapolation | None:
     )
 
 
-def _cost_of_small_runs(runs: Sequence[Run], groups: Sequence[tuple[Kind, int]], num_microbatches: int) -> int:
+def _cost_of_small_runs(
+    runs: Sequence[LayerRun], groups: Sequence[tuple[LayerKind, int]], num_microbatches: int
+) -> int:
     """Layers times micro-batches of all of them together."""
     rest = sum(run.length for run in runs if (run.kind, run.length) not in groups)
     num_in_groups = sum((run.kind, run.length) in groups for run in runs)
@@ -127,13 +129,15 @@ def _peak_at(
     )
 
 
-def _resized(spec: TrialSpec, stage: int, runs: list[Run], chosen: Mapping[tuple[Kind, int], int]) -> TrialSpec:
+def _resized(
+    spec: TrialSpec, stage: int, runs: list[LayerRun], chosen: Mapping[tuple[LayerKind, int], int]
+) -> TrialSpec:
     """The trial with other lengths of the stage's runs; all other stages hold one layer in every chunk."""
     layout = spec.candidate.layout
     columns = range(layout.pp)
     lengths = [(run, chosen.get((run.kind, run.length), run.length)) for run in runs]
 
-    def counts(belongs: Callable[[Run], bool], other: int) -> Counts:
+    def counts(belongs: Callable[[LayerRun], bool], other: int) -> Counts:
         return tuple(
             tuple(
                 sum(length for run, length in lengths if run.chunk == chunk and belongs(run)) if at == stage else other
@@ -166,7 +170,7 @@ def _entry(read: Callable[[RankRun], Mapping[str, int]], name: str, run: RankRun
     return read(run).get(name, 0)
 
 
-def _is_covered(rule: int, run: Run) -> bool:
+def _is_covered(rule: int, run: LayerRun) -> bool:
     """Whether the selective rule reaches the run. It may reach layers that are recomputed in full, for nothing."""
     is_full, selective, _ = run.kind
     return is_full or selective[rule]

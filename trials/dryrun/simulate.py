@@ -17,14 +17,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trials.dryrun import fake
+from trials.dryrun.layer_runs import runs_of_chunk
 from trials.dryrun.microbatches import period
 from trials.dryrun.pipelines import held_sends, static_shapes, tell_shapes
 from trials.dryrun.records import DryRunRequest, Growth, RankRun, Traffic
-from trials.dryrun.runs import runs_of_chunk
-from trials.dryrun.tracker import MemoryTracker, Tally, local_part
+from trials.dryrun.tracker import MemoryTracker, Tally
 from trials.legality.rules import check
 from trials.operators import in_backward
 from trials.parallel.mesh import build_mesh
+from trials.parallel.shards import stored_part
 from trials.precision.mixed import LossScaler
 from trials.spec import LinearModel, LlamaModel, Recompute, TrialSpec
 from trials.stages import coordinates
@@ -106,7 +107,7 @@ class _Simulation:
         num_microbatches = self.spec.candidate.num_microbatches(self.spec.workload.global_batch_size)
         return RankRun(
             rank=self.request.rank,
-            num_parameters=sum(local_part(parameter).numel() for parameter in trainer.parameters),
+            num_parameters=sum(stored_part(parameter).numel() for parameter in trainer.parameters),
             peaks=tracker.peaks(),
             flops=dict(tracker.flops),
             collectives=tracker.collectives(),

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trials.dryrun.records import CATEGORIES, Category, Peak, Traffic
 from trials.operators import in_backward
+from trials.parallel.shards import stored_part
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
@@ -111,7 +112,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Move what the tensors occupy on this rank to ``category``, counting it if it was unknown."""
         for tensor in tensors:
             if tensor is not None:
-                storage = local_part(tensor).untyped_storage()
+                storage = stored_part(tensor).untyped_storage()
                 block = self._blocks.get(storage)
                 if block is None:
                     self._add(storage, category)
@@ -228,10 +229,3 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._peaks.get(key)
         if known is None or self.total_bytes > known[0]:
             self._peaks[key] = (self.total_bytes, dict(self.live_bytes))
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What of the tensor this rank stores; no operator is called."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor._local_tensor
-    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor

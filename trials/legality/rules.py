@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trials.failure import InfeasibleSpec
 from trials.legality.candidate import CANDIDATE_RULES, FP32_MAX, FP32_TINY
-from trials.legality.layout import LAYOUT_RULES, LayoutRule, has_sane_chunks, uses_ddp
+from trials.legality.layout import LAYOUT_RULES, LegalityRule, has_sane_chunks, uses_ddp
 from trials.legality.pattern import pattern_problem
 from trials.spec import (
     Candidate,
@@ -29,7 +29,7 @@ __all__ = [
     "FP32_MAX",
     "FP32_TINY",
     "RULES",
-    "LayoutRule",
+    "LegalityRule",
     "check",
     "has_sane_chunks",
     "pattern_problem",
@@ -37,7 +37,7 @@ __all__ = [
     "violations",
 ]
 
-RULES: tuple[LayoutRule, ...] = (*LAYOUT_RULES, *CANDIDATE_RULES)
+RULES: tuple[LegalityRule, ...] = (*LAYOUT_RULES, *CANDIDATE_RULES)
 """In the order they are reported."""
 DATA_OF_MODEL: dict[type[Model], tuple[type[Data], ...]] = {
     LlamaModel: (TextData, TokenFileData),

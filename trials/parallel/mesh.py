@@ -1,4 +1,4 @@
-"""Who this rank is, the gang's process group, and the device mesh."""
+"""Who this rank is: its place in the gang and its device, the gang's process group, and the device mesh."""
 
 from __future__ import annotations
 
@@ -55,6 +55,12 @@ def select_device(kind: str, identity: RankIdentity) -> torch.device:
     device = torch.device("cuda", identity.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that it was given; the CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @contextlib.contextmanager

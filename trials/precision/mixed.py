@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from trials.reports.findings import LossScaleState
 from trials.spec import LossScale, Precision
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_MIN_CAPABILITY = {"bfloat16": (8, 0), "float16": (7, 0)}
-"""CUDA compute capability with tensor cores for the type: Ampere, Volta."""
+MIN_CAPABILITY = {"tf32": (8, 0), "bfloat16": (8, 0), "float16": (7, 0)}
+"""CUDA compute capability with tensor cores for the number format: Ampere, Volta. Every device computes in float32."""
 
 
 def check_device(precision: Precision, device: torch.device) -> None:
@@ -23,7 +24,7 @@ def check_device(precision: Precision, device: torch.device) -> None:
     Raises:
         InfeasibleSpec: naming the device and what it lacks.
     """
-    wanted = _MIN_CAPABILITY.get(precision.dtype)
+    wanted = MIN_CAPABILITY.get(precision.dtype)
     if device.type != "cuda" or wanted is None:
         return
     have = torch.cuda.get_device_capability(device)
@@ -41,7 +42,7 @@ def _version(capability: tuple[int, int]) -> str:
 
 def _remedy(dtype: str, have: tuple[int, int]) -> str:
     """What to use instead of ``dtype`` on a device of this capability."""
-    if dtype == "bfloat16" and have >= _MIN_CAPABILITY["float16"]:
+    if dtype == "bfloat16" and have >= MIN_CAPABILITY["float16"]:
         return "use float16 with loss scaling, or level O0 (float32)"
     return "use level O0 (float32)"
 
@@ -56,6 +57,17 @@ def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractC
     if precision.level != "O1":
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=compute_dtype(precision))
+
+
+@contextlib.contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Set the precision of fp32 matmuls, as in ``torch.set_float32_matmul_precision``, for the duration of the body."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def parameter_dtype(precision: Precision, *, sharded: bool) -> torch.dtype:

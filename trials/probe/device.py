@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from trials.parallel.mesh import synchronize
+from trials.precision.mixed import MIN_CAPABILITY, matmul_precision
 from trials.reports.rates import MatmulRate, ProbeSpec, Rate
 
 FORMATS = {
@@ -20,8 +21,6 @@ FORMATS = {
     "float16": (torch.float16, "highest"),
 }
 """Number format -> type of the matrices, and torch's precision of float32 matmuls."""
-MIN_CAPABILITY = {"float32": (0, 0), "tf32": (8, 0), "bfloat16": (8, 0), "float16": (7, 0)}
-"""Of CUDA devices with units for the format."""
 MIN_MATMUL_SIZE = 256
 MAX_CALLS = 1000
 
@@ -32,7 +31,7 @@ def matmul_rates(spec: ProbeSpec, device: torch.device) -> dict[str, MatmulRate]
     for name, (dtype, precision) in FORMATS.items():
         if not _supports(name, device):
             continue
-        with _matmul_precision(precision):
+        with matmul_precision(precision):
             size, call = _large_matmul(dtype, spec, device)
             rate = _rate(2.0 * size**3, _samples(call, spec, device))
             rates[name] = MatmulRate(per_s=rate.per_s, log_spread=rate.log_spread, size=size)
@@ -54,18 +53,8 @@ def _large_matmul(dtype: torch.dtype, spec: ProbeSpec, device: torch.device) -> 
 
 def _supports(name: str, device: torch.device) -> bool:
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY[name]
+        return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY.get(name, (0, 0))
     return name != "tf32"
-
-
-@contextlib.contextmanager
-def _matmul_precision(precision: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def copy_rates(spec: ProbeSpec, device: torch.device) -> dict[str, Rate]:
@@ -95,17 +84,12 @@ def _samples(call: Callable[[], object], spec: ProbeSpec, device: torch.device) 
 
 def seconds_per_call(call: Callable[[], object], num_calls: int, device: torch.device) -> float:
     """Mean seconds of a call, when so many follow one another."""
-    _synchronize(device)
+    synchronize(device)
     start_s = time.perf_counter()
     for _ in range(num_calls):
         call()
-    _synchronize(device)
+    synchronize(device)
     return (time.perf_counter() - start_s) / num_calls
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _rate(work: float, samples_s: Sequence[float]) -> Rate:

@@ -8,9 +8,7 @@ A gang runs it like a trial. It also runs under plain torchrun, on gloo or NCCL:
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from trials.codec import from_json, to_json
-from trials.files import write_atomically
-from trials.outcome import ProgressSink, probe_report
+from trials.files import write_json
+from trials.outcome import ProgressSink, ignore_progress, probe_report
 from trials.parallel.mesh import RankIdentity, process_group, select_device
 from trials.probe.device import copy_rates, matmul_rates
 from trials.probe.links import Collective, neighbours_of, own_group
@@ -83,18 +81,10 @@ def main() -> None:
     device = select_device(args.device, identity)
     everyone: list[Any] = [None] * identity.world_size
     with process_group(identity, device):
-        rates = measure(probe_spec(args.device), identity, device, _ignore_progress)
+        rates = measure(probe_spec(args.device), identity, device, ignore_progress)
         dist.all_gather_object(everyone, to_json(rates))
     if identity.rank == 0:
-        text = json.dumps(everyone, indent=1) + "\n"
-        if args.out is None:
-            sys.stdout.write(text)
-        else:
-            write_atomically(args.out, [text.encode()])
-
-
-def _ignore_progress(*_args: object, **_kwargs: object) -> None:
-    pass
+        write_json(everyone, args.out)
 
 
 if __name__ == "__main__":

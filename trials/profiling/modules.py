@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from trials.parallel.seeding import plain_name
+from trials.operators import in_backward
+from trials.parallel.shards import plain_name
 
 GRADIENTS = "gradients"
 """What reduces gradients outside of any module: DDP's buckets."""
@@ -55,11 +56,10 @@ class ModuleTracker:
 
     def place(self) -> ModulePlace:
         """Where the program is now."""
-        in_backward = torch._C._current_graph_task_id() != -1
         if self._running:
             module, phase = self._running[-1]
-            return ModulePlace(module=module, phase=phase or ("recompute" if in_backward else "forward"))
-        if in_backward:
+            return ModulePlace(module=module, phase=phase or ("recompute" if in_backward() else "forward"))
+        if in_backward():
             return ModulePlace(module=self._module_of_node(), phase="backward")
         return ModulePlace(module=STEP, phase=STEP)
 
@@ -89,7 +89,7 @@ class ModuleTracker:
     def _leave(self) -> None:
         name, _ = self._running.pop()
         start = self._starts.pop()
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             self._nodes.append((start, torch._C._autograd._get_sequence_nr(), name))
 
     @contextlib.contextmanager

@@ -16,21 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from trials.operators import leaves_in, map_leaves
-from trials.parallel.shards import local_part
+from trials.parallel.shards import local_part, stored_part
 
 Timing = Callable[[torch.device], contextlib.AbstractContextManager[None]]
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """What holds the rank's elements: the same object for all views, as long as one of them lives."""
-    local = local_part(tensor)
-    return (local.elem if isinstance(local, AsyncCollectiveTensor) else local).untyped_storage()
+    return stored_part(tensor).untyped_storage()
 
 
 def offset_of(tensor: Tensor) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trials.kernels.settings import apply_compile
+from trials.kernels.graph_mode import apply_compile
 from trials.legality.rules import uses_ddp
 from trials.models import TrainModel, build_model
 from trials.parallel.context_parallel import apply_context_parallel

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from trials.datasets import Batch, StepBatches
 from trials.models import loss_of
+from trials.parallel.mesh import synchronize
 from trials.precision.mixed import autocast
 from trials.reports.findings import MemoryFormatReport
 from trials.spec import Precision, TrialSpec
@@ -103,18 +104,13 @@ def _time_pass(trainer: Trainer, spec: TrialSpec, sample: Batch, memory_format: 
     rows = slice(0, spec.candidate.micro_batch_size)
     inputs = sample[0][rows].to(trainer.device, memory_format=memory_format)
     targets = sample[1][rows].to(trainer.device)
-    _synchronize(trainer.device)
+    synchronize(trainer.device)
     start_s = time.perf_counter()
     with autocast(spec.candidate.precision, trainer.device):
         loss: Tensor = loss_of(spec.workload.model)(model(inputs), targets)
     torch.autograd.backward(loss)
-    _synchronize(trainer.device)
+    synchronize(trainer.device)
     seconds = time.perf_counter() - start_s
     for parameter in model.parameters():
         parameter.grad = None
     return seconds
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -19,8 +19,8 @@ from trials.parallel.data_parallel import reduce_gradients, sharded_ends
 from trials.precision.mixed import autocast
 from trials.spec import Layout, TrialSpec
 from trials.stages import num_virtual_stages_total
+from trials.training.accumulation import Marker, SilentMarker
 from trials.training.build import ModelPart
-from trials.training.microbatches import Marker
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -32,13 +32,6 @@ with warnings.catch_warnings():
         ScheduleLoopedBFS,
         ScheduleZBVZeroBubble,
     )
-
-
-class _Silent:
-    """The marker between steps."""
-
-    def mark(self, phase: str) -> None:
-        pass
 
 
 class Stage(PipelineStage):
@@ -57,7 +50,7 @@ class Stage(PipelineStage):
     ) -> None:
         group = mesh["pp"].get_group()
         super().__init__(part.module, part.chunk.virtual_stage, num_virtual_stages_total(layout), device, group=group)
-        self.marker: Marker = _Silent()
+        self.marker: Marker = SilentMarker()
         self._context = context
         self._sharded_ends = sharded_ends(part.model)
 
@@ -115,7 +108,7 @@ class Stage(PipelineStage):
 
 
 class Pipeline:
-    """The :class:`~trials.training.microbatches.Engine` with a pipeline."""
+    """The :class:`~trials.training.accumulation.Engine` with a pipeline."""
 
     def __init__(
         self,
@@ -134,7 +127,7 @@ class Pipeline:
         self._loss = loss
         self._scale = scale
         self._losses: list[Tensor] = []
-        self._marker: Marker = _Silent()
+        self._marker: Marker = SilentMarker()
 
         def context() -> AbstractContextManager[Any]:
             return autocast(candidate.precision, device)

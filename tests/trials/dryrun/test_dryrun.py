@@ -14,7 +14,7 @@ import pytest
 from benchmarks.dryrun.allocator import peak_bytes
 from benchmarks.dryrun.cases import FAMILIES, LARGE
 from benchmarks.dryrun.gang import measured_peaks
-from trials.dryrun.child import run_children
+from trials.dryrun.__main__ import run_children
 from trials.dryrun.extrapolate import Extrapolation, extrapolate, plan_small_runs
 from trials.dryrun.microbatches import enough_microbatches, with_microbatches
 from trials.dryrun.records import DryRunRequest, RankRun, Reply

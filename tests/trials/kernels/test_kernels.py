@@ -9,8 +9,8 @@ from torch import nn
 
 from tests.trials.tiny import tiny_spec
 from trials.failure import InfeasibleSpec
-from trials.kernels.compile_report import Compilation, compilations, forget_compilations, graph_report
 from trials.kernels.cudnn import KernelTuner
+from trials.kernels.graph_mode import Compilation, compilations, forget_compilations, graph_report
 from trials.kernels.settings import ATTENTION_BACKENDS, kernel_settings
 from trials.models.linear import Layer
 from trials.spec import Kernels, Layout, Precision, TrialSpec

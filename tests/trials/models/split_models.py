@@ -18,8 +18,8 @@ from trials.models.llama import Llama, next_token_loss
 from trials.parallel.context_parallel import apply_context_parallel, split_sequence
 from trials.parallel.copies import apply_copies
 from trials.parallel.dtensor_parallel import apply_tensor_parallel
-from trials.parallel.seeding import init_parameters, plain_name
-from trials.parallel.shards import ShardMap
+from trials.parallel.seeding import init_parameters
+from trials.parallel.shards import ShardMap, plain_name
 from trials.recompute.apply import apply_recompute
 from trials.spec import Layout, LlamaModel, Recompute
 from trials.stages import Chunk

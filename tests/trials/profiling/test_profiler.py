@@ -15,8 +15,8 @@ from tests.trials.gang import RankFailure, run_gang
 from tests.trials.tiny import SHAPE, tiny_spec
 from trials.failure import InfeasibleSpec
 from trials.outcome import RankReport
-from trials.profiling.plan import check_profile, long_enough, profiled_ranks
-from trials.profiling.trace import load, mean_times, step_times
+from trials.profiling.profiler import check_profile, long_enough, profiled_ranks
+from trials.profiling.trace import lasting, load_trace, mean_times, step_times
 from trials.reports.profile import FOLDER_VARIABLE, RankProfile
 from trials.spec import Kernels, Layout, ProfileSpec, Protocol, TrialSpec
 
@@ -76,7 +76,8 @@ def test_sharded_ranks_are_recorded_and_their_collectives_counted(tmp_path: Path
     for rank in (0, 1):
         check_trace(tmp_path / "profile" / f"rank{rank}.trace.json.gz", rank)
     assert [file.name for file in profile.files] == ["rank0.trace.json.gz"]
-    assert mean_times(step_times(load(tmp_path / "profile/rank0.trace.json.gz"))) == times
+    trace = load_trace(tmp_path / "profile/rank0.trace.json.gz")
+    assert mean_times(step_times(lasting(trace))) == times
 
 
 def check_trace(path: Path, rank: int) -> None:

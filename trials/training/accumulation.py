@@ -21,6 +21,13 @@ class Marker(Protocol):
     def mark(self, phase: str) -> None: ...
 
 
+class SilentMarker:
+    """The :class:`Marker` that drops what it is told."""
+
+    def mark(self, phase: str) -> None:
+        pass
+
+
 class Engine(Protocol):
     """Runs all micro-batches of a step."""
 
