@@ -14,7 +14,7 @@ def write_atomically(path: Path, chunks: Iterable[bytes], *, mode: int | None = 
     """Put ``chunks`` at ``path`` as a whole or not at all; a link there is replaced, not followed.
 
     Args:
-        mode: of the file; None leaves it to the umask.
+        mode: permissions of the file; None leaves them to the umask.
 
     Raises:
         OSError: it cannot be written; what was at ``path`` is as it was.

@@ -1,4 +1,4 @@
-"""What a workload trains on."""
+"""Data sets, and the loader that brings their batches to a rank. Knows neither models nor layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches by step, split over data-parallel ranks."""
+"""What every data set is: batches by step, split over data-parallel ranks."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from trials.failure import DataError
 from trials.spec import TextData, TokenFileData
 
 MAX_TEXT_BYTES = 4 << 20
-"""Text read at most: plenty for the steps of a trial, and read in a fraction of a second."""
+"""Most bytes of text that are read: plenty for the steps of a trial, and read in a fraction of a second."""
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -110,7 +110,7 @@ class TokenBatches(StepBatches):
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def _check_range(self, tokens: torch.Tensor) -> None:
-        """An id beyond the embedding would crash the rank, on CUDA without a usable message."""
+        """Refuse ids beyond the embedding, which would crash the rank, on CUDA without a usable message."""
         low, high = (int(value) for value in tokens.aminmax())
         if low < 0 or high >= self.vocab_size:
             bad = low if low < 0 else high

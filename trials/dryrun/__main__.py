@@ -1,8 +1,8 @@
 """Simulates a batch of ranks, each in a forked child: requests as JSON on stdin, one line of JSON per reply on stdout.
 
 stdin holds ``{"requests": [...], "timeout_s": s, "max_children": n}``; a line of stdout, written as a simulation ends,
-is ``{"index": i, "reply": {...}}``. torch is imported once. Each child patches its own copy of it, and an abort ends that
-child alone.
+is ``{"index": i, "reply": {...}}``. torch is imported once. Each child patches its own copy of it, and an abort ends
+that child alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""From runs with few layers and micro-batches to the run with all.
+"""Computes the run with all layers and micro-batches from simulated runs with few.
 
-Every quantity is affine in the lengths of the layer runs; for micro-batches see :mod:`trials.dryrun.microbatches`.
+Every quantity is affine in the lengths of the runs of equal layers; for micro-batches see
+:mod:`trials.dryrun.microbatches`.
 
 At one place of the step (:mod:`trials.dryrun.simulate`) memory is a constant plus so much per layer of each kind; the
 peak is then the largest over all places, at the real number of layers. Standard library only.
@@ -19,7 +20,7 @@ from trials.dryrun.records import Growth, Peak, RankRun, Traffic
 from trials.spec import Counts, Layout, Recompute, ResNetModel, TrialSpec
 
 SMALL, LARGER = 2 * NUM_NAMED + 1, 2 * NUM_NAMED + 2
-"""Layers of a run in the smallest model, which has every place, and in those it is compared with."""
+"""Equal layers in a row in the smallest model, which has every place, and in the models it is compared with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +35,13 @@ class Extrapolation:
     lengths: tuple[tuple[int, ...], ...]
     wanted: tuple[int, ...]
     layout: Layout
-    """Of the large trial."""
+    """Layout of the large trial."""
     num_microbatches: int
     wanted_microbatches: int
 
 
 def plan_small_runs(spec: TrialSpec, stage: int) -> Extrapolation | None:
-    """What to run for pipeline rank ``stage``; None where the trial itself is as cheap.
+    """The small trials to simulate for pipeline rank ``stage``; None where the trial itself is as cheap.
 
     Runs of equal kind and length change together, so most trials need two small ones.
     """
@@ -72,7 +73,7 @@ def plan_small_runs(spec: TrialSpec, stage: int) -> Extrapolation | None:
 def _cost_of_small_runs(
     runs: Sequence[LayerRun], groups: Sequence[tuple[LayerKind, int]], num_microbatches: int
 ) -> int:
-    """Layers times micro-batches of all of them together."""
+    """Layers times micro-batches of all small trials together."""
     rest = sum(run.length for run in runs if (run.kind, run.length) not in groups)
     num_in_groups = sum((run.kind, run.length) in groups for run in runs)
     base = rest + SMALL * num_in_groups
@@ -85,7 +86,7 @@ def extrapolate(plan: Extrapolation, runs: Sequence[RankRun]) -> RankRun:
 
 
 def _lengthened(plan: Extrapolation, runs: Sequence[RankRun]) -> RankRun:
-    """With all layers, but still few micro-batches."""
+    """The run with all layers, but still few micro-batches."""
     base, *longer = runs
     steps = [larger[i] - plan.lengths[0][i] for i, larger in enumerate(plan.lengths[1:])]
     extra = [wanted - small for wanted, small in zip(plan.wanted, plan.lengths[0], strict=True)]

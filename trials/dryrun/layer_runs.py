@@ -1,4 +1,4 @@
-"""Runs of equal layers of a chunk. Standard library only."""
+"""Runs of equal layers: neighbouring layers of a chunk that recompute alike. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trials.spec import Layout, Recompute
 from trials.stages import Chunk, chunks_of_stage, count_at
 
 LayerKind = tuple[bool, tuple[bool, ...], bool]
-"""Recomputed in full; by which selective rules; communication only."""
+"""Whether a layer is recomputed in full; by which selective rules; whether its communication is."""
 
 NUM_NAMED = 1
 """Layers at each end of a run that have a place of their own."""
@@ -42,7 +42,7 @@ def _position(from_start: int, from_end: int) -> str:
 
 
 def runs_of_chunk(recompute: Recompute, chunk: Chunk) -> list[LayerRun]:
-    """Neighbouring layers of one kind, in model order."""
+    """The runs of a chunk, in model order."""
     kinds = [_kind(recompute, chunk, position) for position in range(len(chunk.layer_ids))]
     grouped = [(kind, len(list(members))) for kind, members in groupby(kinds)]
     return [

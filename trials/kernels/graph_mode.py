@@ -70,7 +70,7 @@ def compilations() -> list[Compilation]:
 
 
 def graph_report(log: Iterable[Compilation]) -> GraphReport:
-    """Sum up a log."""
+    """Sum up a log of compilations."""
     entries = list(log)
     forward = [entry for entry in entries if entry.is_forward]
     reasons = [entry.reason for entry in forward if entry.reason]

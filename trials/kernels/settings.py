@@ -64,7 +64,7 @@ def _check_attention(spec: TrialSpec, device: torch.device) -> None:
 def _runs_attention(
     name: str, model: LlamaModel, dtype: torch.dtype, device: torch.device, *, masked: bool = False
 ) -> bool:
-    """Try it, forward and backward: what a backend can do depends on device, build, type and shape.
+    """Try a backend, forward and backward: what it can do depends on device, build, type and shape.
 
     ``masked`` tries what a rank that holds a part of each sequence calls too.
     """

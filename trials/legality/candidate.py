@@ -79,8 +79,10 @@ def _compile_recompute_with_dtensor(_workload: Workload, candidate: Candidate) -
 
 
 def _cuda_graphs(workload: Workload, candidate: Candidate) -> str | None:
-    """A CUDA graph replays into the memory it was captured with: the outputs of one micro-batch must be done with
-    before the next one runs, and parameters stay where they are."""
+    """A CUDA graph replays into the memory that it was captured with.
+
+    So the outputs of one micro-batch must be done with before the next one runs, and parameters must stay in place.
+    """
     kernels, layout = candidate.kernels, candidate.layout
     if kernels.compile == "off" or kernels.compile_mode != "reduce-overhead":
         return None

@@ -1,4 +1,4 @@
-"""Legality rules on layouts and batch sizes, and on how they fit the model. Standard library only.
+"""Legality rules on layouts and batch sizes, on how they fit the model, and what a rule is. Standard library only.
 
 Sources: the divisibility rules are those of the Megatron and PyTorch tensor-parallel layouts, the schedules' rules
 those of ``torch.distributed.pipelining.schedules``; the others are combinations the runner cannot train.

@@ -1,4 +1,4 @@
-"""What the runner needs of a model."""
+"""The interface of a model, as the runner needs it, and of its loss."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ class TrainModel(nn.Module):
 
 
 class Loss(Protocol):
-    """Mean loss in fp32 over the outputs and targets given."""
+    """A function that gives the mean loss in fp32 over outputs and targets."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor: ...

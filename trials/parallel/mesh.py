@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trials.spec import AXES, Layout
 
 SHARD_AXES = ("dp_shard", "cp")
-"""Ranks of these axes share what ZeRO shards: context-parallel peers hold the same parameters."""
+"""Axes over which ZeRO shards: context-parallel peers hold the same parameters, so they take part."""
 
 DATA_AXES = ("dp_replicate", *SHARD_AXES)
-"""Gradients are averaged over these axes: each rank has the mean loss of its own samples and positions."""
+"""Axes over which gradients are averaged: each rank has the mean loss of its own samples and positions."""
 
 RENDEZVOUS_VARIABLE = "TUNE_CLUSTER_RENDEZVOUS"
 """Environment variable with an ``init_method`` URL (``file:///...`` or ``tcp://host:port``); without it, torchrun's."""

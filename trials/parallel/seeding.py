@@ -1,4 +1,4 @@
-"""Initial weights that do not depend on the layout.
+"""Fills a model with initial weights that do not depend on the layout.
 
 The global random stream depends on build order and sharding, so every parameter gets a generator seeded by its name;
 the full tensor is drawn on the CPU and each rank keeps its slice.

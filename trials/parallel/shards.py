@@ -1,4 +1,4 @@
-"""What of a parameter or another tensor is on this rank, and what a parameter is called on every rank.
+"""What of a tensor this rank holds, and what a parameter is called whatever wraps it.
 
 DTensors say themselves how they are split. Parameters of the local tensor-parallel engine are plain tensors on this
 rank but slices of larger ones over the tensor-parallel group, as the values here say.

@@ -48,7 +48,7 @@ def _remedy(dtype: str, have: tuple[int, int]) -> str:
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
-    """Type of what autocast, or O2, computes in 16 bits."""
+    """Type that matmuls compute in: that of autocast under O1, of the parameters under O2, else fp32."""
     return _DTYPES[precision.dtype]
 
 
@@ -71,7 +71,7 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 def parameter_dtype(precision: Precision, *, sharded: bool) -> torch.dtype:
-    """Type the parameters are stored in. FSDP stores fp32 and casts when gathering, so its shards are the masters."""
+    """Type that parameters are stored in. FSDP stores fp32 and casts when gathering, so its shards are the masters."""
     return _DTYPES[precision.dtype] if keeps_masters(precision, sharded=sharded) else torch.float32
 
 
@@ -88,7 +88,7 @@ def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
 
 
 class LossScaler:
-    """The schedule of :class:`~trials.spec.LossScale`.
+    """Follows the schedule of :class:`~trials.spec.LossScale`.
 
     Torch's own scaler shrinks at the first overflow; this one after ``backoff_interval`` in a row, and it is told
     about overflows instead of looking for them, so that all ranks agree whatever the layout.
@@ -114,7 +114,7 @@ class LossScaler:
             self._rescale(self.config.backoff_factor)
 
     def state(self) -> LossScaleState:
-        """Where it stands now."""
+        """The scale and its counters now."""
         return LossScaleState(
             scale=self.scale,
             num_finite=self._num_finite,

@@ -1,4 +1,4 @@
-"""Rates of one device: matmuls and copies, and how calls are timed."""
+"""Measures rates of one device, those of matmuls and copies; also how calls are timed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -20,7 +20,7 @@ FORMATS = {
     "bfloat16": (torch.bfloat16, "highest"),
     "float16": (torch.float16, "highest"),
 }
-"""Number format -> type of the matrices, and torch's precision of float32 matmuls."""
+"""By number format, the type of the matrices and torch's precision of float32 matmuls."""
 MIN_MATMUL_SIZE = 256
 MAX_CALLS = 1000
 
@@ -44,7 +44,7 @@ def _large_matmul(dtype: torch.dtype, spec: ProbeSpec, device: torch.device) -> 
     while True:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))  # constants draw less power
         out = torch.empty_like(a)
-        call = calls(torch.mm, a, b, out=out)
+        call = partial(torch.mm, a, b, out=out)
         call()
         if 2 * size > spec.max_matmul_size or seconds_per_call(call, 1, device) >= spec.sample_s:
             return size, call
@@ -61,17 +61,13 @@ def copy_rates(spec: ProbeSpec, device: torch.device) -> dict[str, Rate]:
     """Bytes per second of a copy inside the device, read and write counted, and to and from a GPU over its bus."""
     here = torch.zeros(spec.copy_bytes, dtype=torch.uint8, device=device)
     there = torch.zeros_like(here)
-    rates = {"device": _rate(2.0 * spec.copy_bytes, _samples(calls(there.copy_, here), spec, device))}
+    rates = {"device": _rate(2.0 * spec.copy_bytes, _samples(partial(there.copy_, here), spec, device))}
     if device.type == "cuda":
         host = torch.zeros(spec.copy_bytes, dtype=torch.uint8, pin_memory=True)
-        to_device, from_device = calls(here.copy_, host, non_blocking=True), calls(host.copy_, here)
+        to_device, from_device = partial(here.copy_, host, non_blocking=True), partial(host.copy_, here)
         rates["to_device"] = _rate(float(spec.copy_bytes), _samples(to_device, spec, device))
         rates["from_device"] = _rate(float(spec.copy_bytes), _samples(from_device, spec, device))
     return rates
-
-
-def calls(function: Callable[..., object], *args: Any, **kwargs: Any) -> Callable[[], object]:
-    return lambda: function(*args, **kwargs)
 
 
 def _samples(call: Callable[[], object], spec: ProbeSpec, device: torch.device) -> list[float]:

@@ -75,22 +75,22 @@ def long_enough(protocol: Protocol, spec: ProfileSpec) -> Protocol:
 
 
 def profiled_ranks(spec: ProfileSpec, layout: Layout) -> tuple[int, ...]:
-    """Those asked for that exist; else, and by default, the first of every pipeline stage."""
+    """The ranks asked for that exist; else, and by default, the first of every pipeline stage."""
     asked = tuple(rank for rank in sorted(set(spec.ranks)) if 0 <= rank < layout.world_size)
     return asked or tuple(range(0, layout.world_size, layout.world_size // layout.pp))
 
 
 def folder_of_environment() -> Path | None:
-    """Where the launcher wants the files of a profile."""
+    """The folder that the launcher wants a profile's files in; None where it wants none."""
     folder = os.environ.get(FOLDER_VARIABLE)
     return Path(folder) if folder else None
 
 
 class Profiler(StepClock):
-    """The clock of a run that is recorded. On ranks that are not, it takes part in what all must do alike.
+    """The clock of a run that is recorded; on ranks that are not, it takes part in what all must do alike.
 
     Args:
-        folder: takes the rank's files; None: none are written.
+        folder: takes the rank's files; if it is None, none are written.
     """
 
     def __init__(self, trial: TrialSpec, rank: int, device: torch.device, folder: Path | None) -> None:
@@ -113,7 +113,7 @@ class Profiler(StepClock):
 
     @contextlib.contextmanager
     def watching(self, trainer: Trainer, tuned_until: int) -> Iterator[None]:
-        """Around the whole run; ``tuned_until`` is the last step in which kernels are being chosen."""
+        """Context of the whole run; ``tuned_until`` is the last step in which kernels are being chosen."""
         self._models = [part.model for part in trainer.parts]
         if not self._is_recorded:
             yield

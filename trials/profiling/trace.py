@@ -22,9 +22,9 @@ Interval = tuple[float, float]
 Event = Mapping[str, Any]
 
 MARK = "phase_end:"
-"""What the clock calls the instant at which a phase of the step ends."""
+"""Beginning of the name of an event that marks the end of a phase of the step."""
 PHASES_TRACK = 9_999_999
-"""A thread id that no thread has: ``pid_max`` is lower."""
+"""Id of the track of phases, which no thread has: ``pid_max`` is lower."""
 _STEP = re.compile(r"ProfilerStep#\d+")
 """Names that the profiler gives the steps it records."""
 _MEMORY = "[memory]"
@@ -32,11 +32,11 @@ _MEMORY = "[memory]"
 _CUDA = 1
 """CUDA's number among torch's kinds of devices."""
 _CPU_COLLECTIVE = re.compile(r"gloo:|mpi:")
-"""Ranges from the start of a collective to its end."""
+"""Names of ranges from the start of a collective to its end."""
 _CPU_COMMUNICATION = re.compile(r"c10d|wait_tensor|gloo:|mpi:|record_param_comms")
-"""Operators that start collectives or wait for them."""
+"""Names of operators that start collectives or wait for them."""
 _COMPILED = re.compile(r"CompiledFunction|Torch-Compiled Region")
-"""Calls into compiled code, whose own kernels leave no events."""
+"""Names of calls into compiled code, whose own kernels leave no events."""
 
 
 def load_trace(path: Path) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def step_times(events: Iterable[Event]) -> tuple[StepTimes, ...]:
 
 
 def _activity(events: list[Event]) -> tuple[list[Interval], list[Interval]]:
-    """Communication and computation: those of the accelerator if there are kernels in the trace, else of the CPU."""
+    """Intervals of communication and of computation: the accelerator's if the trace has kernels, else the CPU's."""
     kernels = [event for event in events if event.get("cat") == "kernel"]
     if kernels:
         is_nccl = ["nccl" in event["name"].lower() for event in kernels]
@@ -83,7 +83,7 @@ def _activity(events: list[Event]) -> tuple[list[Interval], list[Interval]]:
 
 
 def _cpu_computation(operators: list[Event]) -> list[Interval]:
-    """Operators of torch and compiled code, less waiting for collectives inside of them.
+    """Intervals of torch's operators and compiled code, less waiting for collectives inside of them.
 
     Autograd's events do not count: they enclose waiting and Python as well as the operators of the backward pass.
     """
@@ -102,12 +102,12 @@ def _is_computation(name: str) -> bool:
 
 
 def _interval(event: Event) -> Interval:
-    """Chrome traces count microseconds."""
+    """The event's interval in seconds; Chrome traces count microseconds."""
     return event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
 
 
 def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
-    """Of one step or more."""
+    """Means over one step or more."""
     means = {field.name: statistics.fmean(getattr(step, field.name) for step in steps) for field in fields(StepTimes)}
     return StepTimes(**means)
 
@@ -140,11 +140,12 @@ def subtract(whole: list[Interval], holes: list[Interval]) -> list[Interval]:
 
 
 def intersect(one: list[Interval], other: list[Interval]) -> list[Interval]:
-    """The points in both."""
+    """The points that lie in both."""
     return subtract(one, subtract(one, other))
 
 
 def length(intervals: list[Interval]) -> float:
+    """Sum of the intervals' lengths."""
     return sum(end - start for start, end in intervals)
 
 
@@ -187,8 +188,10 @@ def show_phases(trace: dict[str, Any], pid: int) -> None:
 
 
 def memory_curve(trace: Mapping[str, Any], device: str) -> list[tuple[float, int]]:
-    """(microseconds, bytes allocated) of the device after every allocation. On the CPU they count from the start of the
-    recording."""
+    """Time in microseconds and bytes allocated on the device, after every allocation.
+
+    On the CPU bytes count from the start of the recording.
+    """
     wanted = _CUDA if device == "cuda" else 0
     curve = [
         (event["ts"], int(event["args"]["Total Allocated"]))

@@ -1,4 +1,4 @@
-"""Recipes: how to compute a tensor again that was dropped after the forward pass.
+"""Recipes that compute a tensor again that was dropped after the forward pass.
 
 A recipe holds an operator and its inputs; inputs that were dropped themselves are held as handles on their recipes. A
 *handle* stands for one dropped tensor: an output of a recipe, or a view of it. Autograd keeps the handle instead.
@@ -57,7 +57,7 @@ class TensorView:
         return TensorView(local.shape, local.stride(), offset_of(tensor) - output_offset, distributed)
 
     def of(self, output: Tensor) -> Tensor:
-        """This view of the output computed again."""
+        """This view of the output, which was computed again."""
         local = local_part(output)
         part = local.as_strided(self.size, self.stride, offset_of(output) + self.offset)
         if self.distributed is None:
