@@ -1,4 +1,4 @@
-"""What watching torch's operators takes: their names, the tensors among their arguments, and which pass is running."""
+"""Helpers for watching torch's operators: their names, the tensors among their arguments, which pass is running."""
 
 from __future__ import annotations
 

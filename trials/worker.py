@@ -1,4 +1,4 @@
-"""The one entry of a rank: build, train, measure, report.
+"""The entry of a rank of a trial: builds its model, trains, measures, reports.
 
 Also runs under plain torchrun::
 
@@ -89,7 +89,7 @@ def expected_warnings() -> Iterator[None]:
 
 
 def open_dataset(trial: TrialSpec, rank: int) -> StepBatches:
-    """The rows of ``rank`` in every step."""
+    """The workload's data set, as far as ``rank`` reads it."""
     candidate = trial.candidate
     share = Share(
         global_batch_size=trial.workload.global_batch_size,
@@ -102,7 +102,7 @@ def open_dataset(trial: TrialSpec, rank: int) -> StepBatches:
 
 
 def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progress: ProgressSink) -> RankReport:
-    """Build, tune what is to be tuned before training, then warm up and measure."""
+    """Build, tune what is tuned before training, warm up and measure; gives the rank's report."""
     candidate = trial.candidate
     kernels = candidate.kernels
     if trial.memory_limit_bytes is not None and not (trial.profile and device.type == "cpu"):
@@ -137,7 +137,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
     findings = dataclasses.replace(
         trainer.findings(num_steps),
         graph=graph_report(compilations()) if kernels.compile != "off" else None,
-        loader=_judged(loader_report, recording, device),
+        loader=_with_loader_verdict(loader_report, recording, device),
         kernel_tuning=tuner.report(),
         memory_format=format_report,
         profile=() if profiler is None else profiler.report(lambda: progress("measuring", step=num_steps)),
@@ -153,7 +153,7 @@ def _report(
     memory: PeakMemory,
     findings: Findings,
 ) -> RankReport:
-    """All that was recorded, as the one value that leaves the rank."""
+    """Fold all that was recorded into the one value that leaves the rank."""
     workload, candidate = trial.workload, trial.candidate
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return RankReport(
@@ -187,8 +187,10 @@ def _settle_loader(
     )
 
 
-def _judged(report: LoaderTuningReport | None, recording: Recording, device: torch.device) -> LoaderTuningReport | None:
-    """The rank that waits longest for its data decides: the others wait for it in their collectives."""
+def _with_loader_verdict(
+    report: LoaderTuningReport | None, recording: Recording, device: torch.device
+) -> LoaderTuningReport | None:
+    """The report with its verdict, by the rank that waits longest for data: in collectives the others wait for it."""
     if report is None:
         return None
     data_s = max_over_ranks(recording.breakdown().data_s, device)

@@ -1,4 +1,4 @@
-"""What a simulated rank is asked and answers; crosses process boundaries as JSON. Standard library only."""
+"""Requests to simulate a rank and the replies, which cross process boundaries as JSON. Standard library only."""
 
 from __future__ import annotations
 

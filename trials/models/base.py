@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Initial:
-    """Initial values of a parameter: normal with this mean and standard deviation."""
+    """A distribution of initial values: normal with this mean and standard deviation."""
 
     mean: float = 0.0
     std: float = 0.0
@@ -30,7 +30,7 @@ class TrainModel(nn.Module):
         """Fill buffers and tables, on ``device``."""
 
     def initial(self, name: str) -> Initial:
-        """How the parameter of this name starts."""
+        """Initial values of the parameter of this name."""
         raise NotImplementedError
 
 

@@ -71,11 +71,11 @@ class SubLayer(nn.Module):
         return self.leave(self.second(*self.first(self.enter(x), *args)))
 
     def first(self, *args: Any) -> tuple[Tensor, ...]:
-        """From the input ``[B, S, D]`` to what the second segment takes."""
+        """Compute what the second segment takes from the input ``[B, S, D]``."""
         raise NotImplementedError
 
     def second(self, *args: Any) -> Tensor:
-        """From the first segment's outputs to the output ``[B, S, D]``."""
+        """Compute the output ``[B, S, D]`` from the first segment's outputs."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""What of a tensor this rank holds, and what a parameter is called whatever wraps it.
+"""Tells which part of a tensor this rank holds, and the plain name of a parameter whatever wraps it.
 
 DTensors say themselves how they are split. Parameters of the local tensor-parallel engine are plain tensors on this
 rank but slices of larger ones over the tensor-parallel group, as the values here say.

@@ -20,7 +20,7 @@ FORMATS = {
     "bfloat16": (torch.bfloat16, "highest"),
     "float16": (torch.float16, "highest"),
 }
-"""By number format, the type of the matrices and torch's precision of float32 matmuls."""
+"""Type of the matrices, and torch's precision of float32 matmuls, by number format."""
 MIN_MATMUL_SIZE = 256
 MAX_CALLS = 1000
 

@@ -85,7 +85,7 @@ class CollectiveTimer:
 
 
 def own_group(groups: Sequence[Sequence[int]], rank: int) -> ProcessGroup:
-    """Of these groups of ranks, the one with this rank; every rank connects all of them."""
+    """The process group of those ``groups`` that has this rank; every rank connects all of them."""
     if len(groups) == 1:
         return None
     made = [dist.new_group(list(ranks)) for ranks in groups]

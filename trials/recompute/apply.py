@@ -42,7 +42,7 @@ class RecomputeMeter:
         self._num_microbatches += 1
 
     def effects(self, num_steps: int) -> tuple[PatternEffect, ...]:
-        """Per step since the last reset, one entry per pattern; waits for the device."""
+        """Effect of every pattern per step since the last reset; waits for the device."""
         effects = tuple(self._effect(tally, max(1, num_steps)) for tally in self._tallies)
         if not self._has_warned:
             self._has_warned = True

@@ -43,7 +43,7 @@ class TensorView:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    """From the output's first element, in elements."""
+    """Distance from the output's first element, in elements."""
     distributed: tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]] | None
     """Mesh, placements, global size and global stride of a distributed tensor."""
 

@@ -87,7 +87,7 @@ class _Output:
     """An output of a chosen operator, while its layer runs."""
 
     storage: weakref.ref[torch.UntypedStorage]
-    """Its callback makes the recorder forget this."""
+    """Where the output lies; once that is gone, the recorder forgets this."""
     recipe: Rebuild
     index: int
     tally: PatternTally

@@ -1,1 +1,1 @@
-"""What a rank reports besides its times, as plain values. Standard library only; knows nothing else of ``trials``."""
+"""Plain values that a rank reports besides its times. Standard library only; knows nothing else of ``trials``."""

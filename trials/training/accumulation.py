@@ -1,4 +1,4 @@
-"""The micro-batches of a step one after the other, where one rank holds the whole depth of the model."""
+"""Runs a step's micro-batches one after the other, on a rank that holds all layers; and what pipelines share with that."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trials.training.build import ModelPart
 
 
 class Marker(Protocol):
-    """Told the name of the phase that has just ended."""
+    """Is told the name of each phase of a step that has just ended."""
 
     def mark(self, phase: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""From a specification to this rank's part of the model, split over the gang and initialised."""
+"""Builds this rank's part of the model from a specification: split over the gang, wrapped and initialised."""
 
 from __future__ import annotations
 

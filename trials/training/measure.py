@@ -1,4 +1,4 @@
-"""Measuring steps: warm up until times are stable, then measure until their spread is small."""
+"""Measures steps: warms up until times are stable, then measures until their spread is small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One optimiser step: micro-batches forward and backward, global norm, update."""
+"""Takes one optimiser step: micro-batches forward and backward, global gradient norm, update."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from trials.training.pipeline import Pipeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Equal on every rank."""
+    """What came of a step; equal on every rank."""
 
     loss: float
-    """Mean over the global batch."""
+    """Mean loss over the global batch."""
     grad_norm: float
-    """Global, unscaled; 0 when the step was skipped."""
+    """Global gradient norm, unscaled; 0 when the step was skipped."""
     skipped: bool
 
 
 class Trainer:
-    """Model and optimiser of one rank."""
+    """One rank's model and optimiser, and the step that trains them."""
 
     def __init__(self, spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device, *, place: Coordinates) -> None:
         candidate = spec.candidate
