@@ -26,7 +26,7 @@ _MEASURED = "measured step"
 
 
 def measure_rank(spec: TrialSpec) -> int:
-    """Train four steps on noughts as the rank the environment names; peak bytes of the last.
+    """Train four steps on zeros as the rank that the environment names; gives the peak bytes of the last.
 
     The profiler watches the third too, as it does not report releases of what it has not seen allocated.
     """
@@ -89,7 +89,7 @@ def peak_bytes(live: dict[int, int], before: Iterable[tuple[int, int]], within: 
 
 
 class _Heap:
-    """Blocks by address."""
+    """Live bytes, by block, and their peak."""
 
     def __init__(self, live: dict[int, int]) -> None:
         self._sizes = dict(live)

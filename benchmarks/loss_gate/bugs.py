@@ -66,7 +66,7 @@ def last_micro_batch_dropped() -> None:
 
 
 def gradients_summed_over_micro_batches() -> None:
-    """Instead of their mean. AdamW does not mind."""
+    """Gradients are the sum over micro-batches instead of their mean, which AdamW does not mind."""
     from trials.training import accumulation
 
     split = accumulation.torch.split
@@ -109,7 +109,7 @@ def no_weight_decay() -> None:
 
 
 def second_moment_forgotten_sooner() -> None:
-    """beta2 0.9 in the place of 0.95."""
+    """AdamW runs with beta2 0.9 instead of 0.95."""
     _with_optimizer(beta2=0.9)
 
 
@@ -235,7 +235,7 @@ def no_master_weights() -> None:
 
 
 def gradients_in_8_bits() -> None:
-    """Rounded to float8 (e4m3), scaled per tensor, before the update."""
+    """Gradients are rounded to float8 (e4m3), scaled per tensor, before the update."""
     import torch
 
     from trials.training.step import Gradients, local_gradients
@@ -253,7 +253,7 @@ def gradients_in_8_bits() -> None:
 
 
 def tenth_of_the_gradients_kept() -> None:
-    """Of each tensor the largest tenth, without feedback of the rest."""
+    """Gradients keep the largest tenth of each tensor, without feedback of the rest."""
     import torch
 
     from trials.training.step import Gradients, local_gradients
@@ -304,4 +304,4 @@ BUGS: dict[Bug, Layout] = {
     tenth_of_the_gradients_kept: EVERYWHERE,
     loss_scale_left_in: EVERYWHERE,
 }
-"""With the layout they are tried in, in two micro-batches per rank."""
+"""Bugs, each with the layout that it is tried in, in two micro-batches per rank."""

@@ -1,4 +1,4 @@
-"""Runs a step's micro-batches one after the other, on a rank that holds all layers; and what pipelines share with that."""
+"""Runs a step's micro-batches one after the other on a rank that holds all layers; also the interface of any engine."""
 
 from __future__ import annotations
 

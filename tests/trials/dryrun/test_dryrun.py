@@ -50,7 +50,7 @@ def test_peak_is_that_of_a_real_run(name: str) -> None:
 
 
 def _assert_extrapolation_is_exact(spec: TrialSpec, plan: Extrapolation) -> None:
-    """For stage 0."""
+    """Compare what is extrapolated for stage 0 with its simulation in full."""
     *small, full = _runs([DryRunRequest(spec=one, rank=0) for one in (*plan.specs, spec)])
     made = extrapolate(plan, small)
     assert made.peak_bytes == pytest.approx(full.peak_bytes, rel=1e-3)
@@ -60,7 +60,7 @@ def _assert_extrapolation_is_exact(spec: TrialSpec, plan: Extrapolation) -> None
 
 
 def test_layers_are_extrapolated() -> None:
-    """Two kinds of them, so three small models."""
+    """Layers are of two kinds, so there are three small models."""
     base = FAMILIES["ZeRO-3 x2"]
     assert isinstance(base.workload.model, LlamaModel)
     model = dataclasses.replace(base.workload.model, num_layers=23)

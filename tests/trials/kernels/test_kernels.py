@@ -101,7 +101,7 @@ def test_configurations_met_before_the_range_are_not_tuned() -> None:
 
 
 def test_an_explicit_attention_backend_must_take_the_mask_of_split_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As flash cannot on CUDA."""
+    """The backend cannot run with a mask, as flash cannot on CUDA."""
 
     def without_mask(*args: Any) -> torch.Tensor:
         raise RuntimeError("no kernel")

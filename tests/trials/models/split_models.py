@@ -61,7 +61,7 @@ def tokens(num_sequences: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def loss_and_gradients(layout: Layout, autocast: bool = False, **options: Any) -> tuple[float, dict[str, Tensor]]:
-    """Of the whole model, put together from what this rank and its peers hold."""
+    """Gradients of the whole model, put together from what this rank and its peers hold."""
     rows = tokens(options.get("num_sequences", 4))
     model, shard_map = build(layout, **options)
     cp_rank = (dist.get_rank() // layout.tp) if layout.cp > 1 else 0
@@ -107,7 +107,7 @@ def many(cases: list[tuple[Layout, dict[str, Any]]]) -> list[Result]:
 
 
 def differences(result: Result, wanted: Result) -> tuple[float, float]:
-    """Of the losses, and the largest of any gradient relative to the largest element of that gradient."""
+    """Difference of the losses, and the largest of any gradient relative to the largest element of that gradient."""
     assert result[1].keys() == wanted[1].keys()
     grads = [abs(result[1][name] - grad).max() / abs(grad).max() for name, grad in wanted[1].items()]
     return abs(result[0] - wanted[0]), float(max(grads))

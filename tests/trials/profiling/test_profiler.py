@@ -36,7 +36,7 @@ def run(spec: TrialSpec, tmp_path: Path) -> tuple[RankReport, RankProfile]:
 
 
 class Folder:
-    """Tells a rank of a gang, which was forked from a server with an environment of its own."""
+    """Tells the folder to a rank of a gang, which was forked from a server with an environment of its own."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -81,7 +81,7 @@ def test_sharded_ranks_are_recorded_and_their_collectives_counted(tmp_path: Path
 
 
 def check_trace(path: Path, rank: int) -> None:
-    """Named for its rank, with its steps, phases and memory; what Perfetto and chrome://tracing read."""
+    """The trace is named for its rank, with its steps, phases and memory; what Perfetto and chrome://tracing read."""
     trace = json.loads(gzip.decompress(path.read_bytes()))
     assert (trace["distributedInfo"]["rank"], trace["distributedInfo"]["world_size"]) == (rank, 2)
     events = trace["traceEvents"]

@@ -65,9 +65,9 @@ class Run:
     values: list[Tensor]
     """Loss and gradients."""
     kept_bytes: int
-    """Allocated in the forward pass and alive after it."""
+    """Bytes allocated in the forward pass and alive after it."""
     left_bytes: int
-    """Of those, alive after the backward pass; gradients are no part."""
+    """Bytes of those that are alive after the backward pass; gradients are no part."""
     effects: tuple[PatternEffect, ...]
 
 
@@ -100,7 +100,7 @@ def train(recompute: Recompute, *, autocast: bool = False) -> Run:
 
 @functools.cache
 def plain(*, autocast: bool = False) -> Run:
-    """Without recompute."""
+    """The pass without recompute."""
     return train(Recompute(), autocast=autocast)
 
 
