@@ -178,7 +178,7 @@ HOOKS: dict[str, Callable[[], None]] = {"float32 high": like_tf32, "float32 medi
 
 
 def variants(workload: Workload, class_name: str) -> Iterator[tuple[str, TrialSpec]]:
-    """The legal variants. Emulated classes run eagerly on one rank: DTensor and the compiler dispatch in their own ways."""
+    """The legal variants. Emulated classes run eagerly on one rank: DTensor and the compiler dispatch by themselves."""
     for name, knobs in VARIANTS.items():
         spec = spec_of(workload, class_name, **knobs)
         if class_name in EMULATED and name not in ("plain", "m4", "recompute"):
