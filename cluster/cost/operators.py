@@ -50,7 +50,7 @@ def operators_of(model: LlamaModel, seq_length: int) -> dict[str, Operator]:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """As :class:`trials.recompute.tally.Tally`: the whole path of the operator, or that of a module around it."""
+    """As :class:`trials.recompute.tally.PatternTally`: whole path of the operator, or that of a module around it."""
     parts = path.split(".")
     return any(re.fullmatch(pattern, ".".join(parts[:i])) for i in range(1, len(parts) + 1))
 

@@ -66,7 +66,7 @@ class Filters:
     """Allowed world sizes; None allows all."""
 
 
-def _of_runner(rule: legality.LayoutRule) -> Rule:
+def _of_runner(rule: legality.LegalityRule) -> Rule:
     """What the runner insists on."""
     check = rule.check
     return Rule(id=rule.id, reads=rule.reads, check=lambda case: check(case.workload, case.candidate))
