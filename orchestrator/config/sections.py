@@ -158,9 +158,6 @@ EarlyStopFactor = Annotated[
     BeforeValidator(_known_factor),
     WithJsonSchema({"anyOf": [{"type": "number", "minimum": 1, "maximum": 100}, {"enum": ["off", False]}]}),
 ]
-StagedChoice = Annotated[
-    Literal["auto", "off"], BeforeValidator(off_is_false), WithJsonSchema({"enum": ["auto", "off", False]})
-]
 
 
 class SearchSection(Section):
@@ -189,11 +186,6 @@ class SearchSection(Section):
         default=1.5,
         description="End a trial whose first steps show that it takes this many times the device time of the best one; "
         "off: measure every trial to its end.",
-    )
-    staged: StagedChoice = Field(
-        default="off",
-        description="off: everything is open at once; auto: where the budget is smaller than the space, the guided "
-        "sampler tries kernels and data reading first, then layouts, then both together.",
     )
 
     @model_validator(mode="after")

@@ -38,6 +38,8 @@ from trials.spec import Candidate, Protocol, Workload
 
 OPERATIONAL = frozenset({"address", "min_nodes", "max_wait", "queue", "priority"})
 """Keys of ``cluster`` that say where and when, not what is measured on."""
+REMOVED: Mapping[str, str] = {"staged": "off"}
+"""Keys that ``search`` no longer has, with their defaults: in stored sweeps, and in the hashes these are known by."""
 
 
 class SweepSpec(Section):
@@ -173,8 +175,12 @@ class SweepSpec(Section):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Back from :meth:`to_json`. Does not look whether the training text is still there."""
-        return cls.model_validate(data, context={"check_files": False})
+        """Back from :meth:`to_json`, also of a sweep stored when ``search`` still had the keys ``REMOVED``.
+
+        Does not look whether the training text is still there.
+        """
+        search = {key: value for key, value in data.get("search", {}).items() if key not in REMOVED}
+        return cls.model_validate({**data, "search": search}, context={"check_files": False})
 
     @property
     def spec_hash(self) -> str:
@@ -182,7 +188,7 @@ class SweepSpec(Section):
         same."""
         content = {key: value for key, value in self.to_json().items() if key != "notify"}
         cluster = {key: value for key, value in content["cluster"].items() if key not in OPERATIONAL}
-        return digest({**content, "cluster": cluster})
+        return digest({**content, "cluster": cluster, "search": content["search"] | REMOVED})
 
 
 def load_sweep(path: str | Path) -> SweepSpec:

@@ -13,7 +13,6 @@ from orchestrator.search.acquisition import Proposal, ProposalRound, Seen, expec
 from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.rounds import as_of, first_trial, round_start
-from orchestrator.search.staged import Stages
 from orchestrator.search.untried import OpenCandidates
 from orchestrator.sweep.state import SweepState, Trial, device_seconds
 from orchestrator.sweep.values import PredictedResult, Suggestion
@@ -51,7 +50,6 @@ class _Turn:
     """What it knows."""
     is_open: NDArray[np.bool_]
     """By row, at its beginning."""
-    words: str
     num_known: int
     """Ended trials it knows of."""
     num_measured: int
@@ -73,15 +71,10 @@ class _Turn:
 
 
 class GuidedSearch:
-    """Proposals of the cost model, corrected by the sweep's own trials: a function of the state alone.
+    """Proposals of the cost model, corrected by the sweep's own trials: a function of the state alone."""
 
-    Args:
-        stages: which candidates come first; None: all at once.
-    """
-
-    def __init__(self, predictor: Predictor, stages: Stages | None = None) -> None:
+    def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
-        self._stages = stages
         self._rows = {candidate.config_key: row for row, candidate in enumerate(predictor.candidates)}
         self._keys = tuple(self._rows)
         self._row_of_trial: dict[int, tuple[Candidate, int | None]] = {}
@@ -110,10 +103,9 @@ class GuidedSearch:
             found = turn.round.best(is_open)
         if found is None:
             return None
-        reason = _reason(found, state, measured=turn.num_measured > 0)
         return Suggestion(
             self._predictor.candidates[found.index],
-            f"{turn.words}: {reason}" if turn.words else reason,
+            _reason(found, state, measured=turn.num_measured > 0),
             PredictedResult(
                 step_time_s=found.time_s / float(self._predictor.inputs.world_size[found.index]),
                 log_spread=found.log_std,
@@ -154,16 +146,11 @@ class GuidedSearch:
         before = as_of(state, num_known, num_trials)
         num_ended = state.trials[num_trials].num_ended if num_trials < len(state.trials) else len(state.end_order)
         is_open = self._is_open(candidates, num_trials, num_ended)
-        words, closed = "", self._closed(is_open)
-        if self._stages is not None:
-            stage = self._stages.now(before, frozenset(self._keys[row] for row in np.flatnonzero(is_open).tolist()))
-            words, closed = stage.words, [row for row, key in enumerate(self._keys) if key not in stage.keys]
-        belief, seen = self._standing(before, closed)
+        belief, seen = self._standing(before, self._closed(is_open))
         return _Turn(
             round=ProposalRound(belief, seen, keep=max(MIN_KEPT, 2 * state.sweep.max_concurrent)),
             state=before,
             is_open=is_open,
-            words=words,
             num_known=num_known,
             num_measured=len(seen.times_s),
             num_trials=num_trials,
