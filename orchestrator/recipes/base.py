@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from orchestrator.recipes.fields import candidate_of, defaults, flatten, is_at_or_below
 from trials.spec import Candidate, Workload
@@ -54,22 +54,6 @@ class Parsed:
     @property
     def candidate(self) -> Candidate:
         return candidate_of(self.values)
-
-
-class Recipe(Protocol):
-    """One framework's format."""
-
-    name: str
-    """As in ``--format``."""
-    title: str
-
-    @property
-    def handled(self) -> Mapping[str, tuple[str, ...]]:
-        """By path, or part above paths: the framework's names for it; ``()`` where it has none."""
-
-    def export(self, candidate: Candidate, workload: Workload) -> Export: ...
-
-    def parse(self, files: Mapping[str, str]) -> Parsed: ...
 
 
 @dataclass(slots=True)
@@ -154,23 +138,17 @@ def custom(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TableRecipe:
-    """A :class:`Recipe` made of settings; ``render`` writes the files of a finished draft, ``load`` reads them."""
+class Recipe:
+    """One framework's format: ``render`` writes the files of a finished draft, ``load`` reads them."""
 
     name: str
+    """As in ``--format``."""
     title: str
+    """The framework's own name."""
     settings: tuple[Setting, ...]
     render: Callable[[Draft], Mapping[str, str]]
     load: Callable[[Mapping[str, str]], Settings]
     command: Callable[[Draft], str]
-
-    @property
-    def handled(self) -> Mapping[str, tuple[str, ...]]:
-        found: dict[str, tuple[str, ...]] = {}
-        for setting in self.settings:
-            for path in setting.paths:
-                found[path] = (*found.get(path, ()), *setting.names)
-        return found
 
     def export(self, candidate: Candidate, workload: Workload) -> Export:
         draft = Draft(candidate, workload, flatten(candidate, workload))

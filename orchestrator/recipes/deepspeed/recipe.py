@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.recipes import hf_model
-from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, custom, fixed, option, settings_of, tree
+from orchestrator.recipes.base import Draft, Recipe, Setting, Settings, custom, fixed, option, settings_of, tree
 from orchestrator.recipes.deepspeed import layout, precision
 from orchestrator.recipes.deepspeed.layout import FILE
 from orchestrator.recipes.gaps import KERNELS_OF_SCRIPT, left_to_script, own_data, own_seed
@@ -66,7 +66,7 @@ def _command(draft: Draft) -> str:
     return f"deepspeed --num_gpus {world_size} train.py --deepspeed --deepspeed_config {FILE}"
 
 
-RECIPE = TableRecipe(
+RECIPE = Recipe(
     name="deepspeed",
     title="DeepSpeed",
     settings=(*layout.SETTINGS, *precision.SETTINGS, *_RUN, *hf_model.SETTINGS),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.recipes import shell
-from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, custom, option
+from orchestrator.recipes.base import Draft, Recipe, Setting, Settings, custom, option
 from orchestrator.recipes.gaps import weight_decay_but_norms
 from orchestrator.recipes.megatron import layout as megatron_layout
 from orchestrator.recipes.megatron import recompute, run
@@ -129,7 +129,7 @@ def _load(files: Mapping[str, str]) -> Settings:
     return shell.load(files[FILE])
 
 
-RECIPE = TableRecipe(
+RECIPE = Recipe(
     name="megatron",
     title="Megatron-LM",
     settings=(*_WORKLOAD, *megatron_layout.SETTINGS, *recompute.SETTINGS, *run.SETTINGS),

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, comments, custom, option, settings_of, tree
+from orchestrator.recipes.base import Draft, Recipe, Setting, Settings, comments, custom, option, settings_of, tree
 from orchestrator.recipes.gaps import weight_decay_but_norms
 from orchestrator.recipes.mindformers import layout, recompute, run
 from orchestrator.recipes.mindformers.layout import NUM_LAYERS
@@ -119,7 +119,7 @@ def _command(draft: Draft) -> str:
     return f'bash scripts/msrun_launcher.sh "run_mindformer.py --config {FILE} --use_parallel True" {size}'
 
 
-RECIPE = TableRecipe(
+RECIPE = Recipe(
     name="mindformers",
     title="MindFormers",
     settings=(*_WORKLOAD, *layout.SETTINGS, *recompute.SETTINGS, *run.SETTINGS),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, comments, custom, fixed, lacking, option
+from orchestrator.recipes.base import Draft, Recipe, Setting, Settings, comments, custom, fixed, lacking, option
 from orchestrator.recipes.gaps import left_to_script, own_data, unable
 from orchestrator.recipes.torchtitan import layout, text
 from orchestrator.recipes.torchtitan.text import FILE, FUNCTION
@@ -161,7 +161,7 @@ def _render(draft: Draft) -> Mapping[str, str]:
     return {FILE: text.write(draft.settings, comments(draft.notes), _command(draft))}
 
 
-RECIPE = TableRecipe(
+RECIPE = Recipe(
     name="torchtitan",
     title="torchtitan",
     settings=(*_RUN, *layout.SETTINGS),
