@@ -11,7 +11,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 
 from benchmarks.search.priors import Beliefs
 from benchmarks.search.tables import Problem
-from orchestrator.search.acquisition import expected_log_times, propose
+from orchestrator.search.acquisition import SHORTLIST_SIZE, ProposalRound, expected_log_times
 
 Trials = Iterator[int | None]
 """Configurations in the order tried, the baseline first; None: a trial spent on a configuration that does not exist."""
@@ -29,8 +29,9 @@ def guided(problem: Problem, beliefs: Beliefs, seed: int) -> Iterator[int]:
     oom: set[int] = set()
 
     def ask() -> int | None:
-        found = propose(beliefs.belief(times), beliefs.seen(times, frozenset(oom)))
-        return found[0].index if found else None
+        seen = beliefs.seen(times, frozenset(oom))
+        found = ProposalRound(beliefs.belief(times), seen, keep=SHORTLIST_SIZE).best()
+        return found.index if found else None
 
     for row in _from_baseline(problem, ask):
         _note(problem, row, times, oom)

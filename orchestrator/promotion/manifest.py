@@ -1,4 +1,4 @@
-"""The recipe: what a version in the registry holds. Configuration, workload, evidence, sweep file, exports."""
+"""The manifest: what a version in the registry holds. Configuration, workload, evidence, sweep file, exports."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def sha256_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def build_recipe(ledger: Ledger, state: SweepState, chosen: Chosen) -> Manifest:
-    """The recipe of a trial, with its files as they are to be stored."""
+def build_manifest(ledger: Ledger, state: SweepState, chosen: Chosen) -> Manifest:
+    """The manifest of a trial, with its files as they are to be stored."""
     candidate, workload = chosen.trial.candidate, state.sweep.workload
     content = redact_all(
         {
@@ -92,9 +92,9 @@ def _exports(candidate: Candidate, workload: Workload) -> dict[str, str]:
     return files | {"exports/README.txt": "\n".join(lines) + "\n"}
 
 
-def version_tags(recipe: Manifest) -> dict[str, str]:
+def version_tags(manifest: Manifest) -> dict[str, str]:
     """What the registry's pages show beside a version, and what it is checked against later."""
-    facts = recipe.content["evidence"]
+    facts = manifest.content["evidence"]
     ratio = ratio_of(facts)
     return {
         "tokens_per_s_per_device": f"{facts['tokens_per_s_per_device']:.6g}",
@@ -105,13 +105,13 @@ def version_tags(recipe: Manifest) -> dict[str, str]:
         "sweep": facts["sweep"],
         "sweep_id": facts["sweep_id"],
         "trial": str(facts["trial"]),
-        "config_key": recipe.content["config_key"],
-        "short_name": recipe.content["short_name"],
+        "config_key": manifest.content["config_key"],
+        "short_name": manifest.content["short_name"],
         "hardware": facts["hardware"],
         "forced": str(facts["forced"]).lower(),
-        "recipe_sha256": recipe.sha256,
-        "files_sha256": digest(recipe.file_digests),
-        **{f"{FILE_TAG}{path}": sha256 for path, sha256 in recipe.file_digests.items()},
+        "recipe_sha256": manifest.sha256,
+        "files_sha256": digest(manifest.file_digests),
+        **{f"{FILE_TAG}{path}": sha256 for path, sha256 in manifest.file_digests.items()},
     }
 
 
@@ -158,10 +158,10 @@ def speed_words(facts: Mapping[str, Any]) -> str:
     return f"{units.rate(facts['tokens_per_s_per_device'])} {facts['unit']}{against}"
 
 
-def describe(recipe: Manifest) -> str:
+def describe(manifest: Manifest) -> str:
     """Markdown: the registry's pages show this, not the files. The configuration's YAML where there is room."""
-    facts = recipe.content["evidence"]
-    head = f"**{speed_words(facts)}** — `{recipe.content['short_name']}`"
+    facts = manifest.content["evidence"]
+    head = f"**{speed_words(facts)}** — `{manifest.content['short_name']}`"
     lines = [
         f"- {': '.join(verdict_of(facts))}",
         f"- loss gate: {gate_words(facts)}",
@@ -169,14 +169,14 @@ def describe(recipe: Manifest) -> str:
     ]
     if facts["forced"]:
         lines.append(f"- **promoted by force**: {'; '.join(facts['missing'])}")
-    body = yaml.safe_dump({"candidate": recipe.content["candidate"]}, sort_keys=False, allow_unicode=True)
+    body = yaml.safe_dump({"candidate": manifest.content["candidate"]}, sort_keys=False, allow_unicode=True)
     text = "\n".join([head, "", *lines])
     whole = f"{text}\n\n```yaml\n{body}```\n"
     return whole if len(whole) <= MAX_DESCRIPTION_CHARS else text
 
 
 def check_content(content: Mapping[str, Any], registered: Registered) -> Candidate:
-    """The recipe's candidate, after checking that recipe, key and registry agree.
+    """The manifest's candidate, after checking that manifest, key and registry agree.
 
     Raises:
         ConfigError: they do not.
@@ -185,10 +185,10 @@ def check_content(content: Mapping[str, Any], registered: Registered) -> Candida
     try:
         candidate: Candidate = from_json(Candidate, content["candidate"])
     except (KeyError, CodecError) as error:
-        raise ConfigError(f"{where} holds no valid recipe: {error}", remedy="Promote the sweep again.") from None
+        raise ConfigError(f"{where} holds no valid manifest: {error}", remedy="Promote the sweep again.") from None
     keys = {candidate.config_key, content.get("config_key"), registered.tags.get("config_key")}
     if len(keys) != 1 or digest(content) != registered.tags.get("recipe_sha256"):
-        raise altered(where, "its recipe does not match the key it was registered with")
+        raise altered(where, "its manifest does not match the key it was registered with")
     return candidate
 
 

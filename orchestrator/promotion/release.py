@@ -37,7 +37,7 @@ class ReleaseChange:
     is_new: bool = True
 
 
-class ReleaseDesk:
+class Releases:
     """Where changes are made.
 
     Args:
@@ -50,7 +50,7 @@ class ReleaseDesk:
         self._on_step = on_step
 
     def promote(
-        self, name: str, recipe: Manifest, *, reason: str = "", expect_current: str | None = None
+        self, name: str, manifest: Manifest, *, reason: str = "", expect_current: str | None = None
     ) -> ReleaseChange:
         """Register ``recipe`` and put it into production.
 
@@ -60,15 +60,15 @@ class ReleaseDesk:
         check_name(name, "registered name")
         with self._changing(name, expect_current) as (step, past):
             current = self.registry.find(name, version=past.current) if past.current else None
-            if past.last is not None and current is not None and self._holds(current, recipe):
+            if past.last is not None and current is not None and self._holds(current, manifest):
                 return ReleaseChange(record=past.last, is_new=False)
             step("begin")
-            record = self.records.begin(promotion_of(name, recipe, reason, past))
+            record = self.records.begin(promotion_of(name, manifest, reason, past))
             step("files")
-            self.records.put_files(record, recipe.files)
+            self.records.put_files(record, manifest.files)
             step("version")
-            tags = version_tags(recipe) | {"record": record.record_id, "promoted_by": record.by}
-            made = self.registry.create_version(name, record.record_id, RECIPE_FOLDER, tags, describe(recipe))
+            tags = version_tags(manifest) | {"record": record.record_id, "promoted_by": record.by}
+            made = self.registry.create_version(name, record.record_id, RECIPE_FOLDER, tags, describe(manifest))
             step("number")
             record = self.records.lead_to(record, made.version)
             return ReleaseChange(record=self._complete(record, step))
@@ -108,9 +108,9 @@ class ReleaseDesk:
             raise ConfigError(f"{where} cannot be read: {error}", remedy="Promote the sweep again.") from None
         check_files(registered, files)
 
-    def _holds(self, registered: Registered, recipe: Manifest) -> bool:
-        """Whether the version is this recipe, with its files as they were registered."""
-        if registered.tags.get("recipe_sha256") != recipe.sha256:
+    def _holds(self, registered: Registered, manifest: Manifest) -> bool:
+        """Whether the version is this manifest, with its files as they were registered."""
+        if registered.tags.get("recipe_sha256") != manifest.sha256:
             return False
         try:
             self.check(registered)

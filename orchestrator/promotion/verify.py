@@ -1,6 +1,6 @@
 """Measuring a promoted configuration again on today's cluster, and saying what has drifted.
 
-Every round is an ordinary sweep with one trial, made from the recipe: its baseline is the promoted configuration, its
+Every round is an ordinary sweep with one trial, made from the manifest: its baseline is the promoted configuration, its
 space is empty. These sweeps lie in a folder of their own, ``verifications`` in the home, and are recorded in the
 experiment ``verifications``. Rounds differ as runs do that are started anew, which the interval of one run leaves out.
 """
@@ -199,7 +199,7 @@ def compare(
     promoted: Version, states: list[SweepState], tolerance: float
 ) -> tuple[tuple[DriftFinding, ...], Estimate | None]:
     """Everything that was looked at, and today's speed over that of the promotion."""
-    facts = promoted.recipe["evidence"]
+    facts = promoted.manifest["evidence"]
     findings = drift.environment(facts["fingerprint"], states[0].sweep.fingerprint)
     trials = [state.trials[0] for state in states]
     measured = [trial.measurement for trial in trials if trial.measurement is not None]
@@ -210,7 +210,7 @@ def compare(
     then = [run["tokens_per_s_per_device"] for run in facts["confirmation"] if run["of"] == facts["trial"]]
     now = [measurement.tokens_per_s_per_device for measurement in measured]
     speed, ratio = drift.speed(then or [facts["tokens_per_s_per_device"]], now, tolerance)
-    workload: Workload = from_json(Workload, promoted.recipe["workload"])
+    workload: Workload = from_json(Workload, promoted.manifest["workload"])
     today = trajectory_json(measured[0], promoted.candidate)
     loss = drift.loss(_training(facts), today, _gate_settings(promoted), workload)
     return (*findings, speed, loss), ratio

@@ -61,26 +61,14 @@ class Proposal:
     """Expected improvement of log time per device-second; for the very first, expected speed relative to the best."""
 
 
-def propose(belief: Posterior, seen: Seen, num: int = 1) -> list[Proposal]:
-    """Up to ``num`` candidates to measure at the same time; fewer when fewer are left.
-
-    The first is the one with the largest expected improvement per device-second, among those that may fit. Each
-    further one is chosen as if the earlier had turned out as expected (kriging believer, Ginsbourger et al. 2010), as
-    are those still running. Before anything was measured, the best prediction that fits comes first.
-    """
-    turn = ProposalRound(belief, seen, keep=SHORTLIST_SIZE)
-    chosen: list[Proposal] = []
-    while len(chosen) < num and (proposal := turn.best()) is not None:
-        chosen.append(proposal)
-        turn.believe(proposal.index)
-    return chosen
-
-
 class ProposalRound:
-    """Proposals one after another from what was seen at one time, as :func:`propose` describes.
+    """Proposals one after another from what was seen at one time.
 
-    That a candidate turns out as expected changes no expectation, only how much is left to be learned: one more column
-    of what is explained. A further proposal therefore costs little, however much was seen.
+    The best is the candidate with the largest expected improvement per device-second among those that may fit; before
+    anything was measured, the best prediction that fits. Those still running, and what was proposed since, count as if
+    they had turned out as expected (kriging believer, Ginsbourger et al. 2010). That changes no expectation, only how
+    much is left to be learned: one more column of what is explained. A further proposal therefore costs little, however
+    much was seen.
 
     Args:
         keep: how many candidates stay to choose from, those that score best at first.

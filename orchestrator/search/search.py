@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.search.untried import OpenCandidates
-from orchestrator.space.dominance import Pruned, Pruner
+from orchestrator.space.dominance import Pruner
 from orchestrator.space.large import Features, LargeSpace, Lookup, Scalar, without_effect
 from orchestrator.sweep.events import CandidatesPruned
 from orchestrator.sweep.state import SweepState, Trial
@@ -118,10 +118,6 @@ class Search:
             CandidatesPruned(at_s=state.now_s, witness=witness, rules=rules)
             for witness, rules in self._open.newly_ruled_out(state)
         )
-
-    def why_pruned(self, state: SweepState) -> Mapping[Candidate, Pruned]:
-        """Every candidate ruled out so far, with rule and witness."""
-        return self._open.why_ruled_out(state)
 
     @functools.cached_property
     def _space(self) -> _Space:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.space.dominance import Pruned, Pruner
+from orchestrator.space.dominance import Pruner
 from orchestrator.sweep.state import SweepState, Trial
 from trials.outcome import OutOfMemory
 from trials.spec import Candidate
@@ -69,15 +69,6 @@ class OpenCandidates:
             if witness not in known:
                 counts = Counter(rule_id for row, rule_id in found.items() if self.tried_by[row] == NEVER)
                 yield witness, dict(sorted(counts.items()))
-
-    def why_ruled_out(self, state: SweepState) -> Mapping[Candidate, Pruned]:
-        """Every candidate ruled out, with rule and witness."""
-        self.follow(state)
-        return {
-            self.candidates[row]: Pruned(rule_id=rule_id, witness=state.trials[witness].candidate)
-            for witness, found in self._ruled_out.items()
-            for row, rule_id in found.items()
-        }
 
     def _rule_out(self, trial: Trial, state: SweepState, place: int) -> None:
         if self._pruner is None:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from orchestrator.search.acquisition import (
     SHORTLIST_SIZE,
+    ProposalRound,
     Seen,
     expected_improvement,
     probability_fits,
-    propose,
     should_stop,
 )
 from orchestrator.search.prediction.gaussian_process import ErrorModel, learn
@@ -31,6 +31,15 @@ def grid(n=12):
         local_std=0.05,
     )
     return Posterior(log_time=log_time, error=error, cost_s=np.ones(n * n)), truth
+
+
+def propose(belief, seen, num=1):
+    """Up to ``num`` candidates to measure at the same time, best first."""
+    turn, chosen = ProposalRound(belief, seen, keep=SHORTLIST_SIZE), []
+    while len(chosen) < num and (proposal := turn.best()) is not None:
+        chosen.append(proposal)
+        turn.believe(proposal.index)
+    return chosen
 
 
 def search(belief, truth, num_trials, first=0, oom=frozenset()):
