@@ -3,11 +3,11 @@
     python -m benchmarks.search.calibration --table measured.csv
 
 For each family of measurements (source, software, device, number format), with a prior that has not seen its source:
-one and three measurements, drawn at random, teach the search's belief, which then predicts the others. Reported over
-families, each counting the same, for a grid of what the belief assumes of errors
+one and three measurements, drawn at random, teach the search's posterior, which then predicts the others. Reported over
+families, each counting the same, for a grid of what the posterior assumes of errors
 (``orchestrator/search/prediction/predictor.py``): the mean log density of a measurement (the higher the better; what
 is too sure and what is too vague both lose), the error of the predicted log time (RMS), and the median of (error /
-expected error)^2, 1 where the belief knows how wrong it is.
+expected error)^2, 1 where the posterior knows how wrong it is.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ from orchestrator.search.prediction.predictor import (
     LOCAL_STD,
     NOISE_STD,
     SWEEP_STD,
-    believed,
     linearised,
     log_device_seconds,
+    narrowed,
     physical_places,
     trial_device_seconds,
 )
@@ -63,10 +63,10 @@ class Priors:
         if kind == "assumed":
             return cls(assumed_prior(TIME, LOCAL_STD["cuda"]), assumed_prior(MEMORY, 0.1))
         without = source if kind == "unseen" else None
-        return cls(believed(load_prior("time", without), LOCAL_STD["cuda"]), load_prior("memory", without))
+        return cls(narrowed(load_prior("time", without), LOCAL_STD["cuda"]), load_prior("memory", without))
 
 
-class Beliefs:
+class Posteriors:
     """Of one problem: :mod:`cluster.cost` with priors of its coefficients, and what earlier sweeps taught.
 
     Rows after the problem's own are trials of earlier sweeps. Where the cost model can describe no configuration,
@@ -102,7 +102,7 @@ class Beliefs:
         columns = (sweeps[:, None] == np.unique(sweeps)[None, :]).astype(np.float64)
         self._sweeps = np.vstack([np.zeros((n, columns.shape[1])), columns])
 
-    def belief(self, times_s: Mapping[int, float]) -> Posterior:
+    def posterior(self, times_s: Mapping[int, float]) -> Posterior:
         """Predictions before measuring, linearised where ``times_s``, measured in that order, put the coefficients."""
         if self._x is None:
             return uninformed(self._problem)

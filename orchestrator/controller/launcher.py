@@ -14,9 +14,9 @@ from orchestrator.controller.recovery import Recovered, recovered
 from orchestrator.controller.runtime import TrialLauncher
 from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.planning.plan import Plan
-from orchestrator.planning.predictions import of_plan
+from orchestrator.planning.predictions import plan_predictor
 from orchestrator.search.guided import GuidedSearch
-from orchestrator.search.prediction.predictor import NotDescribedError
+from orchestrator.search.prediction.predictor import UnpredictableError
 from orchestrator.search.search import Search
 from orchestrator.space.naming import flat_params
 from orchestrator.sweep.state import Trial
@@ -32,9 +32,9 @@ def make_search(spec: SweepSpec, made: Plan, topology: Topology | None, known: P
     guide = None
     if spec.search.sampler == "guided":
         try:
-            predictor = of_plan(made, spec.to_workload(), topology, known.profile, earlier=known.earlier)
+            predictor = plan_predictor(made, spec.to_workload(), topology, known.profile, earlier=known.earlier)
             guide = GuidedSearch(predictor)
-        except NotDescribedError as error:
+        except UnpredictableError as error:
             logger.warning("the guided sampler falls back to tpe: %s", error)
     return Search(
         made.candidates,

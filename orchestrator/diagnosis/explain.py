@@ -17,7 +17,7 @@ from orchestrator.diagnosis.values import Diagnosis, Importance, KnobEffect, Ste
 from orchestrator.errors import ConfigError
 from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.search.prediction.prediction import make_predictor
-from orchestrator.search.prediction.predictor import NotDescribedError
+from orchestrator.search.prediction.predictor import UnpredictableError
 from orchestrator.space.large import LargeSpace
 from orchestrator.space.naming import flat_params
 from orchestrator.space.neighbours import around
@@ -121,7 +121,7 @@ def _view(state: SweepState, basis: Basis, near: Sequence[Candidate]) -> tuple[M
             estimates=known.estimates.by_candidate,
             earlier=known.earlier,
         )
-    except NotDescribedError as error:
+    except UnpredictableError as error:
         return None, str(error)
     return ModelView(predictor, state, known.profile), ""
 

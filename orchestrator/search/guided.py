@@ -1,4 +1,4 @@
-"""The guided sampler on a sweep: from its state to what was seen, and from a proposal to a candidate with a reason."""
+"""The guided sampler on a sweep: turns its state into what was seen, and a proposal into a candidate with a reason."""
 
 from __future__ import annotations
 
@@ -22,18 +22,12 @@ from trials.spec import Candidate
 
 MAX_LEARNED = 256
 """Measurements the residual learns from: half of them the fastest, half the latest."""
-
-
 MAX_BOUNDS = 128
-"""Trials stopped early that it learns from besides: the latest."""
-
-
+"""Trials stopped early that the residual also learns from: the latest."""
 MAX_CALIBRATING = 256
-"""Measurements the coefficients are fitted to: some ten for each. What is left after that is no matter of theirs."""
-
+"""Measurements the coefficients are fitted to, some ten for each; what is left after that they cannot explain."""
 MIN_MEASURED_TO_STOP = 4
-
-
+"""Measurements before the search may stop by itself."""
 STOP_TOLERANCE = 0.01
 """What an improvement must promise, relative, for the search to go on."""
 
@@ -43,21 +37,23 @@ MIN_KEPT = 384
 
 @dataclass(slots=True, kw_only=True)
 class _Turn:
-    """A round, and how far it has come."""
+    """A round of proposals from what was known at its beginning, and how far it has come."""
 
     round: ProposalRound
     state: SweepState
-    """What it knows."""
+    """What the round knows."""
     is_open: NDArray[np.bool_]
-    """By row, at its beginning."""
+    """Which rows might be proposed at its beginning."""
     num_known: int
     """Ended trials it knows of."""
     num_measured: int
+    """Measurements among them."""
     num_trials: int
-    """Trials that have been taken in."""
+    """Trials taken into the round so far."""
     last: Candidate | None
-    """That of the last of them."""
+    """Candidate of the last of them."""
     is_converged: bool | None = None
+    """Whether the search had converged at its beginning; None until asked."""
 
     def is_before(self, state: SweepState, num_known: int) -> bool:
         """Whether ``state`` is in this round, and follows from what was taken in."""
@@ -118,9 +114,9 @@ class GuidedSearch:
         """Whether nothing left is likely to beat the best by more than ``STOP_TOLERANCE``."""
         turn = self._now(state, candidates)
         if turn.is_converged is None:
-            belief, seen = self._standing(turn.state, self._closed(turn.is_open))
+            posterior, seen = self._knowledge(turn.state, self._closed(turn.is_open))
             enough = len(seen.times_s) >= MIN_MEASURED_TO_STOP
-            turn.is_converged = enough and should_stop(belief, seen, tolerance=STOP_TOLERANCE)
+            turn.is_converged = enough and should_stop(posterior, seen, tolerance=STOP_TOLERANCE)
         return turn.is_converged
 
     def _now(self, state: SweepState, candidates: OpenCandidates) -> _Turn:
@@ -134,9 +130,9 @@ class GuidedSearch:
             turn = self._begin(state, candidates, num_known, first_trial(state, num_known))
         for trial in state.trials.since(turn.num_trials):
             row = self._row(trial) if trial.check is None else None
-            if row is not None and not turn.round.believe(row):
+            if row is not None and not turn.round.assume(row):
                 turn = self._begin(state, candidates, num_known, trial.number)
-                turn.round.believe(row)
+                turn.round.assume(row)
             turn.num_trials, turn.last = trial.number + 1, trial.candidate
         self._turn = turn
         return turn
@@ -146,9 +142,9 @@ class GuidedSearch:
         before = as_of(state, num_known, num_trials)
         num_ended = state.trials[num_trials].num_ended if num_trials < len(state.trials) else len(state.end_order)
         is_open = self._is_open(candidates, num_trials, num_ended)
-        belief, seen = self._standing(before, self._closed(is_open))
+        posterior, seen = self._knowledge(before, self._closed(is_open))
         return _Turn(
-            round=ProposalRound(belief, seen, keep=max(MIN_KEPT, 2 * state.sweep.max_concurrent)),
+            round=ProposalRound(posterior, seen, keep=max(MIN_KEPT, 2 * state.sweep.max_concurrent)),
             state=before,
             is_open=is_open,
             num_known=num_known,
@@ -158,7 +154,7 @@ class GuidedSearch:
         )
 
     def _is_open(self, candidates: OpenCandidates, num_trials: int, num_ended: int) -> NDArray[np.bool_]:
-        """By row, when there were so many trials and so many of them had ended."""
+        """Which rows might be proposed when there were so many trials, so many of them ended."""
         if self._row_in is None or self._row_in[0] is not candidates:
             found = [candidates.row_of.get(key, -1) for key in self._keys]
             self._row_in = candidates, np.array(found, dtype=np.intp)
@@ -171,12 +167,12 @@ class GuidedSearch:
         closed: list[int] = np.flatnonzero(~is_open).tolist()
         return closed
 
-    def _standing(self, state: SweepState, closed: Collection[int]) -> tuple[Posterior, Seen]:
-        """What is believed and was seen. ``closed``: rows not to be proposed."""
+    def _knowledge(self, state: SweepState, closed: Collection[int]) -> tuple[Posterior, Seen]:
+        """The posterior and what was seen. ``closed``: rows not to be proposed."""
         measured = [(row, trial) for number in state.end_order for row, trial in self._measured(state.trials[number])]
         calibrating = measured[: num_calibrating(len(measured))]
         history = self._predictor.earlier_times_s
-        belief = self._predictor.belief({**history, **{row: device_seconds(trial) for row, trial in calibrating}})
+        posterior = self._predictor.posterior({**history, **{row: device_seconds(trial) for row, trial in calibrating}})
         learned = dict(_most_telling(measured))
         outcomes = {row: trial.outcome for trial in state.searched() if (row := self._row(trial)) is not None}
         seen = Seen(
@@ -191,7 +187,7 @@ class GuidedSearch:
             history=history,
         )
         stopped = {row: o for row, o in outcomes.items() if isinstance(o, StoppedEarly) and row not in learned}
-        return belief, _with_bounds(belief, seen, stopped, self._predictor)
+        return posterior, _with_bounds(posterior, seen, stopped, self._predictor)
 
     @property
     def _limit_bytes(self) -> float:
@@ -209,12 +205,14 @@ class GuidedSearch:
         return [] if row is None or trial.measurement is None else [(row, trial)]
 
 
-def _with_bounds(belief: Posterior, seen: Seen, stopped: Mapping[int, StoppedEarly], predictor: Predictor) -> Seen:
-    """With what trials that were stopped early tell: that they take at least so long. Where they were expected to take
-    longer, that is no news; else they teach as if that were what they take."""
+def _with_bounds(posterior: Posterior, seen: Seen, stopped: Mapping[int, StoppedEarly], predictor: Predictor) -> Seen:
+    """``seen`` with trials that were stopped early, which take at least so long.
+
+    Where they were expected to take longer, that is no news; else they teach as if that were what they take.
+    """
     if not stopped:
         return seen
-    expected = expected_log_times(belief, seen)
+    expected = expected_log_times(posterior, seen)
     world_size = predictor.inputs.world_size
     bounds = {row: outcome.at_least_s * float(world_size[row]) for row, outcome in stopped.items()}
     news = [(row, seconds) for row, seconds in bounds.items() if math.log(seconds) > expected[row]]
@@ -224,14 +222,17 @@ def _with_bounds(belief: Posterior, seen: Seen, stopped: Mapping[int, StoppedEar
 
 
 def _peak_bytes(trial: Trial) -> int:
-    """Of the fullest rank; 0 where nobody measured it."""
+    """Reserved peak of the fullest rank; 0 where it was not measured."""
     assert trial.measurement is not None
     return max(trial.measurement.peak_reserved_bytes, default=0)
 
 
 def num_calibrating(num_measured: int) -> int:
-    """The first 1, 2, 3, 5, 8, ... measurements move the coefficients: each next one matters less, and linearising
-    the model anew takes long where there are many candidates. In between, the residual takes them in."""
+    """Number of measurements that move the coefficients: 1, 2, 3, 5, 8, ... of the first.
+
+    Each next one matters less, and linearising the model anew takes long where there are many candidates. In between,
+    the residual takes them in.
+    """
     low, high = 0, 1
     while high <= min(num_measured, MAX_CALIBRATING):
         low, high = high, low + high

@@ -1,4 +1,4 @@
-"""Which legal candidates may still be proposed, kept up to date from one state of a sweep to the next."""
+"""Open candidates: which legal ones may still be proposed, kept up to date from one state of a sweep to the next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trials.outcome import OutOfMemory
 from trials.spec import Candidate
 
 NEVER = np.iinfo(np.int64).max
-"""In the arrays of :class:`OpenCandidates`: it did not happen."""
+"""Number in the arrays of :class:`OpenCandidates` for what did not happen."""
 
 
 class OpenCandidates:
@@ -60,7 +60,7 @@ class OpenCandidates:
         self._state = state
 
     def newly_ruled_out(self, state: SweepState) -> Iterator[tuple[int, dict[str, int]]]:
-        """Of every witness that no event speaks of yet: its trial and the number of candidates by rule."""
+        """Every witness that no event speaks of yet: its trial, and the number of candidates it ruled out by rule."""
         self.follow(state)
         if len(self._ruled_out) == len(state.pruned):
             return

@@ -15,7 +15,7 @@ from cluster.hardware.topology import uniform_topology
 from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.prediction import predictor
 from orchestrator.search.prediction.prediction import make_predictor
-from orchestrator.search.prediction.predictor import NotDescribedError, Predictor
+from orchestrator.search.prediction.predictor import Predictor, UnpredictableError
 from orchestrator.search.search import Search
 from orchestrator.space.naming import flat_params
 from orchestrator.space.rules import check
@@ -196,7 +196,7 @@ def test_what_the_cost_model_does_not_know_it_says(case, monkeypatch):
         topology = None
     if case == "too many":
         monkeypatch.setattr(predictor, "MAX_CANDIDATES", 10)
-    with pytest.raises(NotDescribedError, match=r"Abacus|not known|too many"):
+    with pytest.raises(UnpredictableError, match=r"Abacus|not known|too many"):
         make_predictor(WORKLOAD, tuple(CANDIDATES), topology)
 
 
