@@ -18,7 +18,7 @@ from orchestrator.config.sweep import SweepSpec
 SCHEMA_FILE = "configs/sweeps/sweep.schema.json"
 DOCS_FILE = "docs/sweep-file.md"
 HUGE = 10**5
-"""Upper bounds from here on are guards, not worth a word."""
+"""Upper bounds from here on are guards, which the table leaves out."""
 TABLE_START = "<!-- keys: written by python -m orchestrator.config.schema -->\n"
 TABLE_END = "<!-- end of keys -->\n"
 
@@ -86,7 +86,7 @@ def _table(title: str, node: dict[str, Any], definitions: dict[str, Any]) -> Ite
 
 
 def _description(value: dict[str, Any], definitions: dict[str, Any]) -> str:
-    """Pydantic leaves a description out where it equals that of the section."""
+    """Description of a key; that of its section where pydantic leaves the key's own out as equal."""
     section = definitions.get(value.get("$ref", "").rpartition("/")[2], {})
     return str(value.get("description") or section.get("description", ""))
 

@@ -1,4 +1,7 @@
-"""The sections of a sweep file. Descriptions feed the JSON Schema and ``docs/sweep-file.md``."""
+"""Sections ``cluster``, ``search``, ``measure``, ``budget``, ``deadlines`` and ``tracking`` of a sweep file.
+
+The descriptions of their keys feed the JSON Schema and ``docs/sweep-file.md``.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def _known_accelerator(name: str) -> str:
 
 
 def _known_factor(value: object) -> object:
-    """One message for a number or a word."""
+    """Refuse what is neither a number nor ``off`` with one message for both."""
     value = off_is_false(value)
     if value == "off" or (isinstance(value, int | float) and not isinstance(value, bool)):
         return value
@@ -142,7 +145,7 @@ class ClusterSection(Section):
         return self
 
     def _check_nodes(self) -> None:
-        """Those named in the simulation have to exist."""
+        """Refuse nodes in ``simulation`` that the cluster does not have."""
         if self.simulation is None:
             return
         last = f"node{self.num_nodes - 1:04d}"

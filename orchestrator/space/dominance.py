@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from trials.spec import Candidate, Counts, Layout
 
 LESS_WITH_MORE = ("zero_stage", "dp_shard", "tp", "cp", "sequence_parallel", "shard_embedding")
-"""Fields of the layout of which more means less memory, or as much."""
+"""Fields of the layout whose larger values need less memory, or as much."""
 MORE_WITH_MORE = ("num_workers", "prefetch_factor")
-"""Fields of the loader of which more means more memory, or as much (host memory, where that is the device's)."""
+"""Fields of the loader whose larger values need more memory, or as much (host memory, where that is the device's)."""
 
 
 class Pruner:
@@ -105,7 +105,7 @@ def _rule_id(differing: Set[str]) -> str:
 
 
 def _group(candidate: Candidate, global_batch_size: int | None) -> Hashable:
-    """All that must be equal: every field without a direction."""
+    """Key of candidates that can be compared: every field without a direction must be equal."""
     layout, loader = candidate.layout, candidate.loader
     accumulates = global_batch_size is not None and candidate.num_microbatches(global_batch_size) > 1
     return (
@@ -129,7 +129,7 @@ _UNDECLARED_LOADER = tuple(
 
 
 def _engines(layout: Layout) -> tuple[str, str, str]:
-    """Engines by field; empty where the layout makes no use of one, which compares with all."""
+    """Engine of each of ``_ENGINE_FIELDS``; empty where the layout uses none, which compares with all."""
     return (
         layout.replicate_with if layout.zero_stage == 0 else "",
         layout.tp_engine if layout.tp > 1 else "",
@@ -143,7 +143,7 @@ def _engine_codes(layout: Layout) -> tuple[int, ...]:
 
 
 def _demand(candidate: Candidate, patterns: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """By knob, numbers that grow with the memory it costs."""
+    """Numbers by knob that grow with the memory the knob costs."""
     layout = candidate.layout
     return {
         "micro_batch_size": (candidate.micro_batch_size,),
@@ -156,7 +156,7 @@ def _demand(candidate: Candidate, patterns: Sequence[str]) -> dict[str, tuple[in
 
 
 def _kept_layers(candidate: Candidate, patterns: Sequence[str]) -> tuple[int, ...]:
-    """Minus the layers recomputed in full, of communication, and by pattern, per chunk and stage.
+    """Minus the layers recomputed in full, with communication and by pattern, per chunk and stage.
 
     A layer recomputed in full counts for all: it has nothing left for the others.
     """

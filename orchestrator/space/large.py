@@ -132,7 +132,7 @@ def _first(frame: Frame, space: Space) -> Candidate:
 
 
 def without_effect(candidate: Candidate) -> frozenset[str]:
-    """Knobs that mean nothing in this candidate, because of another one: conditional search leaves them open."""
+    """Knobs that have no effect in this candidate because of another one; conditional search leaves them open."""
     layout, loader = candidate.layout, candidate.loader
     has_workers = loader.num_workers > 0
     conditions: Sequence[tuple[bool, tuple[str, ...]]] = (

@@ -18,6 +18,7 @@ from trials.spec import Candidate, Kernels, Layout, Loader, Recompute
 
 
 def describe(candidate: Candidate) -> dict[str, Any]:
+    """Key, short name and knobs of a candidate: its part of every JSON document."""
     return {
         "config_key": candidate.config_key,
         "short_name": short_name(candidate),
