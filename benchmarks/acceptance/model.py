@@ -80,7 +80,7 @@ def predicted_steps(model: Model, steps: Sequence[Step]) -> list[dict[str, Any]]
 
 
 def measure_shares(model: Model, best: Candidate) -> list[dict[str, Any]]:
-    """Of each published measure: added in the published order, and taken away alone from ``best``."""
+    """Gain of each published measure: added in the published order, and taken away alone from ``best``."""
     start, best_speed = model.speed(model.plan.baseline), model.speed(best)
     knobs: dict[str, Any] = {}
     before, rows = start, []

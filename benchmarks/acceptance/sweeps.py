@@ -32,11 +32,11 @@ class Variant:
 
     seed: int = 0
     deviation: float = 0.0
-    """Of the simulated machine from what the cost model assumes; see ``cluster.simulation``."""
+    """Deviation of the simulated machine from what the cost model assumes; see the key ``cluster.simulation``."""
 
 
 class _Silent:
-    """Watches nothing."""
+    """Observer that ignores everything."""
 
     def on_state(self, state: Any) -> None:
         pass

@@ -38,7 +38,7 @@ from orchestrator.search.prediction.predictor import (
 
 NUM_SEEN = (1, 3)
 MIN_ROWS, MAX_ROWS = 5, 45
-"""Of a family: distinct configurations."""
+"""Distinct configurations that a family must have."""
 SHARES = (0.35, 0.5, 0.7, 1.0)
 LOCAL_STDS = (0.08, 0.11, 0.15)
 COMMON_STDS = (0.1, 0.2, 0.4)

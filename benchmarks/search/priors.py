@@ -1,4 +1,4 @@
-"""What the guided sampler believes of a problem: the cost model, with the coefficients that measurements teach."""
+"""Posteriors of a problem for the guided sampler: the cost model, with the coefficients that measurements teach."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from orchestrator.search.prediction.predictor import (
 from orchestrator.search.prediction.transfer import nearest
 
 UNKNOWN_STD = 10.0
-"""Of what all log figures have in common where they are not seconds per step."""
+"""Standard deviation of what all log figures have in common where they are not seconds per step."""
 UNINFORMED_STD = 0.4
-"""Of log times about which nothing is known but that like configurations take alike."""
+"""Standard deviation of log times of which nothing is known but that like configurations take alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Earlier:
 
 @dataclass(frozen=True, slots=True)
 class Priors:
-    """Of the cost model's coefficients, before anything was measured on the cluster."""
+    """Priors of the cost model's coefficients, before anything was measured on the cluster."""
 
     time: Prior
     memory: Prior
@@ -67,7 +67,7 @@ class Priors:
 
 
 class Posteriors:
-    """Of one problem: :mod:`cluster.cost` with priors of its coefficients, and what earlier sweeps taught.
+    """Posteriors of one problem: :mod:`cluster.cost` with priors of its coefficients, and what earlier sweeps taught.
 
     Rows after the problem's own are trials of earlier sweeps. Where the cost model can describe no configuration,
     all count as alike.
@@ -129,7 +129,7 @@ class Posteriors:
         prior, taught = self._priors.time, self._taught
         log_time, features, device_seconds = linearised(taught, x, times_s)
         if taught is not prior:
-            # Earlier trials are rows of the Gaussian process, so what is believed must not know of them: the same
+            # Earlier trials are rows of the Gaussian process, so the prior must not know of them: the same
             # linear model, told from the prior's mean and in units of its deviations.
             jacobian = np.linalg.solve(np.linalg.cholesky(taught.covariance).T, features.T).T
             log_time = log_time + jacobian @ (prior.mean - taught.mean)
@@ -158,7 +158,7 @@ class Posteriors:
 
 
 def _inputs(problem: Problem) -> list[Mapping[str, Any]]:
-    """Of every configuration; one that cannot be modelled takes those of its likest neighbour. Empty if none can."""
+    """Inputs of every configuration, those of the likest one where it cannot be modelled; empty if none can."""
     configurations = problem.configurations
     modelled = [c for c in configurations if c.inputs is not None]
     if not modelled:

@@ -1,4 +1,4 @@
-"""What the commands on production do, without the command line."""
+"""The commands on production (promote, rollback, history, show, diff) as functions that return JSON documents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from orchestrator.tracking.tracker import Tracker
 logger = logging.getLogger(__name__)
 
 _HOLD_S = 60.0
-"""How long to wait for another command that writes to the sweep's ledger."""
+"""Seconds to wait for another command that writes to the sweep's ledger."""
 _POLL_S = 0.2
 
 
@@ -149,7 +149,7 @@ def _change_json(change: ReleaseChange) -> dict[str, Any]:
 
 
 def _bring_up_to_date(tracker: Tracker, ledger: Ledger, state: SweepState, trial: int) -> None:
-    """MLflow with the sweep: the evidence refers to its runs."""
+    """Bring MLflow up to date with the sweep: the evidence refers to its runs."""
     tracker.sync(ledger, state)
     if tracker.find_run(state, trial) is None:
         raise ConfigError(
@@ -159,8 +159,10 @@ def _bring_up_to_date(tracker: Tracker, ledger: Ledger, state: SweepState, trial
 
 
 def _note_in_ledgers(home: Home, tracker: Tracker, releases: Releases, name: str) -> None:
-    """Write the records of ``name`` into the ledgers of their sweeps, as far as those are here and lack them. What
-    cannot be written now is by the next command."""
+    """Write the records of ``name`` into the ledgers of their sweeps, as far as those are here and lack them.
+
+    What cannot be written now, the next command writes.
+    """
     records = chain(releases.records.of(name))
     sweeps = {(record.sweep, record.sweep_id) for record in records}
     known = set(home.sweeps())
@@ -195,7 +197,7 @@ def _missing(ledger: Ledger, identity: str, records: list[Record]) -> list[Recor
 
 @contextmanager
 def _held(ledger: Ledger) -> Iterator[None]:
-    """The ledger held; other commands are waited for, a controller at work is not.
+    """Hold the ledger; waits for other commands, but not for a controller at work.
 
     Raises:
         SweepBusyError: it is held for other reasons than a short command's.

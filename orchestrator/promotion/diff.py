@@ -17,7 +17,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """By part, what differs: name to the texts of both. Evidence is shown whether it differs or not."""
+    """What differs, by part: name to the texts of both. Evidence is shown whether it differs or not."""
 
     a: str
     b: str

@@ -31,7 +31,7 @@ class Past:
 
 
 def promotion_of(name: str, manifest: Manifest, reason: str, past: Past) -> Record:
-    """That ``recipe`` goes to production; the number of its version is not known yet."""
+    """The record of promoting ``manifest``; the number of its version is not known yet."""
     facts, ratio = manifest.content["evidence"], ratio_of(manifest.content["evidence"])
     return replace(
         _blank(name, past),
@@ -49,12 +49,12 @@ def promotion_of(name: str, manifest: Manifest, reason: str, past: Past) -> Reco
 
 
 def rollback_to(target: Registered, reason: str, past: Past) -> Record:
-    """That a version that is there already goes to production."""
+    """The record of putting a version that is there already into production."""
     return replace(_to(target, past), action="rollback", reason=reason)
 
 
 def found_moved(name: str, found: Registered | None, past: Past) -> Record:
-    """That the alias was found at another version, or at none."""
+    """The record of finding the alias at another version than expected, or at none."""
     record = _to(found, past) if found else _blank(name, past)
     reason = f"the alias {PRODUCTION} was moved past tune-cluster"
     return replace(record, action="external", by="unknown", reason=reason)

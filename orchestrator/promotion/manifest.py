@@ -1,4 +1,4 @@
-"""The manifest: what a version in the registry holds. Configuration, workload, evidence, sweep file, exports."""
+"""The manifest of a version in the registry: configuration, workload, evidence, sweep file and exports, with checks."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class Manifest:
     """Everything that a version is made of, and nothing that depends on when it is promoted, or by whom."""
 
     content: Mapping[str, Any]
-    """As in ``recipe.json``."""
+    """Content of ``recipe.json``."""
     files: Mapping[str, str]
+    """Texts to be stored, by their paths."""
 
     @property
     def sha256(self) -> str:
@@ -117,7 +118,7 @@ def version_tags(manifest: Manifest) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Speed over the baseline's."""
+    """Speed of the promoted trial over the baseline's, and whether a confirmation measured it."""
 
     value: float
     ci95: Interval | None
@@ -125,7 +126,7 @@ class Ratio:
 
 
 def ratio_of(facts: Mapping[str, Any]) -> Ratio | None:
-    """From the confirmation where the trial won it, else from the search; None where the baseline was not measured."""
+    """The ratio in the evidence: the confirmation's where the trial won, else the search's; None without a baseline."""
     verdict, searched = facts["verdict"] or {}, facts["speedup"]
     confirmed = verdict.get("speedup") if verdict.get("winner") == facts["trial"] else None
     if confirmed:
@@ -137,7 +138,7 @@ def ratio_of(facts: Mapping[str, Any]) -> Ratio | None:
 
 
 def verdict_of(facts: Mapping[str, Any]) -> tuple[str, str]:
-    """About this very trial: ``confirmed`` or ``not confirmed``, and why."""
+    """Verdict about the promoted trial: ``confirmed`` or ``not confirmed``, and why."""
     verdict = facts["verdict"]
     if verdict is None:
         return "not confirmed", "it was not measured again"
@@ -159,7 +160,7 @@ def speed_words(facts: Mapping[str, Any]) -> str:
 
 
 def describe(manifest: Manifest) -> str:
-    """Markdown: the registry's pages show this, not the files. The configuration's YAML where there is room."""
+    """Markdown for the registry's pages, which show no files; the configuration's YAML where there is room."""
     facts = manifest.content["evidence"]
     head = f"**{speed_words(facts)}** — `{manifest.content['short_name']}`"
     lines = [
@@ -193,8 +194,10 @@ def check_content(content: Mapping[str, Any], registered: Registered) -> Candida
 
 
 def check_files(registered: Registered, files: Mapping[str, bytes]) -> None:
-    """Raises:
-    ConfigError: the files of a version are not those it was registered with.
+    """Check that the files of a version are those it was registered with.
+
+    Raises:
+        ConfigError: they are not.
     """
     wanted = {tag.removeprefix(FILE_TAG): sha256 for tag, sha256 in registered.tags.items() if tag.startswith(FILE_TAG)}
     found = {path: sha256_of(content) for path, content in files.items()}

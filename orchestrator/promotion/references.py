@@ -1,4 +1,4 @@
-"""Reading what is registered: references such as ``llama@production``, ``llama@3`` and ``sweep:trial``."""
+"""References such as ``llama@production``, ``llama@3`` and ``sweep:trial``: what they mean, read and checked."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionDescription:
-    """A configuration that can be compared with another."""
+    """A configuration as ``diff`` compares it: a registered version, or a trial of a sweep."""
 
     label: str
     candidate: Candidate

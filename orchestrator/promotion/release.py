@@ -22,23 +22,23 @@ from orchestrator.tracking.registry import Registered, Registry
 from orchestrator.tracking.tracker import Tracker
 
 NONE = "none"
-"""How people say that nothing is in production."""
+"""Word for nothing in production, as people write it."""
 
 
 _HARMLESS = ("begin", "files", "number")
-"""Writes that nobody else sees: whoever has lost the lock is told before the next one."""
+"""Writes that nobody else sees: no need to check before them that the lock is still held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseChange:
-    """What a command has done. ``is_new`` is False where it was so already, and nothing was recorded."""
+    """What a command has done; ``is_new`` is False where it was so already, and nothing was recorded."""
 
     record: Record
     is_new: bool = True
 
 
 class Releases:
-    """Where changes are made.
+    """Changes what is in production in one MLflow store.
 
     Args:
         on_step: told of every step before it is taken; tests end the process there.
@@ -52,7 +52,7 @@ class Releases:
     def promote(
         self, name: str, manifest: Manifest, *, reason: str = "", expect_current: str | None = None
     ) -> ReleaseChange:
-        """Register ``recipe`` and put it into production.
+        """Register ``manifest`` as a version and put it into production.
 
         Raises:
             ConfigError: another version is in production than expected, or others hold the name for too long.
@@ -98,8 +98,10 @@ class Releases:
             return ReleaseChange(record=self._complete(record, step))
 
     def check(self, registered: Registered) -> None:
-        """Raises:
-        ConfigError: the files of the version are not those it was registered with.
+        """Check that the files of the version are those it was registered with.
+
+        Raises:
+            ConfigError: they are not.
         """
         try:
             files = self.registry.read_files(registered)
@@ -122,8 +124,10 @@ class Releases:
 
     @contextmanager
     def _changing(self, name: str, expect_current: str | None) -> Iterator[tuple[Callable[[str], None], Past]]:
-        """With the lock held, the past settled and the expectation met: a function to call before every write, and
-        what was before."""
+        """Hold the lock with the past settled and the expectation met.
+
+        Yields a function to call before every write, and what was before.
+        """
         lock = RegistryLock(self.registry, name, asker())
         with lock.hold() as renew:
 
@@ -174,7 +178,7 @@ class Releases:
         return self._past(name)[0]
 
     def _past(self, name: str) -> tuple[Past, list[Record]]:
-        """Also the records that were begun and left."""
+        """The history of a name, and its records that were begun and left."""
         records = self.records.of(name)
         last = max(chain(records), key=lambda record: record.number, default=None)
         return Past(last=last, num_records=len(records)), [record for record in records if record.state == "begun"]

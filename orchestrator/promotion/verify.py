@@ -50,7 +50,7 @@ DEFAULT_TOLERANCE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What was found about a version."""
+    """What measuring a version again found."""
 
     name: str
     version: str
@@ -62,7 +62,7 @@ class Verification:
     sweeps: tuple[str, ...]
     at_s: float
     run_id: str = ""
-    """Where MLflow holds it."""
+    """MLflow run that holds it."""
 
     @property
     def drifted(self) -> tuple[Kind, ...]:
@@ -161,8 +161,7 @@ def verification_specs(promoted: Version, tracker: Tracker, num_rounds: int, at_
 
 
 def baseline_section(candidate: Candidate) -> dict[str, Any]:
-    """The candidate as the section ``baseline`` of a sweep file: layers per stage written out, nothing left to
-    ``auto``."""
+    """The candidate as section ``baseline`` of a sweep file: layers per stage written out, nothing left to ``auto``."""
     values = knob_values(candidate)
     layers, policy = candidate.layout.stage_layers, candidate.recompute
     values["stage_layers"] = StageSplit(kind="counts", rows=layers) if layers else StageSplit()
@@ -217,7 +216,7 @@ def compare(
 
 
 def _gate_settings(promoted: Version) -> GateSettings:
-    """With the tolerances of the promoted sweep's file, where it names any."""
+    """Settings of the gate, with the tolerances of the promoted sweep's file where it names any."""
     gate = (promoted.spec or {}).get("gate")
     given = gate if isinstance(gate, Mapping) else {}
     return GateSettings(
@@ -233,7 +232,7 @@ def _training(facts: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _record(found: Verification, tracker: Tracker) -> Verification:
-    """In the experiment of promotions, and as tags of the version."""
+    """Write the verification into the experiment of promotions, and as tags of the version."""
     with tracker.reached():
         registry = Registry(tracker.client())
         records = Records(registry, tracker.uri)

@@ -62,7 +62,7 @@ def next_command(state: SweepState, end: str) -> Command:
 
 
 def largest_layout(state: SweepState) -> Layout | None:
-    """That of the finalists and the baseline which needs most devices."""
+    """The layout, of the finalists and the baseline, that needs most devices; None before there are finalists."""
     if state.proof is None:
         return None
     layouts = [state.trials[number].candidate.layout for number in (BASELINE, *state.proof.finalists)]
@@ -164,7 +164,7 @@ def _is_one_lost(state: SweepState, proof: ProofState) -> bool:
 
 
 def gate_words(report: GateReport) -> str:
-    """What a report that did not pass says: a run that failed shows nothing about what the model learns."""
+    """Sentence for a report that did not pass: a run that failed shows nothing about what the model learns."""
     return "does not train the same model" if report.precision_class else "failed in the loss gate"
 
 
@@ -197,7 +197,7 @@ def _propose(state: SweepState, check: Check, reason: str) -> ProposeCheck:
 
 
 def _to_be_profiled(state: SweepState) -> Iterator[int]:
-    """Those asked for by people, then those of the sweep's file; measured ones only."""
+    """Trials to profile: those asked for by people, then those of the sweep's file; measured ones only."""
     yield from state.to_profile
     if not state.sweep.profiled:
         return

@@ -1,4 +1,4 @@
-"""Exporting a winner to a framework's own configuration, so that nothing it asks for is dropped silently.
+"""What recipes are made of: settings that write a configuration as a framework's files and read it back, nothing lost.
 
 A recipe is a table of :class:`Setting` objects. Each names the fields it speaks for (paths as in
 :func:`orchestrator.recipes.fields.flatten`), writes them as the framework's settings, and reads them back. What a
@@ -77,7 +77,7 @@ class Draft:
 
 
 Settings = Mapping[str, Any]
-"""The framework's names and their values."""
+"""Values of settings by the framework's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ def option(path: str, name: str, *, to: Callable[[Any], Any] = lambda value: val
 
 
 def fixed(name: str, value: Any) -> Setting:
-    """A setting that every export needs, because the runner always works so and the framework's default differs."""
+    """A setting that every export needs: the runner always works so, and the framework's default differs."""
 
     def write(draft: Draft) -> None:
         draft.settings[name] = value
@@ -116,8 +116,11 @@ def fixed(name: str, value: Any) -> Setting:
 
 
 def lacking(path: str, message: str, *, means: Any = None, severity: Severity = "warning") -> Setting:
-    """A field, or a part with all its fields, that the framework has no setting for. It always does ``means`` (by
-    default our default, or nothing for an optional part); anything else is noted."""
+    """A field, or a part with all its fields, that the framework has no setting for.
+
+    The framework always does ``means`` (by default our default, or nothing for an optional part); anything else is
+    noted.
+    """
     only = defaults().get(path) if means is None else means
 
     def write(draft: Draft) -> None:
@@ -177,6 +180,7 @@ def audited(recipe: Recipe, candidate: Candidate, workload: Workload) -> Export:
 
 
 ABSENT = "nothing"
+"""Value of a path that one side does not have, in messages."""
 
 
 def differences(asked: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -213,7 +217,7 @@ def tree(settings: Settings, file: str) -> dict[str, Any]:
 
 
 def settings_of(file: str, content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The inverse of :func:`tree`."""
+    """Settings by name of a nested mapping read from ``file``: the inverse of :func:`tree`."""
     found: dict[str, Any] = {}
     for key, value in content.items():
         path = f"{prefix}.{key}" if prefix else key

@@ -1,4 +1,4 @@
-"""Every field of a candidate and a workload under a dotted path, and back."""
+"""Flattens a candidate and a workload into values by dotted path, and builds a candidate back from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def flatten(candidate: Candidate, workload: Workload) -> dict[str, Any]:
 
 @functools.cache
 def defaults() -> Mapping[str, Any]:
-    """Value by path of what a candidate that says nothing means."""
+    """Value by path of a candidate with all fields at their defaults."""
     return types.MappingProxyType(_flatten("", Candidate()))
 
 
@@ -71,7 +71,7 @@ def _flatten(prefix: str, value: Any) -> dict[str, Any]:
 
 
 def _build(prefix: str, cls: type, values: Mapping[str, Any]) -> Any:
-    """Fields of one type only: a candidate has no others."""
+    """Build ``cls`` from the values below ``prefix``; each field of a candidate has one type only."""
     given: dict[str, Any] = {}
     for name, hint in field_types(cls).items():
         path, options = join(prefix, name), alternatives(hint)

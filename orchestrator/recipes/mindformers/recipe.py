@@ -17,7 +17,7 @@ FILE = "mindformers.yaml"
 _LLAMA, _MODEL = "workload.model.llama", "model.model_config"
 _BETAS = "optimizer.betas"
 _WHOLE = ("recompute_config.select_recompute", "recompute_config.select_comm_recompute", "runner_wrapper.scale_sense")
-"""Settings that are mappings themselves."""
+"""Settings whose values are mappings."""
 _FRAME = {
     "use_legacy": True,
     "run_mode": "train",
@@ -40,7 +40,7 @@ _FRAME = {
     "train_dataset.drop_remainder": True,
     "train_dataset_task.type": "CausalLanguageModelDataset",
 }
-"""The runner's way to train: semi-automatic parallel graph mode, a constant learning rate, no clipping."""
+"""Settings for the runner's way to train: semi-automatic parallel graph mode, constant learning rate, no clipping."""
 _ARCHITECTURE = {
     "model.arch.type": "LlamaForCausalLM",
     f"{_MODEL}.type": "LlamaConfig",

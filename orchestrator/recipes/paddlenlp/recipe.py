@@ -30,7 +30,7 @@ _FRAME = {
     "lr_scheduler_type": "constant",
     "warmup_steps": 0,
 }
-"""The runner's constant learning rate, without clipping; paths are yours to set."""
+"""Arguments for the runner's constant learning rate, without clipping; paths are the user's to set."""
 _ARCHITECTURE = {
     f"{_MODEL}architectures": ["LlamaForCausalLM"],
     f"{_MODEL}model_type": "llama",

@@ -11,7 +11,7 @@ from trials.spec import LossScale
 _FLASH = "use_flash_attention"
 _WORKERS = "dataloader_num_workers"
 _OPERATORS = {"linear": "matmul_v2", "softmax": "softmax"}
-"""Operators that autocast's lists of both sides name."""
+"""Paddle's names of the operators that autocast's lists on both sides can name."""
 
 
 def _write_precision(draft: Draft) -> None:

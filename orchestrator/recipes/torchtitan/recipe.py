@@ -24,7 +24,7 @@ _DTYPE, _PARAM_DTYPE, _REDUCE_DTYPE = (
 _COMPILE, _COMPONENTS, _COMPILER = "compile.enable", "compile.components", "compile.backend"
 _VOCAB = "model_spec.vocab_size"
 COMPILERS = ("inductor", "aot_eager")
-"""Those that compile FlexAttention there (``distributed/compile.py``)."""
+"""Backends that compile FlexAttention there (``distributed/compile.py``)."""
 
 
 # ---- precision, kernels ----
