@@ -27,13 +27,13 @@ from cluster.cost.coefficients import Prior, load_prior
 from cluster.cost.inputs import Array, CostInputs, from_rows
 from cluster.cost.published.table import PublishedRow, read_table
 from orchestrator.search.prediction.gaussian_process import ErrorModel, condition
+from orchestrator.search.prediction.model_families import physical_places
 from orchestrator.search.prediction.predictor import (
     COEFFICIENT_SHARE,
     COMMON_STD,
     LOCAL_STD,
     NOISE_STD,
     linearised,
-    physical_places,
 )
 
 NUM_SEEN = (1, 3)

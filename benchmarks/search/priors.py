@@ -18,6 +18,7 @@ from cluster.cost.work import work_of
 from orchestrator.search.acquisition import Seen
 from orchestrator.search.guided import num_calibrating
 from orchestrator.search.prediction.gaussian_process import ErrorModel
+from orchestrator.search.prediction.model_families import log_device_seconds, physical_places
 from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.predictor import (
     COMMON_STD,
@@ -25,9 +26,7 @@ from orchestrator.search.prediction.predictor import (
     NOISE_STD,
     SWEEP_STD,
     linearised,
-    log_device_seconds,
     narrowed,
-    physical_places,
     trial_device_seconds,
 )
 from orchestrator.search.prediction.transfer import nearest

@@ -105,6 +105,28 @@ def weight_decay_but_norms(name: str) -> Setting:
     return custom((path,), (name,), write, lambda settings: {path: float(settings[name])})
 
 
+def betas(name: str, make: Callable[[tuple[float, float]], Any] = list) -> Setting:
+    """Both betas of AdamW under ``name``, in the sequence that ``make`` makes of them."""
+    paths = ("workload.optimizer.beta1", "workload.optimizer.beta2")
+
+    def write(draft: Draft) -> None:
+        draft.settings[name] = make((draft.workload.optimizer.beta1, draft.workload.optimizer.beta2))
+
+    return custom(paths, (name,), write, lambda settings: dict(zip(paths, settings[name], strict=True)))
+
+
+def two_batches_ahead(num_workers: Callable[[Settings], Any]) -> Setting:
+    """``prefetch_factor`` where every data-loading process, whose number ``num_workers`` reads, is 2 batches ahead."""
+    path = "loader.prefetch_factor"
+
+    def write(draft: Draft) -> None:
+        loader = draft.candidate.loader
+        if loader.num_workers and loader.prefetch_factor != 2:
+            draft.warn(path, "always 2 batches ahead")
+
+    return custom((path,), (), write, lambda settings: {path: 2 if num_workers(settings) else 0})
+
+
 def own_data(reader: str) -> Setting:
     """The training data, which the user's own ``reader`` reads in every framework."""
     return left_to_script("workload.data", reader)

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from orchestrator.search.untried import OpenCandidates
 from orchestrator.space.dominance import Pruner
-from orchestrator.space.large import Features, LargeSpace, Lookup, Scalar, without_effect
+from orchestrator.space.large import LargeSpace, Lookup, without_effect
+from orchestrator.space.naming import Features, Scalar
 from orchestrator.sweep.events import CandidatesPruned
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.sweep.values import PredictedResult, Suggestion

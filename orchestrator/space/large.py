@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from orchestrator.space.naming import Features, Scalar
 from orchestrator.space.space import Frame, Space
 from trials.spec import Candidate
 
@@ -24,9 +25,8 @@ SAMPLE_SIZE = 20_000
 MAX_MISSES = 64
 """Illegal draws in a row after which a space counts as empty."""
 
-Scalar = str | int | float | bool
-Features = Callable[[Candidate], Mapping[str, Scalar]]
 Encode = Callable[[Mapping[str, Scalar]], Mapping[str, int]]
+"""Whole numbers for knob values, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)

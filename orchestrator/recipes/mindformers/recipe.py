@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from orchestrator.recipes.base import Draft, Recipe, Setting, Settings, comments, custom, option, settings_of, tree
-from orchestrator.recipes.gaps import weight_decay_but_norms
+from orchestrator.recipes.gaps import betas, weight_decay_but_norms
 from orchestrator.recipes.mindformers import layout, recompute, run
 from orchestrator.recipes.mindformers.layout import NUM_LAYERS
 from trials.spec import LlamaModel
@@ -61,15 +61,6 @@ def _read_kind(settings: Settings) -> dict[str, Any]:
     return {"workload.model.kind": "llama"} if "model.arch.type" in settings else {}
 
 
-def _write_betas(draft: Draft) -> None:
-    optimizer = draft.workload.optimizer
-    draft.settings[_BETAS] = [optimizer.beta1, optimizer.beta2]
-
-
-def _read_betas(settings: Settings) -> dict[str, Any]:
-    return {f"workload.optimizer.beta{i}": beta for i, beta in enumerate(settings[_BETAS], start=1)}
-
-
 def _write_data(draft: Draft) -> None:
     draft.warn("workload.data", "convert your tokens to MindRecord (seq_length + 1 per sample) and set dataset_dir")
 
@@ -91,7 +82,7 @@ _WORKLOAD: tuple[Setting, ...] = (
     option(f"{_LLAMA}.norm_eps", f"{_MODEL}.rms_norm_eps"),
     option("workload.seq_length", f"{_MODEL}.seq_length"),
     option("workload.optimizer.lr", "lr_schedule.learning_rate"),
-    custom(("workload.optimizer.beta1", "workload.optimizer.beta2"), (_BETAS,), _write_betas, _read_betas),
+    betas(_BETAS),
     option("workload.optimizer.eps", "optimizer.eps"),
     weight_decay_but_norms("optimizer.weight_decay"),
     option("workload.seed", "seed"),

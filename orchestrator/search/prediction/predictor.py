@@ -9,7 +9,7 @@ that process beside the sweep's own candidates, with an error in common per swee
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -25,18 +25,9 @@ from orchestrator.search.prediction.gaussian_process import Array, ErrorModel
 from orchestrator.search.prediction.model_families import Inputs, log_device_seconds, physical_places
 from orchestrator.search.prediction.posterior import MEMORY_SHIFT_STD, MEMORY_STD, Posterior, normal_cdf
 from orchestrator.search.prediction.transfer import EarlierTrial, nearest
+from orchestrator.space.naming import Features, Scalar
 from trials.dryrun.estimate import DryRunEstimate
 from trials.spec import Candidate, LlamaModel, Workload
-
-__all__ = [
-    "Predictor",
-    "UnpredictableError",
-    "linearised",
-    "log_device_seconds",
-    "narrowed",
-    "physical_places",
-    "trial_device_seconds",
-]
 
 MAX_CANDIDATES = 200_000
 """Candidates the cost model ranks one by one; each takes some 2 kB."""
@@ -252,9 +243,6 @@ def _inputs(
         return generic_inputs(pairs, cluster, estimates)
     return concatenate([inputs_of(pairs[i : i + ROWS_AT_ONCE], cluster) for i in range(0, len(pairs), ROWS_AT_ONCE)])
 
-
-Scalar = str | int | float | bool
-Features = Callable[[Candidate], Mapping[str, Scalar]]
 
 MODELLED = frozenset(
     (
