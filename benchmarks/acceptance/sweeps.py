@@ -132,7 +132,7 @@ def _summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _trials_to(runs: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]:
-    """How many seeds got there, and after how many trials: those that did not count as one trial more than they had."""
+    """Seeds that got there, and after how many trials; others count as one trial more than they had."""
     found = [run[f"trials_to_{what}"] for run in runs]
     trials = [run["trials"] + 1 if number is None else number for run, number in zip(runs, found, strict=True)]
     return {

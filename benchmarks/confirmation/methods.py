@@ -30,7 +30,7 @@ class World:
 
     name: str
     noise: float
-    """Between runs."""
+    """Noise between runs."""
     gain: float | None = None
     """Gain in speed of the candidates that are faster than the baseline; None: all are exactly as fast as it."""
     num_faster: int = 1
@@ -51,9 +51,9 @@ class Case:
     """One sweep, and the runs that a confirmation of its finalists would see. By trial; 0 is the baseline."""
 
     truth: NDArray[np.float64]
-    """Speed over the baseline's."""
+    """True speed of each trial over the baseline's."""
     searched: NDArray[np.float64]
-    """Measured once each."""
+    """Speeds as the search measured them, once each."""
     finalists: tuple[int, ...]
     speeds: NDArray[np.float64]
     """Log speed by round and trial, without drift."""
@@ -70,7 +70,7 @@ class Case:
         return bool((self.truth[list(self.finalists)] > 1).any())
 
     def rounds(self, count: int) -> list[Mapping[int, float]]:
-        """With everyone in every round."""
+        """The first ``count`` rounds with the baseline and all finalists."""
         return [self.round(number, (BASELINE, *self.finalists)) for number in range(count)]
 
 

@@ -45,7 +45,7 @@ class Earlier:
 
     @property
     def runs(self) -> list[Configuration]:
-        """Those that teach: they ran, and the cost model can describe them."""
+        """The trials that teach: they ran, and the cost model can describe them."""
         return [trial for trial in self.trials if trial.time_s is not None and trial.inputs is not None]
 
 
@@ -187,7 +187,7 @@ def places(problem: Problem) -> Array:
 
 
 def uninformed(problem: Problem) -> Posterior:
-    """For configurations the cost model cannot describe: all alike, errors large, alike for like configurations."""
+    """Posterior where the cost model describes no configuration: equal times, errors large and shared by like ones."""
     n = len(problem)
     return Posterior(
         log_time=np.zeros(n),

@@ -33,7 +33,7 @@ Result = tuple[int, bool]
 Found = tuple[str, str, list[Result]]
 """Problem, sampler, and what it found, one per seed."""
 Results = dict[str, dict[str, list[Result]]]
-"""By problem and sampler."""
+"""Results by problem and sampler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

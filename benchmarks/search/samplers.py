@@ -96,8 +96,7 @@ def optuna_default(problem: Problem, posteriors: Posteriors, seed: int) -> Trial
 
 
 SAMPLERS: dict[str, Sampler] = {"guided": guided, "tpe": tpe, "optuna_default": optuna_default, "random": rand}
-
-"""By the name they are reported under."""
+"""Samplers by the name they are reported under."""
 DETERMINISTIC = frozenset({"guided"})
 """Samplers that every seed makes propose the same."""
 

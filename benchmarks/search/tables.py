@@ -51,7 +51,7 @@ class Problem:
 
     @property
     def cluster(self) -> tuple[str, ...]:
-        """Where it was measured: sweeps on the same cluster may teach each other."""
+        """Cluster on which it was measured: sweeps on the same cluster may teach each other."""
         row = self.configurations[0].row
         return tuple(row[name] for name in ("source", "gpu", "gpus_per_node", "interconnect"))
 

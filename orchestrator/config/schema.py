@@ -133,6 +133,7 @@ def _cell(text: str) -> str:
 
 
 def write(root: Path) -> None:
+    """Write schema and table into the repository at ``root``."""
     (root / SCHEMA_FILE).write_text(schema_text(), encoding="utf-8")
     docs = root / DOCS_FILE
     docs.write_text(with_table(docs.read_text(encoding="utf-8")), encoding="utf-8")

@@ -81,7 +81,7 @@ def with_balance(candidate: Candidate, found: Balance, workload: Workload) -> Ca
 
 
 def _recomputes_by_frame(candidates: Iterable[Candidate], workload: Workload) -> dict[Candidate, dict[Recompute, None]]:
-    """By candidate without what the balancer decides: the recompute policies that are legal for it."""
+    """Recompute policies that are legal, by candidate without what the balancer decides."""
     found: dict[Candidate, dict[Recompute, None]] = {}
     for candidate in candidates:
         found.setdefault(_frame(candidate, workload), {})[candidate.recompute] = None

@@ -50,11 +50,11 @@ class Plan:
     num_rejected: Mapping[str, int]
     """Rejected candidates by the first rule they break, most first."""
     examples: tuple[Rejection, ...]
-    """Up to ``NUM_EXAMPLES`` per rule."""
+    """Some rejected candidates, up to ``NUM_EXAMPLES`` per rule."""
     num_duplicates: int
     """Combinations of choices that come to the same candidate as another one; 0 where nobody counted."""
     product_size: int
-    """All combinations: candidates + rejected + duplicates, where they could be enumerated."""
+    """Number of all combinations: candidates + rejected + duplicates, where they could be enumerated."""
     beyond: LargeSpace | None = None
     """The whole space, where it was too large to enumerate and ``candidates`` are a part of it."""
     estimates: DryRunEstimates = field(default_factory=DryRunEstimates)

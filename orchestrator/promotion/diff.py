@@ -34,6 +34,7 @@ class Difference:
 
 
 def compare(a: VersionDescription, b: VersionDescription) -> Difference:
+    """What differs between two configurations."""
     parts = {
         "knobs": differing(flat_params(a.candidate), flat_params(b.candidate)),
         "workload": differing(dict(_flat(to_json(a.workload))), dict(_flat(to_json(b.workload)))),

@@ -149,7 +149,7 @@ def is_gone(place: str, identity: str) -> bool:
 
 
 def _start_time(pid: int) -> int:
-    """In clock ticks since the host booted; -1 when there is no such process, or it only waits to be reaped."""
+    """Start of a process in clock ticks since the host booted; -1 when there is none, or it only waits to be reaped."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:

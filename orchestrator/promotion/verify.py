@@ -197,7 +197,7 @@ def _measure(spec: Mapping[str, Any], home: Home, observer: Observer, address: s
 def compare(
     promoted: Version, states: list[SweepState], tolerance: float
 ) -> tuple[tuple[DriftFinding, ...], Estimate | None]:
-    """Everything that was looked at, and today's speed over that of the promotion."""
+    """Findings on everything that was compared, and today's speed over that of the promotion."""
     facts = promoted.manifest["evidence"]
     findings = drift.environment(facts["fingerprint"], states[0].sweep.fingerprint)
     trials = [state.trials[0] for state in states]

@@ -58,7 +58,7 @@ class Judgement:
     tied_with_leader: tuple[int, ...]
     """Finalists that cannot be told from the leader."""
     to_measure: tuple[int, ...]
-    """Who has to be measured in the next round, the baseline first; empty when decided."""
+    """Trials to measure in the next round, the baseline first; empty when decided."""
     is_decided: bool
 
 
@@ -137,6 +137,7 @@ class _Effect:
 
     @property
     def is_settled(self) -> bool:
+        """Whether it was shown different, or equal up to MIN_DIFFERENCE."""
         return self.verdict != "tie" or abs(self.mean) + self.half_width <= _MIN_EFFECT
 
     @property
@@ -146,6 +147,7 @@ class _Effect:
 
     @property
     def may_be_told(self) -> bool:
+        """Whether the rounds left may still show a difference either way."""
         return not self.is_settled and (self.may_be_shown("faster") or self.may_be_shown("slower"))
 
     def may_be_shown(self, what: SpeedVerdict) -> bool:
@@ -162,6 +164,8 @@ class _Effect:
 
 @dataclass(frozen=True, slots=True)
 class _Comparing:
+    """Compares trials by the rounds so far, and by those that may still come."""
+
     rounds: Sequence[Round]
     num_finalists: int
     first_look: int

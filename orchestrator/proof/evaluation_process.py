@@ -58,7 +58,7 @@ class Ending:
     """How a command ended."""
 
     exit_code: int | None
-    """As in ``subprocess``; None: it could not be started, or was killed at its deadline."""
+    """Exit code as ``subprocess`` gives it; None: it could not be started, or was killed at its deadline."""
     tail: tuple[str, ...]
     """Last lines that the command wrote, redacted, and remarks of the evaluation process."""
 
@@ -82,11 +82,11 @@ def run(order: EvaluationOrder, input_fd: int) -> Ending | None:
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or str(error)
             return Ending(exit_code=None, tail=(redact(f"{order.command[0]} cannot be started: {why}"),))
-        exit_code, words = _watch(process, input_fd, order.timeout_s)
+        exit_code, remarks = _watch(process, input_fd, order.timeout_s)
         kill_descendants(KILL_S)
         with contextlib.suppress(OSError):
             redact_file(path)
-        return None if words is None else Ending(exit_code=exit_code, tail=(*_tail(path), *words))
+        return None if remarks is None else Ending(exit_code=exit_code, tail=(*_tail(path), *remarks))
 
 
 def _start(order: EvaluationOrder, log: Path) -> subprocess.Popen[bytes]:

@@ -161,7 +161,7 @@ def _has_other_batch_norm(one: Trajectory, other: Trajectory, workload: Workload
     return _has_batch_norm(workload) and one.micro_batch_size != other.micro_batch_size
 
 
-# ---- words ----
+# ---- reasons and notes ----
 
 
 def _failures(run: Trajectory) -> Iterator[str]:

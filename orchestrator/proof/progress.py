@@ -52,7 +52,7 @@ class Confirmation:
     """How far the confirmation of a proof has come, and what it shows."""
 
     finalists: tuple[int, ...]
-    """Those still in, fastest of the search first: neither failed, nor refused by gate or evaluation."""
+    """Finalists still in, the fastest of the search first: neither failed, nor refused by gate or evaluation."""
     failed: dict[int, str]
     """Why a run was not measured, by its finalist or baseline."""
     complete: tuple[Round, ...]

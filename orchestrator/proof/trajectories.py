@@ -95,7 +95,7 @@ class Curve:
     """One quantity: how far two runs lie apart, and how far they may. Both relative; element i is step i + 1."""
 
     deviations: tuple[float | None, ...]
-    """None where nothing can be compared: the update was skipped, after a spike, or a value is not finite."""
+    """Relative deviation by step; None where nothing can be compared: the update was skipped, or a value is void."""
     limits: tuple[float, ...]
     num_excused: int = 0
     """Steps that may be beyond their limits, the first one that can be compared excepted."""

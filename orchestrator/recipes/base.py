@@ -145,7 +145,7 @@ class Recipe:
     """One framework's format: ``render`` writes the files of a finished draft, ``load`` reads them."""
 
     name: str
-    """As in ``--format``."""
+    """Name of the format, for ``--format``."""
     title: str
     """The framework's own name."""
     settings: tuple[Setting, ...]
@@ -154,12 +154,14 @@ class Recipe:
     command: Callable[[Draft], str]
 
     def export(self, candidate: Candidate, workload: Workload) -> Export:
+        """Files and command for one configuration, with notes on what they do not say."""
         draft = Draft(candidate, workload, flatten(candidate, workload))
         for setting in self.settings:
             setting.write(draft)
         return Export(format=self.name, files=self.render(draft), command=self.command(draft), notes=tuple(draft.notes))
 
     def parse(self, files: Mapping[str, str]) -> Parsed:
+        """Read files back that :meth:`export` made."""
         settings = self.load(files)
         values: dict[str, Any] = {}
         for setting in self.settings:

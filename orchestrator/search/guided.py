@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.search.acquisition import Proposal, ProposalRound, Seen, expected_log_times, should_stop
+from orchestrator.search.open_candidates import OpenCandidates
 from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.rounds import as_of, first_trial, round_start
-from orchestrator.search.untried import OpenCandidates
 from orchestrator.sweep.state import SweepState, Trial, device_seconds
 from orchestrator.sweep.values import PredictedResult, Suggestion
 from orchestrator.units import rate
@@ -36,10 +36,10 @@ MIN_KEPT = 384
 
 
 @dataclass(slots=True, kw_only=True)
-class _Turn:
+class _Round:
     """A round of proposals from what was known at its beginning, and how far it has come."""
 
-    round: ProposalRound
+    proposals: ProposalRound
     state: SweepState
     """What the round knows."""
     is_open: NDArray[np.bool_]
@@ -75,7 +75,7 @@ class GuidedSearch:
         self._keys = tuple(self._rows)
         self._row_of_trial: dict[int, tuple[Candidate, int | None]] = {}
         self._row_in: tuple[OpenCandidates, NDArray[np.intp]] | None = None
-        self._turn: _Turn | None = None
+        self._round: _Round | None = None
 
     def expect(self, candidate: Candidate) -> PredictedResult | None:
         """What the cost model says of a candidate before any trial of this sweep; None of one it does not know."""
@@ -91,17 +91,17 @@ class GuidedSearch:
 
     def ask(self, state: SweepState, candidates: OpenCandidates) -> Suggestion | None:
         """The next candidate and why; None when none is left. ``candidates`` have followed the sweep to ``state``."""
-        turn = self._now(state, candidates)
+        current = self._current_round(state, candidates)
         is_open = self._is_open(candidates, len(state.trials), len(state.end_order))
-        found = turn.round.best(is_open)
+        found = current.proposals.best(is_open)
         if found is None:
-            turn = self._turn = self._begin(state, candidates, turn.num_known, len(state.trials))
-            found = turn.round.best(is_open)
+            current = self._round = self._begin_round(state, candidates, current.num_known, len(state.trials))
+            found = current.proposals.best(is_open)
         if found is None:
             return None
         return Suggestion(
             self._predictor.candidates[found.index],
-            _reason(found, state, measured=turn.num_measured > 0),
+            _reason(found, state, measured=current.num_measured > 0),
             PredictedResult(
                 step_time_s=found.time_s / float(self._predictor.inputs.world_size[found.index]),
                 log_spread=found.log_std,
@@ -112,39 +112,39 @@ class GuidedSearch:
 
     def is_converged(self, state: SweepState, candidates: OpenCandidates) -> bool:
         """Whether nothing left is likely to beat the best by more than ``STOP_TOLERANCE``."""
-        turn = self._now(state, candidates)
-        if turn.is_converged is None:
-            posterior, seen = self._knowledge(turn.state, self._closed(turn.is_open))
+        current = self._current_round(state, candidates)
+        if current.is_converged is None:
+            posterior, seen = self._knowledge(current.state, self._closed(current.is_open))
             enough = len(seen.times_s) >= MIN_MEASURED_TO_STOP
-            turn.is_converged = enough and should_stop(posterior, seen, tolerance=STOP_TOLERANCE)
-        return turn.is_converged
+            current.is_converged = enough and should_stop(posterior, seen, tolerance=STOP_TOLERANCE)
+        return current.is_converged
 
-    def _now(self, state: SweepState, candidates: OpenCandidates) -> _Turn:
+    def _current_round(self, state: SweepState, candidates: OpenCandidates) -> _Round:
         """The round that ``state`` is in, with what was proposed in it so far.
 
         A trial that is none of its candidates begins it anew, with what was known when that trial was proposed.
         """
         num_known = round_start(len(state.end_order), state.sweep.max_concurrent)
-        turn = self._turn
-        if turn is None or not turn.is_before(state, num_known):
-            turn = self._begin(state, candidates, num_known, first_trial(state, num_known))
-        for trial in state.trials.since(turn.num_trials):
+        current = self._round
+        if current is None or not current.is_before(state, num_known):
+            current = self._begin_round(state, candidates, num_known, first_trial(state, num_known))
+        for trial in state.trials.since(current.num_trials):
             row = self._row(trial) if trial.check is None else None
-            if row is not None and not turn.round.assume(row):
-                turn = self._begin(state, candidates, num_known, trial.number)
-                turn.round.assume(row)
-            turn.num_trials, turn.last = trial.number + 1, trial.candidate
-        self._turn = turn
-        return turn
+            if row is not None and not current.proposals.assume(row):
+                current = self._begin_round(state, candidates, num_known, trial.number)
+                current.proposals.assume(row)
+            current.num_trials, current.last = trial.number + 1, trial.candidate
+        self._round = current
+        return current
 
-    def _begin(self, state: SweepState, candidates: OpenCandidates, num_known: int, num_trials: int) -> _Turn:
+    def _begin_round(self, state: SweepState, candidates: OpenCandidates, num_known: int, num_trials: int) -> _Round:
         """A round from the first ``num_trials`` trials, of which ``num_known`` have ended."""
         before = as_of(state, num_known, num_trials)
         num_ended = state.trials[num_trials].num_ended if num_trials < len(state.trials) else len(state.end_order)
         is_open = self._is_open(candidates, num_trials, num_ended)
         posterior, seen = self._knowledge(before, self._closed(is_open))
-        return _Turn(
-            round=ProposalRound(posterior, seen, keep=max(MIN_KEPT, 2 * state.sweep.max_concurrent)),
+        return _Round(
+            proposals=ProposalRound(posterior, seen, keep=max(MIN_KEPT, 2 * state.sweep.max_concurrent)),
             state=before,
             is_open=is_open,
             num_known=num_known,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.search.untried import OpenCandidates
+from orchestrator.search.open_candidates import OpenCandidates
 from orchestrator.space.dominance import Pruner
 from orchestrator.space.large import LargeSpace, Lookup, without_effect
 from orchestrator.space.naming import Features, Scalar

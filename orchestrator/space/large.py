@@ -39,6 +39,7 @@ class LargeSpace:
 
     @property
     def message(self) -> str:
+        """Sentence for people on what is done about the size of the space."""
         return (
             f"too large to enumerate: {self.space.product_size:,} combinations of choices, {len(self.space):,} "
             f"candidates of {len(self.space.frames):,} layouts; falling back to conditional TPE with warm start"

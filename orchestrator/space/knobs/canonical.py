@@ -125,6 +125,7 @@ def canonical_precision(precision: Precision) -> Precision:
 
 
 def build_loader(values: Mapping[str, Any]) -> Loader:
+    """The loader in canonical form, from the values of its knobs."""
     tuning: LoaderTuning | None = values["dataloader"]
     return canonical_loader(
         Loader(
@@ -154,6 +155,7 @@ def canonical_loader(loader: Loader) -> Loader:
 
 
 def build_kernels(values: Mapping[str, Any], model: Model) -> Kernels:
+    """The kernels in canonical form, from the values of their knobs."""
     kernels = Kernels(
         compile=values["compile"],
         compile_mode=values["compile_mode"],
