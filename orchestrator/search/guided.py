@@ -77,8 +77,8 @@ class GuidedSearch:
         self._row_in: tuple[OpenCandidates, NDArray[np.intp]] | None = None
         self._round: _Round | None = None
 
-    def expect(self, candidate: Candidate) -> PredictedResult | None:
-        """What the cost model says of a candidate before any trial of this sweep; None of one it does not know."""
+    def predict(self, candidate: Candidate) -> PredictedResult | None:
+        """The prediction of a candidate before any trial of this sweep; None for one the cost model does not know."""
         row = self._rows.get(candidate.config_key)
         if row is None:
             return None

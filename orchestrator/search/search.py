@@ -102,9 +102,9 @@ class Search:
             return Suggestion(self._open.candidates[rng.choice(unseen)], "drawn at random")
         return self._ask_tpe(state, unseen, rng)
 
-    def expect(self, candidate: Candidate) -> PredictedResult | None:
+    def predict(self, candidate: Candidate) -> PredictedResult | None:
         """The prediction of a candidate before any trial; None without a guide or where the guide knows it not."""
-        return None if self._guide is None else self._guide.expect(candidate)
+        return None if self._guide is None else self._guide.predict(candidate)
 
     def is_converged(self, state: SweepState) -> bool:
         """Whether the sweep should stop because nothing better is expected. Only ever so when asked for."""
