@@ -14,7 +14,7 @@ MAX_FIELDS = 4
 """Fields in which the layouts of neighbours may differ: pp, its schedule, chunks and layers, or two degrees."""
 
 
-def around(large: LargeSpace, candidate: Candidate) -> list[Candidate]:
+def neighbours(large: LargeSpace, candidate: Candidate) -> list[Candidate]:
     """The neighbours of ``candidate``: another layout or micro-batch size, or another choice of one further part."""
     found = dict.fromkeys(_near(large, candidate))
     found.pop(candidate, None)
