@@ -15,7 +15,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.promotion.evidence import Chosen, evidence
 from orchestrator.recipes import export_all
 from orchestrator.space.naming import short_name
-from orchestrator.statistics import Interval
+from orchestrator.statistics import Estimate, Interval
 from orchestrator.sweep.documents import SPEC
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState
@@ -116,25 +116,16 @@ def version_tags(manifest: Manifest) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """Speed of the promoted trial over the baseline's, and whether a confirmation measured it."""
-
-    value: float
-    ci95: Interval | None
-    is_confirmed: bool
-
-
-def ratio_of(facts: Mapping[str, Any]) -> Ratio | None:
-    """The ratio in the evidence: the confirmation's where the trial won, else the search's; None without a baseline."""
+def ratio_of(facts: Mapping[str, Any]) -> Estimate | None:
+    """Speed over the baseline's in the evidence: the confirmation's where it won, else the search's; None without."""
     verdict, searched = facts["verdict"] or {}, facts["speedup"]
     confirmed = verdict.get("speedup") if verdict.get("winner") == facts["trial"] else None
     if confirmed:
         low, high = confirmed["low"], confirmed["high"]
-        return Ratio(confirmed["value"], Interval(low, high) if low is not None and high is not None else None, True)
+        return Estimate(confirmed["value"], Interval(low, high) if low is not None and high is not None else None)
     if not searched:
         return None
-    return Ratio(searched["ratio"], Interval(*searched["ci95"]) if searched["ci95"] else None, False)
+    return Estimate(searched["ratio"], Interval(*searched["ci95"]) if searched["ci95"] else None)
 
 
 def verdict_of(facts: Mapping[str, Any]) -> tuple[str, str]:

@@ -54,8 +54,6 @@ class Proposal:
     """Expected time."""
     log_std: float
     probability_fits: float
-    score: float
-    """Expected improvement of log time per device-second; for the very first, expected speed relative to the best."""
 
 
 class ProposalRound:
@@ -99,7 +97,6 @@ class ProposalRound:
             time_s=float(np.exp(self._mean[best])),
             log_std=float(self._std[best]),
             probability_fits=float(self._fits[best]),
-            score=float(self._score[best]),
         )
 
     def assume(self, row: int) -> bool:
@@ -126,6 +123,7 @@ class ProposalRound:
 
     @property
     def _score(self) -> Array:
+        """Expected improvement of log time per device-second; before any measurement, speed relative to the best."""
         if self._incumbent is None:
             score = np.exp(self._mean.min(initial=np.inf) - self._mean) * self._fits
         else:
