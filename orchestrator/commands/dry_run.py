@@ -17,7 +17,7 @@ from orchestrator.config.validation import to_config_error
 from orchestrator.config.yaml_source import YamlSource, parse_yaml
 from orchestrator.errors import ConfigError
 from orchestrator.planning.dryrun.cache import DryRunCache
-from orchestrator.planning.dryrun.estimates import KnownEstimates, load_estimates
+from orchestrator.planning.dryrun.estimates import DryRunEstimates, load_estimates
 from orchestrator.planning.dryrun.simulation import Progress, estimate_all
 from orchestrator.planning.hardware.request import device_kind, known_topology, memory_limit_bytes
 from orchestrator.planning.plan import Plan, make_plan
@@ -138,7 +138,7 @@ def _limit_bytes(spec: SweepSpec, topology: Topology | None, kind: Device) -> in
     return memory_limit_bytes(spec, topology if kind == device_kind(spec, topology) else None)
 
 
-def _plan_here(spec: SweepSpec, topology: Topology | None, known: KnownEstimates | None = None) -> Plan:
+def _plan_here(spec: SweepSpec, topology: Topology | None, known: DryRunEstimates | None = None) -> Plan:
     """The plan as ``tune-cluster plan`` makes it; without hardware where that refuses."""
     try:
         return make_plan(spec, topology, known)

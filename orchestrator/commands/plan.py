@@ -17,7 +17,7 @@ from orchestrator.planning.hardware.profiles import load_profile
 from orchestrator.planning.hardware.request import known_topology
 from orchestrator.planning.plan import Plan, make_plan
 from orchestrator.planning.predictions import PlanPredictions, predict_plan
-from orchestrator.search.prediction.predictor import NotDescribedError
+from orchestrator.search.prediction.predictor import UnpredictableError
 from orchestrator.sweep.home import Home
 
 
@@ -58,7 +58,7 @@ def plan_file(file: Path, home: Home, *, why: str | None = None, cluster: str | 
     explained = None if why is None else explain(why, made, spec, topology, profile)
     try:
         return Planning(plan=made, forecast=predict_plan(made, spec, topology, profile), unpredicted="", why=explained)
-    except NotDescribedError as error:
+    except UnpredictableError as error:
         return Planning(plan=made, forecast=None, unpredicted=str(error), why=explained)
 
 

@@ -10,7 +10,7 @@ from cluster.hardware.topology import Topology
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.errors import ConfigError
 from orchestrator.planning.dryrun.cache import DryRunCache
-from orchestrator.planning.dryrun.estimates import KnownEstimates, load_estimates
+from orchestrator.planning.dryrun.estimates import DryRunEstimates, load_estimates
 from orchestrator.planning.hardware.profiles import fingerprint, load_profile
 from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.planning.plan import Plan, make_plan, plan_document
@@ -67,7 +67,7 @@ def planned_topology(spec: SweepSpec, held: Topology) -> Topology:
     return replace(held, nodes=held.nodes + missing)
 
 
-def kept_estimates(spec: SweepSpec, topology: Topology | None, home: Home) -> KnownEstimates:
+def kept_estimates(spec: SweepSpec, topology: Topology | None, home: Home) -> DryRunEstimates:
     """What dry runs have counted by now."""
     return load_estimates(spec, topology, DryRunCache(home.dry_runs))
 

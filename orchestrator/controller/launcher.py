@@ -14,11 +14,10 @@ from orchestrator.controller.recovery import Recovered, recovered
 from orchestrator.controller.runtime import TrialLauncher
 from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.planning.plan import Plan
-from orchestrator.planning.predictions import of_plan
+from orchestrator.planning.predictions import plan_predictor
 from orchestrator.search.guided import GuidedSearch
-from orchestrator.search.prediction.predictor import NotDescribedError
+from orchestrator.search.prediction.predictor import UnpredictableError
 from orchestrator.search.search import Search
-from orchestrator.search.staged import Stages
 from orchestrator.space.naming import flat_params
 from orchestrator.sweep.state import Trial
 from orchestrator.sweep.values import GateRun, GateSettings, ProfileRun
@@ -33,9 +32,9 @@ def make_search(spec: SweepSpec, made: Plan, topology: Topology | None, known: P
     guide = None
     if spec.search.sampler == "guided":
         try:
-            predictor = of_plan(made, spec.to_workload(), topology, known.profile, earlier=known.earlier)
-            guide = GuidedSearch(predictor, _stages(spec, made))
-        except NotDescribedError as error:
+            predictor = plan_predictor(made, spec.to_workload(), topology, known.profile, earlier=known.earlier)
+            guide = GuidedSearch(predictor)
+        except UnpredictableError as error:
             logger.warning("the guided sampler falls back to tpe: %s", error)
     return Search(
         made.candidates,
@@ -46,13 +45,6 @@ def make_search(spec: SweepSpec, made: Plan, topology: Topology | None, known: P
         stop_when_converged=spec.search.stop_when_converged,
         beyond=made.beyond,
     )
-
-
-def _stages(spec: SweepSpec, made: Plan) -> Stages | None:
-    if spec.search.staged == "off":
-        return None
-    stages = Stages(made.candidates, made.baseline, spec.budget.max_trials)
-    return stages if stages.is_worth_it else None
 
 
 class Launcher:
