@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.node.processes import state
+from cluster.processes import process_info
 from trials.secrets import redact
 
 DUMP_SIGNAL = signal.SIGUSR1
@@ -65,7 +65,8 @@ def _finding(pid: int, log: Path, size: int) -> HangFinding:
     stack = main_thread(_read(log, size))
     before = tuple(redact(_read(log, max(0, size - 4096), size)).splitlines()[-TAIL_LINES // 4 :])
     tail = (*before, *stack)[:TAIL_LINES]
-    if state(pid) in ("T", "t"):
+    info = process_info(pid)
+    if info is not None and info.state in ("T", "t"):
         return HangFinding(blame=Blame.STOPPED, where="it was stopped by a signal", tail=tail)
     blame, where = judge(stack)
     return HangFinding(blame=blame, where=where, tail=tail)

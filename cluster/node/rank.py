@@ -25,9 +25,10 @@ from cluster.gang.messages import (
     line,
 )
 from cluster.node.device_memory import device_names
-from cluster.node.processes import close_inherited, die_with_parent, make_preferred_oom_victim
+from cluster.processes import close_inherited, die_with_parent, make_preferred_oom_victim
 from trials.codec import from_json, to_json
 from trials.failure import classify
+from trials.files import write_atomically
 from trials.outcome import Phase, ProgressSink, RankReport
 from trials.reports.profile import FOLDER as PROFILE
 from trials.reports.profile import FOLDER_VARIABLE as PROFILE_VARIABLE
@@ -144,9 +145,7 @@ def _failure(error: BaseException, launch: NodeLaunch, slot: RankSlot, phase: Ph
 def _store(launch: NodeLaunch, slot: RankSlot, result: RankResult) -> None:
     """Keep the result on disk before telling, so that it outlives the controller."""
     path = Path(launch.directory) / f"rank{slot.rank}.json"
-    beside = path.with_suffix(".json.new")
-    beside.write_bytes(line({"token": launch.token, "result": to_json(result)}))
-    beside.replace(path)
+    write_atomically(path, [line({"token": launch.token, "result": to_json(result)})])
 
 
 def _write(pipe: int, data: bytes) -> None:

@@ -40,9 +40,9 @@ from cluster.node import hang
 from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, device_names, wait_until_free
 from cluster.node.forked import ForkedRank, how_it_ended, with_host_cause, with_log
 from cluster.node.host_memory import OomKills, shortage
-from cluster.node.processes import adopt_orphans, close_inherited, kill_descendants
 from cluster.node.rank import rank_main
 from cluster.node.warden_link import CHUNK, AgentLink
+from cluster.processes import adopt_orphans, close_inherited, kill_descendants
 from trials.codec import from_json
 from trials.files import make_private_folder
 from trials.secrets import redact_file

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -13,7 +12,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from filelock import FileLock
+
 from cluster.hardware.topology import path_safe
+from cluster.processes import process_info
 from cluster.queue.entries import QueueEntry, divided
 from cluster.queue.share import Claim, Grant, QueuePolicy
 from trials.codec import CodecError, from_json, to_json
@@ -72,19 +74,14 @@ def _file(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[Path]:
-    """The file, while nobody else writes it."""
+    """The queue's file, while no other process writes it.
+
+    Raises:
+        OSError: the lock was not free within :data:`LOCK_TIMEOUT_S`, or the folder cannot be used.
+    """
     file = _file(folder)
     make_private_folder(folder)
-    with file.with_suffix(".lock").open("a") as lock:
-        give_up_s = time.monotonic() + LOCK_TIMEOUT_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > give_up_s:
-                    raise
-                time.sleep(0.01)
+    with FileLock(file.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S):
         yield file
 
 
@@ -109,11 +106,9 @@ def _stands(entry: QueueEntry) -> bool:
 
 
 def _start_time(pid: int) -> int:
-    """In clock ticks since the host booted; -1 when there is no such process. A pid may be used again."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:
-        return -1
+    """When the process started, in clock ticks since the host booted; -1 when there is none."""
+    info = process_info(pid)
+    return -1 if info is None else info.started_at
 
 
 def _write(file: Path, entries: dict[str, QueueEntry]) -> None:

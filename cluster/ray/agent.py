@@ -16,7 +16,7 @@ from cluster.gang.files import PIECE_BYTES, FilePiece, Homing, pieces
 from cluster.gang.messages import NodeEvent, NodeGone, NodeLaunch, StopGang
 from cluster.hardware.topology import DeviceChoice, Node, discover_node
 from cluster.node.agent import Agent
-from cluster.node.processes import die_with_parent
+from cluster.processes import die_with_parent
 
 _SIOCGIFADDR = 0x8915
 

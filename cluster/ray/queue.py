@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from cluster.node.processes import die_with_parent
+from cluster.processes import die_with_parent
 from cluster.queue.entries import EXPIRES_S, Queue, QueueEntry
 from cluster.queue.share import Claim, Grant, QueuePolicy
 from cluster.ray.connection import CALL_TIMEOUT_S, UnreachableError, within
