@@ -70,7 +70,7 @@ class _Wait:
 def _opened(cluster: Cluster, excluded: Excluded | None) -> Cluster:
     try:
         if excluded is not None:
-            release_excluded(cluster, excluded)
+            _release_excluded(cluster, excluded)
     except BaseException:
         cluster.close()
         raise
@@ -142,7 +142,7 @@ def describe(request: ClusterRequest) -> Topology | None:
     topology = _described(request)
     if topology is None or request.excluded is None:
         return topology
-    return without_nodes(topology, request.excluded(topology))
+    return _without_nodes(topology, request.excluded(topology))
 
 
 def _described(request: ClusterRequest) -> Topology | None:
@@ -215,7 +215,7 @@ def _discover(request: ClusterRequest) -> Node:
     )
 
 
-def without_nodes(topology: Topology, names: Collection[str]) -> Topology:
+def _without_nodes(topology: Topology, names: Collection[str]) -> Topology:
     """The nodes not named.
 
     Raises:
@@ -228,13 +228,13 @@ def without_nodes(topology: Topology, names: Collection[str]) -> Topology:
     return replace(topology, nodes=left)
 
 
-def release_excluded(cluster: Cluster, excluded: Excluded) -> None:
+def _release_excluded(cluster: Cluster, excluded: Excluded) -> None:
     """Give back the excluded nodes among those held.
 
     Raises:
         ClusterError: none is left.
     """
     names = excluded(cluster.topology)
-    without_nodes(cluster.topology, names)
+    _without_nodes(cluster.topology, names)
     for name in names:
         cluster.release(name)

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from cluster.hardware.topology import DeviceChoice
+from cluster.hardware.topology import DeviceChoice, Topology
 from cluster.queue.share import Claim, QueuePolicy
 
 if TYPE_CHECKING:
     from cluster.virtual.simulated import Fault
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from cluster.virtual.simulated import Fault
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from cluster.virtual.simulated import Fault
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from cluster.virtual.simulated import Fault
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from cluster.virtual.simulated import Fault
-from collections.abc import Collection
-
-from cluster.hardware.topology import Topology
 
 Excluded = Callable[[Topology], Collection[str]]
 """Names the nodes of a lease that are not to be used."""

@@ -16,7 +16,7 @@ from benchmarks.overhead import WORLD_SIZE, clock_ms, temporary_folder
 from benchmarks.runner.runners import STAMP
 from cluster.base import Cluster, GangEnded, GangLaunch
 from cluster.connect import connect
-from cluster.hardware.placement import Placement, place
+from cluster.hardware.placement import Placement, Pool
 from cluster.request import ClusterRequest
 from orchestrator.controller.runtime import Runtime, TrialLauncher
 from orchestrator.search.search import Search
@@ -69,9 +69,7 @@ def gang_start_s(lease: Cluster) -> float:
     """Seconds from dispatch to the first all-reduce of a 2-rank gang."""
     with temporary_folder() as folder:
         stamp = Path(folder) / "stamp"
-        placement = place(
-            lease.topology, frozenset(lease.topology.devices), world_size=WORLD_SIZE, tp=1, isolation="device"
-        )
+        placement = Pool(lease.topology).place(world_size=WORLD_SIZE, tp=1, isolation="device")
         assert placement is not None, "the lease holds two gangs"
         attempt_id = f"gang-{time.time_ns()}"
         launch = GangLaunch(

@@ -68,17 +68,12 @@ class GenericInputs:
         return cls(**{f.name: np.array([row[f.name] for row in rows], dtype=np.float64) for f in fields(cls)})
 
 
-GENERIC_TIME_TERMS = ("compute", "recompute", "launch", "gradient_reduction", "optimizer", "overhead", "data")
-
-
-GENERIC_MEMORY_TERMS = ("states", "activations", "constant", "fragmentation")
-
 KERNELS_PER_LAYER = 20
 """Of a decoder layer's forward pass, for which ``host_layer_s`` is fitted."""
 
 
 def generic_step_seconds(x: GenericInputs, k: Coefficients) -> dict[str, Array]:
-    """Terms of the step time by name (``GENERIC_TIME_TERMS``), summing to it. Backward costs twice forward."""
+    """Terms of the step time by name, in seconds, summing to it. Backward costs twice forward."""
     bandwidth = x.memory_bytes_per_s * k["memory_efficiency"]
     flops = x.micro_batch_size * x.forward_flops / (x.peak_flops_per_s * k["matmul_efficiency"])
     forward = np.maximum(flops, x.micro_batch_size * x.traffic_bytes / bandwidth)
@@ -98,7 +93,7 @@ def generic_step_seconds(x: GenericInputs, k: Coefficients) -> dict[str, Array]:
 
 
 def generic_peak_bytes(x: GenericInputs, k: Coefficients) -> dict[str, Array]:
-    """Terms of the peak by name (``GENERIC_MEMORY_TERMS``), summing to it. What was counted needs no correction."""
+    """Terms of the peak by name, in bytes, summing to it. What was counted needs no correction."""
     counted = x.counted > 0
     states = x.num_params * x.param_bytes / x.num_shards * np.where(counted, 1.0, k["state_factor"])
     activations = x.micro_batch_size * x.activation_bytes * np.where(counted, 1.0, k["activation_factor"])

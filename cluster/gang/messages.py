@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -202,6 +203,10 @@ def node_launch(launch: GangLaunch, *, node: Node, directory: str, env: Mapping[
     )
 
 
-def rendezvous_file(directory: str) -> Path:
-    """Where the ranks of a gang on one node meet."""
-    return Path(directory) / "rendezvous"
+def single_node_env(directory: str) -> dict[str, str]:
+    """Environment of ranks that share a node: they meet at a file, and talk over loopback unless the user says
+    otherwise."""
+    return {
+        "TUNE_CLUSTER_RENDEZVOUS": (Path(directory) / "rendezvous").as_uri(),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }

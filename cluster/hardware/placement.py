@@ -23,13 +23,6 @@ class Placement:
         return tuple(dict.fromkeys(device.node for device in self.ranks))
 
 
-def place(topology: Topology, free: frozenset[Device], *, world_size: int, tp: int, isolation: str) -> Placement | None:
-    """As :meth:`Pool.place`, of a lease of which only ``free`` is free."""
-    pool = Pool(topology)
-    pool.take(device for device in topology.devices if device not in free)
-    return pool.place(world_size=world_size, tp=tp, isolation=isolation)
-
-
 class Pool:
     """The free devices of a lease, kept by node and by number so that placing costs little on many nodes."""
 

@@ -20,10 +20,9 @@ from ray.exceptions import RayActorError, RayError
 
 from cluster.base import ClusterError, GangEvent, GangLaunch
 from cluster.gang.files import FilePiece, Homing, Receiver
-from cluster.gang.messages import NodeEvent, StopGang, node_launch
+from cluster.gang.messages import NodeEvent, StopGang, node_launch, single_node_env
 from cluster.gang.tracker import GangTracker
 from cluster.hardware.topology import Node, Topology, discover_node
-from cluster.local import single_node_env
 from cluster.node.agent import PRELOAD
 from cluster.queue.share import Admission, Unlimited
 from cluster.ray.agent import NodeDescription, NodeOrder

@@ -45,7 +45,7 @@ _STATES: dict[str, JobState] = {
 REQUEST_TIMEOUT_S = 60.0
 """The first request to a head may wait for its agent to come up."""
 STOP_TIMEOUT_S = 30
-"""Ray kills a job that has not ended this long after it was asked to."""
+"""How long a job has to end after somebody stops it through Ray (SIGTERM), before Ray kills it."""
 MAX_TRIES = 5
 """Of submitting under the next free id: others may take it at the same time."""
 FOLLOW_OUTAGE_S = 120.0
@@ -147,17 +147,6 @@ def job_logs(job: JobHandle, *, follow: bool = False) -> Iterator[str]:
     with _connected(job.url) as client:
         _details(client, job.submission_id)
         yield client.get_job_logs(job.submission_id)
-
-
-def stop_job(job: JobHandle) -> None:
-    """Ask the job to end: SIGTERM, and SIGKILL ``STOP_TIMEOUT_S`` later. Returns at once.
-
-    Raises:
-        ClusterError: as :func:`find_job`.
-    """
-    with _connected(job.url) as client:
-        _details(client, job.submission_id)
-        client.stop_job(job.submission_id)
 
 
 class _Client(JobSubmissionClient):

@@ -32,8 +32,6 @@ class BalanceProblem:
     schedule: Schedule = "1f1b"
     num_virtual_stages: int = 1
     layer_s: float
-    embedding_s: float = 0.0
-    """On top of the layers of the first virtual stage."""
     head_s: float = 0.0
     """Final norm, head and loss, on top of the last virtual stage."""
     layer_bytes: float
@@ -88,10 +86,9 @@ class BalanceProblem:
 
     @property
     def edge_s(self) -> tuple[float, ...]:
-        """Seconds of embedding and head by rank."""
+        """Seconds per micro-batch of each rank beyond its layers: those of the head, on the rank that has it."""
         seconds = [0.0] * self.pp
-        seconds[0] += self.embedding_s
-        seconds[0 if self.schedule == "zbv" else -1] += self.head_s
+        seconds[0 if self.schedule == "zbv" else -1] = self.head_s
         return tuple(seconds)
 
     def step_s(self, stage_s: NDArray[np.float64]) -> float:

@@ -213,7 +213,8 @@ def test_a_job_that_is_stopped_has_time_to_end_in_good_order(head: Head, jobs: A
     log = ""
     for piece in jobs.job_logs(job, follow=True):
         if "\nready" in piece:
-            jobs.stop_job(job)
+            with jobs._connected(head.dashboard) as client:  # as `ray job stop` does
+                client.stop_job(job.submission_id)
         log += piece
     assert log.endswith("put in order\n")
     assert jobs.job_status(job).state == "stopped"

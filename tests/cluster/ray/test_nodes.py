@@ -184,7 +184,7 @@ def test_a_more_important_sweep_gets_the_nodes_and_they_come_back(nodes, lease, 
     assert 1 not in [num for num, _ in seen], "two come together, and go together"
 
 
-def test_a_lost_node_loses_its_gangs_only_and_is_replaced(nodes, lease, tmp_path):
+def test_lost_nodes(nodes, lease, tmp_path):
     cluster, workers = nodes
     lease.resize(2)
     folder = tmp_path / "spanning"
