@@ -38,7 +38,7 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangLaunch:
-    """One attempt, ready to run: all ranks or none."""
+    """An attempt that is ready to run: all of its ranks or none."""
 
     attempt_id: str
     """Unique, path-safe; names the attempt's folder."""
@@ -55,7 +55,7 @@ class GangLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangProgress:
-    """The slowest rank reached this phase and step."""
+    """The slowest rank of a gang has reached this phase and step."""
 
     kind: ClassVar[str] = "progress"
     attempt_id: str
@@ -141,7 +141,7 @@ class Cluster(Protocol):
 
     @property
     def waiting(self) -> str:
-        """Why it holds fewer nodes than asked for, for people; empty where it does not."""
+        """Why the lease has fewer nodes than asked for, for people; empty where it has as many."""
         ...
 
     @property
@@ -168,7 +168,7 @@ class Cluster(Protocol):
         ...
 
     def kill(self, attempt_id: str, reason: str) -> None:
-        """Kill a running gang; its :class:`GangEnded` carries ``GangLost(reason)``. Unknown attempts are ignored."""
+        """Kill a running gang, whose end then is ``GangLost`` with ``reason``. Unknown attempts are ignored."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Gangs on this host, without Ray."""
+"""The backend ``local``: gangs on this host, without Ray."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _MADV_COLLAPSE = 25
 _HUGE_PAGE_BYTES = 2 << 20
 _SETTLE_S = 0.002
-"""Pause between two looks at processes that were sent SIGKILL."""
+"""Pause before looking again whether processes that were sent SIGKILL are gone."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

@@ -1,4 +1,4 @@
-"""The queue of those who share this host: a file in a folder, which is their home."""
+"""The queue of the sweeps that share this host: a file in a folder that they have in common."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from trials.files import make_private_folder, write_atomically
 logger = logging.getLogger(__name__)
 
 EXPIRES_S = 600.0
-"""A living process that has not renewed its claim for so long hangs."""
+"""How long a living process may go without renewing its claim before it counts as hanging."""
 
 LOCK_TIMEOUT_S = 2.0
-"""It is held for milliseconds, but by processes that may be stopped."""
+"""How long to wait for the lock: others hold it for milliseconds, unless they are stopped meanwhile."""
 
 
 class HostAdmission:
@@ -86,7 +86,7 @@ def _locked(folder: Path) -> Iterator[Path]:
 
 
 def _read(file: Path) -> dict[str, QueueEntry]:
-    """The claims that stand; those of processes that are gone do not."""
+    """The claims that stand, without those that have expired or whose process is gone."""
     try:
         entries: list[QueueEntry] = [
             from_json(QueueEntry, body) for body in json.loads(file.read_text(encoding="utf-8"))
@@ -112,5 +112,4 @@ def _start_time(pid: int) -> int:
 
 
 def _write(file: Path, entries: dict[str, QueueEntry]) -> None:
-    """Readers see the whole file or none."""
     write_atomically(file, [json.dumps([to_json(entry) for entry in entries.values()], indent=1).encode()])

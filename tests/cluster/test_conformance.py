@@ -1,7 +1,7 @@
 """The obligations of :class:`cluster.base.Cluster`, each in the test named after it.
 
-Tests with the fixture ``backend`` or ``fresh`` run over every backend, those with ``processes`` over the backends that run
-processes.
+Tests with the fixture ``backend`` or ``fresh`` run over every backend, those with ``processes`` over the backends that
+run processes.
 """
 
 import ast
