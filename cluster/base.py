@@ -122,7 +122,7 @@ class Cluster(Protocol):
     - ``close_leaves_nothing``: after closing no process of the backend is left (``test_leftovers.py``).
     - ``death_leaves_nothing``: nor after the calling process died, however abruptly (``test_leftovers.py``).
 
-    Obligations of backends whose nodes can be lost (ray, simulated), in ``ray/test_nodes.py`` and
+    Obligations of backends whose nodes can be lost (ray, simulated), in ``ray/test_backend.py`` and
     ``virtual/test_backends.py``:
 
     - ``lost_nodes``: gangs on a lost node end as ``GangLost`` at once, those on other nodes go on.

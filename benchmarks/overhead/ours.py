@@ -1,4 +1,4 @@
-"""Our side of ``overhead.py``: the real runtime, ledger, search, tracking and Ray cluster, over a runner that does
+"""Our side of the comparison: the real runtime, ledger, search, tracking and Ray cluster, over a runner that does
 nothing but form its gang."""
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ LAYOUT = Layout(dp_replicate=WORLD_SIZE)
 
 @contextmanager
 def cluster() -> Iterator[Cluster]:
-    """Embedded Ray with room for two gangs, everything imported by a short sweep, as the peers' modules are too."""
+    """A private Ray with room for two gangs, on which a short sweep has imported everything, as the peers' modules
+    are."""
     request = ClusterRequest(devices_per_node=2 * WORLD_SIZE)
     with temporary_folder() as folder, connect(request, workdir=Path(folder)) as lease:
         no_op_trial_ms(lease, num_trials=4, slots=1)
@@ -98,7 +99,7 @@ def _created(num_trials: int, slots: int, lease: Cluster) -> SweepCreated:
 
 @functools.cache
 def _candidates() -> tuple[Candidate, ...]:
-    """A full product of as many knobs as the peers sample, all of it legal, so that TPE has as much to choose from."""
+    """All combinations of as many knobs as the peers sample, all of them legal: TPE has as much to choose from."""
     layouts = [LAYOUT, replace(LAYOUT, replicate_with="fsdp2")]
     layouts += [Layout(dp_shard=WORLD_SIZE, zero_stage=stage) for stage in (1, 2, 3)]
     precisions = [Precision(), *(Precision(level=level, dtype="bfloat16") for level in ("O1", "O2"))]

@@ -34,7 +34,7 @@ class Backend:
     gang: Callable[[str], tuple[str, dict]]
     """Runner and specification of a gang of two ranks that ``works``, is ``endless`` or runs ``out_of_memory``."""
     clock: Callable[[], float] = time.monotonic
-    """What the cluster measures time by."""
+    """The clock by which the cluster measures time, in seconds."""
 
     def launch(self, kind, *, deadlines=None, **options):
         runner, spec = self.gang(kind)
@@ -46,7 +46,7 @@ class Backend:
         return gangs.end_of(self.cluster, self.launch(kind, **options))
 
     def wait(self, seconds):
-        """Events of the next ``seconds``."""
+        """Wait so many ``seconds``; return the events of that time."""
         until_s, events = self.clock() + seconds, []
         while (left_s := until_s - self.clock()) > 0:
             events += self.cluster.poll(left_s)

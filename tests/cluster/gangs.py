@@ -1,4 +1,4 @@
-"""Launching gangs in tests and looking at what is left of them."""
+"""Launches gangs in tests, waits for their ends and looks at the processes that are left of them."""
 
 import itertools
 import time
@@ -68,7 +68,7 @@ def wait_until(condition, what):
 
 
 def living(folder):
-    """Pids of those that signed in and still exist; zombies count as gone only once reaped."""
+    """Pids of the processes that signed in and still exist; zombies count until they are reaped."""
     pids = [int(path.name) for path in Path(folder).iterdir()]
     assert pids, "nobody signed in"
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]

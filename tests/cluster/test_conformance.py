@@ -15,7 +15,7 @@ from cluster.gang.messages import PHASES
 from cluster.gang.recovery import recover
 from tests.cluster import backends, test_leftovers
 from tests.cluster.gangs import end_of, events_until_end, launch, living, run, wait_for_pids, wait_until
-from tests.cluster.ray import test_nodes
+from tests.cluster.ray import test_backend
 from tests.cluster.virtual import test_backends
 from tests.support import ROOT
 from trials.outcome import Crashed, GangLost, Measured, OutOfMemory, TimedOut
@@ -86,7 +86,7 @@ def test_each_obligation_has_its_test_over_the_backends_it_holds_for():
     leftovers = {name for name in names_with({"controller"}, test_leftovers) if name.endswith("leaves_nothing")}
     assert names_with({"processes"}, here) | leftovers == set(with_processes)
     assert that_lose_nodes == ["lost_nodes"]
-    assert all(hasattr(module, "test_lost_nodes") for module in (test_nodes, test_backends))
+    assert all(hasattr(module, "test_lost_nodes") for module in (test_backend, test_backends))
 
 
 def test_the_handbook_names_the_obligations_of_virtual_clusters():

@@ -43,7 +43,7 @@ def lease_of(pid):
 
 
 def any_marked(folder):
-    """A lease that runs in ``folder``, found through a rank."""
+    """The lease whose ranks have signed in to ``folder``."""
     for pid in living(folder):
         if any(entry.startswith(LEASE_VARIABLE.encode()) for entry in environment_of(pid)):
             return lease_of(pid)

@@ -52,7 +52,7 @@ def small_problems(draw):
 
 
 def every_split(p):
-    """All layers by [stage][chunk][state]."""
+    """Every way to split the layers, as counts ``[stage][chunk][state]``."""
     states, v = len(p.states), p.num_virtual_stages
     cell = [c for c in itertools.product(range(p.num_layers + 1), repeat=states) if 1 <= sum(c) <= p.num_layers]
     rank = [
@@ -85,7 +85,7 @@ def seconds_of(p, stage, chunks):
 
 
 def shortest_step_by_trying(p):
-    """Stages do not share memory, so each takes its fastest way to hold its layers."""
+    """The shortest step of any split: stages do not share memory, so each takes its fastest way to hold its layers."""
     best = math.inf
     for choices in every_split(p):
         seconds = [

@@ -19,7 +19,7 @@ from trials.codec import to_json
 
 
 def host_queue(folder):
-    """Who shares this host now, in the order of submission."""
+    """The sweeps that share this host now, with their grants, in the order of submission."""
     found = divided(host._read(host._file(folder)).values()).values()
     return tuple(sorted(found, key=lambda row: (row.claim.submitted_at_s, row.claim.key)))
 

@@ -1,1 +1,1 @@
-"""Tests of :mod:`cluster.ray`, with a real Ray."""
+"""Tests of :mod:`cluster.ray`, mostly with a real Ray."""

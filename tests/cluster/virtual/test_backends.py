@@ -198,7 +198,7 @@ def test_a_problem_that_is_not_there_is_an_error(tmp_path):
 
 
 def test_a_thousand_nodes_are_no_trouble():
-    """200 launches on 1000 nodes of 8 devices."""
+    """Makes 200 launches on 1000 nodes of 8 devices."""
     topology = uniform_topology(1000, 8, device_name="NVIDIA X", memory_bytes=64 * GB)
     cluster = SimulatedCluster(topology, cost, behaviour=Behaviour(noise=0.02))
     whole = launch(cluster, "x", spec=trial(8000), world_size=8000)
