@@ -22,7 +22,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.node.processes import die_with_parent
+from cluster.processes import die_with_parent
+from orchestrator.processes import pause_s
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger, LedgerError
 from orchestrator.sweep.state import SweepState
@@ -161,9 +162,9 @@ class Supervisor:
 
     def _await_restart(self, code: int, num_fruitless: int) -> int | None:
         """Wait until the next controller may start; an exit code where none is to."""
-        pause_s = min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** (num_fruitless - 1))
-        self._say(f"the controller {_words(code)}; the next one starts in {pause_s:.0f} s")
-        self._wait_until(lambda waited_s: waited_s >= pause_s)
+        wait_s = pause_s(num_fruitless - 1, first_s=FIRST_PAUSE_S, last_s=LAST_PAUSE_S)
+        self._say(f"the controller {_words(code)}; the next one starts in {wait_s:.0f} s")
+        self._wait_until(lambda waited_s: waited_s >= wait_s)
         now = _Standing.read(self._folder)
 
         def may_go_on(_waited_s: float) -> bool:

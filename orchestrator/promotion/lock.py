@@ -20,7 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+from cluster.processes import process_info
 from orchestrator.errors import ConfigError
+from orchestrator.processes import pause_s
 from orchestrator.tracking.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -78,13 +80,13 @@ class RegistryLock:
             )
 
     def _acquire(self, deadline_s: float) -> None:
-        pause_s = _POLL_S
+        num_tries = 0
         while others := self._others() or self._collision():
             if time.monotonic() > deadline_s:
                 raise self._busy(others)
             self._remove_stale(others)
-            time.sleep(random.uniform(0.2, 1.0) * pause_s)
-            pause_s = min(_MAX_PAUSE_S, 1.5 * pause_s)
+            time.sleep(random.uniform(0.2, 1.0) * pause_s(num_tries, first_s=_POLL_S, last_s=_MAX_PAUSE_S))
+            num_tries += 1
 
     def _collision(self) -> dict[str, dict[str, str]]:
         """Other processes that want the lock at the same time; empty: it is ours."""
@@ -149,9 +151,6 @@ def is_gone(place: str, identity: str) -> bool:
 
 
 def _start_time(pid: int) -> int:
-    """Start of a process in clock ticks since the host booted; -1 when there is none, or it only waits to be reaped."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return -1
-    return -1 if fields[0] in "ZX" else int(fields[19])
+    """In clock ticks since the host booted; -1 when there is no such process, or it only waits to be reaped."""
+    info = process_info(pid)
+    return info.started_at if info is not None and info.is_running else -1

@@ -8,7 +8,6 @@ is gone or wants the end, it kills all of it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import select
@@ -16,13 +15,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Self
 
-from cluster.node.processes import adopt_orphans, die_with_parent, kill_descendants
+from filelock import FileLock
+
+from cluster.processes import adopt_orphans, die_with_parent, kill_descendants
 from orchestrator.processes import environment
 from orchestrator.text import tail
 from trials.secrets import redact, redact_file, redact_uncaught
@@ -74,7 +74,7 @@ class Ending:
 def run(order: EvaluationOrder, input_fd: int) -> Ending | None:
     """Run the command to its end; None when ``input_fd`` closed before."""
     path = Path(order.log)
-    with _alone(path.parent):
+    with FileLock(path.parent / "lock"):  # that of a controller that died may not have finished with this folder
         if _is_closed(input_fd, wait_s=0.0):
             return None
         try:
@@ -100,14 +100,6 @@ def _start(order: EvaluationOrder, log: Path) -> subprocess.Popen[bytes]:
             start_new_session=True,
             preexec_fn=partial(die_with_parent, os.getpid()),  # safe: this process has one thread
         )
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the folder alone: waits for the evaluation process of a controller that died to finish with it."""
-    with (folder / "lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _watch(process: subprocess.Popen[bytes], input_fd: int, timeout_s: float) -> tuple[int | None, list[str] | None]:
