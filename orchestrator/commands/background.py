@@ -24,18 +24,13 @@ from trials.files import make_private_folder, write_atomically
 
 DETACHED, RAY_JOB = "detached", "ray job"
 """Values of ``TUNE_CLUSTER_CONTROLLER_MODE``."""
-
-
 MARK_VARIABLE = "TUNE_CLUSTER_HOME_MARK"
-
-
+"""Tells a Ray Job what :func:`require_mark` is to find in its home."""
 POLL_S = 0.2
-
-
 NUM_LINES = 200
-
-
+"""Last lines of a log that are shown."""
 _MARK = "submitted"
+"""File in the sweep's folder with the mark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +111,11 @@ def follow_detached(home: Home, name: str, log: Follower) -> Iterator[str]:
 
 
 def job_log(address: str, job: str, *, follow: bool, num_lines: int = NUM_LINES) -> Iterator[str]:
-    """As :func:`controller_log`, of a Ray Job."""
+    """What a Ray Job has written: its last lines, or with ``follow`` all of them, and all further ones until it ends.
+
+    Raises:
+        ClusterError: the cluster does not answer.
+    """
     from cluster.ray.jobs import find_job, job_logs
 
     rest = ""
@@ -163,7 +162,7 @@ def job_environment(mark: str) -> dict[str, str]:
 
 
 def _open_log(path: Path) -> IO[bytes]:
-    """For appending, readable by its owner only; a link in its place is not followed."""
+    """Open the log for appending, readable by its owner only; a link in its place is not followed."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     os.fchmod(fd, 0o600)
     file = os.fdopen(fd, "ab")
