@@ -1,4 +1,6 @@
-# Two commands: `make sweep` sets up and runs the quickstart sweep, `make test` sets up and runs every check.
+# Two commands: `make sweep` sets up and runs the quickstart sweep, `make test` sets up and runs the checks and the tests that
+# a usual change can break. `make test-exhaustive` runs every further case (crash points, faults on five hosts, the whole
+# matrix of knobs, the tutorial), `make test-all` both.
 PYTHON ?= python3.11
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -6,13 +8,21 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 2
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: sweep test check clean
+PYTEST = $(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+.PHONY: sweep test test-exhaustive test-all check clean
 
 sweep: $(VENV)/.run
 	$(VENV)/bin/tune-cluster submit configs/sweeps/quickstart.yaml
 
 test: check
-	$(VENV)/bin/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not exhaustive"
+
+test-exhaustive: $(VENV)/.test
+	$(PYTEST) -m exhaustive
+
+test-all: check
+	$(PYTEST)
 
 check: $(VENV)/.test
 	$(VENV)/bin/ruff check .

@@ -4,7 +4,7 @@ import gc
 import os
 import signal
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,14 +35,36 @@ WEIGHTS = {"slow": 1, "ray": 5, "fault": 5}
 """About how long a test of a marker takes, relative to each other."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With several workers, each takes whole files: those that take longest begin first."""
+    """Marks what only ``make test-exhaustive`` runs. With several workers, each takes whole files: those that take
+    longest begin first."""
+    _mark_exhaustive(items)
     if not hasattr(config, "workerinput"):
         return
     weights: Counter[Path] = Counter()
     for item in items:
         weights[item.path] += sum(WEIGHTS.get(marker.name, 0) for marker in item.iter_markers())
     items.sort(key=lambda item: -weights[item.path])
+
+
+def _mark_exhaustive(items: list[pytest.Item]) -> None:
+    """All cases of a parametrised test but those that its marker ``representative`` names by id."""
+    ids: dict[str, set[str]] = defaultdict(set)
+    kept: dict[str, tuple[str, ...]] = {}
+    for item in items:
+        marker = item.get_closest_marker("representative")
+        if marker is not None and isinstance(item, pytest.Function):
+            test = item.nodeid.partition("[")[0]
+            ids[test].add(item.callspec.id)
+            kept[test] = marker.args
+            if item.callspec.id not in marker.args:
+                item.add_marker(pytest.mark.exhaustive)
+    for test, names in kept.items():
+        if ids[test].isdisjoint(names) and len(ids[test]) > 1:
+            raise pytest.UsageError(
+                f"{test}: no case is called {', '.join(names)}, only {', '.join(sorted(ids[test]))}"
+            )
 
 
 @pytest.fixture(autouse=True)

@@ -346,6 +346,7 @@ def listeners(pids):
     return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(300)

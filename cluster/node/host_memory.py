@@ -76,7 +76,7 @@ def shortage(num_ranks: int, limit_bytes: int) -> str | None:
     gib = float(1 << 30)
     return (
         f"{num_ranks} rank(s) may use {limit_bytes / gib:.1f} GiB each, but {available / gib:.1f} GiB of host memory "
-        "are available; is something else running here, or is cluster.node.device_memory too large?"
+        "are available; is something else running here, or is cluster.device_memory too large?"
     )
 
 

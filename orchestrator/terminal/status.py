@@ -269,10 +269,10 @@ def _note(sweep: Snapshot) -> Text | None:
     reason = "" if sweep.phase == "finished" else plain(sweep.reason)
     parts = [part for part in (reason, queue_words(sweep)) if part]
     style = PHASE_STYLES.get(sweep.phase, "yellow")
-    words = Text.assemble((sweep.phase, style), f": {'; '.join(parts)}") if parts else Text()
+    note = Text.assemble((sweep.phase, style), f": {'; '.join(parts)}") if parts else Text()
     if at_work := _at_work(sweep):
-        words = Text.assemble(words, "\n" if parts else "", (at_work, "dim"))
-    return words if words.plain else None
+        note = Text.assemble(note, "\n" if parts else "", (at_work, "dim"))
+    return note if note.plain else None
 
 
 def _at_work(sweep: Snapshot) -> str:

@@ -60,6 +60,7 @@ def read(path):
         return b""
 
 
+@pytest.mark.representative("local")
 @pytest.mark.parametrize("controller", BACKENDS, indirect=True)
 def test_a_killed_controller_leaves_nothing(controller, tmp_path):
     lease = any_marked(tmp_path / "pids")
@@ -71,6 +72,7 @@ def test_a_killed_controller_leaves_nothing(controller, tmp_path):
     assert living(tmp_path / "pids") == []
 
 
+@pytest.mark.representative("local")
 @pytest.mark.parametrize("controller", BACKENDS, indirect=True)
 def test_close_with_a_running_gang_leaves_nothing(controller, tmp_path):
     lease = any_marked(tmp_path / "pids")

@@ -46,8 +46,9 @@ def repaired(cluster):
 
 
 SWEEPS = (
-    ("warden killed", "raylet killed", "controller killed", "rank killed"),
-    ("agent killed", "link cut", "head killed"),
+    ("agent killed", "rank killed"),
+    ("warden killed", "raylet killed", "controller killed"),
+    ("link cut", "head killed"),
     ("node frozen", "controller and supervisor killed"),
     ("collective hangs",),
     ("disk full",),
@@ -56,6 +57,7 @@ SWEEPS = (
 """Faults of one sweep, one after the other: all but the last leave the gang they hit to be launched again."""
 
 
+@pytest.mark.representative("agent killed, rank killed")
 @pytest.mark.parametrize("names", SWEEPS, ids=lambda names: ", ".join(names))
 def test_faults_lose_double_and_leave_nothing(names, repaired, stage, undisturbed, tmp_path):
     endured = endure([FAULTS[name] for name in names], repaired, stage, tmp_path, undisturbed)

@@ -147,6 +147,7 @@ def test_every_kind_of_failure_has_its_outcome_and_the_sweep_goes_on(tmp_path):
     assert eventually_gone(str(tmp_path)) == []
 
 
+@pytest.mark.exhaustive
 def test_a_hang_ends_at_its_deadline_and_too_little_memory_is_an_out_of_memory(tmp_path):
     file = sweeps.write(
         tmp_path,
@@ -208,6 +209,7 @@ def kill_after(process, home, target, delay_s):
     return process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.exhaustive
 @pytest.mark.fault
 def test_a_controller_killed_at_any_moment_continues_and_measures_nothing_twice(tmp_path, undisturbed):
     """SIGKILL along the way; then every trial is there once, as without kills, and no process is left."""
@@ -267,6 +269,7 @@ def test_a_cluster_that_loses_every_gang_stops_the_sweep_which_then_goes_on(tmp_
     assert result.state.trials[2].status == "measured"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.fault
 def test_sigterm_ends_in_good_order_and_the_next_submit_goes_on(tmp_path):
     home = fresh_home(tmp_path)

@@ -54,12 +54,14 @@ def test_every_sharding_starts_from_the_same_values(tmp_path: Path) -> None:
     assert [result for result in results if isinstance(result, RankFailure)] == []
 
 
+@pytest.mark.exhaustive
 def test_sharding_on_two_axes_starts_from_the_same_values(tmp_path: Path) -> None:
     layouts = [dataclasses.replace(TP2_SP, dp_shard=2, zero_stage=3), dataclasses.replace(ZERO3, dp_replicate=2)]
     results = run_gang([tiny_spec(layout) for layout in layouts], tmp_path, before=_check_initial_values)
     assert [result for result in results if isinstance(result, RankFailure)] == []
 
 
+@pytest.mark.representative("O1")
 @pytest.mark.parametrize("precision", [O1_FP16, O2_FP16], ids=["O1", "O2"])
 def test_overflow_skips_steps_on_all_ranks_alike(precision: Precision, tmp_path: Path) -> None:
     alone = run_gang([tiny_spec(precision=precision)], tmp_path / "1")
@@ -81,6 +83,7 @@ def test_a_scale_that_never_fits_is_divergence(tmp_path: Path) -> None:
     assert result.kind == "diverged" and "skipped all 5 steps" in result.message
 
 
+@pytest.mark.exhaustive
 def test_a_wild_learning_rate_is_divergence(tmp_path: Path) -> None:
     workload = dataclasses.replace(WORKLOAD, optimizer=AdamW(lr=1e30))
     (result,) = run_gang([tiny_spec(DDP2, workload=workload)], tmp_path)
@@ -118,6 +121,7 @@ def _break_rank_one() -> None:
     step.Trainer.step = broken
 
 
+@pytest.mark.representative("zero3")
 @pytest.mark.fault
 @pytest.mark.parametrize("layout", [DDP2, ZERO3, TP2_SP, PP2], ids=["ddp", "zero3", "tp", "pp"])
 def test_the_root_cause_stands_out_from_collateral(layout: Layout, tmp_path: Path) -> None:

@@ -80,23 +80,41 @@ def matrix() -> dict[str, TrialSpec]:
 MATRIX = matrix()
 PART_SIZE = 10
 """Trials per gang: one that dies takes no others with it."""
+MAX_REPRESENTATIVE_RANKS = 4
 
-Part = tuple[int, int]
-"""World size, and a number that counts the parts of that size."""
+
+def representatives() -> frozenset[str]:
+    """Few trials of the matrix, on few ranks, in which each knob value that so few ranks can have occurs."""
+    rows = [row for row in ROWS if world_size_of(name_of(row)) <= MAX_REPRESENTATIVE_RANKS]
+    missing = {value for row in rows for value in row.items()}
+    chosen: list[Row] = []
+    while missing:
+        chosen.append(max(rows, key=lambda row: (len(missing & row.items()), -world_size_of(name_of(row)))))
+        missing -= chosen[-1].items()
+    return frozenset(map(name_of, chosen))
+
+
+Part = tuple[int, bool, int]
+"""World size, whether its trials are representatives, and a number that counts the parts of that kind."""
 
 
 def parts() -> dict[str, Part]:
     """The part that each trial of the matrix belongs to."""
     found: dict[str, Part] = {}
-    for world_size, names in itertools.groupby(sorted(MATRIX, key=world_size_of), world_size_of):
-        found |= {name: (world_size, i // PART_SIZE) for i, name in enumerate(names)}
+    for (world_size, few), names in itertools.groupby(sorted(MATRIX, key=kind_of), kind_of):
+        found |= {name: (world_size, few, i // PART_SIZE) for i, name in enumerate(names)}
     return found
+
+
+def kind_of(name: str) -> tuple[int, bool]:
+    return world_size_of(name), name in REPRESENTATIVES
 
 
 def world_size_of(name: str) -> int:
     return MATRIX[name].candidate.layout.world_size
 
 
+REPRESENTATIVES = representatives()
 PARTS = parts()
 
 
@@ -130,9 +148,16 @@ def test_every_legal_pair_is_tried() -> None:
     assert tried == covering().pairs == covering(MAX_RANKS).pairs
 
 
+def test_representatives_are_few_and_show_every_value() -> None:
+    assert len(REPRESENTATIVES) <= len(MATRIX) // 5
+    shown = {value for row in ROWS if name_of(row) in REPRESENTATIVES for value in row.items()}
+    assert shown == {value for row in ROWS for value in row.items()}
+
+
 @pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.timeout(600)
+@pytest.mark.representative(*sorted(REPRESENTATIVES))
 @pytest.mark.parametrize("name", sorted(MATRIX, key=world_size_of, reverse=True))
 def test_trains_like_a_single_process(name: str) -> None:
     loss, norm = differences(results(PARTS[name])[name], baseline())
@@ -142,6 +167,7 @@ def test_trains_like_a_single_process(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parity
+@pytest.mark.representative("m2/full/O0-m2/O0")
 @pytest.mark.parametrize(
     ("name", "reference"),
     [

@@ -65,6 +65,7 @@ def test_alone_the_report_goes_to_stdout(tmp_path: Path) -> None:
     assert from_json(RankReport, json.loads(done.stdout)).world_size == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="inductor needs a C++ compiler for CPUs")
 def test_inductor_trains_alike(tmp_path: Path) -> None:

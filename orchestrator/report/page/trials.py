@@ -75,8 +75,8 @@ def not_measured(state: SweepState) -> str:
 
 
 def _failed(trial: Trial) -> str:
-    words = text(words.failure(trial))
+    shown = text(words.failure(trial))
     tail = None if isinstance(trial.outcome, StoppedEarly) else log_tail(trial)
     if tail:
-        words += f"<details><summary>log</summary><pre>{text(tail)}</pre></details>"
-    return row(cell(units.trial_id(trial.number)), cell(code(short_name(trial.candidate)), "keep"), cell(words))
+        shown += f"<details><summary>log</summary><pre>{text(tail)}</pre></details>"
+    return row(cell(units.trial_id(trial.number)), cell(code(short_name(trial.candidate)), "keep"), cell(shown))

@@ -214,9 +214,9 @@ def test_two_sweeps_of_one_name_are_two():
 OTHER = """
 import sys
 from pathlib import Path
-from cluster.queue import Claim, Policy
+from cluster.queue.share import Claim, QueuePolicy
 from cluster.queue.host import HostAdmission
-queue = HostAdmission(Path(sys.argv[1]), Policy(), devices_per_node=4)
+queue = HostAdmission(Path(sys.argv[1]), QueuePolicy(), devices_per_node=4)
 print(queue.beat(Claim(sweep="other", user="u", held=1)).num_nodes, flush=True)
 sys.stdin.readline()
 """

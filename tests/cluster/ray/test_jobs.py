@@ -203,6 +203,7 @@ def everything_kept(head: Head, job: str) -> str:
         return str(answer.read().decode())
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_is_stopped_has_time_to_end_in_good_order(head: Head, jobs: Any) -> None:
     program = (
         "import signal, sys, time\n"
@@ -285,6 +286,7 @@ def test_a_sweep_runs_as_a_job_and_is_attached_to_and_followed(head: Head, file:
     assert token not in kept
 
 
+@pytest.mark.exhaustive
 def test_a_home_that_the_head_does_not_see_is_told_where_the_sweep_is_submitted(
     head: Head, file: Path, tmp_path: Path
 ) -> None:

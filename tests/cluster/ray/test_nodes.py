@@ -67,6 +67,7 @@ def num_free_cpus():
     return ray.available_resources().get("CPU", 0)
 
 
+@pytest.mark.exhaustive
 def test_what_cannot_be_had_is_told_and_waited_for_as_long_as_somebody_listens(nodes, tmp_path, monkeypatch):
     monkeypatch.setattr(connecting, "INFEASIBLE_WAIT_S", 0.5)
     words = r"4 nodes are asked for, each of 4 CPUs; the Ray cluster has 3"
@@ -154,6 +155,7 @@ def test_it_grows_while_gangs_run_and_gives_back_what_is_idle(lease, pids):
     assert isinstance(end_of(lease, gang).outcome, GangLost)
 
 
+@pytest.mark.exhaustive
 def test_a_more_important_sweep_gets_the_nodes_and_they_come_back(nodes, lease, tmp_path):
     """As the runtime does it: beat, follow the grant, poll."""
     seen = []

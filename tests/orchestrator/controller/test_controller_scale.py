@@ -58,6 +58,7 @@ def search_of(folder):
     return make_search(spec, make_plan(spec, topology), topology, PriorKnowledge())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_long_sweep_costs_no_more_per_trial_and_is_proposed_again_from_its_ledger(tmp_path):
     found, _ = measure(options(), tmp_path)

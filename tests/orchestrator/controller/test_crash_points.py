@@ -84,6 +84,7 @@ def test_every_kind_of_event_and_of_end_is_among_the_points():
     assert len(points) > 280
 
 
+@pytest.mark.representative("0")
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_killed_at_any_step(part, tmp_path):
     expected, points = undisturbed()

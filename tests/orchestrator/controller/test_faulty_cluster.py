@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -123,6 +124,7 @@ behaviours = st.builds(
 )
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=10)
 @example(Behaviour(), "random", 0)  # larger micro-batches that do not fit come before smaller ones that do
 @given(behaviours, st.sampled_from(["guided", "grid", "random"]), st.integers(0, 9))

@@ -108,6 +108,7 @@ def test_a_promoted_configuration_is_measured_again(tmp_path: Path):
     assert done["record"]["record_id"] != found.run_id and len(commands.history("llama", own)["records"]) == 1
 
 
+@pytest.mark.exhaustive
 def test_drift_of_every_kind_is_found(tmp_path: Path):
     """A configuration promoted elsewhere, with made-up measurements, is verified on a simulated cluster."""
     own = proven_home(tmp_path)

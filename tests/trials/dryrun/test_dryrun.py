@@ -38,6 +38,7 @@ def _runs(requests: list[DryRunRequest]) -> list[RankRun]:
     return runs
 
 
+@pytest.mark.representative("ZeRO-3 x2")
 @pytest.mark.parametrize("name", ["single, O1 bf16, full recompute", "ZeRO-3 x2", "PP2 1F1B"])
 def test_peak_is_that_of_a_real_run(name: str) -> None:
     spec = FAMILIES[name]
@@ -71,6 +72,7 @@ def test_layers_are_extrapolated() -> None:
     _assert_extrapolation_is_exact(spec, plan)
 
 
+@pytest.mark.representative("PP2 1F1B-changes1-3")
 @pytest.mark.parametrize(
     ("name", "changes", "simulated"),
     [
@@ -109,6 +111,7 @@ def _is_legal(spec: TrialSpec) -> bool:
     return not list(violations(spec.workload, spec.candidate))
 
 
+@pytest.mark.exhaustive
 def test_a_world_of_1024_ranks() -> None:
     """A stage of Llama2-13B; its shards are a 1024th of nothing but the four stages' share."""
     spec = LARGE["13B, 1024 ranks: ZeRO-3 x32, TP8, PP4, full recompute"]

@@ -111,9 +111,24 @@ SPECS = {name: trial(IMAGES, case) for name, case in CASES.items()}
 SPECS |= {name: trial(VECTORS, case) for name, case in LINEAR_CASES.items()}
 
 
+REPRESENTATIVES = (
+    *("single", "single/auto", "single/O1", "ddp/auto/O1", "ddp/nhwc/recompute", "zero3/auto"),
+    *("linear", "linear/ddp/O2"),
+)
+
+
+def result_of(name: str) -> Result:
+    return results(SPECS[name].candidate.layout.world_size, name in REPRESENTATIVES)[name]
+
+
 @functools.cache
-def results(world_size: int) -> dict[str, Result]:
-    chosen = {name: spec for name, spec in SPECS.items() if spec.candidate.layout.world_size == world_size}
+def results(world_size: int, of_representatives: bool) -> dict[str, Result]:
+    """Those of one gang: of all representatives on so many ranks, or of all others."""
+    chosen = {
+        name: spec
+        for name, spec in SPECS.items()
+        if (spec.candidate.layout.world_size, name in REPRESENTATIVES) == (world_size, of_representatives)
+    }
     with tempfile.TemporaryDirectory() as folder:
         return dict(zip(chosen, run_gang(list(chosen.values()), Path(folder)), strict=True))
 
@@ -121,11 +136,12 @@ def results(world_size: int) -> dict[str, Result]:
 @pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.timeout(600)
+@pytest.mark.representative(*REPRESENTATIVES)
 @pytest.mark.parametrize("name", SPECS)
 def test_trains_like_a_single_process(name: str) -> None:
     spec = SPECS[name]
-    result = results(spec.candidate.layout.world_size)[name]
-    baseline = results(1)["linear" if name in LINEAR_CASES else "single"]
+    result = result_of(name)
+    baseline = result_of("linear" if name in LINEAR_CASES else "single")
     loss, norm = differences(result, baseline)
     # Batch norm over few values amplifies rounding, and a rectifier that flips is felt at once. The fp32 rows show that
     # layouts are right: gradients of the wrong size or of the wrong rows are off by far more.
@@ -136,25 +152,26 @@ def test_trains_like_a_single_process(name: str) -> None:
 
 @pytest.mark.slow
 def test_auto_formats_are_reported_and_agreed() -> None:
-    for world_size, name in ((1, "single/auto"), (2, "ddp/auto/O1"), (2, "zero3/auto")):
-        result = results(world_size)[name]
+    for name in ("single/auto", "ddp/auto/O1", "zero3/auto"):
+        result = result_of(name)
         assert isinstance(result, RankReport)
         found = result.findings.memory_format
         assert found is not None and found.chosen in ("nchw", "nhwc")
         assert found.rule == ("nhwc" if "O1" in name else "nchw")
         assert min(found.nchw_s, found.nhwc_s) > 0.0
-    plain = results(1)["single/nhwc"]
+    plain = result_of("single/O1")
     assert isinstance(plain, RankReport) and plain.findings.memory_format is None
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled_runs_report_their_graphs() -> None:
-    for world_size, name in ((1, "single/blocks/recompute"), (1, "single/model/nhwc"), (2, "zero3/model")):
-        result = results(world_size)[name]
+    for name in ("single/blocks/recompute", "single/model/nhwc", "zero3/model"):
+        result = result_of(name)
         assert isinstance(result, RankReport)
         found = result.findings.graph
         assert found is not None and found.num_graphs >= 1 and result.compile_s == found.compile_s > 0.0
-    compared = results(1)["single/model/auto"]
+    compared = result_of("single/model/auto")
     assert isinstance(compared, RankReport) and compared.findings.graph is not None
     # Comparing memory formats compiles the model for both; that is no recompilation of training.
     assert (compared.findings.graph.num_graphs, compared.findings.graph.num_recompilations) == (1, 0)

@@ -91,6 +91,7 @@ def results(world_size: int) -> dict[str, Result]:
         return dict(zip(cases, run_ranks(many, world_size, Path(folder), list(cases.values()))[0], strict=True))
 
 
+@pytest.mark.representative("2-all_gather", "2-ulysses")
 @pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.parametrize(("world_size", "name"), [(size, name) for size, cases in CASES.items() for name in cases])

@@ -153,6 +153,7 @@ def test_operator_names(call, name: str | None) -> None:
     assert seen == [name]
 
 
+@pytest.mark.representative("zero3")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",

@@ -37,6 +37,7 @@ def effects(result: object) -> dict[str, PatternEffect]:
     return {effect.pattern: effect for effect in result.findings.recompute}
 
 
+@pytest.mark.representative("zero3", "local")
 @pytest.mark.parametrize("layout", [Layout(dp_replicate=2), ZERO3, TP2_SP, LOCAL], ids=["ddp", "zero3", "tp", "local"])
 def test_every_way_gives_the_same_bits(layout: Layout, tmp_path: Path) -> None:
     ways = [Recompute(), Recompute(full=ALL), SELECTIVE, dataclasses.replace(SELECTIVE, full=((1,),))]
@@ -69,6 +70,7 @@ def test_gathered_sequences_are_gathered_again(tmp_path: Path) -> None:
     assert effect.recompute_s > 0.0
 
 
+@pytest.mark.representative("interleaved")
 @pytest.mark.parametrize(
     ("layout", "counts"),
     [

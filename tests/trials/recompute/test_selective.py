@@ -119,6 +119,7 @@ PATTERNS = [
 ]
 
 
+@pytest.mark.representative("attention", "feed_forward")
 @pytest.mark.parametrize("patterns", PATTERNS, ids="+".join)
 def test_equal_to_the_bit_and_saves_what_it_says(patterns: tuple[str, ...]) -> None:
     selective = train(select(*patterns))
@@ -130,6 +131,7 @@ def test_equal_to_the_bit_and_saves_what_it_says(patterns: tuple[str, ...]) -> N
         assert effect.num_matches > 0 and effect.recompute_s > 0.0
 
 
+@pytest.mark.representative("attention", "feed_forward")
 @pytest.mark.parametrize("patterns", PATTERNS, ids="+".join)
 def test_equal_to_the_bit_under_autocast(patterns: tuple[str, ...]) -> None:
     selective = train(select(*patterns), autocast=True)
@@ -138,6 +140,7 @@ def test_equal_to_the_bit_under_autocast(patterns: tuple[str, ...]) -> None:
     assert selective.left_bytes == 0
 
 
+@pytest.mark.exhaustive
 def test_only_the_first_layers_and_none_recomputed_in_full() -> None:
     one, two = train(select("feed_forward", num_layers=1)), train(select("feed_forward"))
     assert 2 * one.effects[0].saved_bytes == two.effects[0].saved_bytes
@@ -146,6 +149,7 @@ def test_only_the_first_layers_and_none_recomputed_in_full() -> None:
     assert equal(both.values, one.values)
 
 
+@pytest.mark.representative("add-saves nothing")
 @pytest.mark.parametrize(
     ("pattern", "words"),
     [
