@@ -99,7 +99,7 @@ def controller_log(home: Home, name: str, *, follow: bool = False, num_lines: in
 
 
 def follow_detached(home: Home, name: str, log: Follower) -> Iterator[str]:
-    """Further lines of a detached controller's log, until it has ended."""
+    """What a detached controller writes to its log from here on, until it has ended."""
     while True:
         is_over = not is_at_work(home, name)  # before reading: what was written until then is read below
         lines = log.new_lines()
@@ -127,8 +127,8 @@ def job_log(address: str, job: str, *, follow: bool, num_lines: int = NUM_LINES)
 
 
 def leave_mark(home: Home, name: str) -> str:
-    """Put something into the sweep's folder that a controller on another host can find there, see
-    :func:`require_mark`; return what."""
+    """Put a mark into the sweep's folder, by which a controller on another host can tell that it sees the same folder,
+    see :func:`require_mark`; return the mark."""
     mark = secrets.token_hex(8)
     folder = make_private_folder(home.sweep_folder(name))
     write_atomically(folder / _MARK, [f"{mark} {platform.node()}\n".encode()])

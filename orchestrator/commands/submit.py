@@ -65,7 +65,7 @@ class Submission:
         return not self.is_over and (self.mode != "foreground" or self.address is not None)
 
     def command(self, *extra: str) -> list[str]:
-        """The command line of the controller. A Ray Job learns the address from its cluster."""
+        """The command line of the controller, with options ``extra``. A Ray Job learns the address from its cluster."""
         address = ["--address", self.address] if self.address and self.mode != "ray job" else []
         home = ["--home", str(self.home.path.absolute())]
         return [
@@ -208,8 +208,8 @@ def find_running(home: Home, name: str) -> StartedSubmission | None:
 
 
 def _is_being_left(home: Home, name: str) -> bool:
-    """Whether who is at work on the sweep seems to leave it: it was paused or has ended and nobody has resumed it, or
-    of a controller only the supervisor is left, which holds the log but not the ledger."""
+    """Whether the process at work on the sweep seems to be about to end: the sweep is paused or over, or nobody holds
+    its ledger, so that only the supervisor of a controller that has ended is left."""
     try:
         with home.open(name) as ledger:
             return not ledger.is_held() or fold(ledger.events()).status != "running"

@@ -74,7 +74,7 @@ class _Progress:
     num_ended: int = 0
     """Trials that came to an end; those lost with a node or a controller do not count."""
     status: str = ""
-    """Empty while the sweep has not been created."""
+    """The sweep's status; empty while it has not been created."""
     last_seq: int = 0
     """Number of the ledger's last entry."""
 
@@ -134,7 +134,8 @@ class Supervisor:
                 return rest
 
     def _is_final(self, code: int, now: _Progress, before: _Progress) -> bool:
-        """Whether the controller ended in good order, or failed before it had ever taken the sweep."""
+        """Whether no controller is to follow: this one ended in good order, or the first failed before it had taken the
+        sweep."""
         if code in GOOD_ORDER or (code == EXIT_FAILED and now.status == "failed"):
             return True
         return code >= 0 and now.epoch == before.epoch and self._num_started == 1

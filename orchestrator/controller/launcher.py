@@ -52,6 +52,8 @@ def make_launcher(spec: SweepSpec, topology: Topology, attempts: Path) -> TrialL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GangBuilder:
+    """Makes of a trial what its ranks are to run."""
+
     spec: SweepSpec
     device: DeviceKind
 
@@ -74,7 +76,7 @@ class _GangBuilder:
         )
 
     def _protocol(self, trial: Trial) -> Protocol:
-        """As the file says; for the loss gate, a fixed number of steps, whatever their times."""
+        """How to measure the trial: as the file says; for the loss gate, a fixed number of steps."""
         if not isinstance(trial.check, GateRun):
             return self.spec.to_protocol()
         num_steps = self.spec.proof.gate.num_steps if self.spec.proof.gate else GateSettings().num_steps

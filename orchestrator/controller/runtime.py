@@ -119,7 +119,7 @@ class Runtime:
         self._commands: tuple[Command, ...] = ()
 
     def run(self) -> SweepState:
-        """Go on from where the ledger stands until the sweep has ended or is paused; return its last state.
+        """Start or go on from where the ledger stands, until the sweep has ended or is paused; return its last state.
 
         Raises:
             ClusterError: the cluster cannot run any pending trial, or loses one attempt after another; mended, the
@@ -148,7 +148,7 @@ class Runtime:
                 self._tend()
 
     def _take_over(self) -> None:
-        """Start an epoch and settle what earlier controllers left running."""
+        """Note that this controller has the sweep now, and settle what earlier ones left running."""
         self._hear(up_to=self._num_earlier_requests)  # before the start, which overrules most of it
         self._dispatch(
             ControllerStarted(
@@ -164,7 +164,7 @@ class Runtime:
         self._tend()
 
     def _tend(self) -> None:
-        """Hear what was asked, and keep the lease in shape."""
+        """Take in what people asked for, keep the lease at its size, and note which nodes it has."""
         self._hear()
         busy = {node for running in self._running.values() for node in running.placement.nodes}
         self._lease.tend(busy)
@@ -201,7 +201,7 @@ class Runtime:
             self._cluster.release(name)
 
     def _act(self) -> bool:
-        """Execute the first command that can be executed; its event makes the others anew. False if none can."""
+        """Execute the first command that can be executed: its event changes what the others are. False if none can."""
         return any(self._execute(command) for command in self._commands)
 
     def _execute(self, command: Command) -> bool:
