@@ -1,11 +1,22 @@
-"""Errors that are the user's to fix."""
+"""Errors that are the user's to fix, and the exit codes with which the program's processes end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+EXIT_FAILED = 1
+"""The sweep failed, or what was asked for did: a drift was found, a server ended by itself. Python's own errors and
+Ray's core leave the same code."""
+EXIT_USER = 2
+"""The user's input or surroundings need mending. Also of a supervisor that gave up, and of a job without a code."""
+EXIT_CLUSTER_LOST = 75
+"""The cluster of a supervised controller went away (EX_TEMPFAIL of sysexits.h): it is started again."""
+EXIT_INTERRUPTED = 130
+"""Ctrl-C or SIGTERM ended it, or it no longer follows a sweep that goes on."""
+
 MAX_OTHERS_SHOWN = 5
+"""Further problems of the same file that a message lists."""
 
 
 class ConfigError(ValueError):

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks.acceptance.cases import Case
 from benchmarks.acceptance.model import Model
 from cluster.hardware.accelerators import describe_topology
 from cluster.virtual.modelled import ModelledCost
 from orchestrator.config.sweep import SweepSpec
-from orchestrator.controller import service
+from orchestrator.controller import controller
 from orchestrator.space.naming import short_name
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.state import SweepState
@@ -54,9 +52,7 @@ def submit(spec: SweepSpec, variant: Variant) -> SweepState:
     data["cluster"]["simulation"] |= {"seed": variant.seed, "deviation": variant.deviation}
     data["search"] |= {"seed": variant.seed}
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "sweep.yaml"
-        file.write_text(yaml.safe_dump(data), encoding="utf-8")
-        return service.submit(file, Home(Path(folder) / "home"), _Silent()).state
+        return controller.submit(SweepSpec.from_json(data), Home(Path(folder) / "home"), _Silent()).state
 
 
 def run_sweep(case: Case, model: Model, variant: Variant) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from cluster.base import Cluster, GangEnded, GangLaunch
 from cluster.connect import connect
 from cluster.hardware.placement import Placement, Pool
 from cluster.request import ClusterRequest
-from orchestrator.controller.runtime import Runtime, TrialLauncher
+from orchestrator.controller.launcher import TrialLauncher
+from orchestrator.controller.runtime import Runtime
 from orchestrator.search.search import Search
 from orchestrator.sweep.events import Budget, SweepCreated
 from orchestrator.sweep.fold import fold
@@ -55,7 +56,7 @@ def no_op_trial_ms(lease: Cluster, num_trials: int, slots: int) -> float:
                 ledger=ledger,
                 cluster=lease,
                 search=Search(_candidates(), features=_features, sampler="tpe"),
-                recipe=TrialLauncher(
+                launcher=TrialLauncher(
                     baseline=Candidate(layout=LAYOUT), isolation="device", build=_launch, recover=_never
                 ),
                 projections=[tracker],

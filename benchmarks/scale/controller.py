@@ -29,7 +29,8 @@ from cluster.base import GangProgress
 from cluster.hardware.placement import Pool
 from cluster.hardware.topology import cpu_model
 from cluster.virtual.backend import VirtualCluster
-from orchestrator.controller import launcher, runtime, service
+from orchestrator.config.sweep import load_sweep
+from orchestrator.controller import controller, launcher, runtime
 from orchestrator.search.search import Search
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
@@ -64,9 +65,9 @@ SPACE = {
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "search": [(Search, "ask"), (Search, "newly_pruned"), (Search, "is_converged")],
     "ledger": [(Ledger, "append"), (Ledger, "following"), (Ledger, "cursor"), (Ledger, "advance")],
-    "decide": [(runtime, "step"), (service, "fold"), (runtime, "fold")],
+    "decide": [(runtime, "step"), (controller, "fold"), (runtime, "fold")],
     "placement": [(Pool, "place"), (Pool, "take"), (Pool, "give_back"), (Pool, "set_nodes")],
-    "launch": [(launcher.Launcher, "_build")],
+    "launch": [(launcher._GangBuilder, "build")],
     "simulation": [(VirtualCluster, "launch"), (VirtualCluster, "poll"), (VirtualCluster, "kill")],
     "mlflow": [(Tracker, "sync")],
 }
@@ -184,8 +185,8 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], lis
     meter = Meter(parts, args.window, shows_progress=args.progress)
     tracker = Tracker if args.mlflow else Unrecorded
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-    with mock.patch.object(service, "Tracker", tracker), parts.watching(PARTS):
-        result = service.submit(file, Home(folder / "home"), meter)
+    with mock.patch.object(controller, "Tracker", tracker), parts.watching(PARTS):
+        result = controller.submit(load_sweep(file), Home(folder / "home"), meter)
     found = {
         "trials": len(result.state.trials),
         "legal": result.state.sweep.num_legal,

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from orchestrator.cli.options import EXIT_FAILED, EXIT_INTERRUPTED, home_option, json_option, print_result
+from orchestrator.cli.options import home_option, json_option, print_result
+from orchestrator.errors import EXIT_FAILED, EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     from orchestrator.sweep.events import Action

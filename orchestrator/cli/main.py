@@ -1,8 +1,6 @@
 """The command line: thin. stdout carries the result, stderr is for people; heavy imports happen inside commands.
 
-Exit codes: 0 done, or at work in the background, paused, cancelled; 1 the sweep failed; 2 the user's input or
-surroundings need mending; 130 interrupted, or no longer following. A controller under a supervisor ends with 75 when
-its cluster went away, and is started again.
+Exit codes: 0 done, or at work in the background, paused, cancelled; the others are in :mod:`orchestrator.errors`.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Any
 import click
 
 from orchestrator.cli import control, export, plan, registry, run, sweeps
-from orchestrator.cli.options import EXIT_INTERRUPTED, EXIT_USER
+from orchestrator.errors import EXIT_INTERRUPTED, EXIT_USER
 from trials.secrets import RedactingFormatter, redact, redact_uncaught
 
 GC_THRESHOLDS = (50_000, 20, 100)

@@ -1,4 +1,4 @@
-"""What the commands share: options, exit codes, and how a result is printed."""
+"""What the commands of the command line share: options, and how a result is printed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from typing import Any
 import click
 
 from orchestrator.invocation import DEFAULT_HOME, HOME_VARIABLE
-
-EXIT_FAILED = 1
-EXIT_USER = 2
-EXIT_INTERRUPTED = 130
 
 home_option = click.option(
     "--home",

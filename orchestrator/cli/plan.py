@@ -1,4 +1,4 @@
-"""Commands that come before a sweep: what it would try, what that needs, how fast the cluster is."""
+"""The commands before a sweep: what it would try, what memory that needs, how fast the cluster is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from orchestrator.cli.options import EXIT_USER, home_option, json_option, print_result
+from orchestrator.cli.options import home_option, json_option, print_result
+from orchestrator.errors import EXIT_USER
 from trials.dryrun.estimate import FRAGMENTATION
 
 
@@ -29,12 +30,12 @@ def plan(file: Path, why: str | None, cluster: str | None, home: Path, as_json: 
       tune-cluster plan configs/sweeps/quickstart.yaml --why '{tp: 2, micro_batch_size: 4}'
       tune-cluster plan configs/sweeps/resnet.yaml --cluster dgx-a100
     """
-    from orchestrator.commands import plan as planning
+    from orchestrator.commands.plan import plan_file
     from orchestrator.sweep.home import Home
-    from orchestrator.terminal import plan as report_plan
+    from orchestrator.terminal.plan import render_planned_file
 
-    made = planning.plan_file(file, Home(home), why=why, cluster=cluster)
-    print_result(as_json, made.to_json(), lambda: report_plan.render_planning(made))
+    planned = plan_file(file, Home(home), why=why, cluster=cluster)
+    print_result(as_json, planned.to_json(), lambda: render_planned_file(planned))
 
 
 @click.command()
@@ -108,13 +109,13 @@ def probe(file: Path, home: Path, as_json: bool) -> None:
     Example:
       tune-cluster probe configs/sweeps/quickstart.yaml
     """
-    from orchestrator.commands import probe as probing
+    from orchestrator.commands.probe import probe_file
     from orchestrator.sweep.home import Home
-    from orchestrator.terminal import probe as report_probe
+    from orchestrator.terminal.probe import progress, render_probe
 
-    with report_probe.progress() as progress:
-        probed = probing.probe_file(file, Home(home), progress)
-    print_result(as_json, probed.to_json(), lambda: report_probe.render_probe(probed))
+    with progress() as show:
+        probed = probe_file(file, Home(home), show)
+    print_result(as_json, probed.to_json(), lambda: render_probe(probed))
 
 
 COMMANDS = (plan, dryrun, probe)

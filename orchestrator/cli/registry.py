@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orchestrator.cli.options import EXIT_FAILED, announce, home_option, json_option, print_result
+from orchestrator.cli.options import announce, home_option, json_option, print_result
+from orchestrator.errors import EXIT_FAILED
 from orchestrator.invocation import Invocation
 
 if TYPE_CHECKING:
@@ -45,10 +46,10 @@ def ui(sweep: str | None, port: int, host: str, home: Path, as_json: bool) -> No
     Example:
       tune-cluster ui quickstart
     """
-    from orchestrator.controller import service
+    from orchestrator.commands.ui import serve_ui
     from orchestrator.sweep.home import Home
 
-    if service.serve_ui(Home(home), sweep, host=host, port=port, announce=lambda links: announce(links, as_json)):
+    if serve_ui(Home(home), sweep, host=host, port=port, announce=lambda links: announce(links, as_json)):
         click.echo("error: the MLflow server ended by itself; its own message stands above", err=True)
         sys.exit(EXIT_FAILED)
 

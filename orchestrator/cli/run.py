@@ -1,4 +1,4 @@
-"""Commands that run a controller, here or elsewhere."""
+"""The commands that run a sweep: submit and resume it, launch its trials again, have them confirmed or profiled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import click
 
 from orchestrator.cli.options import home_option, json_option
-from orchestrator.cli.run_controller import Where, go, program_options, take_up, where_options
+from orchestrator.cli.run_controller import Where, carry_out, resume_sweep, submit_file, where_options
 
 
 @click.command()
@@ -29,11 +29,9 @@ def submit(file: Path, where: Where, home: Path, as_json: bool) -> None:
       tune-cluster submit configs/sweeps/quickstart.yaml --detach --follow
       tune-cluster submit sweep.yaml --address 10.0.0.1:6379 --home /shared/sweeps
     """
-    from orchestrator.commands import submit as submission
     from orchestrator.sweep.home import Home
 
-    made = submission.of_file(file, Home(home), address=where.address, mode=where.mode, options=program_options())
-    go(made, follow=where.follow, as_json=as_json)
+    submit_file(file, Home(home), where, as_json=as_json)
 
 
 @click.command()
@@ -49,11 +47,9 @@ def resume(sweep: str, where: Where, home: Path, as_json: bool) -> None:
       tune-cluster resume quickstart
       tune-cluster resume quickstart --detach --json
     """
-    from orchestrator.commands import submit as submission
     from orchestrator.sweep.home import Home
 
-    made = submission.of_sweep(sweep, Home(home), address=where.address, mode=where.mode, options=program_options())
-    go(made, follow=where.follow, as_json=as_json)
+    resume_sweep(sweep, Home(home), where, as_json=as_json)
 
 
 @click.command()
@@ -90,10 +86,11 @@ def retry(
     from orchestrator.commands import control
     from orchestrator.sweep.home import Home
 
-    answer = control.retry(sweep, Home(home), _classes(failed))
-    numbers = ", ".join(f"t{number:03d}" for number in answer.trials)
+    sweeps = Home(home)
+    receipt = control.retry(sweep, sweeps, _classes(failed))
+    numbers = ", ".join(f"t{number:03d}" for number in receipt.trials)
     click.echo(f"to be launched again: {numbers}", err=True)
-    take_up(answer, home, where, as_json=as_json)
+    carry_out(receipt, sweeps, where, as_json=as_json)
 
 
 def _classes(text: str) -> tuple[str, ...]:
@@ -168,10 +165,11 @@ def _check(
     from orchestrator.commands import control
     from orchestrator.sweep.home import Home
 
-    answer = control.ask_checks(sweep, Home(home), what, trial)
+    sweeps = Home(home)
+    receipt = control.ask_checks(sweep, sweeps, what, trial)
     words = {"confirm": "to be confirmed", "profile": "to be profiled"}[what]
-    click.echo(f"{words}: t{answer.trials[0]:03d}", err=True)
-    take_up(answer, home, where, as_json=as_json)
+    click.echo(f"{words}: t{receipt.trials[0]:03d}", err=True)
+    carry_out(receipt, sweeps, where, as_json=as_json)
 
 
 COMMANDS = (submit, resume, retry, confirm, profile)

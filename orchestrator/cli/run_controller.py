@@ -1,4 +1,4 @@
-"""How commands run a controller: where, in the foreground or not, and what they print."""
+"""How the commands that run a sweep start its controller, here or in the background, and what they print of it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import click
 
-from orchestrator.cli.options import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, print_result
+from orchestrator.cli.options import print_result
+from orchestrator.errors import EXIT_CLUSTER_LOST, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER
 from orchestrator.invocation import Invocation
 
 if TYPE_CHECKING:
     from orchestrator.commands.control import Receipt
-    from orchestrator.commands.submit import Begun, Mode, Submission
-    from orchestrator.controller.service import SweepResult
+    from orchestrator.commands.submit import Mode, StartedSubmission, Submission
+    from orchestrator.controller.controller import SweepResult
+    from orchestrator.sweep.home import Home
 
 _HERE = "Keep the controller in this terminal, also with an address. The default without one."
 
@@ -26,9 +28,11 @@ class Where(NamedTuple):
     """Where the controller runs, as said on the command line."""
 
     address: str | None
+    """The Ray cluster's; None: as the environment or the file says."""
     mode: Mode | None
     """None leaves it to the address."""
     follow: bool
+    """Show what a controller in the background writes, until it ends."""
 
 
 def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,43 +61,66 @@ def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def take_up(answer: Receipt, home: Path, where: Where, *, as_json: bool) -> None:
-    """Leave what was asked of a sweep to the controller at work, or go on with the sweep."""
-    from orchestrator.commands import submit
-    from orchestrator.sweep.home import Home
-
-    if answer.is_controlled and not where.follow:
-        print_result(as_json, answer.to_json(), lambda: "The controller at work takes it up.")
+def carry_out(receipt: Receipt, home: Home, where: Where, *, as_json: bool) -> None:
+    """Leave what was asked of a sweep to the controller at work; where there is none, resume the sweep."""
+    if receipt.is_controlled and not where.follow:
+        print_result(as_json, receipt.to_json(), lambda: "The controller at work takes it up.")
         return
-    made = submit.of_sweep(answer.sweep, Home(home), address=where.address, mode=where.mode, options=program_options())
-    go(made, follow=where.follow, as_json=as_json)
+    resume_sweep(receipt.sweep, home, where, as_json=as_json)
 
 
-def program_options() -> tuple[str, ...]:
+def submit_file(file: Path, home: Home, where: Where, *, as_json: bool) -> None:
+    """Run the sweep of a file, or go on with it."""
+    from orchestrator.commands.submit import submission_of_file
+
+    options = _program_options()
+    submission = submission_of_file(file, home, address=where.address, mode=where.mode, options=options)
+    _run_submission(submission, follow=where.follow, as_json=as_json)
+
+
+def resume_sweep(name: str, home: Home, where: Where, *, as_json: bool) -> None:
+    """Go on with a sweep as its file said when it was submitted."""
+    from orchestrator.commands.submit import submission_of_sweep
+
+    options = _program_options()
+    submission = submission_of_sweep(name, home, address=where.address, mode=where.mode, options=options)
+    _run_submission(submission, follow=where.follow, as_json=as_json)
+
+
+def _program_options() -> tuple[str, ...]:
     return ("--verbose",) if click.get_current_context().find_root().params.get("verbose") else ()
 
 
-def go(made: Submission, *, follow: bool, as_json: bool) -> None:
-    from orchestrator.commands import submit
+def _run_submission(submission: Submission, *, follow: bool, as_json: bool) -> None:
+    """Run its controller in this process or a supervisor's, or start it in the background; print what came of it."""
+    from orchestrator.commands.submit import find_running, start_in_background
+
+    if submission.mode == "foreground":
+        _run_in_foreground(submission, as_json)
+        return
+    started = find_running(submission.home, submission.name)
+    if started is None:
+        started = start_in_background(submission, lambda line: click.echo(line, err=True))
+    if started.exit_code:
+        sys.exit(started.exit_code)
+    if follow and started.exit_code is None:
+        _follow(submission, started)
+    if follow or started.exit_code is not None:
+        _show_result(submission, as_json)
+        return
+    print_result(as_json, started.to_json(), lambda: _next_steps(submission, started))
+
+
+def _run_in_foreground(submission: Submission, as_json: bool) -> None:
+    from orchestrator.commands.submit import find_running
     from orchestrator.commands.supervisor import supervised_run
 
-    if made.mode == "foreground":
-        run = supervised_run()
-        if not made.is_over and not run:
-            submit.find_running(made)  # one that has just paused it ends; with any other the ledger is busy
-        if made.needs_supervisor and not run:
-            _become(made.supervised(*(["--json"] if as_json else [])))
-        _run_here(made, run, as_json)
-        return
-    begun = submit.find_running(made) or submit.begin(made, lambda line: click.echo(line, err=True))
-    if begun.exit_code:
-        sys.exit(begun.exit_code)
-    if follow and begun.exit_code is None:
-        _follow(made, begun)
-    if follow or begun.exit_code is not None:
-        _show_result(made, as_json)
-        return
-    print_result(as_json, begun.to_json(), lambda: _words(made, begun))
+    run = supervised_run()
+    if not submission.is_over and not run:
+        find_running(submission.home, submission.name)  # one that has just paused it ends; any other holds the ledger
+    if submission.needs_supervisor and not run:
+        _become(submission.supervised(*(["--json"] if as_json else [])))
+    _run_here(submission, run, as_json)
 
 
 def _become(argv: list[str]) -> NoReturn:
@@ -103,24 +130,17 @@ def _become(argv: list[str]) -> NoReturn:
     os.execv(argv[0], argv)
 
 
-def _run_here(made: Submission, run: int, as_json: bool) -> None:
-    """``run``: how many controllers a supervisor has started, this one included; 0 without supervisor."""
+def _run_here(submission: Submission, run: int, as_json: bool) -> None:
+    """Run the controller in this process.
+
+    Args:
+        run: how many controllers a supervisor has started, this one included; 0 without supervisor.
+    """
     from cluster.base import ClusterError, ClusterLostError
-    from orchestrator.commands import background
-    from orchestrator.commands.supervisor import EXIT_CLUSTER_LOST
-    from orchestrator.controller import service
-    from orchestrator.processes import interruptible
     from orchestrator.sweep.documents import MODE_VARIABLE
-    from orchestrator.terminal import report
 
     try:
-        with interruptible(), report.LiveView() as view:
-            background.require_mark(made.home, made.name)
-            if made.words[0] == "submit":
-                file = Path(made.words[1])
-                result = service.submit(file, made.home, view, address=made.address, is_restart=run > 1)
-            else:
-                result = service.resume(made.name, made.home, view, address=made.address, is_restart=run > 1)
+        result = _controlled(submission, is_restart=run > 1)
     except ClusterError as error:
         # A cluster that comes back may take some time until it can be used.
         if run > 1 or (run and isinstance(error, ClusterLostError)):
@@ -129,46 +149,58 @@ def _run_here(made: Submission, run: int, as_json: bool) -> None:
         raise
     if MODE_VARIABLE in os.environ:  # nobody sees it; `report` shows the result to whoever asks
         click.echo(f"{result.state.status}: {result.state.finish_reason}", err=True)
-        _exit_by(result)
-        return
-    _print(made, result, as_json)
+    else:
+        _print(submission, result, as_json)
     _exit_by(result)
 
 
-def _follow(made: Submission, begun: Begun) -> None:
-    from orchestrator.commands import submit
+def _controlled(submission: Submission, *, is_restart: bool) -> SweepResult:
+    """The result of the sweep, with its controller in this process and what happens shown live."""
+    from orchestrator.commands.background import require_mark
+    from orchestrator.controller import controller
+    from orchestrator.processes import interruptible
+    from orchestrator.terminal.report import LiveView
 
-    if begun.is_attached:
-        click.echo(_words(made, begun), err=True)
+    run_sweep = controller.submit if submission.verb == "submit" else controller.resume
+    with interruptible(), LiveView() as view:
+        require_mark(submission.home, submission.name)
+        return run_sweep(submission.spec, submission.home, view, address=submission.address, is_restart=is_restart)
+
+
+def _follow(submission: Submission, started: StartedSubmission) -> None:
+    from orchestrator.commands.submit import follow
+
+    if started.is_attached:
+        click.echo(_next_steps(submission, started), err=True)
     try:
-        for line in submit.follow(begun, made.home):
+        for line in follow(started, submission.home):
             click.echo(line, err=True)
     except KeyboardInterrupt:
-        program = Invocation.current(made.home.path)
+        program, name = Invocation.current(submission.home.path), submission.name
         click.echo(
-            f"no longer following; the sweep {made.name} goes on. To stop it: {program.command('pause', made.name)}, "
-            f"or for good: {program.command('cancel', made.name)}",
+            f"no longer following; the sweep {name} goes on. To stop it: {program.command('pause', name)}, "
+            f"or for good: {program.command('cancel', name)}",
             err=True,
         )
         sys.exit(EXIT_INTERRUPTED)
 
 
-def _show_result(made: Submission, as_json: bool) -> None:
-    from orchestrator.controller import service
+def _show_result(submission: Submission, as_json: bool) -> None:
+    from orchestrator.controller import controller
 
-    result = service.load(made.name, made.home)
-    _print(made, result, as_json)
+    result = controller.load(submission.name, submission.home)
+    _print(submission, result, as_json)
     if result.state.status == "running":
         click.echo(
             f"error: the controller has ended before the sweep; go on with "
-            f"{Invocation.current(made.home.path).command('resume', made.name)}",
+            f"{Invocation.current(submission.home.path).command('resume', submission.name)}",
             err=True,
         )
         sys.exit(EXIT_USER)
     _exit_by(result)
 
 
-def _print(made: Submission, result: SweepResult, as_json: bool) -> None:
+def _print(submission: Submission, result: SweepResult, as_json: bool) -> None:
     from orchestrator.terminal import report
 
     print_result(
@@ -178,8 +210,8 @@ def _print(made: Submission, result: SweepResult, as_json: bool) -> None:
             result.state,
             result.summary,
             recorded=result.recorded,
-            sweep_folder=made.home.sweep_folder(made.name),
-            invocation=Invocation.current(made.home.path),
+            sweep_folder=submission.home.sweep_folder(submission.name),
+            invocation=Invocation.current(submission.home.path),
         ),
     )
 
@@ -192,20 +224,20 @@ def _exit_by(result: SweepResult) -> None:
         sys.exit(EXIT_FAILED)
 
 
-def _words(made: Submission, begun: Begun) -> str:
+def _next_steps(submission: Submission, started: StartedSubmission) -> str:
     """What runs where, and what to type next."""
-    program = Invocation.current(made.home.path)
-    how = "runs already" if begun.is_attached else "runs"
+    program, name = Invocation.current(submission.home.path), submission.name
+    how = "runs already" if started.is_attached else "runs"
     where = {
-        "ray job": f"as Ray Job {begun.job} at {begun.address}",
+        "ray job": f"as Ray Job {started.job} at {started.address}",
         "detached": "apart from this terminal",
         "foreground": "in another terminal",
-    }[begun.mode]
+    }[started.mode]
     next_steps = {
-        program.command("watch", made.name): "follow it",
-        program.command("logs", made.name): "what its controller writes",
-        program.command("pause", made.name): "stop it; `resume` goes on",
+        program.command("watch", name): "follow it",
+        program.command("logs", name): "what its controller writes",
+        program.command("pause", name): "stop it; `resume` goes on",
     }
     width = max(map(len, next_steps))
     lines = (f"  {command:<{width}}  {what}" for command, what in next_steps.items())
-    return "\n".join([f"The sweep {made.name} {how}, {where}.", *lines])
+    return "\n".join([f"The sweep {name} {how}, {where}.", *lines])

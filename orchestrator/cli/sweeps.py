@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from orchestrator.cli.options import EXIT_FAILED, EXIT_INTERRUPTED, home_option, json_option, print_result
+from orchestrator.cli.options import home_option, json_option, print_result
+from orchestrator.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from orchestrator.invocation import Invocation
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ def report_command(sweep: str, html: str | None, home: Path, as_json: bool) -> N
       tune-cluster report quickstart
       tune-cluster report quickstart --html quickstart.html
     """
-    from orchestrator.controller import service
+    from orchestrator.controller import controller
     from orchestrator.sweep.home import Home
     from orchestrator.terminal import report
 
@@ -232,7 +233,7 @@ def report_command(sweep: str, html: str | None, home: Path, as_json: bool) -> N
         if not as_json:
             click.echo(f"written to {path}")
             return
-    result = service.load(sweep, Home(home))
+    result = controller.load(sweep, Home(home))
     print_result(
         as_json,
         result.summary.to_json(),
@@ -249,10 +250,10 @@ def report_command(sweep: str, html: str | None, home: Path, as_json: bool) -> N
 def _write_page(sweep: str, file: Path | None, home: Home) -> Path:
     from rich.console import Console
 
-    from orchestrator.controller import service
+    from orchestrator.controller import controller
     from orchestrator.report.page.write import make_page, write_page
 
-    result = service.load(sweep, home)
+    result = controller.load(sweep, home)
     with home.open(sweep) as ledger, Console(stderr=True).status("drawing ..."):
         return write_page(make_page(ledger, result.state, result.summary, Invocation.current(home.path)), file)
 

@@ -25,18 +25,13 @@ from trials.files import make_private_folder, write_atomically
 
 DETACHED, RAY_JOB = "detached", "ray job"
 """Values of ``TUNE_CLUSTER_CONTROLLER_MODE``."""
-
-
 MARK_VARIABLE = "TUNE_CLUSTER_HOME_MARK"
-
-
+"""Tells a Ray Job what :func:`require_mark` is to find in its home."""
 POLL_S = 0.2
-
-
 NUM_LINES = 200
-
-
+"""Last lines of a log that are shown."""
 _MARK = "submitted"
+"""File in the sweep's folder with the mark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +100,7 @@ def controller_log(home: Home, name: str, *, follow: bool = False, num_lines: in
 
 
 def follow_detached(home: Home, name: str, log: Follower) -> Iterator[str]:
-    """Further lines of a detached controller's log, until it has ended."""
+    """What a detached controller writes to its log from here on, until it has ended."""
     while True:
         is_over = not is_at_work(home, name)  # before reading: what was written until then is read below
         lines = log.new_lines()
@@ -117,7 +112,11 @@ def follow_detached(home: Home, name: str, log: Follower) -> Iterator[str]:
 
 
 def job_log(address: str, job: str, *, follow: bool, num_lines: int = NUM_LINES) -> Iterator[str]:
-    """As :func:`controller_log`, of a Ray Job."""
+    """What a Ray Job has written: its last lines, or with ``follow`` all of them, and all further ones until it ends.
+
+    Raises:
+        ClusterError: the cluster does not answer.
+    """
     from cluster.ray.jobs import find_job, job_logs
 
     rest = ""
@@ -129,8 +128,8 @@ def job_log(address: str, job: str, *, follow: bool, num_lines: int = NUM_LINES)
 
 
 def leave_mark(home: Home, name: str) -> str:
-    """Put something into the sweep's folder that a controller on another host can find there, see
-    :func:`require_mark`; return what."""
+    """Put a mark into the sweep's folder, by which a controller on another host can tell that it sees the same folder,
+    see :func:`require_mark`; return the mark."""
     mark = secrets.token_hex(8)
     folder = make_private_folder(home.sweep_folder(name))
     write_atomically(folder / _MARK, [f"{mark} {platform.node()}\n".encode()])
@@ -164,7 +163,7 @@ def job_environment(mark: str) -> dict[str, str]:
 
 
 def _open_log(path: Path) -> IO[bytes]:
-    """For appending, readable by its owner only; a link in its place is not followed."""
+    """Open the log for appending, readable by its owner only; a link in its place is not followed."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     os.fchmod(fd, 0o600)
     file = os.fdopen(fd, "ab")

@@ -1,7 +1,8 @@
-"""What ``tune-cluster dryrun`` does: choose trials, estimate them, judge them against the device memory."""
+"""What ``tune-cluster dryrun`` does: chooses trials, estimates their memory, judges it against that of a device."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,17 +38,20 @@ class DryRunVerdict:
     """A trial's estimate against the memory there is."""
 
     name: str
+    """What the user called it, or its short name."""
     candidate: Candidate
     workload: Workload
     result: DryRunEstimate | RunFailure
     limit_bytes: int | None
     """Device memory; None where nobody said."""
     fragmentation: float
+    """Share of its live memory that the allocator holds beyond it."""
     context_bytes: int
+    """What CUDA takes for itself on every device; 0 on CPUs."""
 
     @property
     def fits(self) -> bool | None:
-        """None where the limit or the estimate is missing."""
+        """Whether it fits; None where the limit or the estimate is missing."""
         if self.limit_bytes is None or isinstance(self.result, RunFailure):
             return None
         return self.result.fits(self.limit_bytes, self.fragmentation, self.context_bytes)
@@ -58,6 +62,7 @@ class DryRunVerdict:
         return isinstance(self.result, RunFailure)
 
     def to_json(self) -> dict[str, Any]:
+        """The documented JSON form of ``dryrun --json``."""
         body = {
             "trial": self.name,
             **describe(self.candidate),
@@ -94,11 +99,11 @@ def dry_run(
         ConfigError: for the file, a trial nobody knows or that breaks a rule, or a size without its unit.
     """
     spec = load_sweep(file)
-    topology = _known_topology(spec, home)
-    chosen = [(name, choose(spec, name, home)) for name in trials or (() if num_legal else (BASELINE,))]
+    choices = TrialChoices(spec, home)
+    topology = choices.topology
+    chosen = [(name, choices.find(name)) for name in trials or (() if num_legal else (BASELINE,))]
     if num_legal:
-        candidates = _plan_here(spec, topology).candidates[:num_legal]
-        chosen += [(short_name(candidate), candidate) for candidate in candidates]
+        chosen += [(short_name(candidate), candidate) for candidate in choices.unfiltered[:num_legal]]
     kind = device or device_kind(spec, topology)
     limit_bytes = _limit_bytes(spec, topology, kind) if max_device_memory is None else _size(max_device_memory)
     mode: Mode = "cpu" if kind == "cpu" else "accelerator"
@@ -125,51 +130,74 @@ def dry_run(
     ]
 
 
-def _known_topology(spec: SweepSpec, home: Home) -> Topology | None:
-    """None too where this host is not the hardware asked for: a dry run needs none."""
-    try:
-        return known_topology(spec, home)
-    except ClusterError:
-        return None
-
-
 def _limit_bytes(spec: SweepSpec, topology: Topology | None, kind: Device) -> int | None:
-    """What this host's GPUs have does not count for a dry run on another kind of device."""
+    """Device memory to judge by; what this host's GPUs have does not count for a dry run on another kind of device."""
     return memory_limit_bytes(spec, topology if kind == device_kind(spec, topology) else None)
 
 
-def _plan_here(spec: SweepSpec, topology: Topology | None, known: DryRunEstimates | None = None) -> Plan:
-    """The plan as ``tune-cluster plan`` makes it; without hardware where that refuses."""
-    try:
-        return make_plan(spec, topology, known)
-    except ConfigError:
-        return make_plan(spec)
+class TrialChoices:
+    """Trials of one sweep file that a user may name. What naming them needs is planned once, and only if it is needed.
 
-
-def choose(spec: SweepSpec, name: str, home: Home) -> Candidate:
-    """The candidate that ``name`` means: ``baseline``, a number or short name of the plan, or knobs to change in the
-    baseline, like ``{tp: 8, pp: 4}``. A name may also be that of a candidate too large for this hardware.
-
-    Raises:
-        ConfigError: it means none, or one that breaks a rule.
+    A dry run needs no hardware: where this host is not what the file asks for, plans are made without.
     """
-    if name == BASELINE:
-        return spec.baseline_candidate
-    if name.lstrip().startswith("{"):
-        return changed_baseline(spec, name)
-    topology = _known_topology(spec, home)
-    candidates = _plan_here(spec, topology, load_estimates(spec, topology, DryRunCache(home.dry_runs))).candidates
-    if name.isdecimal():
-        found = candidates[int(name) - 1] if len(name) < 10 and 1 <= int(name) <= len(candidates) else None
-    else:
-        found = next((one for one in make_plan(spec).candidates if short_name(one) == name), None)
-    if found is None:
-        raise ConfigError(
-            f"no trial {_shown(name)} in the plan of {len(candidates)} candidates",
-            key="--trial",
-            remedy="Give baseline, a number or name as `tune-cluster plan` shows it, or knobs like '{tp: 2}'.",
-        )
-    return found
+
+    def __init__(self, spec: SweepSpec, home: Home) -> None:
+        self._spec = spec
+        self._home = home
+
+    @functools.cached_property
+    def topology(self) -> Topology | None:
+        """What the sweep would run on; None where only its cluster knows, or this host is another one."""
+        try:
+            return known_topology(self._spec, self._home)
+        except ClusterError:
+            return None
+
+    @functools.cached_property
+    def numbered(self) -> tuple[Candidate, ...]:
+        """As ``tune-cluster plan`` numbers them from 1: without those that earlier dry runs have ruled out."""
+        return self._plan(load_estimates(self._spec, self.topology, DryRunCache(self._home.dry_runs))).candidates
+
+    @functools.cached_property
+    def unfiltered(self) -> tuple[Candidate, ...]:
+        """Those whose layouts this hardware has room for, whatever earlier dry runs said."""
+        return self._plan().candidates
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, Candidate]:
+        """Also candidates too large for this hardware."""
+        return {short_name(candidate): candidate for candidate in make_plan(self._spec).candidates}
+
+    def find(self, name: str) -> Candidate:
+        """The candidate that ``name`` means: ``baseline``, a number or short name of the plan, or knobs to change in
+        the baseline, like ``{tp: 8, pp: 4}``. A name may also be that of a candidate too large for this hardware.
+
+        Raises:
+            ConfigError: it means none, or one that breaks a rule.
+        """
+        if name == BASELINE:
+            return self._spec.baseline_candidate
+        if name.lstrip().startswith("{"):
+            return changed_baseline(self._spec, name)
+        found = self._numbered(name) if name.isdecimal() else self._by_name.get(name)
+        if found is None:
+            raise ConfigError(
+                f"no trial {_shown(name)} in the plan of {len(self.numbered)} candidates",
+                key="--trial",
+                remedy="Give baseline, a number or name as `tune-cluster plan` shows it, or knobs like '{tp: 2}'.",
+            )
+        return found
+
+    def _numbered(self, name: str) -> Candidate | None:
+        is_there = len(name) < 10 and 1 <= int(name) <= len(self.numbered)
+        return self.numbered[int(name) - 1] if is_there else None
+
+    def _plan(self, known: DryRunEstimates | None = None) -> Plan:
+        """The plan for this hardware; without hardware where nothing could run on it."""
+        try:
+            return make_plan(self._spec, self.topology, known)
+        except ConfigError:
+            return make_plan(self._spec)
 
 
 def changed_baseline(spec: SweepSpec, text: str) -> Candidate:

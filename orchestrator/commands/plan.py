@@ -22,26 +22,28 @@ from orchestrator.sweep.home import Home
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planning:
-    """A plan, and what there is to say about it."""
+class PlannedFile:
+    """The plan of a sweep file, and what there is to say about it."""
 
     plan: Plan
-    forecast: PlanPredictions | None
+    predictions: PlanPredictions | None
+    """What the cost model expects of the candidates; None where it cannot say."""
     unpredicted: str
-    """Why there is no forecast; empty where there is one."""
+    """Why there are no predictions; empty where there are."""
     why: Why | None
-    """Of the candidate asked for."""
+    """The explanation of the candidate that was asked for."""
 
     def to_json(self) -> dict[str, Any]:
+        """The documented JSON form of ``plan --json``."""
         body = {
             **self.plan.to_json(),
-            "forecast": self.forecast.to_json() if self.forecast else None,
+            "forecast": self.predictions.to_json() if self.predictions else None,
             "unpredicted": self.unpredicted,
         }
         return body if self.why is None else {**body, "why": self.why.to_json()}
 
 
-def plan_file(file: Path, home: Home, *, why: str | None = None, cluster: str | None = None) -> Planning:
+def plan_file(file: Path, home: Home, *, why: str | None = None, cluster: str | None = None) -> PlannedFile:
     """What the file would try, on the hardware as far as it is known without starting anything.
 
     Args:
@@ -54,12 +56,14 @@ def plan_file(file: Path, home: Home, *, why: str | None = None, cluster: str | 
     spec = load_sweep(file)
     topology = known_topology(spec, home) if cluster is None else described_topology(cluster)
     profile = load_profile(spec, topology, home) if cluster is None else None
-    made = make_plan(spec, topology, load_estimates(spec, topology, DryRunCache(home.dry_runs)))
-    explained = None if why is None else explain(why, made, spec, topology, profile)
+    plan = make_plan(spec, topology, load_estimates(spec, topology, DryRunCache(home.dry_runs)))
+    explained = None if why is None else explain(why, plan, spec, topology, profile)
+    predictions, unpredicted = None, ""
     try:
-        return Planning(plan=made, forecast=predict_plan(made, spec, topology, profile), unpredicted="", why=explained)
+        predictions = predict_plan(plan, spec, topology, profile)
     except UnpredictableError as error:
-        return Planning(plan=made, forecast=None, unpredicted=str(error), why=explained)
+        unpredicted = str(error)
+    return PlannedFile(plan=plan, predictions=predictions, unpredicted=unpredicted, why=explained)
 
 
 def described_topology(name: str) -> Topology:

@@ -1,4 +1,4 @@
-"""What ``tune-cluster probe`` does: lease the cluster of a sweep file, measure it, keep its profile."""
+"""What ``tune-cluster probe`` does: leases the cluster of a sweep file, measures it, and keeps its profile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trials.reports.rates import Link
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """The nodes of this lease, as measured now."""
+    """What a probe measured now, of the nodes of its lease."""
 
     profile: Profile
     file: Path
@@ -31,6 +31,7 @@ class Probed:
     """Nodes that the sweep file leaves out as things stand now."""
 
     def to_json(self) -> dict[str, Any]:
+        """The documented JSON form of ``probe --json``."""
         profile = self.profile
         return {
             "hardware": profile.hardware,

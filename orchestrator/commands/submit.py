@@ -1,4 +1,8 @@
-"""Where a sweep's controller runs: in this terminal, detached on this host, or as a Ray Job on the cluster's head."""
+"""What ``submit`` and ``resume`` do before there is a controller: what is to be run, where, and who runs it already.
+
+A sweep's file is parsed here, once; a controller in this process gets it as a value. One in the background is another
+process, which reads the file once, too.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from orchestrator.commands import background, supervisor
 from orchestrator.config.sweep import SweepSpec, check_same, load_sweep
-from orchestrator.errors import ConfigError
+from orchestrator.errors import EXIT_USER, ConfigError
 from orchestrator.sweep.documents import CONTROLLER, SPEC
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home, is_at_work
@@ -23,31 +27,37 @@ if TYPE_CHECKING:
     from cluster.ray.jobs import JobHandle
 
 Mode = Literal["foreground", "detached", "ray job"]
+"""Where a controller runs: in this terminal, detached on this host, or as a Ray Job on the cluster's head."""
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 ENDING_S = 30.0
+"""How long a controller that has paused or finished its sweep may take to end."""
 JOB_START_S = 180.0
 """How long a command waits for the job it has submitted to begin its work."""
-EXIT_UNKNOWN = 2
-"""For jobs that ended without one: they could not be started, or were stopped."""
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A sweep that is to be run or gone on with."""
+    """A sweep that is to be run or resumed, and where its controller is to run."""
 
-    name: str
-    words: tuple[str, ...]
-    """The command that does it: ``submit FILE`` or ``resume NAME``."""
+    verb: Literal["submit", "resume"]
+    target: str
+    """What the command of that name is given: the sweep's file, or its name."""
+    spec: SweepSpec
+    """The sweep as its file says, or as its ledger keeps it."""
     home: Home
     mode: Mode
     address: str | None
-    """Of the Ray cluster; None: no cluster but this host, or one that does not exist."""
+    """The Ray cluster's; None: no cluster but this host, or one that does not exist."""
     is_over: bool = False
     """Nothing is left to do but to show the result."""
     options: tuple[str, ...] = ()
-    """Of the whole program, such as ``--verbose``."""
+    """Options of the whole program, such as ``--verbose``."""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
 
     @property
     def needs_supervisor(self) -> bool:
@@ -55,12 +65,12 @@ class Submission:
         return not self.is_over and (self.mode != "foreground" or self.address is not None)
 
     def command(self, *extra: str) -> list[str]:
-        """The command line of the controller. A Ray Job learns the address from its cluster."""
+        """The command line of the controller, with options ``extra``. A Ray Job learns the address from its cluster."""
         address = ["--address", self.address] if self.address and self.mode != "ray job" else []
         home = ["--home", str(self.home.path.absolute())]
         return [
             *(sys.executable, "-m", "orchestrator.cli.main", *self.options),
-            *(*self.words, *home, "--foreground", *address, *extra),
+            *(self.verb, self.target, *home, "--foreground", *address, *extra),
         ]
 
     def supervised(self, *extra: str) -> list[str]:
@@ -75,26 +85,29 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
+class StartedSubmission:
     """A controller at work in the background."""
 
     sweep: str
     mode: Mode
     job: str | None = None
+    """The Ray Job's id."""
     address: str | None = None
+    """The Ray cluster's."""
     is_attached: bool = False
     """It was at work already."""
     exit_code: int | None = None
-    """It has ended by now."""
+    """None while it goes on; otherwise it has ended by now."""
     log: Follower | None = field(default=None, compare=False)
-    """Of a detached one: what it writes from here on."""
+    """What a detached controller writes from here on."""
 
     def to_json(self) -> dict[str, Any]:
+        """The documented JSON form of ``submit --detach --json``."""
         names = ("sweep", "mode", "job", "address", "exit_code")
         return {**{name: getattr(self, name) for name in names}, "attached": self.is_attached}
 
 
-def of_file(
+def submission_of_file(
     file: Path, home: Home, *, address: str | None, mode: Mode | None, options: tuple[str, ...] = ()
 ) -> Submission:
     """What ``submit FILE`` asks for.
@@ -113,38 +126,46 @@ def of_file(
             state = fold(ledger.events())
         check_same(state.sweep, spec)
         is_over = state.is_over
-    words = ("submit", str(file.absolute()))
-    return _submission(spec, words, home, address, mode, is_over=is_over, options=options)
+    where = choose_address(spec, address)
+    return Submission(
+        verb="submit",
+        target=str(file.absolute()),
+        spec=spec,
+        home=home,
+        mode=_mode(mode, where, is_over=is_over),
+        address=where,
+        is_over=is_over,
+        options=options,
+    )
 
 
-def of_sweep(
+def submission_of_sweep(
     name: str, home: Home, *, address: str | None, mode: Mode | None, options: tuple[str, ...] = ()
 ) -> Submission:
-    """What ``resume NAME`` asks for.
+    """What ``resume NAME`` asks for; arguments as :func:`submission_of_file`.
 
     Raises:
         ConfigError: there is no such sweep.
     """
     with home.open(name) as ledger:
         state, spec = fold(ledger.events()), SweepSpec.from_json(ledger.document(SPEC))
-    return _submission(spec, ("resume", name), home, address, mode, is_over=state.is_over, options=options)
-
-
-def _submission(
-    spec: SweepSpec,
-    words: tuple[str, ...],
-    home: Home,
-    address: str | None,
-    mode: Mode | None,
-    *,
-    is_over: bool,
-    options: tuple[str, ...],
-) -> Submission:
     where = choose_address(spec, address)
-    chosen: Mode = "foreground" if is_over else mode or ("foreground" if where is None else "ray job")
     return Submission(
-        name=spec.name, words=words, home=home, mode=chosen, address=where, is_over=is_over, options=options
+        verb="resume",
+        target=name,
+        spec=spec,
+        home=home,
+        mode=_mode(mode, where, is_over=state.is_over),
+        address=where,
+        is_over=state.is_over,
+        options=options,
     )
+
+
+def _mode(asked: Mode | None, address: str | None, *, is_over: bool) -> Mode:
+    if is_over:
+        return "foreground"
+    return asked or ("foreground" if address is None else "ray job")
 
 
 def choose_address(spec: SweepSpec, given: str | None) -> str | None:
@@ -165,20 +186,20 @@ def choose_address(spec: SweepSpec, given: str | None) -> str | None:
     return None if address in ("", "local") else address
 
 
-def find_running(submission: Submission) -> Begun | None:
+def find_running(home: Home, name: str) -> StartedSubmission | None:
     """The controller at work on the sweep already; None where there is none. One that has just paused or finished it is
     given time to end, and one that died to be started again."""
     deadline_s = time.monotonic() + ENDING_S
-    while is_at_work(submission.home, submission.name) and _is_in_no_hands(submission):
+    while is_at_work(home, name) and _is_being_left(home, name):
         if time.monotonic() > deadline_s:
             break  # it is none that ends, but one that waits: for nodes to go on with, or to be started again
         time.sleep(_POLL_S)
-    if not is_at_work(submission.home, submission.name):
+    if not is_at_work(home, name):
         return None
-    with submission.home.open(submission.name, begun=False) as ledger:
+    with home.open(name, begun=False) as ledger:
         about = ledger.document(CONTROLLER) or {}
-    return Begun(
-        sweep=submission.name,
+    return StartedSubmission(
+        sweep=name,
         mode=about.get("mode", "foreground"),
         job=about.get("job"),
         address=about.get("address"),
@@ -186,16 +207,17 @@ def find_running(submission: Submission) -> Begun | None:
     )
 
 
-def _is_in_no_hands(submission: Submission) -> bool:
-    """Whether the sweep is at rest, or was opened again while its supervisor is all that is left of its controller."""
+def _is_being_left(home: Home, name: str) -> bool:
+    """Whether the process at work on the sweep seems to be about to end: the sweep is paused or over, or nobody holds
+    its ledger, so that only the supervisor of a controller that has ended is left."""
     try:
-        with submission.home.open(submission.name) as ledger:
+        with home.open(name) as ledger:
             return not ledger.is_held() or fold(ledger.events()).status != "running"
-    except (ConfigError, LedgerError):  # waits for its first nodes
+    except (ConfigError, LedgerError):  # it has not been created yet: its controller waits for the first nodes
         return False
 
 
-def begin(submission: Submission, show: Callable[[str], None]) -> Begun:
+def start_in_background(submission: Submission, show: Callable[[str], None]) -> StartedSubmission:
     """Start the controller in the background, and wait until it is at work or has ended.
 
     Args:
@@ -207,7 +229,7 @@ def begin(submission: Submission, show: Callable[[str], None]) -> Begun:
     """
     if submission.mode == "detached":
         started = background.detach(submission.supervised(), submission.home, submission.name, show=show)
-        return Begun(
+        return StartedSubmission(
             sweep=submission.name,
             mode="detached",
             address=submission.address,
@@ -217,7 +239,7 @@ def begin(submission: Submission, show: Callable[[str], None]) -> Begun:
     return _submit_job(submission, show)
 
 
-def _submit_job(submission: Submission, show: Callable[[str], None]) -> Begun:
+def _submit_job(submission: Submission, show: Callable[[str], None]) -> StartedSubmission:
     from cluster.ray.head import dashboard_url
     from cluster.ray.jobs import submit_job
 
@@ -231,7 +253,7 @@ def _submit_job(submission: Submission, show: Callable[[str], None]) -> Begun:
         env=background.job_environment(mark),
         metadata={"tune_cluster_home": str(submission.home.path.absolute())},
     )
-    begun = Begun(
+    started = StartedSubmission(
         sweep=submission.name,
         mode="ray job",
         job=job.submission_id,
@@ -239,21 +261,22 @@ def _submit_job(submission: Submission, show: Callable[[str], None]) -> Begun:
         is_attached=job.attached,
         exit_code=None if job.attached else _await_job(submission, job, show),
     )
-    if begun.exit_code is not None:
-        for line in follow(begun, submission.home):
+    if started.exit_code is not None:
+        for line in follow(started, submission.home):
             show(line)
-    return begun
+    return started
 
 
 def _await_job(submission: Submission, job: JobHandle, show: Callable[[str], None]) -> int | None:
-    """Its exit code if it ends before it has taken the sweep."""
+    """The job's exit code if it ends before it has taken the sweep; None if it is at work or still to start."""
     from cluster.ray.jobs import job_status
 
     deadline_s = time.monotonic() + JOB_START_S
     while True:
         status = job_status(job)
         if status.is_over:
-            return status.exit_code if status.exit_code is not None else EXIT_UNKNOWN
+            # jobs without a code could not be started, or were stopped
+            return status.exit_code if status.exit_code is not None else EXIT_USER
         if background.is_under_way(submission.home, submission.name, lambda about: about["job"] == job.submission_id):
             return None
         if time.monotonic() > deadline_s:
@@ -262,15 +285,15 @@ def _await_job(submission: Submission, job: JobHandle, show: Callable[[str], Non
         time.sleep(_POLL_S)
 
 
-def follow(begun: Begun, home: Home) -> Iterator[str]:
+def follow(started: StartedSubmission, home: Home) -> Iterator[str]:
     """What the controller writes from here on, or all of it where it was not started just now; until it has ended.
 
     Raises:
         ConfigError: it writes to a terminal.
         ClusterError: it is a Ray Job, and its cluster does not answer.
     """
-    if begun.log is not None:
-        return background.follow_detached(home, begun.sweep, begun.log)
-    if begun.job is not None and begun.address is not None:
-        return background.job_log(begun.address, begun.job, follow=True)
-    return background.controller_log(home, begun.sweep, follow=True)
+    if started.log is not None:
+        return background.follow_detached(home, started.sweep, started.log)
+    if started.job is not None and started.address is not None:
+        return background.job_log(started.address, started.job, follow=True)
+    return background.controller_log(home, started.sweep, follow=True)

@@ -23,24 +23,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.processes import die_with_parent
-from orchestrator.processes import pause_s
+from orchestrator.errors import EXIT_CLUSTER_LOST, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger, LedgerError
 from orchestrator.sweep.state import SweepState
 
 RUN_VARIABLE = "TUNE_CLUSTER_SUPERVISED"
 """Tells a controller that it has a supervisor: the number of controllers that this one has started, itself included."""
-EXIT_CLUSTER_LOST = 75
-"""Of a supervised controller whose cluster went away (EX_TEMPFAIL of sysexits.h)."""
-EXIT_FAILED, EXIT_GIVEN_UP, EXIT_INTERRUPTED = 1, 2, 130
-GOOD_ORDER = (0, 2, EXIT_INTERRUPTED)
-"""Exit codes that a controller chose itself. 1 is also what Ray's core and Python's own errors leave."""
+GOOD_ORDER = (0, EXIT_USER, EXIT_INTERRUPTED)
+"""Exit codes that a controller chose itself. EXIT_FAILED is also what Ray's core and Python's own errors leave."""
 MAX_STARTS_WITHOUT_PROGRESS = 6
-"""Controllers one after another under which no trial came to its end."""
+"""Controllers that may end one after another without any trial having come to its end."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0
+"""Pause before the second controller, and the longest one; it doubles while nothing comes of starting them."""
 CONNECT_TIMEOUT_S = 5.0
 REMIND_S = 60.0
-"""Between two messages about the same wait."""
+"""Pause between two messages about the same wait."""
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FROM_TERMINAL = 0x80
 """``si_code`` of signals that the kernel sends: a terminal's go to the controller anyway."""
@@ -50,8 +48,8 @@ def command(argv: Sequence[str], *, home: Path, sweep: str, address: str | None,
     """The command line of a supervisor of the controller ``argv``.
 
     Args:
-        address: of the cluster, waited for between two controllers.
-        on_cluster: it is to run as a Ray Job, which is told the address by its cluster.
+        address: where the Ray cluster answers; it is waited for between two controllers.
+        on_cluster: the supervisor is to run as a Ray Job, which is told the address by its cluster.
     """
     where = ["--on-cluster"] if on_cluster else ["--address", address] if address else []
     return [
@@ -61,25 +59,27 @@ def command(argv: Sequence[str], *, home: Path, sweep: str, address: str | None,
 
 
 def supervised_run() -> int:
-    """Which of its supervisor's controllers this process is, counted from 1; 0 where it has none. To be asked once:
-    what this process starts has no supervisor."""
+    """Which of its supervisor's controllers this process is, counted from 1; 0 where it has no supervisor. To be asked
+    once: it is forgotten, because what this process starts has no supervisor."""
     text = os.environ.pop(RUN_VARIABLE, "")
     return int(text) if text.isdigit() else 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Standing:
-    """What the ledger says between two controllers."""
+class _Progress:
+    """How far the sweep is, by its ledger, between two controllers."""
 
     epoch: int = 0
+    """Controllers that have taken the sweep so far."""
     num_ended: int = 0
     """Trials that came to an end; those lost with a node or a controller do not count."""
     status: str = ""
-    """Empty while the sweep has not been created."""
+    """The sweep's status; empty while it has not been created."""
     last_seq: int = 0
+    """Number of the ledger's last entry."""
 
     @classmethod
-    def read(cls, folder: Path) -> _Standing:
+    def read(cls, folder: Path) -> _Progress:
         try:
             with Ledger.open_existing(folder, read_only=True) as ledger:
                 last_seq = ledger.last_seq()
@@ -113,29 +113,29 @@ class Supervisor:
         self._is_stopping = False
 
     def run(self) -> int:
-        """Until a controller ends in good order, or nothing comes of starting it; return the exit code."""
+        """Start controllers until one ends in good order, or nothing comes of starting them; return the exit code."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {*self._signals, signal.SIGCHLD})
-        before = _Standing.read(self._folder)
+        before = _Progress.read(self._folder)
         num_fruitless = 0
         while True:
             code = self._run_controller()
-            now = _Standing.read(self._folder)
+            now = _Progress.read(self._folder)
             if self._is_stopping:
-                return code if code in (0, EXIT_FAILED, EXIT_GIVEN_UP) else EXIT_INTERRUPTED
+                return code if code in (0, EXIT_FAILED, EXIT_USER) else EXIT_INTERRUPTED
             if self._is_final(code, now, before):
-                return EXIT_GIVEN_UP if code == EXIT_CLUSTER_LOST else code
+                return EXIT_USER if code == EXIT_CLUSTER_LOST else code
             num_fruitless = 1 if now.num_ended > before.num_ended else num_fruitless + 1
             before = now
             if num_fruitless >= MAX_STARTS_WITHOUT_PROGRESS:
-                self._say(
-                    f"error: {num_fruitless} controllers in a row {_words(code)} before any trial had ended; giving up"
-                )
-                return EXIT_GIVEN_UP
+                how = _describe_exit(code)
+                self._say(f"error: {num_fruitless} controllers in a row {how} before any trial had ended; giving up")
+                return EXIT_USER
             if (rest := self._await_restart(code, num_fruitless)) is not None:
                 return rest
 
-    def _is_final(self, code: int, now: _Standing, before: _Standing) -> bool:
-        """Whether the controller ended in good order, or failed before it had ever taken the sweep."""
+    def _is_final(self, code: int, now: _Progress, before: _Progress) -> bool:
+        """Whether no controller is to follow: this one ended in good order, or the first failed before it had taken the
+        sweep."""
         if code in GOOD_ORDER or (code == EXIT_FAILED and now.status == "failed"):
             return True
         return code >= 0 and now.epoch == before.epoch and self._num_started == 1
@@ -145,14 +145,14 @@ class Supervisor:
         child = subprocess.Popen(
             self._argv,
             env={**os.environ, RUN_VARIABLE: str(self._num_started)},
-            preexec_fn=functools.partial(_begin, os.getpid(), {*self._signals, signal.SIGCHLD}),
+            preexec_fn=functools.partial(_prepare_controller, os.getpid(), {*self._signals, signal.SIGCHLD}),
         )
         while child.poll() is None:
             self._hear(1.0, child)
         return child.returncode
 
     def _hear(self, timeout_s: float, child: subprocess.Popen[bytes] | None = None) -> None:
-        """Wait for a signal, and pass it on."""
+        """Wait for a signal, and pass it on to the controller."""
         heard = signal.sigtimedwait({*self._signals, signal.SIGCHLD}, timeout_s)
         if heard is None or heard.si_signo == signal.SIGCHLD:
             return
@@ -161,16 +161,16 @@ class Supervisor:
             child.send_signal(heard.si_signo)
 
     def _await_restart(self, code: int, num_fruitless: int) -> int | None:
-        """Wait until the next controller may start; an exit code where none is to."""
-        wait_s = pause_s(num_fruitless - 1, first_s=FIRST_PAUSE_S, last_s=LAST_PAUSE_S)
-        self._say(f"the controller {_words(code)}; the next one starts in {wait_s:.0f} s")
-        self._wait_until(lambda waited_s: waited_s >= wait_s)
-        now = _Standing.read(self._folder)
+        """Wait until the next controller may start; return an exit code where none is to start any more."""
+        pause_s = min(LAST_PAUSE_S, FIRST_PAUSE_S * 2 ** (num_fruitless - 1))
+        self._say(f"the controller {_describe_exit(code)}; the next one starts in {pause_s:.0f} s")
+        self._wait_until(lambda waited_s: waited_s >= pause_s)
+        now = _Progress.read(self._folder)
 
         def may_go_on(_waited_s: float) -> bool:
             nonlocal now
             if now.is_outdated(self._folder):
-                now = _Standing.read(self._folder)
+                now = _Progress.read(self._folder)
             return not now.wants_controller or not self._address or _answers(self._address)
 
         self._wait_until(may_go_on, f"for an answer at {self._address}")
@@ -195,13 +195,13 @@ class Supervisor:
         sys.stderr.flush()
 
 
-def _begin(parent: int, blocked: set[int]) -> None:
-    """In the controller's process, before its program."""
+def _prepare_controller(parent: int, blocked: set[int]) -> None:
+    """Runs in the controller's process before its program: it hears signals again, and dies with its supervisor."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
     die_with_parent(parent)
 
 
-def _words(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code == EXIT_CLUSTER_LOST:
         return "lost its cluster"
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended unexpectedly with exit code {code}"

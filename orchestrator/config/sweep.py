@@ -78,6 +78,11 @@ class SweepSpec(Section):
     def __hash__(self) -> int:
         return hash(self.spec_hash)
 
+    @property
+    def file_text(self) -> str | None:
+        """The file as it was written; None where this was read back from a ledger."""
+        return None if self._source is None else self._source.text
+
     def error(self, path: KeyPath, message: str, remedy: str) -> ConfigError:
         """A problem with the key at ``path``, located in the file this was read from."""
         if self._source is None:
@@ -97,7 +102,7 @@ class SweepSpec(Section):
 
     def _check_replay(self) -> None:
         for name, section in (("space", self.space), ("baseline", self.baseline)):
-            if section.model_fields_set:
+            if section.model_dump() != type(section)().model_dump():
                 raise fault(
                     name,
                     f"the space of a replay sweep is the table's rows, {name} has to be empty",

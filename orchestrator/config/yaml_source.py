@@ -26,6 +26,8 @@ class YamlSource:
     file: Path
     data: Any
     lines: dict[KeyPath, int]
+    text: str = ""
+    """The file as it was written."""
 
     def locate(self, path: KeyPath) -> tuple[KeyPath, int]:
         """The longest part of ``path`` that stands in the file, and its line."""
@@ -70,7 +72,7 @@ def parse_yaml(text: str, file: Path) -> YamlSource:
         raise _syntax_error(file, error) from None
     except RecursionError:
         raise _too_deep(file, 1) from None
-    return YamlSource(file=file, data=data, lines=builder.lines)
+    return YamlSource(file=file, data=data, lines=builder.lines, text=text)
 
 
 def _read_text(file: Path) -> str:

@@ -1,9 +1,10 @@
-"""What is settled when a sweep begins, and checked when it goes on: plan, knowledge, the first event."""
+"""What a sweep rests on, settled when it is created and kept when it is resumed: plan, prior knowledge, search."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.hardware.topology import Topology
@@ -12,54 +13,94 @@ from orchestrator.errors import ConfigError
 from orchestrator.planning.dryrun.cache import DryRunCache
 from orchestrator.planning.dryrun.estimates import DryRunEstimates, load_estimates
 from orchestrator.planning.hardware.profiles import fingerprint, load_profile
+from orchestrator.planning.hardware.request import known_topology
 from orchestrator.planning.knowledge import PriorKnowledge
-from orchestrator.planning.plan import Plan, make_plan, plan_document
+from orchestrator.planning.plan import Plan, check_plan, make_plan, plan_document
+from orchestrator.planning.predictions import plan_predictor
+from orchestrator.search.guided import GuidedSearch
+from orchestrator.search.prediction.predictor import UnpredictableError
 from orchestrator.search.prediction.transfer import EarlierTrial, num_sweeps
+from orchestrator.search.search import Search
+from orchestrator.space.naming import flat_params
 from orchestrator.sweep.documents import PLAN
 from orchestrator.sweep.events import Budget, SweepCreated
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
-from orchestrator.sweep.state import SweepState
 from orchestrator.tracking.history import earlier_trials
 from orchestrator.tracking.tracker import Tracker
 from trials.codec import digest
 from trials.spec import ProfileSpec
 
+logger = logging.getLogger(__name__)
 
-def begin(
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSweep:
+    """A plan together with what it was made for."""
+
+    topology: Topology
+    """Nodes that the sweep may use at most."""
+    estimates: DryRunEstimates
+    plan: Plan
+
+
+def plan_ahead(spec: SweepSpec, home: Home) -> PlannedSweep | None:
+    """The plan of a new sweep before it has its cluster, so that what cannot work is refused before anything starts.
+
+    Where only the cluster knows its nodes there is no plan yet: then the file is merely checked, and None returned.
+
+    Raises:
+        ConfigError: the baseline cannot run, or no candidate is legal.
+        ClusterError: this host cannot give what is asked for.
+    """
+    topology = known_topology(spec, home)
+    if topology is None or spec.cluster.kind == "ray":  # Ray names the nodes, also those of this host
+        check_plan(spec, topology, _counted(spec, topology, home))
+        return None
+    return _planned(spec, planned_topology(spec, topology), home)
+
+
+def create(
     ledger: Ledger,
-    state: SweepState,
     spec: SweepSpec,
     topology: Topology,
     home: Home,
     clock: Callable[[], float],
+    ahead: PlannedSweep | None = None,
 ) -> tuple[Plan, PriorKnowledge]:
-    """The plan and what was known when the sweep was created. One that has not been is created; for one that goes on
-    the hardware must be the same.
+    """Write the sweep's first event, and before it the documents with all that was known then.
 
-    Raises:
-        ConfigError: it was measured in another environment.
+    Args:
+        topology: nodes that the sweep may use at most.
+        ahead: the plan made before there was a cluster; it is used unless the cluster turned out to be another one.
     """
-    prints = fingerprint(topology, _virtual(spec))
-    if state.created is not None:
-        _check_hardware(state.created, prints)
-        known = PriorKnowledge.kept(ledger)
-        return make_plan(spec, topology, known.estimates), known
+    planned = ahead if ahead is not None and ahead.topology == topology else _planned(spec, topology, home)
+    prints = _fingerprint(spec, topology)
     ledger.put_document("tracking", {"uri": spec.tracking.uri})
     known = PriorKnowledge(
-        estimates=kept_estimates(spec, topology, home),
+        estimates=planned.estimates,
         profile=load_profile(spec, topology, home),
         earlier=earlier(spec, prints, home),
     )
     known.keep(ledger)
-    made = make_plan(spec, topology, known.estimates)
-    ledger.put_document(PLAN, plan_document(made))
-    ledger.append(_created(spec, made, topology, prints, known, at_s=clock()))
-    return made, known
+    ledger.put_document(PLAN, plan_document(planned.plan))
+    ledger.append(_created(spec, planned.plan, topology, prints, known, at_s=clock()))
+    return planned.plan, known
+
+
+def resume(ledger: Ledger, created: SweepCreated, spec: SweepSpec, topology: Topology) -> tuple[Plan, PriorKnowledge]:
+    """The plan of a sweep that exists, made again from what was known when it was created, and that knowledge.
+
+    Raises:
+        ConfigError: the sweep was measured in another environment.
+    """
+    _check_hardware(created, _fingerprint(spec, topology))
+    known = PriorKnowledge.kept(ledger)
+    return make_plan(spec, topology, known.estimates), known
 
 
 def planned_topology(spec: SweepSpec, held: Topology) -> Topology:
-    """What the sweep is planned for: with a lease that may grow, as many nodes as it may grow to, like the first."""
+    """Nodes to plan for: those held, and with a lease that may grow, as many like the first as it may grow to."""
     least, most = spec.cluster.nodes
     num_missing = most - len(held.nodes) if least < most else 0
     first = held.nodes[0]
@@ -67,13 +108,52 @@ def planned_topology(spec: SweepSpec, held: Topology) -> Topology:
     return replace(held, nodes=held.nodes + missing)
 
 
-def kept_estimates(spec: SweepSpec, topology: Topology | None, home: Home) -> DryRunEstimates:
-    """What dry runs have counted by now."""
+def make_search(spec: SweepSpec, plan: Plan, topology: Topology | None, known: PriorKnowledge) -> Search:
+    """What proposes the sweep's candidates, as section ``search`` of its file says."""
+    guide = None
+    if spec.search.sampler == "guided":
+        try:
+            predictor = plan_predictor(plan, spec.to_workload(), topology, known.profile, earlier=known.earlier)
+            guide = GuidedSearch(predictor)
+        except UnpredictableError as error:
+            logger.warning("the guided sampler falls back to tpe: %s", error)
+    return Search(
+        plan.candidates,
+        features=flat_params,
+        sampler=spec.search.sampler,
+        seed=spec.search.seed,
+        guide=guide,
+        stop_when_converged=spec.search.stop_when_converged,
+        beyond=plan.beyond,
+    )
+
+
+def earlier(spec: SweepSpec, prints: dict[str, str], home: Home) -> tuple[EarlierTrial, ...]:
+    """Trials of other sweeps from which the guided sampler may learn before its own first one.
+
+    Args:
+        prints: this sweep's fingerprint, which theirs have to resemble.
+    """
+    if spec.search.sampler != "guided" or not spec.search.transfer:
+        return ()
+    if spec.tracking.uri is None and not home.has_store:
+        return ()
+    uri = spec.tracking.uri or home.default_tracking_uri
+    return earlier_trials(Tracker(uri), prints, spec.to_workload().model.kind)
+
+
+def _planned(spec: SweepSpec, topology: Topology, home: Home) -> PlannedSweep:
+    estimates = _counted(spec, topology, home)
+    return PlannedSweep(topology=topology, estimates=estimates, plan=make_plan(spec, topology, estimates))
+
+
+def _counted(spec: SweepSpec, topology: Topology | None, home: Home) -> DryRunEstimates:
+    """Memory that dry runs have counted by now."""
     return load_estimates(spec, topology, DryRunCache(home.dry_runs))
 
 
 def _created(
-    spec: SweepSpec, made: Plan, topology: Topology, prints: dict[str, str], known: PriorKnowledge, *, at_s: float
+    spec: SweepSpec, plan: Plan, topology: Topology, prints: dict[str, str], known: PriorKnowledge, *, at_s: float
 ) -> SweepCreated:
     return SweepCreated(
         at_s=at_s,
@@ -89,7 +169,7 @@ def _created(
             patience=spec.search.patience,
         ),
         max_concurrent=spec.search.max_concurrent,
-        num_legal=len(made.candidates),
+        num_legal=len(plan.candidates),
         hardware=topology.label,
         fingerprint=prints,
         num_earlier_trials=len(known.earlier),
@@ -100,22 +180,16 @@ def _created(
     )
 
 
+def _fingerprint(spec: SweepSpec, topology: Topology) -> dict[str, str]:
+    return fingerprint(topology, _virtual(spec))
+
+
 def _virtual(spec: SweepSpec) -> str:
     """What tells a cluster that does not exist from others of its kind: how fast it is, not how it misbehaves."""
     cluster = spec.cluster
     if cluster.simulation is not None:
         return digest(cluster.simulation.model_dump(include={"accelerator", "deviation", "slow_nodes", "seed"}))[:16]
     return "" if cluster.replay is None else digest([Path(cluster.replay.table).name, cluster.replay.problem])[:16]
-
-
-def earlier(spec: SweepSpec, prints: dict[str, str], home: Home) -> tuple[EarlierTrial, ...]:
-    """What the guided sampler may learn before its first trial."""
-    if spec.search.sampler != "guided" or not spec.search.transfer:
-        return ()
-    if spec.tracking.uri is None and not home.has_store:
-        return ()
-    uri = spec.tracking.uri or home.default_tracking_uri
-    return earlier_trials(Tracker(uri), prints, spec.to_workload().model.kind)
 
 
 def _check_hardware(created: SweepCreated, prints: dict[str, str]) -> None:

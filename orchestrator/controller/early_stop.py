@@ -1,4 +1,4 @@
-"""Ending a trial whose first steps already show that it cannot become the best. Pure functions."""
+"""Tells from a trial's first steps that it cannot become the best one. Pure: no clock, no input or output."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from trials.spec import Protocol
 ALLOWANCE = 0.2
 """Share of the fastest step so far by which later ones may still turn out faster."""
 MIN_STEPS = 2
+"""Steps after the first one that have to be seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyStop:
-    """Stops a trial that is ``factor`` times slower than the best one, after its first step and ``MIN_STEPS`` more.
+    """Finds a trial hopeless that is ``factor`` times slower than the best one, after its first step and ``MIN_STEPS``
+    more.
 
     The first step allocates and compiles, and steps in which kernels are being tuned are not like later ones: they do
     not count. The baseline is never stopped: everything is compared with it.
     """
 
     factor: float
+    """Device time per step over the best trial's, from which on a trial is stopped."""
     protocol: Protocol
+    """How trials are measured: how many steps a trial that is stopped would still have taken."""
 
     def verdict(self, state: SweepState, trial: Trial, progress: Sequence[GangProgress]) -> StoppedEarly | None:
         """Why the running attempt of ``trial`` is hopeless after these reports; None while it is not."""
@@ -45,23 +49,24 @@ class EarlyStop:
             at_least_s=at_least_s,
             incumbent=best.number,
             saved_device_seconds=num_due * statistics.median(times_s) * trial.attempts[-1].num_devices,
-            evidence=Evidence(message=_words(trial, times_s, best.number, best_s)),
+            evidence=Evidence(message=_reason(trial, times_s, best.number, best_s)),
         )
 
     def _num_steps_due(self, last: GangProgress) -> int:
-        """Steps the protocol asks for, at least, after ``last``."""
+        """Steps that the protocol still asks for, at least, after the report ``last``."""
         if last.phase == "warmup":
             return max(0, self.protocol.min_warmup_steps - last.step) + self.protocol.num_steps
         return self.protocol.num_steps - last.step
 
 
 def settled(trial: Trial, outcome: Outcome) -> Outcome:
-    """What came of the last attempt: a gang that was lost because it had been stopped was stopped."""
+    """The outcome of the last attempt: one whose gang was lost because it had been told to stop was stopped early."""
     stopped = trial.attempts[-1].stopped
     return stopped if isinstance(outcome, GangLost) and stopped is not None else outcome
 
 
 def _settled_times_s(trial: Trial, progress: Sequence[GangProgress]) -> tuple[float, ...]:
+    """Seconds per step, without the first step and those in which kernels are being tuned."""
     first = max(1, *trial.candidate.kernels.cudnn_tuning_range, 0)
     return tuple(
         report.step_time_s
@@ -70,7 +75,7 @@ def _settled_times_s(trial: Trial, progress: Sequence[GangProgress]) -> tuple[fl
     )
 
 
-def _words(trial: Trial, times_s: Sequence[float], incumbent: int, best_s: float) -> str:
+def _reason(trial: Trial, times_s: Sequence[float], incumbent: int, best_s: float) -> str:
     ratio = min(times_s) * trial.candidate.layout.world_size / best_s
     shown = f"{len(times_s)} steps of {min(times_s):.4g} s or more"
     return f"stopped after {shown}: {ratio:.2f} times the device time per step of t{incumbent:03d}, the best so far"

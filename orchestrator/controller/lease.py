@@ -13,9 +13,7 @@ from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.requests import last_request
 
 BEAT_S = 2.0
-"""Pause between two words with the queue."""
-
-
+"""Pause between two questions to the queue."""
 GRACE_S = 30.0
 """How long gangs on nodes that others need may take to end by themselves."""
 
@@ -25,6 +23,7 @@ class LeaseManager:
 
     Args:
         claim: what the sweep wants; None for a lease that stays as it is.
+        grace_s: how long gangs on nodes that others need may take to end by themselves.
         clock: monotonic seconds.
     """
 
@@ -47,12 +46,12 @@ class LeaseManager:
 
     @property
     def leaving(self) -> frozenset[str]:
-        """Nodes on which nothing new may begin: they are to be given back."""
+        """Nodes on which no gang may be launched any more: they are to be given back."""
         return self._leaving
 
     @property
     def is_overdue(self) -> bool:
-        """Whether what runs on the leaving nodes has had its time."""
+        """Whether gangs on the leaving nodes have had their time to end, and are to be killed."""
         return bool(self._leaving) and self._clock() - self._leaving_since_s >= self._grace_s
 
     @property
@@ -62,11 +61,11 @@ class LeaseManager:
 
     @property
     def is_preempted(self) -> bool:
-        """Whether it may hold nothing for now."""
+        """Whether the sweep may hold no node at all for now."""
         return self._grant.num_nodes == 0
 
     def tend(self, busy: Collection[str]) -> None:
-        """To be called often; ``busy`` are nodes on which gangs run."""
+        """Ask the queue again when it is time to; to be called often. ``busy`` are the nodes on which gangs run."""
         if self._claim is None or self._clock() < self._next_beat_s:
             return
         self._next_beat_s = self._clock() + BEAT_S
@@ -76,7 +75,8 @@ class LeaseManager:
         self._choose_leaving(busy)
 
     def _choose_leaving(self, busy: Collection[str]) -> None:
-        """Those that came last leave first; a node once chosen stays so while there are too many."""
+        """Choose the surplus nodes: idle ones first, then those that came last. One once chosen stays so while there
+        are too many."""
         names = [node.name for node in self._cluster.topology.nodes]
         num_surplus = max(0, len(names) - self._grant.num_nodes)
         order = sorted(names, key=lambda name: (name not in self._leaving, name in busy, -names.index(name)))
@@ -96,13 +96,17 @@ class WithdrawnError(Exception):
 
 
 class Waiting:
-    """What :func:`cluster.connect.connect` calls while it waits."""
+    """What :func:`cluster.connect.connect` calls while it waits for nodes: tells the observer, and heeds requests.
+
+    Raises:
+        WithdrawnError: when called after somebody asked for anything but a retry.
+    """
 
     def __init__(self, ledger: Ledger, observer: Observer) -> None:
         self._ledger = ledger
         self._observer = observer
         self.num_requests = last_request(ledger)
-        """Those made before the sweep was started."""
+        """Number of requests made before the sweep was started."""
 
     def __call__(self, reason: str) -> None:
         self._observer.on_lease((), reason)

@@ -1,4 +1,4 @@
-"""Which devices a trial gets, out of what the lease holds and allows."""
+"""Chooses the devices of a trial among those that the lease holds and allows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Placer:
         self._pool = Pool(cluster.topology)
         self._followed: tuple[object, ...] = ()
         self._num_passed_over: dict[int, int] = {}
-        """Waiting trial -> later ones that were placed before it."""
+        """By the number of a waiting trial, how many later ones were placed before it."""
         self._stuck_since_s: float | None = None
 
     def follow(self, quarantined: Collection[str]) -> None:
@@ -40,7 +40,7 @@ class Placer:
             self._followed = (topology.nodes, closed)
 
     def unfit(self, quarantined: Collection[str]) -> frozenset[str]:
-        """Quarantined nodes of the lease; none where there is no other."""
+        """Quarantined nodes of the lease; none where the lease has no other node left."""
         if not quarantined:
             return frozenset()
         nodes = {node.name for node in self._cluster.topology.nodes} - self._cluster.lost_nodes
@@ -48,7 +48,12 @@ class Placer:
         return frozenset() if unfit == nodes else frozenset(unfit)
 
     def place(self, trial: Trial, launch: Launch, *, max_passed_over: int) -> Placement | None:
-        """Devices for the trial, or None for now. A trial that needs many is not passed over for ever."""
+        """Devices for the trial, or None for now.
+
+        Args:
+            max_passed_over: so many later trials may be placed before an earlier one that waits, and no more: a trial
+                that needs many devices is not passed over for ever.
+        """
         if any(n < trial.number and count >= max_passed_over for n, count in self._num_passed_over.items()):
             return None
         if launch.within is None:
@@ -63,11 +68,11 @@ class Placer:
         return tuple(node.name for node in self._cluster.topology.nodes if node.name not in nodes)
 
     def heed(self, waiting: Collection[int]) -> None:
-        """Only these wait to be launched: others keep nobody back any more."""
+        """Forget how often trials were passed over that do not wait to be launched any more."""
         self._num_passed_over = {n: count for n, count in self._num_passed_over.items() if n in waiting}
 
     def take(self, number: int, placement: Placement, waiting: Collection[int]) -> None:
-        """Trial ``number`` has been placed; ``waiting`` ones, which could be launched as well, have not."""
+        """Mark devices as taken by trial ``number``, while ``waiting`` trials could be launched as well."""
         self._pool.take(placement.reserved)
         self._stuck_since_s = None
         self.heed(waiting)
@@ -76,12 +81,14 @@ class Placer:
                 self._num_passed_over[earlier] = self._num_passed_over.get(earlier, 0) + 1
 
     def give_back(self, placement: Placement) -> None:
-        """Its gang is gone."""
+        """Mark devices as free: the gang on them is gone."""
         self._pool.give_back(placement.reserved)
 
     def wait(self, trial: Trial, now_s: float, within: Layout | None = None) -> None:
-        """While nothing runs, a trial that cannot be placed (``within``: as one that needs more) waits for nodes, if
-        more may come, and not for ever.
+        """Let a trial that cannot be placed although nothing runs wait for nodes, if more may come, and not for ever.
+
+        Args:
+            within: the larger layout whose nodes the trial is to run on, so that those have to be there.
 
         Raises:
             ClusterError: it has waited in vain; ClusterLostError where nodes have gone away.

@@ -1,4 +1,4 @@
-"""What a new controller does about attempts that an earlier one left running."""
+"""What is settled when a sweep's controller has died: attempts it left running, and requests nobody answered."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """What a dead controller's attempt left behind."""
+    """What an attempt of a dead controller has come to."""
 
     outcome: Outcome
     device_seconds: float
+    """Seconds that its devices were held, summed over devices."""
 
 
 def settle(
     state: SweepState, recover: Callable[[Trial], Recovered], clock: Callable[[], float]
 ) -> Iterator[AttemptEnded]:
-    """The end of every attempt that runs in ``state``, whose controller is gone, and with it the gangs."""
+    """Ends of the attempts that run in ``state`` although their controller is gone, and with it their gangs."""
     for number in sorted(state.running):
         trial = state.trials[number]
         found = recover(trial)
@@ -47,7 +48,7 @@ def settle(
 
 
 def recovered(attempts: Path, trial: Trial) -> Recovered:
-    """What the running attempt of ``trial``, whose controller is gone, left in the folder ``attempts``."""
+    """What the unended attempt of ``trial``, whose controller is gone, left in the folder ``attempts``."""
     attempt = trial.attempts[-1]
     found = recover(attempts, attempt.token, len(attempt.ranks))
     held_s = max(0.0, found.ended_at_s - attempt.launched_at_s) if found.ended_at_s else 0.0

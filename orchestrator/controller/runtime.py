@@ -15,14 +15,15 @@ from dataclasses import dataclass, field, replace
 from typing import assert_never
 from uuid import uuid4
 
-from cluster.base import Cluster, ClusterLostError, GangEnded, GangLaunch, GangProgress
+from cluster.base import Cluster, ClusterLostError, GangEnded, GangProgress
 from cluster.hardware.placement import Placement
-from orchestrator.controller.early_stop import EarlyStop, settled
-from orchestrator.controller.journalled import propose, written_down
+from orchestrator.controller.command_events import event_of, propose
+from orchestrator.controller.early_stop import settled
+from orchestrator.controller.launcher import TrialLauncher
 from orchestrator.controller.lease import LeaseManager
 from orchestrator.controller.observer import Observer, Projection
 from orchestrator.controller.placer import Placer
-from orchestrator.controller.recovery import Recovered, settle
+from orchestrator.controller.recovery import settle
 from orchestrator.controller.step import step
 from orchestrator.proof.evaluation import Evaluator
 from orchestrator.search.search import Search
@@ -52,7 +53,6 @@ from orchestrator.sweep.limits import launchable
 from orchestrator.sweep.requests import new_events
 from orchestrator.sweep.state import SweepState, Trial, attempt_id, describe_failure
 from trials.outcome import GangLost, LossCause
-from trials.spec import Candidate
 
 logger = logging.getLogger(__name__)
 
@@ -64,24 +64,10 @@ POLL_S = 0.5
 """Longest wait for gang events between two looks at the clock."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialLauncher:
-    """How trials of this sweep become gangs."""
-
-    baseline: Candidate
-    isolation: str
-    build: Callable[[Trial, str, str, Placement], GangLaunch]
-    """(trial, attempt id, token, placement) -> launch."""
-    recover: Callable[[Trial], Recovered]
-    """What became of the trial's unended attempt of an earlier controller."""
-    early_stop: EarlyStop | None = None
-    """When a running trial is hopeless; None: never."""
-    placing_s: float = 600.0
-    """How long a trial may wait for nodes while nothing runs."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Running:
+    """A gang that this controller has launched."""
+
     trial: int
     placement: Placement
     progress: list[GangProgress] = field(default_factory=list)
@@ -96,24 +82,27 @@ class Runtime:
         ledger: Ledger,
         cluster: Cluster,
         search: Search,
-        recipe: TrialLauncher,
+        launcher: TrialLauncher,
         projections: Sequence[Projection],
         observer: Observer,
         lease: LeaseManager | None = None,
         clock: Callable[[], float] = time.time,
         is_restart: bool = False,
-        num_overruled: int | None = None,
+        num_earlier_requests: int | None = None,
     ) -> None:
         """
         Args:
-            is_restart: a supervisor goes on with what nobody has stopped.
-            num_overruled: starting the sweep overrules a pause asked for by one of so many first requests; None: by any
-                request until now.
+            launcher: how the sweep's trials become gangs.
+            lease: what keeps the cluster at the size the queue allows; None: it stays as it is.
+            clock: seconds since the epoch, or of a cluster in virtual time.
+            is_restart: a supervisor started this controller, not a person: a pause that was asked for stands.
+            num_earlier_requests: how many requests there were when a person started the sweep; that start overrules a
+                pause among them, but none asked for later. None: all requests until now were made before.
         """
         self._ledger = ledger
         self._cluster = cluster
         self._search = search
-        self._recipe = recipe
+        self._launcher = launcher
         self._projections = tuple(projections)
         self._observer = observer
         self._clock = clock
@@ -121,16 +110,16 @@ class Runtime:
         self._running: dict[str, _Running] = {}
         self._killed: dict[str, LossCause] = {}
         """Attempts that were told to end -> why."""
-        self._placer = Placer(cluster, self._lease, isolation=recipe.isolation, placing_s=recipe.placing_s)
+        self._placer = Placer(cluster, self._lease, isolation=launcher.isolation, placing_s=launcher.placing_s)
         self._is_restart = is_restart
-        self._num_overruled = num_overruled
+        self._num_earlier_requests = num_earlier_requests
         self._num_lost_in_a_row = 0
         self._evaluator = Evaluator(ledger.folder / "evaluations")
         self._state = fold(ledger.events())
         self._commands: tuple[Command, ...] = ()
 
     def run(self) -> SweepState:
-        """Go on from where the ledger stands until the sweep has ended or is paused; return its last state.
+        """Start or go on from where the ledger stands, until the sweep has ended or is paused; return its last state.
 
         Raises:
             ClusterError: the cluster cannot run any pending trial, or loses one attempt after another; mended, the
@@ -159,8 +148,8 @@ class Runtime:
                 self._tend()
 
     def _take_over(self) -> None:
-        """Start an epoch and settle what earlier controllers left running."""
-        self._hear(up_to=self._num_overruled)  # before the start, which overrules most of it
+        """Note that this controller has the sweep now, and settle what earlier ones left running."""
+        self._hear(up_to=self._num_earlier_requests)  # before the start, which overrules most of it
         self._dispatch(
             ControllerStarted(
                 at_s=self._clock(),
@@ -170,12 +159,12 @@ class Runtime:
                 is_restart=self._is_restart,
             )
         )
-        for event in settle(self._state, self._recipe.recover, self._clock):
+        for event in settle(self._state, self._launcher.recover, self._clock):
             self._dispatch(event)
         self._tend()
 
     def _tend(self) -> None:
-        """Hear what was asked, and keep the lease in shape."""
+        """Take in what people asked for, keep the lease at its size, and note which nodes it has."""
         self._hear()
         busy = {node for running in self._running.values() for node in running.placement.nodes}
         self._lease.tend(busy)
@@ -197,7 +186,7 @@ class Runtime:
                 self._kill(attempt, reason, "preempted")
 
     def _kill(self, attempt: str, reason: str, cause: LossCause) -> bool:
-        """False if it was told before."""
+        """Tell the attempt's gang to end; False if it was told before."""
         if attempt in self._killed:
             return False
         self._killed[attempt] = cause
@@ -212,7 +201,7 @@ class Runtime:
             self._cluster.release(name)
 
     def _act(self) -> bool:
-        """Execute the first command that can be executed; its event makes the others anew. False if none can."""
+        """Execute the first command that can be executed: its event changes what the others are. False if none can."""
         return any(self._execute(command) for command in self._commands)
 
     def _execute(self, command: Command) -> bool:
@@ -220,7 +209,7 @@ class Runtime:
             case Propose():
                 for event in self._search.newly_pruned(self._state):
                     self._dispatch(replace(event, at_s=self._clock()))
-                self._dispatch(propose(self._search, self._state, command, self._recipe.baseline, self._clock()))
+                self._dispatch(propose(self._search, self._state, command, self._launcher.baseline, self._clock()))
                 return True
             case Evaluate():
                 return self._evaluate(command)
@@ -229,7 +218,7 @@ class Runtime:
             case Stop():
                 return self._kill(self._attempt_id(command.trial), command.reason, "controller")
             case ChooseFinalists() | ProposeCheck() | Conclude() | Pause() | Finish():
-                self._dispatch(written_down(command, self._state, self._clock()))
+                self._dispatch(event_of(command, self._state, self._clock()))
                 return True
             case _:
                 assert_never(command)
@@ -260,7 +249,7 @@ class Runtime:
     def _start(self, trial: Trial, attempt: int, placement: Placement) -> None:
         token = uuid4().hex
         name = attempt_id(trial.number, attempt, token)
-        launch = self._recipe.build(trial, name, token, placement)
+        launch = self._launcher.build(trial, name, token, placement)
         self._dispatch(
             AttemptLaunched(
                 at_s=self._clock(),
@@ -276,7 +265,7 @@ class Runtime:
         self._cluster.launch(launch)
 
     def _wait(self, timeout_s: float) -> None:
-        """Take in what the gangs report; a tick when they report no end."""
+        """Take in what the gangs report; where none has ended, let the state see the time."""
         ended = False
         for event in self._cluster.poll(timeout_s):
             if event.attempt_id not in self._running:
@@ -294,9 +283,9 @@ class Runtime:
         running = self._running[event.attempt_id]
         running.progress.append(event)
         trial = self._state.trials[running.trial]
-        if self._recipe.early_stop is None or trial.check is not None:
+        if self._launcher.early_stop is None or trial.check is not None:
             return
-        verdict = self._recipe.early_stop.verdict(self._state, trial, running.progress)
+        verdict = self._launcher.early_stop.verdict(self._state, trial, running.progress)
         if verdict is not None:
             self._dispatch(AttemptStopped(at_s=self._clock(), trial=trial.number, token=event.token, outcome=verdict))
             self._cluster.kill(event.attempt_id, verdict.evidence.message)
@@ -351,5 +340,5 @@ class Runtime:
 
 
 def _unasked(cause: LossCause) -> LossCause:
-    """Of a gang that this controller has not told to end: that its node takes it for gone is the infrastructure's."""
+    """The cause of a loss that this controller has not asked for: a node that takes it for gone is infrastructure."""
     return "infrastructure" if cause == "controller" else cause

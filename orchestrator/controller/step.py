@@ -44,9 +44,9 @@ def decide(state: SweepState) -> tuple[Command, ...]:
 
 
 def _comply(state: SweepState, action: Action) -> tuple[Command, ...]:
-    """Towards what was asked: nothing is begun; what runs is killed, or left to end when draining."""
-    words = {"pause": "paused", "drain": "drained", "cancel": "cancelled"}[action]
-    reason = f"{words} by {state.asked_by}" if state.asked_by else words
+    """Commands that do what was asked: nothing is launched; what runs is killed, or left to end when draining."""
+    done = {"pause": "paused", "drain": "drained", "cancel": "cancelled"}[action]
+    reason = f"{done} by {state.asked_by}" if state.asked_by else done
     if state.running:
         if action == "drain":
             return ()

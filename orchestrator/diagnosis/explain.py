@@ -50,7 +50,7 @@ def explain_sweep(state: SweepState, basis: Basis, *, trial: int | None = None) 
         LookupError: the sweep has not been created yet.
         ConfigError: ``trial`` was not measured.
     """
-    baseline, chosen, role = _diagnosed(state, trial)
+    baseline, chosen, role = diagnosed_trials(state, trial)
     asked = [t for t in (baseline, chosen) if t is not None]
     near = {t.number: _changes(t, state, basis) for t in asked}
     view, unmodelled = _view(state, basis, [c.candidate for found in near.values() for c in found])
@@ -74,8 +74,12 @@ def explain_sweep(state: SweepState, basis: Basis, *, trial: int | None = None) 
     )
 
 
-def _diagnosed(state: SweepState, asked: int | None) -> tuple[Trial | None, Trial | None, str]:
-    """The baseline and the trial to hold against it, as far as measured, with its role."""
+def diagnosed_trials(state: SweepState, asked: int | None) -> tuple[Trial | None, Trial | None, str]:
+    """The baseline and the trial to hold against it, as far as measured, with its role.
+
+    Raises:
+        ConfigError: the trial ``asked`` for was not measured.
+    """
     baseline = state.baseline if state.baseline and state.baseline.measurement else None
     if asked is None:
         chosen, is_confirmed = state.winner, state.verdict is not None and state.verdict.conclusion == "confirmed"

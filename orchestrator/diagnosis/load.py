@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from cluster.hardware.accelerators import CatalogueError, find_accelerator
 from cluster.hardware.topology import DeviceKind, Node, Topology
 from orchestrator.config.sweep import SweepSpec
-from orchestrator.diagnosis.explain import Basis, explain_sweep
+from orchestrator.diagnosis.explain import Basis, diagnosed_trials, explain_sweep
 from orchestrator.diagnosis.values import SweepExplanation
 from orchestrator.errors import ConfigError
 from orchestrator.planning.knowledge import PriorKnowledge
@@ -43,14 +43,14 @@ def explain_ledger(ledger: Ledger, *, trial: str | None = None, state: SweepStat
     state = state or fold(ledger.events())
     name = ledger.folder.name
     number = None if trial is None else find_trial(state, trial, name).number
-    explained = explain_sweep(state, load_basis(ledger, state), trial=number)
-    if explained.diagnosed is None:
+    baseline, chosen, _ = diagnosed_trials(state, number)
+    if baseline is None and chosen is None:  # said before anything is planned
         words = ", ".join(f"{count} {status_words(status)}" for status, count in state.counts().items())
         raise ConfigError(
             f"no trial of the sweep {name!r} was measured ({words or 'it has none yet'})",
             remedy=f"`tune-cluster explain {name} TRIAL` tells what became of one.",
         )
-    return explained
+    return explain_sweep(state, load_basis(ledger, state), trial=number)
 
 
 def load_basis(ledger: Ledger, state: SweepState) -> Basis:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from cluster.processes import die_with_parent
-from orchestrator.errors import ConfigError
+from orchestrator.errors import EXIT_FAILED, ConfigError
 from orchestrator.notifications.content import notification, payload
 from orchestrator.processes import environment
 from orchestrator.sweep.events import LedgerEvent
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 TIMEOUT_S = 20.0
 """For a webhook's answer, and for a command."""
 MAX_URL_BYTES = 8192
-EXIT_FAILED = 1
 EVENT_VARIABLE = "TUNE_CLUSTER_EVENT"
 
 

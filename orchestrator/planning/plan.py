@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -109,27 +110,19 @@ def make_plan(spec: SweepSpec, topology: Topology | None = None, estimates: DryR
     Raises:
         ConfigError: when the baseline cannot run on this topology, or no candidate is legal.
     """
-    if spec.replayed is not None:
-        return _replay_plan(spec.replayed)
-    workload = spec.to_workload()
-    baseline = spec.baseline_candidate
-    broken = check(baseline, workload, topology)
-    if broken:
-        message = f"cannot run here: {broken[0].reason}"
-        raise spec.error(("baseline",), message, "Correct the baseline or lease more devices.")
-    space = _space(spec)
+    if (replayed := spec.replayed) is not None:
+        return _replay_plan(replayed)
     estimates = estimates or DryRunEstimates()
-    rules = (*rules_for(spec.filters), estimates.rule(baseline))
-    sorter = _Sorter(rules=rules, spec=spec, topology=topology)
-    legal = replace(space, frames=tuple(sorter.legal_frames(space)))
-    beyond = LargeSpace(space=legal, is_legal=sorter.is_legal) if len(legal) > MAX_ENUMERATED else None
+    sorter = _sorter(spec, topology, estimates)
+    space = _space(spec)
+    legal, beyond = _legal_space(sorter, space)
     candidates = tuple(sorter.legal(legal)) if beyond is None else beyond.sample(SAMPLE_SIZE, spec.search.seed)
     if not candidates:
         raise _nothing_left(sorter)
     counts = sorted(sorter.counts.items(), key=lambda item: -item[1])
     balances, unbalanced = _balance(spec, candidates, topology)
     return Plan(
-        baseline=baseline,
+        baseline=spec.baseline_candidate,
         candidates=tuple(dict.fromkeys((*candidates, *balances))),
         num_rejected=dict(counts),
         examples=tuple(sorter.examples),
@@ -140,6 +133,40 @@ def make_plan(spec: SweepSpec, topology: Topology | None = None, estimates: DryR
         balances=balances,
         unbalanced=unbalanced,
     )
+
+
+def check_plan(spec: SweepSpec, topology: Topology | None = None, estimates: DryRunEstimates | None = None) -> None:
+    """Refuse what :func:`make_plan` would refuse, at the price of finding one legal candidate.
+
+    Raises:
+        ConfigError: when the baseline cannot run on this topology, or no candidate is legal.
+    """
+    if spec.replayed is not None:
+        return
+    sorter = _sorter(spec, topology, estimates or DryRunEstimates())
+    legal, beyond = _legal_space(sorter, _space(spec))
+    found = next(sorter.legal(legal), None) if beyond is None else beyond.draw(random.Random(spec.search.seed))
+    if found is None:
+        raise _nothing_left(sorter)
+
+
+def _sorter(spec: SweepSpec, topology: Topology | None, known: DryRunEstimates) -> _Sorter:
+    """
+    Raises:
+        ConfigError: the baseline cannot run on this topology.
+    """
+    baseline = spec.baseline_candidate
+    broken = check(baseline, spec.to_workload(), topology)
+    if broken:
+        message = f"cannot run here: {broken[0].reason}"
+        raise spec.error(("baseline",), message, "Correct the baseline or lease more devices.")
+    return _Sorter(rules=(*rules_for(spec.filters), known.rule(baseline)), spec=spec, topology=topology)
+
+
+def _legal_space(sorter: _Sorter, space: Space) -> tuple[Space, LargeSpace | None]:
+    """The part of the space whose layouts are legal; as a large space, too, where that has too many candidates."""
+    legal = replace(space, frames=tuple(sorter.legal_frames(space)))
+    return legal, LargeSpace(space=legal, is_legal=sorter.is_legal) if len(legal) > MAX_ENUMERATED else None
 
 
 def _space(spec: SweepSpec) -> Space:

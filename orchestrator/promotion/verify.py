@@ -20,7 +20,8 @@ import yaml
 
 from orchestrator import units
 from orchestrator.config.knobs import BaselineSection
-from orchestrator.controller import service
+from orchestrator.config.sweep import load_sweep
+from orchestrator.controller import controller
 from orchestrator.controller.observer import Observer
 from orchestrator.errors import ConfigError
 from orchestrator.promotion import drift
@@ -183,7 +184,7 @@ def _measure(spec: Mapping[str, Any], home: Home, observer: Observer, address: s
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "sweep.yaml"
         write_atomically(file, [yaml.safe_dump(dict(spec), sort_keys=False).encode()])
-        state = service.submit(file, own, observer, address=address).state
+        state = controller.submit(load_sweep(file), own, observer, address=address).state
     trial = state.baseline
     if trial is None or trial.outcome is None or isinstance(trial.outcome, GangLost | TimedOut):
         why = words.failure(trial) if trial is not None and trial.outcome is not None else state.finish_reason

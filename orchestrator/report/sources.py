@@ -29,16 +29,16 @@ class Sources:
 
     @classmethod
     def of(cls, ledger: Ledger) -> Self:
-        counted = ledger.document("dry_runs") or {}
+        counted = ledger.document("dry_runs")
         return cls(
             plan=ledger.document(PLAN),
-            memory_limit_bytes=_device_memory_bytes(ledger) or counted.get("limit_bytes"),
+            memory_limit_bytes=_device_memory_bytes(ledger) if counted is None else counted.get("limit_bytes"),
             sweep_yaml=(ledger.document("sweep_yaml") or {}).get("text", ""),
         )
 
 
 def _device_memory_bytes(ledger: Ledger) -> int | None:
-    """As the sweep file says; None where it says nothing, or is of another version of this program."""
+    """As the sweep file says, for ledgers that keep no estimates; None where it says nothing, or cannot be read."""
     try:
         return SweepSpec.from_json(ledger.document("spec") or {}).cluster.device_memory_bytes
     except (ValidationError, ConfigError):

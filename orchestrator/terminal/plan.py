@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.cost.balance.problem import Balance
-from orchestrator.commands.plan import Planning
+from orchestrator.commands.plan import PlannedFile
 from orchestrator.planning.candidate import Why
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.predictions import PlanPredictions
@@ -23,14 +23,14 @@ from trials.spec import Candidate
 MAX_CANDIDATES = 20
 
 
-def render_planning(planning: Planning) -> RenderableType:
-    """The plan with its forecast; of one candidate only, where one was asked for."""
-    if planning.why is not None:
-        return render_why(planning.why)
-    parts: list[RenderableType] = [render_plan(planning.plan), Text("")]
-    if planning.forecast is not None:
-        return Group(*parts, render_forecast(planning.forecast))
-    return Group(*parts, Text(f"no prediction: {planning.unpredicted}"))
+def render_planned_file(planned: PlannedFile) -> RenderableType:
+    """The plan with its predictions; of one candidate only, where one was asked for."""
+    if planned.why is not None:
+        return render_why(planned.why)
+    parts: list[RenderableType] = [render_plan(planned.plan), Text("")]
+    if planned.predictions is not None:
+        return Group(*parts, render_forecast(planned.predictions))
+    return Group(*parts, Text(f"no prediction: {planned.unpredicted}"))
 
 
 def render_plan(plan: Plan) -> RenderableType:

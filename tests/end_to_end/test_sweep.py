@@ -14,7 +14,8 @@ import pytest
 
 from cluster.base import ClusterError
 from cluster.connect import connect
-from orchestrator.controller import service
+from orchestrator.config.sweep import load_sweep
+from orchestrator.controller import controller
 from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, TrialProposed
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 def submit(file, home):
     with LiveView() as view:
-        return service.submit(file, Home(home), observer=view)
+        return controller.submit(load_sweep(file), Home(home), observer=view)
 
 
 def command(*arguments, home, **options):
@@ -73,8 +74,8 @@ class Undisturbed(NamedTuple):
     """A sweep that ran in peace, and was then submitted again."""
 
     home: Path
-    first: service.SweepResult
-    again: service.SweepResult
+    first: controller.SweepResult
+    again: controller.SweepResult
 
 
 @pytest.fixture(scope="module")
@@ -259,10 +260,10 @@ class LosingCluster:
 def test_a_cluster_that_loses_every_gang_stops_the_sweep_which_then_goes_on(tmp_path, monkeypatch):
     file, home = sweeps.write(tmp_path, budget={"max_trials": 3}), fresh_home(tmp_path)
     with monkeypatch.context() as broken:
-        broken.setattr(service, "connect", lambda *args, **options: LosingCluster(connect(*args, **options)))
+        broken.setattr(controller, "connect", lambda *args, **options: LosingCluster(connect(*args, **options)))
         with pytest.raises(ClusterError, match=r"5 attempts in a row.*the cable was pulled"):
             submit(file, home)
-    assert not service.load("tiny", Home(home)).state.is_over
+    assert not controller.load("tiny", Home(home)).state.is_over
     result = submit(file, home)
     assert result.state.status == "finished"
     assert result.state.trials[2].status == "measured"
@@ -283,7 +284,7 @@ def test_sigterm_ends_in_good_order_and_the_next_submit_goes_on(tmp_path):
     assert process.returncode == 130
     assert "submitted again" in stderr
     assert eventually_gone(str(home)) == []
-    state = service.load("tiny", Home(home)).state
+    state = controller.load("tiny", Home(home)).state
     assert state.trials[0].status == "gang_lost"
     assert state.trials[0].num_lost == 0
     assert state.device_seconds >= 1.0

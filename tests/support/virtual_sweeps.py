@@ -1,6 +1,8 @@
 """A simulated sweep of some forty candidates for the tests of the search, with a store that needs no migration."""
 
-from orchestrator.controller import service
+from orchestrator.commands.submit import submission_of_sweep
+from orchestrator.config.sweep import load_sweep
+from orchestrator.controller import controller
 from orchestrator.sweep.home import Home
 from tests.support.mlflow_store import new_store
 from tests.support.sweep_files import write
@@ -54,5 +56,13 @@ def home(folder):
 
 
 def submit(folder, content):
-    found = home(folder)
-    return service.submit(write(folder, content), found, Quiet())
+    return submit_file(write(folder, content), home(folder))
+
+
+def submit_file(file, found, observer=None):
+    return controller.submit(load_sweep(file), found, observer or Quiet())
+
+
+def resume(name, found):
+    spec = submission_of_sweep(name, found, address=None, mode=None).spec
+    return controller.resume(spec, found, Quiet())

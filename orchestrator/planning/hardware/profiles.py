@@ -1,4 +1,5 @@
-"""Cluster profiles kept in the home: one file per kind of hardware, with the nodes probed so far."""
+"""What is known of a hardware: profiles kept in the home, one per kind with the nodes probed so far, and fingerprints
+that tell whether two measurements compare."""
 
 from __future__ import annotations
 
@@ -19,25 +20,25 @@ from trials.files import make_private_folder, write_atomically
 logger = logging.getLogger(__name__)
 
 MACHINE = ("accelerator", "deviation", "slow_nodes", "seed")
-"""What makes a simulated machine another one."""
+"""Keys of section ``simulation`` that make a simulated machine another one."""
 
 
 def profile_key(spec: SweepSpec, topology: Topology) -> str:
-    """Of the hardware, not of the lease: other nodes of the same cluster have the same key."""
-    first, prints, simulation = topology.nodes[0], fingerprint(topology), spec.cluster.simulation
+    """The key under which the profile of a hardware is kept; other nodes of the same cluster have the same key."""
+    first, versions, simulation = topology.nodes[0], fingerprint(topology), spec.cluster.simulation
     return digest(
         {
             "address": spec.cluster.address,
             "simulation": {name: getattr(simulation, name) for name in MACHINE} if simulation else None,
             "device": [first.device_kind, first.device_name, first.num_devices, first.threads_per_device],
-            "software": [prints["torch"], prints["driver"]],
+            "software": [versions["torch"], versions["driver"]],
         }
     )[:32]
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileStore:
-    """One JSON file per key in ``folder``."""
+    """Profiles of clusters, one JSON file per key in ``folder``."""
 
     folder: Path
 
@@ -69,7 +70,7 @@ class ProfileStore:
 
 
 def load_profile(spec: SweepSpec, topology: Topology | None, home: Home) -> Profile | None:
-    """Of the nodes of ``topology``; None where none of them was probed."""
+    """What probes measured of the nodes of ``topology``; None where none of them was probed."""
     if topology is None:
         return None
     known = ProfileStore.of(home).get(profile_key(spec, topology))
@@ -81,9 +82,10 @@ _PACKAGES = ("torch", "ray", "optuna", "mlflow", "tune-cluster")
 
 
 def fingerprint(topology: Topology, virtual: str = "") -> dict[str, str]:
-    """Names and versions, flat. Two measurements compare only where these are equal.
+    """Names and versions of hardware and software, flat. Two measurements compare only where these are equal.
 
-    ``virtual`` tells clusters that do not exist apart; empty for one that does.
+    Args:
+        virtual: tells clusters that do not exist apart; empty for one that does.
     """
     first = topology.nodes[0]
     versions = {package: metadata.version(package) for package in _PACKAGES}

@@ -1,4 +1,4 @@
-"""The hardware a sweep file asks for, as far as it is known without starting anything."""
+"""What a sweep file asks of its cluster, and which hardware that is, as far as it is known without starting any."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ logger = logging.getLogger(__name__)
 
 
 def cluster_request(spec: SweepSpec, home: Home | None = None, *, address: str | None = None) -> ClusterRequest:
-    """What the file says of its cluster; ``address`` replaces the file's where it has a Ray cluster. ``home`` holds the
-    profiles that tell which nodes are slow, and the rules of the queue; without it nobody is asked.
+    """What a sweep file asks of its cluster.
+
+    Args:
+        home: has the profiles that tell which nodes are slow, and the rules of the queue; None: neither counts.
+        address: the Ray cluster's, in place of the one in the file.
 
     Raises:
-        ConfigError: the home's ``queue.yaml`` cannot be used.
+        ConfigError: the home's ``queue.yaml`` or the table to be replayed cannot be used.
     """
     cluster = spec.cluster
-    simulation, replay = cluster.simulation, cluster.replay
+    simulation = cluster.simulation
     least, most = cluster.nodes
     shared_by = home if cluster.kind in ("ray", "local") else None
-    _ = spec.replayed  # whatever is wrong with the table is told with file and line
     return ClusterRequest(
         kind=cluster.kind,
         address=(address or cluster.address) if cluster.kind == "ray" else None,
@@ -41,13 +43,26 @@ def cluster_request(spec: SweepSpec, home: Home | None = None, *, address: str |
         device=cluster.device,
         device_memory_bytes=cluster.device_memory_bytes,
         simulation=Simulation(**simulation.model_dump()) if simulation else None,
-        replay=Replay(**{**replay.model_dump(exclude={"baseline"}), "table": Path(replay.table)}) if replay else None,
+        replay=_checked_replay(spec),
         excluded=_excluded(spec, home),
         claim=_claim(spec, shared_by) if shared_by is not None else None,
         policy=load_policy(shared_by) if shared_by is not None else QueuePolicy(),
         queue_folder=shared_by.path if shared_by is not None else None,
         max_wait_s=cluster.max_wait_s,
     )
+
+
+def _checked_replay(spec: SweepSpec) -> Replay | None:
+    """The table to be replayed; None where trials are run.
+
+    Raises:
+        ConfigError: the table does not hold what the file names. It is read here already because the cluster, which
+            reads it later, knows neither file nor line.
+    """
+    replay = spec.cluster.replay
+    if replay is None or spec.replayed is None:
+        return None
+    return Replay(**{**replay.model_dump(exclude={"baseline"}), "table": Path(replay.table)})
 
 
 def _claim(spec: SweepSpec, home: Home) -> Claim:
@@ -66,7 +81,7 @@ def _claim(spec: SweepSpec, home: Home) -> Claim:
 
 
 def _excluded(spec: SweepSpec, home: Home | None) -> Excluded | None:
-    """Names the nodes of a lease that the file leaves out; None where it leaves out none."""
+    """The function that names the nodes of a lease which the file leaves out; None where it leaves out none."""
     cluster = spec.cluster
     if not cluster.exclude_nodes and not cluster.exclude_slow_nodes:
         return None
@@ -91,16 +106,17 @@ def _slow_nodes(spec: SweepSpec, topology: Topology, home: Home) -> tuple[str, .
 
 
 def known_topology(spec: SweepSpec, home: Home | None = None) -> Topology | None:
-    """What the sweep would use; None where only the cluster itself knows.
+    """Nodes that the sweep would use at most; None where only the cluster itself knows.
 
     Raises:
+        ConfigError: as :func:`cluster_request`.
         ClusterError: this host cannot give what is asked for.
     """
     return describe(cluster_request(spec, home))
 
 
 def device_kind(spec: SweepSpec, topology: Topology | None) -> DeviceKind:
-    """Where the trials run: as the file says, else what there is, else GPUs."""
+    """The kind of device on which the trials run: as the file says, else what there is, else GPUs."""
     if spec.cluster.device != "auto":
         return spec.cluster.device
     return "cuda" if topology is None else topology.nodes[0].device_kind

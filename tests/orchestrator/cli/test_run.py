@@ -14,9 +14,12 @@ import pytest
 from click.testing import CliRunner
 
 from orchestrator.cli.main import main
+from orchestrator.config.sweep import SweepSpec
+from orchestrator.planning import plan
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.state import SweepState
+from tests.orchestrator.controller.test_virtual_sweeps import replay_sweep
 from tests.support import sweeps, virtual_sweeps
 from tests.support.mlflow_store import new_store
 from tests.support.sweep_files import write
@@ -62,6 +65,56 @@ def home(tmp_path: Path) -> Path:
 @pytest.fixture
 def simulated(tmp_path: Path) -> Path:
     return write(tmp_path, virtual_sweeps.SWEEP)
+
+
+class Counts:
+    """Sweep files read and plans made since the last look, whoever asked for them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.parsed = self.planned = 0
+        validate, make = SweepSpec.model_validate, plan.Plan
+
+        def parse(*arguments: Any, **options: Any) -> Any:
+            self.parsed += 1
+            return validate(*arguments, **options)
+
+        def new_plan(**parts: Any) -> Any:
+            self.planned += 1
+            return make(**parts)
+
+        patch.setattr(SweepSpec, "model_validate", parse)
+        patch.setattr(plan, "Plan", new_plan)
+
+    def of(self, *arguments: Any, exit_code: int = 0) -> tuple[int, int]:
+        self.parsed = self.planned = 0
+        done = run(*arguments)
+        assert done.exit_code == exit_code, done.output
+        return self.parsed, self.planned
+
+
+@pytest.mark.parametrize("kind", ["simulated", "replay"])
+def test_a_sweep_is_read_once_and_planned_once(
+    kind: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = virtual_sweeps.SWEEP if kind == "simulated" else replay_sweep(tmp_path)
+    file = write(tmp_path, {**content, "tracking": {"report": False}})
+    name, counts = content["name"], Counts(monkeypatch)
+    assert counts.of("submit", file, "--home", home) == (1, 1)
+    assert counts.of("submit", file, "--home", home) == (1, 0), "it is over"
+    assert counts.of("retry", name, "--failed=oom", "--home", home) == (1, 1)
+    assert counts.of("report", name, "--home", home) == (0, 0)
+    assert counts.of("explain", name, "t001", "--home", home) == (0, 0)
+    assert counts.of("explain", name, "--home", home) == (1, 1)
+    assert counts.of("promote", name, "--name", "llama", "--force", "--home", home) == (0, 0)
+
+
+def test_what_cannot_be_explained_is_not_planned(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = {**virtual_sweeps.SWEEP["cluster"], "simulation": {"accelerator": "a100-80", "faults": {"crash": 1.0}}}
+    content = {**virtual_sweeps.SWEEP, "cluster": cluster, "budget": {"max_trials": 2, "consecutive_failures": 50}}
+    file = write(tmp_path, content)
+    counts = Counts(monkeypatch)
+    assert counts.of("submit", file, "--home", home) == (1, 1)
+    assert counts.of("explain", "first", "--home", home, exit_code=2) == (0, 0)
 
 
 @pytest.mark.slow

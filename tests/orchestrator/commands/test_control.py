@@ -5,12 +5,12 @@ import threading
 import pytest
 
 from orchestrator.commands import control
-from orchestrator.controller import service
+from orchestrator.controller import controller, creation
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.events import Asked, AttemptEnded, ControllerStarted
 from orchestrator.sweep.ledger import Ledger
 from tests.support.sweep_files import write
-from tests.support.virtual_sweeps import SWEEP, Quiet, home
+from tests.support.virtual_sweeps import SWEEP, Quiet, home, resume, submit_file
 from trials.outcome import Measured
 
 NAME = SWEEP["name"]
@@ -48,16 +48,16 @@ def measurements(events):
 
 @pytest.mark.parametrize("action", ["pause", "drain"])
 def test_a_stopped_sweep_goes_on_and_ends_as_if_nothing_had_been(tmp_path, action):
-    undisturbed = service.submit(write(tmp_path, sweep()), home(tmp_path / "a"), Quiet())
+    undisturbed = submit_file(write(tmp_path, sweep()), home(tmp_path / "a"))
     found = home(tmp_path / "b")
     watch = AskAfter(found, action, num_ended=2)
-    paused = service.submit(write(tmp_path, sweep()), found, watch)
+    paused = submit_file(write(tmp_path, sweep()), found, watch)
     assert watch.answer.is_controlled
     assert paused.state.status == "paused"
     assert not paused.state.running
     num_lost = sum(trial.status == "gang_lost" for trial in paused.state.trials)
     assert num_lost == (1 if action == "pause" else 0)
-    ended = service.resume(NAME, found, Quiet())
+    ended = resume(NAME, found)
     assert ended.state.status == "finished"
     assert [trial.candidate for trial in ended.state.trials] == [t.candidate for t in undisturbed.state.trials]
     assert ended.state.best.number == undisturbed.state.best.number
@@ -67,16 +67,16 @@ def test_a_stopped_sweep_goes_on_and_ends_as_if_nothing_had_been(tmp_path, actio
     with pytest.raises(ConfigError, match="finished already"):
         control.ask(NAME, found, "pause")
     with pytest.raises(ConfigError, match="is finished"):
-        service.resume(NAME, found, Quiet())
+        resume(NAME, found)
 
 
 def test_a_cancelled_sweep_stays_so(tmp_path):
     found = home(tmp_path)
     file = write(tmp_path, sweep())
-    ended = service.submit(file, found, AskAfter(found, "cancel", num_ended=2))
+    ended = submit_file(file, found, AskAfter(found, "cancel", num_ended=2))
     assert ended.state.status == "cancelled"
-    assert service.submit(file, found, Quiet()).state == ended.state
-    for again in (lambda: service.resume(NAME, found, Quiet()), lambda: control.retry(NAME, found, ["gang_lost"])):
+    assert submit_file(file, found).state == ended.state
+    for again in (lambda: resume(NAME, found), lambda: control.retry(NAME, found, ["gang_lost"])):
         with pytest.raises(ConfigError, match="cancelled"):
             again()
 
@@ -97,11 +97,11 @@ class KillAfter(Quiet):
 def test_without_a_controller_the_command_does_it(tmp_path):
     found, file = home(tmp_path), write(tmp_path, sweep())
     with pytest.raises(KilledError):
-        service.submit(file, found, KillAfter(2))
-    assert service.load(NAME, found).state.status == "running"
+        submit_file(file, found, KillAfter(2))
+    assert controller.load(NAME, found).state.status == "running"
     answer = control.ask(NAME, found, "pause")
     assert (answer.is_controlled, answer.state) == (False, "paused")
-    state = service.load(NAME, found).state
+    state = controller.load(NAME, found).state
     assert not state.running, "what the dead controller left is settled"
     assert control.ask(NAME, found, "cancel").state == "cancelled"
     assert [event.action for event in events_of(found) if isinstance(event, Asked)] == ["pause", "cancel"]
@@ -110,22 +110,22 @@ def test_without_a_controller_the_command_does_it(tmp_path):
 def test_a_request_made_in_vain_does_not_stop_the_next_controller(tmp_path):
     found, file = home(tmp_path), write(tmp_path, sweep())
     with pytest.raises(KilledError):
-        service.submit(file, found, KillAfter(1))
+        submit_file(file, found, KillAfter(1))
     with Ledger.open_existing(found.sweep_folder(NAME)) as ledger:
         ledger.ask({"action": "pause"}, by="eve", at_s=0.0)  # and its controller died before it took it up
-    assert service.resume(NAME, found, Quiet()).state.status == "finished"
+    assert resume(NAME, found).state.status == "finished"
 
 
-def test_a_pause_asked_for_while_the_sweep_begins_counts(tmp_path, monkeypatch):
+def test_a_pause_asked_for_while_the_sweep_is_created_counts(tmp_path, monkeypatch):
     found, file = home(tmp_path), write(tmp_path, sweep())
-    begin = service.begin
+    create = creation.create
 
     def slowly(ledger, *args):
         ledger.ask({"action": "pause"}, by="eve", at_s=0.0)
-        return begin(ledger, *args)
+        return create(ledger, *args)
 
-    monkeypatch.setattr(service, "begin", slowly)
-    paused = service.submit(file, found, Quiet()).state
+    monkeypatch.setattr(creation, "create", slowly)
+    paused = submit_file(file, found).state
     assert (paused.status, len(paused.trials)) == ("paused", 0)
 
 
@@ -134,14 +134,14 @@ def test_failed_trials_are_retried_and_only_they(tmp_path):
     found = home(tmp_path)
     budget = {"max_trials": 8, "consecutive_failures": 50}
     file = write(tmp_path, sweep(cluster={**SWEEP["cluster"], "simulation": simulation}, budget=budget))
-    first = service.submit(file, found, Quiet()).state
+    first = submit_file(file, found).state
     crashed = [trial.number for trial in first.trials if trial.status == "crashed"]
     assert 0 < len(crashed) < 8
     with pytest.raises(ConfigError, match="no trial of 'first' ended as host_oom"):
         control.retry(NAME, found, ["host_oom"])
     answer = control.retry(NAME, found, ["crashed", "timed_out"])
     assert (answer.trials, answer.state) == (tuple(crashed), "running")
-    again = service.resume(NAME, found, Quiet()).state
+    again = resume(NAME, found).state
     assert again.status == "finished"
     assert {t.number for t in again.trials if len(t.attempts) == 2} == set(crashed)
     assert len(again.trials) == 8
@@ -162,10 +162,10 @@ def test_a_second_controller_is_refused_and_asks_nobody_to_end(tmp_path):
 
         def again(self):
             try:
-                service.submit(file, found, Quiet())
+                submit_file(file, found)
             except Exception as error:
                 refused.append(str(error))
 
-    assert service.submit(file, found, SubmitAgain()).state.status == "finished"
+    assert submit_file(file, found, SubmitAgain()).state.status == "finished"
     assert "another controller runs this sweep" in refused[0]
     assert [event.epoch for event in events_of(found) if isinstance(event, ControllerStarted)] == [1]

@@ -11,7 +11,7 @@ from cluster.hardware.accelerators import describe_topology
 from cluster.virtual.modelled import ModelledCost
 from orchestrator.cli.main import main
 from orchestrator.config.sweep import load_sweep
-from orchestrator.controller import service
+from orchestrator.controller import controller
 from orchestrator.planning.hardware.request import known_topology
 from orchestrator.sweep.home import Home
 from tests.orchestrator.controller.test_virtual_sweeps import SWEEP
@@ -43,7 +43,7 @@ def test_slow_nodes_are_named_kept_and_left_out(tmp_path):
     assert forecast["num_probed"] == 3
     assert forecast["hardware"].startswith("3x8")
     content = changed(EXCLUDING, ("budget", "max_trials"), 3)
-    state = service.submit(write(tmp_path, content), Home(tmp_path / "home"), Quiet()).state
+    state = controller.submit(load_sweep(write(tmp_path, content)), Home(tmp_path / "home"), Quiet()).state
     used = {device.node for trial in state.trials for device in trial.attempts[-1].ranks}
     assert len(used) >= 2
     assert "node0001" not in used

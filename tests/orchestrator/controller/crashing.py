@@ -14,7 +14,9 @@ from cluster.hardware.topology import uniform_topology
 from cluster.virtual.backend import FOREVER, Script, VirtualCluster, failure
 from cluster.virtual.training import training, trial_spec
 from orchestrator.controller.early_stop import EarlyStop
-from orchestrator.controller.runtime import Recovered, Runtime, TrialLauncher
+from orchestrator.controller.launcher import TrialLauncher
+from orchestrator.controller.recovery import Recovered
+from orchestrator.controller.runtime import Runtime
 from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.search import Search
@@ -354,7 +356,7 @@ class Scenario:
                 ledger=ledger,
                 cluster=cluster,
                 search=self._search(),
-                recipe=_recipe(world),
+                launcher=_launcher(world),
                 projections=[FragileTracker(self.store, fuse) if self.store else Mlflow(world, fuse)],
                 observer=User(world, folder, self.wishes),
                 clock=cluster.time,
@@ -384,7 +386,7 @@ class Scenario:
         return state
 
 
-def _recipe(world: World) -> TrialLauncher:
+def _launcher(world: World) -> TrialLauncher:
     return TrialLauncher(
         baseline=BASELINE,
         isolation="node",

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.scale.controller import measure
 from orchestrator.config.sweep import load_sweep
-from orchestrator.controller.launcher import make_search
+from orchestrator.controller.creation import make_search
 from orchestrator.planning.hardware.request import known_topology
 from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.planning.plan import make_plan

@@ -16,8 +16,9 @@ from cluster.hardware.accelerators import describe_topology
 from cluster.hardware.topology import uniform_topology
 from cluster.virtual.modelled import ModelledCost
 from cluster.virtual.simulated import Behaviour, SimulatedCluster
+from orchestrator.controller.launcher import TrialLauncher
 from orchestrator.controller.recovery import Recovered
-from orchestrator.controller.runtime import Runtime, TrialLauncher
+from orchestrator.controller.runtime import Runtime
 from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.search import Search
@@ -93,7 +94,7 @@ def run(behaviour, sampler, seed, folder):
             ledger=ledger,
             cluster=cluster,
             search=search,
-            recipe=TrialLauncher(
+            launcher=TrialLauncher(
                 baseline=make(32, 2, 1, True),
                 isolation="node",
                 build=build,

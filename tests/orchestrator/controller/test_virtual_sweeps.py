@@ -7,7 +7,7 @@ import pytest
 from cluster.cost.published.table import COLUMNS
 from orchestrator.commands.plan import plan_file
 from orchestrator.config.sweep import load_sweep
-from orchestrator.controller import launcher
+from orchestrator.controller.creation import make_search
 from orchestrator.errors import ConfigError
 from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.planning.plan import make_plan
@@ -85,7 +85,7 @@ def test_faults_and_lost_nodes_reach_the_sweep(tmp_path):
 def test_what_cannot_be_guided_falls_back_with_a_sentence(tmp_path, caplog):
     content = changed(SWEEP, ("search",), {"sampler": "guided"})
     spec = load_sweep(write(tmp_path, content))
-    assert launcher.make_search(spec, make_plan(spec), None, PriorKnowledge()).ask is not None
+    assert make_search(spec, make_plan(spec), None, PriorKnowledge()).ask is not None
     assert "falls back to tpe: the hardware is not known" in caplog.text
 
 

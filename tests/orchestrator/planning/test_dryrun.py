@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from configs import CONFIGS
 from orchestrator.cli.main import main
-from orchestrator.commands.dry_run import choose
+from orchestrator.commands.dry_run import TrialChoices
 from orchestrator.commands.plan import plan_file
 from orchestrator.config.sweep import load_sweep
 from orchestrator.errors import ConfigError
@@ -65,7 +65,7 @@ def test_cache_keeps_estimates_and_survives_broken_files(tmp_path: Path) -> None
 def test_cache_key_follows_what_the_estimate_follows_from() -> None:
     spec = load_sweep(QUICKSTART)
     workload, candidate = spec.to_workload(), spec.baseline_candidate
-    other = choose(spec, "{micro_batch_size: 2}", Home(Path("nowhere")))
+    other = TrialChoices(spec, Home(Path("nowhere"))).find("{micro_batch_size: 2}")
     keys = {
         cache_key(workload, candidate, mode="cpu", exact=False),
         cache_key(workload, candidate, mode="cpu", exact=True),
@@ -95,9 +95,10 @@ def test_one_rank_per_stage() -> None:
 def test_trials_by_name_number_and_knobs(tmp_path: Path) -> None:
     spec, home = load_sweep(QUICKSTART), Home(tmp_path)
     second = plan_file(QUICKSTART, home).plan.candidates[1]
-    assert choose(spec, "baseline", home) == spec.baseline_candidate
-    assert choose(spec, "2", home) == second == choose(spec, short_name(second), home)
-    changed = choose(spec, "{tp: 2, dp_replicate: 8}", home)
+    choices = TrialChoices(spec, home)
+    assert choices.find("baseline") == spec.baseline_candidate
+    assert choices.find("2") == second == choices.find(short_name(second))
+    changed = choices.find("{tp: 2, dp_replicate: 8}")
     assert changed.layout.world_size == 16
 
 
@@ -118,7 +119,7 @@ def test_trials_by_name_number_and_knobs(tmp_path: Path) -> None:
 )
 def test_trials_that_cannot_be_meant(tmp_path: Path, trial: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        choose(load_sweep(QUICKSTART), trial, Home(tmp_path))
+        TrialChoices(load_sweep(QUICKSTART), Home(tmp_path)).find(trial)
     assert words in str(caught.value)
     assert len(str(caught.value)) < 600
 
@@ -191,6 +192,6 @@ def test_command_line_refuses_what_breaks_a_rule(tmp_path: Path) -> None:
 
 
 def test_planning_with_estimates_needs_no_torch() -> None:
-    modules = "orchestrator.planning.dryrun.simulation, orchestrator.commands.dry_run, orchestrator.controller.service"
-    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    modules = ("planning.dryrun.simulation", "commands.dry_run", "controller.controller")
+    code = f"import sys, {', '.join(f'orchestrator.{name}' for name in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

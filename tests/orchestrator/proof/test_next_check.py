@@ -6,7 +6,7 @@ import random
 import pytest
 
 from cluster.hardware.topology import Device
-from orchestrator.controller.journalled import written_down
+from orchestrator.controller.command_events import event_of
 from orchestrator.controller.step import decide, step
 from orchestrator.proof.progress import confirmation
 from orchestrator.sweep.events import (
@@ -90,7 +90,7 @@ class Play:
                 ended = Evaluation(trial=command.trial, passed=passed, exit_code=0 if passed else 1)
                 self.take(EvaluationEnded(at_s=self.tick(), evaluation=ended))
             case _:
-                self.take(written_down(command, self.state, self.tick()))
+                self.take(event_of(command, self.state, self.tick()))
 
     def launch(self, command):
         trial = self.state.trials[command.trial]

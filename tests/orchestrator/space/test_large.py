@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from cluster.hardware.topology import uniform_topology
-from orchestrator.config.sweep import SweepSpec
-from orchestrator.controller import service
+from orchestrator.config.sweep import SweepSpec, load_sweep
+from orchestrator.controller import controller
 from orchestrator.errors import ConfigError
 from orchestrator.planning import plan
 from orchestrator.planning.plan import make_plan
@@ -166,7 +166,7 @@ def test_very_many_layouts_are_sampled_and_other_parts_refused(monkeypatch):
 def test_a_sweep_over_a_space_too_large_to_enumerate_finishes(tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "SAMPLE_SIZE", 1500)
     content = changed(LARGE, ("budget", "max_trials"), 14)
-    result = service.submit(write(tmp_path, content), Home(tmp_path / "home"), Quiet())
+    result = controller.submit(load_sweep(write(tmp_path, content)), Home(tmp_path / "home"), Quiet())
     assert result.state.status == "finished"
     tried = [trial.candidate for trial in result.state.trials]
     assert len(set(tried)) == len(tried) == 14

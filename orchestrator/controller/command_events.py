@@ -1,4 +1,4 @@
-"""Commands that are done by writing them down: their events."""
+"""The events that answer the controller's commands where no gang is involved: proposals, decisions, the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trials.spec import Candidate
 def propose(
     search: Search, state: SweepState, command: Propose, baseline: Candidate, at_s: float
 ) -> TrialProposed | SearchExhausted:
-    """The next trial: the baseline first, then what the search wants to see; or that it wants nothing more."""
+    """The next trial: the baseline first, then what the search suggests; or the end of the search, and why."""
     number = command.trial
     if number == 0:
         return TrialProposed(
@@ -54,10 +54,10 @@ def propose(
     )
 
 
-def written_down(
+def event_of(
     command: ChooseFinalists | ProposeCheck | Conclude | Pause | Finish, state: SweepState, at_s: float
 ) -> LedgerEvent:
-    """The event that is all there is to do."""
+    """The event of a command that is done by writing it to the ledger."""
     match command:
         case ChooseFinalists():
             first_check = len(state.trials)
