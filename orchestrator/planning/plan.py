@@ -150,7 +150,7 @@ def check_plan(spec: SweepSpec, topology: Topology | None = None, estimates: Dry
         raise _nothing_left(sorter)
 
 
-def _sorter(spec: SweepSpec, topology: Topology | None, known: DryRunEstimates) -> _Sorter:
+def _sorter(spec: SweepSpec, topology: Topology | None, estimates: DryRunEstimates) -> _Sorter:
     """
     Raises:
         ConfigError: the baseline cannot run on this topology.
@@ -160,7 +160,7 @@ def _sorter(spec: SweepSpec, topology: Topology | None, known: DryRunEstimates) 
     if broken:
         message = f"cannot run here: {broken[0].reason}"
         raise spec.error(("baseline",), message, "Correct the baseline or lease more devices.")
-    return _Sorter(rules=(*rules_for(spec.filters), known.rule(baseline)), spec=spec, topology=topology)
+    return _Sorter(rules=(*rules_for(spec.filters), estimates.rule(baseline)), spec=spec, topology=topology)
 
 
 def _legal_space(sorter: _Sorter, space: Space) -> tuple[Space, LargeSpace | None]:
