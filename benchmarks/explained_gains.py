@@ -21,7 +21,8 @@ from cluster.hardware.topology import Topology
 from cluster.virtual.modelled import ModelledCost
 from configs import CONFIGS
 from orchestrator.config.sweep import SweepSpec, load_sweep
-from orchestrator.diagnosis import Answer, Basis, explain_sweep
+from orchestrator.diagnosis.explain import Basis, explain_sweep
+from orchestrator.diagnosis.values import Remedy
 from orchestrator.planning.hardware.request import known_topology
 from orchestrator.planning.plan import make_plan
 from tests.orchestrator.diagnosis.diagnosed import measurement, sweep
@@ -38,7 +39,7 @@ NUM_TRIALS = (1, 3, 8)
 class Promise:
     """A gain that was promised, and what came of it."""
 
-    answer: Answer
+    answer: Remedy
     gain: float
     fits: bool
 

@@ -91,7 +91,12 @@ def experiments_url(base: str) -> str:
 
 
 def sweep_links(base: str, experiment_id: str, run_id: str, sweep: str) -> dict[str, str]:
-    """What to open first: the sweep's own page, its report, its trials as a table and as charts."""
+    """What to open first: the sweep's own page, its report, its trials as a table and as charts.
+
+    Empty where the store at ``base`` is a file.
+    """
+    if not base.startswith("http"):
+        return {}
     return {
         "sweep": run_url(base, experiment_id, run_id),
         "report": run_url(base, experiment_id, run_id, "artifacts/report.html"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from typing import Protocol
 
 from orchestrator.statistics import Interval
 
@@ -15,16 +16,6 @@ STATUS_WORDS = {
 }
 
 
-STATUS_STYLES = {
-    "measured": "green",
-    "running": "cyan",
-    "proposed": "dim",
-    "crashed": "red",
-    "timed_out": "red",
-    "host_oom": "red",
-}
-
-
 DASH = "–"  # noqa: RUF001
 
 
@@ -34,11 +25,8 @@ def trial_id(number: int) -> str:
 
 
 def status_words(status: str) -> str:
+    """The status of a trial for people: ``out of memory`` for ``oom``."""
     return STATUS_WORDS.get(status, status)
-
-
-def status_style(status: str) -> str:
-    return STATUS_STYLES.get(status, "yellow")
 
 
 def rate(value: float) -> str:
@@ -53,9 +41,26 @@ def interval(ci95: Interval | None) -> str:
     return f"{rate(ci95.low)} {DASH} {rate(ci95.high)}" if ci95 else "interval unknown"
 
 
-def ratio_interval(ci95: Interval | None) -> str:
+class Bounds(Protocol):
+    """An interval of a ratio; None where a bound is unknown."""
+
+    @property
+    def low(self) -> float | None: ...
+
+    @property
+    def high(self) -> float | None: ...
+
+
+def ratio_interval(found: Bounds | None) -> str:
     """``1.38x – 1.46x``."""  # noqa: RUF002
-    return f"{ci95.low:.2f}x {DASH} {ci95.high:.2f}x" if ci95 else "interval unknown"
+    if found is None or found.low is None or found.high is None:
+        return "interval unknown"
+    return f"{found.low:.2f}x {DASH} {found.high:.2f}x"
+
+
+def percent(share: float) -> str:
+    """``0.04 %`` of a share of 0.0004."""
+    return f"{100 * share:.2g} %"
 
 
 def num_bytes(value: float) -> str:

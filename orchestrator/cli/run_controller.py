@@ -111,10 +111,10 @@ def _run_here(made: Submission, run: int, as_json: bool) -> None:
     from orchestrator.controller import service
     from orchestrator.processes import interruptible
     from orchestrator.sweep.documents import MODE_VARIABLE
-    from orchestrator.terminal import report
+    from orchestrator.terminal.live import LiveView
 
     try:
-        with interruptible(), report.LiveView() as view:
+        with interruptible(), LiveView() as view:
             background.require_mark(made.home, made.name)
             if made.words[0] == "submit":
                 file = Path(made.words[1])
@@ -169,18 +169,16 @@ def _show_result(made: Submission, as_json: bool) -> None:
 
 
 def _print(made: Submission, result: SweepResult, as_json: bool) -> None:
-    from orchestrator.terminal import report
+    from orchestrator.report.report import make_report
+    from orchestrator.report.sources import Sources
+    from orchestrator.terminal.report import render_report
 
+    sources = Sources(recorded=result.recorded, folder=made.home.sweep_folder(made.name))
+    invocation = Invocation.current(made.home.path)
     print_result(
         as_json,
         result.summary.to_json(),
-        lambda: report.render_report(
-            result.state,
-            result.summary,
-            recorded=result.recorded,
-            sweep_folder=made.home.sweep_folder(made.name),
-            invocation=Invocation.current(made.home.path),
-        ),
+        lambda: render_report(make_report(result.state, result.summary, sources=sources, invocation=invocation)),
     )
 
 

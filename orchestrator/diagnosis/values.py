@@ -15,12 +15,15 @@ PartName = Literal[
     "bubble",
     "dispatch",
     "forward_backward",
+    "forward",
+    "backward",
     "optimizer",
     "data",
     "other",
 ]
 """``communication`` is what computation does not hide; ``dispatch`` is the device waiting for the host to launch
-operators; ``forward_backward`` stands for the parts before it where nothing tells them apart."""
+operators; ``forward_backward`` stands for the parts before it where nothing tells them apart, ``forward`` and
+``backward`` where only the trial's own clock was read."""
 PART_NAMES: tuple[PartName, ...] = PartName.__args__  # type: ignore[attr-defined]
 """In the order in which they are shown."""
 

@@ -238,25 +238,33 @@ def _rank(profile: RankProfile, tables: ProfileTables) -> str:
     return f"{profile.rank} (stage {profile.stage})" if tables.stages else str(profile.rank)
 
 
-def _redundancy(found: Redundancy) -> str:
-    calls = (
-        f"{found.num_calls} call{'' if found.num_calls == 1 else 's'} and {units.num_bytes(found.num_bytes)} per step"
-    )
-    return f"redundant: {found.module} ({found.phase}) {found.problem}; {calls}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remark:
+    """A sentence below the tables of a profile."""
+
+    text: str
+    is_warning: bool = False
+    """Whether it names something that could go away."""
 
 
-def remarks(tables: ProfileTables) -> Iterator[str]:
+def _redundancy(found: Redundancy) -> Remark:
+    often = f"{units.count(found.num_calls, 'call')} and {units.num_bytes(found.num_bytes)} per step"
+    return Remark(text=f"redundant: {found.module} ({found.phase}) {found.problem}; {often}", is_warning=True)
+
+
+def remarks(tables: ProfileTables) -> Iterator[Remark]:
+    """Redundant communication, memory peaks, notes of the profiler."""
     yield from map(_redundancy, tables.redundancies)
     if not tables.redundancies and any(profile.counted for profile in tables.ranks):
-        yield "no redundant communication found" if tables.collectives else "no communication"
+        yield Remark(text="no redundant communication found" if tables.collectives else "no communication")
     for profile in tables.ranks:
         if profile.memory is not None:
             phase = f" in {profile.memory.phase}" if profile.memory.phase else ""
             start_bytes = profile.memory.start_bytes
             start = f"{units.num_bytes(start_bytes)} before" if start_bytes else "beyond what was when recording began"
             peak = units.num_bytes(profile.memory.peak_bytes)
-            yield f"rank {profile.rank}: {peak} at the memory peak{phase}, {start}"
-    yield from tables.notes
+            yield Remark(text=f"rank {profile.rank}: {peak} at the memory peak{phase}, {start}")
+    yield from (Remark(text=note) for note in tables.notes)
 
 
 def shown_tables(tables: ProfileTables, *, max_operators: int | None) -> Iterator[ShownTable]:

@@ -13,6 +13,7 @@ from orchestrator import units
 from orchestrator.space.naming import short_name
 from orchestrator.status.explanation import AttemptStory, Explanation
 from orchestrator.sweep.state import nodes_of
+from orchestrator.terminal.table import status_text
 from orchestrator.text import plain
 from orchestrator.units import count, signal_name
 from trials.outcome import Evidence
@@ -25,8 +26,7 @@ MAX_NODES = 8
 def render_explanation(explained: Explanation) -> RenderableType:
     """The trial's story from its proposal to what it ruled out."""
     trial = explained.trial
-    words = (units.status_words(trial.status), units.status_style(trial.status))
-    head = Text.assemble((f"{explained.sweep} {units.trial_id(trial.number)} ", "bold"), words)
+    head = Text.assemble((f"{explained.sweep} {units.trial_id(trial.number)} ", "bold"), status_text(trial.status))
     parts: list[RenderableType] = [head, Text(short_name(trial.candidate)), _heading("Proposed"), _proposed(explained)]
     if explained.pending:
         parts += [_heading("Waits"), *_lines(explained.pending, "yellow")]
@@ -64,7 +64,7 @@ def _proposed(explained: Explanation) -> RenderableType:
 def _attempt_heading(story: AttemptStory) -> Text:
     outcome = story.attempt.outcome
     kind = outcome.kind if outcome else "running"
-    return Text.assemble((f"\nAttempt {story.number} ", "bold"), (units.status_words(kind), units.status_style(kind)))
+    return Text.assemble((f"\nAttempt {story.number} ", "bold"), status_text(kind))
 
 
 def _attempt(story: AttemptStory) -> Iterable[RenderableType]:

@@ -1,4 +1,4 @@
-"""A profile for people: in the terminal, and as a part of the page."""
+"""What a profiled trial shows, on the terminal."""
 
 from __future__ import annotations
 
@@ -11,36 +11,28 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator import units
-from orchestrator.report.artifacts import profile_files
-from orchestrator.report.profile import MAX_OPERATORS, ShownTable, file_lines, profile_tables, remarks, shown_tables
-from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.sweep.values import ProfileRun
+from orchestrator.report.profile import MAX_OPERATORS, ProfileTables, ShownTable, file_lines, remarks, shown_tables
+from orchestrator.report.report import Profiled
 
 
-def render_profile(trial: Trial, found: Sequence[Path] = ()) -> RenderableType:
-    """``found`` are the files that can be read here."""
-    tables = profile_tables(trial)
-    if tables is None:
-        return Text(f"{units.trial_id(trial.number)} was not measured under the profiler", style="yellow")
+def render_profile(tables: ProfileTables, found: Sequence[Path] = ()) -> RenderableType:
+    """One profiled trial; ``found`` are the files that can be read here."""
     parts: list[RenderableType] = []
     for shown in shown_tables(tables, max_operators=MAX_OPERATORS):
         parts += [Text(shown.title, style="bold"), _rich(shown)]
-    for line in remarks(tables):
-        parts.append(Text(line, style="yellow" if line.startswith("redundant") else ""))
+    parts += [Text(remark.text, style="yellow" if remark.is_warning else "") for remark in remarks(tables)]
     if tables.files:
         parts += [Text(""), Text("Files; traces open in ui.perfetto.dev", style="bold")]
         parts += [Text(f"  {line}", overflow="fold") for line in file_lines(tables, found)]
     return Group(*parts)
 
 
-def render_profiles(state: SweepState, sweep_folder: Path | None = None) -> RenderableType | None:
+def render_profiles(profiles: Sequence[Profiled]) -> RenderableType | None:
     """All profiled trials of a sweep; None where there are none."""
     parts: list[RenderableType] = []
-    for trial in state.trials:
-        if isinstance(trial.check, ProfileRun) and profile_tables(trial) is not None:
-            heading = f"{units.trial_id(trial.check.of)}, recorded as {units.trial_id(trial.number)}"
-            found = profile_files(sweep_folder, trial) if sweep_folder else ()
-            parts += [Text(heading, style="bold cyan"), render_profile(trial, found), Text("")]
+    for one in profiles:
+        heading = f"{units.trial_id(one.of)}, recorded as {units.trial_id(one.tables.trial)}"
+        parts += [Text(heading, style="bold cyan"), render_profile(one.tables, one.files), Text("")]
     return Group(*parts[:-1]) if parts else None
 
 

@@ -13,10 +13,10 @@ from rich.text import Text
 from orchestrator import units
 from orchestrator.invocation import Invocation
 from orchestrator.mlflow_urls import public_uri, sweep_links
-from orchestrator.report import words
-from orchestrator.report.highlights import cost
+from orchestrator.report.proof import proof_result
 from orchestrator.report.summary import speedup
-from orchestrator.report.verdict import headline
+from orchestrator.report.verdict import cost, headline
+from orchestrator.report.words import check_words
 from orchestrator.space.naming import short_name
 from orchestrator.status.overview import Spent, budgets, failures, summary_of
 from orchestrator.status.snapshot import AT_REST, Snapshot
@@ -24,7 +24,8 @@ from orchestrator.sweep.documents import Recorded
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
 from orchestrator.terminal.live import phase_words
-from orchestrator.terminal.proof import check_words, render_confirmation
+from orchestrator.terminal.proof import render_confirmation
+from orchestrator.terminal.table import status_text, versus_text
 from orchestrator.text import plain
 from orchestrator.units import count
 
@@ -53,7 +54,7 @@ def render_status(sweep: Snapshot, home: Home, invocation: Invocation) -> Render
     parts += [Text(""), grid]
     if sweep.running:
         parts.append(_running(sweep))
-    if sweep.state.created is not None and (confirmed := render_confirmation(sweep.state)):
+    if sweep.state.created is not None and (confirmed := render_confirmation(proof_result(sweep.state))):
         parts += [_section("Confirmation"), Padding(confirmed, (0, 0, 0, 2))]
     if lost := failures(sweep.state):
         parts.append(_section("Not measured, the latest first"))
@@ -154,7 +155,7 @@ def _running(sweep: Snapshot) -> RenderableType:
         attempt, progress = trial.attempts[-1], sweep.live.get(trial.number)
         table.add_row(
             Text(units.trial_id(trial.number), style="cyan"),
-            Text(check_words(trial) or short_name(trial.candidate)),
+            Text(check_words(trial.check) or short_name(trial.candidate)),
             Text(phase_words(progress) if progress else "started"),
             Text(age_words(sweep.at_present.now_s - attempt.launched_at_s)),
             Text(_names(nodes_of(attempt))),
@@ -164,8 +165,7 @@ def _running(sweep: Snapshot) -> RenderableType:
 
 def _failure(trial: Trial, attempt: int, message: str, kind: str) -> RenderableType:
     again = f" attempt {attempt}" if len(trial.attempts) > 1 else ""
-    words = (units.status_words(kind), units.status_style(kind))
-    return Text.assemble(f"  {units.trial_id(trial.number)}{again}  ", words, f"  {plain(message)}")
+    return Text.assemble(f"  {units.trial_id(trial.number)}{again}  ", status_text(kind), f"  {plain(message)}")
 
 
 def _section(title: str) -> RenderableType:
@@ -246,8 +246,7 @@ def best_words(state: SweepState) -> Text:
         return Text(units.DASH, style="dim")
     if best.number == 0:
         return Text("baseline", style="blue")
-    compared = speedup(best, state.baseline)
-    return Text.assemble((words.versus(compared), words.versus_style(compared)), f" {units.trial_id(best.number)}")
+    return Text.assemble(versus_text(speedup(best, state.baseline)), f" {units.trial_id(best.number)}")
 
 
 def age_words(seconds: float) -> str:

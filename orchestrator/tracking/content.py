@@ -14,6 +14,7 @@ from orchestrator import units
 from orchestrator.report import words
 from orchestrator.report.artifacts import MAX_PARAM_CHARS, log_tail
 from orchestrator.report.findings import findings_lines, findings_metrics
+from orchestrator.report.trials import versus_baseline
 from orchestrator.space.naming import flat_params, short_name
 from orchestrator.statistics import relative_spread, tokens_per_s_per_device
 from orchestrator.sweep.events import SweepCreated, sweep_id
@@ -124,7 +125,7 @@ def trial_metrics(state: SweepState, trial: Trial) -> dict[str, float]:
         values |= _measured_metrics(trial.measurement)
         if trial.expected is not None:
             values["step_time_over_predicted"] = trial.measurement.step_time_s / trial.expected.step_time_s
-        compared = words.versus_baseline(trial, state) if trial.check is None else None
+        compared = versus_baseline(trial, state) if trial.check is None else None
         values["speedup"] = compared.ratio.value if compared else None
     return {key: float(value) for key, value in values.items() if value is not None and math.isfinite(value)}
 
@@ -187,7 +188,7 @@ def _result_note(state: SweepState, trial: Trial) -> str:
             part for part in (f"**{units.status_words(trial.status)}** — {name}", words.failure(trial)) if part
         )
     speed = tokens_per_s_per_device(trial.measurement)
-    compared = words.versus_baseline(trial, state)
+    compared = versus_baseline(trial, state)
     against = (
         f", {words.versus(compared)} the baseline ({units.ratio_interval(compared.ratio.ci95)})" if compared else ""
     )

@@ -11,8 +11,9 @@ from orchestrator.report import artifacts, series
 from orchestrator.report.artifacts import failed_logs, profile_paths
 from orchestrator.report.markdown import Attached, report_markdown
 from orchestrator.report.page.page import page_html
-from orchestrator.report.page.write import make_page
-from orchestrator.report.sources import Sources, rejected_csv
+from orchestrator.report.plots.gallery import gallery
+from orchestrator.report.report import make_report, read_report
+from orchestrator.report.sources import PlanFacts, Sources, rejected_csv
 from orchestrator.report.summary import summarize
 from orchestrator.sweep.events import (
     AttemptEnded,
@@ -83,7 +84,7 @@ def _project_created(runs: Runs, state: SweepState, sources: Sources) -> None:
         runs.put_text(run_id, sources.sweep_yaml, "sweep.yaml")
     if sources.plan is not None:
         runs.put_text(run_id, content.json_text(sources.plan), "plan.json")
-        runs.put_text(run_id, rejected_csv(sources.plan), "rejected.csv")
+        runs.put_text(run_id, rejected_csv(PlanFacts.from_document(sources.plan)), "rejected.csv")
     _save_views(runs, state, run_id)
 
 
@@ -129,7 +130,7 @@ def _note(runs: Runs, state: SweepState, run_id: str, plots: Sequence[str] = ())
             links={what: runs.page(state, run_id, tab) for what, tab in tabs.items()},
             plots={name: artifact_path(run_id, f"plots/{name}.png") for name in shown},
         )
-    return report_markdown(state, summarize(state, runs.uri), attached)
+    return report_markdown(make_report(state, summarize(state, runs.uri)), attached)
 
 
 def _project_finished(runs: Runs, event: SweepFinished, state: SweepState, ledger: Ledger) -> None:
@@ -145,13 +146,14 @@ def _project_finished(runs: Runs, event: SweepFinished, state: SweepState, ledge
 def _put_report(runs: Runs, state: SweepState, run_id: str, ledger: Ledger) -> Sequence[str]:
     """The result as text, and the page with its plots, also one by one, where they are wanted; the plots' names."""
     summary = summarize(state, runs.uri)
-    runs.put_text(run_id, report_markdown(state, summary), "report.md")
+    is_page_wanted = _wants_page(ledger)
+    report = read_report(ledger, state, summary) if is_page_wanted else make_report(state, summary)
+    runs.put_text(run_id, report_markdown(report), "report.md")
     runs.put_text(run_id, content.json_text(summary.to_json()), "summary.json")
-    if not _wants_page(ledger):
+    if not is_page_wanted:
         return ()
-    page = make_page(ledger, state, summary)
-    plots = page.gallery()
-    runs.put_text(run_id, page_html(page, plots), "report.html")
+    plots = gallery(report)
+    runs.put_text(run_id, page_html(report, plots), "report.html")
     for name, plot in plots.items():
         runs.put_bytes(run_id, plot.png(), f"plots/{name}.png")
     return list(plots)

@@ -1,4 +1,4 @@
-"""Plots of the search: its history, memory against speed, knobs against speed. Call them inside ``figures.style()``."""
+"""Plots of the search: its history, memory against speed, knobs against speed. Call them inside ``style.style()``."""
 
 from __future__ import annotations
 

@@ -98,7 +98,3 @@ def to_document(earlier: Sequence[EarlierTrial]) -> dict[str, Any]:
 def from_document(document: Mapping[str, Any] | None) -> tuple[EarlierTrial, ...]:
     """Back from :func:`to_document`; nothing where there is none."""
     return tuple(from_json(EarlierTrial, body) for body in document["trials"]) if document else ()
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.diagnosis import Basis, explain_sweep
+from orchestrator.diagnosis.explain import Basis, explain_sweep
 from orchestrator.diagnosis.step_parts import ProfileOf, split
 from orchestrator.errors import ConfigError
 from orchestrator.planning.plan import make_plan
