@@ -17,6 +17,7 @@ STATUS_WORDS = {
 
 
 DASH = "–"  # noqa: RUF001
+"""Stands for a missing value, and between the ends of an interval."""
 
 
 def trial_id(number: int) -> str:

@@ -1,4 +1,4 @@
-"""What a profiled trial shows: times per rank, imbalance of the stages, operators, collectives, files."""
+"""What a profiled trial shows, as values and as tables: times per rank, stages, operators, collectives, files."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from trials.codec import to_json
 from trials.reports.profile import CollectiveCount, OperatorTime, RankProfile, Redundancy
 
 MAX_OPERATORS = 10
-"""Shown in the terminal; the page has all."""
+"""Operators shown on the terminal; the page has all."""
 
 PHASES = ("data", "forward", "backward", "bubble", "optimizer", "other")
+"""Phases of a step in the order in which they are shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTime:
-    """A pipeline stage, from those of its ranks that were profiled."""
+    """A pipeline stage, averaged over those of its ranks that were profiled."""
 
     stage: int
     ranks: tuple[int, ...]
     computation_s: float
-    """Per step, the mean over these ranks."""
+    """Seconds of computation per step."""
     bubble_s: float
+    """Seconds per step of waiting for other stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +41,11 @@ class FileAt:
     name: str
     num_bytes: int
     node: str
-    """Where the rank ran; empty if unknown."""
+    """Name of the node where the rank ran; empty where it is not known."""
     path: str
-    """Absolute, on that node."""
+    """Absolute path on that node."""
     is_too_large: bool
-    """To be brought to the controller's host from another one, where it therefore stays."""
+    """Whether the rank's files are too large to be copied to the controller's host, so that they stay on the node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ class ProfileTables:
     operators: tuple[OperatorTime, ...]
     """Means over the profiled ranks, the longest first."""
     collectives: tuple[CollectiveCount, ...]
-    """Of the rank that starts most, module by module."""
+    """Module by module, the collectives of the rank that starts most of them."""
     redundancies: tuple[Redundancy, ...]
     files: tuple[FileAt, ...]
     notes: tuple[str, ...]
@@ -71,6 +73,7 @@ class ProfileTables:
 
     @property
     def slowest_stage(self) -> int | None:
+        """The stage that computes longest; None without a pipeline."""
         return max(self.stages, key=lambda stage: stage.computation_s).stage if self.stages else None
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +82,7 @@ class ProfileTables:
 
 
 def profile_tables(trial: Trial) -> ProfileTables | None:
-    """None where the trial was not measured under the profiler."""
+    """The profile of a trial; None where it was not measured under the profiler."""
     measurement = trial.measurement
     if measurement is None or not measurement.findings.profile:
         return None
@@ -170,12 +173,13 @@ def _files(profile: RankProfile, nodes: list[str]) -> list[FileAt]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownTable:
-    """A table: its first ``num_words`` columns are words, the others numbers."""
+    """A table ready to be shown."""
 
     title: str
     heads: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     num_words: int
+    """The first columns are words, the others numbers; this many are words."""
 
 
 def _collectives_table(counts: Sequence[CollectiveCount]) -> ShownTable:
@@ -205,7 +209,7 @@ def _elsewhere(file: FileAt) -> str:
 
 
 def file_lines(tables: ProfileTables, found: Sequence[Path]) -> Iterator[str]:
-    """The files that are here, below their folder; then where the others are."""
+    """Lines that say where the files are: those found here by folder, then the others by node."""
     here = {path.name: path for path in found}
     for folder in dict.fromkeys(path.parent for path in found):
         yield f"in {folder}"
@@ -268,6 +272,7 @@ def remarks(tables: ProfileTables) -> Iterator[Remark]:
 
 
 def shown_tables(tables: ProfileTables, *, max_operators: int | None) -> Iterator[ShownTable]:
+    """The profile as tables, with the ``max_operators`` longest operators, or all for None."""
     first = tables.ranks[0]
     yield ShownTable(
         title=f"Where a step goes (mean of steps {first.first_step} to {first.last_step})",

@@ -35,7 +35,7 @@ class RoundRatio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finalist:
-    """How the confirmation of a finalist stands."""
+    """A finalist, and how far its confirmation has come."""
 
     trial: int
     configuration: str
@@ -84,7 +84,7 @@ class GateCurves:
     runs: dict[GateRole, Measurement]
     """Role to what was measured in it; there is always a finalist."""
     comparison: LossComparison | None
-    """None where baseline or finalist was not measured."""
+    """How far the finalist's losses are from the baseline's; None where either was not measured."""
 
 
 def finalists(state: SweepState) -> list[Finalist]:
@@ -109,7 +109,7 @@ def _finalist(state: SweepState, found: Confirmation, number: int) -> Finalist:
 
 
 def gates(state: SweepState) -> list[GateReport]:
-    """What the loss gate said: as the verdict keeps it, before that as the runs show it."""
+    """Reports of the loss gate: those of the verdict; before there is one, those that the gate runs come to."""
     if state.verdict is not None:
         return list(state.verdict.gates)
     numbers = state.proof.finalists if state.proof else ()

@@ -1,4 +1,4 @@
-"""What the plots show, as plain values taken from a sweep's state. Free of matplotlib."""
+"""What the plots of the search show, as plain values taken from a sweep's state."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from trials.outcome import StoppedEarly
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedPoint:
-    """A measured trial."""
+    """A measured trial as a point of a plot."""
 
     trial: int
     speed: float
-    """tokens/s/p."""
+    """Speed in tokens/s/p."""
     low: float
     high: float
-    """Its 95 % interval; the speed itself where that is unknown."""
+    """95 % interval of the speed; the speed itself where that is unknown."""
     peak_bytes: int
-    """Largest allocated peak over ranks."""
+    """Largest peak of allocated memory over ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +31,11 @@ class History:
 
     measured: tuple[SpeedPoint, ...]
     stopped: tuple[int, ...]
-    """Trials stopped early."""
+    """Numbers of the trials stopped early."""
     failed: tuple[int, ...]
+    """Numbers of the trials that were not measured for other reasons."""
     baseline: float | None
+    """Speed of the baseline; None where it was not measured."""
     best: SpeedPoint | None
 
     @property
@@ -41,7 +43,7 @@ class History:
         return len(self.measured) + len(self.stopped) + len(self.failed)
 
     def best_so_far(self) -> tuple[list[int], list[float]]:
-        """(trial numbers, highest speed until then)."""
+        """Numbers of the measured trials, and for each the highest speed until then."""
         numbers, speeds = [], list[float]()
         for point in self.measured:
             numbers.append(point.trial)
@@ -50,7 +52,7 @@ class History:
 
 
 def history(state: SweepState) -> History:
-    """Of the search's own trials that ended."""
+    """The history of the search, from its trials that have ended."""
     ended = [trial for trial in state.searched() if trial.outcome is not None]
     measured = tuple(point for trial in ended if (point := speed_point(trial)))
     stopped = tuple(trial.number for trial in ended if isinstance(trial.outcome, StoppedEarly))
@@ -66,7 +68,7 @@ def history(state: SweepState) -> History:
 
 
 def speed_point(trial: Trial) -> SpeedPoint | None:
-    """None where the trial was not measured."""
+    """The trial as a point; None where it was not measured."""
     if trial.measurement is None:
         return None
     speed = tokens_per_s_per_device(trial.measurement)
@@ -80,7 +82,7 @@ def speed_point(trial: Trial) -> SpeedPoint | None:
 
 
 def front(points: Sequence[SpeedPoint]) -> list[SpeedPoint]:
-    """Those that no other beats in both speed and memory, from little memory to much."""
+    """Points that no other beats in both speed and memory, from little memory to much."""
     found: list[SpeedPoint] = []
     for point in sorted(points, key=lambda p: (p.peak_bytes, -p.speed)):
         if not found or point.speed > found[-1].speed:
@@ -94,15 +96,15 @@ class ParallelCoordinates:
 
     knobs: tuple[str, ...]
     values: tuple[tuple[str, ...], ...]
-    """Per knob, its values as text in order."""
+    """For each knob, its values as text in order."""
     lines: tuple[tuple[int, ...], ...]
-    """Per trial, the index of its value for every knob."""
+    """For each trial, the index of its value for every knob."""
     speeds: tuple[float | None, ...]
-    """Per trial; None where it was not measured."""
+    """Speed of each trial; None where it was not measured."""
 
 
 def coordinates(state: SweepState, order: Sequence[str] = (), max_knobs: int = 9) -> ParallelCoordinates:
-    """Of ended trials. ``order`` names knobs by importance, which come first; the rest by number of values."""
+    """Ended trials as lines. Knobs named in ``order`` come first in that order, then the others by number of values."""
     trials = [trial for trial in state.searched() if trial.outcome is not None]
     params = [flat_params(trial.candidate) for trial in trials]
     names = list(params[0]) if params else []

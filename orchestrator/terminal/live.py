@@ -9,7 +9,6 @@ from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +20,7 @@ from orchestrator.report.trials import make_trial_table, versus_baseline
 from orchestrator.space.naming import short_name
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.sweep.values import ProfileRun
+from orchestrator.terminal.layout import indented
 from orchestrator.terminal.proof import render_confirmation
 from orchestrator.terminal.table import render_trials
 
@@ -52,7 +52,7 @@ def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[Ren
     """The confirmation so far, and the checks that run now."""
     parts: list[RenderableType] = []
     if (confirmed := render_confirmation(proof_result(state))) is not None:
-        parts += [Text("confirmation", style="bold"), Padding(confirmed, (0, 0, 0, 2))]
+        parts += [Text("confirmation", style="bold"), indented(confirmed)]
     for number in sorted(state.running):
         if what := words.check_words(state.trials[number].check):
             doing = phase_words(progress[number]) if number in progress else "started"

@@ -11,6 +11,7 @@ from rich.text import Text
 from orchestrator import units
 from orchestrator.report.proof import Finalist, ProofResult
 from orchestrator.report.words import FinalistOutcome, check_words, evaluation_words, finalist_words, gate_words
+from orchestrator.terminal.layout import label_grid
 
 MAX_ROUNDS = 8
 """Rounds shown of a finalist, the last ones."""
@@ -50,9 +51,7 @@ def _finalist(one: Finalist) -> list[Text]:
 
 def render_gate(proof: ProofResult) -> RenderableType | None:
     """A line per finalist that trained for the gate or was evaluated; None without any."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold", ratio=1)
+    grid = label_grid()
     for report in proof.gates:
         what = f"{gate_words(report)}; {report.num_steps} steps, {report.precision_class}".rstrip(" ,")
         grid.add_row(Text(units.trial_id(report.trial)), Text(what, style="green" if report.passed else "red"))

@@ -1,22 +1,23 @@
-"""The result of a sweep for people, on the terminal."""
+"""The report of a sweep on the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from orchestrator import units
 from orchestrator.report import words
-from orchestrator.report.report import Change, Report, ShownTrial
+from orchestrator.report.profile import MAX_OPERATORS, ProfileTables, ShownTable, file_lines, remarks, shown_tables
+from orchestrator.report.report import Change, Profiled, Report, ShownTrial
 from orchestrator.report.trials import FailedTrial
-from orchestrator.terminal.profile import render_profiles
+from orchestrator.terminal.layout import headed_table, indented, label_grid, section
 from orchestrator.terminal.proof import render_confirmation, render_gate
 from orchestrator.terminal.table import render_trials
 
@@ -30,7 +31,7 @@ def render_report(report: Report, *, max_trials: int | None = MAX_TRIALS) -> Ren
     """The whole result: winner against baseline, what changed, trials by speed, failures, where to look next."""
     parts: list[RenderableType] = [_title(report), _result_panel(report)]
     if report.change is not None:
-        parts.append(_section(words.change_heading(is_faster=report.is_faster), _changes(report.change)))
+        parts.append(section(words.change_heading(is_faster=report.is_faster), _changes(report.change)))
     sections = {
         "Where the step time goes": _step_times(report.shown),
         "Found out": _findings(report.shown),
@@ -42,7 +43,7 @@ def render_report(report: Report, *, max_trials: int | None = MAX_TRIALS) -> Ren
         "Recorded": _recorded(report),
         "Next": _next(report),
     }
-    return Group(*parts, *(_section(heading, body) for heading, body in sections.items() if body is not None))
+    return Group(*parts, *(section(heading, body) for heading, body in sections.items() if body is not None))
 
 
 def _title(report: Report) -> RenderableType:
@@ -71,10 +72,6 @@ def _result_cells(one: ShownTrial, unit: str) -> list[Text]:
     ]
 
 
-def _section(heading: str, body: RenderableType) -> RenderableType:
-    return Group(Text(""), Text(heading, style="bold"), Padding(body, (0, 0, 0, 2)))
-
-
 def _changes(change: Change) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     for knob in change.knobs:
@@ -95,9 +92,7 @@ def _step_times(shown: tuple[ShownTrial, ...]) -> RenderableType | None:
 
 
 def _findings(shown: tuple[ShownTrial, ...]) -> RenderableType | None:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold", ratio=1)
+    grid = label_grid()
     for one in shown:
         for i, line in enumerate(one.findings):
             grid.add_row(Text("" if i else one.role, style="dim"), Text(line))
@@ -155,6 +150,40 @@ def _next(report: Report) -> RenderableType:
     return NextCommands({one.command: words.PURPOSE_WORDS[one.purpose] for one in chosen})
 
 
+def render_profile(tables: ProfileTables, found: Sequence[Path] = ()) -> RenderableType:
+    """One profiled trial; ``found`` are the files that can be read here."""
+    parts: list[RenderableType] = []
+    for shown in shown_tables(tables, max_operators=MAX_OPERATORS):
+        parts += [Text(shown.title, style="bold"), _profile_table(shown)]
+    parts += [Text(remark.text, style="yellow" if remark.is_warning else "") for remark in remarks(tables)]
+    if tables.files:
+        parts += [Text(""), Text("Files; traces open in ui.perfetto.dev", style="bold")]
+        parts += [Text(f"  {line}", overflow="fold") for line in file_lines(tables, found)]
+    return Group(*parts)
+
+
+def render_profiles(profiles: Sequence[Profiled]) -> RenderableType | None:
+    """All profiled trials of a sweep; None where there are none."""
+    parts: list[RenderableType] = []
+    for one in profiles:
+        heading = f"{units.trial_id(one.of)}, recorded as {units.trial_id(one.tables.trial)}"
+        parts += [Text(heading, style="bold cyan"), render_profile(one.tables, one.files), Text("")]
+    return Group(*parts[:-1]) if parts else None
+
+
+def _profile_table(shown: ShownTable) -> Table:
+    table = headed_table()
+    for i, head in enumerate(shown.heads):
+        if i < shown.num_words:
+            table.add_column(head, overflow="ellipsis")
+        else:  # words give way to numbers
+            width = max(map(len, (head, *(row[i] for row in shown.rows))))
+            table.add_column(head, no_wrap=True, justify="right", min_width=width)
+    for row in shown.rows:
+        table.add_row(*row)
+    return table
+
+
 class NextCommands:
     """A command a line with what it is for behind it, or above it where there is no room: never cut."""
 
@@ -168,4 +197,4 @@ class NextCommands:
             if is_wide:
                 yield Text.assemble(f"{command:<{width}}   ", (why, "dim"))
             else:
-                yield Group(Text(f"{why}:", style="dim"), Padding(Text(command, overflow="fold"), (0, 0, 0, 2)))
+                yield Group(Text(f"{why}:", style="dim"), indented(Text(command, overflow="fold")))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from orchestrator import units
@@ -14,6 +12,7 @@ from orchestrator.report import words
 from orchestrator.report.summary import Speedup
 from orchestrator.report.trials import TrialRow, TrialTable
 from orchestrator.statistics import SpeedVerdict
+from orchestrator.terminal.layout import headed_table
 
 STATUS_STYLES = {
     "measured": "green",
@@ -43,7 +42,7 @@ def render_trials(table: TrialTable, phases: Mapping[int, str] | None = None) ->
 
     ``phases`` says in words what running trials are doing.
     """
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True, header_style="bold", collapse_padding=True)
+    grid = headed_table(expand=True)
     grid.add_column("trial", no_wrap=True)
     grid.add_column("configuration", ratio=1)
     grid.add_column("state", no_wrap=True)

@@ -1,4 +1,4 @@
-"""What MLflow is told about a sweep, as plain values: names, params, tags, metrics, notes. Free of MLflow itself.
+"""What MLflow is told about a sweep as plain values: names, params, tags, metrics, notes.
 
 Every value follows from the ledger alone, so that a replay writes the same again.
 """
@@ -28,6 +28,7 @@ from trials.secrets import redact_all
 from trials.spec import LinearModel, LlamaModel, Model, ResNetModel
 
 OBJECTIVE = "tokens_per_s_per_device"
+"""Name of the metric that the search maximises."""
 
 
 BEST = f"best_{OBJECTIVE}"
@@ -66,7 +67,7 @@ def sweep_tags(created: SweepCreated) -> dict[str, str]:
 
 
 def trial_name(trial: Trial) -> str:
-    """``t014 dp2 z3 mbs4``, ``confirm r1 t004 dp2 mbs4``: the only thing MLflow's default tables show of a run."""
+    """``t014 dp2 z3 mbs4``, ``confirm r1 t004 dp2 mbs4``: all that MLflow's default tables show of a run."""
     of = units.trial_id(trial.check.of if trial.check else trial.number)
     return f"{check_prefix(trial.check)}{of} {short_name(trial.candidate)}"[:_MAX_RUN_NAME_CHARS]
 
@@ -116,7 +117,7 @@ def trial_params(trial: Trial) -> dict[str, str]:
 
 
 def trial_metrics(state: SweepState, trial: Trial) -> dict[str, float]:
-    """Single values with their units in the name; not-finite ones are left out."""
+    """Metrics of a trial's run with their units in the name; those that are not finite are left out."""
     values: dict[str, float | None] = {"device_s": trial.device_seconds}
     if isinstance(trial.outcome, StoppedEarly):
         values["step_time_at_least_s"] = trial.outcome.at_least_s
@@ -131,7 +132,7 @@ def trial_metrics(state: SweepState, trial: Trial) -> dict[str, float]:
 
 
 def expected_metrics(created: SweepCreated, trial: Trial) -> dict[str, float]:
-    """What was predicted of the trial, named as what is measured, with ``predicted_`` before it."""
+    """What was predicted of the trial, named as the measured metrics with ``predicted_`` before them."""
     found = trial.expected
     if found is None:
         return {}
@@ -175,7 +176,7 @@ def json_text(value: Any) -> str:
 
 
 def trial_note(state: SweepState, trial: Trial) -> str:
-    """Markdown; the first line is the result, the last one why the trial was made."""
+    """Note of a trial's run in Markdown: the result in its first line, why the trial was made in its last."""
     if trial.check is not None:
         return f"{check_note(trial, trial_name(trial), state.sweep.workload.speed_unit)}\n\nProposed: {trial.reason}."
     return "\n\n".join(part for part in (_result_note(state, trial), f"Proposed: {trial.reason}.") if part)

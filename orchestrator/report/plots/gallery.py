@@ -1,4 +1,4 @@
-"""All plots of a sweep that have something to show."""
+"""Chooses the plots of a report that have something to show."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _GATE_HEIGHT_IN = 5.8
 
 
 def plot_rounds(found: Sequence[Finalist], title: str) -> Figure:
-    """Per finalist, its speed over the baseline's in every round; at the right, over all rounds."""
+    """The speed of each finalist over the baseline's in every round; at the right, over all rounds."""
     what = "speed over the baseline's, measured side by side in every round; right: over all rounds, 95 % interval"
     figure = new_figure(title, what, 3.1)
     axes = add_axes(figure, right_in=1.2)
@@ -59,7 +59,7 @@ def _axis_of_rounds(axes: Axes, num_rounds: int) -> None:
 
 
 def _side_labels(axes: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
-    """At the right edge, pushed apart where they would cover one another."""
+    """Draw labels at the right edge, pushed apart where they would cover one another."""
     low, high = axes.get_ylim()
     room = 0.065 * (high - low)
     at = low - room

@@ -20,7 +20,7 @@ from orchestrator.report.profile import profile_tables
 from orchestrator.sweep.home import attempt_folder
 from orchestrator.sweep.state import Attempt, Trial
 from orchestrator.sweep.values import ProfileRun
-from orchestrator.terminal.profile import render_profile
+from orchestrator.terminal.report import render_profile
 from trials.codec import from_json, to_json
 from trials.outcome import Measured, Measurement, StepBreakdown
 from trials.reports.findings import Findings
