@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from orchestrator import units
 from orchestrator.report import words
-from orchestrator.report.report import Report
+from orchestrator.report.report import ShortReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Attached:
     """Name of a plot to its address."""
 
 
-def report_markdown(report: Report, attached: Attached | None = None) -> str:
+def report_markdown(report: ShortReport, attached: Attached | None = None) -> str:
     """The result; the first line is the verdict, the second how sure that is, the third leads on."""
     attached = attached or Attached()
     lines = [f"**{report.headline}**", ""]
@@ -38,7 +38,7 @@ def report_markdown(report: Report, attached: Attached | None = None) -> str:
     return "\n".join([*lines, "", f"{report.hardware} · {summary.state}{reason} · {report.cost}"])
 
 
-def _results(report: Report) -> Iterator[str]:
+def _results(report: ShortReport) -> Iterator[str]:
     if not report.shown:
         return
     yield f"| | trial | configuration | {report.summary.unit} | 95 % interval |"
@@ -48,7 +48,7 @@ def _results(report: Report) -> Iterator[str]:
         yield f"| {one.role} | {units.trial_id(one.number)} | `{one.configuration}` | {speed} |"
 
 
-def _facts(report: Report) -> Iterator[str]:
+def _facts(report: ShortReport) -> Iterator[str]:
     if report.change is not None:
         changes = (f"`{knob.knob}` {knob.before} → {knob.after}" for knob in report.change.knobs)
         yield f"- {words.change_heading(is_faster=report.is_faster)}: {'; '.join(changes)}"

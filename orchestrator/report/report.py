@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -21,13 +21,12 @@ from orchestrator.report.sources import PlanFacts, Sources
 from orchestrator.report.summary import Summary, TrialResult
 from orchestrator.report.trials import Failures, TrialTable, by_speed, failures, make_trial_table
 from orchestrator.report.verdict import chosen_result, confidence, cost, details, headline, is_worth_it
-from orchestrator.report.words import CommandPurpose, promotion_words
+from orchestrator.report.words import CommandPurpose, promotion_words, value_words
 from orchestrator.space.naming import diff, short_name
 from orchestrator.statistics import Estimate
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.sweep.values import Conclusion
-from orchestrator.units import DASH
 from trials.codec import to_json
 from trials.outcome import Measurement
 
@@ -100,8 +99,8 @@ class NextCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """The result of a sweep, or where it stands, with all it rests on. Renderers choose what they show and how."""
+class ShortReport:
+    """The result of a sweep, or where it stands, in short. Renderers choose what they show of it and how."""
 
     summary: Summary
     hardware: str
@@ -122,12 +121,18 @@ class Report:
     change: Change | None
     """None where the baseline is the fastest, or was not measured."""
     proof: ProofResult
+    promotions: tuple[str, ...]
+    """What was promoted or rolled back, a sentence each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report(ShortReport):
+    """The result with all that it rests on: every trial, every failure, what lies beside the events."""
+
     trials: TrialTable
     """The search's trials, from fast to slow."""
     failures: tuple[Failures, ...]
     ruled_out: tuple[RuledOut, ...]
-    promotions: tuple[str, ...]
-    """What was promoted or rolled back, a sentence each."""
     profiles: tuple[Profiled, ...]
     explanation: SweepExplanation | None
     """None where nobody asked for it, or nothing was measured."""
@@ -150,6 +155,24 @@ class Report:
     commands: tuple[NextCommand, ...]
 
 
+def make_short_report(state: SweepState, summary: Summary, explanation: SweepExplanation | None = None) -> ShortReport:
+    """The result alone, at a cost that hardly grows with the number of trials; ``summary`` is the state's."""
+    return ShortReport(
+        summary=summary,
+        hardware=state.sweep.hardware,
+        headline=headline(state, summary),
+        details=tuple(details(state)),
+        confidence=confidence(state, summary),
+        cost=cost(summary),
+        conclusion=state.verdict.conclusion if state.verdict else None,
+        is_faster=is_worth_it(state, summary),
+        shown=_shown(state, summary, explanation),
+        change=_change(state, summary),
+        proof=proof_result(state),
+        promotions=tuple(promotion_words(event.record) for event in state.promotions),
+    )
+
+
 def make_report(
     state: SweepState,
     summary: Summary,
@@ -168,22 +191,12 @@ def make_report(
     sources = sources or Sources()
     order = [name for knob in explanation.importance.knobs for name in knob.knobs] if explanation else []
     recorded, uri = sources.recorded, summary.tracking_uri
+    short = make_short_report(state, summary, explanation)
     return Report(
-        summary=summary,
-        hardware=state.sweep.hardware,
-        headline=headline(state, summary),
-        details=tuple(details(state)),
-        confidence=confidence(state, summary),
-        cost=cost(summary),
-        conclusion=state.verdict.conclusion if state.verdict else None,
-        is_faster=is_worth_it(state, summary),
-        shown=_shown(state, summary, explanation),
-        change=_change(state, summary),
-        proof=proof_result(state),
+        **{field.name: getattr(short, field.name) for field in fields(short)},
         trials=make_trial_table(state, by_speed(state)),
         failures=tuple(failures(state)),
         ruled_out=tuple(RuledOut(witness=event.witness, rules=event.rules) for event in summary.ruled_out),
-        promotions=tuple(promotion_words(event.record) for event in state.promotions),
         profiles=_profiles(state, summary, sources.folder),
         explanation=explanation,
         history=history(state),
@@ -266,12 +279,10 @@ def _change(state: SweepState, summary: Summary) -> Change | None:
     if chosen is None or summary.baseline is None:
         return None
     changed = diff(chosen.trial.candidate, summary.baseline.trial.candidate)
-    knobs = (ChangedKnob(knob=knob, before=_text(old), after=_text(new)) for knob, (old, new) in changed.items())
+    knobs = (
+        ChangedKnob(knob=knob, before=value_words(old), after=value_words(new)) for knob, (old, new) in changed.items()
+    )
     return Change(knobs=tuple(knobs), reason=chosen.trial.reason)
-
-
-def _text(value: object) -> str:
-    return {True: "on", False: "off", None: DASH}[value] if isinstance(value, bool | None) else str(value)
 
 
 def _profiles(state: SweepState, summary: Summary, folder: Path | None) -> tuple[Profiled, ...]:

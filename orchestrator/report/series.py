@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from orchestrator.report.words import value_words
 from orchestrator.space.naming import flat_params
 from orchestrator.statistics import tokens_per_s_per_device
 from orchestrator.sweep.state import SweepState, Trial
@@ -115,7 +116,7 @@ def coordinates(state: SweepState, order: Sequence[str] = (), max_knobs: int = 9
     knobs = tuple(varying[:max_knobs])
     return ParallelCoordinates(
         knobs=knobs,
-        values=tuple(tuple(map(_text, distinct[name])) for name in knobs),
+        values=tuple(tuple(map(value_words, distinct[name])) for name in knobs),
         lines=tuple(tuple(distinct[name].index(one[name]) for name in knobs) for one in params),
         speeds=tuple(t.measurement.tokens_per_s_per_device if t.measurement else None for t in trials),
     )
@@ -123,7 +124,3 @@ def coordinates(state: SweepState, order: Sequence[str] = (), max_knobs: int = 9
 
 def _sorted(values: set[str | int | float | bool]) -> list[str | int | float | bool]:
     return sorted(values, key=lambda v: (isinstance(v, str), v if isinstance(v, int | float) else 0.0, str(v)))
-
-
-def _text(value: object) -> str:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)

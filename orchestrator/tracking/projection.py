@@ -12,7 +12,7 @@ from orchestrator.report.artifacts import failed_logs, profile_paths
 from orchestrator.report.markdown import Attached, report_markdown
 from orchestrator.report.page.page import page_html
 from orchestrator.report.plots.gallery import gallery
-from orchestrator.report.report import make_report, read_report
+from orchestrator.report.report import make_short_report, read_report
 from orchestrator.report.sources import PlanFacts, Sources, rejected_csv
 from orchestrator.report.summary import summarize
 from orchestrator.sweep.events import (
@@ -130,7 +130,7 @@ def _note(runs: Runs, state: SweepState, run_id: str, plots: Sequence[str] = ())
             links={what: runs.page(state, run_id, tab) for what, tab in tabs.items()},
             plots={name: artifact_path(run_id, f"plots/{name}.png") for name in shown},
         )
-    return report_markdown(make_report(state, summarize(state, runs.uri)), attached)
+    return report_markdown(make_short_report(state, summarize(state, runs.uri)), attached)
 
 
 def _project_finished(runs: Runs, event: SweepFinished, state: SweepState, ledger: Ledger) -> None:
@@ -146,12 +146,11 @@ def _project_finished(runs: Runs, event: SweepFinished, state: SweepState, ledge
 def _put_report(runs: Runs, state: SweepState, run_id: str, ledger: Ledger) -> Sequence[str]:
     """Write the report as text, and as a page with its plots where that is wanted; return the names of the plots."""
     summary = summarize(state, runs.uri)
-    is_page_wanted = _wants_page(ledger)
-    report = read_report(ledger, state, summary) if is_page_wanted else make_report(state, summary)
-    runs.put_text(run_id, report_markdown(report), "report.md")
+    runs.put_text(run_id, report_markdown(make_short_report(state, summary)), "report.md")
     runs.put_text(run_id, content.json_text(summary.to_json()), "summary.json")
-    if not is_page_wanted:
+    if not _wants_page(ledger):
         return ()
+    report = read_report(ledger, state, summary)
     plots = gallery(report)
     runs.put_text(run_id, page_html(report, plots), "report.html")
     for name, plot in plots.items():
