@@ -39,7 +39,7 @@ class Finalist:
 
     trial: int
     configuration: str
-    """Its short name."""
+    """Short name of its candidate."""
     rounds: tuple[RoundRatio, ...]
     overall: RatioInterval | None
     """Speed-up over all rounds; None before any was complete."""

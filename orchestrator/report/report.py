@@ -33,17 +33,20 @@ from trials.outcome import Measurement
 logger = logging.getLogger(__name__)
 
 
+ShownRole = Literal["winner", "fastest", "baseline"]
+"""Why a trial is shown first; only what was shown to be faster is called the winner."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownTrial:
-    """A measured trial that the result is told of: what is recommended, or the baseline."""
+    """A measured trial at the top of the report: the recommended one, or the baseline."""
 
-    role: Literal["winner", "fastest", "baseline"]
-    """Only what was shown to be faster is the winner."""
+    role: ShownRole
     number: int
     configuration: str
-    """Its short name."""
+    """Short name of its candidate."""
     speed: Estimate
-    """tokens/s/p, or samples/s/p, with its 95 % interval."""
+    """Speed in the summary's unit, with its 95 % interval."""
     measurement: Measurement
     step: StepParts
     """Where its step time goes: as explained, else as its own clock divides it; no parts where neither is known."""
@@ -87,7 +90,7 @@ class Profiled:
     """The trial of the search that was run again."""
     tables: ProfileTables
     files: tuple[Path, ...]
-    """Those of its files that lie on this host."""
+    """Paths of its files that lie on this host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +122,7 @@ class ShortReport:
     shown: tuple[ShownTrial, ...]
     """The winner or fastest, then the baseline, as far as measured; the baseline alone where nothing beat it."""
     change: Change | None
-    """None where the baseline is the fastest, or was not measured."""
+    """How the trial shown beside the baseline differs from it; None where only one of them is shown."""
     proof: ProofResult
     promotions: tuple[str, ...]
     """What was promoted or rolled back, a sentence each."""
@@ -135,7 +138,7 @@ class Report(ShortReport):
     ruled_out: tuple[RuledOut, ...]
     profiles: tuple[Profiled, ...]
     explanation: SweepExplanation | None
-    """None where nobody asked for it, or nothing was measured."""
+    """Why the trials are as fast as they are; None where that was not asked for, or nothing was measured."""
     history: History
     coordinates: ParallelCoordinates
     gate_curves: tuple[GateCurves, ...]
@@ -221,7 +224,7 @@ def read_report(ledger: Ledger, state: SweepState, summary: Summary, invocation:
 
 
 def _explain(ledger: Ledger, state: SweepState) -> SweepExplanation | None:
-    """None where that fails: the report is worth having without it."""
+    """The explanation of the sweep; None where that fails, for the report is worth having without it."""
     from orchestrator.diagnosis.load import explain_ledger
 
     try:
@@ -238,13 +241,11 @@ def _shown(state: SweepState, summary: Summary, explanation: SweepExplanation | 
     found = [_shown_trial("baseline", summary.baseline, explanation)] if summary.baseline else []
     if chosen is None:
         return tuple(found)
-    role: Literal["winner", "fastest"] = "winner" if is_worth_it(state, summary) else "fastest"
+    role: ShownRole = "winner" if is_worth_it(state, summary) else "fastest"
     return (_shown_trial(role, chosen, explanation), *found)
 
 
-def _shown_trial(
-    role: Literal["winner", "fastest", "baseline"], result: TrialResult, explanation: SweepExplanation | None
-) -> ShownTrial:
+def _shown_trial(role: ShownRole, result: TrialResult, explanation: SweepExplanation | None) -> ShownTrial:
     trial, measurement = result.trial, result.trial.measurement
     assert measurement is not None, "only measured trials have a result"
     explained = explanation.step_parts.get(trial.number) if explanation else None

@@ -75,7 +75,7 @@ class Sources:
     folder: Path | None = None
     """Folder of the sweep, with the files of its trials as far as they lie on this host."""
     recorded: Recorded | None = None
-    """Its run in MLflow; None where nothing was recorded yet."""
+    """Where MLflow holds the sweep; None where nothing was recorded yet."""
 
     @classmethod
     def of(cls, ledger: Ledger) -> Self:

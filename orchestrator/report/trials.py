@@ -19,7 +19,7 @@ class TrialRow:
 
     number: int
     name: str
-    """Its configuration, without what all trials of the table share."""
+    """Short name of its candidate, without what all trials of the table share."""
     status: TrialStatus
     measurement: Measurement | None
     compared: Speedup | None

@@ -42,9 +42,18 @@ def render_promotion(promoted: Mapping[str, Any], invocation: Invocation = PLAIN
 def render_rollback(changed: Mapping[str, Any], invocation: Invocation = PLAIN) -> RenderableType:
     """The outcome of a rollback, from its JSON form."""
     record = changed["record"]
-    source = f"{record['short_name']}, t{int(record['trial']):03d} of {record['sweep']}" if record["sweep"] else ""
+    source = (
+        f"{record['short_name']}, {units.trial_id(int(record['trial']))} of {record['sweep']}"
+        if record["sweep"]
+        else ""
+    )
     first = Text(f"{changed['name']}@production is version {changed['version']} again.", style="bold green")
     return Group(first, Text(source), _way_back(changed, invocation))
+
+
+def _origin(record: Mapping[str, Any]) -> str:
+    """``t004 of quickstart``: the trial that a record of a change is about."""
+    return f"{units.trial_id(int(record['trial']))} of {record['sweep']}"
 
 
 def _way_back(changed: Mapping[str, Any], invocation: Invocation) -> Text:
@@ -108,7 +117,7 @@ def _row(record: Mapping[str, Any]) -> list[Text]:
         f"{record['from_version'] or units.DASH} → {record['to_version'] or units.DASH}",
         record["action"],
         " ".join(part for part in (record["short_name"], record["speedup"]) if part),
-        f"t{int(record['trial']):03d} of {record['sweep']}" if record["trial"] else "",
+        _origin(record) if record["trial"] else "",
         record["by"],
     )
     return [Text(plain(cell)) for cell in cells]

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from typing import TYPE_CHECKING
 
 from orchestrator import units
 from orchestrator.errors import ConfigError
@@ -18,10 +16,18 @@ from orchestrator.report.report import Report
 from orchestrator.text import plain
 from trials.files import write_atomically
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 
 @lru_cache(maxsize=1)
 def environment() -> Environment:
-    """Where the templates are, and what they may call. Whatever they print is escaped, unless it is markup."""
+    """Where the templates are, and what they may call. Whatever they print is escaped, unless it is markup.
+
+    Jinja is imported only when a page is made: commands that make none do not pay for it.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
     found = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -44,11 +50,13 @@ def environment() -> Environment:
 
 def _printable(value: object) -> object:
     """What a template prints, without control characters; markup stays as it is."""
-    return plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return plain(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 def page_html(report: Report, plots: Mapping[str, Plot] | None = None) -> str:
     """The page. ``plots`` are those of its gallery, where they were made already."""
+    from markupsafe import Markup
+
     plots = gallery(report) if plots is None else plots
     figures = {name: Markup(plot.svg()) for name, plot in plots.items()}
     gates = [name for name in figures if name.startswith("gate-")]
