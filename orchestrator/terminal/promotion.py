@@ -42,11 +42,7 @@ def render_promotion(promoted: Mapping[str, Any], invocation: Invocation = PLAIN
 def render_rollback(changed: Mapping[str, Any], invocation: Invocation = PLAIN) -> RenderableType:
     """The outcome of a rollback, from its JSON form."""
     record = changed["record"]
-    source = (
-        f"{record['short_name']}, {units.trial_id(int(record['trial']))} of {record['sweep']}"
-        if record["sweep"]
-        else ""
-    )
+    source = f"{record['short_name']}, {_origin(record)}" if record["sweep"] else ""
     first = Text(f"{changed['name']}@production is version {changed['version']} again.", style="bold green")
     return Group(first, Text(source), _way_back(changed, invocation))
 
