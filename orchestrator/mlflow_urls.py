@@ -10,10 +10,10 @@ from orchestrator.errors import ConfigError
 from trials.secrets import redact
 
 URI_PATTERN = r"^(https?://|sqlite:////)\S+$"
-"""Tracking URIs taken: a server, or an SQLite file by its absolute path."""
+"""Tracking URIs that are accepted: a server, or an SQLite file by its absolute path."""
 _SQLITE = "sqlite:///"
 _VIEW = {"workflowType": "machine_learning"}
-"""Without it MLflow opens on its GenAI pages, where runs are hard to find."""
+"""Query of every link: without it MLflow opens on its GenAI pages, where runs are hard to find."""
 
 
 def check_tracking_uri(uri: str) -> str:

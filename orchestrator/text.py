@@ -89,7 +89,7 @@ class Follower:
 
 
 def follow(files: Sequence[tuple[T, Follower]], is_over: Callable[[], bool]) -> Iterator[tuple[T, str]]:
-    """(key, line) as lines are written, until ``is_over`` and everything has been read."""
+    """Yield (key, line) as lines are written, until ``is_over`` and everything has been read."""
     while True:
         over = is_over()  # before reading: what was written until then is read below
         lines = [(key, line) for key, follower in files for line in follower.new_lines()]
@@ -119,7 +119,7 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 
 def plain(text: str) -> str:
-    """``text`` without what a terminal would obey; of a line rewritten in place, only its last writing is kept."""
+    """``text`` without control characters and sequences; of a line rewritten in place, only its last writing is kept."""
     lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
     return _CONTROLS.sub("", _ESCAPES.sub("", "\n".join(lines)))
 
