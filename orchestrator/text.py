@@ -119,7 +119,7 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 
 def plain(text: str) -> str:
-    """``text`` without control characters and sequences; of a line rewritten in place, only its last writing is kept."""
+    """``text`` without control characters; of a line rewritten in place, only its last writing is kept."""
     lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
     return _CONTROLS.sub("", _ESCAPES.sub("", "\n".join(lines)))
 
