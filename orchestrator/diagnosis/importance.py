@@ -30,14 +30,14 @@ NUM_DRAWS = 40
 Setting = tuple[dict[str, Any], dict[str, BaseDistribution]]
 
 
-def importance(table: Table, *, seed: int = 0) -> Importance:
+def importance(table: Table) -> Importance:
     """How important the varied knobs are; a reason instead where there are too few trials."""
     num_trials, num_bounds = len(table.rows), len(table.rows) - len(table.measured)
     if reason := _too_few(table):
         return Importance(knobs=(), num_trials=num_trials, num_bounds=num_bounds, reason=reason)
     trials = _trials(table)
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # it tells of every study
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     draws = [_shares([trials[i] for i in rng.integers(len(trials), size=len(trials))], i) for i in range(NUM_DRAWS)]
     by_knob = np.array([[draw.get(_name(i), 0.0) for i in range(len(table.knobs))] for draw in draws])
     low, high = np.percentile(by_knob, (2.5, 97.5), axis=0)

@@ -11,6 +11,9 @@ from orchestrator.statistics import tokens_per_s_per_device
 from orchestrator.sweep.state import SweepState, Trial
 from trials.outcome import StoppedEarly
 
+MAX_KNOBS = 9
+"""Knobs through which trials are drawn as lines."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedPoint:
@@ -104,7 +107,7 @@ class ParallelCoordinates:
     """Speed of each trial; None where it was not measured."""
 
 
-def coordinates(state: SweepState, order: Sequence[str] = (), max_knobs: int = 9) -> ParallelCoordinates:
+def coordinates(state: SweepState, order: Sequence[str] = ()) -> ParallelCoordinates:
     """Ended trials as lines. Knobs named in ``order`` come first in that order, then the others by number of values."""
     trials = [trial for trial in state.searched() if trial.outcome is not None]
     params = [flat_params(trial.candidate) for trial in trials]
@@ -113,7 +116,7 @@ def coordinates(state: SweepState, order: Sequence[str] = (), max_knobs: int = 9
     varying = [name for name in names if len(distinct[name]) > 1]
     rank = {name: place for place, name in enumerate(order)}
     varying.sort(key=lambda name: (rank.get(name, len(rank)), -len(distinct[name])))
-    knobs = tuple(varying[:max_knobs])
+    knobs = tuple(varying[:MAX_KNOBS])
     return ParallelCoordinates(
         knobs=knobs,
         values=tuple(tuple(map(value_words, distinct[name])) for name in knobs),

@@ -22,6 +22,9 @@ from orchestrator.units import device_time, milliseconds, num_bytes, rate
 from trials.spec import Candidate
 
 MAX_CANDIDATES = 20
+"""Candidates of a plan that are shown."""
+MAX_PREDICTIONS = 10
+"""Candidates expected to be fastest that are shown."""
 
 
 def render_planning(planning: Planning) -> RenderableType:
@@ -102,7 +105,7 @@ NUM_TIME_TERMS, NUM_MEMORY_TERMS = 2, 1
 """Largest terms shown per figure; explaining one candidate, or JSON, gives all."""
 
 
-def render_predictions(predictions: PlanPredictions, limit: int = 10) -> RenderableType:
+def render_predictions(predictions: PlanPredictions) -> RenderableType:
     """The candidates expected to be fastest, with what their time and memory consist of."""
     head = Text.assemble(
         (f"{predictions.num_fitting} of {predictions.num_candidates} candidates expected to fit", "bold"),
@@ -116,7 +119,7 @@ def render_predictions(predictions: PlanPredictions, limit: int = 10) -> Rendera
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("time, mostly")
     table.add_column("memory, mostly")
-    for prediction in predictions.top[:limit]:
+    for prediction in predictions.top[:MAX_PREDICTIONS]:
         speedup = prediction.tokens_per_s_per_device / predictions.baseline.tokens_per_s_per_device
         table.add_row(*_row(prediction, f"{speedup:.2f}x"))
     table.add_section()

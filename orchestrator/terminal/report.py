@@ -22,12 +22,13 @@ from orchestrator.terminal.proof import render_confirmation, render_gate
 from orchestrator.terminal.table import render_trials
 
 MAX_TRIALS = 20
+"""Trials shown, the fastest; the baseline is shown besides."""
 
 STATE_STYLES = {"finished": "green", "failed": "red", "running": "cyan"}
 """Style of where the sweep stands; others are yellow."""
 
 
-def render_report(report: Report, *, max_trials: int | None = MAX_TRIALS) -> RenderableType:
+def render_report(report: Report) -> RenderableType:
     """The whole result: winner against baseline, what changed, trials by speed, failures, where to look next."""
     parts: list[RenderableType] = [_title(report), _result_panel(report)]
     if report.change is not None:
@@ -37,7 +38,7 @@ def render_report(report: Report, *, max_trials: int | None = MAX_TRIALS) -> Ren
         "Found out": _findings(report.shown),
         "Confirmation (speed over the baseline's, measured again side by side)": render_confirmation(report.proof),
         "Loss gate": render_gate(report.proof),
-        f"Trials ({report.cost})": _trials(report, max_trials),
+        f"Trials ({report.cost})": _trials(report),
         "Not measured": _failures(report),
         "Profile": render_profiles(report.profiles),
         "Recorded": _recorded(report),
@@ -99,10 +100,10 @@ def _findings(shown: tuple[ShownTrial, ...]) -> RenderableType | None:
     return grid if grid.rows else None
 
 
-def _trials(report: Report, max_trials: int | None) -> RenderableType:
+def _trials(report: Report) -> RenderableType:
     """The fastest, and the baseline, which is never left out."""
     table = report.trials
-    kept = tuple(row for i, row in enumerate(table.rows) if max_trials is None or i < max_trials or row.number == 0)
+    kept = tuple(row for i, row in enumerate(table.rows) if i < MAX_TRIALS or row.number == 0)
     has_tie = any(row.compared is not None and row.compared.verdict == "tie" for row in kept)
     notes = ["≈ inside the noise of the two measurements"] if has_tie else []
     if len(kept) < len(table.rows):

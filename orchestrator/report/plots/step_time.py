@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+MAX_KNOBS = 10
+"""Knobs whose importance is drawn."""
+
 COLORS: Mapping[PartName, str] = {
     "compute": BLUE,
     "forward_backward": BLUE,
@@ -113,9 +116,9 @@ def part_words(name: PartName) -> str:
     return name.replace("forward_backward", "forward and backward").replace("_", " ")
 
 
-def plot_importance(knobs: Sequence[KnobImportance], effects: Sequence[KnobEffect] = (), max_knobs: int = 10) -> Figure:
+def plot_importance(knobs: Sequence[KnobImportance], effects: Sequence[KnobEffect] = ()) -> Figure:
     """A bar per knob with its interval, most important first, and its largest effect beside it."""
-    shown = sorted(knobs, key=lambda knob: -knob.share)[:max_knobs]
+    shown = sorted(knobs, key=lambda knob: -knob.share)[:MAX_KNOBS]
     largest = {effect.knobs: effect for effect in reversed(effects)}
     what = "share of the differences in speed between trials that a knob explains, with its 95 % interval"
     figure = new_figure(_importance_title(shown), what, 0.85 + 0.28 * max(1, len(shown)))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from typing import get_args
 
 import pytest
 from click.testing import CliRunner
@@ -16,7 +17,7 @@ from orchestrator.cli.main import main
 from orchestrator.config.sweep import load_sweep
 from orchestrator.diagnosis.values import KnobImportance, Part, StepParts
 from orchestrator.planning.plan import make_plan, plan_document
-from orchestrator.report import proof, series
+from orchestrator.report import proof, series, words
 from orchestrator.report.markdown import report_markdown
 from orchestrator.report.page.page import environment, page_html
 from orchestrator.report.plots import proof as plots_proof
@@ -238,6 +239,11 @@ def test_terminal_and_note_tell_the_proof():
     lines = report_markdown(made(state)).splitlines()
     assert lines[0].startswith("**Confirmed: 1.25x")
     assert "- Confirmation of t002: 1.01x (1.01x – 1.01x), not shown faster" in lines  # noqa: RUF001
+
+
+def test_every_outcome_and_every_purpose_has_words():
+    assert set(words.FINALIST_WORDS) == set(get_args(words.FinalistOutcome))
+    assert set(words.PURPOSE_WORDS) == set(get_args(words.CommandPurpose))
 
 
 def test_while_it_is_being_confirmed_the_table_says_so():
