@@ -88,10 +88,8 @@ def available_bytes() -> int | None:
     if available_kib := _field(read_or_empty(_MEMINFO), "MemAvailable:"):
         amounts.append(available_kib << 10)
     if (group := memory_group()) is not None:
-        limit, used = (
-            read_or_empty(group.folder / group.limit).strip(),
-            read_or_empty(group.folder / group.usage).strip(),
-        )
+        limit = read_or_empty(group.folder / group.limit).strip()
+        used = read_or_empty(group.folder / group.usage).strip()
         if limit.isdigit() and used.isdigit():  # "max" is no limit
             reclaimable = _field(read_or_empty(group.folder / "memory.stat"), group.reclaimable)
             amounts.append(max(0, int(limit) - int(used) + reclaimable))
