@@ -1,1 +1,2 @@
-"""Places gangs on nodes and runs them: the one package that may import ray (``ray_*``)."""
+"""Leases nodes and runs gangs of ranks on them. Imports ``trials`` and knows nothing of sweeps; only the room ``ray``
+imports Ray."""

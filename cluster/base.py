@@ -1,7 +1,7 @@
-"""The contract of every cluster backend, and the events a gang emits.
+"""The contract of cluster backends, and the events that a gang emits.
 
 A backend holds a lease on nodes, launches gangs on placements chosen by the controller, and reports what happens to
-them. The obligations below are checked for every backend by ``tests/cluster/test_conformance.py``.
+them. What it owes its caller stands with :class:`Cluster`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangLaunch:
-    """One attempt, ready to run: all ranks or none."""
+    """An attempt that is ready to run: all of its ranks or none."""
 
     attempt_id: str
     """Unique, path-safe; names the attempt's folder."""
@@ -55,7 +55,7 @@ class GangLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangProgress:
-    """The slowest rank reached this phase and step."""
+    """The slowest rank of a gang has reached this phase and step."""
 
     kind: ClassVar[str] = "progress"
     attempt_id: str
@@ -84,9 +84,48 @@ GangEvent = GangProgress | GangEnded
 class Cluster(Protocol):
     """A lease on some nodes, which may grow and shrink. Not thread-safe: one controller calls it from one thread.
 
-    Obligations: ``launch`` returns at once and is followed by exactly one :class:`GangEnded`, whatever happens;
-    any rank's death, error or missed deadline kills the whole gang, including processes the ranks started; after
-    ``close`` (or the death of the calling process, however abrupt) no process of the backend is left.
+    Each obligation below is checked by the test of its name, ``test_<name>`` in ``tests/cluster/test_conformance.py``
+    unless another file is named. Time is the host's, on virtual clusters that of their clock.
+
+    Obligations of every backend (local, ray, simulated, replay):
+
+    - ``measured``: a gang whose ranks all do their work ends as ``Measured``, with figures of every rank.
+    - ``launch_returns``: launching does not wait for the gang.
+    - ``one_end``: a launch is followed by exactly one :class:`GangEnded`, whatever happens, and nothing after it.
+    - ``identity``: every event carries attempt id and token of its launch.
+    - ``progress``: each step that the slowest rank reaches is told at most once, in order, the last one always.
+    - ``device_seconds``: the end tells the time for which the gang held its devices times all devices reserved.
+    - ``disjoint_gangs``: gangs on disjoint devices do not disturb each other, and devices are free after an end.
+    - ``out_of_memory``: a rank that runs out of device memory ends its gang as ``OutOfMemory``.
+    - ``deadline``: a missed deadline ends the gang as ``TimedOut`` with the phase and the rank to blame.
+    - ``kill``: a killed gang ends as ``GangLost`` with the reason given.
+    - ``kill_at_once``: so does one that is killed before it has begun.
+    - ``kill_unknown``: killing an attempt that is unknown or has ended changes nothing.
+    - ``poll_timeout``: where nothing happens, polling takes the time allowed and returns no event.
+    - ``release``: a node given back leaves the lease for good, and its gangs end as ``GangLost``.
+    - ``resize``: nodes too many leave unless they are to be kept, and come back when they are asked for again.
+    - ``close``: closing with a running gang, and closing again, raises nothing.
+
+    Obligations of backends that run processes (local, ray):
+
+    - ``ranks_meet``: the ranks of a gang form a process group, and their reports are merged into one measurement.
+    - ``result_on_disk``: the result can be recovered from the attempt's folder without the controller.
+    - ``environment``: ranks see the variables that torchrun would set, and those of the launch.
+    - ``exception``: a rank's exception ends the gang with its rank, type, message and the end of its log as evidence.
+    - ``killed_rank``: a rank that is killed is the cause, not the connections of its peers that break.
+    - ``exit_code``: a rank that exits without a report crashes the gang, with its exit code as evidence.
+    - ``missing_runner``: so does a runner that cannot be imported.
+    - ``hanging_rank``: of several ranks that make no progress the one for which the others wait is named.
+    - ``grandchildren``: processes that ranks started and detached are ended with the gang.
+    - ``no_process_left``: when the end is told, no process of the gang is left.
+    - ``disjoint_processes``: nor is any process of a gang on other devices harmed.
+    - ``close_leaves_nothing``: after closing no process of the backend is left (``test_leftovers.py``).
+    - ``death_leaves_nothing``: nor after the calling process died, however abruptly (``test_leftovers.py``).
+
+    Obligations of backends whose nodes can be lost (ray, simulated), in ``ray/test_backend.py`` and
+    ``virtual/test_backends.py``:
+
+    - ``lost_nodes``: gangs on a lost node end as ``GangLost`` at once, those on other nodes go on.
     """
 
     @property
@@ -102,7 +141,7 @@ class Cluster(Protocol):
 
     @property
     def waiting(self) -> str:
-        """Why it holds fewer nodes than asked for, for people; empty where it does not."""
+        """Why the lease has fewer nodes than asked for, for people; empty where it has as many."""
         ...
 
     @property
@@ -129,7 +168,7 @@ class Cluster(Protocol):
         ...
 
     def kill(self, attempt_id: str, reason: str) -> None:
-        """Kill a running gang; its :class:`GangEnded` carries ``GangLost(reason)``. Unknown attempts are ignored."""
+        """Kill a running gang, whose end then is ``GangLost`` with ``reason``. Unknown attempts are ignored."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The one place that chooses a backend. Importing it costs nothing; using it imports what the choice needs."""
+"""Opens the cluster that a sweep asks for: the one place that chooses a backend, and imports only that one."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from cluster.queue.share import Admission, Grant, Unlimited
 from cluster.request import ClusterRequest, Excluded, OnWait, Replay, Simulation
 
 WAIT_S = 120.0
-
-
+"""How long a lease is waited for where nobody is told what is waited for."""
 INFEASIBLE_WAIT_S = 5.0
-"""A node may still be joining."""
-
-
+"""How long to wait for nodes that the cluster does not have: they may still be joining."""
 BEAT_S = 1.0
+"""Pause between two renewals of the claim."""
 
 
 def connect(
@@ -49,7 +47,7 @@ def connect(
 
 
 class _Wait:
-    """For nodes, with patience that has an end."""
+    """Waits for nodes, and gives up when that has taken too long."""
 
     def __init__(self, request: ClusterRequest, on_wait: OnWait | None) -> None:
         self._on_wait = on_wait
@@ -58,7 +56,11 @@ class _Wait:
         self._begun_at_s = time.monotonic()
 
     def because(self, reason: str, *, is_infeasible: bool = False) -> None:
-        """Raises ClusterError when it has taken too long."""
+        """Tell whoever listens why there is still no lease.
+
+        Raises:
+            ClusterError: it has taken too long.
+        """
         waited_s = time.monotonic() - self._begun_at_s
         is_hopeless = is_infeasible and self._on_wait is None and waited_s > INFEASIBLE_WAIT_S
         if is_hopeless or waited_s > self._limit_s:
@@ -70,7 +72,7 @@ class _Wait:
 def _opened(cluster: Cluster, excluded: Excluded | None) -> Cluster:
     try:
         if excluded is not None:
-            release_excluded(cluster, excluded)
+            _release_excluded(cluster, excluded)
     except BaseException:
         cluster.close()
         raise
@@ -85,7 +87,7 @@ def _virtual(request: ClusterRequest) -> Cluster:
 
 
 def _this_host(request: ClusterRequest, workdir: Path, wait: _Wait, preload: Sequence[str]) -> Cluster:
-    """This host, as soon as it is nobody else's."""
+    """This host, once no other sweep holds it."""
     node = _discover(request)
     admission: Admission = Unlimited()
     if request.claim is not None and request.queue_folder is not None:
@@ -118,9 +120,9 @@ def _lease(
         while True:
             grant = _beat(cluster, request)
             cluster.resize(grant.num_nodes, at_least=request.min_nodes)
-            if cluster.standing == "enough":
+            if cluster.status == "enough":
                 return cluster
-            wait.because(grant.reason or cluster.waiting, is_infeasible=cluster.standing == "infeasible")
+            wait.because(grant.reason or cluster.waiting, is_infeasible=cluster.status == "infeasible")
             cluster.poll(BEAT_S)
     except BaseException:
         cluster.close()
@@ -142,7 +144,7 @@ def describe(request: ClusterRequest) -> Topology | None:
     topology = _described(request)
     if topology is None or request.excluded is None:
         return topology
-    return without_nodes(topology, request.excluded(topology))
+    return _without_nodes(topology, request.excluded(topology))
 
 
 def _described(request: ClusterRequest) -> Topology | None:
@@ -215,8 +217,8 @@ def _discover(request: ClusterRequest) -> Node:
     )
 
 
-def without_nodes(topology: Topology, names: Collection[str]) -> Topology:
-    """The nodes not named.
+def _without_nodes(topology: Topology, names: Collection[str]) -> Topology:
+    """``topology`` without the nodes named.
 
     Raises:
         ClusterError: none is left.
@@ -228,13 +230,13 @@ def without_nodes(topology: Topology, names: Collection[str]) -> Topology:
     return replace(topology, nodes=left)
 
 
-def release_excluded(cluster: Cluster, excluded: Excluded) -> None:
+def _release_excluded(cluster: Cluster, excluded: Excluded) -> None:
     """Give back the excluded nodes among those held.
 
     Raises:
         ClusterError: none is left.
     """
     names = excluded(cluster.topology)
-    without_nodes(cluster.topology, names)
+    _without_nodes(cluster.topology, names)
     for name in names:
         cluster.release(name)

@@ -1,8 +1,7 @@
-"""Gangs on this host, without Ray."""
+"""The backend ``local``: gangs on this host, without Ray."""
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Collection, Sequence
@@ -11,7 +10,7 @@ from typing import Self
 from uuid import uuid4
 
 from cluster.base import GangEvent, GangLaunch
-from cluster.gang.messages import StopGang, node_launch, rendezvous_file
+from cluster.gang.messages import StopGang, node_launch, single_node_env
 from cluster.gang.tracker import GangTracker
 from cluster.hardware.topology import Node, Topology, discover_node
 from cluster.node.agent import PRELOAD, Agent
@@ -121,11 +120,3 @@ class LocalCluster:
     def _stop(self, node: str, attempt_id: str, order: StopGang) -> None:
         del node  # there is but one
         self._agent.stop(attempt_id, order)
-
-
-def single_node_env(directory: str) -> dict[str, str]:
-    """What ranks that share a node are told: meet at a file, talk over loopback unless the user says otherwise."""
-    return {
-        "TUNE_CLUSTER_RENDEZVOUS": rendezvous_file(directory).as_uri(),
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-    }

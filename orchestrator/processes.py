@@ -43,6 +43,12 @@ def is_held(path: Path) -> bool:
     return False
 
 
+def pause_s(num_failures: int, *, first_s: float, last_s: float) -> float:
+    """Seconds to wait before the next try after ``num_failures`` earlier pauses: each is twice the one before, up to
+    ``last_s``."""
+    return float(min(last_s, first_s * 2 ** min(num_failures, 30)))
+
+
 REPEATED_S = 2.0
 
 

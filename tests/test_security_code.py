@@ -16,9 +16,8 @@ NEVER_CALLED = {
 NEVER_IMPORTED = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "commands", "telnetlib"}
 WRITES = {"write_text", "write_bytes"}
 MAY_WRITE = {
-    "cluster/node/processes.py": "/proc",
+    "cluster/processes.py": "/proc",
     "trials/training/memory.py": "/proc",
-    "cluster/node/rank.py": "beside, then renamed",
     "cluster/ray/settings.py": "a token that nobody reads yet",
     "orchestrator/config/schema.py": "generated documents of the repository",
 }

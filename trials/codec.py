@@ -65,7 +65,7 @@ _Decode = Callable[[Any], Any]
 
 
 class _MismatchError(Exception):
-    """What is wrong, with the path to each bad part from where it was found up to where it was caught last.
+    """JSON values that do not fit: messages, each with the path to the bad part as far as it is known by now.
 
     Paths are put together only when something is wrong: a ledger has far more good values than bad ones.
     """
@@ -80,7 +80,7 @@ class _MismatchError(Exception):
 
 @functools.cache
 def _decoder(cls: Any) -> _Decode:
-    """What builds a ``cls`` from JSON values, or raises :class:`_MismatchError`; made once per type."""
+    """The function that builds a ``cls`` from JSON values, or raises :class:`_MismatchError`; made once per type."""
     origin, args = typing.get_origin(cls), typing.get_args(cls)
     if cls is Any:
         return lambda data: data
@@ -160,7 +160,7 @@ def _union_decoder(members: tuple[Any, ...]) -> _Decode:
 def _dataclass_decoder(cls: Any) -> _Decode:
     @functools.cache
     def decoders() -> dict[str, _Decode]:
-        """By the field's name."""
+        """Decoder of every field, by its name."""
         hints = typing.get_type_hints(cls)
         return {field.name: _decoder(hints[field.name]) for field in dataclasses.fields(cls)}
 
@@ -194,7 +194,7 @@ def _decoded_values(data: Mapping[Any, Any], decoder_of: Callable[[Any], _Decode
 
 @functools.cache
 def _field_names(cls: Any) -> tuple[str, ...] | None:
-    """None where it is no dataclass."""
+    """Names of a dataclass's fields; None for every other type."""
     return tuple(field.name for field in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else None
 
 

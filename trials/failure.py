@@ -1,4 +1,4 @@
-"""What can go wrong in a rank, and how to tell which kind an error is. Imports no torch.
+"""What can go wrong in a rank, and how to tell which kind an error is. Standard library only.
 
 ::
 
@@ -60,7 +60,7 @@ _CONNECTION = (
 """Lower-case message parts by which gloo, the stores and NCCL report that a *peer* went away or never came."""
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Nothing can be written on this host: no fault of what is tried."""
+"""Numbers of errors that say that nothing can be written on this host: no fault of the candidate."""
 
 _BY_TYPE_NAME: dict[str, FailureClass] = {
     "InfeasibleSpec": "infeasible",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 
@@ -11,7 +14,7 @@ def write_atomically(path: Path, chunks: Iterable[bytes], *, mode: int | None = 
     """Put ``chunks`` at ``path`` as a whole or not at all; a link there is replaced, not followed.
 
     Args:
-        mode: of the file; None leaves it to the umask.
+        mode: permissions of the file; None leaves them to the umask.
 
     Raises:
         OSError: it cannot be written; what was at ``path`` is as it was.
@@ -25,6 +28,15 @@ def write_atomically(path: Path, chunks: Iterable[bytes], *, mode: int | None = 
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def write_json(value: Any, path: Path | None) -> None:
+    """Write a JSON value, indented, to the file as a whole, or to stdout where there is none."""
+    text = json.dumps(value, indent=1) + "\n"
+    if path is None:
+        sys.stdout.write(text)
+    else:
+        write_atomically(path, [text.encode()])
 
 
 def make_private_folder(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""FLOPs of a model and dense peaks of devices. Standard library only."""
+"""Parameters, FLOPs and activations of a model, and dense peaks of devices. Standard library only."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def model_flops_per_token(model: Model, seq_length: int) -> float:
 
 
 def _decoder_flops_per_token(model: LlamaModel, seq_length: int) -> float:
-    """``6 N + 12 L H Q T``.
+    """``6 N + 12 L H Q T`` FLOPs.
 
     Chowdhery et al., arXiv 2204.02311, appendix B: N parameters cost 2 FLOPs each forward and 4 backward; attention's
     two matmuls cost ``12 L H Q T`` more, for L layers, ``H Q = hidden_size`` and T = ``seq_length`` (the causal half is
@@ -64,7 +64,7 @@ class _Convolution:
 
 
 def _convolutions(model: ResNetModel) -> Iterator[_Convolution]:
-    """All of a ResNet v1.5, each followed by a batch norm."""
+    """Every convolution of a ResNet v1.5 in model order; each is followed by a batch norm."""
     expansion = 1 if model.depth == 18 else 4
     size = _halved(model.image_size)
     yield _Convolution(3, model.width, 7, size)
@@ -87,8 +87,11 @@ def _convolutions(model: ResNetModel) -> Iterator[_Convolution]:
 
 
 def activation_elements(model: ResNetModel | LinearModel) -> int:
-    """Elements that one sample's forward pass keeps for the backward pass: of each Linear layer its input; of each
-    convolution its input (what the ReLU before it gave) and its output (the input of its batch norm)."""
+    """Elements that one sample's forward pass keeps for the backward pass.
+
+    A Linear layer keeps its input; a convolution its input (what the ReLU before it gave) and its output (the input of
+    its batch norm).
+    """
     match model:
         case LinearModel():
             return model.num_layers * model.size
@@ -97,7 +100,7 @@ def activation_elements(model: ResNetModel | LinearModel) -> int:
 
 
 def num_kernels(model: Model) -> int:
-    """Launched in a forward pass, about: a convolution has a batch norm and a ReLU; a decoder's layer some 20."""
+    """About how many kernels a forward pass launches: 3 a convolution, with batch norm and ReLU; 20 a decoder layer."""
     match model:
         case LlamaModel():
             return 20 * model.num_layers
@@ -116,7 +119,7 @@ def _num_head_weights(model: ResNetModel) -> int:
 
 
 def _num_resnet_parameters(model: ResNetModel) -> int:
-    """Convolutions, two per channel of their batch norms, and the head with its biases."""
+    """Weights of convolutions, two per channel of their batch norms, and the head with its biases."""
     convolutions = sum(conv.num_weights + 2 * conv.channels_out for conv in _convolutions(model))
     return convolutions + _num_head_weights(model) + model.num_classes
 
@@ -151,11 +154,11 @@ _PEAKS: tuple[tuple[tuple[str, ...], dict[str, float]], ...] = (
     (("V100", "SXM2"), {"float16": 125.0e12, "float32": 15.7e12}),
     (("V100", "PCIE"), {"float16": 112.0e12, "float32": 14.0e12}),
 )
-"""Parts a device name must contain, first match wins."""
+"""Parts that a device name must contain, and its FLOP/s by number format; the first match wins."""
 
 
 def _num_block_parameters(model: LlamaModel) -> int:
-    """Query, key, value and output projections, the three SwiGLU matrices, two norms."""
+    """Parameters of the query, key, value and output projections, the three SwiGLU matrices and two norms."""
     hidden = model.hidden_size
     kv_size = hidden // model.num_heads * model.num_kv_heads
     return 2 * hidden * hidden + 2 * hidden * kv_size + 3 * hidden * model.ffn_hidden_size + 2 * hidden

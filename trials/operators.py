@@ -1,4 +1,4 @@
-"""Names of operators as users write them: ``linear``, ``mul``, ``scaled_dot_product_attention``."""
+"""Helpers for watching torch's operators: their names, the tensors among their arguments, which pass is running."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ _NOT_IN_PLACE = ("__invert__", "__index__", "__int__")
 
 
 def operator_name(function: Callable[..., Any]) -> str | None:
-    """Name of what a torch function mode is told of: as in ``torch.nn.functional``, ``x * y`` being ``mul``.
+    """Name of an operator as users write it, from the function that a torch function mode is given.
+
+    Names are those of ``torch.nn.functional`` (``linear``, ``scaled_dot_product_attention``); ``x * y`` is ``mul``.
 
     ``None`` for what is no operator on tensors by itself: in-place functions, attributes, and calls of the dispatcher,
     which libraries make (collectives among them) and users do not write.

@@ -1,4 +1,4 @@
-"""What came of a trial: one :class:`Measurement`, or a reason why there is none. Standard library only.
+"""What came of an attempt at a trial: a :class:`Measurement`, or a reason why there is none. Standard library only.
 
 Every outcome states its ``consequence``, what the catcher must do with it::
 
@@ -18,7 +18,7 @@ from trials.reports.findings import Findings
 from trials.reports.rates import RankRates
 
 Phase = Literal["starting", "warmup", "measuring"]
-"""Phases a rank goes through."""
+"""Phases that a rank goes through."""
 
 
 class ProgressSink(Protocol):
@@ -27,20 +27,25 @@ class ProgressSink(Protocol):
     def __call__(self, phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None: ...
 
 
+def ignore_progress(phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None:
+    """The :class:`ProgressSink` that drops what it is told."""
+
+
 Consequence = Literal["objective", "constraint", "fault", "retry"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBreakdown:
-    """Mean seconds of one measured step on the slowest rank. ``other_s`` is what the named phases leave."""
+    """Mean seconds of the phases of one measured step on one rank; in a :class:`Measurement`, on the slowest."""
 
     data_s: float = 0.0
     forward_s: float = 0.0
     backward_s: float = 0.0
     bubble_s: float = 0.0
-    """In a pipeline: neither forward nor backward of a micro-batch, waiting for peers and passing tensors on."""
+    """Time in a pipeline outside of forward and backward passes: waiting for peers and passing tensors on."""
     optimizer_s: float = 0.0
     other_s: float = 0.0
+    """What the other phases leave of the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +66,7 @@ class RankReport:
     grad_norms: tuple[float, ...]
     """Global gradient norm before the optimiser step, unscaled, for the same steps; 0 for a skipped one."""
     model_flops_per_token: float
-    """Forward and backward, without recomputation."""
+    """FLOPs of the forward and the backward pass, without recomputation."""
     peak_flops_per_s: float | None = None
     """The device's dense peak for the matmul dtype, where known."""
     num_skipped_steps: int = 0
@@ -82,7 +87,7 @@ class Measurement:
     step_times_s: tuple[float, ...]
     breakdown: StepBreakdown
     peak_allocated_bytes: tuple[int, ...]
-    """Per rank."""
+    """Peak per rank, in bytes; so is the next."""
     peak_reserved_bytes: tuple[int, ...]
     num_warmup_steps: int
     losses: tuple[float, ...]
@@ -95,7 +100,7 @@ class Measurement:
     findings: Findings = field(default_factory=Findings)
     """What the runner found out besides; recompute effects are those of the rank where they are largest."""
     places: tuple[str, ...] = ()
-    """Per rank, where it really ran: host and device, no two alike. Empty where no ranks exist (virtual clusters)."""
+    """Host and device that each rank ran on, no two alike; empty on virtual clusters, which have no ranks."""
 
     @property
     def step_time_s(self) -> float:
@@ -150,18 +155,18 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoppedEarly:
-    """Its first steps were so slow that it could not become the best: the controller ended it."""
+    """The candidate's first steps were so slow that it could not become the best: the controller ended the attempt."""
 
     kind: ClassVar[str] = "stopped_early"
     consequence: ClassVar[Consequence] = "objective"
     step_times_s: tuple[float, ...]
-    """Seen before the end, the first step left out."""
+    """Seconds of the steps seen, without the first."""
     at_least_s: float
-    """What its step time would at least have been."""
+    """Lower bound of the step time that it would have had."""
     incumbent: int
-    """Number of the trial it was compared with."""
+    """Number of the trial that it was compared with, the best so far."""
     saved_device_seconds: float
-    """What the steps still due would have taken."""
+    """Device-seconds that the steps still due would have taken."""
     evidence: Evidence
 
 
@@ -221,7 +226,8 @@ class HostOutOfMemory:
 
 
 LossCause = Literal["infrastructure", "controller", "preempted"]
-"""A node, agent, link or device failed; the controller ended or was told to pause; somebody else needs the nodes."""
+"""Respectively: a node, agent, link or device failed; the controller ended or was told to pause; somebody else needs
+the nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +247,7 @@ Outcome = Measured | Failure
 
 
 def probe_report(rates: RankRates, *, world_size: int, duration_s: float) -> RankReport:
-    """Nothing was trained: the one step is the probe itself."""
+    """The report of a probe's rank, which trains nothing: its one step is the probe itself."""
     return RankReport(
         rank=rates.rank,
         world_size=world_size,

@@ -28,6 +28,7 @@ MASK = "***"
 MIN_CHARS = 6
 """Shorter values are words such as ``true``: replacing them would spoil texts and protect nothing."""
 _MIN_DIGITS = 12
+"""The same for values of digits only, which may be sizes or dates."""
 _NO_SECRETS = ("disabled", "enabled", "default")
 _MAX_FILE_BYTES = 8192
 _BLOCK_BYTES = 1 << 16
@@ -41,7 +42,7 @@ _SECRET_NAME = re.compile(
 _NAMES_A_FILE = re.compile(r"_(PATH|FILE)$|^GOOGLE_APPLICATION_CREDENTIALS$", re.IGNORECASE)
 _WITHHELD = re.compile(r"^(MLFLOW|RAY_AUTH|TUNE_CLUSTER_NOTIFY)_|WEBHOOK", re.IGNORECASE)
 _MLFLOW_USER = "MLFLOW_TRACKING_USERNAME"
-"""No secret itself, and often part of paths; but with the password it makes the header that is sent."""
+"""Variable whose value is no secret itself, and often part of paths; with the password it makes the header sent."""
 _RAY_TOKEN_FILE = ".ray/auth_token"
 
 CREDENTIAL_FORM = re.compile(
@@ -89,12 +90,12 @@ def redact(text: str) -> str:
 
     Redact before cutting into lines or shortening: half a secret is not recognised.
     """
-    return _redacted(text, _known_now())
+    return _redacted(text, _spellings_now())
 
 
 def redactor() -> Callable[[str], str]:
     """:func:`redact` for many texts: what is secret is looked up once."""
-    known = _known_now()
+    known = _spellings_now()
     return lambda text: _redacted(text, known)
 
 
@@ -125,7 +126,7 @@ def redact_file(path: Path) -> bool:
 
 
 class RedactingFormatter(logging.Formatter):
-    """Log lines without secrets, in message, arguments and traceback."""
+    """Formats log lines without secrets in message, arguments and traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
@@ -156,20 +157,21 @@ def _redacted(text: str, known: tuple[str, ...]) -> str:
 
 def _blocks(source: IO[bytes]) -> Iterator[tuple[bytes, bytes]]:
     """The content in blocks of whole lines, each with its redacted form; bytes that are no text survive."""
-    known = _known_now()
+    known = _spellings_now()
     while block := source.read(_BLOCK_BYTES):
         block += source.readline(_MAX_LINE_BYTES)
         clean = _redacted(block.decode("utf-8", "surrogateescape"), known)
         yield block, clean.encode("utf-8", "surrogateescape")
 
 
-def _known_now() -> tuple[str, ...]:
+def _spellings_now() -> tuple[str, ...]:
+    """All spellings of what the environment and the files that it names say is secret now."""
     variables = [(name, value) for name, value in os.environ.items() if is_secret_name(name)]
     values = [value.strip() for name, value in variables if not _NAMES_A_FILE.search(name)]
     files = [value for name, value in variables if _NAMES_A_FILE.search(name)]
     files.append(f"{os.environ.get('HOME', '')}/{_RAY_TOKEN_FILE}")
     tokens = [_token_in(file) for file in files]
-    return _known(frozenset((*values, *tokens)), os.environ.get(_MLFLOW_USER))
+    return _all_spellings(frozenset((*values, *tokens)), os.environ.get(_MLFLOW_USER))
 
 
 def _token_in(file: str) -> str:
@@ -184,7 +186,7 @@ def _token_in(file: str) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _known(values: frozenset[str], user: str | None) -> tuple[str, ...]:
+def _all_spellings(values: frozenset[str], user: str | None) -> tuple[str, ...]:
     """All these secrets in all their spellings, longest first."""
     secrets = {secret for value in values for secret in (value, *_long_lines(value)) if _is_worth_hiding(secret)}
     if user:
@@ -194,7 +196,7 @@ def _known(values: frozenset[str], user: str | None) -> tuple[str, ...]:
 
 
 def _long_lines(value: str) -> list[str]:
-    """Of a value such as a private key: logs are cut into lines."""
+    """The long lines of a value such as a private key, each a secret by itself, because logs are cut into lines."""
     return [line for line in value.splitlines() if len(line) >= 2 * MIN_CHARS] if "\n" in value else []
 
 
@@ -203,7 +205,7 @@ def _is_worth_hiding(value: str) -> bool:
 
 
 def _spellings(value: str) -> Iterator[str]:
-    """As it may stand in URLs, JSON, Python's ``repr``, HTML and ``Authorization`` headers."""
+    """The value as it may stand in URLs, JSON, Python's ``repr``, HTML and ``Authorization`` headers."""
     yield from (value, quote(value), quote(value, safe=""), quote_plus(value), html.escape(value), _base64(value))
     yield from (json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1])
 

@@ -117,7 +117,7 @@ class AdamW:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is trained, the same for every trial of a sweep."""
+    """What is trained and on what data; the same for every trial of a sweep."""
 
     model: Model
     data: Data
@@ -144,7 +144,8 @@ class Workload:
 
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zbv"]
-"""Pipeline schedules. ``zbv``: zero bubble, each rank holds stages r and 2 pp - 1 - r (Qi et al., arXiv 2401.10241)."""
+"""Pipeline schedules. ``zbv`` is the zero-bubble one in which rank r holds stages r and 2 pp - 1 - r
+(Qi et al., arXiv 2401.10241)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +265,7 @@ class Loader:
     full_batch: bool = False
     """Every rank reads the whole global batch and keeps its rows, instead of reading only those."""
     tuning: LoaderTuning | None = None
-    """Set: find ``num_workers`` and ``prefetch_factor`` first; their own values are then 0."""
+    """If set, ``num_workers`` and ``prefetch_factor`` are searched for first; their own values are then 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,11 +281,11 @@ class Kernels:
     compile_mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
     attention: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """Of fp32 matmuls, as in ``torch.set_float32_matmul_precision``."""
+    """Precision of fp32 matmuls, as in ``torch.set_float32_matmul_precision``."""
     cudnn_tuning_range: tuple[int, ...] = ()
     """First and last step in which cuDNN measures its algorithms; later steps use what was found. ``()``: never."""
     memory_format: Literal["nchw", "nhwc", "auto"] = "nchw"
-    """Of convolutions; auto: by number format, verified by timing both."""
+    """Memory format of convolutions; ``auto`` chooses by number format, and times both to verify it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,7 +312,7 @@ class Candidate:
 
 @functools.lru_cache(maxsize=2**17)
 def _config_key(candidate: Candidate) -> str:
-    """Asked for every trial of a sweep at every proposal, so worth keeping."""
+    """The candidate's digest, kept because every proposal of a search asks for that of every trial."""
     return digest(candidate)
 
 
@@ -341,11 +342,11 @@ class ProfileSpec:
     stop_step: int = 5
     """Last recorded step."""
     ranks: tuple[int, ...] = ()
-    """``()``: the first rank of every pipeline stage."""
+    """Ranks to record; ``()`` stands for the first rank of every pipeline stage."""
     memory: bool = False
     stack: bool = False
     communication: bool = True
-    """Count collectives per module, besides."""
+    """Whether to count collectives per module, in one further step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,4 +360,4 @@ class TrialSpec:
     memory_limit_bytes: int | None = None
     """Device memory a rank may use beyond what the idle process holds; ``None`` leaves it to the device."""
     profile: ProfileSpec | None = None
-    """Set: the run is recorded, and its times are not a measurement."""
+    """If set, the run is recorded, and its times are not a measurement."""

@@ -1,4 +1,6 @@
-"""Where layers and stages lie: pure arithmetic on a layout. Standard library only.
+"""Which layers each pipeline stage holds and where each rank lies in the mesh: pure arithmetic on a layout.
+
+Standard library only.
 
 A *virtual stage* is a run of consecutive layers; number 0 holds the embedding, the last one the head. Each pipeline
 rank (*stage*) holds ``num_virtual_stages`` of them, its *chunks*::
@@ -47,6 +49,7 @@ def virtual_stage(layout: Layout, chunk: int, stage: int) -> int:
 
 
 def num_virtual_stages_total(layout: Layout) -> int:
+    """Virtual stages of all pipeline ranks together."""
     return layout.pp * layout.num_virtual_stages
 
 
@@ -66,7 +69,7 @@ class Chunk:
 
 
 def chunks_of_stage(layout: Layout, stage: int, num_layers: int) -> tuple[Chunk, ...]:
-    """What pipeline rank ``stage`` holds, by chunk; the whole model when there is no pipeline."""
+    """The virtual stages that pipeline rank ``stage`` holds, by chunk; the whole model when there is no pipeline."""
     by_number = {chunk.virtual_stage: chunk for chunk in all_chunks(layout, num_layers)}
     return tuple(by_number[virtual_stage(layout, chunk, stage)] for chunk in range(layout.num_virtual_stages))
 
@@ -99,5 +102,5 @@ def all_chunks(layout: Layout, num_layers: int) -> tuple[Chunk, ...]:
 
 
 def count_at(counts: Counts, chunk: int, stage: int) -> int:
-    """One number of ``counts``; 0 where there are none."""
+    """The number that ``counts`` has for this chunk and stage; 0 where there are no counts."""
     return counts[chunk][stage] if counts else 0

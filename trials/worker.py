@@ -1,4 +1,4 @@
-"""The one entry of a rank: build, train, measure, report.
+"""The entry of a rank of a trial: builds its model, trains, measures, reports.
 
 Also runs under plain torchrun::
 
@@ -22,29 +22,28 @@ from typing import Any
 import torch
 import torch._dynamo  # optimisers import it at first use; here a fork server does it once for all ranks
 
+from trials import flops
 from trials.codec import from_json, to_json
 from trials.datasets import Share, StepBatches, build_dataset
 from trials.datasets.loader import stream_batches
 from trials.datasets.loader_tuning import tune_loader, with_verdict
 from trials.failure import NonFiniteLoss
-from trials.files import write_atomically
-from trials.kernels.compile_report import compilations, forget_compilations, graph_report
+from trials.files import write_json
 from trials.kernels.cudnn import KernelTuner
+from trials.kernels.graph_mode import compilations, forget_compilations, graph_report
 from trials.kernels.settings import kernel_settings
 from trials.legality.rules import check
-from trials.outcome import Phase, ProgressSink, RankReport
+from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
 from trials.parallel.mesh import RankIdentity, build_mesh, process_group, select_device
 from trials.precision.mixed import check_device
-from trials.profiling.plan import check_profile, folder_of_environment, long_enough
-from trials.profiling.profiler import Profiler
-from trials.reports.findings import LoaderTuningReport
+from trials.profiling.profiler import Profiler, check_profile, folder_of_environment, long_enough
+from trials.reports.findings import Findings, LoaderTuningReport
 from trials.reports.profile import FOLDER_VARIABLE
 from trials.spec import Loader, Protocol, TrialSpec
 from trials.stages import coordinates, data_parallel_rank
 from trials.training.measure import Measurer, Recording
 from trials.training.memory import PeakMemory, limit_device_memory
 from trials.training.memory_format import settle_memory_format
-from trials.training.rank_report import build_report
 from trials.training.step import Trainer, max_over_ranks
 
 
@@ -90,7 +89,7 @@ def expected_warnings() -> Iterator[None]:
 
 
 def open_dataset(trial: TrialSpec, rank: int) -> StepBatches:
-    """The rows of ``rank`` in every step."""
+    """The workload's data set, as far as ``rank`` reads it."""
     candidate = trial.candidate
     share = Share(
         global_batch_size=trial.workload.global_batch_size,
@@ -103,7 +102,7 @@ def open_dataset(trial: TrialSpec, rank: int) -> StepBatches:
 
 
 def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progress: ProgressSink) -> RankReport:
-    """Build, tune what is to be tuned before training, then warm up and measure."""
+    """Build, tune what is tuned before training, warm up and measure; gives the rank's report."""
     candidate = trial.candidate
     kernels = candidate.kernels
     if trial.memory_limit_bytes is not None and not (trial.profile and device.type == "cpu"):
@@ -138,12 +137,43 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
     findings = dataclasses.replace(
         trainer.findings(num_steps),
         graph=graph_report(compilations()) if kernels.compile != "off" else None,
-        loader=_judged(loader_report, recording, device),
+        loader=_with_loader_verdict(loader_report, recording, device),
         kernel_tuning=tuner.report(),
         memory_format=format_report,
         profile=() if profiler is None else profiler.report(lambda: progress("measuring", step=num_steps)),
     )
-    return build_report(trial, identity, device, recording, memory, findings)
+    return _report(trial, identity, device, recording, memory, findings)
+
+
+def _report(
+    trial: TrialSpec,
+    identity: RankIdentity,
+    device: torch.device,
+    recording: Recording,
+    memory: PeakMemory,
+    findings: Findings,
+) -> RankReport:
+    """Fold all that was recorded into the one value that leaves the rank."""
+    workload, candidate = trial.workload, trial.candidate
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return RankReport(
+        rank=identity.rank,
+        world_size=identity.world_size,
+        tokens_per_step=workload.tokens_per_step,
+        step_times_s=tuple(recording.step_times_s),
+        breakdown=recording.breakdown(),
+        peak_allocated_bytes=memory.allocated_bytes(),
+        peak_reserved_bytes=memory.reserved_bytes(),
+        num_warmup_steps=len(recording.warmup_times_s),
+        losses=tuple(result.loss for result in recording.results),
+        grad_norms=tuple(result.grad_norm for result in recording.results),
+        model_flops_per_token=flops.model_flops_per_token(workload.model, workload.seq_length),
+        peak_flops_per_s=flops.peak_flops_per_s(name, candidate.precision.dtype),
+        samples_per_step=workload.global_batch_size,
+        num_skipped_steps=sum(result.skipped for result in recording.results),
+        compile_s=0.0 if findings.graph is None else findings.graph.compile_s,
+        findings=findings,
+    )
 
 
 def _settle_loader(
@@ -157,8 +187,10 @@ def _settle_loader(
     )
 
 
-def _judged(report: LoaderTuningReport | None, recording: Recording, device: torch.device) -> LoaderTuningReport | None:
-    """The rank that waits longest for its data decides: the others wait for it in their collectives."""
+def _with_loader_verdict(
+    report: LoaderTuningReport | None, recording: Recording, device: torch.device
+) -> LoaderTuningReport | None:
+    """The report with its verdict, by the rank that waits longest for data: in collectives the others wait for it."""
     if report is None:
         return None
     data_s = max_over_ranks(recording.breakdown().data_s, device)
@@ -190,24 +222,15 @@ def main() -> None:
     if args.profile_dir is not None:
         os.environ[FOLDER_VARIABLE] = str(args.profile_dir.absolute())
     is_first = RankIdentity.from_env().rank == 0
-    report = run_rank(json.loads(args.spec.read_text()), _write_progress if is_first else _ignore_progress)
-    if not is_first:
-        return
-    text = json.dumps(report, indent=1) + "\n"
-    if args.out is None:
-        sys.stdout.write(text)
-    else:
-        write_atomically(args.out, [text.encode()])
+    report = run_rank(json.loads(args.spec.read_text()), _write_progress if is_first else ignore_progress)
+    if is_first:
+        write_json(report, args.out)
 
 
 def _write_progress(phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None:
     if step and step_time_s is None:
         return  # a sign of life
     sys.stderr.write(f"{phase}\n" if step_time_s is None else f"{phase} {step} {step_time_s:.4f} s\n")
-
-
-def _ignore_progress(phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None:
-    pass
 
 
 if __name__ == "__main__":

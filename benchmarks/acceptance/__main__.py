@@ -3,8 +3,8 @@
     python -m benchmarks.acceptance [--seeds 5] [--case llama2-13b-ascend] [--table measured.csv] [--json]
 
 Runs configs/sweeps/llama2-13b-ascend.yaml and llama-1024-ascend.yaml as `submit` does, in virtual time, once per seed,
-with and without staged search, on the machine that the cost model assumes and on machines that deviate from it by 0.3
-standard deviations of its prior, in a direction of their own per seed. Reports
+on the machine that the cost model assumes and on machines that deviate from it by 0.3 standard deviations of its prior,
+in a direction of their own per seed. Reports
 
 steps     each published step: tokens/s/p published and predicted, both relative to the start, and how far they differ
 measures  each published measure: speed after it and those before it relative to the start (cumulative), its own factor
@@ -12,8 +12,7 @@ measures  each published measure: speed after it and those before it relative to
           run it on top of those before, with the reason
 runs      per sweep: best measured speed relative to the expert's start, to the sweep's baseline and to the expert's
           last configuration on the same machine; trials until the goal and until the expert's speed (within 1 %)
-summary   the same over seeds; sweeps that did not get there count as one trial more than they had. Where the baseline's
-          layout has no other settings to try, nothing is staged: auto and off are the same, and run once
+summary   the same over seeds; sweeps that did not get there count as one trial more than they had
 table     with --table: rows of every problem of published measurements in their order, speeds relative to the problem's
           first row, predicted by a cost model that has not seen the source
 """
@@ -33,23 +32,17 @@ from benchmarks.acceptance.model import Model, measure_shares, predicted_steps
 from benchmarks.acceptance.sweeps import Variant, run_sweep, summaries
 from benchmarks.acceptance.table import table_steps
 from orchestrator.config.sweep import load_sweep
-from orchestrator.search.staged import Stages
 
 DEVIATIONS = (0.0, 0.3)
 """A whole standard deviation makes machines ten times as slow: the prior spans all of the published clusters."""
-STAGED = ("auto", "off")
 
 
 def run_case(case: Case, num_seeds: int) -> dict[str, Any]:
     """Model and sweeps of one case."""
     model = Model(load_sweep(case.file))
     max_trials = model.spec.budget.max_trials
-    is_staged = Stages(model.plan.candidates, model.plan.baseline, max_trials).is_worth_it
     variants = [
-        Variant(seed=seed, deviation=deviation, staged=staged)
-        for deviation, staged, seed in itertools.product(
-            DEVIATIONS, STAGED if is_staged else ("auto",), range(num_seeds)
-        )
+        Variant(seed=seed, deviation=deviation) for deviation, seed in itertools.product(DEVIATIONS, range(num_seeds))
     ]
     runs = [run_sweep(case, model, variant) for variant in variants]
     candidates = [run.pop("best_candidate") for run in runs]
@@ -60,7 +53,6 @@ def run_case(case: Case, num_seeds: int) -> dict[str, Any]:
         "num_candidates": len(model.plan.candidates),
         "num_balanced": len(model.plan.balances),
         "max_trials": max_trials,
-        "is_staged": is_staged,
         "other_starts": {name: {"predicted": s, "ratio": runs[0]["reached"] / s} for name, s in others.items()},
         "steps": predicted_steps(model, case.steps) if case.steps else [],
         "measures": measure_shares(model, candidates[0]) if case.measures else [],
@@ -95,11 +87,9 @@ def print_case(result: Mapping[str, Any]) -> None:
 
 
 def print_summary(row: Mapping[str, Any], goal: float) -> None:
-    """One machine and staging, over seeds."""
+    """One machine, over seeds."""
     machine = "the assumed machine" if not row["deviation"] else f"machines {row['deviation']:g} std off"
-    print(
-        f"  {machine}, staged {row['staged']}: ratio {row['ratio_median']:.3f} (least {row['ratio_min']:.3f}), ", end=""
-    )
+    print(f"  {machine}: ratio {row['ratio_median']:.3f} (least {row['ratio_min']:.3f}), ", end="")
     print(f"to the expert's {row['ratio_to_expert_median']:.3f} (least {row['ratio_to_expert_min']:.3f})")
     for what, words in (("goal", f"{goal} x"), ("expert", "the expert's speed")):
         print(

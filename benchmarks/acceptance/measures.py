@@ -25,7 +25,7 @@ MEASURES: Mapping[str, Mapping[str, Any]] = {
         "recompute": {"select": {r"feed_forward\.(silu|mul)|add": SELECTED}, "communication": GATHERED_AGAIN}
     },
 }
-"""In the published order."""
+"""The published measures in their order."""
 
 
 def without(measure: str, candidate: Candidate, baseline: Candidate) -> Candidate:
@@ -63,7 +63,7 @@ def _one_chunk(candidate: Candidate, _baseline: Candidate) -> Candidate:
 
 
 def _joined(counts: Counts) -> Counts:
-    """All chunks of a rank as one."""
+    """Layers per stage with all chunks of a rank as one."""
     return (tuple(map(sum, zip(*counts, strict=True))),) if counts else ()
 
 

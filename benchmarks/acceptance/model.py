@@ -16,7 +16,7 @@ from orchestrator.config.sweep import SweepSpec
 from orchestrator.planning.candidate import find
 from orchestrator.planning.hardware.request import cluster_request
 from orchestrator.planning.plan import Plan, make_plan
-from orchestrator.search.prediction.prediction import Prediction, make_predictor, prediction
+from orchestrator.search.prediction.prediction import Prediction, make_predictor, predict
 from orchestrator.space.rules import check
 from trials.spec import Candidate, Workload
 
@@ -44,7 +44,7 @@ class Model:
 
     def predict(self, candidate: Candidate, global_batch_size: int | None = None) -> Prediction:
         workload = self.workload(global_batch_size)
-        return prediction(make_predictor(workload, (candidate,), self.topology), 0, workload)
+        return predict(make_predictor(workload, (candidate,), self.topology), 0, workload)
 
     def predict_step(self, step: Step) -> Prediction:
         return self.predict(self.candidate(step.knobs), step.global_batch_size)
@@ -80,7 +80,7 @@ def predicted_steps(model: Model, steps: Sequence[Step]) -> list[dict[str, Any]]
 
 
 def measure_shares(model: Model, best: Candidate) -> list[dict[str, Any]]:
-    """Of each published measure: added in the published order, and taken away alone from ``best``."""
+    """Gain of each published measure: added in the published order, and taken away alone from ``best``."""
     start, best_speed = model.speed(model.plan.baseline), model.speed(best)
     knobs: dict[str, Any] = {}
     before, rows = start, []

@@ -30,12 +30,11 @@ class Variant:
 
     seed: int = 0
     deviation: float = 0.0
-    """Of the simulated machine from what the cost model assumes; see ``cluster.simulation``."""
-    staged: str = "auto"
+    """Deviation of the simulated machine from what the cost model assumes; see the key ``cluster.simulation``."""
 
 
 class _Silent:
-    """Watches nothing."""
+    """Observer that ignores everything."""
 
     def on_state(self, state: Any) -> None:
         pass
@@ -51,7 +50,7 @@ def submit(spec: SweepSpec, variant: Variant) -> SweepState:
     """Run the sweep as ``tune-cluster submit`` does, in a folder of its own."""
     data = spec.to_json()
     data["cluster"]["simulation"] |= {"seed": variant.seed, "deviation": variant.deviation}
-    data["search"] |= {"seed": variant.seed, "staged": variant.staged}
+    data["search"] |= {"seed": variant.seed}
     with tempfile.TemporaryDirectory() as folder:
         return controller.submit(SweepSpec.from_json(data), Home(Path(folder) / "home"), _Silent()).state
 
@@ -67,7 +66,6 @@ def run_sweep(case: Case, model: Model, variant: Variant) -> dict[str, Any]:
     return {
         "seed": variant.seed,
         "deviation": variant.deviation,
-        "staged": variant.staged,
         "start": start,
         "reached": reached,
         "ratio": reached / start,
@@ -111,15 +109,14 @@ class _Machine:
 
 
 def summaries(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Over seeds, by machine and staging."""
-    kinds = dict.fromkeys((run["deviation"], run["staged"]) for run in runs)
-    return [_summary([r for r in runs if (r["deviation"], r["staged"]) == kind]) for kind in kinds]
+    """Figures over seeds, by machine."""
+    deviations = dict.fromkeys(run["deviation"] for run in runs)
+    return [_summary([run for run in runs if run["deviation"] == deviation]) for deviation in deviations]
 
 
 def _summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "deviation": runs[0]["deviation"],
-        "staged": runs[0]["staged"],
         "num_seeds": len(runs),
         **{f"{what}_{name}": figure for what in ("goal", "expert") for name, figure in _trials_to(runs, what).items()},
         "ratio_min": min(run["ratio"] for run in runs),
@@ -131,7 +128,7 @@ def _summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _trials_to(runs: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]:
-    """How many seeds got there, and after how many trials: those that did not count as one trial more than they had."""
+    """Seeds that got there, and after how many trials; others count as one trial more than they had."""
     found = [run[f"trials_to_{what}"] for run in runs]
     trials = [run["trials"] + 1 if number is None else number for run, number in zip(runs, found, strict=True)]
     return {

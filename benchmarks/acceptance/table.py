@@ -22,7 +22,7 @@ TIE = 0.01
 
 
 def table_steps(path: Path) -> dict[str, Any]:
-    """Of every problem with at least two timed rows that can be modelled."""
+    """Predicted steps of every problem with at least two timed rows that can be modelled."""
     problems: dict[tuple[str, str], list[PublishedRow]] = defaultdict(list)
     for row in read_table(path):
         if row.inputs is not None and row.step_time_s and row["quality"] != "C":

@@ -53,7 +53,7 @@ WORLDS = (
 
 
 def judged(world: World, seeds: range) -> dict[str, list[dict[str, float]]]:
-    """By method, one row of figures per case."""
+    """Figures of one world, one row per case, by method."""
     cases = [draw(world, seed) for seed in seeds]
     found = {name: [row(case, method(case)) for case in cases] for name, method in METHODS.items()}
     return found | {"finals": [{"share": float(case.is_faster_among_finalists)} for case in cases]}
@@ -74,7 +74,7 @@ def row(case: Case, claim: Claim) -> dict[str, float]:
 
 
 def compare(world: World, num_cases: int, pool: ProcessPoolExecutor) -> dict[str, Any]:
-    """All methods in one world."""
+    """Figures of all methods in one world."""
     parts = [range(start, min(start + 100, num_cases)) for start in range(0, num_cases, 100)]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in (*METHODS, "finals")}
     for part in pool.map(partial(judged, world), parts):

@@ -30,14 +30,14 @@ class World:
 
     name: str
     noise: float
-    """Between runs."""
+    """Noise between runs."""
     gain: float | None = None
-    """Of the candidates that are faster than the baseline; None: all are exactly as fast as it."""
+    """Gain in speed of the candidates that are faster than the baseline; None: all are exactly as fast as it."""
     num_faster: int = 1
     unequal: float = 0.0
-    """Spread of the logarithm of the noise over contenders."""
+    """Spread of the logarithm of the noise over trials."""
     baseline_noise: float = 1.0
-    """Of the baseline, relative to that of others."""
+    """Noise of the baseline, relative to that of the others."""
     slow_runs: float = 0.0
     """Share of runs that are 15 % slower, say beside a busy neighbour."""
     drift: float = 0.0
@@ -48,20 +48,20 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One sweep, and the runs that a confirmation of its finalists would see. By contender; 0 is the baseline."""
+    """One sweep, and the runs that a confirmation of its finalists would see. By trial; 0 is the baseline."""
 
     truth: NDArray[np.float64]
-    """Speed over the baseline's."""
+    """True speed of each trial over the baseline's."""
     searched: NDArray[np.float64]
-    """Measured once each."""
+    """Speeds as the search measured them, once each."""
     finalists: tuple[int, ...]
     speeds: NDArray[np.float64]
-    """By round and contender, but for drift."""
+    """Log speed by round and trial, without drift."""
     world: World
 
-    def round(self, number: int, contenders: Sequence[int]) -> Mapping[int, float]:
+    def round(self, number: int, trials: Sequence[int]) -> Mapping[int, float]:
         """Speeds of one round; which run of the round it is matters where there is drift."""
-        measured = order(contenders, number if self.world.balanced else 0)
+        measured = order(trials, number if self.world.balanced else 0)
         drift = self.world.drift
         return {who: float(self.speeds[number, who] * math.exp(drift * n)) for n, who in enumerate(measured)}
 
@@ -70,7 +70,7 @@ class Case:
         return bool((self.truth[list(self.finalists)] > 1).any())
 
     def rounds(self, count: int) -> list[Mapping[int, float]]:
-        """With everyone in every round."""
+        """The first ``count`` rounds with the baseline and all finalists."""
         return [self.round(number, (BASELINE, *self.finalists)) for number in range(count)]
 
 
@@ -80,7 +80,7 @@ class Claim:
 
     winner: int | None
     ratio: Estimate | None = None
-    """Of the winner's speed over the baseline's."""
+    """Estimated ratio of the winner's speed to the baseline's."""
     slower: tuple[int, ...] | None = None
     """Finalists found slower than the winner; None where that is not asked."""
     num_rounds: int = 0
@@ -135,7 +135,7 @@ def ours(case: Case) -> Claim:
     """The product."""
     rounds: list[Mapping[int, float]] = []
     while not (found := _judge(case, rounds)).is_decided:
-        rounds.append(case.round(len(rounds), found.contenders))
+        rounds.append(case.round(len(rounds), found.to_measure))
     runs = sum(len(measured) for measured in rounds)
     ratio = found.against_baseline[found.leader].ratio if found.leader is not None else None
     slower = tuple(number for number, other in found.against_leader.items() if other.verdict == "slower")

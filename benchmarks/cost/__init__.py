@@ -1,1 +1,1 @@
-"""The cost model against published measurements, and its speed."""
+"""Fits the cost model to published measurements, and measures its accuracy and speed. Imports :mod:`cluster`."""

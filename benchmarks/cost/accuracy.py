@@ -54,7 +54,7 @@ SHOTS = (0, 3, 5, 10)
 NUM_DRAWS = 3
 MIN_TEST_ROWS = 2
 MIN_RANKED = 4
-"""Configurations of a problem among the tested rows, for a rank correlation to mean anything."""
+"""Fewest configurations of a problem among the tested rows for which a rank correlation means anything."""
 
 
 Rows = npt.NDArray[np.int64]
@@ -62,13 +62,13 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class Scores:
-    """Collected over families and draws."""
+    """Errors of the predictions, collected over families and draws."""
 
     time_errors: list[float] = field(default_factory=list)
     memory_errors: list[float] = field(default_factory=list)
     correlations: list[float] = field(default_factory=list)
     outcomes: dict[tuple[bool, bool], float] = field(default_factory=lambda: defaultdict(float))
-    """(ran out of memory, predicted to) -> rows"""
+    """Number of rows by whether they ran out of memory, and whether that was predicted."""
 
     def add(self, other: Scores) -> None:
         self.time_errors += other.time_errors
@@ -93,7 +93,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Rows that one calibration serves."""
+    """Rows of one source, software and hardware, which one calibration serves."""
 
     source: str
     rows: tuple[PublishedRow, ...]
@@ -182,7 +182,7 @@ def _score_memory(family: Family, shots: int, draw: int, scores: Scores) -> None
 
 
 def rank_correlation(a: Array, b: Array) -> float:
-    """Spearman's, with mean ranks for ties; 0 where one side is constant."""
+    """Spearman's rank correlation, with mean ranks for ties; 0 where one side is constant."""
     ranks = [_ranks(values) for values in (a, b)]
     if any(np.ptp(rank) == 0 for rank in ranks):
         return 0.0
@@ -221,7 +221,7 @@ def evaluate(rows: Sequence[PublishedRow], num_draws: int) -> dict[str, Any]:
 
 
 def _sources(rows: Sequence[PublishedRow], per_source: dict[str, dict[int, Scores]]) -> list[dict[str, Any]]:
-    """One entry per source, worst step time first."""
+    """The scores of each source, the worst step time first."""
     entries = []
     for source, by_shots in per_source.items():
         members = [row for row in rows if row["source"] == source]
@@ -243,7 +243,7 @@ def _sources(rows: Sequence[PublishedRow], per_source: dict[str, dict[int, Score
 
 
 def print_table(result: dict[str, Any]) -> None:
-    """The same figures for people."""
+    """Print the figures for people."""
     names = ("mape", "spearman", "oom_precision", "oom_recall", "false_fit", "false_alarm", "memory_error")
     print(f"{'source':24s} {'rows':>5s} {'out':>4s} {'C':>4s}  k " + " ".join(f"{name:>13s}" for name in names))
     blocks = [

@@ -27,7 +27,7 @@ from cluster.cost.published.table import PublishedRow, read_table
 NUM_ROUNDS = 100
 MAX_ROWS_PER_FAMILY = 150
 PSEUDO_FAMILIES = {"time": 3.0, "memory": 20.0}
-"""Weight of the assumed values and spreads, in families; few sources publish peaks, and with different tools."""
+"""How many families the assumed values and spreads count for: more for memory, of which few sources publish peaks."""
 NOISE = {"time": 0.05, "memory": 0.08}
 
 GROUPS = {"time": TIME, "memory": MEMORY}
@@ -37,7 +37,7 @@ Families = Mapping[FamilyKey, Sequence[PublishedRow]]
 
 
 def family_of(row: PublishedRow) -> FamilyKey:
-    """Rows that share source, software, device and number format."""
+    """The family of a row: source, software, device and number format."""
     return row["source"], row["framework"], row["gpu"], row["precision"]
 
 
@@ -57,7 +57,7 @@ def usable(rows: Sequence[PublishedRow], kind: str) -> Families:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What one family's measurements say: a log likelihood -theta' H theta / 2 + theta' b, near its best fit."""
+    """The evidence of one family: its log likelihood near the best fit, -theta' H theta / 2 + theta' b."""
 
     information: Array
     vector: Array

@@ -31,7 +31,7 @@ WORKLOAD = Workload(model=MODEL, data=TextData(), seq_length=4096, global_batch_
 
 
 def candidates() -> Iterator[Candidate]:
-    """Distinct ones; their legality does not matter here."""
+    """So many distinct candidates; whether they are legal does not matter here."""
     for pp, tp, chunks in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8), (1, 2, 4)):
         schedule = "interleaved" if chunks > 1 and pp > 1 else "1f1b"
         layers = even_split(80, pp, chunks, schedule) if pp > 1 else ((80,),)
@@ -57,7 +57,7 @@ def candidates() -> Iterator[Candidate]:
 
 
 def peak_rss_bytes() -> int:
-    """Most that this process ever held in memory."""
+    """The largest resident memory that this process has had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

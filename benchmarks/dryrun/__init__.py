@@ -1,1 +1,1 @@
-"""The dry run's memory against what ranks really allocate."""
+"""Compares the dry run's memory with what ranks really allocate."""

@@ -32,7 +32,7 @@ GIB, MIB = 2**30, 2**20
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """A predicted peak and what it is held against, for one pipeline stage."""
+    """An estimated peak and what it is held against, for one pipeline stage."""
 
     case: str
     stage: int
@@ -94,7 +94,7 @@ def against_real_run(name: str) -> list[Accuracy]:
 
 
 def against_full_run(name: str) -> list[Accuracy]:
-    """One row per pipeline stage."""
+    """Rows that compare an extrapolated run with the one in full, one per pipeline stage."""
     spec = LARGE[name]
     small = _estimate(spec.workload, spec.candidate, mode="accelerator", exact=False)
     full = _estimate(spec.workload, spec.candidate, mode="accelerator", exact=True)

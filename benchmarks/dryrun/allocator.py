@@ -18,19 +18,15 @@ from trials.dryrun.simulate import batch
 from trials.parallel.mesh import RankIdentity, build_mesh, process_group
 from trials.spec import TrialSpec
 from trials.stages import coordinates
+from trials.training.accumulation import SilentMarker
 from trials.training.step import Trainer
 
 CPU = torch.device("cpu")
 _MEASURED = "measured step"
 
 
-class _Silent:
-    def mark(self, phase: str) -> None:
-        pass
-
-
 def measure_rank(spec: TrialSpec) -> int:
-    """Train four steps on noughts as the rank the environment names; peak bytes of the last.
+    """Train four steps on zeros as the rank that the environment names; gives the peak bytes of the last.
 
     The profiler watches the third too, as it does not report releases of what it has not seen allocated.
     """
@@ -40,14 +36,14 @@ def measure_rank(spec: TrialSpec) -> int:
         trainer = Trainer(spec, mesh, CPU, place=coordinates(spec.candidate.layout, identity.rank))
         inputs, targets = batch(spec, trainer)
         for _ in range(2):  # in the second, DDP makes its buckets anew
-            trainer.step(inputs, targets, _Silent())
+            trainer.step(inputs, targets, SilentMarker())
         gc.collect()
         live = live_storages()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            trainer.step(inputs, targets, _Silent())
+            trainer.step(inputs, targets, SilentMarker())
             gc.collect()
             with record_function(_MEASURED):
-                trainer.step(inputs, targets, _Silent())
+                trainer.step(inputs, targets, SilentMarker())
         return peak_bytes(live, *_events(profiler))
 
 
@@ -93,7 +89,7 @@ def peak_bytes(live: dict[int, int], before: Iterable[tuple[int, int]], within: 
 
 
 class _Heap:
-    """Blocks by address."""
+    """Live bytes, by block, and their peak."""
 
     def __init__(self, live: dict[int, int]) -> None:
         self._sizes = dict(live)

@@ -70,7 +70,7 @@ FAMILIES: dict[str, TrialSpec] = {
     "ZeRO-3 x2, TP2": _small(**_ZERO3, tp=2),
     "ZeRO-3 x2, PP2": _small(1, **_ZERO3, **_PP2),
 }
-"""On this machine, real and simulated."""
+"""Trials that run on this machine, for real and simulated."""
 
 LLAMA2_13B = LlamaModel(
     hidden_size=5120, num_layers=40, num_heads=40, num_kv_heads=40, ffn_hidden_size=13824, vocab_size=32000
@@ -113,4 +113,4 @@ LARGE: dict[str, TrialSpec] = {
         16 * 8, dp_shard=8, zero_stage=2, precision=O2, **_PP4_CHUNKS, schedule="zbv"
     ),
 }
-"""Simulated only."""
+"""Trials that are only simulated."""

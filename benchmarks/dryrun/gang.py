@@ -1,4 +1,4 @@
-"""Real gangs of gloo ranks on this machine, to hold dry runs against."""
+"""Runs real gangs of gloo ranks on this machine, to hold dry runs against."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Limits of the loss gate: legitimate differences and deliberate bugs."""
+"""Measures the loss gate: how far legitimate runs differ, and which deliberate bugs it catches."""

@@ -63,7 +63,7 @@ class Caught:
 
 
 def legitimate(workload: str, seeds: Iterable[int], only: Iterable[str] = CLASSES) -> Iterator[Largest]:
-    """Of every class against fp32 and against the plain run of its own class."""
+    """Deviations of every class, from fp32 and from the plain run of its own class."""
     exact: dict[int, Trajectory] = {}
     for class_name in dict.fromkeys((EXACT, *only)):
         todo = [(seed, *one) for seed in seeds for one in variants(_seeded(workload, seed), class_name)]

@@ -54,7 +54,7 @@ def one_layer_not_reduced() -> None:
 
 def last_micro_batch_dropped() -> None:
     """Each rank trains on all its micro-batches but the last, and takes the mean over those."""
-    from trials.training.microbatches import Accumulation
+    from trials.training.accumulation import Accumulation
 
     run = Accumulation.run
 
@@ -66,11 +66,11 @@ def last_micro_batch_dropped() -> None:
 
 
 def gradients_summed_over_micro_batches() -> None:
-    """Instead of their mean. AdamW does not mind."""
-    from trials.training import microbatches
+    """Gradients are the sum over micro-batches instead of their mean, which AdamW does not mind."""
+    from trials.training import accumulation
 
-    split = microbatches.torch.split
-    backward = microbatches.torch.autograd.backward
+    split = accumulation.torch.split
+    backward = accumulation.torch.autograd.backward
     number = [1]
 
     def counting_split(tensor: Any, size: Any, *args: Any) -> Any:
@@ -78,8 +78,8 @@ def gradients_summed_over_micro_batches() -> None:
         number[0] = len(parts)
         return parts
 
-    microbatches.torch.split = counting_split
-    microbatches.torch.autograd.backward = lambda loss, seed: backward(loss, seed * number[0])
+    accumulation.torch.split = counting_split
+    accumulation.torch.autograd.backward = lambda loss, seed: backward(loss, seed * number[0])
 
 
 def _with_optimizer(**changes: float) -> None:
@@ -109,7 +109,7 @@ def no_weight_decay() -> None:
 
 
 def second_moment_forgotten_sooner() -> None:
-    """beta2 0.9 in the place of 0.95."""
+    """AdamW runs with beta2 0.9 instead of 0.95."""
     _with_optimizer(beta2=0.9)
 
 
@@ -235,7 +235,7 @@ def no_master_weights() -> None:
 
 
 def gradients_in_8_bits() -> None:
-    """Rounded to float8 (e4m3), scaled per tensor, before the update."""
+    """Gradients are rounded to float8 (e4m3), scaled per tensor, before the update."""
     import torch
 
     from trials.training.step import Gradients, local_gradients
@@ -253,7 +253,7 @@ def gradients_in_8_bits() -> None:
 
 
 def tenth_of_the_gradients_kept() -> None:
-    """Of each tensor the largest tenth, without feedback of the rest."""
+    """Gradients keep the largest tenth of each tensor, without feedback of the rest."""
     import torch
 
     from trials.training.step import Gradients, local_gradients
@@ -304,4 +304,4 @@ BUGS: dict[Bug, Layout] = {
     tenth_of_the_gradients_kept: EVERYWHERE,
     loss_scale_left_in: EVERYWHERE,
 }
-"""With the layout they are tried in, in two micro-batches per rank."""
+"""Bugs, each with the layout that it is tried in, in two micro-batches per rank."""

@@ -1,4 +1,4 @@
-"""What the loss gate is calibrated on: real gangs that train small models in every class of number formats."""
+"""Runs that the loss gate is calibrated on: real gangs that train small models in every class of number formats."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RESNET = Workload(
     optimizer=dataclasses.replace(TINY.optimizer, lr=2e-4),
 )
 WORKLOADS = {"tiny": TINY, "llama-tiny": LLAMA_TINY, "resnet": RESNET}
-"""32 and 192 wide Llamas (the parity tests' and the quickstart's), a narrow ResNet-18. Only with the last do
+"""Workloads: 32 and 192 wide Llamas (the parity tests' and the quickstart's), a narrow ResNet-18. Only with the last do
 micro-batches matter: batch norm takes its statistics over them."""
 
 
@@ -63,7 +63,7 @@ CLASSES: dict[str, dict[str, Any]] = {
 }
 """Knobs of each class of :mod:`orchestrator.proof.tolerances`."""
 EMULATED = ("float32 high", "float32 medium")
-"""CPUs multiply fp32 exactly, or may: what tensor cores do to the operands is done to them here."""
+"""Classes whose matmuls are emulated: what tensor cores do to fp32 operands is done to them here, as CPUs do not."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -109,7 +109,7 @@ def is_legal(spec: TrialSpec) -> bool:
 
 
 def train(specs: list[TrialSpec], before: Callable[[], None] | None = None) -> list[Trajectory | str]:
-    """The trajectory of each, or why there is none; those of one world size share a gang."""
+    """The trajectory of each run, or why there is none; those of one world size share a gang."""
     found: dict[int, Trajectory | str] = {}
     for world_size in sorted({spec.candidate.layout.world_size for spec in specs}):
         numbers = [i for i, spec in enumerate(specs) if spec.candidate.layout.world_size == world_size]
@@ -178,7 +178,7 @@ HOOKS: dict[str, Callable[[], None]] = {"float32 high": like_tf32, "float32 medi
 
 
 def variants(workload: Workload, class_name: str) -> Iterator[tuple[str, TrialSpec]]:
-    """Legal ones. Emulated classes run eagerly on one rank: DTensor and the compiler have dispatch of their own."""
+    """The legal variants. Emulated classes run eagerly on one rank: DTensor and the compiler dispatch by themselves."""
     for name, knobs in VARIANTS.items():
         spec = spec_of(workload, class_name, **knobs)
         if class_name in EMULATED and name not in ("plain", "m4", "recompute"):

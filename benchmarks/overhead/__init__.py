@@ -1,4 +1,5 @@
-"""Orchestration per trial, ours and the peers': what both sides of the measurement share."""
+"""Compares what orchestration costs per trial, here and in peers; this file holds what both sides share. Imports the
+orchestrator."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ NUM_KNOBS = 8
 
 
 def temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder that is removed on exit, as far as that is possible."""
     return tempfile.TemporaryDirectory(prefix="tc-bench-", ignore_cleanup_errors=True)
 
 

@@ -67,7 +67,7 @@ def _sample_ours(num_trials: int) -> Iterator[tuple[str, float]]:
 
 
 def _sample_peers(num_trials: int) -> Iterator[tuple[str, float]]:
-    """In a Ray of their own: a lease holds all of a node."""
+    """Measure the peers in a Ray of their own, since a lease holds all of a node."""
     from benchmarks.overhead import ray_peer
 
     with ray_peer.cluster():
@@ -87,7 +87,7 @@ def _with_ratios(row: dict[str, float]) -> dict[str, float]:
 
 @contextmanager
 def _stdout_for_result() -> Iterator[Any]:
-    """Ray prints on stdout; keep ours for the result."""
+    """Send to stderr what is printed while inside: Ray prints on stdout, which is for the result."""
     logging.disable(logging.WARNING)
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)

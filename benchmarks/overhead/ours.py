@@ -1,4 +1,4 @@
-"""Our side of ``overhead.py``: the real runtime, ledger, search, tracking and Ray cluster, over a runner that does
+"""Our side of the comparison: the real runtime, ledger, search, tracking and Ray cluster, over a runner that does
 nothing but form its gang."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.overhead import WORLD_SIZE, clock_ms, temporary_folder
 from benchmarks.runner.runners import STAMP
 from cluster.base import Cluster, GangEnded, GangLaunch
 from cluster.connect import connect
-from cluster.hardware.placement import Placement, place
+from cluster.hardware.placement import Placement, Pool
 from cluster.request import ClusterRequest
 from orchestrator.controller.launcher import TrialLauncher
 from orchestrator.controller.runtime import Runtime
@@ -37,7 +37,8 @@ LAYOUT = Layout(dp_replicate=WORLD_SIZE)
 
 @contextmanager
 def cluster() -> Iterator[Cluster]:
-    """Embedded Ray with room for two gangs, everything imported by a short sweep, as the peers' modules are too."""
+    """A private Ray with room for two gangs, on which a short sweep has imported everything, as the peers' modules
+    are."""
     request = ClusterRequest(devices_per_node=2 * WORLD_SIZE)
     with temporary_folder() as folder, connect(request, workdir=Path(folder)) as lease:
         no_op_trial_ms(lease, num_trials=4, slots=1)
@@ -70,9 +71,7 @@ def gang_start_s(lease: Cluster) -> float:
     """Seconds from dispatch to the first all-reduce of a 2-rank gang."""
     with temporary_folder() as folder:
         stamp = Path(folder) / "stamp"
-        placement = place(
-            lease.topology, frozenset(lease.topology.devices), world_size=WORLD_SIZE, tp=1, isolation="device"
-        )
+        placement = Pool(lease.topology).place(world_size=WORLD_SIZE, tp=1, isolation="device")
         assert placement is not None, "the lease holds two gangs"
         attempt_id = f"gang-{time.time_ns()}"
         launch = GangLaunch(
@@ -101,7 +100,7 @@ def _created(num_trials: int, slots: int, lease: Cluster) -> SweepCreated:
 
 @functools.cache
 def _candidates() -> tuple[Candidate, ...]:
-    """A full product of as many knobs as the peers sample, all of it legal, so that TPE has as much to choose from."""
+    """All combinations of as many knobs as the peers sample, all of them legal: TPE has as much to choose from."""
     layouts = [LAYOUT, replace(LAYOUT, replicate_with="fsdp2")]
     layouts += [Layout(dp_shard=WORLD_SIZE, zero_stage=stage) for stage in (1, 2, 3)]
     precisions = [Precision(), *(Precision(level=level, dtype="bfloat16") for level in ("O1", "O2"))]

@@ -1,4 +1,4 @@
-"""The peers of ``overhead.py``: Ray Tune with OptunaSearch, and TorchTrainer."""
+"""The peers of the comparison: Ray Tune with OptunaSearch, and TorchTrainer."""
 
 from __future__ import annotations
 

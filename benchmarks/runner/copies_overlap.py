@@ -53,16 +53,12 @@ def profile(layout: Layout, num_steps: int) -> dict[str, float]:
     return {name: statistics.median(step[name] for step in steps) for name in steps[0]}
 
 
-class _Silent:
-    def mark(self, phase: str) -> None:
-        pass
-
-
 def _profile_rank(pipe: Connection, layout: Layout, num_steps: int, folder: str) -> None:
     import torch
 
     from trials.parallel.mesh import RankIdentity, build_mesh, process_group
     from trials.stages import coordinates
+    from trials.training.accumulation import SilentMarker
     from trials.training.step import Trainer
     from trials.worker import open_dataset
 
@@ -78,15 +74,15 @@ def _profile_rank(pipe: Connection, layout: Layout, num_steps: int, folder: str)
             on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(trace)),
         ) as profiler:
             for _ in range(num_steps + 3):
-                trainer.step(inputs, targets, _Silent())
+                trainer.step(inputs, targets, SilentMarker())
                 profiler.step()
     pipe.send(_step_times(trace))
 
 
 def _step_times(trace: Path) -> list[dict[str, Any]]:
-    from trials.profiling.trace import load, step_times
+    from trials.profiling.trace import lasting, load_trace, step_times
 
-    return [{**asdict(times), "overlap": times.overlap} for times in step_times(load(trace))]
+    return [{**asdict(times), "overlap": times.overlap} for times in step_times(lasting(load_trace(trace)))]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Gangs of processes on this machine: forked from a server that has torch imported, a pipe from each rank."""
+"""Runs gangs of processes on this machine: forked from a server that has torch imported, a pipe from each rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 PRELOAD = ("trials.worker", "torch._dynamo.backends.debugging", "torch._inductor.compile_fx")
-"""The compiler's modules are imported when something is compiled first, which otherwise every rank does by itself."""
+"""Modules that the server imports. Those of the compiler are else imported by every rank that compiles."""
 
 _START = multiprocessing.get_context("forkserver")
 _START.set_forkserver_preload([*PRELOAD, "pytest", "hypothesis"])

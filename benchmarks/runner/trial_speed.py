@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.runner.gang import RankError, gang, receive
+from trials.outcome import ignore_progress
 from trials.spec import Candidate, Layout, LlamaModel, Protocol, TextData, TrialSpec, Workload
 
 MODEL = LlamaModel(hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=4, ffn_hidden_size=704, vocab_size=1024)
@@ -137,12 +138,8 @@ def _our_turns(spec: TrialSpec, rank: int) -> Iterator[float]:
     trainer = Trainer(spec, build_mesh(layout, device), device, place=coordinates(layout, rank))
     batches = _batches(spec, rank)
     while True:
-        recording = Measurer(trainer, batches, _ignore_progress).run(spec.protocol)
+        recording = Measurer(trainer, batches, ignore_progress).run(spec.protocol)
         yield statistics.fmean(recording.step_times_s)
-
-
-def _ignore_progress(*_: Any, **__: Any) -> None:
-    pass
 
 
 def _plain_turns(spec: TrialSpec, rank: int, plan: Plan) -> Iterator[float]:

@@ -1,1 +1,1 @@
-"""What the controller costs as sweeps grow."""
+"""Measures what the controller costs as sweeps grow. Imports the orchestrator."""

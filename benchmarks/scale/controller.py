@@ -71,7 +71,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "simulation": [(VirtualCluster, "launch"), (VirtualCluster, "poll"), (VirtualCluster, "kill")],
     "mlflow": [(Tracker, "sync")],
 }
-"""What is left is ``rest``."""
+"""Functions whose CPU time is charged to each part; what no part claims is ``rest``."""
 NOT_CONTROLLER = ("simulation", "mlflow")
 EXAMPLE = "example: python -m benchmarks.scale.controller --trials 10000 --nodes 1000 --json"
 
@@ -83,9 +83,9 @@ class Window:
     first: int
     last: int
     cpu_ms_per_trial: dict[str, float]
-    """By part."""
+    """CPU milliseconds per trial, by part of the program."""
     rss_mib: float
-    """At its end."""
+    """Resident memory at the window's end."""
 
     @property
     def controller_ms_per_trial(self) -> float:
@@ -94,15 +94,15 @@ class Window:
 
 @dataclass(slots=True)
 class Meter:
-    """Observer that closes a window every ``size`` trials."""
+    """An observer of the runtime that closes a window every ``size`` trials."""
 
     parts: CpuParts
     size: int
     shows_progress: bool = False
-    """A line on stderr per window."""
+    """Whether each window is told in a line on stderr."""
     windows: list[Window] = field(default_factory=list)
     start_s: float = 0.0
-    """CPU seconds before the first trial."""
+    """CPU seconds spent before the first trial."""
     _before: dict[str, float] = field(default_factory=dict)
     _first: int | None = None
 
@@ -142,7 +142,7 @@ def resident_bytes() -> int:
 
 
 def sweep_file(args: argparse.Namespace) -> dict[str, Any]:
-    """Content of the sweep file."""
+    """The content of the sweep file."""
     slow = {f"node{i:04d}": 1.15 for i in range(7, args.nodes, 50)}
     return {
         "name": "scale",
@@ -171,7 +171,7 @@ def sweep_file(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Unrecorded(Tracker):
-    """No MLflow: what is left is the controller."""
+    """A tracker that records nothing, so that only the controller is measured."""
 
     def sync(self, ledger: Ledger, state: SweepState) -> int:  # noqa: ARG002
         return 0
@@ -253,7 +253,7 @@ def table(windows: Sequence[Window]) -> str:
 
 
 def row(window: Window, parts: Sequence[str]) -> str:
-    """Of the table."""
+    """One row of the table."""
     cells = [f"{window.cpu_ms_per_trial.get(part, 0.0):.2f}" for part in parts]
     shown = [f"{window.first}-{window.last}", f"{window.controller_ms_per_trial:.2f}", *cells, f"{window.rss_mib:.0f}"]
     return f"| {' | '.join(shown)} |"

@@ -3,11 +3,11 @@
     python -m benchmarks.search.calibration --table measured.csv
 
 For each family of measurements (source, software, device, number format), with a prior that has not seen its source:
-one and three measurements, drawn at random, teach the search's belief, which then predicts the others. Reported over
-families, each counting the same, for a grid of what the belief assumes of errors
+one and three measurements, drawn at random, teach the search's posterior, which then predicts the others. Reported over
+families, each counting the same, for a grid of what the posterior assumes of errors
 (``orchestrator/search/prediction/predictor.py``): the mean log density of a measurement (the higher the better; what
 is too sure and what is too vague both lose), the error of the predicted log time (RMS), and the median of (error /
-expected error)^2, 1 where the belief knows how wrong it is.
+expected error)^2, 1 where the posterior knows how wrong it is.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from cluster.cost.coefficients import Prior, load_prior
 from cluster.cost.inputs import Array, CostInputs, from_rows
 from cluster.cost.published.table import PublishedRow, read_table
 from orchestrator.search.prediction.gaussian_process import ErrorModel, condition
+from orchestrator.search.prediction.model_families import physical_places
 from orchestrator.search.prediction.predictor import (
     COEFFICIENT_SHARE,
     COMMON_STD,
     LOCAL_STD,
     NOISE_STD,
     linearised,
-    physical_places,
 )
 
 NUM_SEEN = (1, 3)
 MIN_ROWS, MAX_ROWS = 5, 45
-"""Of a family: distinct configurations."""
+"""Distinct configurations that a family must have."""
 SHARES = (0.35, 0.5, 0.7, 1.0)
 LOCAL_STDS = (0.08, 0.11, 0.15)
 COMMON_STDS = (0.1, 0.2, 0.4)

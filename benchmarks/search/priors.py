@@ -1,4 +1,4 @@
-"""What the guided sampler believes of a problem: the cost model, with the coefficients that measurements teach."""
+"""Posteriors of a problem for the guided sampler: the cost model, with the coefficients that measurements teach."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from cluster.cost.work import work_of
 from orchestrator.search.acquisition import Seen
 from orchestrator.search.guided import num_calibrating
 from orchestrator.search.prediction.gaussian_process import ErrorModel
+from orchestrator.search.prediction.model_families import log_device_seconds, physical_places
 from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.predictor import (
     COMMON_STD,
     LOCAL_STD,
     NOISE_STD,
     SWEEP_STD,
-    believed,
     linearised,
-    log_device_seconds,
-    physical_places,
+    narrowed,
     trial_device_seconds,
 )
 from orchestrator.search.prediction.transfer import nearest
 
 UNKNOWN_STD = 10.0
-"""Of what all log figures have in common where they are not seconds per step."""
+"""Standard deviation of what all log figures have in common where they are not seconds per step."""
 UNINFORMED_STD = 0.4
-"""Of log times about which nothing is known but that like configurations take alike."""
+"""Standard deviation of log times of which nothing is known but that like configurations take alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +45,13 @@ class Earlier:
 
     @property
     def runs(self) -> list[Configuration]:
-        """Those that teach: they ran, and the cost model can describe them."""
+        """The trials that teach: they ran, and the cost model can describe them."""
         return [trial for trial in self.trials if trial.time_s is not None and trial.inputs is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class Priors:
-    """Of the cost model's coefficients, before anything was measured on the cluster."""
+    """Priors of the cost model's coefficients, before anything was measured on the cluster."""
 
     time: Prior
     memory: Prior
@@ -63,11 +62,11 @@ class Priors:
         if kind == "assumed":
             return cls(assumed_prior(TIME, LOCAL_STD["cuda"]), assumed_prior(MEMORY, 0.1))
         without = source if kind == "unseen" else None
-        return cls(believed(load_prior("time", without), LOCAL_STD["cuda"]), load_prior("memory", without))
+        return cls(narrowed(load_prior("time", without), LOCAL_STD["cuda"]), load_prior("memory", without))
 
 
-class Beliefs:
-    """Of one problem: :mod:`cluster.cost` with priors of its coefficients, and what earlier sweeps taught.
+class Posteriors:
+    """Posteriors of one problem: :mod:`cluster.cost` with priors of its coefficients, and what earlier sweeps taught.
 
     Rows after the problem's own are trials of earlier sweeps. Where the cost model can describe no configuration,
     all count as alike.
@@ -102,7 +101,7 @@ class Beliefs:
         columns = (sweeps[:, None] == np.unique(sweeps)[None, :]).astype(np.float64)
         self._sweeps = np.vstack([np.zeros((n, columns.shape[1])), columns])
 
-    def belief(self, times_s: Mapping[int, float]) -> Posterior:
+    def posterior(self, times_s: Mapping[int, float]) -> Posterior:
         """Predictions before measuring, linearised where ``times_s``, measured in that order, put the coefficients."""
         if self._x is None:
             return uninformed(self._problem)
@@ -129,7 +128,7 @@ class Beliefs:
         prior, taught = self._priors.time, self._taught
         log_time, features, device_seconds = linearised(taught, x, times_s)
         if taught is not prior:
-            # Earlier trials are rows of the Gaussian process, so what is believed must not know of them: the same
+            # Earlier trials are rows of the Gaussian process, so the prior must not know of them: the same
             # linear model, told from the prior's mean and in units of its deviations.
             jacobian = np.linalg.solve(np.linalg.cholesky(taught.covariance).T, features.T).T
             log_time = log_time + jacobian @ (prior.mean - taught.mean)
@@ -158,7 +157,7 @@ class Beliefs:
 
 
 def _inputs(problem: Problem) -> list[Mapping[str, Any]]:
-    """Of every configuration; one that cannot be modelled takes those of its likest neighbour. Empty if none can."""
+    """Inputs of every configuration, those of the likest one where it cannot be modelled; empty if none can."""
     configurations = problem.configurations
     modelled = [c for c in configurations if c.inputs is not None]
     if not modelled:
@@ -188,7 +187,7 @@ def places(problem: Problem) -> Array:
 
 
 def uninformed(problem: Problem) -> Posterior:
-    """For configurations the cost model cannot describe: all alike, errors large, alike for like configurations."""
+    """Posterior where the cost model describes no configuration: equal times, errors large and shared by like ones."""
     n = len(problem)
     return Posterior(
         log_time=np.zeros(n),

@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 
-from benchmarks.search.priors import Beliefs, Priors
+from benchmarks.search.priors import Posteriors, Priors
 from benchmarks.search.samplers import DETERMINISTIC, SAMPLERS, Trials
 from benchmarks.search.tables import Problem
 from benchmarks.search.transfer import in_sequence
@@ -33,7 +33,7 @@ Result = tuple[int, bool]
 Found = tuple[str, str, list[Result]]
 """Problem, sampler, and what it found, one per seed."""
 Results = dict[str, dict[str, list[Result]]]
-"""By problem and sampler."""
+"""Results by problem and sampler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,20 +49,20 @@ class Comparison:
     def alone(self, index: int) -> list[Found]:
         """One problem from nothing, by every sampler."""
         problem = self.problems[index]
-        beliefs = Beliefs(problem, Priors.named(self.prior, problem.source))
+        posteriors = Posteriors(problem, Priors.named(self.prior, problem.source))
         found = []
         for name in self.samplers:
             label = name + ALONE * (self.transfer and name in TRANSFERS)
             tried = range(1 if name in DETERMINISTIC else self.seeds)
-            results = [measure(problem, SAMPLERS[name](problem, beliefs, seed)) for seed in tried]
+            results = [measure(problem, SAMPLERS[name](problem, posteriors, seed)) for seed in tried]
             found.append((problem.name, label, results))
         return found
 
     def in_sequence(self, seed: int) -> list[Found]:
         """Every problem after sweeps over others of its cluster, by the samplers that make use of those."""
         return [
-            (problem.name, name, [measure(problem, SAMPLERS[name](problem, beliefs, seed))])
-            for problem, beliefs in in_sequence(self.problems, self.prior, seed)
+            (problem.name, name, [measure(problem, SAMPLERS[name](problem, posteriors, seed))])
+            for problem, posteriors in in_sequence(self.problems, self.prior, seed)
             for name in self.samplers
             if name in TRANSFERS
         ]

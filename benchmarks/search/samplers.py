@@ -9,48 +9,49 @@ import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
-from benchmarks.search.priors import Beliefs
+from benchmarks.search.priors import Posteriors
 from benchmarks.search.tables import Problem
-from orchestrator.search.acquisition import expected_log_times, propose
+from orchestrator.search.acquisition import SHORTLIST_SIZE, ProposalRound, expected_log_times
 
 Trials = Iterator[int | None]
 """Configurations in the order tried, the baseline first; None: a trial spent on a configuration that does not exist."""
-Sampler = Callable[[Problem, Beliefs, int], Trials]
+Sampler = Callable[[Problem, Posteriors, int], Trials]
 
 NUM_WARM_STARTS = 3
 """TPE's first trials after the baseline: the best by the cost model."""
 MAX_DRAWS = 16
 
 
-def guided(problem: Problem, beliefs: Beliefs, seed: int) -> Iterator[int]:
+def guided(problem: Problem, posteriors: Posteriors, seed: int) -> Iterator[int]:
     """Cost model x learned residual. Deterministic: ``seed`` changes nothing."""
     del seed
     times: dict[int, float] = {}
     oom: set[int] = set()
 
     def ask() -> int | None:
-        found = propose(beliefs.belief(times), beliefs.seen(times, frozenset(oom)))
-        return found[0].index if found else None
+        seen = posteriors.seen(times, frozenset(oom))
+        found = ProposalRound(posteriors.posterior(times), seen, keep=SHORTLIST_SIZE).best()
+        return found.index if found else None
 
     for row in _from_baseline(problem, ask):
         _note(problem, row, times, oom)
         yield row
 
 
-def rand(problem: Problem, beliefs: Beliefs, seed: int) -> Trials:
+def rand(problem: Problem, posteriors: Posteriors, seed: int) -> Trials:
     """Every configuration once, in random order."""
-    del beliefs
+    del posteriors
     order = [row for row in range(len(problem)) if row != problem.baseline]
     random.Random(seed).shuffle(order)
     yield problem.baseline
     yield from order
 
 
-def tpe(problem: Problem, beliefs: Beliefs, seed: int) -> Trials:
+def tpe(problem: Problem, posteriors: Posteriors, seed: int) -> Trials:
     """Optuna's TPE restricted to configurations that exist, each once, warm-started with the cost model's best."""
     space = _Space(problem)
     study = _study(seed, num_startup=NUM_WARM_STARTS + 1)
-    expected = expected_log_times(beliefs.belief({}), beliefs.seen({}, frozenset()))[: len(problem)]
+    expected = expected_log_times(posteriors.posterior({}), posteriors.seen({}, frozenset()))[: len(problem)]
     warm = [int(row) for row in np.argsort(expected, kind="stable") if row != problem.baseline]
     warm = warm[:NUM_WARM_STARTS]
     rng = random.Random(seed)
@@ -77,9 +78,9 @@ def tpe(problem: Problem, beliefs: Beliefs, seed: int) -> Trials:
         yield row
 
 
-def optuna_default(problem: Problem, beliefs: Beliefs, seed: int) -> Trials:
+def optuna_default(problem: Problem, posteriors: Posteriors, seed: int) -> Trials:
     """Optuna as it comes: TPE over one category per knob; a proposal that does not exist is a failed trial."""
-    del beliefs
+    del posteriors
     space = _Space(problem, categorical=True)
     study = _study(seed)
     study.enqueue_trial(space.points[problem.baseline])
@@ -95,8 +96,7 @@ def optuna_default(problem: Problem, beliefs: Beliefs, seed: int) -> Trials:
 
 
 SAMPLERS: dict[str, Sampler] = {"guided": guided, "tpe": tpe, "optuna_default": optuna_default, "random": rand}
-
-"""By the name they are reported under."""
+"""Samplers by the name they are reported under."""
 DETERMINISTIC = frozenset({"guided"})
 """Samplers that every seed makes propose the same."""
 

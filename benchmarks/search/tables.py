@@ -51,7 +51,7 @@ class Problem:
 
     @property
     def cluster(self) -> tuple[str, ...]:
-        """Where it was measured: sweeps on the same cluster may teach each other."""
+        """Cluster on which it was measured: sweeps on the same cluster may teach each other."""
         row = self.configurations[0].row
         return tuple(row[name] for name in ("source", "gpu", "gpus_per_node", "interconnect"))
 
@@ -135,6 +135,6 @@ def _cost(row: PublishedRow, figure: str, *, usual_devices: float) -> float | No
 
 
 def _usual_devices(rows: Sequence[PublishedRow]) -> float:
-    """Of the problem, for rows that do not say how many; 1 where none says it."""
+    """Devices of the problem, for rows that do not say how many; 1 where none says it."""
     stated = Counter(number for row in rows if (number := _number(row["n_gpus"], 0)))
     return stated.most_common(1)[0][0] if stated else 1.0

@@ -6,14 +6,14 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from benchmarks.search.priors import Beliefs, Earlier, Priors
+from benchmarks.search.priors import Earlier, Posteriors, Priors
 from benchmarks.search.samplers import guided
 from benchmarks.search.tables import FIGURES, Problem
 from orchestrator.search.acquisition import should_stop
 from orchestrator.search.guided import MIN_MEASURED_TO_STOP, STOP_TOLERANCE
 
 
-def in_sequence(problems: Sequence[Problem], prior: str, seed: int) -> Iterator[tuple[Problem, Beliefs]]:
+def in_sequence(problems: Sequence[Problem], prior: str, seed: int) -> Iterator[tuple[Problem, Posteriors]]:
     """Every problem, with what the sweeps before it on the same cluster taught, in an order that ``seed`` shuffles.
 
     An earlier sweep is the guided sampler's own: the trials that it ran, from the baseline until its own stopping
@@ -23,25 +23,25 @@ def in_sequence(problems: Sequence[Problem], prior: str, seed: int) -> Iterator[
     random.Random(seed).shuffle(order)
     earlier: dict[tuple[str, ...], list[Earlier]] = defaultdict(list)
     for problem in order:
-        beliefs = Beliefs(problem, Priors.named(prior, problem.source), earlier[problem.cluster])
-        yield problem, beliefs
+        posteriors = Posteriors(problem, Priors.named(prior, problem.source), earlier[problem.cluster])
+        yield problem, posteriors
         if problem.figure == FIGURES[0]:
-            earlier[problem.cluster].append(_sweep(problem, beliefs))
+            earlier[problem.cluster].append(_sweep(problem, posteriors))
 
 
-def _sweep(problem: Problem, beliefs: Beliefs) -> Earlier:
+def _sweep(problem: Problem, posteriors: Posteriors) -> Earlier:
     """Until nothing left is likely to be better."""
     times: dict[int, float] = {}
     oom: set[int] = set()
     tried = []
-    for row in guided(problem, beliefs, 0):
+    for row in guided(problem, posteriors, 0):
         tried.append(configuration := problem.configurations[row])
         if configuration.time_s is None:
             oom.add(row)
         else:
             times[row] = configuration.time_s
         if len(times) >= MIN_MEASURED_TO_STOP and should_stop(
-            beliefs.belief(times), beliefs.seen(times, frozenset(oom)), tolerance=STOP_TOLERANCE
+            posteriors.posterior(times), posteriors.seen(times, frozenset(oom)), tolerance=STOP_TOLERANCE
         ):
             break
     return Earlier(tuple(tried))

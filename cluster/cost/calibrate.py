@@ -22,19 +22,20 @@ from cluster.cost.time import step_seconds
 from cluster.cost.work import work_of
 
 HUBER = 2.0
+"""Residuals beyond this many noise deviations pull linearly, not quadratically."""
 MEMORY_HUBER = 1.0
-"""Residuals beyond this many noise deviations pull linearly, not quadratically. Less for memory: a layout of which
-software keeps more than the formula knows must not bend what the others teach."""
+"""The same for memory: less, so that a layout of which software keeps more than the formula knows does not bend what
+the others teach."""
 MAX_ITERATIONS = 30
 STEP = 1e-4
-"""Of the numeric derivatives, in log coefficients."""
+"""Step of the numeric derivatives, in log coefficients."""
 
 OUT_OF_MEMORY_THRESHOLD = 0.25
 """Probability from which a candidate counts as not fitting: a wasted trial costs less than an optimum never tried, but
 a launch that dies costs the whole gang's time."""
 
 Predict = Callable[[Coefficients], Array]
-"""Logarithm of the predicted figure of each measurement."""
+"""Given coefficients, the logarithm of the predicted figure of each measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +44,17 @@ class Calibrated:
 
     coefficients: Coefficients
     covariance: Array
-    """Of the log coefficients."""
+    """Covariance of the log coefficients, shape (coefficients, coefficients)."""
     noise: float
     """Standard deviation of log(measured / predicted) that no coefficient explains."""
 
     @classmethod
     def of_prior(cls, prior: Prior) -> Calibrated:
-        """Before any measurement."""
+        """The prior's coefficients, before any measurement."""
         return cls(prior.coefficients, prior.covariance, prior.noise)
 
     def log_spread(self, jacobian: Array) -> Array:
-        """Predictive standard deviation of log figures with these derivatives, shape (n,)."""
+        """Standard deviation of the predicted logarithms with these derivatives, shape (n,)."""
         variance = np.einsum("ni,ij,nj->n", jacobian, self.covariance, jacobian)
         return np.asarray(np.sqrt(variance + self.noise**2))
 
@@ -65,10 +66,10 @@ def fit(
     side: npt.NDArray[np.int64] | None = None,
     huber: float = HUBER,
 ) -> Calibrated:
-    """Coefficients that agree with prior and measurements (Gauss-Newton with damping, Huber weights).
+    """The most likely coefficients given prior and measurements (Gauss-Newton with damping, Huber weights).
 
-    ``side``: 0 a measured figure, 1 only known to be at least, -1 at most the given one. No measurement returns the
-    prior.
+    ``side`` of each measurement: 0 a measured figure, 1 known to be at least the given one, -1 at most. Without
+    measurements the prior is returned.
     """
     if not len(log_measured):
         return Calibrated.of_prior(prior)
@@ -98,7 +99,7 @@ def fit(
 
 
 def derivatives(predict: Predict, at: Coefficients) -> Array:
-    """Of the log predictions by the log coefficients, shape (n, coefficients)."""
+    """Derivatives of the log predictions by the log coefficients, shape (n, coefficients)."""
     base = predict(at)
     columns = []
     for i in range(len(at.group)):
@@ -122,8 +123,8 @@ def calibrate_memory(
 ) -> Calibrated:
     """Memory coefficients after measured peaks (NaN: not known) and outcomes (1 ran out of memory, 0 fitted, NaN).
 
-    ``reported``: of what each peak is the peak; None: the fullest rank's whole device. Outcomes are one-sided evidence
-    on that, and say more than a peak of another rank or of the allocator alone.
+    ``reported``: what each peak was measured of; None: the whole device of the fullest rank. Outcomes are one-sided
+    evidence on that, and say more than the peak of another rank or of the allocator alone.
     """
     reported = reported or [Reported()] * len(x)
     peaks = np.flatnonzero(np.isfinite(measured_bytes))
@@ -157,7 +158,7 @@ def log_peak_predictor(x: CostInputs, reported: Sequence[Reported] | None = None
 
 
 def probability_out_of_memory(calibrated: Calibrated, x: CostInputs) -> Array:
-    """That the fullest rank needs more than the device has, shape (n,)."""
+    """Probability that the fullest rank needs more memory than the device has, shape (n,)."""
     predict = log_peak_predictor(x)
     spread = calibrated.log_spread(derivatives(predict, calibrated.coefficients))
     excess = predict(calibrated.coefficients) - np.log(x.memory_bytes)

@@ -1,4 +1,4 @@
-"""Candidates of the trial runner as inputs of the cost model."""
+"""Turns candidates of decoder workloads into inputs of the cost model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 from cluster.cost.inputs import BUCKET_BYTES, SCHEDULES, CostInputs, from_rows
 from cluster.cost.operators import selective_shares
-from cluster.hardware.accelerators import ClusterDescription
+from cluster.hardware.accelerators import Accelerator, ClusterDescription
 from trials.spec import Candidate, Counts, Layout, LlamaModel, Precision, Recompute, Workload
 
 NUMBER_FORMATS = {"highest": "float32", "high": "tf32", "medium": "tf32"}
+"""Number format of fp32 matmuls by the name of torch's matmul precision."""
 
 
 def inputs_of(pairs: Sequence[tuple[Workload, Candidate]], cluster: ClusterDescription) -> CostInputs:
@@ -80,20 +81,17 @@ def _layout(layout: Layout, num_layers: int) -> dict[str, Any]:
 
 
 def _per_stage(counts: Counts, layout: Layout) -> list[int]:
-    """Sum over the chunks of each pipeline rank."""
+    """Layers of each pipeline rank, all its chunks together."""
     if not counts:
         return [0] * layout.pp
     return [sum(chunk[stage] for chunk in counts) for stage in range(layout.pp)]
 
 
 def _precision(candidate: Candidate, cluster: ClusterDescription) -> dict[str, float]:
-    """O0 keeps all in fp32; O1 fp32 with a 16-bit copy of the weights; O2 16-bit weights with fp32 masters."""
+    """Bytes per element or parameter: O0 keeps all in fp32, O1 adds a 16-bit copy of the weights, O2 keeps 16-bit
+    weights with fp32 masters."""
     precision: Precision = candidate.precision
-    fp32_format = NUMBER_FORMATS[candidate.kernels.matmul_precision]
-    name = fp32_format if precision.level == "O0" else precision.dtype
-    peak = cluster.accelerator.peak(name) or cluster.accelerator.peak("float32")
-    if peak is None:
-        raise NotImplementedError(f"{cluster.accelerator.name} has no peak for {name}")
+    peak = matmul_peak(candidate, cluster.accelerator)
     low = precision.level == "O2"
     return {
         "compute_bytes": 4.0 if precision.level == "O0" else 2.0,
@@ -107,6 +105,20 @@ def _precision(candidate: Candidate, cluster: ClusterDescription) -> dict[str, f
         "peak_flops_per_s": peak,
         "base_flops_per_s": peak,
     }
+
+
+def matmul_peak(candidate: Candidate, accelerator: Accelerator) -> float:
+    """Peak FLOPs per second in the number format of the candidate's matmuls.
+
+    Raises:
+        NotImplementedError: the catalogue has none.
+    """
+    precision = candidate.precision
+    name = NUMBER_FORMATS[candidate.kernels.matmul_precision] if precision.level == "O0" else precision.dtype
+    peak = accelerator.peak(name) or accelerator.peak("float32")
+    if peak is None:
+        raise NotImplementedError(f"{accelerator.name} has no peak for {name}")
+    return peak
 
 
 def _recompute(recompute: Recompute, layout: Layout, model: LlamaModel, seq_length: int) -> dict[str, Any]:
@@ -125,7 +137,7 @@ def _recompute(recompute: Recompute, layout: Layout, model: LlamaModel, seq_leng
 
 
 def _reading(workload: Workload, candidate: Candidate) -> dict[str, float]:
-    """Every rank reads its data-parallel share of the batch, or all of it."""
+    """Reading of records: every rank reads its data-parallel share of the batch, or all of it."""
     loader, layout = candidate.loader, candidate.layout
     records = workload.global_batch_size / (1 if loader.full_batch else layout.dp)
     return {

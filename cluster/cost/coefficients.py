@@ -1,4 +1,4 @@
-"""The numbers the cost model cannot know from data sheets: names, meaning, and what is assumed before measuring."""
+"""The cost model's coefficients, which no data sheet tells: names, meaning, and priors before any measurement."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ MEMORY = (
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Values of a group of coefficients, in its order."""
+    """Values of a group of coefficients, as logarithms in the group's order."""
 
     group: tuple[Coefficient, ...]
     log_values: Array
@@ -75,7 +75,7 @@ class Coefficients:
 
 
 def assumed(group: tuple[Coefficient, ...]) -> Coefficients:
-    """The values written in this file, before any measurement."""
+    """The values that this file assumes, before any measurement."""
     return Coefficients(group, np.log([coefficient.value for coefficient in group]))
 
 
@@ -96,7 +96,7 @@ class Prior:
 
 
 def assumed_prior(group: tuple[Coefficient, ...], noise: float) -> Prior:
-    """The prior written in this file."""
+    """The prior that this file assumes, without published measurements."""
     return Prior(group, assumed(group).log_values, np.diag([c.spread**2 for c in group]), noise)
 
 

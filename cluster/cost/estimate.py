@@ -1,4 +1,4 @@
-"""Estimates of many candidates: step time and peak memory with the terms that sum to them."""
+"""The cost model as a whole: predicts step time and peak memory of many candidates, as sums of named terms."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from cluster.cost.time import TIME_TERMS, step_seconds
 from cluster.cost.work import work_of
 
 ROWS_AT_ONCE = 4096
-"""Keeps intermediate arrays, which have one column per pipeline stage, in the processor's cache."""
+"""Candidates estimated at once: few enough for the intermediate arrays to stay in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
-    """Arrays of shape (n,); ``peak_bytes`` and its terms are those of the fullest pipeline rank."""
+    """What the model predicts of n candidates, arrays of shape (n,). Memory is that of the fullest pipeline rank."""
 
     step_s: Array
     step_terms_s: dict[str, Array]
@@ -41,7 +41,7 @@ class Estimates:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Both halves with their coefficients, calibrated or not."""
+    """The model of step time and that of memory, each with its coefficients."""
 
     time: Calibrated
     memory: Calibrated
@@ -83,7 +83,8 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trials:
-    """What has been measured: step times (NaN where none), peaks (NaN where none), 1 where memory ran out."""
+    """Measurements of n candidates: step times and peaks, NaN where there is none; 1 where memory ran out, 0 where the
+    candidate fitted, NaN where neither is known."""
 
     x: CostInputs
     step_s: Array
@@ -92,7 +93,7 @@ class Trials:
 
 
 def cost_model(trials: Trials | None = None) -> CostModel:
-    """The model as published measurements taught it, or after trials as well."""
+    """The model fitted to published measurements, and to ``trials`` where there are any."""
     time, memory = load_prior("time"), load_prior("memory")
     if trials is None or not len(trials.x):
         return CostModel(Calibrated.of_prior(time), Calibrated.of_prior(memory))

@@ -1,4 +1,5 @@
-"""Workloads that are no decoders: known only by FLOPs, bytes and parameters. Data parallelism and ZeRO only."""
+"""The cost model of workloads that are no decoders, which it knows only by their FLOPs, bytes and parameters. Data
+parallelism and ZeRO only."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.cost.candidates import NUMBER_FORMATS
+from cluster.cost.candidates import matmul_peak
 from cluster.cost.coefficients import Coefficients
 from cluster.cost.inputs import Array
 from cluster.hardware.accelerators import ClusterDescription
@@ -19,23 +20,23 @@ from trials.spec import Candidate, LlamaModel, Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenericInputs:
-    """Arrays of shape (n,), one row per candidate."""
+    """What the generic model knows of each candidate, arrays of shape (n,)."""
 
     forward_flops: Array
-    """Of one sample."""
+    """FLOPs of the forward pass of one sample."""
     repeated_share: Array
     """Share of the forward pass that recompute repeats."""
     activation_bytes: Array
-    """Kept for the backward pass by one sample."""
+    """Bytes that one sample keeps for the backward pass."""
     traffic_bytes: Array
-    """Read and written in one sample's forward pass."""
+    """Bytes read and written in one sample's forward pass."""
     num_params: Array
     num_kernels: Array
-    """Launched in a forward pass."""
+    """Kernels launched in a forward pass."""
     param_bytes: Array
-    """Weights, gradients and optimiser states together, per parameter."""
+    """Bytes per parameter of weights, gradients and optimiser states together."""
     transfer_bytes: Array
-    """Sent by a rank in a step's collectives."""
+    """Bytes that a rank sends in a step's collectives."""
     counted: Array
     """1: memory was counted by a dry run, 0: it comes from a formula."""
     micro_batch_size: Array
@@ -49,7 +50,7 @@ class GenericInputs:
     memory_bytes_per_s: Array
     link_bytes_per_s: Array
     data_wait_s: Array
-    """Between two steps, where reading does not keep up."""
+    """Seconds between two steps that are spent waiting for data."""
 
     def __len__(self) -> int:
         return len(self.dp)
@@ -68,17 +69,12 @@ class GenericInputs:
         return cls(**{f.name: np.array([row[f.name] for row in rows], dtype=np.float64) for f in fields(cls)})
 
 
-GENERIC_TIME_TERMS = ("compute", "recompute", "launch", "gradient_reduction", "optimizer", "overhead", "data")
-
-
-GENERIC_MEMORY_TERMS = ("states", "activations", "constant", "fragmentation")
-
 KERNELS_PER_LAYER = 20
-"""Of a decoder layer's forward pass, for which ``host_layer_s`` is fitted."""
+"""Kernels of a decoder layer's forward pass, for which ``host_layer_s`` is fitted."""
 
 
 def generic_step_seconds(x: GenericInputs, k: Coefficients) -> dict[str, Array]:
-    """Terms of the step time by name (``GENERIC_TIME_TERMS``), summing to it. Backward costs twice forward."""
+    """Terms of the step time by name, in seconds, summing to it. Backward costs twice forward."""
     bandwidth = x.memory_bytes_per_s * k["memory_efficiency"]
     flops = x.micro_batch_size * x.forward_flops / (x.peak_flops_per_s * k["matmul_efficiency"])
     forward = np.maximum(flops, x.micro_batch_size * x.traffic_bytes / bandwidth)
@@ -98,7 +94,7 @@ def generic_step_seconds(x: GenericInputs, k: Coefficients) -> dict[str, Array]:
 
 
 def generic_peak_bytes(x: GenericInputs, k: Coefficients) -> dict[str, Array]:
-    """Terms of the peak by name (``GENERIC_MEMORY_TERMS``), summing to it. What was counted needs no correction."""
+    """Terms of the peak by name, in bytes, summing to it. What was counted needs no correction."""
     counted = x.counted > 0
     states = x.num_params * x.param_bytes / x.num_shards * np.where(counted, 1.0, k["state_factor"])
     activations = x.micro_batch_size * x.activation_bytes * np.where(counted, 1.0, k["activation_factor"])
@@ -111,22 +107,15 @@ def generic_peak_bytes(x: GenericInputs, k: Coefficients) -> dict[str, Array]:
 
 
 OPERAND_BYTES = {"O0": 4, "O1": 2, "O2": 2}
-"""Of an activation element, by AMP level."""
-
-
+"""Bytes of an activation element, by AMP level."""
 GRADIENT_BYTES = {"O0": 4, "O1": 4, "O2": 2}
-
-
+"""Bytes of a gradient, by AMP level."""
 PARAM_BYTES = {"O0": 16, "O1": 18, "O2": 16}
-"""Weights, gradients, AdamW's states, master weights and autocast's copies, per parameter."""
-
-
+"""Bytes per parameter of weights, gradients, AdamW's states, master weights and autocast's copies, by AMP level."""
 PASSES_PER_ACTIVATION = 3
-"""Times an activation kept for the backward pass is written or read in the forward pass."""
-
-
+"""How often an activation that is kept for the backward pass is written or read in the forward pass."""
 RING_SHARES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
-"""Times (d - 1) / d of a collective's bytes that each of its d ranks sends."""
+"""Share of a collective's bytes that each of its d ranks sends, in units of (d - 1) / d."""
 
 Estimates = Mapping[Candidate, DryRunEstimate]
 
@@ -148,7 +137,7 @@ def generic_inputs(
 
 
 class _Known:
-    """Estimates by what they depend on."""
+    """Dry runs' estimates of one workload, found by the knobs on which they depend."""
 
     def __init__(self, workload: Workload | None, estimates: Estimates) -> None:
         self._workload = workload
@@ -164,7 +153,7 @@ class _Known:
 
 
 def _counted_by(candidate: Candidate) -> tuple[object, ...]:
-    """What FLOPs, collectives and memory follow from; how data is read and kernels are chosen is not part of it."""
+    """The knobs that decide FLOPs, collectives and memory: not how data is read or kernels are chosen."""
     kernels = candidate.kernels
     return (
         candidate.layout,
@@ -193,7 +182,7 @@ def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription, 
         "dp": layout.world_size,
         "num_shards": layout.dp_shard if layout.zero_stage else 1,
         "zero_stage": layout.zero_stage,
-        "peak_flops_per_s": _peak(candidate, cluster),
+        "peak_flops_per_s": matmul_peak(candidate, accelerator),
         "memory_bytes": accelerator.usable_memory_bytes,
         "memory_bytes_per_s": accelerator.memory_bytes_per_s,
         "link_bytes_per_s": accelerator.link_bytes_per_s if inside else cluster.network_bytes_per_s,
@@ -202,7 +191,8 @@ def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription, 
 
 
 def _by_formula(workload: Workload, candidate: Candidate) -> dict[str, float]:
-    """From the model's shape. Recompute in full of n of the N layers keeps that share less, and repeats it."""
+    """Work and memory from the model's shape. Recomputing n of N layers in full keeps that share less, and repeats
+    it."""
     model, level = workload.model, candidate.precision.level
     assert not isinstance(model, LlamaModel), "decoders have a model of their own"
     size = OPERAND_BYTES[level]
@@ -220,7 +210,8 @@ def _by_formula(workload: Workload, candidate: Candidate) -> dict[str, float]:
 
 
 def _sent_bytes(workload: Workload, candidate: Candidate) -> float:
-    """All-reduce of the gradients; ZeRO-3 gathers the weights for forward and backward of every micro-batch."""
+    """Bytes that a rank sends per step: the gradients' all-reduce; with ZeRO-3 also the weights, gathered for forward
+    and backward of every micro-batch."""
     layout, level = candidate.layout, candidate.precision.level
     num_params, size = num_parameters(workload.model), GRADIENT_BYTES[level]
     if layout.zero_stage != 3:
@@ -231,7 +222,7 @@ def _sent_bytes(workload: Workload, candidate: Candidate) -> float:
 
 
 def _by_dry_run(workload: Workload, candidate: Candidate, estimate: DryRunEstimate) -> dict[str, float]:
-    """A rank's step as it was counted, as figures per sample and parameter."""
+    """Work and memory as a dry run counted them, per sample and per parameter."""
     stage = max(estimate.stages, key=lambda stage: stage.peak_bytes)
     layout, flops = candidate.layout, stage.flops
     num_samples = workload.global_batch_size / layout.dp
@@ -252,12 +243,3 @@ def _by_dry_run(workload: Workload, candidate: Candidate, estimate: DryRunEstima
 
 def _others(num_ranks: int) -> float:
     return (num_ranks - 1) / num_ranks
-
-
-def _peak(candidate: Candidate, cluster: ClusterDescription) -> float:
-    precision = candidate.precision
-    name = NUMBER_FORMATS[candidate.kernels.matmul_precision] if precision.level == "O0" else precision.dtype
-    peak = cluster.accelerator.peak(name) or cluster.accelerator.peak("float32")
-    if peak is None:
-        raise NotImplementedError(f"{cluster.accelerator.name} has no peak for {name}")
-    return peak

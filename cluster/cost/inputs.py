@@ -1,4 +1,4 @@
-"""Candidates as columns: one numpy array per quantity, one row per candidate."""
+"""The cost model's inputs: candidates as columns, one numpy array per quantity, one row per candidate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
 """Codes of ``CostInputs.schedule`` are positions in this tuple."""
 
 BUCKET_BYTES = 50e6
-"""Reduction buckets, two in flight, of 25 MB each (``torch.nn.parallel.DistributedDataParallel``)."""
+"""Two reduction buckets in flight, of 25 MB each (``torch.nn.parallel.DistributedDataParallel``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,29 +60,29 @@ class CostInputs:
     stage_layers: Array
     """Layers of each pipeline rank, all its chunks together; 0 beyond pp."""
     stage_full: Array
-    """Of those, layers recomputed in full."""
+    """Layers of each pipeline rank that are recomputed in full."""
     stage_dropped: Array
-    """Of the other layers of each rank: share of their kept activation bytes that selective recompute drops."""
+    """Share of the kept activation bytes that selective recompute drops in the other layers of each rank."""
     stage_repeated: Array
-    """Of the other layers of each rank: share of their forward passes that selective recompute repeats."""
+    """Share of the forward pass that selective recompute repeats in the other layers of each rank."""
     recompute_communication: Array
     """Share of layers whose sequence shards are gathered again in the backward pass."""
     keeps_gathered: Array
     """Share of layers that keep the gathered inputs of their matmuls (sequence parallelism without re-gathering)."""
 
     compute_bytes: Array
-    """Of an activation element."""
+    """Bytes of an activation element."""
     loss_bytes: Array
-    """Per logit beyond its own value while the loss is computed: 8 for two fp32 copies, 0 where one kernel computes it
-    and writes the gradient in the logits' place."""
+    """Bytes per logit, beyond its own value, while the loss is computed: 8 for two fp32 copies, 0 where one kernel
+    computes the loss and writes the gradient in the logits' place."""
     weight_bytes: Array
     gradient_bytes: Array
     optimizer_bytes: Array
-    """Optimiser state and master weights per parameter."""
+    """Bytes of optimiser states and master weights per parameter."""
     cast_bytes: Array
-    """Autocast's 16-bit copy of the weights (O1), per parameter."""
+    """Bytes per parameter of autocast's 16-bit copy of the weights (O1)."""
     bucket_bytes: Array
-    """Of the buffers through which data parallelism reduces gradients."""
+    """Bytes of the buffers through which data parallelism reduces gradients."""
     keeps_gradients: Array
     """1: gradient buffers stay allocated during the forward pass."""
     flash: Array
@@ -140,10 +140,11 @@ class CostInputs:
 
 
 STAGE_FIELDS = ("stage_layers", "stage_full", "stage_dropped", "stage_repeated")
+"""Fields of :class:`CostInputs` with one column per pipeline rank."""
 
 
 def from_rows(rows: Sequence[Mapping[str, Any]]) -> CostInputs:
-    """Columns from one mapping per candidate with all fields; those per stage as sequences of any length."""
+    """The inputs from one mapping per candidate with all fields; values per stage are sequences of any length."""
     num_stages = max((len(row["stage_layers"]) for row in rows), default=1)
     columns = {}
     for field in fields(CostInputs):
@@ -157,7 +158,7 @@ def from_rows(rows: Sequence[Mapping[str, Any]]) -> CostInputs:
 
 
 def concatenate(parts: Sequence[CostInputs]) -> CostInputs:
-    """Rows of all parts, in order."""
+    """The rows of all parts, in order."""
     num_stages = max(part.stage_layers.shape[1] for part in parts)
     columns = {}
     for field in fields(CostInputs):

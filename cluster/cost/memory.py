@@ -41,12 +41,12 @@ def stage_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
 
 
 def passes_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
-    """As ``stage_bytes``, but while forward and backward passes run, were the optimiser step to take more or not."""
+    """As ``stage_bytes``, but of the forward and backward passes alone, even where the optimiser step takes more."""
     return _with_overheads(_passes_terms(x, work, k, _state_bytes(x, work, k)), x, work, k)
 
 
 def _passes_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, Array]) -> dict[str, Array]:
-    """Forward and backward passes at their worst: computing the loss, or a layer once more."""
+    """The worst moment of forward and backward passes: computing the loss, or recomputing a layer."""
     held, repeated = (k["activation_factor"] * part for part in _activation_bytes(x, work))
     held = held * np.where(x.pp > 1, k["pipeline_held"], 1.0)[:, None]
     head = is_last(x) * (work.tokens * x.vocab / x.tp * (x.compute_bytes + x.loss_bytes) * k["head_factor"])[:, None]
@@ -63,7 +63,7 @@ def _passes_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, 
 
 
 def _step_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, Array]) -> dict[str, Array]:
-    """The optimiser step. Its workspace: fp32 copies of shorter gradients, and results between its kernels."""
+    """The optimiser step. Its workspace holds fp32 copies of shorter gradients and results between its kernels."""
     copies = np.where(x.gradient_bytes < 4, 4.0, 0.0)[:, None]
     owned = _held_params(x, work, 1) * x.trained_share[:, None]
     none = dict.fromkeys(("activations", "head", "gathered"), np.zeros(owned.shape))
@@ -81,7 +81,7 @@ def _with_overheads(terms: dict[str, Array], x: CostInputs, work: Work, k: Coeff
 
 
 def _held_params(x: CostInputs, work: Work, zero_stage: int) -> Array:
-    """Parameters of a rank, (n, stages), of whose part that ZeRO shards from ``zero_stage`` on it holds a share."""
+    """Parameters that a rank holds of what ZeRO shards from ``zero_stage`` on, shape (n, stages)."""
     shards = np.where(x.zero_stage >= zero_stage, x.num_shards, 1.0)
     table_shards = np.where(x.shard_embedding > 0, x.dp * x.cp, shards)
     return np.asarray(layers_params(x, work) / shards[:, None] + tables_params(x) / table_shards[:, None])
@@ -97,7 +97,7 @@ def _state_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]
 
 
 def layer_activation_bytes(x: CostInputs, work: Work) -> Array:
-    """Kept by one layer without recompute, per micro-batch, shape (n,).
+    """Activation bytes that one layer keeps per micro-batch without recompute, shape (n,).
 
     Elements per token: inputs of both norms, of QKV and of the FFN (not divided by tp without sequence parallelism),
     dropout masks of one byte; Q, K, V and attention's output; the FFN's inner tensors (two, gated four, three when
@@ -117,7 +117,7 @@ def layer_activation_bytes(x: CostInputs, work: Work) -> Array:
 
 
 def _activation_bytes(x: CostInputs, work: Work) -> tuple[Array, Array]:
-    """Held for all micro-batches in flight; of the one layer that is computed again. Both of shape (n, stages)."""
+    """Activation bytes of all micro-batches in flight, and of the one layer that is recomputed; both (n, stages)."""
     kept = layer_activation_bytes(x, work)
     layer_input = work.tokens * x.hidden * x.compute_bytes / np.where(x.sequence_parallel > 0, x.tp, 1.0)
     plain_layers = x.stage_layers - x.stage_full
@@ -128,19 +128,20 @@ def _activation_bytes(x: CostInputs, work: Work) -> tuple[Array, Array]:
 
 
 def _gathered_bytes(x: CostInputs, work: Work) -> Array:
-    """ZeRO-3: the block in use and the one prefetched, whole, with the block's unsharded gradients."""
+    """Bytes of weights gathered by ZeRO-3: the block in use, the one prefetched, and the block's unsharded
+    gradients."""
     block = np.maximum(work.layer_params / x.tp, x.vocab * x.hidden / x.tp)
     sharded = (x.zero_stage == 3) & (x.num_shards > 1)
     return np.where(sharded, block * 3 * x.compute_bytes, 0.0)
 
 
 def _bucket_bytes(x: CostInputs, work: Work) -> Array:
-    """Reduction buckets of each pipeline rank, no larger than what it reduces."""
+    """Bytes of the reduction buckets of each pipeline rank, at most those of what it reduces."""
     reduced = _held_params(x, work, 3) * (x.trained_share * x.compute_bytes)[:, None]
     return np.where((x.dp > 1)[:, None], np.minimum(x.bucket_bytes[:, None], reduced), 0.0)
 
 
 def _communicator_bytes(x: CostInputs) -> Array:
-    """Of the world and of every axis along which ranks communicate."""
+    """Bytes of the communicators of the world and of every axis along which ranks communicate."""
     degrees = (x.dp, x.tp, x.cp, x.pp, x.world_size)
     return np.asarray(COMMUNICATOR_BYTES * sum((degree > 1).astype(np.float64) for degree in degrees))

@@ -1,4 +1,5 @@
-"""What selective recompute drops and repeats: a decoder layer's operators with their kept outputs and their work."""
+"""The shares of a decoder layer that selective recompute drops and repeats, from the kept outputs and the work of its
+operators."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from trials.spec import Counts, LlamaModel, Recompute
 FLOPS_PER_BYTE = 160.0
 """Matmul FLOPs that current accelerators do, as efficiencies go, while they read or write a byte."""
 MAX_DROPPED = 0.95
-"""The layer's input always stays."""
+"""Largest share of a layer's kept bytes that can be dropped: its input always stays."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """Per token: elements of its output that the backward pass keeps, FLOPs, elements read and written."""
+    """An operator, per token: output elements that the backward pass keeps, FLOPs, elements read and written."""
 
     kept: float
     flops: float = 0.0
@@ -24,7 +25,7 @@ class Operator:
 
     @property
     def work(self) -> float:
-        """FLOPs, and those lost while elements of two bytes go by."""
+        """FLOPs, with those that could be done while its elements of two bytes are read and written."""
         return self.flops + 2 * self.traffic * FLOPS_PER_BYTE
 
 
@@ -50,7 +51,8 @@ def operators_of(model: LlamaModel, seq_length: int) -> dict[str, Operator]:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """As :class:`trials.recompute.tally.Tally`: the whole path of the operator, or that of a module around it."""
+    """Whether the pattern matches the operator's whole path or that of a module around it, as
+    :class:`trials.recompute.tally.PatternTally` does."""
     parts = path.split(".")
     return any(re.fullmatch(pattern, ".".join(parts[:i])) for i in range(1, len(parts) + 1))
 
@@ -59,10 +61,11 @@ def matches(pattern: str, path: str) -> bool:
 def selective_shares(
     recompute: Recompute, model: LlamaModel, seq_length: int, plain: Counts
 ) -> tuple[list[float], list[float]]:
-    """Of each pipeline rank's layers not recomputed in full, on average: share of kept bytes dropped, of work repeated.
+    """Share of kept bytes dropped and of work repeated, each per pipeline rank: the mean over its layers that are not
+    recomputed in full.
 
     Args:
-        plain: those layers, ``[chunk][stage]``.
+        plain: numbers of those layers, ``[chunk][stage]``.
     """
     num_stages = len(plain[0])
     if not recompute.selective:

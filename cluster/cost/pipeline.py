@@ -1,4 +1,4 @@
-"""From the stages' times per micro-batch to the time of all micro-batches: closed form, and simulation.
+"""Pipeline schedules: the time of all micro-batches from that of one per stage, and the micro-batches in flight.
 
 The closed form is exact for equal stages: ``m`` micro-batches on ``p`` ranks with ``v`` chunks take
 ``(m + (p - 1) / v)`` stage times. Where ranks hold different numbers of layers the schedule is simulated.
@@ -14,14 +14,12 @@ from cluster.cost.inputs import SCHEDULES, Array, CostInputs
 from trials.spec import Schedule
 
 FORWARD_SHARE = 1 / 3
-"""Of a stage's time, forward against backward (without recompute, which lengthens backward)."""
-
-
+"""Share of the forward pass in a stage's time (without recompute, which lengthens the backward pass)."""
 ZBV = 3
 """Code of the zero-bubble schedule in ``SCHEDULES``."""
 
 Operation = tuple[int, int, int, int]
-"""rank, 0 forward or 1 backward, chunk, micro-batch"""
+"""Rank, 0 for forward or 1 for backward, chunk, micro-batch."""
 
 
 def pipeline_seconds(x: CostInputs, stage_total_s: Array) -> Array:
@@ -84,7 +82,8 @@ def _simulate(operations: tuple[Operation, ...], chunk_s: Array, pp: int, chunks
 
 
 def _dependency(kind: int, stage: int, last: int, microbatch: int) -> tuple[int, int, int] | None:
-    """What must be done before: the previous stage forward, the next one backward, at the end the own forward."""
+    """The operation that must be done before: forward that of the previous stage, backward that of the next one, on the
+    last stage its own forward."""
     if kind == 0:
         return (0, stage - 1, microbatch) if stage else None
     return (1, stage + 1, microbatch) if stage < last else (0, stage, microbatch)
@@ -144,7 +143,7 @@ def _slot(i: int, pp: int, chunks: int, num: int) -> tuple[int, int]:
 
 
 Peaks = tuple[tuple[int, ...], ...]
-"""Worst moments of one pipeline rank: at each of them, micro-batches in flight per chunk. No entry is below another
+"""The worst moments of one pipeline rank: micro-batches in flight per chunk at each of them. No entry is below another
 in every chunk, so whatever the chunks' activations weigh, the largest moment is among them."""
 
 

@@ -1,4 +1,4 @@
-"""Of what a reported peak is the peak: which pipeline rank's, and counted by what."""
+"""Which pipeline rank a published memory peak belongs to, and what it counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from cluster.cost.inputs import Array, CostInputs
 
 Rank = Literal["first", "last", "fullest"]
 Scope = Literal["allocated", "reserved", "device"]
-"""What a framework's allocator handed out; what it holds; all that is taken on the device."""
+"""What a peak counts: memory that the framework's allocator handed out, that it holds, or all that is taken on the
+device."""
 
 NOT_COUNTED: dict[Scope, tuple[str, ...]] = {"allocated": ("constant", "fragmentation"), "reserved": ("constant",)}
 """Terms of ``memory.MEMORY_TERMS`` that a scope leaves out."""
@@ -22,14 +23,14 @@ NOT_COUNTED: dict[Scope, tuple[str, ...]] = {"allocated": ("constant", "fragment
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """One measurement."""
+    """Whose peak a published figure is, and what it counts."""
 
     rank: Rank = "fullest"
     scope: Scope = "device"
 
 
 def reported_as(text: str) -> Reported:
-    """What a source means that describes its figure by ``text``.
+    """The meaning of a figure that its source describes by ``text``.
 
     No rank named: the first, whose log and whose device's line in the driver's list are what people copy. No tool
     named: what a rank says of itself comes from its framework's allocator, anything else from the driver.

@@ -17,11 +17,12 @@ from cluster.cost.pipeline import pipeline_seconds
 from cluster.cost.work import Work, is_first, is_last
 
 REFERENCE_PEAK_FLOPS_PER_S = 312e12
+"""Peak of the device (A100, 16 bits) for which ``matmul_efficiency`` is stated."""
 COMPILED_LAUNCH_SHARE = 0.35
-"""Host time that a compiled layer keeps."""
+"""Share of a layer's host time that is left when it is compiled."""
 COMPILED_TRAFFIC_SHARE = 0.75
-"""Element-wise traffic that a compiled layer keeps: norms fused with additions, rotation and gating in one pass each.
-By count for SwiGLU decoders, 8 hidden + 2 width + 3 FFN elements of 10 + 3 + 4."""
+"""Share of a layer's element-wise traffic that is left when it is compiled: norms fused with additions, rotation and
+gating in one pass each. By count for SwiGLU decoders, 8 hidden + 2 width + 3 FFN elements of 10 + 3 + 4."""
 
 TIME_TERMS = (
     "forward",
@@ -102,19 +103,29 @@ def stage_seconds(x: CostInputs, work: Work, k: Coefficients) -> StageTimes:
     return StageTimes(terms)
 
 
-def matmul_flops_per_s(x: CostInputs, work: Work, k: Coefficients, width: Array) -> Array:
-    """Rate of matmuls whose narrowest side on this rank is ``width``."""
-    gain = k["low_precision_gain"]
-    peak = x.base_flops_per_s * np.maximum(1.0, 1 + gain * (x.peak_flops_per_s / x.base_flops_per_s - 1))
-    reach = k["matmul_efficiency"] * (x.base_flops_per_s / REFERENCE_PEAK_FLOPS_PER_S) ** -k["peak_exponent"]
-    shape = work.tokens / (work.tokens + k["half_tokens"]) * width / (width + k["half_width"])
-    return peak * reach * shape
+def matmul_flops_per_s(k: Coefficients, *, peak: Array, base: Array, tokens: Array, width: Array) -> Array:
+    """FLOPs per second that matmuls reach, shape (n,).
+
+    Args:
+        peak: FLOPs per second of the data sheet in the matmuls' number format.
+        base: the same in 16 bits, for fp32 in 32.
+        tokens: rows of the left matrix.
+        width: the narrowest other side.
+    """
+    sustained = base * np.maximum(1.0, 1 + k["low_precision_gain"] * (peak / base - 1))
+    reach = k["matmul_efficiency"] * (base / REFERENCE_PEAK_FLOPS_PER_S) ** -k["peak_exponent"]
+    shape = tokens / (tokens + k["half_tokens"]) * width / (width + k["half_width"])
+    return np.asarray(sustained * reach * shape)
+
+
+def _matmul_flops_per_s(x: CostInputs, work: Work, k: Coefficients, width: Array) -> Array:
+    return matmul_flops_per_s(k, peak=x.peak_flops_per_s, base=x.base_flops_per_s, tokens=work.tokens, width=width)
 
 
 def _layer_device_seconds(x: CostInputs, work: Work, k: Coefficients) -> tuple[Array, Array]:
-    """Forward and backward pass of one layer on the device, communication apart."""
+    """Seconds of forward and backward pass of one layer on the device, without communication."""
     halved = (work.tokens + k["half_tokens"]) / (work.tokens + x.num_copies * k["half_tokens"])
-    rate = matmul_flops_per_s(x, work, k, x.hidden / x.tp) * halved
+    rate = _matmul_flops_per_s(x, work, k, x.hidden / x.tp) * halved
     base_rate = rate / np.maximum(1.0, 1 + k["low_precision_gain"] * (x.peak_flops_per_s / x.base_flops_per_s - 1))
     attention = work.attention_flops / (base_rate * k["attention_efficiency"])
     bandwidth = x.memory_bytes_per_s * k["memory_efficiency"]
@@ -127,15 +138,16 @@ def _layer_device_seconds(x: CostInputs, work: Work, k: Coefficients) -> tuple[A
 
 
 def _head_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
-    """Head and loss, forward and backward. A vocabulary split by tp is padded first, hence aligned."""
-    rate = matmul_flops_per_s(x, work, k, x.hidden)
+    """Seconds of head and loss, forward and backward. A vocabulary split by tp is padded first, hence aligned."""
+    rate = _matmul_flops_per_s(x, work, k, x.hidden)
     rate = rate / np.where((x.tp == 1) & (x.vocab % 8 > 0), k["misaligned_cost"], 1.0)
     bandwidth = x.memory_bytes_per_s * k["memory_efficiency"]
     return (3 - (1 - x.trained_share)) * work.head_flops / rate + 3 * work.head_bytes / bandwidth
 
 
 def _collective_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array) -> Array:
-    """Tensor-parallel communication of one layer and pass: two all-reduces, or gather and scatter of that volume.
+    """Seconds of tensor-parallel communication per layer and pass: two all-reduces, or gather and scatter of that
+    volume.
 
     With two copies one half's communication hides behind the other half's computation.
     """
@@ -146,17 +158,17 @@ def _collective_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Arr
 
 
 def _ring_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
-    """Context-parallel communication of one layer, forward and backward, beyond what attention hides."""
+    """Seconds of context-parallel communication per layer, forward and backward, that attention does not hide."""
     inside = x.tp * x.cp <= x.domain_size
     bandwidth = np.where(inside, _link(x, k), _network(x, k))
     transfer = 3 * work.cp_bytes / bandwidth
-    rate = matmul_flops_per_s(x, work, k, x.hidden / x.tp) * k["attention_efficiency"]
+    rate = _matmul_flops_per_s(x, work, k, x.hidden / x.tp) * k["attention_efficiency"]
     hidden = 3.5 * work.attention_flops / rate
     return np.where(x.cp > 1, _exposed(transfer, 0.7 * hidden, k) + 3 * x.cp * k["collective_latency_s"], 0.0)
 
 
 def _gather_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, backward: Array) -> Array:
-    """ZeRO-3 communication of one layer and micro-batch beyond what its computation hides.
+    """Seconds of ZeRO-3 communication per layer and micro-batch that computation does not hide.
 
     Weights are gathered before the forward and before the backward pass; gradients are reduce-scattered.
     """
@@ -168,7 +180,7 @@ def _gather_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, 
 
 
 def _table_seconds(x: CostInputs, k: Coefficients, forward: Array, backward: Array) -> Array:
-    """Gathering and scattering of an embedding or head that is sharded on its own, behind a layer's computation."""
+    """Seconds to gather and scatter an embedding or head that is sharded on its own, behind a layer's computation."""
     once = ring_seconds(x, k, x.vocab * x.hidden / x.tp, x.dp * x.cp, x.tp) / 2
     transfer = once * (2 * x.compute_bytes + np.minimum(x.gradient_bytes, 4)) + 3 * k["collective_latency_s"]
     sharded = (x.shard_embedding > 0) & (x.zero_stage < 3)
@@ -176,7 +188,7 @@ def _table_seconds(x: CostInputs, k: Coefficients, forward: Array, backward: Arr
 
 
 def ring_seconds(x: CostInputs, k: Coefficients, payload_bytes: Array, degree: Array, apart: Array) -> Array:
-    """All-reduce over ``degree`` ranks that lie ``apart`` ranks from each other.
+    """Seconds of an all-reduce over ``degree`` ranks that lie ``apart`` ranks from each other.
 
     Inside the fast domain the members reduce first; each then carries its share over the
     network (hierarchical all-reduce), so members in a domain share their network ports' bandwidth.
@@ -207,20 +219,21 @@ def reduction_seconds(x: CostInputs, work: Work, k: Coefficients, stages: StageT
 
 
 def optimizer_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
-    """Reading and writing of weights, gradients and states."""
+    """Seconds to read and write weights, gradients and optimiser states."""
     per_param = 2 * (x.optimizer_bytes + x.weight_bytes) + 2 * x.gradient_bytes
     traffic = _busiest_params(x, work) * x.trained_share / x.num_shards * per_param
     return traffic / (x.memory_bytes_per_s * k["memory_efficiency"])
 
 
 def data_seconds(x: CostInputs, k: Coefficients, busy: Array) -> Array:
-    """Waiting for data: ranks share the storage, and only loading processes read while the step runs (``busy``)."""
+    """Seconds of waiting for data: ranks share the storage, and only loading processes read while the step runs
+    (``busy``)."""
     reading = x.num_reads * k["read_s"]
     return x.data_wait_s + np.where(x.reads_ahead > 0, _beyond(reading, busy), reading)
 
 
 def transfer_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
-    """Pipeline transfers that nothing hides: activations and gradients of every micro-batch and chunk."""
+    """Seconds of pipeline transfers, which nothing hides: activations and gradients of every micro-batch and chunk."""
     once = work.pp_bytes / _network_or_link(x, k) + k["transfer_latency_s"]
     steps = x.num_microbatches * x.num_virtual_stages + x.pp - 1
     return np.where(x.pp > 1, 2 * steps * once, 0.0)
@@ -234,7 +247,7 @@ def _busiest_params(x: CostInputs, work: Work) -> Array:
 
 
 def _reached(efficiency: float) -> float:
-    """Share of a bandwidth: never all of it, whatever the coefficient."""
+    """Share of a bandwidth that is reached: never all of it, whatever the coefficient."""
     return float(efficiency / (1 + efficiency**4) ** 0.25)
 
 
@@ -260,7 +273,7 @@ def _exposed(transfer: Array, hiding: Array, k: Coefficients) -> Array:
 
 
 def _beyond(transfer: Array, hiding: Array) -> Array:
-    """What sticks out, smoothly: a little even when hiding time abounds."""
+    """The part of a transfer that is not hidden, smoothly: a little even where hiding time abounds."""
     excess = transfer - hiding
     return np.asarray((excess + np.sqrt(excess**2 + 0.04 * transfer * hiding)) / 2)
 

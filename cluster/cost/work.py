@@ -1,4 +1,4 @@
-"""FLOPs, bytes and parameters of one layer, the head and the collectives: what does not depend on coefficients.
+"""The work of a candidate, which no coefficient changes: FLOPs, bytes and parameters of layer, head and collectives.
 
 Per micro-batch and rank. Sums are written operator by operator, after Korthikanti et al., arXiv 2205.05198, section 4,
 extended to gated FFNs and grouped-query attention.
@@ -15,30 +15,30 @@ from cluster.cost.inputs import Array, CostInputs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Arrays of shape (n,)."""
+    """Work per micro-batch and rank, arrays of shape (n,)."""
 
     tokens: Array
-    """Of a micro-batch on one rank: divided by cp, not by tp."""
+    """Tokens of a micro-batch on one rank: divided by cp, not by tp."""
     layer_params: Array
-    """Matmul weights of one layer, not divided."""
+    """Matmul weights of one layer, not divided by tp."""
     matmul_flops: Array
-    """Forward, one layer, this rank's share; as all below."""
+    """FLOPs of one layer's matmuls in the forward pass, this rank's share; so is everything below."""
     attention_flops: Array
     elementwise_bytes: Array
-    """Read and written by norms, activations, residuals and by softmax where scores are materialised."""
+    """Bytes read and written by norms, activations, residuals, and by softmax where scores are materialised."""
     weight_traffic_bytes: Array
     head_flops: Array
     head_bytes: Array
     tp_bytes: Array
-    """Payload of one tensor-parallel all-reduce; two per layer and pass."""
+    """Bytes of one tensor-parallel all-reduce, of which there are two per layer and pass."""
     cp_bytes: Array
-    """Keys and values received from context-parallel peers per layer and pass."""
+    """Bytes of keys and values received from context-parallel peers per layer and pass."""
     pp_bytes: Array
-    """Sent from one stage to the next."""
+    """Bytes sent from one stage to the next."""
 
 
 def work_of(x: CostInputs) -> Work:
-    """Work of each candidate."""
+    """The work of each candidate."""
     tokens = x.micro_batch_size * x.seq_length / x.cp
     width, kv_width = x.num_heads * x.head_dim, x.num_kv_heads * x.head_dim
     layer_params = x.hidden * (2 * width + 2 * kv_width) + (2 + x.gated) * x.hidden * x.ffn

@@ -1,4 +1,4 @@
-"""When a rank is overdue: pure functions of the reports seen and the clock."""
+"""When a rank has missed a deadline, from the reports seen and the clock. No effects."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trials.outcome import Phase
 
 @dataclass(slots=True, kw_only=True)
 class RankClock:
-    """How far a rank has got, and when (monotonic seconds)."""
+    """The phase and step that a rank has reported last, and when (monotonic seconds)."""
 
     entered_at_s: float
     """When the present phase began."""
     reported_at_s: float | None = None
-    """Last report; None before the first, while only the starting deadline counts."""
+    """When the last report came; None before the first, while only the starting deadline counts."""
     phase: Phase = "starting"
     step: int = 0
     step_time_s: float | None = None
@@ -29,7 +29,7 @@ class RankClock:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Orders ranks by how far they have got."""
+        """Phase and step as numbers: larger means further."""
         return PHASES.index(self.phase), self.step
 
 

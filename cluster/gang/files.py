@@ -24,15 +24,16 @@ from trials.reports.profile import FOLDER
 logger = logging.getLogger(__name__)
 
 MAX_BYTES_PER_RANK = 64 << 20
-"""Of one rank's files together; those of a rank that has more stay on its node."""
+"""Most bytes of a rank's files together; those of a rank that has more stay on its node."""
 PIECE_BYTES = 4 << 20
+"""Most bytes of a file that are sent at once."""
 _NAME = re.compile(r"rank(\d{1,7})\.[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
-"""A rank's number first. No separators, and no name that is hidden or leads elsewhere."""
+"""Names of files that come home: a rank's number first, no separators, not hidden, leading nowhere else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePiece:
-    """Part of a file, sent in order."""
+    """A part of a file. The parts of a file are sent in order."""
 
     attempt_id: str
     token: str
@@ -43,7 +44,7 @@ class FilePiece:
 
 
 class Homing:
-    """Tells an agent whether it works on the controller's file system: the controller leaves a file there to find."""
+    """A file that the controller leaves in its folder: an agent that finds it works on the controller's file system."""
 
     def __init__(self, workdir: Path) -> None:
         self.mark = f".home-{uuid4().hex}"
@@ -104,7 +105,7 @@ class Receiver:
     def __init__(self, workdir: Path) -> None:
         self._workdir = workdir
         self._received: dict[tuple[str, str], int] = {}
-        """Bytes by attempt and rank."""
+        """Bytes that have come so far, by attempt and rank."""
 
     def take(self, piece: FilePiece) -> None:
         """Add a piece of a file of a known attempt; what is not as it should be is left out, with a warning."""

@@ -1,8 +1,9 @@
-"""What controller, agent, warden and rank tell each other, as JSON lines made by :mod:`trials.codec`."""
+"""The messages between controller, agent, warden and rank: JSON lines, made by :mod:`trials.codec`."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,7 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSuccess:
-    """The runner returned."""
+    """A rank's runner returned, with this report."""
 
     kind: ClassVar[str] = "success"
     rank: int
@@ -41,7 +42,7 @@ class RankSuccess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFailure:
-    """Why a rank has no report. ``rank`` is None when it concerns a whole node or gang.
+    """Why a rank has no report; ``rank`` is None when that concerns a whole node or gang.
 
     ``category`` is a class of :func:`trials.failure.classify`, or one of the cluster's own: ``exit`` (ended without
     a report), ``host_oom`` (killed by the kernel for want of host memory), ``deadline``, ``device_busy`` (something
@@ -68,7 +69,7 @@ RankResult = RankSuccess | RankFailure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgress:
-    """A rank's report on the way."""
+    """A rank has reached this phase and step."""
 
     kind: ClassVar[str] = "progress"
     phase: Phase
@@ -78,12 +79,12 @@ class RankProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSlot:
-    """A rank's place on its node."""
+    """Where on its node a rank runs."""
 
     rank: int
     local_rank: int
     index: int
-    """Of its device, counted among those visible to the agent."""
+    """Position of its device among those visible to the agent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +107,12 @@ class NodeLaunch:
     num_threads: int = 1
     device_kind: DeviceKind = "cpu"
     release_s: float = 60.0
-    """How long processes may take to be gone after a SIGKILL or their last word; a driver may hold them for ever."""
+    """How long processes may take to end after a SIGKILL or their last report; a driver may hold them for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopGang:
-    """Kill the gang's ranks on this node; ``is_cause`` when this, and no failure elsewhere, is why it ends."""
+    """Kill the gang's ranks on this node. ``is_cause``: the gang ends because of this, not of a failure elsewhere."""
 
     kind: ClassVar[str] = "stop"
     reason: str
@@ -131,7 +132,7 @@ Order = StopGang | Beat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeProgress:
-    """What the slowest rank on the node has reached."""
+    """The slowest rank on the node has reached this phase and step."""
 
     kind: ClassVar[str] = "node_progress"
     attempt_id: str
@@ -143,7 +144,7 @@ class NodeProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFailing:
-    """The ranks on this node are being killed: so must be those on the others."""
+    """The ranks on this node are being killed, so those on the other nodes must be as well."""
 
     kind: ClassVar[str] = "node_failing"
     attempt_id: str
@@ -165,18 +166,18 @@ NodeEvent = NodeProgress | NodeFailing | NodeGone
 
 
 def line(message: Any) -> bytes:
-    """One message as a line of JSON."""
+    """The message as a line of JSON."""
     return json.dumps(to_json(message), separators=(",", ":")).encode() + b"\n"
 
 
 class Lines:
-    """Cuts what arrives on a pipe or socket into JSON lines."""
+    """Puts together JSON lines from the pieces that arrive on a pipe or socket."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> Iterator[Any]:
-        """Yield the messages completed by ``chunk``."""
+        """The messages that are complete now that ``chunk`` has arrived."""
         *complete, self._rest = (self._rest + chunk).split(b"\n")
         for text in complete:
             yield json.loads(text)
@@ -202,6 +203,10 @@ def node_launch(launch: GangLaunch, *, node: Node, directory: str, env: Mapping[
     )
 
 
-def rendezvous_file(directory: str) -> Path:
-    """Where the ranks of a gang on one node meet."""
-    return Path(directory) / "rendezvous"
+def single_node_env(directory: str) -> dict[str, str]:
+    """Environment of ranks that share a node: they meet at a file, and talk over loopback unless the user says
+    otherwise."""
+    return {
+        "TUNE_CLUSTER_RENDEZVOUS": (Path(directory) / "rendezvous").as_uri(),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }

@@ -1,4 +1,4 @@
-"""From what the ranks of a gang report to one outcome: pure functions."""
+"""One outcome for a gang, from what its ranks and nodes report: pure functions."""
 
 from __future__ import annotations
 
@@ -24,22 +24,15 @@ from trials.reports.findings import Findings, OperatorCast, PatternEffect
 from trials.secrets import redact
 
 COLLATERAL = frozenset({"connection"})
-"""Failures that only tell of another rank's."""
-
-
+"""Categories of failures that another rank's failure brings about."""
 STOPPED = "stopped"
-
-
+"""Category of ranks that were killed because a peer had failed."""
 CAUSE_WINDOW_S = {"oom": 1.0, "host_oom": 1.0}
 """How much later than the first failure one of this category may be and still be its cause: the traceback of an
 out-of-memory takes time to unwind."""
-
-
 CLOCK_SKEW_S = 0.5
-"""How far the clocks of two nodes may be apart. Within it, what stands below decides between failures on two nodes;
-failures on one node are told by one clock."""
-
-
+"""How far the clocks of two nodes may be apart. Failures on two nodes that are closer in time are told apart by
+:data:`_EVIDENCE`; those on one node by their time, which one clock gives."""
 _EVIDENCE = (
     ("oom", "host_oom"),
     ("infeasible", "data", "diverged", "device_busy", "disk", "preempted"),
@@ -78,7 +71,7 @@ def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
 
 
 def _doubt_s(failure: RankFailure, first: RankFailure) -> float:
-    """How much later than ``first`` the failure may be dated and yet have come before it."""
+    """Seconds by which the failure may be dated later than ``first`` and yet be its cause."""
     skew_s = 0.0 if failure.node == first.node else CLOCK_SKEW_S
     return max(skew_s, CAUSE_WINDOW_S.get(failure.category, 0.0))
 
@@ -129,7 +122,8 @@ def _describe(failure: RankFailure) -> str:
 
 
 def misplacement(places: Sequence[RankPlace]) -> Evidence | None:
-    """What is wrong with where the ranks ran, if anything; ``places`` are in rank order."""
+    """Evidence that ranks shared a device or ran on the wrong host; None where they did not. ``places``: in rank
+    order."""
     taken: dict[tuple[str, str], int] = {}
     hosts: dict[str, str] = {}
     for rank, place in enumerate(places):
@@ -146,7 +140,8 @@ def misplacement(places: Sequence[RankPlace]) -> Evidence | None:
 
 
 def _merge(successes: Sequence[RankSuccess]) -> Outcome:
-    """``successes`` are those of all ranks, in rank order."""
+    """The gang's measurement from the reports of all ranks, in rank order; a failure where they contradict each
+    other."""
     places = [success.place for success in successes if success.place is not None]
     if (evidence := misplacement(places)) is not None:
         return GangLost(evidence=evidence)
@@ -182,7 +177,7 @@ T = TypeVar("T")
 
 
 def merge_findings(ranks: Sequence[Findings]) -> Findings:
-    """One for the gang, from all ranks in rank order.
+    """The findings of a gang, from those of its ranks in rank order.
 
     What recompute and the cast lists did is told of the rank where it is largest, pattern by pattern: a rank may hold
     none of the layers concerned. Compilation is that of the rank that compiled most. The rest is alike on all ranks,
@@ -206,7 +201,7 @@ def merge_findings(ranks: Sequence[Findings]) -> Findings:
 
 
 def _largest_effects(ranks: Iterable[Iterable[PatternEffect]]) -> tuple[PatternEffect, ...]:
-    """Chunks of one rank add up; of ranks the one with most counts."""
+    """The largest effect of each pattern on any rank; on one rank, those of all its pipeline chunks add up."""
     largest: dict[str, PatternEffect] = {}
     for effects in ranks:
         own: dict[str, PatternEffect] = {}

@@ -1,4 +1,4 @@
-"""What an attempt left on disk when its controller died."""
+"""The outcome of an attempt whose controller died, from what its ranks left on disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trials.outcome import Evidence, GangLost, Outcome
 
 @dataclass(frozen=True, slots=True)
 class Remains:
-    """``ended_at_s`` is when the attempt last wrote anything; None where it left nothing."""
+    """What became of an attempt. ``ended_at_s``: when it last wrote anything; None where it left nothing."""
 
     outcome: Outcome
     ended_at_s: float | None

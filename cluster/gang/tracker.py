@@ -1,4 +1,4 @@
-"""What the controller's side of a backend knows of its gangs: node events in, gang events out, no I/O of its own."""
+"""Follows the gangs of a backend on the controller's side: takes node events, gives gang events, does no I/O."""
 
 from __future__ import annotations
 
@@ -27,14 +27,18 @@ class _TrackedGang:
     log_dir: str
     launched_at_s: float
     waiting: set[str]
-    """Nodes that have not said that all is gone."""
+    """Nodes on which processes of the gang may still be left."""
     results: list[RankResult] = field(default_factory=list)
     progress: dict[str, NodeProgress] = field(default_factory=dict)
     reported: tuple[int, int] = (0, 0)
 
 
 class GangTracker:
-    """``stop(node, attempt_id, order)`` must have the node kill its ranks of the attempt, and may not fail."""
+    """Follows gangs from launch to end.
+
+    Args:
+        stop: ``stop(node, attempt_id, order)`` has the node kill its ranks of the attempt; it may not fail.
+    """
 
     def __init__(self, stop: Callable[[str, str, StopGang], None]) -> None:
         self._stop = stop

@@ -1,4 +1,4 @@
-"""The accelerator catalogue and cluster descriptions: data-sheet figures, read from ``configs/``."""
+"""The catalogue of accelerators and descriptions of clusters: figures of data sheets, read from ``configs/``."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class Accelerator:
     aliases: tuple[str, ...]
     """Texts by which data sets and drivers call it; a device name matches the longest one it contains."""
     peak_flops_per_s: Mapping[str, float]
-    """By number format: float32, tf32, float16, bfloat16, float8, float4; formats it lacks are absent."""
+    """FLOPs per second by number format: float32, tf32, float16, bfloat16, float8, float4; absent where it has none."""
     memory_bytes: float
     usable_memory_bytes: float
-    """What is left for a process: total less what the driver keeps."""
+    """The memory that a process can use: the total less what the driver keeps."""
     memory_bytes_per_s: float
     link_bytes_per_s: float
     network_bytes_per_s: float
-    """Of the usual machine of this device; a cluster file overrides it."""
+    """Network bandwidth of the machine in which the device usually comes; a cluster's file overrides it."""
     devices_per_node: int
     domain_size: int
     """Devices joined by the fast links; above ``devices_per_node`` in rack-scale systems."""
     sources: Mapping[str, str]
-    """Where each figure comes from."""
+    """Where each figure comes from, by its name."""
 
     def peak(self, number_format: str) -> float | None:
         """Dense peak; a format without units of its own runs as the next wider one. None when that is unknown too."""
@@ -60,7 +60,7 @@ _WIDER = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterDescription:
-    """A cluster as the cost model sees it."""
+    """A cluster as the cost model sees it: nodes that are all alike."""
 
     name: str
     accelerator: Accelerator

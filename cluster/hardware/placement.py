@@ -1,4 +1,4 @@
-"""Which rank runs on which device, for leases of thousands of nodes."""
+"""Chooses the devices of a gang's ranks among those that are free, fast enough for leases of thousands of nodes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,6 @@ class Placement:
         return tuple(dict.fromkeys(device.node for device in self.ranks))
 
 
-def place(topology: Topology, free: frozenset[Device], *, world_size: int, tp: int, isolation: str) -> Placement | None:
-    """As :meth:`Pool.place`, of a lease of which only ``free`` is free."""
-    pool = Pool(topology)
-    pool.take(device for device in topology.devices if device not in free)
-    return pool.place(world_size=world_size, tp=tp, isolation=isolation)
-
-
 class Pool:
     """The free devices of a lease, kept by node and by number so that placing costs little on many nodes."""
 
@@ -43,16 +36,16 @@ class Pool:
 
     @property
     def num_devices(self) -> int:
-        """Of all nodes that something can be placed on, free or not."""
+        """Number of devices, free or not, of all nodes on which something can be placed."""
         return sum(len(devices) for name, devices in self._devices.items() if name not in self._closed)
 
     def take(self, devices: Iterable[Device]) -> None:
-        """These are no longer free."""
+        """Mark the devices as not free."""
         for node, taken in _by_node(devices).items():
             self._set_taken(node, self._taken[node] | set(taken))
 
     def give_back(self, devices: Iterable[Device]) -> None:
-        """These are free again, unless their node is closed or gone."""
+        """Mark the devices as free again, unless their node is closed or gone."""
         for node, given in _by_node(devices).items():
             if node in self._devices:
                 self._set_taken(node, self._taken[node] - set(given))
@@ -114,7 +107,7 @@ class Pool:
                 self._set_open(name, True)
 
     def _fewest_nodes(self, world_size: int, tp: int) -> int:
-        """On the empty cluster; 0 where it is too small."""
+        """How many nodes the gang needs on the empty cluster; 0 where that is too small."""
         if (world_size, tp) not in self._fewest:
             self._fewest[world_size, tp] = len(self._whole.fill(world_size, tp) or ())
         return self._fewest[world_size, tp]
@@ -137,7 +130,7 @@ class Pool:
 
 
 class _Nodes:
-    """Names of nodes by how many devices they can give, each list sorted."""
+    """Names of nodes, sorted, by the number of devices they can give."""
 
     def __init__(self, counts: dict[str, int]) -> None:
         self._counts = dict(counts)

@@ -1,4 +1,4 @@
-"""Nodes and the devices on them, and what this host has to offer."""
+"""Nodes with their devices, and the discovery of what this host has to offer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DeviceChoice = Literal["auto", "cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One slot a rank can occupy. On a machine without GPU a slot is a share of the host's cores."""
+    """What one rank can occupy: a GPU, or on a host without any a share of its cores."""
 
     node: str
     index: int

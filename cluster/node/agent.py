@@ -1,4 +1,4 @@
-"""One node's part of a backend: owns the fork server, hands attempts to it and collects what becomes of them."""
+"""One node's part of a backend: has the fork server fork a warden per attempt, and collects what wardens tell."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ logger = logging.getLogger(__name__)
 PRELOAD = ("torch", "torch.distributed", "trials.worker")
 READY_TIMEOUT_S = 180.0
 CLOSE_TIMEOUT_S = 150.0
-"""More than processes get to be gone: after that there are some that nothing can end."""
+"""How long processes are waited for at the end: longer than wardens and fork server take for any that can be ended."""
 SILENCE_S = 180.0
 """How long a controller may be busy elsewhere before it counts as frozen or cut off."""
 CHUNK = 1 << 16
+"""Bytes read from a socket at once."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,7 +86,7 @@ class Agent:
         self._is_closed = False
         self._start_fork_server()
         self._spare: socket.socket | None = self._connect()
-        """To a warden that waits for its launch: forking it is off the way from launch to first step."""
+        """Socket of a warden that waits for its launch, so that launching does not have to wait for a fork."""
 
     def launch(self, launch: NodeLaunch) -> None:
         """Start the ranks of one attempt; their end comes as :class:`NodeGone`."""
@@ -136,7 +137,7 @@ class Agent:
             self._selector.close()
 
     def _promise(self, timeout_s: float) -> None:
-        """Pass on that the controller lives, but not at every one of polls that follow each other fast."""
+        """Tell the wardens that the controller lives, at most once in a tenth of the silence allowed."""
         wanted_s = time.monotonic() + timeout_s + self._silence_s
         if wanted_s > self._promised_s + self._silence_s / 10:
             with self._lock:
@@ -217,7 +218,7 @@ class Agent:
         return ours
 
     def _disconnect(self) -> None:
-        """Let go of the fork server, which makes it end."""
+        """Close the fork server's control socket, which makes it end."""
         if self._spare is not None:
             self._spare.close()
             self._spare = None

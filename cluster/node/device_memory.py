@@ -23,6 +23,7 @@ SETTLE_BEFORE_S = 5.0
 SETTLE_AFTER_S = 20.0
 """How long the driver may take to clean up after a killed process."""
 PAUSE_S = 0.25
+"""Pause between two queries."""
 QUERY_TIMEOUT_S = 15.0
 """A driver that is slower to answer than this is broken."""
 
@@ -41,7 +42,7 @@ class DeviceUse:
 
 
 def device_names(launch: NodeLaunch) -> tuple[str, ...]:
-    """Of the ranks' devices, by local rank, as ``CUDA_VISIBLE_DEVICES`` wants them; empty without GPUs."""
+    """Names of the ranks' devices for ``CUDA_VISIBLE_DEVICES``, in the order of local ranks; empty without GPUs."""
     if launch.device_kind != "cuda":
         return ()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -50,9 +51,9 @@ def device_names(launch: NodeLaunch) -> tuple[str, ...]:
 
 
 def wait_until_free(names: Sequence[str], timeout_s: float) -> str | None:
-    """Wait until no more than :data:`ALLOWANCE_BYTES` are in use on each device; say what is, if that does not come.
+    """Wait until at most :data:`ALLOWANCE_BYTES` are in use on each device.
 
-    A device that cannot be asked about because nvidia-smi fails is told of in the same way.
+    Returns a message that names the devices still in use after ``timeout_s``, or how nvidia-smi fails; else None.
     """
     give_up_s = time.monotonic() + timeout_s
     while names:
@@ -69,7 +70,7 @@ def wait_until_free(names: Sequence[str], timeout_s: float) -> str | None:
 
 
 def device_uses(names: Sequence[str]) -> list[DeviceUse]:
-    """What is in use on the devices of these names, each an index or (the beginning of) a UUID.
+    """Memory in use on the devices of these names, each an index or (the beginning of) a UUID.
 
     Raises:
         DeviceQueryError: nvidia-smi fails.
@@ -104,7 +105,7 @@ def _rows(query: str, *, num_columns: int) -> list[list[str]]:
 
 
 def _ask(query: str) -> str:
-    """One answer of nvidia-smi; empty where there is none."""
+    """What nvidia-smi answers; empty where it is not installed."""
     if (smi := shutil.which("nvidia-smi")) is None:
         return ""
     command = [smi, query, "--format=csv,noheader,nounits"]

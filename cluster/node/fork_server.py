@@ -1,4 +1,4 @@
-"""A fork server: holds torch and the runner's modules imported, so that fresh processes start in milliseconds.
+"""The fork server: a process with torch and the runners' modules imported, whose children start in milliseconds.
 
 It is single-threaded, imports no ray and touches no device, so that its children may. The agent hands it one end of
 a socket per attempt; a :mod:`cluster.node.warden` forked for it does the rest. When the agent's end of the control
@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from cluster.base import Deadlines
 from cluster.gang.messages import Beat, NodeLaunch, RankFailure, RankPlace, RankProgress, RankSlot, RankSuccess
 from cluster.node.hang import DUMP_SIGNAL
-from cluster.node.processes import adopt_orphans, children, collapse_pages, kill, kill_descendants
 from cluster.node.warden import warden_main
+from cluster.processes import adopt_orphans, children, collapse_pages, kill, kill_descendants
 from trials.codec import CodecError, from_json
 from trials.outcome import RankReport, StepBreakdown
 from trials.secrets import redact
@@ -41,6 +41,7 @@ MESSAGES = (
     RankReport,
     StepBreakdown,
 )
+"""Types of the messages that wardens and ranks read: looked up before the first fork, so that no child has to."""
 
 CLOSE_TIMEOUT_S = 120.0
 """How long its descendants may take to be gone before it leaves them: a broken driver holds processes for ever."""
@@ -89,7 +90,7 @@ class ForkServer:
         return True
 
     def _reap(self, *, warden: int, pidfd: int) -> None:
-        """Bury a warden, and what it left behind if it was killed.
+        """Reap a warden that has ended, and kill what it left behind if it was killed.
 
         The agent takes the end of the attempt's socket, of which this process keeps a copy so long, for the proof.
         """

@@ -21,6 +21,8 @@ _CHILD_KILLED = re.compile(r"DataLoader worker .*(killed by signal|exited unexpe
 
 @dataclass(slots=True, kw_only=True)
 class ForkedRank:
+    """The process of one rank, with what it has reported."""
+
     slot: RankSlot
     pid: int
     pidfd: int
@@ -38,7 +40,7 @@ class ForkedRank:
 
 
 def how_it_ended(exit_code: int, oom_kills: OomKills) -> tuple[str, str]:
-    """Category and words for the end of a rank that reported nothing and that nobody here killed.
+    """Category and message for a rank that ended without a report and that nobody here killed.
 
     SIGTERM alone is no sign of a preemption: batch systems send it to every process on the node, so that the warden
     gets it too and says so. A rank that gets it alone was singled out, by a person or by its own code, which would do
@@ -62,7 +64,7 @@ def with_host_cause(failure: RankFailure, oom_kills: OomKills) -> RankFailure:
 
 
 def with_log(result: RankResult, log: Path) -> RankResult:
-    """A failure with the end of its rank's log, if it has none yet."""
+    """``result``, with the last lines of the rank's log where it is a failure without any."""
     if not isinstance(result, RankFailure) or result.category == "stopped" or result.log_tail:
         return result
     return replace(result, log_tail=_tail(log))

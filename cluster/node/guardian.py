@@ -18,11 +18,13 @@ from pathlib import Path
 
 LEASE_VARIABLE = "TUNE_CLUSTER_LEASE"
 SELF_CLEANING_VARIABLE = "TUNE_CLUSTER_SELF_CLEANING"
+"""Set in processes that end by themselves when their agent is gone."""
 GRACE_S = 5.0
+"""How long fork servers and their children may take to end by themselves."""
 GIVE_UP_S = 150.0
-"""More than any process takes that can be killed at all; a broken driver holds some for ever."""
+"""Longer than any process takes that can be killed at all; a broken driver holds some for ever."""
 SETTLE_S = 0.02
-"""Pause between two looks at processes that were sent SIGKILL."""
+"""Pause before looking again whether processes that were sent SIGKILL are gone."""
 
 
 def environment_of(pid: int) -> list[bytes]:
@@ -34,7 +36,7 @@ def environment_of(pid: int) -> list[bytes]:
 
 
 def marked_processes(lease: str) -> dict[int, bool]:
-    """Pids of all processes of the lease but the calling one -> whether they clean up by themselves."""
+    """Pids of the lease's processes but the calling one, each with whether it cleans up by itself."""
     mark, self_cleaning = f"{LEASE_VARIABLE}={lease}".encode(), f"{SELF_CLEANING_VARIABLE}=1".encode()
     found = {}
     for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:

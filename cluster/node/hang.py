@@ -1,4 +1,4 @@
-"""Which of the ranks that make no progress is to blame: the others only wait for it.
+"""Finds which of several ranks without progress is to blame, while the others only wait for it.
 
 Ranks in step report the same progress, so the stacks decide. The fork server has faulthandler dump them into the
 rank's log on SIGUSR1, which works even while C code holds the interpreter.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.node.processes import state
+from cluster.processes import process_info
 from trials.secrets import redact
 
 DUMP_SIGNAL = signal.SIGUSR1
@@ -28,16 +28,16 @@ _FRAME = re.compile(r'^ *File "(?P<file>.*)", line (?P<line>\d+) in (?P<function
 
 
 class Blame(enum.IntEnum):
-    """Smaller is guiltier."""
+    """How likely a rank is the one for which the others wait; the smaller, the likelier."""
 
     STOPPED = 0
-    """By a signal: it does not run at all."""
+    """A signal has stopped it: it does not run at all."""
     ELSEWHERE = 1
-    """In code that waits for no peer, or where no stack can be had from."""
+    """It is in code that waits for no peer, or its stack cannot be had."""
     UNCLEAR = 2
-    """In what computes and communicates: the backward pass, FSDP, distributed tensors."""
+    """It is in code that both computes and communicates: the backward pass, FSDP, distributed tensors."""
     WAITING = 3
-    """In a collective operation."""
+    """It waits in a collective operation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class HangFinding:
 
     blame: Blame
     where: str
-    """For people."""
+    """Function, file and line in which it was, as a clause for people."""
     tail: tuple[str, ...]
     """The log's last lines and the innermost frames of the main thread."""
 
@@ -65,7 +65,8 @@ def _finding(pid: int, log: Path, size: int) -> HangFinding:
     stack = main_thread(_read(log, size))
     before = tuple(redact(_read(log, max(0, size - 4096), size)).splitlines()[-TAIL_LINES // 4 :])
     tail = (*before, *stack)[:TAIL_LINES]
-    if state(pid) in ("T", "t"):
+    info = process_info(pid)
+    if info is not None and info.state in ("T", "t"):
         return HangFinding(blame=Blame.STOPPED, where="it was stopped by a signal", tail=tail)
     blame, where = judge(stack)
     return HangFinding(blame=blame, where=where, tail=tail)
@@ -79,7 +80,8 @@ def main_thread(dump: str) -> tuple[str, ...]:
 
 
 def judge(stack: Sequence[str]) -> tuple[Blame, str]:
-    """What the innermost frame tells; operators are seen through to their caller."""
+    """The blame by the innermost frame of a stack, or by its caller where that is an operator, and that frame in
+    words."""
     frames = [match for text in stack if (match := _FRAME.match(text))]
     frame = next((frame for frame in frames if not frame["file"].endswith("torch/_ops.py")), None)
     if frame is None:

@@ -1,4 +1,4 @@
-"""The host's memory: whether there is enough for a gang, and whether the kernel killed for want of it.
+"""Whether the host has memory enough for a gang, and whether the kernel killed a process for want of it.
 
 A control group counts the processes that the kernel killed in it for want of memory, whether its own limit or the
 host's memory was exhausted. That counter tells such a death from any other SIGKILL.
@@ -17,7 +17,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True, slots=True)
 class _ControlGroup:
-    """A memory control group, in the words of its version."""
+    """A memory control group, with the file names that its version uses."""
 
     folder: Path
     events: str
@@ -54,14 +54,14 @@ class OomKills:
     def __init__(self) -> None:
         group = memory_group()
         self._counter = _VMSTAT if group is None else group.folder / group.events
-        """Without a control group the whole host's, in which others' deaths count too."""
+        """File with the count; without a control group that of the whole host, which counts others' processes too."""
         self.begin()
 
     def begin(self) -> None:
         self._before = self._count()
 
     def grew(self) -> bool:
-        """Whether a process was killed since."""
+        """Whether a process was killed since :meth:`begin`."""
         return self._count() > self._before
 
     def _count(self) -> int:
@@ -69,7 +69,7 @@ class OomKills:
 
 
 def shortage(num_ranks: int, limit_bytes: int) -> str | None:
-    """Say so if ``num_ranks`` ranks that may use ``limit_bytes`` each find less than that on this host."""
+    """A message if ``num_ranks`` ranks of ``limit_bytes`` each do not fit this host's memory; None if they do."""
     available = available_bytes()
     if available is None or num_ranks * limit_bytes <= available:
         return None

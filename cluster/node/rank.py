@@ -1,4 +1,4 @@
-"""One rank's process, from the fork to its exit: set the scene, call the runner, report."""
+"""The process of a rank, from the fork to its exit: sets up its environment, calls the runner, reports."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from cluster.gang.messages import (
     line,
 )
 from cluster.node.device_memory import device_names
-from cluster.node.processes import close_inherited, die_with_parent, make_preferred_oom_victim
+from cluster.processes import close_inherited, die_with_parent, make_preferred_oom_victim
 from trials.codec import from_json, to_json
 from trials.failure import classify
+from trials.files import write_atomically
 from trials.outcome import Phase, ProgressSink, RankReport
 from trials.reports.profile import FOLDER as PROFILE
 from trials.reports.profile import FOLDER_VARIABLE as PROFILE_VARIABLE
@@ -41,7 +42,7 @@ def rank_main(launch: NodeLaunch, slot: RankSlot, pipe: int, warden_pid: int) ->
     code = 1
     try:
         try:
-            _set_scene(launch, slot, pipe, warden_pid)
+            _set_up(launch, slot, pipe, warden_pid)
         except OSError as error:
             _write(pipe, line(_failure(error, launch, slot, "starting")))
             raise
@@ -55,7 +56,8 @@ def rank_main(launch: NodeLaunch, slot: RankSlot, pipe: int, warden_pid: int) ->
         os._exit(code)
 
 
-def _set_scene(launch: NodeLaunch, slot: RankSlot, pipe: int, warden_pid: int) -> None:
+def _set_up(launch: NodeLaunch, slot: RankSlot, pipe: int, warden_pid: int) -> None:
+    """Turn this copy of the warden into a process of its own: signals, descriptors, log, environment."""
     os.setpgid(0, 0)
     die_with_parent(warden_pid)
     signal.set_wakeup_fd(-1)  # the warden's
@@ -114,14 +116,14 @@ def _run(launch: NodeLaunch, slot: RankSlot, pipe: int) -> int:
 
 
 def resolve(runner: str) -> Runner:
-    """The function ``module:function`` names."""
+    """The function that ``module:function`` names."""
     module, _, function = runner.partition(":")
     found: Runner = getattr(importlib.import_module(module), function)
     return found
 
 
 def _device(slot: RankSlot) -> str:
-    """What the rank computed on, as :class:`RankPlace` wants it."""
+    """The UUID of the GPU that the rank used; elsewhere the index of its slot."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return str(slot.index)
@@ -144,9 +146,7 @@ def _failure(error: BaseException, launch: NodeLaunch, slot: RankSlot, phase: Ph
 def _store(launch: NodeLaunch, slot: RankSlot, result: RankResult) -> None:
     """Keep the result on disk before telling, so that it outlives the controller."""
     path = Path(launch.directory) / f"rank{slot.rank}.json"
-    beside = path.with_suffix(".json.new")
-    beside.write_bytes(line({"token": launch.token, "result": to_json(result)}))
-    beside.replace(path)
+    write_atomically(path, [line({"token": launch.token, "result": to_json(result)})])
 
 
 def _write(pipe: int, data: bytes) -> None:

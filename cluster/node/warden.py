@@ -1,4 +1,4 @@
-"""One attempt on one node: forks its ranks, watches them, and leaves no process of theirs behind.
+"""The warden of one attempt on one node: forks its ranks, watches them, and leaves no process of theirs behind.
 
 Every attempt has a warden process of its own, forked by the fork server. It adopts whatever its ranks leave orphaned,
 so "all descendants are gone" is exactly "the gang is gone", and concurrent gangs cannot be confused.
@@ -40,9 +40,9 @@ from cluster.node import hang
 from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, device_names, wait_until_free
 from cluster.node.forked import ForkedRank, how_it_ended, with_host_cause, with_log
 from cluster.node.host_memory import OomKills, shortage
-from cluster.node.processes import adopt_orphans, close_inherited, kill_descendants
 from cluster.node.rank import rank_main
 from cluster.node.warden_link import CHUNK, AgentLink
+from cluster.processes import adopt_orphans, close_inherited, kill_descendants
 from trials.codec import from_json
 from trials.files import make_private_folder
 from trials.secrets import redact_file
@@ -67,10 +67,10 @@ class Warden:
         self._oom_kills = OomKills()
         self._kill_at_s = math.inf
         self._hung: tuple[ForkedRank, RankFailure] | None = None
-        """To blame when no other node names a better one by :attr:`_kill_at_s`."""
+        """The rank to blame, with its failure, if no other node names a likelier one by :attr:`_kill_at_s`."""
         self._release_due_s = math.inf
         self._silent_at_s = math.inf
-        """When the controller should have been heard of."""
+        """When (monotonic) the controller counts as gone unless it is heard of before."""
         self._is_stopping = False
         self._preempted_at_s: float | None = None
         self._reported: tuple[int, int] = (0, 0)
@@ -123,7 +123,7 @@ class Warden:
             self._stop(str(error))
 
     def _not_free(self) -> str | None:
-        """What keeps the ranks from the memory they were promised."""
+        """Why the ranks would not find the memory they were promised; None if they do."""
         if self._launch.device_kind == "cuda":
             return wait_until_free(device_names(self._launch), SETTLE_BEFORE_S)
         limit_bytes = self._launch.spec.get("memory_limit_bytes")  # as in TrialSpec; other runners may have none
@@ -332,7 +332,8 @@ class Warden:
         )
 
     def _judged(self, result: RankResult) -> RankResult:
-        """In the light of what was learned later: what SIGTERM killed was preempted when the warden got one too."""
+        """The result by what is known at the end: a rank that SIGTERM killed was preempted if the warden got one
+        too."""
         if self._preempted_at_s is not None and isinstance(result, RankFailure) and _is_sigterm(result):
             return replace(result, category="preempted")
         return result
@@ -346,7 +347,7 @@ def warden_main(fd: int) -> None:
 
 
 def _guiltiest(waiting: Sequence[ForkedRank]) -> tuple[ForkedRank, hang.HangFinding]:
-    """Who keeps the others waiting: of the ranks least far the one that is least evidently waiting itself."""
+    """The rank that keeps the others waiting: of those least far the one that least evidently waits itself."""
     least = min(rank.clock.position for rank in waiting)
     suspects = [rank for rank in waiting if rank.clock.position == least]
     findings = hang.examine([(rank.pid, rank.log) for rank in suspects])

@@ -1,4 +1,4 @@
-"""The warden's end of the socket to its agent."""
+"""The warden's end of the socket to its agent: orders in, events out, without ever waiting for the agent."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from cluster.gang.messages import Lines, NodeEvent, line
 
 CHUNK = 1 << 16
+"""Bytes read at once."""
 
 
 class AgentLink:

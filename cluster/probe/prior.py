@@ -1,12 +1,11 @@
-"""What a probe says of the cost model's coefficients: measured rates as observations of a log-normal prior."""
+"""Updates the prior of the cost model's coefficients by a probe: measured rates observe its logarithms."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -15,12 +14,13 @@ from cluster.cost.coefficients import Coefficients, Prior
 from cluster.cost.inputs import Array
 from cluster.cost.time import matmul_flops_per_s
 from cluster.hardware.accelerators import Accelerator, ClusterDescription
-from cluster.probe.profile import Profile
+from cluster.probe.profile import Profile, slowest_by_name
 from trials.reports.rates import Link, MatmulRate, Rate
 
 MATMUL_STD = 0.08
+"""Standard deviation of the logarithm of a matmul rate in training against a probe's, for each number format apart."""
 MATMUL_COMMON_STD = 0.08
-"""The part that all number formats share: training runs hotter, and its matrices are not square."""
+"""The same for all formats together: training runs hotter, and its matrices are not square."""
 STD = {
     "memory_efficiency": 0.15,
     "link_efficiency": 0.2,
@@ -36,7 +36,7 @@ MAX_ITERATIONS = 30
 
 @dataclass(frozen=True, slots=True)
 class _Direct:
-    """An observation of one coefficient itself."""
+    """A measured value of one coefficient."""
 
     coefficient: str
     log_value: float
@@ -90,17 +90,13 @@ def _updated(prior: Prior, predict: Any, measured: Array, noise: Array) -> Prior
 
 def _known_matmuls(profile: Profile, accelerator: Accelerator) -> list[tuple[float, MatmulRate]]:
     """Peak and slowest rate of every number format that has both."""
-    rates: dict[str, MatmulRate] = {}
-    for node in profile.measured:
-        for name, rate in node.matmul_flops_per_s.items():
-            rates[name] = min(rates.get(name, rate), rate, key=lambda one: one.per_s)
+    rates = slowest_by_name(node.matmul_flops_per_s for node in profile.measured)
     return [(accelerator.peak_flops_per_s[name], rates[name]) for name in rates if name in accelerator.peak_flops_per_s]
 
 
 def _log_matmul_rates(matmuls: list[tuple[float, MatmulRate]], k: Coefficients) -> Array:
     peaks, sizes = np.array([peak for peak, _ in matmuls]), np.array([float(rate.size) for _, rate in matmuls])
-    inputs = cast(Any, SimpleNamespace(base_flops_per_s=peaks, peak_flops_per_s=peaks))
-    return np.asarray(np.log(matmul_flops_per_s(inputs, cast(Any, SimpleNamespace(tokens=sizes)), k, sizes)))
+    return np.asarray(np.log(matmul_flops_per_s(k, peak=peaks, base=peaks, tokens=sizes, width=sizes)))
 
 
 def _directs(profile: Profile, cluster: ClusterDescription) -> Iterator[_Direct]:
@@ -121,7 +117,7 @@ def _directs(profile: Profile, cluster: ClusterDescription) -> Iterator[_Direct]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowestRates:
-    """Of a profile's measured nodes, by class of link; None where nothing was measured."""
+    """Lowest rates of a profile's nodes: device memory, fast links, network; None where nothing was measured."""
 
     memory: Rate | None
     link: Link | None
@@ -130,7 +126,7 @@ class SlowestRates:
 
 
 def slowest_rates(profile: Profile, cluster: ClusterDescription) -> SlowestRates:
-    """Links between nodes count as the fast ones where those reach over all nodes measured, as in racks."""
+    """The profile's lowest rates. The network counts as fast links where those join all nodes measured, as in racks."""
     nodes = profile.measured
     copies = [node.copy_bytes_per_s["device"] for node in nodes if "device" in node.copy_bytes_per_s]
     links = [node.all_reduce for node in nodes if node.all_reduce is not None]
@@ -157,7 +153,8 @@ def with_measured_figures(cluster: ClusterDescription, profile: Profile) -> Clus
     """
     accelerator = cluster.accelerator
     found = slowest_rates(profile, cluster)
-    peaks = {**accelerator.peak_flops_per_s, **_slowest_matmuls(profile)}
+    matmuls = slowest_by_name(node.matmul_flops_per_s for node in profile.measured)
+    peaks = {**accelerator.peak_flops_per_s, **{name: matmuls[name].per_s for name in sorted(matmuls)}}
     measured: Mapping[str, Any] = {
         "peak_flops_per_s": peaks,
         "memory_bytes_per_s": found.memory and found.memory.per_s,
@@ -171,14 +168,6 @@ def with_measured_figures(cluster: ClusterDescription, profile: Profile) -> Clus
         accelerator=accelerator,
         network_bytes_per_s=taken.get("network_bytes_per_s", cluster.network_bytes_per_s),
     )
-
-
-def _slowest_matmuls(profile: Profile) -> dict[str, float]:
-    names = {name for node in profile.measured for name in node.matmul_flops_per_s}
-    return {
-        name: min(node.matmul_flops_per_s[name].per_s for node in profile.measured if name in node.matmul_flops_per_s)
-        for name in sorted(names)
-    }
 
 
 def _is_estimate(accelerator: Accelerator, figure: str) -> bool:

@@ -1,20 +1,19 @@
-"""Measures a lease: one gang per node, all nodes at once, then one over all of them for the network between."""
+"""Measures the nodes of a lease with one gang per node, all at once, then the network with a gang over all nodes."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
 from uuid import uuid4
 
 from cluster.base import Cluster, Deadlines, GangEnded, GangLaunch
 from cluster.hardware.placement import Placement
 from cluster.hardware.topology import Device, Node
-from cluster.probe.profile import Network, NodeRates, Profile
+from cluster.probe.profile import Network, NodeRates, Profile, slowest_by_name
 from trials.codec import to_json
 from trials.outcome import Measured, Outcome
-from trials.reports.rates import Link, MessageTime, Part, RankRates, Rate, probe_spec
+from trials.reports.rates import Link, MessageTime, Part, RankRates, probe_spec
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +21,6 @@ RUNNER = "trials.probe.worker:run_rank"
 DEADLINES = Deadlines(starting_s=180.0, warmup_s=60.0, measuring_s=60.0, stall_s=60.0)
 POLL_S = 0.5
 
-R = TypeVar("R", bound=Rate)
 Progress = Callable[[str, int, int], None]
 """Called with what is being measured, how many gangs are done, and of how many."""
 
@@ -57,8 +55,8 @@ def probe(cluster: Cluster, *, at_s: float, progress: Progress = lambda *_: None
 def _network(
     cluster: Cluster, nodes: Sequence[Node], progress: Progress
 ) -> tuple[dict[str, tuple[RankRates, ...]], tuple[Network, ...]]:
-    """What each node's ranks measured in a gang over all of them, as many per node as the smallest has devices, and
-    the network; nothing of less than two nodes, or where it fails."""
+    """Run a gang over all nodes, with as many ranks on each as the smallest has devices. Returns what each node's ranks
+    measured, and the network; both are empty for fewer than two nodes, or where the gang fails."""
     if len(nodes) < 2:
         return {}, ()
     per_node = min(node.num_devices for node in nodes)
@@ -75,7 +73,7 @@ def _network(
 
 
 def _launch(node: Node, parts: Sequence[Part], devices: Sequence[Device]) -> GangLaunch:
-    """A gang on ``devices``, of the kind that ``node`` has."""
+    """A gang that measures ``parts`` on ``devices``, which are of the same kind as those of ``node``."""
     token = uuid4().hex
     return GangLaunch(
         attempt_id=f"probe-{token[:8]}",
@@ -88,7 +86,7 @@ def _launch(node: Node, parts: Sequence[Part], devices: Sequence[Device]) -> Gan
 
 
 def _run(cluster: Cluster, launches: Mapping[str, GangLaunch], progress: Callable[[int], None]) -> dict[str, Outcome]:
-    """What became of each gang, all at the same time; every backend ends every gang."""
+    """Run all gangs at the same time; return the outcome of each by its name."""
     names = {launch.attempt_id: name for name, launch in launches.items()}
     outcomes: dict[str, Outcome] = {}
     progress(0)
@@ -103,7 +101,7 @@ def _run(cluster: Cluster, launches: Mapping[str, GangLaunch], progress: Callabl
 
 
 def _ranks(outcome: Outcome) -> tuple[RankRates, ...]:
-    """In rank order; none of a gang that failed."""
+    """The rates that each rank measured, in rank order; empty for a gang that failed."""
     return outcome.measurement.findings.rates if isinstance(outcome, Measured) else ()
 
 
@@ -115,21 +113,12 @@ def _node_rates(node: Node, alone: Sequence[RankRates], across: Sequence[RankRat
     return NodeRates(
         node=node.name,
         num_devices=node.num_devices,
-        matmul_flops_per_s=_slowest(rank.matmul_flops_per_s for rank in alone),
-        copy_bytes_per_s=_slowest(rank.copy_bytes_per_s for rank in alone),
+        matmul_flops_per_s=slowest_by_name(rank.matmul_flops_per_s for rank in alone),
+        copy_bytes_per_s=slowest_by_name(rank.copy_bytes_per_s for rank in alone),
         all_reduce=slowest_link(rank.node_all_reduce for rank in alone),
         transfer=slowest_link(rank.network_transfer for rank in across),
         failure=failure,
     )
-
-
-def _slowest(ranks: Iterable[Mapping[str, R]]) -> dict[str, R]:
-    """By name, the lowest rate of any rank."""
-    slowest: dict[str, R] = {}
-    for rates in ranks:
-        for name, rate in rates.items():
-            slowest[name] = min(slowest.get(name, rate), rate, key=lambda one: one.per_s)
-    return slowest
 
 
 def slowest_link(links: Iterable[Link | None]) -> Link | None:

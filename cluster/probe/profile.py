@@ -1,11 +1,12 @@
-"""What a probe found out about a cluster: rates per node, the network between nodes, and which nodes are slow."""
+"""The profile of a cluster that a probe measures: rates per node, the network between nodes, and slow nodes."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from cluster.hardware.topology import DeviceKind
 from trials.reports.rates import Link, MatmulRate, Rate
@@ -15,21 +16,23 @@ SLOW_RATIO = 0.9
 SLOW_DEVIATIONS = 3.0
 """... and lies further below it than so many robust standard deviations (1.4826 x MAD of the logarithms)."""
 MIN_DEVIATION = 0.01
-"""Of logarithms: nodes may be all alike."""
+"""Least standard deviation of the logarithms that is assumed: nodes may be all alike."""
+
+R = TypeVar("R", bound=Rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRates:
-    """Of a node's slowest device: gangs wait for it."""
+    """Rates of a node's slowest device, for which gangs wait."""
 
     node: str
     num_devices: int
     matmul_flops_per_s: Mapping[str, MatmulRate] = field(default_factory=dict)
     copy_bytes_per_s: Mapping[str, Rate] = field(default_factory=dict)
     all_reduce: Link | None = None
-    """Over all devices of the node."""
+    """All-reduce over all devices of the node."""
     transfer: Link | None = None
-    """Per device, all at once, to and from the same device of another node."""
+    """To and from the same device of another node, per device, all devices at once."""
     failure: str = ""
     """Why nothing was measured; empty where something was."""
 
@@ -47,7 +50,7 @@ class NodeRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowFigure:
-    """One rate by which a node falls behind."""
+    """A rate of a node that lies well below the usual one."""
 
     node: str
     figure: str
@@ -77,11 +80,11 @@ class Profile:
     """Wall-clock time."""
     nodes: tuple[NodeRates, ...]
     networks: tuple[Network, ...] = ()
-    """Over all nodes measured, and over those of them that are not slow where some are."""
+    """All-reduces over all nodes measured, and, where some of them are slow, over the others."""
 
     @property
     def network(self) -> Network | None:
-        """That of most of the nodes and of no others; else the smallest that has them all."""
+        """The all-reduce over most of the profile's nodes and no others; else the smallest over all of them."""
         names = {node.node for node in self.measured}
         inside = [network for network in self.networks if names.issuperset(network.nodes)]
         around = [network for network in self.networks if names.issubset(network.nodes)]
@@ -90,11 +93,11 @@ class Profile:
         return min(around, key=lambda network: len(network.nodes), default=None)
 
     def only(self, names: Collection[str]) -> Profile:
-        """Of these nodes."""
+        """The profile of these nodes only."""
         return replace(self, nodes=tuple(node for node in self.nodes if node.node in names))
 
     def updated(self, newer: Profile) -> Profile:
-        """With what a later probe, perhaps of other nodes, measured."""
+        """This profile with the nodes that a later probe measured in place of the same ones."""
         measured = {node.node for node in newer.nodes}
         kept = tuple(node for node in self.nodes if node.node not in measured)
         return replace(
@@ -120,6 +123,15 @@ class Profile:
         """Names of the nodes that are slow or could not be measured."""
         names = {slow.node for slow in self.slow_figures} | {node.node for node in self.failed}
         return tuple(sorted(names))
+
+
+def slowest_by_name(rates: Iterable[Mapping[str, R]]) -> dict[str, R]:
+    """The lowest rate of each name in any of ``rates``."""
+    slowest: dict[str, R] = {}
+    for named in rates:
+        for name, rate in named.items():
+            slowest[name] = min(slowest.get(name, rate), rate, key=lambda one: one.per_s)
+    return slowest
 
 
 def slow_figures(nodes: Sequence[NodeRates]) -> tuple[SlowFigure, ...]:

@@ -1,4 +1,4 @@
-"""Claims as a queue keeps them, and what each is granted. No effects but a clock."""
+"""A queue of claims that expire, and what each of them is granted. No effects but reading a clock."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from cluster.queue.share import Claim, Grant, QueuePolicy, share, strictest
 from trials.codec import from_json, to_json
 
 EXPIRES_S = 30.0
+"""How long a claim stands without being renewed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +20,10 @@ class QueueEntry:
 
     claim: Claim
     num_nodes: int
-    """Of the cluster."""
+    """How many nodes the cluster has, as its owner sees it."""
     policy: QueuePolicy = field(default_factory=QueuePolicy)
     renewed_at_s: float = 0.0
-    """On the clock of the queue."""
+    """When the claim was last renewed, by the queue's clock."""
     process: tuple[int, int] = (0, 0)
     """Pid of the owner and when it started, on queues of one host."""
 
@@ -36,8 +37,8 @@ class QueueRow:
 
 
 def divided(entries: Collection[QueueEntry]) -> dict[str, QueueRow]:
-    """By the keys of the claims. All see the same division: views of the cluster may differ for a moment, and the
-    nodes held exist in any case."""
+    """The grant of each claim, by its key, the same for all who ask: where their views of the cluster differ, the
+    largest counts, and nodes held exist in any case."""
     num_nodes = max([*(entry.num_nodes for entry in entries), sum(entry.claim.held for entry in entries)])
     claims = [entry.claim for entry in entries]
     grants = share(claims, num_nodes, strictest(entry.policy for entry in entries))
@@ -45,7 +46,7 @@ def divided(entries: Collection[QueueEntry]) -> dict[str, QueueRow]:
 
 
 class Queue:
-    """Claims that expire when they are not renewed. Takes and gives plain values, for it is spoken to from afar."""
+    """Claims that expire unless renewed. Takes and gives plain values, since other processes speak to it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,9 +1,8 @@
-"""The queue of those who share this host: a file in a folder, which is their home."""
+"""The queue of the sweeps that share this host: a file in a folder that they have in common."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -13,7 +12,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from filelock import FileLock
+
 from cluster.hardware.topology import path_safe
+from cluster.processes import process_info
 from cluster.queue.entries import QueueEntry, divided
 from cluster.queue.share import Claim, Grant, QueuePolicy
 from trials.codec import CodecError, from_json, to_json
@@ -22,10 +24,10 @@ from trials.files import make_private_folder, write_atomically
 logger = logging.getLogger(__name__)
 
 EXPIRES_S = 600.0
-"""A living process that has not renewed its claim for so long hangs."""
+"""How long a living process may go without renewing its claim before it counts as hanging."""
 
 LOCK_TIMEOUT_S = 2.0
-"""It is held for milliseconds, but by processes that may be stopped."""
+"""How long to wait for the lock: others hold it for milliseconds, unless they are stopped meanwhile."""
 
 
 class HostAdmission:
@@ -72,24 +74,19 @@ def _file(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[Path]:
-    """The file, while nobody else writes it."""
+    """The queue's file, while no other process writes it.
+
+    Raises:
+        OSError: the lock was not free within :data:`LOCK_TIMEOUT_S`, or the folder cannot be used.
+    """
     file = _file(folder)
     make_private_folder(folder)
-    with file.with_suffix(".lock").open("a") as lock:
-        give_up_s = time.monotonic() + LOCK_TIMEOUT_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > give_up_s:
-                    raise
-                time.sleep(0.01)
+    with FileLock(file.with_suffix(".lock"), timeout=LOCK_TIMEOUT_S):
         yield file
 
 
 def _read(file: Path) -> dict[str, QueueEntry]:
-    """The claims that stand; those of processes that are gone do not."""
+    """The claims that stand, without those that have expired or whose process is gone."""
     try:
         entries: list[QueueEntry] = [
             from_json(QueueEntry, body) for body in json.loads(file.read_text(encoding="utf-8"))
@@ -109,13 +106,10 @@ def _stands(entry: QueueEntry) -> bool:
 
 
 def _start_time(pid: int) -> int:
-    """In clock ticks since the host booted; -1 when there is no such process. A pid may be used again."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:
-        return -1
+    """When the process started, in clock ticks since the host booted; -1 when there is none."""
+    info = process_info(pid)
+    return -1 if info is None else info.started_at
 
 
 def _write(file: Path, entries: dict[str, QueueEntry]) -> None:
-    """Readers see the whole file or none."""
     write_atomically(file, [json.dumps([to_json(entry) for entry in entries.values()], indent=1).encode()])

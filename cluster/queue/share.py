@@ -20,12 +20,12 @@ from typing import Protocol
 EVERYBODY = "*"
 """In quotas: users who are not named."""
 NUM_NAMED = 3
-"""Other sweeps that a reason names."""
+"""Most other sweeps that a reason names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What one sweep wants of the cluster, and what it holds."""
+    """What one sweep wants of a shared cluster, and what it holds of it."""
 
     sweep: str
     user: str
@@ -42,7 +42,7 @@ class Claim:
 
     @property
     def key(self) -> str:
-        """Of which there is one."""
+        """What tells it from the claims of all other sweeps."""
         return f"{self.home}/{self.sweep}" if self.home else self.sweep
 
     @property
@@ -61,7 +61,7 @@ class Grant:
 
     num_nodes: int
     reason: str = ""
-    """Why it is not all that is asked for, for people."""
+    """Why that is fewer than asked for, for people; empty where it is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ def share(claims: Iterable[Claim], num_nodes: int, policy: QueuePolicy) -> dict[
 
 
 class _Division:
-    """Of ``num_nodes`` nodes among ``claims``, under way."""
+    """Divides nodes among claims: first the least that each needs, then the rest."""
 
     def __init__(self, claims: Mapping[str, Claim], num_nodes: int, policy: QueuePolicy) -> None:
         self.claims = claims
@@ -197,7 +197,7 @@ class _Division:
         return max(0, quota - self._used_by_user.get(claim.user, 0)) // claim.devices_per_node
 
     def _can_ever_fit(self, claim: Claim) -> bool:
-        """Whether it waits for others' nodes: not for a larger cluster, nor for others of the same user."""
+        """Whether it would fit if all others gave their nodes back, but for those of the same user."""
         return claim.floor <= min(self._num_nodes, self._room(claim))
 
     def _reason(self, claim: Claim, given: int) -> str:
@@ -216,7 +216,7 @@ class _Division:
         return f"waits for {_nodes(target + num_with_others - self._num_nodes)} held by {self._others(claim)}"
 
     def _others(self, claim: Claim) -> str:
-        """Those that hold nodes, the most important first."""
+        """The other sweeps that hold nodes, the most important first, in words."""
         others = [c for c in self.claims.values() if c.key != claim.key and self._given[c.key]]
         named = sorted(others, key=lambda c: (-c.priority, -self._given[c.key], c.key))
         more = f" and {len(named) - NUM_NAMED} more" if len(named) > NUM_NAMED else ""

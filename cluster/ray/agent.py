@@ -1,4 +1,4 @@
-"""The agent as a Ray actor: plain methods with plain arguments."""
+"""A node's agent as a Ray actor, which also sends home what ranks leave in files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cluster.gang.files import PIECE_BYTES, FilePiece, Homing, pieces
 from cluster.gang.messages import NodeEvent, NodeGone, NodeLaunch, StopGang
 from cluster.hardware.topology import DeviceChoice, Node, discover_node
 from cluster.node.agent import Agent
-from cluster.node.processes import die_with_parent
+from cluster.processes import die_with_parent
 
 _SIOCGIFADDR = 0x8915
 
@@ -29,7 +29,7 @@ class NodeOrder:
     address: str
     workdir: str
     home: str
-    """The mark by which the controller's file system is known."""
+    """Name of the file that shows whether the node shares the controller's file system."""
     preload: tuple[str, ...]
     search_path: tuple[str, ...]
     device: DeviceChoice
@@ -45,11 +45,12 @@ class NodeDescription:
     interface: str | None
     """The network interface that carries its address."""
     node_id: str
-    """Ray's."""
+    """Ray's name for the node."""
 
 
 class NodeAgent:
-    """One per node, holding the node's whole bundle. ``poll`` runs beside the other calls, which run in order."""
+    """The actor of one node, which holds all of its resources. ``poll`` runs beside the other calls, which run in
+    order."""
 
     def __init__(self, order: NodeOrder) -> None:
         die_with_parent(os.getppid())  # or it would outlive a raylet that is killed

@@ -1,4 +1,4 @@
-"""The agents of the leased nodes and the calls to them under way. Nothing here waits longer than it is told."""
+"""Starts and calls the agents of the leased nodes, and collects their answers. Nothing waits longer than it is told."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 300.0
 CLOSE_TIMEOUT_S = 30.0
 LONG_POLL_S = 15.0
+"""How long an agent waits for events before it answers a poll."""
 SILENT_S = 30.0
-"""An agent that is so late is taken for lost. Ray itself notices a frozen host after a minute."""
+"""How late an answer may be before the agent counts as lost. Ray itself notices a frozen host after a minute."""
 _LIMITS_S = {
     "describe": START_TIMEOUT_S,
     "close": CLOSE_TIMEOUT_S,
@@ -46,7 +47,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentReply:
-    """What came of a call; after an error the agent may be gone."""
+    """The answer to a call, or why there is none: then the agent may be gone."""
 
     what: What
     slot: NodeSlot
@@ -97,7 +98,7 @@ class Agents:
         return port
 
     def retire(self, slot: NodeSlot) -> bool:
-        """Have the agent end all its processes; the answer tells when it has. False where there is none."""
+        """Have the agent end all its processes, which its answer to ``close`` confirms. False if there is no agent."""
         self._forget_calls(slot)
         actor = self._actors.pop(slot.name, None)
         if actor is None:
@@ -127,7 +128,7 @@ class Agents:
         return [self._answer(ref) for ref in ready]
 
     def _late(self) -> list[AgentReply]:
-        """Of calls that are overdue. An answer that has come counts, however late it is looked at."""
+        """Answers to overdue calls, errors where none has come. One that has come counts, however late it is read."""
         now_s = time.monotonic()
         overdue = [ref for ref, call in self._calls.items() if now_s - call.called_at_s > _LIMITS_S[call.what]]
         if not overdue:

@@ -1,4 +1,4 @@
-"""Gangs on a Ray cluster.
+"""The backend ``ray``: gangs on whole nodes of a Ray cluster.
 
 Every leased node has one agent actor. Ray starts and watches the agents and carries their messages; everything below,
 down to the last process, is the agents' own.
@@ -20,16 +20,15 @@ from ray.exceptions import RayActorError, RayError
 
 from cluster.base import ClusterError, GangEvent, GangLaunch
 from cluster.gang.files import FilePiece, Homing, Receiver
-from cluster.gang.messages import NodeEvent, StopGang, node_launch
+from cluster.gang.messages import NodeEvent, StopGang, node_launch, single_node_env
 from cluster.gang.tracker import GangTracker
 from cluster.hardware.topology import Node, Topology, discover_node
-from cluster.local import single_node_env
 from cluster.node.agent import PRELOAD
 from cluster.queue.share import Admission, Unlimited
 from cluster.ray.agent import NodeDescription, NodeOrder
 from cluster.ray.agents import CLOSE_TIMEOUT_S, AgentReply, Agents
 from cluster.ray.connection import private_ray, remote_ray
-from cluster.ray.lease import NodeSlot, RayLease, Standing
+from cluster.ray.lease import LeaseStatus, NodeSlot, RayLease
 from cluster.ray.nodes import Wanted
 from cluster.ray.queue import RayAdmission
 from cluster.ray.settings import first_line
@@ -100,9 +99,9 @@ class RayCluster:
         return self._lease.waiting
 
     @property
-    def standing(self) -> Standing:
-        """Whether the least is held that was asked for, or may be some day."""
-        return self._lease.standing
+    def status(self) -> LeaseStatus:
+        """Whether the least is held that was asked for; if not, whether the cluster can give it at all."""
+        return self._lease.status
 
     @property
     def admission(self) -> Admission:
@@ -142,7 +141,7 @@ class RayCluster:
             self._agents.launch(slot, node_launch(launch, node=node, directory=str(directory), env=env))
 
     def poll(self, timeout_s: float) -> Sequence[GangEvent]:
-        """Returns early too when the topology has changed."""
+        """Wait for events as the protocol says; a change of the topology ends the wait, too."""
         deadline_s, before = time.monotonic() + timeout_s, self._topology
         while True:
             self._tend()
@@ -233,7 +232,7 @@ class RayCluster:
             self._receiver.take(event)
 
     def _join(self, slot: NodeSlot, described: NodeDescription) -> None:
-        """Take the node into the topology, unless it is not the one asked for, or is excluded."""
+        """Add the node to the topology, unless it is another one than was asked for, or excluded."""
         if described.node_id != slot.node_id:
             self._avoid(slot, f"Ray started the agent of node {slot.name} on another node")
             return
@@ -248,7 +247,7 @@ class RayCluster:
         self._show()
 
     def _fail(self, slot: NodeSlot, error: Exception) -> None:
-        """A call failed: the agent may be gone."""
+        """Take in that a call failed: the agent may be gone."""
         if not slot.is_ready:
             self._avoid(slot, f"the agent does not start on node {slot.name}: {first_line(error)}")
             return
@@ -288,7 +287,7 @@ class RayCluster:
 
     def _show(self) -> None:
         """Bring the topology up to date. The first nodes are shown together."""
-        self._is_begun = bool(self._lease.slots) and (self._is_begun or self._lease.standing == "enough")
+        self._is_begun = bool(self._lease.slots) and (self._is_begun or self._lease.status == "enough")
         self._topology = Topology(nodes=self._nodes() if self._is_begun else ())
 
     def _nodes(self) -> tuple[Node, ...]:

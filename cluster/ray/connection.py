@@ -1,4 +1,4 @@
-"""A connection to Ray: one started here, or one that runs already. And how to ask its head something with patience."""
+"""Connects to a Ray cluster that is started here or runs already, and asks its head with a time limit."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CALL_TIMEOUT_S = 10.0
+"""How long an answer of Ray may take."""
 OBJECT_STORE_BYTES = 80 << 20
-"""Nothing large travels through Ray; this is close to its minimum."""
+"""Size of a private Ray's object store, close to the minimum: nothing large travels through Ray."""
 
 
 class UnreachableError(RuntimeError):
@@ -37,8 +38,8 @@ class UnreachableError(RuntimeError):
 
 
 def started(call: Callable[[], T]) -> Future[T]:
-    """Have ``call`` run aside. Ray's questions to its head wait as long as the head is away; a thread that waits for
-    ever does not keep the process from ending."""
+    """Run ``call`` in a thread of its own, which does not keep the process from ending: Ray's questions to its head
+    wait for as long as the head is away."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -67,7 +68,7 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def private_ray(node: Node) -> Iterator[None]:
-    """Run a Ray of our own on this host, over loopback, gone without a trace afterwards or when this process dies."""
+    """Run a private Ray on this host, over loopback, of which nothing is left afterwards or when this process dies."""
     lease = uuid4().hex
     folder = Path(tempfile.mkdtemp(prefix="tune-"))  # Ray puts sockets there: the path must stay short
     guardian = Guardian(lease, remove=folder)
@@ -111,6 +112,7 @@ def _start_ray(node: Node, folder: Path) -> None:
 
 @contextlib.contextmanager
 def remote_ray(address: str) -> Iterator[None]:
+    """Be connected to the Ray cluster whose head is at ``address``."""
     require_listener(address)
     remedy = "is the head running, is this host one of its nodes, is RAY_AUTH_TOKEN_PATH its token file?"
     with _quiet():
@@ -137,7 +139,7 @@ def _asks_for_a_token() -> bool:
 
 @contextlib.contextmanager
 def settings(changes: Mapping[str, str]) -> Iterator[None]:
-    """Put ``changes`` into the environment; afterwards all is as before.
+    """Set the environment variables ``changes`` while inside.
 
     Ray's core keeps the authentication settings it saw when it was imported: it is made to look again.
     """
@@ -157,7 +159,7 @@ def settings(changes: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loopback_only() -> Iterator[None]:
-    """Ray reads this setting at import, which may be long past."""
+    """Have Ray use loopback only while inside. It reads that setting at import, which may be long past."""
     constants = ray._private.ray_constants
     before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
     try:

@@ -1,4 +1,4 @@
-"""Where the Jobs API of a Ray cluster is: asked of its head.
+"""Finds the dashboard of a Ray cluster, which takes Ray Jobs, by asking the head.
 
 A process of its own asks, ``python -m cluster.ray.head HOST:PORT``: where the head or the token is not what it expects,
 Ray's core writes to stderr, waits for most of a minute, or ends the process.
@@ -67,7 +67,7 @@ def _ask(address: str) -> tuple[str, str]:
 
 
 def _require_reachable(address: str, dashboard: str) -> None:
-    """A dashboard on the head's loopback would be another one, or nothing, on this host's."""
+    """Refuse a dashboard on the loopback of another host: on this host's it would be another one, or nothing."""
     head, listens = address.rpartition(":")[0], dashboard.rpartition(":")[0].strip("[]")
     if _is_loopback(listens) and not _is_this_host(head):
         raise ClusterError(

@@ -1,4 +1,4 @@
-"""A controller as a Ray Job: it runs on the head of the cluster, whatever becomes of the host it was submitted from.
+"""Controllers as Ray Jobs: they run on the head of the cluster, whatever becomes of the host that submitted them.
 
 A job's id tells whose it is: ``<name>-<n>``, one after another of the same ``name``, of which only the last can be at
 work. Submitting while it is attaches to it. What Ray keeps of a job is shown to everybody who can reach the cluster:
@@ -45,11 +45,11 @@ _STATES: dict[str, JobState] = {
 REQUEST_TIMEOUT_S = 60.0
 """The first request to a head may wait for its agent to come up."""
 STOP_TIMEOUT_S = 30
-"""Ray kills a job that has not ended this long after it was asked to."""
+"""How long a job has to end after somebody stops it through Ray (SIGTERM), before Ray kills it."""
 MAX_TRIES = 5
-"""Of submitting under the next free id: others may take it at the same time."""
+"""Tries to submit under the next free id, which others may take at the same time."""
 FOLLOW_OUTAGE_S = 120.0
-"""Following a log goes on when the head answers again within this time."""
+"""How long the head may not answer before following a log ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,20 +57,20 @@ class JobHandle:
     """One job of one cluster."""
 
     url: str
-    """Of the head's dashboard, without a path."""
+    """Address of the head's dashboard, without a path."""
     submission_id: str
     attached: bool = False
-    """It was at work already."""
+    """The job was at work already when it was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """Where a job stands."""
+    """What Ray says of a job."""
 
     state: JobState
     message: str
     exit_code: int | None = None
-    """Of its process; None while it runs, and where Ray does not know."""
+    """Exit code of its process; None while it runs, and where Ray does not know."""
 
     @property
     def is_over(self) -> bool:
@@ -126,7 +126,7 @@ def find_job(address: str, submission_id: str) -> JobHandle:
 
 
 def job_status(job: JobHandle) -> JobStatus:
-    """Where the job stands now.
+    """The job's status now.
 
     Raises:
         ClusterError: as :func:`find_job`.
@@ -147,17 +147,6 @@ def job_logs(job: JobHandle, *, follow: bool = False) -> Iterator[str]:
     with _connected(job.url) as client:
         _details(client, job.submission_id)
         yield client.get_job_logs(job.submission_id)
-
-
-def stop_job(job: JobHandle) -> None:
-    """Ask the job to end: SIGTERM, and SIGKILL ``STOP_TIMEOUT_S`` later. Returns at once.
-
-    Raises:
-        ClusterError: as :func:`find_job`.
-    """
-    with _connected(job.url) as client:
-        _details(client, job.submission_id)
-        client.stop_job(job.submission_id)
 
 
 class _Client(JobSubmissionClient):
@@ -212,7 +201,7 @@ def _submit(client: _Client, submission_id: str, entrypoint: str, metadata: Mapp
 
 
 def _jobs_of(client: _Client, name: str) -> dict[int, JobDetails]:
-    """By number."""
+    """The jobs of this name, by number."""
     pattern = re.compile(rf"{re.escape(name)}-(\d{{1,9}})")
     found = ((pattern.fullmatch(job.submission_id or ""), job) for job in client.list_jobs())
     return {int(match[1]): job for match, job in found if match}
@@ -232,7 +221,7 @@ def _status(job: JobDetails) -> JobStatus:
 
 
 def _follow(job: JobHandle) -> Iterator[str]:
-    """The log, taken up again after an outage where it was left."""
+    """The log as it grows; after an outage it goes on where it had stopped."""
     num_seen, answered_s = 0, time.monotonic()
     while True:
         skipped = 0
@@ -255,7 +244,7 @@ def _follow(job: JobHandle) -> Iterator[str]:
 
 
 def _tail(client: _Client, submission_id: str) -> Generator[str, None, None]:
-    """Ray's own asynchronous iterator, without a loop of the caller."""
+    """The log as it grows, from Ray's asynchronous iterator, for callers without an event loop."""
     _details(client, submission_id)
     pieces: AsyncIterator[str] = client.tail_job_logs(submission_id)
     with asyncio.Runner() as runner:

@@ -26,22 +26,23 @@ from cluster.ray.nodes import NODE_ID_LABEL, ClusterView, NoSuchNodesError, RayN
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 2.0
+"""Pause between two questions to Ray about its nodes."""
 LOOK_SOON_S = 0.25
-"""While nodes are asked for."""
+"""The same while nodes are asked for."""
 ANSWER_S = 0.05
-"""Ray's head usually answers in a few milliseconds."""
+"""How long to wait at once for an answer of Ray's head, which usually takes a few milliseconds."""
 PLACED_WITHIN_S = 10.0
-"""A group on a free node is there in milliseconds; if not, somebody else was faster."""
+"""After so long without its group a node counts as taken by somebody else: a free one is had in milliseconds."""
 AVOID_S = 60.0
-"""A node whose agent did not start is left alone for so long."""
+"""How long a node is left alone whose agent did not start."""
 HEAD_LOST_S = 30.0
-"""Ray ends the process, without a word, when the head stays away for a minute."""
-Standing = Literal["enough", "waiting", "infeasible"]
+"""How long the head may not answer before the cluster counts as lost; after a minute Ray itself ends the process."""
+LeaseStatus = Literal["enough", "waiting", "infeasible"]
 
 
 @dataclass(slots=True, kw_only=True)
 class NodeSlot:
-    """A node asked for; then placed; then ready, when its agent has answered."""
+    """A node of the lease: asked for, then placed by Ray, then ready, once its agent has answered."""
 
     number: int
     node_id: str
@@ -55,6 +56,8 @@ class NodeSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
+    """A node that the lease has lost."""
+
     slot: NodeSlot
     category: Literal["lost", "preempted"]
     reason: str
@@ -62,12 +65,15 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
+    """What has become of the nodes asked for since the last look."""
+
     placed: list[NodeSlot] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
 
 
 class RayLease:
-    """Groups are called ``tune-cluster-<label>-<n>``. ``tend`` does the work; it never waits for Ray's head."""
+    """Nodes held by placement groups ``tune-cluster-<label>-<n>``. :meth:`tend` does the work, and never waits for
+    Ray's head."""
 
     def __init__(self, wanted: Wanted, label: str, *, most: int) -> None:
         """``most`` nodes of one shape are needed at most."""
@@ -102,7 +108,7 @@ class RayLease:
         return len(self._usable())
 
     def pause_s(self, now_s: float) -> float:
-        """How long nothing needs to be looked at."""
+        """Seconds until the next :meth:`tend` has anything to do."""
         if self._look is not None:
             return ANSWER_S
         num_ready = len(self.ready)
@@ -110,8 +116,8 @@ class RayLease:
         return max(0.0, self._looked_at_s + every_s - now_s)
 
     @property
-    def standing(self) -> Standing:
-        """Whether the least is held that it may begin with."""
+    def status(self) -> LeaseStatus:
+        """Whether the lease has the least it may begin with; if not, whether the cluster can give that at all."""
         if len(self.ready) >= self._least() > 0:
             return "enough"
         return "infeasible" if self._view is not None and self.num_able < self._least() else "waiting"
@@ -139,7 +145,7 @@ class RayLease:
         self._num_nodes, self._at_least = num_nodes, min(at_least, num_nodes)
 
     def leave_out(self, node_id: str) -> None:
-        """Never lease it (again)."""
+        """Never lease the node (again)."""
         self._left_out.add(node_id)
 
     def avoid(self, slot: NodeSlot, reason: str, now_s: float) -> None:
@@ -213,7 +219,7 @@ class RayLease:
         return Lost(slot=slot, category="lost", reason=f"Ray says that the node is dead: {message}")
 
     def _take_placed(self, view: ClusterView, now_s: float) -> list[NodeSlot]:
-        """Slots that are placed now; none while the first ones are not all there."""
+        """Slots that Ray has placed since; none of the first ones before all of them are placed."""
         asked = [slot for slot in self.slots.values() if not slot.is_placed]
         there = [slot for slot in asked if view.placed.get(slot.number) == slot.node_id]
         late = [slot for slot in asked if slot not in there and now_s - slot.asked_at_s > PLACED_WITHIN_S]

@@ -1,4 +1,4 @@
-"""Which nodes of a Ray cluster a lease may take, what it asks of each, and what they are called. No Ray, no effects.
+"""Which nodes of a Ray cluster a lease may take, what it asks of each, and what they are called. Does not import Ray.
 
 A node is a mapping as ``ray.nodes()`` gives it.
 """
@@ -29,7 +29,7 @@ class Shape:
     resource: Literal["CPU", "GPU"]
     num_devices: int
     quantity: float
-    """Of the resource, at least."""
+    """The least amount of the resource that a node must have."""
 
     @property
     def device_kind(self) -> DeviceKind:
@@ -49,10 +49,10 @@ class Wanted:
 
     device: DeviceChoice = "auto"
     devices_per_node: int | None = None
-    """None: all there are."""
+    """None: all that a node has."""
 
     def shape(self, nodes: Iterable[RayNode], num_nodes: int, left_out: Collection[str] = ()) -> Shape:
-        """Of the ``num_nodes`` best nodes, or of as many as there are but for those left out by their ids.
+        """The shape that the ``num_nodes`` best nodes have in common, or as many as there are without those left out.
 
         Raises:
             NoSuchNodesError: there is none yet.
@@ -88,7 +88,7 @@ class ClusterView:
     draining: frozenset[str] = frozenset()
     """Ids of nodes that will soon be taken away."""
     placed: Mapping[int, str] = field(default_factory=dict)
-    """Number of each placement group asked for that is there, with the id of its node."""
+    """Id of the node of each placement group that is there, by the group's number."""
 
     def able(self, shape: Shape) -> list[RayNode]:
         """Nodes of this shape that will stay, the best first."""
@@ -102,7 +102,7 @@ class ClusterView:
 
 
 def bundle(node: RayNode) -> Bundle:
-    """All of the node."""
+    """All resources of the node."""
     return {name: node["Resources"][name] for name in ("CPU", "GPU") if node["Resources"].get(name)}
 
 

@@ -1,4 +1,4 @@
-"""The queue of those who share a Ray cluster: an actor that outlives every sweep, and what each sweep says to it."""
+"""The queue of the sweeps that share a Ray cluster: an actor that outlives each of them, and the calls to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from cluster.node.processes import die_with_parent
+from cluster.processes import die_with_parent
 from cluster.queue.entries import EXPIRES_S, Queue, QueueEntry
 from cluster.queue.share import Claim, Grant, QueuePolicy
 from cluster.ray.connection import CALL_TIMEOUT_S, UnreachableError, within
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "tune-cluster"
 NAME = "queue-1"
-"""The number changes with what is said to it."""
+"""Name of the actor; its number changes with the messages that it understands."""
 ANSWER_S = 0.5
-"""A beat waits so long; an answer that comes later is taken at the next."""
+"""How long a beat waits for an answer; one that comes later is taken at the next."""
 HEAD = {"node:__internal_head__": 0.001}
-"""The head is the node whose loss ends the cluster anyway."""
+"""Resources that place the actor on the head, whose loss ends the cluster anyway."""
 
 
 class QueueActor(Queue):
@@ -40,8 +40,8 @@ class QueueActor(Queue):
 
 
 class RayAdmission:
-    """Admission to the cluster of ``lease``. While the queue does not answer, what it said last counts for as long as
-    it remembers the claim itself; after that, what is held is kept."""
+    """Admission to the cluster of ``lease``. While the queue does not answer, its last grant counts until the queue
+    itself would have forgotten the claim; after that, what is held is kept."""
 
     def __init__(self, lease: RayLease, policy: QueuePolicy) -> None:
         self._lease = lease
@@ -73,7 +73,7 @@ class RayAdmission:
         return Grant(claim.held, f"the queue of the Ray cluster {problem}")
 
     def leave(self) -> None:
-        """The last one ends the actor."""
+        """Give up the place in the queue; the last sweep to leave ends the actor."""
         if self._actor is None or not self._key:
             return
         actor, key = self._actor, self._key

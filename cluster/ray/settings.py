@@ -1,4 +1,4 @@
-"""What a Ray connection needs around it; nothing here imports ray."""
+"""Address, token and environment of a Ray connection. Does not import Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 def require_listener(address: str) -> None:
-    """Ray itself would try for a minute."""
+    """Raise ClusterError at once where nothing listens at ``address``; Ray itself would try for a minute."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -30,7 +30,7 @@ def require_listener(address: str) -> None:
 
 
 def fresh_token(folder: Path) -> dict[str, str]:
-    """Settings for authentication with a token of its own, whatever others there are, unless the user wants none."""
+    """Environment for authentication with a new token, kept in ``folder``; empty if the user has turned that off."""
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "disabled":
         return {}
     path = folder / "token"
@@ -41,6 +41,7 @@ def fresh_token(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Set the environment variables ``changes`` while inside."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -54,4 +55,5 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
+    """The first line of the error's message; its type's name where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""A cluster in virtual time: gangs are scripts, the clock jumps from event to event. Base of replay and simulation.
+"""The base of simulated and replayed clusters: gangs are scripts, and a virtual clock jumps from event to event.
 
 Deadlines, kills, lost nodes and tokens work as in the backends that run processes; only the processes are missing.
 Whoever waits on this cluster must read its :meth:`VirtualCluster.clock`, not the host's.
@@ -38,13 +38,13 @@ class Script:
     moments: tuple[Moment, ...]
     end_at_s: float
     outcome: Outcome | None
-    """None exactly when it hangs."""
+    """How the gang ends; None exactly where it hangs."""
     slowest_rank: int = 0
-    """The rank to blame for missed deadlines."""
+    """The rank that is blamed for a missed deadline."""
 
 
 Play = Callable[[GangLaunch], Script]
-"""Decides, at the launch, what the gang will do."""
+"""Given a launch, what its gang will do."""
 
 
 @dataclass(slots=True, kw_only=True)

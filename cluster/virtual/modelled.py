@@ -1,4 +1,4 @@
-"""What the simulated cluster's candidates take: the cost model, or a machine some way off from what it assumes."""
+"""The costs of candidates on a simulated cluster: those of the cost model, or of a machine that deviates from it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from trials.codec import to_json
 from trials.spec import Candidate, LlamaModel, TrialSpec
 
 OWN_KNOB_STD = 0.3
-"""Standard deviation of the logarithm of what such a value does to the step time, for a deviation of 1."""
+"""Standard deviation of the logarithm of the factor by which a knob's value that the cost model does not know changes
+the step time, for a deviation of 1."""
 
 
 class ModelledCost:
-    """A :class:`cluster.virtual.simulated.CostFunction`.
+    """The cost function of a simulated cluster, from the cost model.
 
     Args:
         deviation: how far the machine's coefficients lie from those the cost model assumes, in standard deviations of
@@ -40,7 +41,7 @@ class ModelledCost:
 
     @property
     def coefficients(self) -> Coefficients:
-        """Of the machine's times."""
+        """The time coefficients of the simulated machine."""
         return self._model.time.coefficients
 
     def __call__(self, spec: TrialSpec) -> Cost:
@@ -74,7 +75,7 @@ class ModelledCost:
 
 
 def _knobs(candidate: Candidate) -> dict[str, Any]:
-    """How data is read and kernels are chosen; precision of matmuls is known to the model."""
+    """Values of the knobs that the generic cost model does not know: data loading and kernels but matmul precision."""
     known = {**to_json(candidate.loader), **to_json(candidate.kernels)}
     del known["matmul_precision"]
     return known

@@ -1,12 +1,10 @@
-"""What a simulated machine answers to a probe: the cost model's rates, slowed down on slow nodes."""
+"""The answers of a simulated machine to a probe: the rates that the cost model assumes, lower on slow nodes."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 
@@ -22,16 +20,16 @@ from trials.outcome import probe_report
 from trials.reports.rates import Link, MatmulRate, MessageTime, ProbeSpec, RankRates, Rate
 
 PROBE_S = 5.0
-"""From the first measurement to the last."""
+"""Seconds from the first measurement to the last."""
 FORMATS = ("float32", "tf32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRates:
-    """What healthy nodes reach."""
+    """The rates that healthy nodes of a simulated machine reach."""
 
     matmul_flops_per_s: Mapping[str, float]
-    """Of matrices as large as a probe's."""
+    """By number format, for square matrices of ``matmul_size``."""
     matmul_size: int
     memory_bytes_per_s: float
     link_bytes_per_s: float
@@ -41,12 +39,11 @@ class MachineRates:
 
 
 def machine_rates(cluster: ClusterDescription, k: Coefficients, matmul_size: int = 8192) -> MachineRates:
-    """Those that the time model assumes of ``cluster`` with coefficients ``k``."""
+    """The rates that the cost model assumes of ``cluster`` with time coefficients ``k``."""
     accelerator = cluster.accelerator
     formats = [name for name in FORMATS if name in accelerator.peak_flops_per_s]
     peaks, size = np.array([accelerator.peak_flops_per_s[name] for name in formats]), np.array([float(matmul_size)])
-    inputs = cast(Any, SimpleNamespace(base_flops_per_s=peaks, peak_flops_per_s=peaks))
-    rates = matmul_flops_per_s(inputs, cast(Any, SimpleNamespace(tokens=size)), k, size)
+    rates = matmul_flops_per_s(k, peak=peaks, base=peaks, tokens=size, width=size)
     return MachineRates(
         matmul_flops_per_s=dict(zip(formats, map(float, rates), strict=True)),
         matmul_size=matmul_size,
@@ -67,10 +64,10 @@ def probe_script(
     start_s: float,
     rng: random.Random,
 ) -> Script:
-    """A gang that measures the machine.
+    """The script of a gang that measures the machine.
 
     Raises:
-        ValueError: its specification is none of a probe.
+        ValueError: the specification is not that of a probe.
     """
     spec: ProbeSpec = from_json(ProbeSpec, dict(launch.spec))
     answer = _Answer(launch, spec, machine, slow_nodes, noise, rng)
@@ -82,7 +79,7 @@ def probe_script(
 
 
 class _Answer:
-    """The ranks' measurements; a collective or a transfer is as slow as the slowest node that takes part."""
+    """Measurements of the ranks of a probe; a collective or a transfer is as slow as its slowest node."""
 
     def __init__(
         self,
@@ -142,7 +139,7 @@ class _Answer:
         return Link(world_size=world_size, times=tuple(times))
 
     def _pair_slowness(self, node: str) -> float:
-        """Of the faster of the node's two neighbours and itself."""
+        """Slowness of a transfer between the node and the faster of its two neighbours."""
         names = list(self._slowness)
         place = names.index(node)
         neighbours = (self._slowness[names[place - 1]], self._slowness[names[(place + 1) % len(names)]])

@@ -1,4 +1,4 @@
-"""A cluster that answers from a table of published measurements, in virtual time.
+"""The backend ``replay``: a cluster that answers from a table of published measurements, in virtual time.
 
 The table's rows of one problem (same model, cluster, sequence length, global batch) are the search space. A candidate
 is looked up by what the table says of a row; where the row is silent (blank), any value is right. Rows that a candidate
@@ -20,8 +20,9 @@ from cluster.virtual.training import training, trial_spec
 from trials.spec import Candidate, Counts, TrialSpec
 
 START_S = 30.0
+"""Seconds from a launch to its first step."""
 UNKNOWN_MEMORY_BYTES = 80 * 10**9
-"""Of a device whose memory the table does not say."""
+"""Memory of a device of which the table does not say it."""
 
 SCALARS: dict[str, Callable[[Candidate], int]] = {
     "dp": lambda c: c.layout.dp,

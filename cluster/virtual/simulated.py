@@ -1,4 +1,4 @@
-"""A cluster that does not exist: virtual clock, cost function, noise, slow nodes and injected faults."""
+"""The backend ``simulated``: step times from a cost function, with noise, slow and lost nodes and injected faults."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from trials.spec import TrialSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a candidate takes: seconds per step on healthy nodes, bytes on its fullest rank."""
+    """What a candidate costs: seconds per step on healthy nodes, and bytes on its fullest rank."""
 
     step_time_s: float
     peak_bytes: int
 
 
 class CostFunction(Protocol):
-    """Raises ValueError for a specification that cannot run, with the reason."""
+    """The cost of a trial; raises ValueError with the reason for one that cannot run."""
 
     def __call__(self, spec: TrialSpec) -> Cost: ...
 
@@ -50,11 +50,11 @@ class Behaviour:
     """Node name to the second in which it goes away."""
     probabilities: Mapping[Fault, float] = field(default_factory=dict)
     faults: Faults | None = None
-    """Decides instead of ``probabilities``."""
+    """Chooses the fault of each launch instead of ``probabilities``."""
     start_s: float = 30.0
-    """From the launch to the first step."""
+    """Seconds from the launch to the first step."""
     warmup_factor: float = 1.5
-    """Of warm-up steps over measured ones."""
+    """How many times as long a warm-up step takes as a measured one."""
 
 
 class SimulatedCluster(VirtualCluster):

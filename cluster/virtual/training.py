@@ -1,4 +1,4 @@
-"""The script of a trial whose step time is known beforehand: start, warm-up, measured steps, a measurement."""
+"""The script of a virtual gang that trains: start, warm-up, measured steps of known times, a measurement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trials.spec import TrialSpec
 
 
 def trial_spec(launch: GangLaunch) -> TrialSpec:
-    """What the gang was told to do.
+    """The trial that the gang was launched for.
 
     Raises:
         ValueError: it is not a trial specification.
@@ -34,7 +34,7 @@ def training(
 ) -> Script:
     """A gang that trains: ``start_s`` to the first step, warm-up steps of ``warmup_s``, then ``step_times_s``.
 
-    Losses fall alike for every candidate: only speed and memory are played.
+    Losses fall alike for every candidate, since only speed and memory are simulated.
     """
     num_warmup = spec.protocol.min_warmup_steps
     moments = [Moment(at_s=start_s, progress=RankProgress(phase="warmup", step=0, step_time_s=None))]

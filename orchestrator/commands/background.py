@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from cluster.base import ClusterError
+from cluster.processes import process_info
 from orchestrator import processes
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.documents import CONTROLLER, LEASE, MODE_VARIABLE
@@ -191,16 +192,9 @@ def _is_below(about: dict[str, Any], ancestor: int) -> bool:
     while pid is not None and pid > 1:
         if pid == ancestor:
             return True
-        pid = _parent(pid)
+        info = process_info(pid)
+        pid = None if info is None else info.parent_pid
     return False
-
-
-def _parent(pid: int) -> int | None:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[1])
 
 
 def _file_log(home: Home, name: str, *, follow: bool, num_lines: int) -> Iterator[str]:

@@ -18,7 +18,7 @@ from orchestrator.config.validation import to_config_error
 from orchestrator.config.yaml_source import YamlSource, parse_yaml
 from orchestrator.errors import ConfigError
 from orchestrator.planning.dryrun.cache import DryRunCache
-from orchestrator.planning.dryrun.estimates import KnownEstimates, load_estimates
+from orchestrator.planning.dryrun.estimates import DryRunEstimates, load_estimates
 from orchestrator.planning.dryrun.simulation import Progress, estimate_all
 from orchestrator.planning.hardware.request import device_kind, known_topology, memory_limit_bytes
 from orchestrator.planning.plan import Plan, make_plan
@@ -192,7 +192,7 @@ class TrialChoices:
         is_there = len(name) < 10 and 1 <= int(name) <= len(self.numbered)
         return self.numbered[int(name) - 1] if is_there else None
 
-    def _plan(self, known: KnownEstimates | None = None) -> Plan:
+    def _plan(self, known: DryRunEstimates | None = None) -> Plan:
         """The plan for this hardware; without hardware where nothing could run on it."""
         try:
             return make_plan(self._spec, self.topology, known)

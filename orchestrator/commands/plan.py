@@ -17,7 +17,7 @@ from orchestrator.planning.hardware.profiles import load_profile
 from orchestrator.planning.hardware.request import known_topology
 from orchestrator.planning.plan import Plan, make_plan
 from orchestrator.planning.predictions import PlanPredictions, predict_plan
-from orchestrator.search.prediction.predictor import NotDescribedError
+from orchestrator.search.prediction.predictor import UnpredictableError
 from orchestrator.sweep.home import Home
 
 
@@ -61,7 +61,7 @@ def plan_file(file: Path, home: Home, *, why: str | None = None, cluster: str | 
     predictions, unpredicted = None, ""
     try:
         predictions = predict_plan(plan, spec, topology, profile)
-    except NotDescribedError as error:
+    except UnpredictableError as error:
         unpredicted = str(error)
     return PlannedFile(plan=plan, predictions=predictions, unpredicted=unpredicted, why=explained)
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.node.processes import die_with_parent
+from cluster.processes import die_with_parent
 from orchestrator.errors import EXIT_CLUSTER_LOST, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger, LedgerError

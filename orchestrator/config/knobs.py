@@ -19,7 +19,7 @@ def _choices(value_type: Any) -> Any:
 
 
 def _patterns(*, resolved: bool) -> dict[str, Any]:
-    """Fields for the knobs; ``resolved``: for a pattern, which compares with what ``auto`` came to."""
+    """Pydantic fields, one per knob; ``resolved``: those of a pattern, which compares with what ``auto`` came to."""
     sizes = _choices(Size) if resolved else _choices(Size) | None
     fields: dict[str, Any] = {"world_size": (sizes, Field(default=None, description=_WORLD_SIZE))}
     for knob in KNOBS:
@@ -62,7 +62,7 @@ class PatternSection(_PatternKnobs):  # type: ignore[misc]
 
 
 def _to_tuple(value: Any) -> Any:
-    """YAML has lists only."""
+    """The value with lists, the only sequences of YAML, as tuples."""
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -17,8 +17,10 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 
 def _variable(value: str) -> str:
-    """Its value is recognised as a secret, and redacted, by the variable's name. What is wrong is not repeated: it may
-    be the secret."""
+    """Refuse an environment variable whose name does not look like a secret's: its value would not be redacted.
+
+    The message does not repeat what was written: it may be the secret itself.
+    """
     if _VARIABLE.fullmatch(value) is None:
         raise fault(
             None,

@@ -1,4 +1,4 @@
-"""The ``profile`` section of a sweep file. Descriptions feed the JSON Schema and ``docs/sweep-file.md``."""
+"""Section ``profile`` of a sweep file: which trials run once more under the profiler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orchestrator.space.knobs.sections import Section, Word, fault
 from trials.spec import ProfileSpec
 
 MAX_STEPS = 20
-"""Recorded at most: traces grow with the steps, and three tell as much."""
+"""Steps recorded at most: traces grow with the steps, and three tell as much."""
 _DEFAULT = ProfileSpec()
 
 Step = Annotated[int, Field(ge=1, le=10_000)]

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationInfo, WithJsonSchema
 
 from orchestrator.space.knobs.sections import fault
+from orchestrator.sweep.home import NAME_PATTERN
 
-IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Field(gt=0)]
 
@@ -51,7 +51,7 @@ ByteSize = Annotated[
 
 
 def _identifier(value: str) -> str:
-    if IDENTIFIER.fullmatch(value) is None:
+    if re.fullmatch(NAME_PATTERN, value) is None:
         raise fault(
             None,
             f"{value[:80]!r} is not a valid name",
@@ -61,7 +61,7 @@ def _identifier(value: str) -> str:
 
 
 Identifier = Annotated[
-    str, AfterValidator(_identifier), WithJsonSchema({"type": "string", "pattern": f"^{IDENTIFIER.pattern}$"})
+    str, AfterValidator(_identifier), WithJsonSchema({"type": "string", "pattern": f"^{NAME_PATTERN}$"})
 ]
 
 

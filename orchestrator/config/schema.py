@@ -18,7 +18,7 @@ from orchestrator.config.sweep import SweepSpec
 SCHEMA_FILE = "configs/sweeps/sweep.schema.json"
 DOCS_FILE = "docs/sweep-file.md"
 HUGE = 10**5
-"""Upper bounds from here on are guards, not worth a word."""
+"""Upper bounds from here on are guards, which the table leaves out."""
 TABLE_START = "<!-- keys: written by python -m orchestrator.config.schema -->\n"
 TABLE_END = "<!-- end of keys -->\n"
 
@@ -86,7 +86,7 @@ def _table(title: str, node: dict[str, Any], definitions: dict[str, Any]) -> Ite
 
 
 def _description(value: dict[str, Any], definitions: dict[str, Any]) -> str:
-    """Pydantic leaves a description out where it equals that of the section."""
+    """Description of a key; that of its section where pydantic leaves the key's own out as equal."""
     section = definitions.get(value.get("$ref", "").rpartition("/")[2], {})
     return str(value.get("description") or section.get("description", ""))
 
@@ -133,6 +133,7 @@ def _cell(text: str) -> str:
 
 
 def write(root: Path) -> None:
+    """Write schema and table into the repository at ``root``."""
     (root / SCHEMA_FILE).write_text(schema_text(), encoding="utf-8")
     docs = root / DOCS_FILE
     docs.write_text(with_table(docs.read_text(encoding="utf-8")), encoding="utf-8")

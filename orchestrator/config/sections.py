@@ -1,4 +1,7 @@
-"""The sections of a sweep file. Descriptions feed the JSON Schema and ``docs/sweep-file.md``."""
+"""Sections ``cluster``, ``search``, ``measure``, ``budget``, ``deadlines`` and ``tracking`` of a sweep file.
+
+The descriptions of their keys feed the JSON Schema and ``docs/sweep-file.md``.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def _known_accelerator(name: str) -> str:
 
 
 def _known_factor(value: object) -> object:
-    """One message for a number or a word."""
+    """Refuse what is neither a number nor ``off`` with one message for both."""
     value = off_is_false(value)
     if value == "off" or (isinstance(value, int | float) and not isinstance(value, bool)):
         return value
@@ -142,7 +145,7 @@ class ClusterSection(Section):
         return self
 
     def _check_nodes(self) -> None:
-        """Those named in the simulation have to exist."""
+        """Refuse nodes in ``simulation`` that the cluster does not have."""
         if self.simulation is None:
             return
         last = f"node{self.num_nodes - 1:04d}"
@@ -157,9 +160,6 @@ EarlyStopFactor = Annotated[
     Annotated[float, Field(ge=1, le=100)] | Literal["off"],
     BeforeValidator(_known_factor),
     WithJsonSchema({"anyOf": [{"type": "number", "minimum": 1, "maximum": 100}, {"enum": ["off", False]}]}),
-]
-StagedChoice = Annotated[
-    Literal["auto", "off"], BeforeValidator(off_is_false), WithJsonSchema({"enum": ["auto", "off", False]})
 ]
 
 
@@ -189,11 +189,6 @@ class SearchSection(Section):
         default=1.5,
         description="End a trial whose first steps show that it takes this many times the device time of the best one; "
         "off: measure every trial to its end.",
-    )
-    staged: StagedChoice = Field(
-        default="off",
-        description="off: everything is open at once; auto: where the budget is smaller than the space, the guided "
-        "sampler tries kernels and data reading first, then layouts, then both together.",
     )
 
     @model_validator(mode="after")

@@ -38,6 +38,8 @@ from trials.spec import Candidate, Protocol, Workload
 
 OPERATIONAL = frozenset({"address", "min_nodes", "max_wait", "queue", "priority"})
 """Keys of ``cluster`` that say where and when, not what is measured on."""
+REMOVED: Mapping[str, str] = {"staged": "off"}
+"""Keys that ``search`` no longer has, with their defaults: in stored sweeps, and in the hashes these are known by."""
 
 
 class SweepSpec(Section):
@@ -89,7 +91,7 @@ class SweepSpec(Section):
 
     @model_validator(mode="after")
     def _legal_baseline(self) -> Self:
-        """The user's own filters do not apply: one may run today what one does not want to be proposed."""
+        """Refuse an illegal baseline. The user's own filters do not apply: they say what should not be proposed."""
         if self.cluster.replay is not None:
             self._check_replay()
             return self
@@ -178,16 +180,19 @@ class SweepSpec(Section):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Back from :meth:`to_json`. Does not look whether the training text is still there."""
-        return cls.model_validate(data, context={"check_files": False})
+        """Back from :meth:`to_json`, also of a sweep stored when ``search`` still had the keys ``REMOVED``.
+
+        Does not look whether the training text is still there.
+        """
+        search = {key: value for key, value in data.get("search", {}).items() if key not in REMOVED}
+        return cls.model_validate({**data, "search": search}, context={"check_files": False})
 
     @property
     def spec_hash(self) -> str:
-        """SHA-256 of :meth:`to_json` without what may change while a sweep goes on: equal for files that mean the
-        same."""
+        """SHA-256 of :meth:`to_json` without what may change later; equal for files that mean the same."""
         content = {key: value for key, value in self.to_json().items() if key != "notify"}
         cluster = {key: value for key, value in content["cluster"].items() if key not in OPERATIONAL}
-        return digest({**content, "cluster": cluster})
+        return digest({**content, "cluster": cluster, "search": content["search"] | REMOVED})
 
 
 def load_sweep(path: str | Path) -> SweepSpec:
@@ -238,8 +243,10 @@ def _with_model(source: YamlSource) -> dict[str, Any]:
 
 
 def check_same(created: SweepCreated, spec: SweepSpec) -> None:
-    """Raises:
-    ConfigError: the sweep was created from a file that means something else.
+    """Refuse a sweep file that means something else than the one the sweep was created from.
+
+    Raises:
+        ConfigError: it does.
     """
     if created.spec_hash != spec.spec_hash:
         raise ConfigError(

@@ -38,7 +38,7 @@ def refuse_secrets(source: YamlSource) -> None:
 
 
 def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    """Also empty mappings and lists: their keys count."""
+    """All leaves with their paths, empty mappings and lists among them: their keys count."""
     if isinstance(value, dict | list) and value:
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _leaves(item, (*path, key))

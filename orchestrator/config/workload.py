@@ -1,4 +1,4 @@
-"""The ``workload`` section of a sweep file. Descriptions feed the JSON Schema and ``docs/sweep-file.md``."""
+"""Section ``workload`` of a sweep file: model, data and optimiser; checks that the data are there to be read."""
 
 from __future__ import annotations
 
@@ -232,12 +232,12 @@ class WorkloadSection(Section):
 
     @property
     def tokens_per_sample(self) -> int:
-        """1 where samples are no sequences."""
+        """Tokens in one sample; 1 where samples are no sequences."""
         return self.seq_length or 1
 
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
-"""As in the runner, which cannot be imported here."""
+"""Folders without training text, the same as in the runner, which cannot be imported here."""
 
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg")

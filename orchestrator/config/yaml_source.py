@@ -60,7 +60,7 @@ def read_yaml(file: str | Path) -> YamlSource:
 
 
 def parse_yaml(text: str, file: Path) -> YamlSource:
-    """As :func:`read_yaml`, of text that stands in ``file``."""
+    """Parse ``text``, which stands in ``file``, as :func:`read_yaml` does."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()

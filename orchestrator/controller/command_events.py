@@ -36,7 +36,7 @@ def propose(
             candidate=baseline,
             origin="baseline",
             reason="the present configuration, for comparison",
-            expected=search.expect(baseline),
+            expected=search.predict(baseline),
         )
     if search.is_converged(state):
         return SearchExhausted(at_s=at_s, reason="no candidate left is expected to beat the best one")

@@ -11,17 +11,16 @@ from cluster.hardware.topology import Topology
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.errors import ConfigError
 from orchestrator.planning.dryrun.cache import DryRunCache
-from orchestrator.planning.dryrun.estimates import KnownEstimates, load_estimates
+from orchestrator.planning.dryrun.estimates import DryRunEstimates, load_estimates
 from orchestrator.planning.hardware.profiles import fingerprint, load_profile
 from orchestrator.planning.hardware.request import known_topology
 from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.planning.plan import Plan, check_plan, make_plan, plan_document
-from orchestrator.planning.predictions import of_plan
+from orchestrator.planning.predictions import plan_predictor
 from orchestrator.search.guided import GuidedSearch
-from orchestrator.search.prediction.predictor import NotDescribedError
+from orchestrator.search.prediction.predictor import UnpredictableError
 from orchestrator.search.prediction.transfer import EarlierTrial, num_sweeps
 from orchestrator.search.search import Search
-from orchestrator.search.staged import Stages
 from orchestrator.space.naming import flat_params
 from orchestrator.sweep.documents import PLAN
 from orchestrator.sweep.events import Budget, SweepCreated
@@ -41,7 +40,7 @@ class PlannedSweep:
 
     topology: Topology
     """Nodes that the sweep may use at most."""
-    estimates: KnownEstimates
+    estimates: DryRunEstimates
     plan: Plan
 
 
@@ -114,9 +113,9 @@ def make_search(spec: SweepSpec, plan: Plan, topology: Topology | None, known: P
     guide = None
     if spec.search.sampler == "guided":
         try:
-            predictor = of_plan(plan, spec.to_workload(), topology, known.profile, earlier=known.earlier)
-            guide = GuidedSearch(predictor, _stages(spec, plan))
-        except NotDescribedError as error:
+            predictor = plan_predictor(plan, spec.to_workload(), topology, known.profile, earlier=known.earlier)
+            guide = GuidedSearch(predictor)
+        except UnpredictableError as error:
             logger.warning("the guided sampler falls back to tpe: %s", error)
     return Search(
         plan.candidates,
@@ -148,7 +147,7 @@ def _planned(spec: SweepSpec, topology: Topology, home: Home) -> PlannedSweep:
     return PlannedSweep(topology=topology, estimates=estimates, plan=make_plan(spec, topology, estimates))
 
 
-def _counted(spec: SweepSpec, topology: Topology | None, home: Home) -> KnownEstimates:
+def _counted(spec: SweepSpec, topology: Topology | None, home: Home) -> DryRunEstimates:
     """Memory that dry runs have counted by now."""
     return load_estimates(spec, topology, DryRunCache(home.dry_runs))
 
@@ -179,13 +178,6 @@ def _created(
         profiled=() if spec.profile is None else tuple(str(name) for name in spec.profile.trials),
         profile=ProfileSpec() if spec.profile is None else spec.profile.to_spec(),
     )
-
-
-def _stages(spec: SweepSpec, plan: Plan) -> Stages | None:
-    if spec.search.staged == "off":
-        return None
-    stages = Stages(plan.candidates, plan.baseline, spec.budget.max_trials)
-    return stages if stages.is_worth_it else None
 
 
 def _fingerprint(spec: SweepSpec, topology: Topology) -> dict[str, str]:

@@ -19,7 +19,7 @@ from orchestrator.search.acquisition import Seen, probability_fits
 from orchestrator.search.prediction import model_families
 from orchestrator.search.prediction.gaussian_process import Residual, condition, learn
 from orchestrator.search.prediction.posterior import Posterior
-from orchestrator.search.prediction.predictor import LOCAL_STD, Predictor, believed
+from orchestrator.search.prediction.predictor import LOCAL_STD, Predictor, narrowed
 from orchestrator.sweep.state import SweepState, Trial, device_seconds
 from trials.outcome import OutOfMemory
 from trials.spec import Candidate
@@ -90,7 +90,7 @@ class ModelView:
 
     def probability_fits(self, candidate: Candidate) -> float:
         """Given which trials fitted and which did not."""
-        return float(probability_fits(self._belief, self._seen, np.array([self._row(candidate)], dtype=np.intp))[0])
+        return float(probability_fits(self._posterior, self._seen, np.array([self._row(candidate)], dtype=np.intp))[0])
 
     def tells_apart(self, one: Candidate, other: Candidate) -> bool:
         """Whether the model, or what trials taught it, expects a difference at all."""
@@ -104,11 +104,11 @@ class ModelView:
         rows = np.array(sorted(self._times_s), dtype=np.intp)
         if len(rows) < MIN_FOR_ERROR:
             return None
-        errors = np.log([self._times_s[row] for row in rows.tolist()]) - self._belief.log_time[rows]
+        errors = np.log([self._times_s[row] for row in rows.tolist()]) - self._posterior.log_time[rows]
         misses = []
         for i in range(len(rows)):
             others = np.delete(np.arange(len(rows)), i)
-            left = condition(self._belief.error, rows[others], errors[others], self._residual.scale)
+            left = condition(self._posterior.error, rows[others], errors[others], self._residual.scale)
             misses.append(abs(float(np.expm1(errors[i] - left.mean(rows[i : i + 1])[0]))))
         return float(np.median(misses))
 
@@ -118,7 +118,7 @@ class ModelView:
         prior = load_prior("time")
         if self._profile is not None:
             prior = with_probe(prior, self._profile, self._predictor.cluster)
-        prior = believed(prior, LOCAL_STD[self._predictor.device_kind])
+        prior = narrowed(prior, LOCAL_STD[self._predictor.device_kind])
         rows = np.array(sorted(self._known_s), dtype=np.intp)
         if not rows.size:
             return Calibrated.of_prior(prior)
@@ -132,8 +132,8 @@ class ModelView:
         return {**self._predictor.earlier_times_s, **self._times_s}
 
     @functools.cached_property
-    def _belief(self) -> Posterior:
-        return self._predictor.belief(self._known_s)
+    def _posterior(self) -> Posterior:
+        return self._predictor.posterior(self._known_s)
 
     @functools.cached_property
     def _seen(self) -> Seen:
@@ -147,14 +147,14 @@ class ModelView:
     @functools.cached_property
     def _residual(self) -> Residual:
         rows = np.array(sorted(self._known_s), dtype=np.intp)
-        errors = np.log([self._known_s[row] for row in rows.tolist()]) - self._belief.log_time[rows]
-        return learn(self._belief.error, rows, errors)
+        errors = np.log([self._known_s[row] for row in rows.tolist()]) - self._posterior.log_time[rows]
+        return learn(self._posterior.error, rows, errors)
 
     @functools.cached_property
     def _mean(self) -> Array:
         """Of the log device-seconds per step."""
         rows: Rows = np.arange(len(self._predictor.candidates), dtype=np.intp)
-        return np.asarray(self._belief.log_time[rows] + self._residual.mean(rows))
+        return np.asarray(self._posterior.log_time[rows] + self._residual.mean(rows))
 
     @functools.cached_property
     def _std(self) -> Array:

@@ -17,10 +17,10 @@ from orchestrator.diagnosis.values import Diagnosis, Importance, KnobEffect, Ste
 from orchestrator.errors import ConfigError
 from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.search.prediction.prediction import make_predictor
-from orchestrator.search.prediction.predictor import NotDescribedError
+from orchestrator.search.prediction.predictor import UnpredictableError
 from orchestrator.space.large import LargeSpace
 from orchestrator.space.naming import flat_params
-from orchestrator.space.neighbours import around
+from orchestrator.space.neighbours import neighbours
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.units import status_words, trial_id
 from trials.spec import Candidate
@@ -105,7 +105,7 @@ def _measured(state: SweepState, number: int) -> Trial:
 
 def _changes(trial: Trial, state: SweepState, basis: Basis) -> list[KnobChange]:
     """Among the plan's candidates, what was tried, and of a space too large to list what lies near."""
-    near = around(basis.beyond, trial.candidate) if basis.beyond is not None else []
+    near = neighbours(basis.beyond, trial.candidate) if basis.beyond is not None else []
     tried = (other.candidate for other in state.searched())
     return changes(trial, tuple(dict.fromkeys([*basis.candidates, *tried, *near])), state)
 
@@ -125,7 +125,7 @@ def _view(state: SweepState, basis: Basis, near: Sequence[Candidate]) -> tuple[M
             estimates=known.estimates.by_candidate,
             earlier=known.earlier,
         )
-    except NotDescribedError as error:
+    except UnpredictableError as error:
         return None, str(error)
     return ModelView(predictor, state, known.profile), ""
 

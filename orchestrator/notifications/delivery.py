@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
-from cluster.node.processes import die_with_parent
+from cluster.processes import die_with_parent
 from orchestrator.errors import EXIT_FAILED, ConfigError
 from orchestrator.notifications.content import notification, payload
 from orchestrator.processes import environment

@@ -22,6 +22,7 @@ from orchestrator.config.notify import NotifySection
 from orchestrator.errors import ConfigError
 from orchestrator.notifications.content import may_be_told
 from orchestrator.notifications.delivery import Delivery, webhook_url
+from orchestrator.processes import pause_s
 from orchestrator.sweep.ledger import Ledger, LedgerError
 from orchestrator.sweep.state import SweepState
 from trials.secrets import redact
@@ -161,7 +162,7 @@ class _Courier:
         if self._num_failures == 0:
             logger.warning("the %s of notify does not work: %s; the sweep goes on", self._name, redact(message))
         self._is_due = True
-        self._retry_at_s = self._clock() + min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(self._num_failures, 10))
+        self._retry_at_s = self._clock() + pause_s(self._num_failures, first_s=FIRST_RETRY_S, last_s=LAST_RETRY_S)
         self._num_failures += 1
 
 

@@ -24,13 +24,13 @@ from trials.spec import Candidate, LlamaModel, Recompute, Workload
 logger = logging.getLogger(__name__)
 
 MEMORY_SHARES = (1.0, 0.9, 0.8)
-"""Of the usable memory to fill: how much the estimate may be trusted is only known after trials."""
+"""Shares of the usable memory to fill: how far the cost model may be trusted is only known after trials."""
 MAX_LAYOUTS = 24
-"""Balanced at most: those that the cost model expects to be fastest, of a space with more."""
+"""Layouts balanced at most; of more, those that the cost model expects to be fastest."""
 TIME_LIMIT_S = 120.0
-"""Per layout; most take tenths of a second. So long that what is planned does not depend on how busy the machine is."""
+"""Limit per layout; most take tenths of a second. So long that a plan does not depend on how busy the machine is."""
 MAX_CORRECTIONS = 3
-"""Of the limit, where the cost model counts more than the balancer, which knows it only layer by layer."""
+"""Times the memory limit is lowered where the cost model counts more than the balancer, which adds up layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +40,15 @@ class Balanced:
     balances: Mapping[Candidate, Balance] = field(default_factory=lambda: MappingProxyType({}))
     """Candidate to how its split came about."""
     problem: str = ""
-    """Why there are none; empty where there are, or none was asked for."""
+    """Why there are no ``balances``; empty where there are, or none was asked for."""
 
 
 @functools.lru_cache(maxsize=4)
 def balance_layouts(candidates: tuple[Candidate, ...], workload: Workload, topology: Topology | None) -> Balanced:
-    """One candidate per layout, micro-batch size and so on of ``candidates`` and per share of the memory.
+    """Balance every layout, micro-batch size and so on of ``candidates``: one new candidate per share of the memory.
 
-    Uses only the kinds of recompute that ``candidates`` use in the same layout. All that it returns fit by the cost
-    model, within their share of the memory; layouts that nothing makes fit are left out.
+    Uses only the kinds of recompute that ``candidates`` use in the same layout. By the cost model all new candidates
+    fit within their share of the memory; layouts that nothing makes fit are left out.
     """
     if not isinstance(workload.model, LlamaModel):
         return Balanced(problem=f"the cost model balances decoders, not {workload.model.kind} models")
@@ -81,7 +81,7 @@ def with_balance(candidate: Candidate, found: Balance, workload: Workload) -> Ca
 
 
 def _recomputes_by_frame(candidates: Iterable[Candidate], workload: Workload) -> dict[Candidate, dict[Recompute, None]]:
-    """Candidates without what the balancer decides, with the recompute that is legal for them, each once."""
+    """Recompute policies that are legal, by candidate without what the balancer decides."""
     found: dict[Candidate, dict[Recompute, None]] = {}
     for candidate in candidates:
         found.setdefault(_frame(candidate, workload), {})[candidate.recompute] = None
@@ -117,9 +117,9 @@ def balanced(
     policies: tuple[RecomputePolicy, ...],
     share: float,
 ) -> tuple[Candidate, Balance] | None:
-    """``frame`` with the best layers and recompute that need, by the cost model too, at most ``share`` of the memory.
+    """``frame`` with the fastest layers and recompute that need at most ``share`` of the memory, by the cost model too.
 
-    None where there are none, or no answer came in time.
+    None where nothing fits, or no answer came in time.
     """
     try:
         problem = problem_of(workload, frame, cluster, _model(), policies, memory_share=share)
@@ -140,7 +140,7 @@ def balanced(
 
 @functools.lru_cache(maxsize=256)
 def _solved(problem: BalanceProblem) -> Balance:
-    """Layouts that differ only in how data is read are the same problem."""
+    """The balancer's answer, kept: layouts that differ only in how data is read are the same problem."""
     return balance(problem, time_limit_s=TIME_LIMIT_S)
 
 

@@ -1,4 +1,4 @@
-"""One candidate explained: legal or by which rules not, in the space or not, and what the cost model expects of it."""
+"""One candidate explained before anything runs (``plan --why``): legality, place in the plan, prediction."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from orchestrator.config.validation import to_config_error
 from orchestrator.config.yaml_source import YamlSource
 from orchestrator.errors import ConfigError
 from orchestrator.planning.plan import Plan
-from orchestrator.search.prediction.prediction import Prediction, make_predictor, prediction
-from orchestrator.search.prediction.predictor import NotDescribedError
+from orchestrator.search.prediction.prediction import Prediction, make_predictor, predict
+from orchestrator.search.prediction.predictor import UnpredictableError
 from orchestrator.space.knobs.canonical import build_candidate
 from orchestrator.space.naming import describe, diff, short_name
 from orchestrator.space.rules import Violation, check
@@ -29,7 +29,7 @@ OPTION = "--why"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Why:
-    """What there is to say of a candidate."""
+    """Explanation of one candidate of a plan."""
 
     candidate: Candidate
     violations: tuple[Violation, ...]
@@ -58,10 +58,10 @@ class Why:
 
 
 def explain(text: str, plan: Plan, spec: SweepSpec, topology: Topology | None, profile: Profile | None = None) -> Why:
-    """Explain the candidate that ``text`` means; see :func:`find`.
+    """Explain the candidate that ``text`` names; see :func:`find`.
 
     Raises:
-        ConfigError: it means none.
+        ConfigError: it names none.
     """
     candidate = find(text, plan, spec)
     workload = spec.to_workload()
@@ -71,10 +71,10 @@ def explain(text: str, plan: Plan, spec: SweepSpec, topology: Topology | None, p
         reason = "it is not legal"
     else:
         try:
-            known = plan.known.by_candidate
-            predictor = make_predictor(workload, (candidate,), topology, profile, estimates=known)
-            predicted = prediction(predictor, 0, workload)
-        except NotDescribedError as error:
+            estimates = plan.estimates.by_candidate
+            predictor = make_predictor(workload, (candidate,), topology, profile, estimates=estimates)
+            predicted = predict(predictor, 0, workload)
+        except UnpredictableError as error:
             reason = str(error)
     return Why(
         candidate=candidate,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.hardware.topology import Topology
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.errors import ConfigError
-from orchestrator.planning.dryrun.estimates import KnownEstimates
+from orchestrator.planning.dryrun.estimates import DryRunEstimates
 from orchestrator.space.large import MAX_ENUMERATED, SAMPLE_SIZE, LargeSpace
 from orchestrator.space.replay import ReplaySpace
 from orchestrator.space.rules import Case, Rule, Violation, check, rules_for, violations
@@ -51,18 +51,19 @@ class Plan:
     num_rejected: Mapping[str, int]
     """Rejected candidates by the first rule they break, most first."""
     examples: tuple[Rejection, ...]
-    """Up to ``NUM_EXAMPLES`` per rule."""
+    """Some rejected candidates, up to ``NUM_EXAMPLES`` per rule."""
     num_duplicates: int
     """Combinations of choices that come to the same candidate as another one; 0 where nobody counted."""
     product_size: int
-    """All combinations: candidates + rejected + duplicates, where they could be enumerated."""
+    """Number of all combinations: candidates + rejected + duplicates, where they could be enumerated."""
     beyond: LargeSpace | None = None
-    """Of what ``candidates`` are a part, where the space was too large to enumerate."""
-    known: KnownEstimates = field(default_factory=KnownEstimates)
+    """The whole space, where it was too large to enumerate and ``candidates`` are a part of it."""
+    estimates: DryRunEstimates = field(default_factory=DryRunEstimates)
+    """What dry runs counted for the candidates."""
     balances: Mapping[Candidate, Balance] = field(default_factory=dict)
     """Candidates whose layers and recompute the stage balancer computed, and how; they are among ``candidates``."""
     unbalanced: str = ""
-    """Why there are none although the file asks for them; empty otherwise."""
+    """Why there are no ``balances`` although the file asks for them; empty otherwise."""
 
     @property
     def too_large(self) -> str:
@@ -70,7 +71,7 @@ class Plan:
         return "" if self.beyond is None else self.beyond.message
 
     def to_json(self, max_candidates: int | None = None) -> dict[str, Any]:
-        """``max_candidates``: list no more than these; None: all."""
+        """The documented JSON form; lists at most ``max_candidates`` legal candidates, None: all of them."""
         return {
             "baseline": self._describe(self.baseline),
             "num_legal": len(self.candidates),
@@ -95,22 +96,24 @@ class Plan:
         }
 
     def _describe(self, candidate: Candidate) -> dict[str, Any]:
-        body = {**describe(candidate), **self.known.to_json(candidate)}
+        body = {**describe(candidate), **self.estimates.to_json(candidate)}
         found = self.balances.get(candidate)
         return body if found is None else {**body, "balance": found.to_json()}
 
 
-def make_plan(spec: SweepSpec, topology: Topology | None = None, known: KnownEstimates | None = None) -> Plan:
-    """Sort the space into legal and rejected. Without a topology, rules about hardware are not applied, and without
-    estimates, which :func:`orchestrator.planning.dryrun.estimates.load_estimates` finds, that about memory is not.
+def make_plan(spec: SweepSpec, topology: Topology | None = None, estimates: DryRunEstimates | None = None) -> Plan:
+    """Sort the space into legal and rejected candidates.
+
+    Without a topology, rules about hardware are not applied; without estimates, which
+    :func:`orchestrator.planning.dryrun.estimates.load_estimates` finds, the one about memory is not.
 
     Raises:
         ConfigError: when the baseline cannot run on this topology, or no candidate is legal.
     """
     if (replayed := spec.replayed) is not None:
         return _replay_plan(replayed)
-    known = known or KnownEstimates()
-    sorter = _sorter(spec, topology, known)
+    estimates = estimates or DryRunEstimates()
+    sorter = _sorter(spec, topology, estimates)
     space = _space(spec)
     legal, beyond = _legal_space(sorter, space)
     candidates = tuple(sorter.legal(legal)) if beyond is None else beyond.sample(SAMPLE_SIZE, spec.search.seed)
@@ -126,13 +129,13 @@ def make_plan(spec: SweepSpec, topology: Topology | None = None, known: KnownEst
         num_duplicates=space.num_duplicates if beyond is None else 0,
         product_size=space.product_size,
         beyond=beyond,
-        known=known,
+        estimates=estimates,
         balances=balances,
         unbalanced=unbalanced,
     )
 
 
-def check_plan(spec: SweepSpec, topology: Topology | None = None, known: KnownEstimates | None = None) -> None:
+def check_plan(spec: SweepSpec, topology: Topology | None = None, estimates: DryRunEstimates | None = None) -> None:
     """Refuse what :func:`make_plan` would refuse, at the price of finding one legal candidate.
 
     Raises:
@@ -140,14 +143,14 @@ def check_plan(spec: SweepSpec, topology: Topology | None = None, known: KnownEs
     """
     if spec.replayed is not None:
         return
-    sorter = _sorter(spec, topology, known or KnownEstimates())
+    sorter = _sorter(spec, topology, estimates or DryRunEstimates())
     legal, beyond = _legal_space(sorter, _space(spec))
     found = next(sorter.legal(legal), None) if beyond is None else beyond.draw(random.Random(spec.search.seed))
     if found is None:
         raise _nothing_left(sorter)
 
 
-def _sorter(spec: SweepSpec, topology: Topology | None, known: KnownEstimates) -> _Sorter:
+def _sorter(spec: SweepSpec, topology: Topology | None, estimates: DryRunEstimates) -> _Sorter:
     """
     Raises:
         ConfigError: the baseline cannot run on this topology.
@@ -157,7 +160,7 @@ def _sorter(spec: SweepSpec, topology: Topology | None, known: KnownEstimates) -
     if broken:
         message = f"cannot run here: {broken[0].reason}"
         raise spec.error(("baseline",), message, "Correct the baseline or lease more devices.")
-    return _Sorter(rules=(*rules_for(spec.filters), known.rule(baseline)), spec=spec, topology=topology)
+    return _Sorter(rules=(*rules_for(spec.filters), estimates.rule(baseline)), spec=spec, topology=topology)
 
 
 def _legal_space(sorter: _Sorter, space: Space) -> tuple[Space, LargeSpace | None]:
@@ -188,7 +191,7 @@ def _balance(
 
 
 def _replay_plan(space: ReplaySpace) -> Plan:
-    """All rows that can be told as candidates; legality is the table's business."""
+    """All rows of the table that can be told as candidates; no legality rule applies to them."""
     return Plan(
         baseline=space.baseline,
         candidates=space.candidates,
@@ -213,7 +216,7 @@ class _Sorter:
     examples: list[Rejection] = field(default_factory=list)
 
     def legal_frames(self, space: Space) -> Iterator[Frame]:
-        """Those against which no rule on layouts speaks."""
+        """The frames that break no rule on layouts; the others count as rejected with all their completions."""
         for frame in space.frames:
             first = next(space.completions(frame))
             broken = self._first_broken(first, reads="layout")
@@ -223,11 +226,11 @@ class _Sorter:
                 self._reject(first, broken, space.num_completions(frame))
 
     def legal(self, space: Space) -> Iterator[Candidate]:
-        """Of a space of legal frames."""
+        """The legal candidates of a space whose frames are legal."""
         return filter(self.is_legal, space)
 
     def is_legal(self, candidate: Candidate) -> bool:
-        """Of a legal frame; counts what is not."""
+        """Whether a candidate of a legal frame breaks no other rule either; one that does counts as rejected."""
         broken = self._first_broken(candidate, reads="candidate")
         if broken is not None:
             self._reject(candidate, broken, 1)
@@ -263,5 +266,5 @@ def _nothing_left(sorter: _Sorter) -> ConfigError:
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
-    """The plan as it is kept: all rules with their examples, but not more than some legal candidates."""
+    """The plan as the ledger keeps it: all rules with their examples, at most ``MAX_CANDIDATES`` legal candidates."""
     return plan.to_json(MAX_CANDIDATES)

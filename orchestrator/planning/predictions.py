@@ -1,4 +1,4 @@
-"""What the cost model expects of a plan: the best candidates with the terms of their figures, and what trials cost."""
+"""Predictions for a whole plan: its best candidates with the terms of their figures, and what the sweep would cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cluster.hardware.topology import Topology
 from cluster.probe.profile import Profile
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.planning.plan import Plan
-from orchestrator.search.prediction.prediction import Prediction, make_predictor, prediction
+from orchestrator.search.prediction.prediction import Prediction, make_predictor, predict
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.prediction.transfer import EarlierTrial
 from trials.spec import Workload
@@ -23,22 +23,22 @@ NUM_SHOWN = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPredictions:
-    """Of a whole plan."""
+    """What the cost model predicts for a plan."""
 
     hardware: str
     accelerator: str
-    """Its name in the catalogue."""
+    """Name of the device in the catalogue."""
     baseline: Prediction
     top: tuple[Prediction, ...]
-    """Those expected to fit, fastest first."""
+    """The fastest candidates that are expected to fit, fastest first."""
     num_fitting: int
     num_candidates: int
     num_trials: int
-    """As many as the budget allows and the space has."""
+    """Trials of the sweep: as many as the budget allows and the space has."""
     device_hours: float
-    """Of that many trials: the baseline and the candidates expected to be fastest."""
+    """What that many trials take together: the baseline and the candidates expected to be fastest."""
     num_probed: int = 0
-    """Nodes whose measured rates the prediction takes into account."""
+    """Nodes whose rates, measured by a probe, the predictions take into account."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -54,7 +54,7 @@ class PlanPredictions:
         }
 
 
-def of_plan(
+def plan_predictor(
     plan: Plan,
     workload: Workload,
     topology: Topology | None,
@@ -65,19 +65,21 @@ def of_plan(
     """:func:`make_predictor` for the plan's candidates, and after them the baseline where it is none of them."""
     others = () if plan.baseline in set(plan.candidates) else (plan.baseline,)
     candidates = (*plan.candidates, *others)
-    return make_predictor(workload, candidates, topology, profile, estimates=plan.known.by_candidate, earlier=earlier)
+    return make_predictor(
+        workload, candidates, topology, profile, estimates=plan.estimates.by_candidate, earlier=earlier
+    )
 
 
 def predict_plan(
     plan: Plan, spec: SweepSpec, topology: Topology | None, profile: Profile | None = None
 ) -> PlanPredictions:
-    """Rank the plan's candidates.
+    """Rank the plan's candidates and price the sweep.
 
     Raises:
-        NotDescribedError: as :func:`make_predictor`.
+        UnpredictableError: as :func:`make_predictor`.
     """
     workload = spec.to_workload()
-    predictor = of_plan(plan, workload, topology, profile)
+    predictor = plan_predictor(plan, workload, topology, profile)
     num_candidates = len(plan.candidates)
     device_s = predictor.estimates.step_s * predictor.inputs.world_size
     fits = predictor.probability_fits >= 1 - OUT_OF_MEMORY_THRESHOLD
@@ -88,8 +90,8 @@ def predict_plan(
     return PlanPredictions(
         hardware=predictor.cluster.name,
         accelerator=predictor.cluster.accelerator.name,
-        baseline=prediction(predictor, base, workload, number=base + 1 if base < num_candidates else None),
-        top=tuple(prediction(predictor, row, workload, number=row + 1) for row in ranked[:NUM_SHOWN]),
+        baseline=predict(predictor, base, workload, number=base + 1 if base < num_candidates else None),
+        top=tuple(predict(predictor, row, workload, number=row + 1) for row in ranked[:NUM_SHOWN]),
         num_fitting=len(ranked),
         num_candidates=num_candidates,
         num_trials=num_trials,

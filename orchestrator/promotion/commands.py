@@ -1,4 +1,4 @@
-"""What the commands on production do, without the command line."""
+"""The commands on production (promote, rollback, history, show, diff) as functions that return JSON documents."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from orchestrator.errors import ConfigError
 from orchestrator.promotion.diff import Difference, compare
 from orchestrator.promotion.evidence import choose
 from orchestrator.promotion.history import PRODUCTION
-from orchestrator.promotion.manifest import build_recipe
+from orchestrator.promotion.manifest import build_manifest
 from orchestrator.promotion.records import Record, Records, chain
 from orchestrator.promotion.references import describe, read, store
-from orchestrator.promotion.release import NONE, ReleaseChange, ReleaseDesk
+from orchestrator.promotion.release import NONE, ReleaseChange, Releases
 from orchestrator.sweep.documents import tracking_uri as tracking_uri_of
 from orchestrator.sweep.events import Promoted, sweep_id
 from orchestrator.sweep.fold import fold
@@ -28,7 +28,7 @@ from orchestrator.tracking.tracker import Tracker
 logger = logging.getLogger(__name__)
 
 _HOLD_S = 60.0
-"""How long to wait for another command that writes to the sweep's ledger."""
+"""Seconds to wait for another command that writes to the sweep's ledger."""
 _POLL_S = 0.2
 
 
@@ -57,19 +57,19 @@ def promote(
         with _held(ledger):
             state = fold(ledger.events())
             chosen = choose(state, trial, force=force)
-            recipe = build_recipe(ledger, state, chosen)
+            manifest = build_manifest(ledger, state, chosen)
             with tracker.reached():
                 _bring_up_to_date(tracker, ledger, state, chosen.trial.number)
         with tracker.reached():
-            desk = ReleaseDesk(tracker, on_step)
-            change = desk.promote(name, recipe, reason=reason, expect_current=expect_current)
-            _note_in_ledgers(home, tracker, desk, name)
+            releases = Releases(tracker, on_step)
+            change = releases.promote(name, manifest, reason=reason, expect_current=expect_current)
+            _note_in_ledgers(home, tracker, releases, name)
     return {
         **_change_json(change),
         "forced": chosen.forced,
         "missing": list(chosen.missing),
         "trial": chosen.trial.number,
-        "recipe": dict(recipe.content),
+        "recipe": dict(manifest.content),
     }
 
 
@@ -91,9 +91,9 @@ def roll_back(
     _check_expectation(expect_current)
     tracker = store(home, tracking_uri)
     with tracker.reached():
-        desk = ReleaseDesk(tracker, on_step)
-        change = desk.roll_back(name, to=to, reason=reason, expect_current=expect_current)
-        _note_in_ledgers(home, tracker, desk, name)
+        releases = Releases(tracker, on_step)
+        change = releases.roll_back(name, to=to, reason=reason, expect_current=expect_current)
+        _note_in_ledgers(home, tracker, releases, name)
     return _change_json(change)
 
 
@@ -123,7 +123,7 @@ def history(name: str, home: Home, *, tracking_uri: str | None = None) -> dict[s
 
 
 def show(reference: str, home: Home, *, tracking_uri: str | None = None) -> dict[str, Any]:
-    """The recipe registered as ``reference``."""
+    """The manifest registered as ``reference``."""
     return read(store(home, tracking_uri), reference).to_json()
 
 
@@ -149,7 +149,7 @@ def _change_json(change: ReleaseChange) -> dict[str, Any]:
 
 
 def _bring_up_to_date(tracker: Tracker, ledger: Ledger, state: SweepState, trial: int) -> None:
-    """MLflow with the sweep: the evidence refers to its runs."""
+    """Bring MLflow up to date with the sweep: the evidence refers to its runs."""
     tracker.sync(ledger, state)
     if tracker.find_run(state, trial) is None:
         raise ConfigError(
@@ -158,10 +158,12 @@ def _bring_up_to_date(tracker: Tracker, ledger: Ledger, state: SweepState, trial
         )
 
 
-def _note_in_ledgers(home: Home, tracker: Tracker, desk: ReleaseDesk, name: str) -> None:
-    """Write the records of ``name`` into the ledgers of their sweeps, as far as those are here and lack them. What
-    cannot be written now is by the next command."""
-    records = chain(desk.records.of(name))
+def _note_in_ledgers(home: Home, tracker: Tracker, releases: Releases, name: str) -> None:
+    """Write the records of ``name`` into the ledgers of their sweeps, as far as those are here and lack them.
+
+    What cannot be written now, the next command writes.
+    """
+    records = chain(releases.records.of(name))
     sweeps = {(record.sweep, record.sweep_id) for record in records}
     known = set(home.sweeps())
     for sweep, identity in sorted(sweeps):
@@ -195,7 +197,7 @@ def _missing(ledger: Ledger, identity: str, records: list[Record]) -> list[Recor
 
 @contextmanager
 def _held(ledger: Ledger) -> Iterator[None]:
-    """The ledger held; other commands are waited for, a controller at work is not.
+    """Hold the ledger; waits for other commands, but not for a controller at work.
 
     Raises:
         SweepBusyError: it is held for other reasons than a short command's.

@@ -17,7 +17,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """By part, what differs: name to the texts of both. Evidence is shown whether it differs or not."""
+    """What differs, by part: name to the texts of both. Evidence is shown whether it differs or not."""
 
     a: str
     b: str
@@ -34,6 +34,7 @@ class Difference:
 
 
 def compare(a: VersionDescription, b: VersionDescription) -> Difference:
+    """What differs between two configurations."""
     parts = {
         "knobs": differing(flat_params(a.candidate), flat_params(b.candidate)),
         "workload": differing(dict(_flat(to_json(a.workload))), dict(_flat(to_json(b.workload)))),

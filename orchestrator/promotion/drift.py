@@ -1,4 +1,4 @@
-"""Whether what was promoted still holds: environment, speed and losses of today against those of the promotion."""
+"""Drift: environment, speed and losses of today compared with those of the promotion."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trials.spec import Precision, Workload
 
 Kind = Literal["driver", "library", "hardware", "training", "speed", "loss"]
 KINDS: tuple[Kind, ...] = ("driver", "library", "hardware", "training", "speed", "loss")
-"""``training``: it does not run any more."""
+"""Kinds of drift; ``training``: it does not run any more."""
 
 _HARDWARE = ("hardware", "device_memory_bytes", "threads_per_device", "virtual")
 MIN_STEPS = 2
@@ -37,7 +37,7 @@ class DriftFinding:
 
 
 def environment(then: Mapping[str, str], now: Mapping[str, str]) -> list[DriftFinding]:
-    """What is different by name; one finding without drift where nothing is."""
+    """Findings for every name whose value is different; one finding without drift where none is."""
     found = [
         DriftFinding(kind=_kind(name), is_drift=True, text=f"{name} was {before}, is {after}")
         for name, (before, after) in sorted(differing(then, now).items())
@@ -50,7 +50,7 @@ def _kind(name: str) -> Kind:
 
 
 def speed(then: Sequence[float], now: Sequence[float], tolerance: float) -> tuple[DriftFinding, Estimate]:
-    """Drift is being shown slower, with 95 % confidence, by more than ``tolerance`` (relative)."""
+    """Drift of the speed: shown slower, with 95 % confidence, by more than ``tolerance`` (relative)."""
     ratio = speed_ratio(then, now)
     if ratio.ci95 is None:
         slower = ratio.value < 1 - tolerance
@@ -64,8 +64,10 @@ def speed(then: Sequence[float], now: Sequence[float], tolerance: float) -> tupl
 
 
 def speed_ratio(then: Sequence[float], now: Sequence[float]) -> Estimate:
-    """Today's speed over that of the promotion, from the logarithms of whole runs, whose noise is pooled (Student's t
-    with equal variances: there are few runs, and they are alike)."""
+    """Today's speed over that of the promotion, from the logarithms of whole runs.
+
+    Their noise is pooled (Student's t with equal variances): there are few runs, and they are alike.
+    """
     before, after = np.log(np.asarray(then)), np.log(np.asarray(now))
     mean = float(after.mean() - before.mean())
     degrees = len(before) + len(after) - 2
@@ -78,7 +80,10 @@ def speed_ratio(then: Sequence[float], now: Sequence[float]) -> Estimate:
 
 
 def loss(then: Mapping[str, Any], now: Mapping[str, Any], settings: GateSettings, workload: Workload) -> DriftFinding:
-    """Both are :func:`orchestrator.promotion.evidence.trajectory_json` of runs with one seed and one configuration."""
+    """Drift of the training: losses or gradient norms beyond the limits of the loss gate.
+
+    Both are :func:`orchestrator.promotion.evidence.trajectory_json` of runs with one seed and one configuration.
+    """
     num_steps = min(len(then.get("losses", ())), len(now.get("losses", ())))
     if num_steps < MIN_STEPS:
         return DriftFinding(kind="loss", is_drift=False, text="no losses were kept to compare with")

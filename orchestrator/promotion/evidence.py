@@ -1,4 +1,4 @@
-"""Which trial of a sweep may go to production, what speaks for it, and what is missing."""
+"""Evidence: which trial of a sweep may be promoted, what speaks for it, and what is missing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def choose(state: SweepState, trial: str | None, *, force: bool) -> Chosen:
 
 
 def _missing(state: SweepState, chosen: Trial) -> tuple[str, ...]:
-    """Sentences, without full stops."""
+    """What is missing for a promotion without force: sentences without full stops."""
     missing = [] if state.is_over else [f"the sweep is {state.status}, its proof may still come"]
     verdict = state.verdict
     if chosen.number == 0:
@@ -193,5 +193,5 @@ def trajectory_json(measurement: Measurement | None, candidate: Candidate) -> di
 
 
 def _finite(values: Sequence[float]) -> list[float | None]:
-    """JSON has no other numbers."""
+    """The values, None for those that are not finite: JSON has no other numbers."""
     return [value if math.isfinite(value) else None for value in values]

@@ -30,9 +30,9 @@ class Past:
         return self.last.to_version if self.last else ""
 
 
-def promotion_of(name: str, recipe: Manifest, reason: str, past: Past) -> Record:
-    """That ``recipe`` goes to production; the number of its version is not known yet."""
-    facts, ratio = recipe.content["evidence"], ratio_of(recipe.content["evidence"])
+def promotion_of(name: str, manifest: Manifest, reason: str, past: Past) -> Record:
+    """The record of promoting ``manifest``; the number of its version is not known yet."""
+    facts, ratio = manifest.content["evidence"], ratio_of(manifest.content["evidence"])
     return replace(
         _blank(name, past),
         reason=reason,
@@ -41,20 +41,20 @@ def promotion_of(name: str, recipe: Manifest, reason: str, past: Past) -> Record
         sweep=facts["sweep"],
         sweep_id=facts["sweep_id"],
         trial=str(facts["trial"]),
-        short_name=recipe.content["short_name"],
+        short_name=manifest.content["short_name"],
         speedup=f"{ratio.value:.2f}x" if ratio else "",
-        recipe_sha256=recipe.sha256,
-        files_sha256=digest(recipe.file_digests),
+        recipe_sha256=manifest.sha256,
+        files_sha256=digest(manifest.file_digests),
     )
 
 
 def rollback_to(target: Registered, reason: str, past: Past) -> Record:
-    """That a version that is there already goes to production."""
+    """The record of putting a version that is there already into production."""
     return replace(_to(target, past), action="rollback", reason=reason)
 
 
 def found_moved(name: str, found: Registered | None, past: Past) -> Record:
-    """That the alias was found at another version, or at none."""
+    """The record of finding the alias at another version than expected, or at none."""
     record = _to(found, past) if found else _blank(name, past)
     reason = f"the alias {PRODUCTION} was moved past tune-cluster"
     return replace(record, action="external", by="unknown", reason=reason)

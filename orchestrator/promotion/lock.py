@@ -20,7 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+from cluster.processes import process_info
 from orchestrator.errors import ConfigError
+from orchestrator.processes import pause_s
 from orchestrator.tracking.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ STALE_S = 60.0
 
 
 WAIT_S = 150.0
-"""Longer than it takes until an entry of a host that is gone is stale."""
+"""Seconds to wait for the lock: longer than until an entry of a host that is gone is stale."""
 
 
 _POLL_S = 0.05
@@ -39,7 +41,7 @@ _MAX_PAUSE_S = 0.4
 
 
 class LockLostError(ConfigError):
-    """Somebody took this process for gone; what it has begun, the next command ends."""
+    """The lock was taken away because somebody took this process for gone; the next command ends what it began."""
 
 
 class RegistryLock:
@@ -57,7 +59,7 @@ class RegistryLock:
 
     @contextmanager
     def hold(self, wait_s: float = WAIT_S) -> Iterator[Callable[[], None]]:
-        """Gives a function to call before every write: it raises LockLostError where the lock was taken away.
+        """Hold the lock; yields a function to call before every write, which raises LockLostError where it was lost.
 
         Raises:
             ConfigError: others have held it for ``wait_s``.
@@ -69,7 +71,7 @@ class RegistryLock:
             self._registry.delete_entry(self._entry)
 
     def renew(self) -> None:
-        """Show that this process is at work, if it still has the lock."""
+        """Show that this process is still at work, if it still has the lock."""
         self._num_renewals += 1
         if not self._registry.tag_entry(self._entry, "renewals", str(self._num_renewals)):
             raise LockLostError(
@@ -78,16 +80,16 @@ class RegistryLock:
             )
 
     def _acquire(self, deadline_s: float) -> None:
-        pause_s = _POLL_S
+        num_tries = 0
         while others := self._others() or self._collision():
             if time.monotonic() > deadline_s:
                 raise self._busy(others)
             self._remove_stale(others)
-            time.sleep(random.uniform(0.2, 1.0) * pause_s)
-            pause_s = min(_MAX_PAUSE_S, 1.5 * pause_s)
+            time.sleep(random.uniform(0.2, 1.0) * pause_s(num_tries, first_s=_POLL_S, last_s=_MAX_PAUSE_S))
+            num_tries += 1
 
     def _collision(self) -> dict[str, dict[str, str]]:
-        """Those who want it, too; empty: it is ours."""
+        """Other processes that want the lock at the same time; empty: it is ours."""
         about = f"{self._tags['owner']} changes what {self._name}@production is. Gone in a moment."
         try:
             self._registry.create_entry(self._entry, self._tags, about)
@@ -125,8 +127,10 @@ _NAMESPACE = Path("/proc/self/ns/pid")
 
 
 def own_place() -> str:
-    """This host since it was booted, and the space of its process numbers: equal where those can be compared. Empty
-    where that cannot be told."""
+    """This boot of this host and the namespace of its process numbers, equal where those can be compared.
+
+    Empty where that cannot be told.
+    """
     try:
         return f"{_BOOT_ID.read_text(encoding='ascii').strip()} {_NAMESPACE.readlink()}"
     except OSError:
@@ -148,8 +152,5 @@ def is_gone(place: str, identity: str) -> bool:
 
 def _start_time(pid: int) -> int:
     """In clock ticks since the host booted; -1 when there is no such process, or it only waits to be reaped."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    except OSError:
-        return -1
-    return -1 if fields[0] in "ZX" else int(fields[19])
+    info = process_info(pid)
+    return info.started_at if info is not None and info.is_running else -1

@@ -1,4 +1,4 @@
-"""The recipe: what a version in the registry holds. Configuration, workload, evidence, sweep file, exports."""
+"""The manifest of a version in the registry: configuration, workload, evidence, sweep file and exports, with checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.promotion.evidence import Chosen, evidence
 from orchestrator.recipes import export_all
 from orchestrator.space.naming import short_name
-from orchestrator.statistics import Interval
+from orchestrator.statistics import Estimate, Interval
 from orchestrator.sweep.documents import SPEC
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState
@@ -35,8 +35,9 @@ class Manifest:
     """Everything that a version is made of, and nothing that depends on when it is promoted, or by whom."""
 
     content: Mapping[str, Any]
-    """As in ``recipe.json``."""
+    """Content of ``recipe.json``."""
     files: Mapping[str, str]
+    """Texts to be stored, by their paths."""
 
     @property
     def sha256(self) -> str:
@@ -51,8 +52,8 @@ def sha256_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def build_recipe(ledger: Ledger, state: SweepState, chosen: Chosen) -> Manifest:
-    """The recipe of a trial, with its files as they are to be stored."""
+def build_manifest(ledger: Ledger, state: SweepState, chosen: Chosen) -> Manifest:
+    """The manifest of a trial, with its files as they are to be stored."""
     candidate, workload = chosen.trial.candidate, state.sweep.workload
     content = redact_all(
         {
@@ -92,9 +93,9 @@ def _exports(candidate: Candidate, workload: Workload) -> dict[str, str]:
     return files | {"exports/README.txt": "\n".join(lines) + "\n"}
 
 
-def version_tags(recipe: Manifest) -> dict[str, str]:
+def version_tags(manifest: Manifest) -> dict[str, str]:
     """What the registry's pages show beside a version, and what it is checked against later."""
-    facts = recipe.content["evidence"]
+    facts = manifest.content["evidence"]
     ratio = ratio_of(facts)
     return {
         "tokens_per_s_per_device": f"{facts['tokens_per_s_per_device']:.6g}",
@@ -105,39 +106,30 @@ def version_tags(recipe: Manifest) -> dict[str, str]:
         "sweep": facts["sweep"],
         "sweep_id": facts["sweep_id"],
         "trial": str(facts["trial"]),
-        "config_key": recipe.content["config_key"],
-        "short_name": recipe.content["short_name"],
+        "config_key": manifest.content["config_key"],
+        "short_name": manifest.content["short_name"],
         "hardware": facts["hardware"],
         "forced": str(facts["forced"]).lower(),
-        "recipe_sha256": recipe.sha256,
-        "files_sha256": digest(recipe.file_digests),
-        **{f"{FILE_TAG}{path}": sha256 for path, sha256 in recipe.file_digests.items()},
+        "recipe_sha256": manifest.sha256,
+        "files_sha256": digest(manifest.file_digests),
+        **{f"{FILE_TAG}{path}": sha256 for path, sha256 in manifest.file_digests.items()},
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """Speed over the baseline's."""
-
-    value: float
-    ci95: Interval | None
-    is_confirmed: bool
-
-
-def ratio_of(facts: Mapping[str, Any]) -> Ratio | None:
-    """From the confirmation where the trial won it, else from the search; None where the baseline was not measured."""
+def ratio_of(facts: Mapping[str, Any]) -> Estimate | None:
+    """Speed over the baseline's in the evidence: the confirmation's where it won, else the search's; None without."""
     verdict, searched = facts["verdict"] or {}, facts["speedup"]
     confirmed = verdict.get("speedup") if verdict.get("winner") == facts["trial"] else None
     if confirmed:
         low, high = confirmed["low"], confirmed["high"]
-        return Ratio(confirmed["value"], Interval(low, high) if low is not None and high is not None else None, True)
+        return Estimate(confirmed["value"], Interval(low, high) if low is not None and high is not None else None)
     if not searched:
         return None
-    return Ratio(searched["ratio"], Interval(*searched["ci95"]) if searched["ci95"] else None, False)
+    return Estimate(searched["ratio"], Interval(*searched["ci95"]) if searched["ci95"] else None)
 
 
 def verdict_of(facts: Mapping[str, Any]) -> tuple[str, str]:
-    """About this very trial: ``confirmed`` or ``not confirmed``, and why."""
+    """Verdict about the promoted trial: ``confirmed`` or ``not confirmed``, and why."""
     verdict = facts["verdict"]
     if verdict is None:
         return "not confirmed", "it was not measured again"
@@ -158,10 +150,10 @@ def speed_words(facts: Mapping[str, Any]) -> str:
     return f"{units.rate(facts['tokens_per_s_per_device'])} {facts['unit']}{against}"
 
 
-def describe(recipe: Manifest) -> str:
-    """Markdown: the registry's pages show this, not the files. The configuration's YAML where there is room."""
-    facts = recipe.content["evidence"]
-    head = f"**{speed_words(facts)}** — `{recipe.content['short_name']}`"
+def describe(manifest: Manifest) -> str:
+    """Markdown for the registry's pages, which show no files; the configuration's YAML where there is room."""
+    facts = manifest.content["evidence"]
+    head = f"**{speed_words(facts)}** — `{manifest.content['short_name']}`"
     lines = [
         f"- {': '.join(verdict_of(facts))}",
         f"- loss gate: {gate_words(facts)}",
@@ -169,14 +161,14 @@ def describe(recipe: Manifest) -> str:
     ]
     if facts["forced"]:
         lines.append(f"- **promoted by force**: {'; '.join(facts['missing'])}")
-    body = yaml.safe_dump({"candidate": recipe.content["candidate"]}, sort_keys=False, allow_unicode=True)
+    body = yaml.safe_dump({"candidate": manifest.content["candidate"]}, sort_keys=False, allow_unicode=True)
     text = "\n".join([head, "", *lines])
     whole = f"{text}\n\n```yaml\n{body}```\n"
     return whole if len(whole) <= MAX_DESCRIPTION_CHARS else text
 
 
 def check_content(content: Mapping[str, Any], registered: Registered) -> Candidate:
-    """The recipe's candidate, after checking that recipe, key and registry agree.
+    """The manifest's candidate, after checking that manifest, key and registry agree.
 
     Raises:
         ConfigError: they do not.
@@ -185,16 +177,18 @@ def check_content(content: Mapping[str, Any], registered: Registered) -> Candida
     try:
         candidate: Candidate = from_json(Candidate, content["candidate"])
     except (KeyError, CodecError) as error:
-        raise ConfigError(f"{where} holds no valid recipe: {error}", remedy="Promote the sweep again.") from None
+        raise ConfigError(f"{where} holds no valid manifest: {error}", remedy="Promote the sweep again.") from None
     keys = {candidate.config_key, content.get("config_key"), registered.tags.get("config_key")}
     if len(keys) != 1 or digest(content) != registered.tags.get("recipe_sha256"):
-        raise altered(where, "its recipe does not match the key it was registered with")
+        raise altered(where, "its manifest does not match the key it was registered with")
     return candidate
 
 
 def check_files(registered: Registered, files: Mapping[str, bytes]) -> None:
-    """Raises:
-    ConfigError: the files of a version are not those it was registered with.
+    """Check that the files of a version are those it was registered with.
+
+    Raises:
+        ConfigError: they are not.
     """
     wanted = {tag.removeprefix(FILE_TAG): sha256 for tag, sha256 in registered.tags.items() if tag.startswith(FILE_TAG)}
     found = {path: sha256_of(content) for path, content in files.items()}

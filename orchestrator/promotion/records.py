@@ -30,7 +30,7 @@ _ALL_RUNS = 3
 """MLflow's ``ViewType.ALL``: records that somebody deleted on a page are still part of the history."""
 
 Action = Literal["promote", "rollback", "external"]
-"""``external``: somebody moved the alias past this program; found and written down by its next command."""
+"""Kinds of change; ``external``: the alias was moved past this program, whose next command found and recorded it."""
 State = Literal["begun", "done", "void"]
 _STATES: dict[str, State] = {"RUNNING": "begun", "SCHEDULED": "begun", "FINISHED": "done"}
 
@@ -45,15 +45,15 @@ class Record:
     action: Action
     from_version: str
     to_version: str
-    """Of a begun promotion empty until the version exists."""
+    """Version in production afterwards; empty for a begun promotion until the version exists, and for none."""
     by: str
     at_s: float
     reason: str = ""
     forced: bool = False
     missing: tuple[str, ...] = ()
-    """What it was forced in spite of."""
+    """What was missing when it was forced."""
     sweep: str = ""
-    """That of ``to_version``, as the three that follow."""
+    """Sweep of ``to_version``; so are the four fields that follow."""
     sweep_id: str = ""
     trial: str = ""
     short_name: str = ""
@@ -64,7 +64,7 @@ class Record:
     files_sha256: str = ""
     """Digest of the digests of all files of ``to_version``."""
     record_id: str = ""
-    """The run that holds the record."""
+    """MLflow run that holds the record."""
     state: State = "begun"
     note: str = ""
     """Why it is void, or who settled it."""
@@ -73,13 +73,13 @@ class Record:
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"missing": list(self.missing)}
 
     def for_ledger(self) -> dict[str, str]:
-        """As :class:`orchestrator.sweep.events.Promoted` keeps it."""
+        """The texts that :class:`orchestrator.sweep.events.Promoted` keeps."""
         names = ("action", "name", "from_version", "to_version", "sweep", "from_sweep", "trial", "by", "reason")
         texts = {name: str(getattr(self, name)) for name in (*names, "recipe_sha256", "files_sha256", "record_id")}
         return texts | {"forced": str(self.forced).lower(), "number": str(self.number), "at_s": f"{self.at_s:.3f}"}
 
     def to_tags(self) -> dict[str, str]:
-        """As a run's tags, without what the run itself holds."""
+        """Tags of the run that holds the record, without what the run itself holds."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         for held in ("record_id", "state"):
             del values[held]
@@ -87,7 +87,7 @@ class Record:
 
     @classmethod
     def from_run(cls, run: Run) -> Self:
-        """Of a run as MLflow gives it.
+        """The record that a run of MLflow holds.
 
         Raises:
             LookupError: the run is no record of this program.
@@ -124,7 +124,7 @@ class Records:
         return self._registry.ensure_experiment(EXPERIMENT, (folder / EXPERIMENT).as_uri() if folder else None)
 
     def of(self, name: str) -> list[Record]:
-        """All of a name, in order."""
+        """All records of a name, in order."""
         found = self._client.get_experiment_by_name(EXPERIMENT)
         if found is None:
             return []
@@ -138,7 +138,7 @@ class Records:
                 return sorted(records, key=lambda record: record.number)
 
     def begin(self, record: Record) -> Record:
-        """Write it down as begun; returns it with its id."""
+        """Write a record down as begun; returns it with its id."""
         tags = record.to_tags() | _SOURCE | {"tc.kind": "promotion"}
         run = self._client.create_run(
             self._experiment_id, round(1000 * record.at_s), fit(tags), run_name=_run_name(record)
@@ -146,26 +146,26 @@ class Records:
         return replace(record, record_id=run.info.run_id)
 
     def put_files(self, record: Record, files: Mapping[str, str]) -> None:
-        """The files of the version to be."""
+        """Store the files of the version that the record leads to."""
         for path, text in files.items():
             self._client.log_text(record.record_id, text, f"{RECIPE_FOLDER}/{path}")
 
     def lead_to(self, record: Record, version: str) -> Record:
-        """Note the version that has come out of a begun promotion."""
+        """Note the version that a begun promotion has led to; returns the record with it."""
         self._client.set_tag(record.record_id, f"{_PREFIX}to_version", version)
         found = replace(record, to_version=version)
         self._client.update_run(record.record_id, name=_run_name(found))
         return found
 
     def finish(self, record: Record, *, note: str = "") -> Record:
-        """The last act of a change."""
+        """End the record: the last act of a change."""
         done = replace(record, state="done", note=note or record.note)
         self._describe(done)
         self._client.set_terminated(record.record_id, "FINISHED", round(1000 * time.time()))
         return done
 
     def void(self, record: Record, why: str) -> Record:
-        """It has changed nothing."""
+        """End the record as void: it has changed nothing."""
         done = replace(record, state="void", note=why)
         self._describe(done)
         self._client.set_terminated(record.record_id, "FAILED", round(1000 * time.time()))
@@ -189,12 +189,12 @@ class Records:
 
 
 def chain(records: list[Record]) -> list[Record]:
-    """Those that came about, in order."""
+    """The changes that came about, in order."""
     return [record for record in records if record.state == "done"]
 
 
 def fit(tags: Mapping[str, str]) -> dict[str, str]:
-    """Fit for a run: no secrets, not too long."""
+    """Tags made fit for MLflow: redacted, and cut to the length it takes."""
     return {key: redact(text)[:_MAX_TAG_CHARS] for key, text in tags.items()}
 
 

@@ -1,4 +1,4 @@
-"""Reading what is registered: references such as ``llama@production``, ``llama@3`` and ``sweep:trial``."""
+"""References such as ``llama@production``, ``llama@3`` and ``sweep:trial``: what they mean, read and checked."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from trials.spec import Candidate, Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """A version with its recipe, checked against the key it was registered with."""
+    """A version with its manifest, checked against the key it was registered with."""
 
     registered: Registered
-    recipe: Mapping[str, Any]
+    manifest: Mapping[str, Any]
     candidate: Candidate
     spec: Mapping[str, Any] | None
     """The sweep file written out; None where the sweep was not submitted from one."""
@@ -46,13 +46,13 @@ class Version:
             "promoted_by": version.tags.get("promoted_by"),
             "recipe_sha256": version.tags.get("recipe_sha256"),
             "verified": verified if verified["at"] else None,
-            **self.recipe,
+            **self.manifest,
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionDescription:
-    """A configuration that can be compared with another."""
+    """A configuration as ``diff`` compares it: a registered version, or a trial of a sweep."""
 
     label: str
     candidate: Candidate
@@ -83,7 +83,7 @@ def read(tracker: Tracker, reference: str) -> Version:
     """The version ``name@alias``, ``name@number`` or ``name``, which means ``name@production``.
 
     Raises:
-        ConfigError: there is no such version, or its recipe was altered.
+        ConfigError: there is no such version, or its manifest was altered.
     """
     name, _, which = reference.partition("@")
     check_name(name, "registered name")
@@ -95,13 +95,13 @@ def read(tracker: Tracker, reference: str) -> Version:
             raise ConfigError(f"the registry has no {name}@{which}", remedy="Promote a sweep first, or name a version.")
         try:
             files = registry.read_files(found)
-            recipe: dict[str, Any] = json.loads(files[JSON])
+            manifest: dict[str, Any] = json.loads(files[JSON])
         except (LookupError, ValueError) as error:
             raise ConfigError(f"{name}@{which} cannot be read: {error}", remedy="Promote the sweep again.") from None
-    candidate = check_content(recipe, found)
+    candidate = check_content(manifest, found)
     check_files(found, files)
     spec = json.loads(files[SWEEP_WRITTEN_OUT]) if SWEEP_WRITTEN_OUT in files else None
-    return Version(registered=found, recipe=recipe, candidate=candidate, spec=spec)
+    return Version(registered=found, manifest=manifest, candidate=candidate, spec=spec)
 
 
 def describe(reference: str, home: Home, tracking_uri: str | None) -> VersionDescription:
@@ -114,11 +114,11 @@ def describe(reference: str, home: Home, tracking_uri: str | None) -> VersionDes
     if colon:
         return _of_trial(sweep, trial, home)
     promoted = read(store(home, tracking_uri), reference)
-    facts = promoted.recipe["evidence"]
+    facts = promoted.manifest["evidence"]
     return VersionDescription(
         label=promoted.label,
         candidate=promoted.candidate,
-        workload=from_json(Workload, promoted.recipe["workload"]),
+        workload=from_json(Workload, promoted.manifest["workload"]),
         hardware=facts["hardware"],
         fingerprint=facts["fingerprint"],
         speed=facts["tokens_per_s_per_device"],

@@ -22,23 +22,23 @@ from orchestrator.tracking.registry import Registered, Registry
 from orchestrator.tracking.tracker import Tracker
 
 NONE = "none"
-"""How people say that nothing is in production."""
+"""Word for nothing in production, as people write it."""
 
 
 _HARMLESS = ("begin", "files", "number")
-"""Writes that nobody else sees: whoever has lost the lock is told before the next one."""
+"""Writes that nobody else sees: no need to check before them that the lock is still held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseChange:
-    """What a command has done. ``is_new`` is False where it was so already, and nothing was recorded."""
+    """What a command has done; ``is_new`` is False where it was so already, and nothing was recorded."""
 
     record: Record
     is_new: bool = True
 
 
-class ReleaseDesk:
-    """Where changes are made.
+class Releases:
+    """Changes what is in production in one MLflow store.
 
     Args:
         on_step: told of every step before it is taken; tests end the process there.
@@ -50,9 +50,9 @@ class ReleaseDesk:
         self._on_step = on_step
 
     def promote(
-        self, name: str, recipe: Manifest, *, reason: str = "", expect_current: str | None = None
+        self, name: str, manifest: Manifest, *, reason: str = "", expect_current: str | None = None
     ) -> ReleaseChange:
-        """Register ``recipe`` and put it into production.
+        """Register ``manifest`` as a version and put it into production.
 
         Raises:
             ConfigError: another version is in production than expected, or others hold the name for too long.
@@ -60,15 +60,15 @@ class ReleaseDesk:
         check_name(name, "registered name")
         with self._changing(name, expect_current) as (step, past):
             current = self.registry.find(name, version=past.current) if past.current else None
-            if past.last is not None and current is not None and self._holds(current, recipe):
+            if past.last is not None and current is not None and self._holds(current, manifest):
                 return ReleaseChange(record=past.last, is_new=False)
             step("begin")
-            record = self.records.begin(promotion_of(name, recipe, reason, past))
+            record = self.records.begin(promotion_of(name, manifest, reason, past))
             step("files")
-            self.records.put_files(record, recipe.files)
+            self.records.put_files(record, manifest.files)
             step("version")
-            tags = version_tags(recipe) | {"record": record.record_id, "promoted_by": record.by}
-            made = self.registry.create_version(name, record.record_id, RECIPE_FOLDER, tags, describe(recipe))
+            tags = version_tags(manifest) | {"record": record.record_id, "promoted_by": record.by}
+            made = self.registry.create_version(name, record.record_id, RECIPE_FOLDER, tags, describe(manifest))
             step("number")
             record = self.records.lead_to(record, made.version)
             return ReleaseChange(record=self._complete(record, step))
@@ -98,8 +98,10 @@ class ReleaseDesk:
             return ReleaseChange(record=self._complete(record, step))
 
     def check(self, registered: Registered) -> None:
-        """Raises:
-        ConfigError: the files of the version are not those it was registered with.
+        """Check that the files of the version are those it was registered with.
+
+        Raises:
+            ConfigError: they are not.
         """
         try:
             files = self.registry.read_files(registered)
@@ -108,9 +110,9 @@ class ReleaseDesk:
             raise ConfigError(f"{where} cannot be read: {error}", remedy="Promote the sweep again.") from None
         check_files(registered, files)
 
-    def _holds(self, registered: Registered, recipe: Manifest) -> bool:
-        """Whether the version is this recipe, with its files as they were registered."""
-        if registered.tags.get("recipe_sha256") != recipe.sha256:
+    def _holds(self, registered: Registered, manifest: Manifest) -> bool:
+        """Whether the version is this manifest, with its files as they were registered."""
+        if registered.tags.get("recipe_sha256") != manifest.sha256:
             return False
         try:
             self.check(registered)
@@ -122,8 +124,10 @@ class ReleaseDesk:
 
     @contextmanager
     def _changing(self, name: str, expect_current: str | None) -> Iterator[tuple[Callable[[str], None], Past]]:
-        """With the lock held, the past settled and the expectation met: a function to call before every write, and
-        what was before."""
+        """Hold the lock with the past settled and the expectation met.
+
+        Yields a function to call before every write, and what was before.
+        """
         lock = RegistryLock(self.registry, name, asker())
         with lock.hold() as renew:
 
@@ -174,7 +178,7 @@ class ReleaseDesk:
         return self._past(name)[0]
 
     def _past(self, name: str) -> tuple[Past, list[Record]]:
-        """Also the records that were begun and left."""
+        """The history of a name, and its records that were begun and left."""
         records = self.records.of(name)
         last = max(chain(records), key=lambda record: record.number, default=None)
         return Past(last=last, num_records=len(records)), [record for record in records if record.state == "begun"]

@@ -1,6 +1,6 @@
 """Measuring a promoted configuration again on today's cluster, and saying what has drifted.
 
-Every round is an ordinary sweep with one trial, made from the recipe: its baseline is the promoted configuration, its
+Every round is an ordinary sweep with one trial, made from the manifest: its baseline is the promoted configuration, its
 space is empty. These sweeps lie in a folder of their own, ``verifications`` in the home, and are recorded in the
 experiment ``verifications``. Rounds differ as runs do that are started anew, which the interval of one run leaves out.
 """
@@ -51,7 +51,7 @@ DEFAULT_TOLERANCE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What was found about a version."""
+    """What measuring a version again found."""
 
     name: str
     version: str
@@ -63,7 +63,7 @@ class Verification:
     sweeps: tuple[str, ...]
     at_s: float
     run_id: str = ""
-    """Where MLflow holds it."""
+    """MLflow run that holds it."""
 
     @property
     def drifted(self) -> tuple[Kind, ...]:
@@ -162,8 +162,7 @@ def verification_specs(promoted: Version, tracker: Tracker, num_rounds: int, at_
 
 
 def baseline_section(candidate: Candidate) -> dict[str, Any]:
-    """The candidate as the section ``baseline`` of a sweep file: layers per stage written out, nothing left to
-    ``auto``."""
+    """The candidate as section ``baseline`` of a sweep file: layers per stage written out, nothing left to ``auto``."""
     values = knob_values(candidate)
     layers, policy = candidate.layout.stage_layers, candidate.recompute
     values["stage_layers"] = StageSplit(kind="counts", rows=layers) if layers else StageSplit()
@@ -199,8 +198,8 @@ def _measure(spec: Mapping[str, Any], home: Home, observer: Observer, address: s
 def compare(
     promoted: Version, states: list[SweepState], tolerance: float
 ) -> tuple[tuple[DriftFinding, ...], Estimate | None]:
-    """Everything that was looked at, and today's speed over that of the promotion."""
-    facts = promoted.recipe["evidence"]
+    """Findings on everything that was compared, and today's speed over that of the promotion."""
+    facts = promoted.manifest["evidence"]
     findings = drift.environment(facts["fingerprint"], states[0].sweep.fingerprint)
     trials = [state.trials[0] for state in states]
     measured = [trial.measurement for trial in trials if trial.measurement is not None]
@@ -211,14 +210,14 @@ def compare(
     then = [run["tokens_per_s_per_device"] for run in facts["confirmation"] if run["of"] == facts["trial"]]
     now = [measurement.tokens_per_s_per_device for measurement in measured]
     speed, ratio = drift.speed(then or [facts["tokens_per_s_per_device"]], now, tolerance)
-    workload: Workload = from_json(Workload, promoted.recipe["workload"])
+    workload: Workload = from_json(Workload, promoted.manifest["workload"])
     today = trajectory_json(measured[0], promoted.candidate)
     loss = drift.loss(_training(facts), today, _gate_settings(promoted), workload)
     return (*findings, speed, loss), ratio
 
 
 def _gate_settings(promoted: Version) -> GateSettings:
-    """With the tolerances of the promoted sweep's file, where it names any."""
+    """Settings of the gate, with the tolerances of the promoted sweep's file where it names any."""
     gate = (promoted.spec or {}).get("gate")
     given = gate if isinstance(gate, Mapping) else {}
     return GateSettings(
@@ -234,7 +233,7 @@ def _training(facts: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _record(found: Verification, tracker: Tracker) -> Verification:
-    """In the experiment of promotions, and as tags of the version."""
+    """Write the verification into the experiment of promotions, and as tags of the version."""
     with tracker.reached():
         registry = Registry(tracker.client())
         records = Records(registry, tracker.uri)

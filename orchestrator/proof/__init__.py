@@ -1,1 +1,4 @@
-"""Proof that a finalist is faster than the baseline and trains the same model: confirmation, loss gate, verdict."""
+"""Proof that a finalist is faster than the baseline and trains the same model: confirmation, loss gate, verdict.
+
+Reads a sweep's state and says what to check next; launches nothing and knows no controllers.
+"""

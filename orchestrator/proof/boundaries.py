@@ -23,20 +23,21 @@ Family = Literal["baseline", "finalists"]
 """Comparisons that hold together: every finalist with the baseline, or every finalist with every other."""
 
 ERROR_RATE = 0.05
-"""Of a family: how often any interval at any look may leave out the truth."""
+"""Error of a family: how often any interval at any look may leave out the truth."""
 
 SHAPE = 0.25
-"""By benchmarks/confirmation: nearly as soon as Pocock's where differences are large, and finds more small ones."""
+"""Shape of the boundary. In benchmarks/confirmation nearly as soon as Pocock's where differences are large, and finds
+more small ones."""
 
 _NUM_SIMULATED = (4_000, 40_000)
-"""Confirmations, at least and at most: 5 % are then known to 0.3 or 0.1 points."""
+"""Simulated confirmations, at least and at most: 5 % are then known to 0.3 or 0.1 points."""
 _NUM_NUMBERS = 8_000_000
-"""To be drawn, between the two: about a second at most, once per design."""
+"""Random numbers that a simulation draws, within these bounds: about a second at most, once per design."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Design:
-    """What decides how often chance gets its turn."""
+    """What the levels depend on: how many finalists are compared, and how often."""
 
     num_finalists: int
     first_look: int
@@ -46,7 +47,7 @@ class Design:
 
 
 def critical_value(degrees: int, level: float) -> float:
-    """Two-sided, of Student's t."""
+    """Critical value of Student's t, two-sided."""
     return -float(stdtrit(degrees, level / 2))
 
 
@@ -69,16 +70,17 @@ def nominal_levels(design: Design, shape: float = SHAPE) -> tuple[float, ...]:
 def _simulated(design: Design) -> NDArray[np.float64]:
     """Largest statistic of the family, of shape (confirmations, looks), where nothing differs.
 
-    The statistic is that of ``judging``: the difference over the larger of the common and the pair's own noise.
+    The statistic is that of :mod:`orchestrator.proof.confirmation`: the difference over the larger of the common and
+    the pair's own noise.
     """
-    num_contenders = design.num_finalists + 1
+    num_trials = design.num_finalists + 1
     if design.family == "baseline":
-        one, other = np.arange(1, num_contenders), np.zeros(design.num_finalists, dtype=int)
+        one, other = np.arange(1, num_trials), np.zeros(design.num_finalists, dtype=int)
     else:
         one, other = np.triu_indices(design.num_finalists, k=1)
-    num = int(np.clip(_NUM_NUMBERS // (design.last_look * (len(one) + num_contenders)), *_NUM_SIMULATED))
+    num = int(np.clip(_NUM_NUMBERS // (design.last_look * (len(one) + num_trials)), *_NUM_SIMULATED))
     rng = np.random.default_rng(20260101)
-    logs = np.zeros((num, num_contenders))
+    logs = np.zeros((num, num_trials))
     total, difference, difference_squared = np.zeros_like(logs), np.zeros((num, len(one))), np.zeros((num, len(one)))
     squares = np.zeros(num)
     looks = []

@@ -1,10 +1,10 @@
 """Which finalist is faster than the baseline: the statistics of confirmation.
 
-In a round every contender is measured once, each in a gang of its own, one after another on the same devices. What
-differs between runs (placement, clocks, neighbours) is far larger than what differs between the steps of a run, so a
-run counts as one number, its speed. Logarithms of speeds follow ``contender + round + noise``: what a round has in
-common cancels. The noise is estimated from all contenders together (a randomised block design), since a few rounds of
-two contenders say little about it; where a pair is noisier than that, by itself.
+In a round the baseline and every finalist are measured once, each in a gang of its own, one after another on the same
+devices. What differs between runs (placement, clocks, neighbours) is far larger than what differs between the steps of
+a run, so a run counts as one number, its speed. Logarithms of speeds follow ``trial + round + noise``: what a round has
+in common cancels. The noise is estimated from all trials together (a randomised block design), since a few rounds of
+two trials say little about it; where a pair is noisier than that, by itself.
 
 Judged after every round, several finalists at a time, an ordinary 95 % interval would be wrong in far more than 5 % of
 confirmations. The intervals here hold at all looks and for all finalists together in 95 %: repeated confidence
@@ -25,24 +25,24 @@ from orchestrator.proof.boundaries import Design, Family, critical_value, nomina
 from orchestrator.statistics import MIN_DIFFERENCE, Estimate, Interval, SpeedVerdict, verdict
 
 Round = Mapping[int, float]
-"""Speed of each contender, by number, in a unit that they share."""
+"""Speed of each trial, by its number, in a unit that they share."""
 
 _MIN_EFFECT = math.log1p(MIN_DIFFERENCE)
 _MAX_EFFECT = 50.0
-"""Ends of intervals stay finite."""
+"""Largest half-width of a log ratio, so that ends of intervals stay finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedComparison:
-    """How many times as fast one contender is as another."""
+    """How many times as fast one trial is as another."""
 
     ratio: Estimate
-    """Without an interval before ``min_rounds``."""
+    """The ratio of speeds, without an interval before ``min_rounds``."""
     verdict: SpeedVerdict
     num_rounds: int
-    """In which both were measured."""
+    """Rounds in which both were measured."""
     is_settled: bool
-    """No further round is expected to change it: shown different, or shown equal up to MIN_DIFFERENCE."""
+    """Whether no further round is expected to change it: shown different, or shown equal up to MIN_DIFFERENCE."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,18 +57,18 @@ class Judgement:
     """Speed of each other finalist over the leader's: ``slower`` means slower than the leader."""
     tied_with_leader: tuple[int, ...]
     """Finalists that cannot be told from the leader."""
-    contenders: tuple[int, ...]
-    """Who has to be measured in the next round, the baseline first; empty when decided."""
+    to_measure: tuple[int, ...]
+    """Trials to measure in the next round, the baseline first; empty when decided."""
     is_decided: bool
 
 
-def order(contenders: Sequence[int], round_number: int) -> tuple[int, ...]:
+def order(trials: Sequence[int], round_number: int) -> tuple[int, ...]:
     """The order in which a round (from 0) measures them: every second round is the one before, reversed.
 
-    A steady drift inside rounds cancels in each such pair; the next pair starts one contender later.
+    A steady drift inside rounds cancels in each such pair; the next pair starts one trial later.
     """
-    start = round_number // 2 % max(1, len(contenders))
-    rotated = (*contenders[start:], *contenders[:start])
+    start = round_number // 2 % max(1, len(trials))
+    rotated = (*trials[start:], *trials[:start])
     return rotated[::-1] if round_number % 2 else rotated
 
 
@@ -99,7 +99,7 @@ def judge(
             for number, effect in to_leader.items()
             if effect.verdict == "tie" and not to_baseline[number].is_not_faster
         ),
-        contenders=() if is_decided else (baseline, *(n for n in finalists if n == leader or n in challengers)),
+        to_measure=() if is_decided else (baseline, *(n for n in finalists if n == leader or n in challengers)),
         is_decided=is_decided,
     )
 
@@ -110,11 +110,11 @@ class _Effect:
 
     mean: float
     half_width: float
-    """Of the interval; infinite where there is none."""
+    """Half-width of the interval of the mean; infinite where there is none."""
     num_rounds: int
     num_rounds_left: int
     half_width_at_end: float
-    """As far as can be foreseen."""
+    """Half-width after the last round, as far as can be foreseen."""
 
     @property
     def verdict(self) -> SpeedVerdict:
@@ -137,19 +137,21 @@ class _Effect:
 
     @property
     def is_settled(self) -> bool:
+        """Whether it was shown different, or equal up to MIN_DIFFERENCE."""
         return self.verdict != "tie" or abs(self.mean) + self.half_width <= _MIN_EFFECT
 
     @property
     def is_not_faster(self) -> bool:
-        """Shown not to be faster by MIN_DIFFERENCE."""
+        """Whether it was shown not to be faster by MIN_DIFFERENCE."""
         return self.mean + self.half_width < _MIN_EFFECT
 
     @property
     def may_be_told(self) -> bool:
+        """Whether the rounds left may still show a difference either way."""
         return not self.is_settled and (self.may_be_shown("faster") or self.may_be_shown("slower"))
 
     def may_be_shown(self, what: SpeedVerdict) -> bool:
-        """Whether it would be after the last round if those left were all like the interval's end on that side.
+        """Whether ``what`` would be shown at the end if the rounds left were all like the interval's end on its side.
 
         Intervals hold whenever rounds end, so giving up early makes no claim less sure.
         """
@@ -162,13 +164,15 @@ class _Effect:
 
 @dataclass(frozen=True, slots=True)
 class _Comparing:
+    """Compares trials by the rounds so far, and by those that may still come."""
+
     rounds: Sequence[Round]
     num_finalists: int
     first_look: int
     max_rounds: int
 
     def effects(self, numbers: Sequence[int], other: int, family: Family) -> dict[int, _Effect]:
-        """Of those that were in a round with ``other``, each as of the last such round."""
+        """Effect of each of ``numbers`` that was in a round with ``other``, as of the last such round."""
         last_look = max(self.first_look, self.max_rounds, len(self.rounds))
         design = Design(
             num_finalists=self.num_finalists, first_look=self.first_look, last_look=last_look, family=family
@@ -207,12 +211,12 @@ def _half_width(noise: float, num_rounds: int, degrees: int, level: float) -> fl
 
 @lru_cache(maxsize=1024)
 def _noise(rounds: tuple[tuple[tuple[int, float], ...], ...]) -> tuple[float, int]:
-    """Standard deviation of a run's log speed, and its degrees of freedom: least squares of contender plus round."""
-    contenders = sorted({contender for speeds in rounds for contender, _ in speeds})
-    runs = [(index, contenders.index(c), math.log(speed)) for index, speeds in enumerate(rounds) for c, speed in speeds]
-    design = np.zeros((len(runs), len(rounds) + len(contenders)))
-    for row, (index, contender, _) in enumerate(runs):
-        design[row, index] = design[row, len(rounds) + contender] = 1.0
+    """Standard deviation of a run's log speed, and its degrees of freedom: least squares of trial plus round."""
+    trials = sorted({trial for speeds in rounds for trial, _ in speeds})
+    runs = [(index, trials.index(c), math.log(speed)) for index, speeds in enumerate(rounds) for c, speed in speeds]
+    design = np.zeros((len(runs), len(rounds) + len(trials)))
+    for row, (index, trial, _) in enumerate(runs):
+        design[row, index] = design[row, len(rounds) + trial] = 1.0
     logs = np.array([log for _, _, log in runs])
     solution, _, rank, _ = np.linalg.lstsq(design, logs, rcond=None)
     residuals = logs - design @ solution

@@ -35,7 +35,7 @@ FACTS_FILE, LOG_FILE = "facts.json", "output.log"
 
 
 _GRACE_S = 2 * KILL_S
-"""How much later than its deadline the process of a command is given up."""
+"""Seconds after the command's deadline until the evaluation process itself is given up."""
 
 
 class EvaluationProcess:
@@ -144,7 +144,7 @@ def facts(state: SweepState, trial: int, report: GateReport | None, folder: Path
 
 
 def _run_facts(run: Trial, folder: Path | None) -> dict[str, Any]:
-    """Of one gate run: what it trained, how that went, and where its last attempt worked."""
+    """One gate run as JSON: what it trained, how that went, and where its last attempt worked."""
     measurement, number = run.measurement, len(run.attempts) - 1
     where = None
     if folder is not None and run.attempts:
@@ -158,7 +158,7 @@ def _run_facts(run: Trial, folder: Path | None) -> dict[str, Any]:
 
 
 class Evaluator:
-    """One evaluation at a time. One whose controller died is begun again by the next.
+    """Runs the evaluations of a proof, one at a time. One whose controller died is begun again by the next.
 
     Args:
         folder: where facts and output of evaluations are kept.

@@ -8,7 +8,6 @@ is gone or wants the end, it kills all of it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import select
@@ -16,36 +15,37 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Self
 
-from cluster.node.processes import adopt_orphans, die_with_parent, kill_descendants
+from filelock import FileLock
+
+from cluster.processes import adopt_orphans, die_with_parent, kill_descendants
 from orchestrator.processes import environment
 from orchestrator.text import tail
 from trials.secrets import redact, redact_file, redact_uncaught
 
 TAIL_LINES, TAIL_CHARS = 20, 300
 KILL_S = 10.0
-"""How long what cannot be killed is waited for, as when it hangs in a driver."""
+"""Seconds to wait for what cannot be killed, as when it hangs in a driver."""
 LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationOrder:
-    """What to run."""
+    """What the controller asks the evaluation process to run."""
 
     command: list[str]
     variables: dict[str, str]
-    """Of its environment, besides those of this process that are no secrets of the controller's."""
+    """Variables of the command's environment, added to those of this process that are no secrets of the controller."""
     log: str
-    """File that takes what it writes, redacted at the end."""
+    """File for what the command writes, redacted at the end."""
     timeout_s: float
 
     def to_json(self) -> str:
-        """In one line."""
+        """JSON in one line."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -55,12 +55,12 @@ class EvaluationOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How it ended."""
+    """How a command ended."""
 
     exit_code: int | None
-    """As in ``subprocess``; None: it could not be started, or was killed at its deadline."""
+    """Exit code as ``subprocess`` gives it; None: it could not be started, or was killed at its deadline."""
     tail: tuple[str, ...]
-    """Last lines it wrote, redacted, and what this process has to say."""
+    """Last lines that the command wrote, redacted, and remarks of the evaluation process."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), ensure_ascii=False)
@@ -71,10 +71,10 @@ class Ending:
         return cls(exit_code=fields["exit_code"], tail=tuple(fields["tail"]))
 
 
-def keep(order: EvaluationOrder, input_fd: int) -> Ending | None:
-    """Run it to its end; None when ``input_fd`` closed before."""
+def run(order: EvaluationOrder, input_fd: int) -> Ending | None:
+    """Run the command to its end; None when ``input_fd`` closed before."""
     path = Path(order.log)
-    with _alone(path.parent):
+    with FileLock(path.parent / "lock"):  # that of a controller that died may not have finished with this folder
         if _is_closed(input_fd, wait_s=0.0):
             return None
         try:
@@ -82,11 +82,11 @@ def keep(order: EvaluationOrder, input_fd: int) -> Ending | None:
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or str(error)
             return Ending(exit_code=None, tail=(redact(f"{order.command[0]} cannot be started: {why}"),))
-        exit_code, words = _watch(process, input_fd, order.timeout_s)
+        exit_code, remarks = _watch(process, input_fd, order.timeout_s)
         kill_descendants(KILL_S)
         with contextlib.suppress(OSError):
             redact_file(path)
-        return None if words is None else Ending(exit_code=exit_code, tail=(*_tail(path), *words))
+        return None if remarks is None else Ending(exit_code=exit_code, tail=(*_tail(path), *remarks))
 
 
 def _start(order: EvaluationOrder, log: Path) -> subprocess.Popen[bytes]:
@@ -102,16 +102,8 @@ def _start(order: EvaluationOrder, log: Path) -> subprocess.Popen[bytes]:
         )
 
 
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Wait for the keeper of a controller that died to have finished with this folder."""
-    with (folder / "lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def _watch(process: subprocess.Popen[bytes], input_fd: int, timeout_s: float) -> tuple[int | None, list[str] | None]:
-    """Exit code, and what there is to say; words are None when the input closed."""
+    """Exit code and remarks; the remarks are None when the input closed."""
     deadline_s = time.monotonic() + timeout_s
     while (left_s := deadline_s - time.monotonic()) > 0:
         if process.poll() is not None:
@@ -127,14 +119,14 @@ def _is_closed(fd: int, *, wait_s: float) -> bool:
 
 
 def _tail(path: Path) -> list[str]:
-    """Lines with something in them; a few more are read than are kept, as some are empty."""
+    """Last lines that are not empty; a few more are read than are kept, as some are."""
     with contextlib.suppress(OSError):
         return [line[:TAIL_CHARS] for line in tail(path, 4 * TAIL_LINES).lines if line.strip()][-TAIL_LINES:]
     return []
 
 
 def main() -> int:
-    """The order's line ends at once; the input stays open for as long as the controller wants this to go on."""
+    """Read the order from the input, which stays open for as long as the controller wants the command to run."""
     redact_uncaught()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     adopt_orphans()
@@ -144,7 +136,7 @@ def main() -> int:
         if not block:
             return 1
         text += block
-    ending = keep(EvaluationOrder.from_json(text.decode()), 0)
+    ending = run(EvaluationOrder.from_json(text.decode()), 0)
     if ending is not None:
         sys.stdout.write(ending.to_json())
     return 0

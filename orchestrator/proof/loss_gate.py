@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 MAX_SKIPPED_SHARE = 0.5
-"""Of the steps: a finalist that skips more updates has shown too little."""
+"""Share of the steps: a finalist that skips more updates than this has shown too little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +71,8 @@ def judge_gate(
 
     Args:
         workload: tells of batch norm, which amplifies rounding, and depends on the size of micro-batches.
-        finalist_reference: of the :func:`reference_candidate` of a finalist in 16 bits. Errors of its layout that hide
-            in the noise of 16 bits show here, against ``reference`` or a baseline in O0.
+        finalist_reference: run of the finalist's :func:`reference_candidate`, for one in 16 bits. Errors of its layout
+            that hide in the noise of 16 bits show here, against ``reference`` or a baseline in O0.
     """
     runs = {"baseline": baseline, "finalist": finalist, "reference": reference, "finalist in O0": finalist_reference}
     for name, run in runs.items():
@@ -101,7 +101,7 @@ def judge_gate(
 
 
 def failed_gate(trial: int, settings: GateSettings, reason: str) -> GateReport:
-    """For a finalist that cannot be judged: a gate run ended in a failure, or is too short."""
+    """The report of a finalist that cannot be judged: a gate run ended in a failure, or is too short."""
     return GateReport(
         trial=trial,
         passed=False,
@@ -123,7 +123,7 @@ def deviations(
     settings: GateSettings,
     workload: Workload | None = None,
 ) -> LossComparison:
-    """What :func:`judge_gate` judges, as curves to plot: two of relative deviations, each with its limits.
+    """What :func:`judge_gate` judges, as two curves: relative deviations of losses and gradient norms, with limits.
 
     Element i of a curve is step i + 1; a deviation of None is a gap: there is nothing to compare. The finalist passes
     while the losses are within their limits in all steps, and the gradient norms in the first and in all but
@@ -157,15 +157,15 @@ def _has_batch_norm(workload: Workload | None) -> bool:
 
 
 def _has_other_batch_norm(one: Trajectory, other: Trajectory, workload: Workload | None) -> bool:
-    """Whether its statistics are taken over other numbers of samples."""
+    """Whether batch norm takes its statistics over different numbers of samples in the two candidates."""
     return _has_batch_norm(workload) and one.micro_batch_size != other.micro_batch_size
 
 
-# ---- words ----
+# ---- reasons and notes ----
 
 
 def _failures(run: Trajectory) -> Iterator[str]:
-    """What is wrong with the finalist whatever it is compared with."""
+    """What is wrong with the finalist's run whatever it is compared with."""
     for name, values in (("loss", run.losses), ("gradient norm", run.grad_norms)):
         wrong = [step for step, value in enumerate(values, start=1) if not math.isfinite(value)]
         if wrong:

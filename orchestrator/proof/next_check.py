@@ -62,7 +62,7 @@ def next_command(state: SweepState, end: str) -> Command:
 
 
 def largest_layout(state: SweepState) -> Layout | None:
-    """That of the finalists and the baseline which needs most devices."""
+    """The layout, of the finalists and the baseline, that needs most devices; None before there are finalists."""
     if state.proof is None:
         return None
     layouts = [state.trials[number].candidate.layout for number in (BASELINE, *state.proof.finalists)]
@@ -141,9 +141,9 @@ def _gate(state: SweepState, proof: ProofState, found: Confirmation, spent: str)
     settings, reports = state.sweep.proof.gate, gate_reports(state)
     finalist = next(iter(shown_faster(found)), None)
     if finalist is None:
-        words = _keep_words(found, reports, proof.evaluations)
+        reason = _keep_reason(found, reports, proof.evaluations)
         conclusion: Conclusion = "unconfirmed" if _is_one_lost(state, proof) else "keep"
-        return _conclude(found, conclusion, None, words, reports, proof.evaluations)
+        return _conclude(found, conclusion, None, reason, reports, proof.evaluations)
     if settings is not None:
         if all(report.trial != finalist for report in reports):
             if spent:
@@ -151,7 +151,7 @@ def _gate(state: SweepState, proof: ProofState, found: Confirmation, spent: str)
             return _train_for_gate(state, finalist)
         if settings.command and evaluation_of(proof, finalist) is None:
             return Evaluate(trial=finalist)
-    return _conclude(found, "confirmed", finalist, _winner_words(found, finalist), reports, proof.evaluations)
+    return _conclude(found, "confirmed", finalist, _winner_reason(found, finalist), reports, proof.evaluations)
 
 
 def _is_one_lost(state: SweepState, proof: ProofState) -> bool:
@@ -163,8 +163,8 @@ def _is_one_lost(state: SweepState, proof: ProofState) -> bool:
     )
 
 
-def gate_words(report: GateReport) -> str:
-    """What a report that did not pass says: a run that failed shows nothing about what the model learns."""
+def _gate_reason(report: GateReport) -> str:
+    """Sentence for a report that did not pass: a run that failed shows nothing about what the model learns."""
     return "does not train the same model" if report.precision_class else "failed in the loss gate"
 
 
@@ -197,7 +197,7 @@ def _propose(state: SweepState, check: Check, reason: str) -> ProposeCheck:
 
 
 def _to_be_profiled(state: SweepState) -> Iterator[int]:
-    """Those asked for by people, then those of the sweep's file; measured ones only."""
+    """Trials to profile: those asked for by people, then those of the sweep's file; measured ones only."""
     yield from state.to_profile
     if not state.sweep.profiled:
         return
@@ -216,7 +216,7 @@ def named(state: SweepState, name: str) -> Trial | None:
     return state.trials[number] if number < len(state.trials) else None
 
 
-# ---- words ----
+# ---- reasons ----
 
 
 def _conclude(
@@ -249,16 +249,16 @@ def _fastest(found: Confirmation) -> int | None:
     return max(compared, key=lambda n: compared[n].ratio.value, default=None)
 
 
-def _winner_words(found: Confirmation, winner: int) -> str:
+def _winner_reason(found: Confirmation, winner: int) -> str:
     tied = found.judgement.tied_with_leader if winner == found.judgement.leader else ()
-    words = f"t{winner:03d} is faster than the baseline in {len(found.complete)} rounds"
+    reason = f"t{winner:03d} is faster than the baseline in {len(found.complete)} rounds"
     if not tied:
-        return words
-    return f"{words}; it cannot be told from {' '.join(f't{n:03d}' for n in tied)}"
+        return reason
+    return f"{reason}; it cannot be told from {' '.join(f't{n:03d}' for n in tied)}"
 
 
-def _keep_words(found: Confirmation, reports: Sequence[GateReport], evaluations: Sequence[Evaluation]) -> str:
-    refused = [f"t{r.trial:03d} {gate_words(r)}: {r.reasons[0]}" for r in reports if not r.passed]
+def _keep_reason(found: Confirmation, reports: Sequence[GateReport], evaluations: Sequence[Evaluation]) -> str:
+    refused = [f"t{r.trial:03d} {_gate_reason(r)}: {r.reasons[0]}" for r in reports if not r.passed]
     refused += [f"t{e.trial:03d} failed your evaluation" for e in evaluations if not e.passed]
     refused += [f"t{n:03d} failed when it was measured again: {why}" for n, why in found.failed.items()]
     if not found.finalists:

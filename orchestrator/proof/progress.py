@@ -1,4 +1,4 @@
-"""What a proof has measured so far, read from the checks of a sweep's state."""
+"""Progress of a proof: its rounds, gate runs and reports so far, read from the checks of a sweep's state."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ BASELINE = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One turn of measuring everybody once more."""
+    """One round of a confirmation: baseline and finalists measured once each."""
 
     number: int
     runs: dict[int, Trial] = field(default_factory=dict)
-    """Finalist or baseline to its measured run."""
+    """Measured runs, by the finalist or baseline they measured again."""
 
     @property
     def speeds(self) -> dict[int, float]:
-        """tokens/s/p of each."""
+        """Speed of each in tokens/s/p."""
         return {of: run.measurement.tokens_per_s_per_device for of, run in self.runs.items() if run.measurement}
 
     @property
     def is_comparable(self) -> bool:
-        """Whether all ran on nodes of the one that ran on most."""
+        """Whether all ran on nodes of the run that used the most."""
         nodes = [{device.node for device in run.attempts[-1].ranks} for run in self.runs.values()]
         widest: set[str] = max(nodes, key=len, default=set())
         return all(names <= widest for names in nodes)
@@ -49,20 +49,20 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmation:
-    """How far the confirmation of a proof is."""
+    """How far the confirmation of a proof has come, and what it shows."""
 
     finalists: tuple[int, ...]
-    """Those still in, fastest of the search first: neither failed, nor refused by gate or evaluation."""
+    """Finalists still in, the fastest of the search first: neither failed, nor refused by gate or evaluation."""
     failed: dict[int, str]
-    """Finalist, or baseline, to why its run was not measured."""
+    """Why a run was not measured, by its finalist or baseline."""
     complete: tuple[Round, ...]
-    """Rounds that count."""
+    """Complete rounds that count."""
     current: Round | None
     """The last round, where it is not complete yet."""
     num_begun: int
     """Rounds begun, those that do not count included."""
     missing: tuple[int, ...]
-    """Who is still to be measured in the current or the next round, in order; empty when it is decided."""
+    """Trials still to be measured in the current or the next round, in order; empty when it is decided."""
     judgement: Judgement
 
 
@@ -72,12 +72,12 @@ def checks(state: SweepState, proof: ProofState) -> Iterator[Trial]:
 
 
 def confirm_settings(state: SweepState) -> ConfirmSettings:
-    """Those of the sweep; the defaults where a person asks for what its file turned off."""
+    """The sweep's settings; the defaults where a person asks for a confirmation that its file turned off."""
     return state.sweep.proof.confirm or ConfirmSettings()
 
 
 def confirmation(state: SweepState) -> Confirmation | None:
-    """Where the confirmation of the last proof stands; None without one, or without anything to confirm."""
+    """The confirmation of the last proof; None without one, or without anything to confirm."""
     proof = state.proof
     if proof is None or not proof.finalists:
         return None
@@ -99,7 +99,7 @@ def confirmation(state: SweepState) -> Confirmation | None:
     last = rounds[-1] if rounds else None
     before = [one for one in rounds[:-1] if BASELINE in one.speeds and one.is_comparable]
     if last is not None:
-        wanted = () if _is_gate_begun(state, proof) else order(judged(before).contenders, last.number)
+        wanted = () if _is_gate_begun(state, proof) else order(judged(before).to_measure, last.number)
         missing = tuple(number for number in wanted if number not in last.runs)
         if missing:
             return Confirmation(
@@ -119,7 +119,7 @@ def confirmation(state: SweepState) -> Confirmation | None:
         complete=tuple(before),
         current=None,
         num_begun=len(rounds),
-        missing=() if judgement.is_decided else order(judgement.contenders, len(rounds)),
+        missing=() if judgement.is_decided else order(judgement.to_measure, len(rounds)),
         judgement=judgement,
     )
 
@@ -131,7 +131,7 @@ def _is_gate_begun(state: SweepState, proof: ProofState) -> bool:
 
 
 def _rounds(state: SweepState, proof: ProofState) -> tuple[list[Round], dict[int, str]]:
-    """Measured runs by round; a round that was begun but has no measured run is there, too. Those who failed."""
+    """All rounds with their measured runs, also those begun without any, and why other runs were not measured."""
     rounds: dict[int, Round] = {}
     failed: dict[int, str] = {}
     for trial in checks(state, proof):
@@ -146,13 +146,13 @@ def _rounds(state: SweepState, proof: ProofState) -> tuple[list[Round], dict[int
 
 
 def ratio_interval(ratio: Estimate) -> RatioInterval:
-    """As the verdict keeps it."""
+    """The ratio in the form that the verdict keeps."""
     ci95 = ratio.ci95
     return RatioInterval(value=ratio.value, low=ci95.low if ci95 else None, high=ci95.high if ci95 else None)
 
 
 def gate_runs(state: SweepState, finalist: int) -> dict[GateRole, Trial]:
-    """The last proof's gate runs that judge ``finalist``: one of the baseline serves all."""
+    """The last proof's gate runs that judge ``finalist``; the baseline's runs serve all finalists."""
     found: dict[GateRole, Trial] = {}
     if state.proof is None:
         return found
@@ -164,7 +164,7 @@ def gate_runs(state: SweepState, finalist: int) -> dict[GateRole, Trial]:
 
 
 def gate_roles(state: SweepState, finalist: int) -> tuple[GateRole, ...]:
-    """Who has to train for the gate to judge ``finalist``, in order."""
+    """Roles that have to train for the gate to judge ``finalist``, in order."""
     baseline, candidate = state.trials[BASELINE].candidate, state.trials[finalist].candidate
     is_coarse = candidate.precision.level != "O0"
     needed = needs_reference(baseline, candidate) or (is_coarse and baseline.precision.level != "O0")
@@ -174,7 +174,7 @@ def gate_roles(state: SweepState, finalist: int) -> tuple[GateRole, ...]:
 
 
 def gate_reports(state: SweepState) -> tuple[GateReport, ...]:
-    """Of the finalists of the last proof whose gate runs are there, in their order."""
+    """Reports on the finalists of the last proof whose gate runs are there, in their order."""
     settings = state.sweep.proof.gate
     if state.proof is None or settings is None:
         return ()
@@ -222,5 +222,5 @@ def gate_report(state: SweepState, finalist: int, settings: GateSettings) -> Gat
 
 
 def is_open(state: SweepState, run: Trial) -> bool:
-    """Whether it runs, or is to be launched, maybe again."""
+    """Whether ``run`` is running, or is to be launched, maybe again."""
     return run.number in state.waiting or run.number in state.running

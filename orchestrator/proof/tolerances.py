@@ -13,20 +13,23 @@ from trials.spec import Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """Relative. It grows with the square of the steps: each step adds its error, and trains on those before."""
+    """How large a relative deviation may be, by step.
+
+    It grows with the square of the steps: each step adds its error, and trains on those before.
+    """
 
     first: float
-    """In step 1, where both still have the same weights."""
+    """Tolerance in step 1, where both runs still have the same weights."""
     growth: float = 0.0
     most: float = math.inf
-    """However many steps."""
+    """Upper bound, however many steps."""
 
     def at(self, step: int) -> float:
-        """In this step, counted from 1."""
+        """Tolerance in this step, counted from 1."""
         return min(self.first + self.growth * (step - 1) ** 2, self.most)
 
     def wider(self, factor: float) -> Tolerance:
-        """Up to the same most."""
+        """The tolerance times ``factor``, with the same upper bound."""
         return replace(self, first=self.first * factor, growth=self.growth * factor)
 
     def __add__(self, other: Tolerance) -> Tolerance:
@@ -35,7 +38,7 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """For the loss and for the gradient norm."""
+    """Tolerances of the loss and of the gradient norm."""
 
     loss: Tolerance
     grad_norm: Tolerance
@@ -48,7 +51,7 @@ class Limits:
 
 
 LOSS_MOST, GRAD_NORM_MOST = 0.025, 0.25
-"""Of one class, in any step."""
+"""Upper bounds of the tolerances of one class, in any step."""
 
 
 def _limits(loss: float, loss_growth: float, grad_norm: float, grad_norm_growth: float) -> Limits:
@@ -77,7 +80,7 @@ OTHER_BATCH_NORM = Limits(
 
 
 def class_name(precision: Precision, matmul_precision: str) -> str:
-    """The key of :data:`ERRORS`."""
+    """Class of a number format: its key in :data:`ERRORS`."""
     if precision.level != "O0":
         return f"{precision.dtype} {precision.level}"
     return "float32" if matmul_precision == "highest" else f"float32 {matmul_precision}"

@@ -1,4 +1,4 @@
-"""What a gate run showed, and how two of them compare step by step. Standard library only.
+"""Trajectories: losses and gradient norms of gate runs, and how two compare step by step. Standard library only.
 
 Steps count from 1.
 """
@@ -23,16 +23,16 @@ SPIKE_FACTOR = 3.0
 LOSS_AFTER_SPIKE = 2 * LOSS_MOST
 """Limit of the loss from a spike on, at least."""
 EXCUSED_SHARE = 0.5
-"""Of the steps: gradient norms of so many may be beyond their limits, but not the first."""
+"""Share of the steps whose gradient norms may be beyond their limits; the first may not."""
 _SPIKE_WINDOW = 5
 _FLOOR = 0.01
-"""Of the largest value: deviations of smaller ones are relative to this."""
+"""Share of the largest value: deviations of values below it are relative to it."""
 _TINY = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """Of one gate run, step by step from the first."""
+    """How one gate run trained, step by step from the first."""
 
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
@@ -44,7 +44,7 @@ class Trajectory:
 
     @property
     def class_name(self) -> str:
-        """Names its number formats."""
+        """Class of its number formats, see :func:`orchestrator.proof.tolerances.class_name`."""
         return class_name(self.precision, self.matmul_precision)
 
     @property
@@ -74,12 +74,12 @@ class Trajectory:
         return None
 
     def first(self, num_steps: int) -> Trajectory:
-        """The beginning: tuning kernels may make a run longer than was asked."""
+        """The first ``num_steps`` steps: tuning kernels may make a run longer than was asked."""
         return replace(self, losses=self.losses[:num_steps], grad_norms=self.grad_norms[:num_steps])
 
 
 def trajectory(measurement: Measurement, candidate: Candidate) -> Trajectory:
-    """Of a gate run."""
+    """The trajectory of a gate run's measurement."""
     return Trajectory(
         losses=measurement.losses,
         grad_norms=measurement.grad_norms,
@@ -95,7 +95,7 @@ class Curve:
     """One quantity: how far two runs lie apart, and how far they may. Both relative; element i is step i + 1."""
 
     deviations: tuple[float | None, ...]
-    """None where nothing can be compared: the update was skipped, after a spike, or a value is not finite."""
+    """Relative deviation by step; None where nothing can be compared: the update was skipped, or a value is void."""
     limits: tuple[float, ...]
     num_excused: int = 0
     """Steps that may be beyond their limits, the first one that can be compared excepted."""
@@ -131,7 +131,10 @@ class Curve:
 
 
 def loss_curve(expected: Trajectory, run: Trajectory, limits: Tolerance, baseline: Trajectory | None) -> Curve:
-    """Of ``run`` against ``expected``; ``baseline`` where ``expected`` is a reference that it lies apart from, too."""
+    """Losses of ``run`` against ``expected``.
+
+    ``baseline``: the run that may lie apart from ``expected``, too, where that is a reference.
+    """
     values, nothing = expected.losses, frozenset[int]()
     allowed = _allowed(limits, len(values))
     if baseline is not None:
@@ -147,7 +150,7 @@ def loss_curve(expected: Trajectory, run: Trajectory, limits: Tolerance, baselin
 
 
 def norm_curve(expected: Trajectory, run: Trajectory, limits: Tolerance, baseline: Trajectory | None) -> Curve:
-    """As :func:`loss_curve`, of gradient norms.
+    """Gradient norms of ``run`` against ``expected``, as :func:`loss_curve`.
 
     In single steps they may be far off in equal training, where some batch is one that the model is sensitive to; after
     a spike they say nothing.

@@ -1,4 +1,7 @@
-"""The winner as other frameworks' configuration."""
+"""Recipes: a configuration rendered as other frameworks' own files, and read back.
+
+Knows the specification of trials only: nothing of sweeps or of what was measured.
+"""
 
 from orchestrator.recipes.base import Export, Note, Parsed, Recipe
 from orchestrator.recipes.registry import FORMATS, export, export_all, recipe

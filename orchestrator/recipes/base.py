@@ -1,4 +1,4 @@
-"""Exporting a winner to a framework's own configuration, so that nothing it asks for is dropped silently.
+"""What recipes are made of: settings that write a configuration as a framework's files and read it back, nothing lost.
 
 A recipe is a table of :class:`Setting` objects. Each names the fields it speaks for (paths as in
 :func:`orchestrator.recipes.fields.flatten`), writes them as the framework's settings, and reads them back. What a
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from orchestrator.recipes.fields import candidate_of, defaults, flatten, is_at_or_below
 from trials.spec import Candidate, Workload
@@ -56,22 +56,6 @@ class Parsed:
         return candidate_of(self.values)
 
 
-class Recipe(Protocol):
-    """One framework's format."""
-
-    name: str
-    """As in ``--format``."""
-    title: str
-
-    @property
-    def handled(self) -> Mapping[str, tuple[str, ...]]:
-        """By path, or part above paths: the framework's names for it; ``()`` where it has none."""
-
-    def export(self, candidate: Candidate, workload: Workload) -> Export: ...
-
-    def parse(self, files: Mapping[str, str]) -> Parsed: ...
-
-
 @dataclass(slots=True)
 class Draft:
     """An export in the making: what is asked for, and what has been written so far."""
@@ -93,7 +77,7 @@ class Draft:
 
 
 Settings = Mapping[str, Any]
-"""The framework's names and their values."""
+"""Values of settings by the framework's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +107,7 @@ def option(path: str, name: str, *, to: Callable[[Any], Any] = lambda value: val
 
 
 def fixed(name: str, value: Any) -> Setting:
-    """A setting that every export needs, because the runner always works so and the framework's default differs."""
+    """A setting that every export needs: the runner always works so, and the framework's default differs."""
 
     def write(draft: Draft) -> None:
         draft.settings[name] = value
@@ -132,8 +116,11 @@ def fixed(name: str, value: Any) -> Setting:
 
 
 def lacking(path: str, message: str, *, means: Any = None, severity: Severity = "warning") -> Setting:
-    """A field, or a part with all its fields, that the framework has no setting for. It always does ``means`` (by
-    default our default, or nothing for an optional part); anything else is noted."""
+    """A field, or a part with all its fields, that the framework has no setting for.
+
+    The framework always does ``means`` (by default our default, or nothing for an optional part); anything else is
+    noted.
+    """
     only = defaults().get(path) if means is None else means
 
     def write(draft: Draft) -> None:
@@ -154,31 +141,27 @@ def custom(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TableRecipe:
-    """A :class:`Recipe` made of settings; ``render`` writes the files of a finished draft, ``load`` reads them."""
+class Recipe:
+    """One framework's format: ``render`` writes the files of a finished draft, ``load`` reads them."""
 
     name: str
+    """Name of the format, for ``--format``."""
     title: str
+    """The framework's own name."""
     settings: tuple[Setting, ...]
     render: Callable[[Draft], Mapping[str, str]]
     load: Callable[[Mapping[str, str]], Settings]
     command: Callable[[Draft], str]
 
-    @property
-    def handled(self) -> Mapping[str, tuple[str, ...]]:
-        found: dict[str, tuple[str, ...]] = {}
-        for setting in self.settings:
-            for path in setting.paths:
-                found[path] = (*found.get(path, ()), *setting.names)
-        return found
-
     def export(self, candidate: Candidate, workload: Workload) -> Export:
+        """Files and command for one configuration, with notes on what they do not say."""
         draft = Draft(candidate, workload, flatten(candidate, workload))
         for setting in self.settings:
             setting.write(draft)
         return Export(format=self.name, files=self.render(draft), command=self.command(draft), notes=tuple(draft.notes))
 
     def parse(self, files: Mapping[str, str]) -> Parsed:
+        """Read files back that :meth:`export` made."""
         settings = self.load(files)
         values: dict[str, Any] = {}
         for setting in self.settings:
@@ -199,6 +182,7 @@ def audited(recipe: Recipe, candidate: Candidate, workload: Workload) -> Export:
 
 
 ABSENT = "nothing"
+"""Value of a path that one side does not have, in messages."""
 
 
 def differences(asked: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -235,7 +219,7 @@ def tree(settings: Settings, file: str) -> dict[str, Any]:
 
 
 def settings_of(file: str, content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The inverse of :func:`tree`."""
+    """Settings by name of a nested mapping read from ``file``: the inverse of :func:`tree`."""
     found: dict[str, Any] = {}
     for key, value in content.items():
         path = f"{prefix}.{key}" if prefix else key

@@ -1,4 +1,4 @@
-"""Every field of a candidate and a workload under a dotted path, and back."""
+"""Flattens a candidate and a workload into values by dotted path, and builds a candidate back from them."""
 
 from __future__ import annotations
 
@@ -24,20 +24,8 @@ def flatten(candidate: Candidate, workload: Workload) -> dict[str, Any]:
 
 
 @functools.cache
-def all_paths() -> frozenset[str]:
-    """The paths there can be."""
-    return frozenset({*_paths("", Candidate), *_paths(WORKLOAD, Workload)})
-
-
-@functools.cache
-def parts() -> frozenset[str]:
-    """Paths above others whose presence depends on the value: optional parts, and the types a field can have."""
-    return frozenset({*_parts("", Candidate), *_parts(WORKLOAD, Workload)})
-
-
-@functools.cache
 def defaults() -> Mapping[str, Any]:
-    """Value by path of what a candidate that says nothing means."""
+    """Value by path of a candidate with all fields at their defaults."""
     return types.MappingProxyType(_flatten("", Candidate()))
 
 
@@ -51,18 +39,18 @@ def is_at_or_below(path: str, ancestor: str) -> bool:
     return path == ancestor or path.startswith(ancestor + ".")
 
 
-def _join(prefix: str, name: str) -> str:
+def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _alternatives(hint: Any) -> tuple[type, ...]:
+def alternatives(hint: Any) -> tuple[type, ...]:
     """The dataclasses a field may hold."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     return tuple(option for option in options if dataclasses.is_dataclass(option) and isinstance(option, type))
 
 
 @functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
+def field_types(cls: Any) -> dict[str, Any]:
     """Type of every field, class variables left out."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
@@ -70,8 +58,8 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 def _flatten(prefix: str, value: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, hint in _hints(value.__class__).items():
-        path, part, options = _join(prefix, name), getattr(value, name), _alternatives(hint)
+    for name, hint in field_types(value.__class__).items():
+        path, part, options = join(prefix, name), getattr(value, name), alternatives(hint)
         if not options:
             found[path] = part
         elif len(options) > 1:
@@ -82,38 +70,11 @@ def _flatten(prefix: str, value: Any) -> dict[str, Any]:
     return found
 
 
-def _paths(prefix: str, cls: type) -> set[str]:
-    found: set[str] = set()
-    for name, hint in _hints(cls).items():
-        path, options = _join(prefix, name), _alternatives(hint)
-        if not options:
-            found.add(path)
-        elif len(options) > 1:
-            found.add(f"{path}.kind")
-            found.update(*(_paths(f"{path}.{option.kind}", option) for option in options))  # type: ignore[attr-defined]
-        else:
-            found |= _paths(path, options[0])
-    return found
-
-
-def _parts(prefix: str, cls: type) -> set[str]:
-    found: set[str] = set()
-    for name, hint in _hints(cls).items():
-        path, options = _join(prefix, name), _alternatives(hint)
-        if len(options) > 1:
-            found.update(f"{path}.{option.kind}" for option in options)  # type: ignore[attr-defined]
-        elif options:
-            found |= _parts(path, options[0])
-            if type(None) in typing.get_args(hint):
-                found.add(path)
-    return found
-
-
 def _build(prefix: str, cls: type, values: Mapping[str, Any]) -> Any:
-    """Fields of one type only: a candidate has no others."""
+    """Build ``cls`` from the values below ``prefix``; each field of a candidate has one type only."""
     given: dict[str, Any] = {}
-    for name, hint in _hints(cls).items():
-        path, options = _join(prefix, name), _alternatives(hint)
+    for name, hint in field_types(cls).items():
+        path, options = join(prefix, name), alternatives(hint)
         if not options and path in values:
             given[name] = values[path]
         elif options and any(is_at_or_below(known, path) for known in values):

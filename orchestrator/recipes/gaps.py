@@ -9,7 +9,7 @@ from orchestrator.recipes.base import Draft, Setting, Settings, custom
 from orchestrator.recipes.fields import WORKLOAD, defaults, is_at_or_below
 
 WHOLE_BETWEEN = "what is between the projections stays whole on every rank, which takes more memory"
-"""Of tensor parallelism that does not split the sequence there."""
+"""Message for tensor parallelism that does not split the sequence between the projections."""
 TORCH_SCALER: dict[str, Any] = {
     "precision.loss_scale.initial": 2.0**16,
     "precision.loss_scale.growth_factor": 2.0,
@@ -31,7 +31,7 @@ def asked(draft: Draft, part: str) -> dict[str, Any]:
 
 
 def left_to_script(part: str, advice: str) -> Setting:
-    """The fields at or below ``part`` are for the user's training script: a warning says so, with their values."""
+    """Fields at or below ``part`` that only the user's training script can set: a warning with their values."""
 
     def write(draft: Draft) -> None:
         if values := asked(draft, part):
@@ -68,7 +68,7 @@ def no_pipeline(message: str) -> Setting:
 
 
 def sharded_from(stage: int, *, refused: str, warned: str) -> Setting:
-    """Embedding and head are sharded from this ZeRO stage on, together with other weights."""
+    """``shard_embedding`` where embedding and head are sharded with other weights, from this ZeRO stage on."""
 
     def write(draft: Draft) -> None:
         layout = draft.candidate.layout
@@ -81,8 +81,7 @@ def sharded_from(stage: int, *, refused: str, warned: str) -> Setting:
 
 
 def own_collectives(message: str, tp: Callable[[Settings], int]) -> Setting:
-    """Tensor parallelism always has its collectives placed outside of DTensor, as ``tp_engine: local``; ``tp`` reads
-    its degree."""
+    """``tp_engine`` where tensor parallelism always has its collectives outside of DTensor; ``tp`` reads its degree."""
 
     def write(draft: Draft) -> None:
         if draft.candidate.layout.tp > 1 and draft.candidate.layout.tp_engine != "local":
@@ -95,7 +94,7 @@ def own_collectives(message: str, tp: Callable[[Settings], int]) -> Setting:
 
 
 def weight_decay_but_norms(name: str) -> Setting:
-    """``name`` is the weight decay, from which the framework spares the weights of norms."""
+    """Weight decay under ``name``, from which the framework spares the weights of norms."""
     path = "workload.optimizer.weight_decay"
 
     def write(draft: Draft) -> None:
@@ -106,8 +105,30 @@ def weight_decay_but_norms(name: str) -> Setting:
     return custom((path,), (name,), write, lambda settings: {path: float(settings[name])})
 
 
+def betas(name: str, make: Callable[[tuple[float, float]], Any] = list) -> Setting:
+    """Both betas of AdamW under ``name``, in the sequence that ``make`` makes of them."""
+    paths = ("workload.optimizer.beta1", "workload.optimizer.beta2")
+
+    def write(draft: Draft) -> None:
+        draft.settings[name] = make((draft.workload.optimizer.beta1, draft.workload.optimizer.beta2))
+
+    return custom(paths, (name,), write, lambda settings: dict(zip(paths, settings[name], strict=True)))
+
+
+def two_batches_ahead(num_workers: Callable[[Settings], Any]) -> Setting:
+    """``prefetch_factor`` where every data-loading process, whose number ``num_workers`` reads, is 2 batches ahead."""
+    path = "loader.prefetch_factor"
+
+    def write(draft: Draft) -> None:
+        loader = draft.candidate.loader
+        if loader.num_workers and loader.prefetch_factor != 2:
+            draft.warn(path, "always 2 batches ahead")
+
+    return custom((path,), (), write, lambda settings: {path: 2 if num_workers(settings) else 0})
+
+
 def own_data(reader: str) -> Setting:
-    """The data are always the user's own affair."""
+    """The training data, which the user's own ``reader`` reads in every framework."""
     return left_to_script("workload.data", reader)
 
 

@@ -59,7 +59,7 @@ SETTINGS: tuple[Setting, ...] = (
 
 
 def num_layers(settings: Settings) -> int | None:
-    """None for models that the file does not describe."""
+    """Number of layers; None for models that the file does not describe."""
     return settings.get(_NUM_LAYERS)
 
 

@@ -1,4 +1,4 @@
-"""Layers of stages and of recompute policies, as frameworks with coarser settings see them."""
+"""Questions about layers per stage and recompute policies, as frameworks with coarser settings ask them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def layer_ids(counts: Counts, layout: Layout, num_layers: int) -> list[int]:
 
 
 def refuse_stages(draft: Draft, message: str) -> None:
-    """The stages become others, and with them what numbers of layers per stage mean."""
+    """Refuse the layout's stages; numbers of layers per stage then mean something else and are refused, too."""
     draft.refuse("layout.stage_layers", message)
     if draft.candidate.recompute != Recompute():
         draft.refuse("recompute", "numbers of layers are those of other stages")

@@ -1,4 +1,4 @@
-"""The formats there are, and exporting to one or all of them."""
+"""Formats by name, and exports of a configuration to one or all of them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,22 @@ FORMATS = {
 
 
 def recipe(format: str) -> Recipe:  # noqa: A002 - the word users type
-    """Raises ConfigError for a format that there is not."""
+    """The recipe of a format.
+
+    Raises:
+        ConfigError: there is no such format.
+    """
     if format not in FORMATS:
         raise ConfigError(f"no format called {format!r}", remedy=f"Formats: {', '.join(FORMATS)}")
     return typing.cast(Recipe, importlib.import_module(FORMATS[format]).RECIPE)
 
 
 def export(format: str, candidate: Candidate, workload: Workload, *, allow_lossy: bool = False) -> Export:  # noqa: A002
-    """Raises ConfigError, with every reason, where the framework would train something else; unless allowed to."""
+    """Files and command of one format.
+
+    Raises:
+        ConfigError: the framework would train something else, with every reason, and ``allow_lossy`` is not set.
+    """
     made = audited(recipe(format), candidate, workload)
     refused = [note for note in made.notes if note.severity == "error"]
     if refused and not allow_lossy:
@@ -42,7 +50,7 @@ def export(format: str, candidate: Candidate, workload: Workload, *, allow_lossy
 
 
 def export_all(candidate: Candidate, workload: Workload) -> dict[str, Export | ConfigError]:
-    """By format: the export, or why there is none."""
+    """Export by format, or the reason why there is none."""
     found: dict[str, Export | ConfigError] = {}
     for name in FORMATS:
         try:

@@ -10,11 +10,14 @@ from typing import Any
 from orchestrator.recipes.base import Draft, Settings, comments
 
 WORLD_SIZE = "WORLD_SIZE"
-"""Not an argument: the number of processes over all nodes."""
+"""Setting that is no argument: the number of processes over all nodes."""
 
 
 def script(draft: Draft, *, exports: Mapping[str, str], start: str) -> str:
-    """``start`` is the command; it refers to ``"${ARGS[@]}"``, and to ``NUM_NODES`` and ``PROCESSES_PER_NODE``."""
+    """Text of the script.
+
+    ``start`` is its command; it refers to ``"${ARGS[@]}"``, and to ``NUM_NODES`` and ``PROCESSES_PER_NODE``.
+    """
     lines = [
         "#!/usr/bin/env bash",
         *comments(draft.notes),
@@ -46,7 +49,7 @@ def _words(value: Any) -> Iterable[str]:
 
 
 def load(text: str) -> dict[str, Any]:
-    """Arguments by name: True without a value, a text with one, a list with several."""
+    """Arguments of a script by name: True without a value, a text with one, a list with several."""
     found: dict[str, Any] = {}
     size = re.search(rf"^{WORLD_SIZE}=(\d+)$", text, flags=re.MULTILINE)
     if size:

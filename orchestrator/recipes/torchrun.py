@@ -1,4 +1,4 @@
-"""Our own runner under plain torchrun: the specification of one trial. Nothing is lost."""
+"""The recipe of our own runner under plain torchrun: the specification of one trial, in which nothing is lost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, custom
+from orchestrator.recipes.base import Draft, Recipe, Setting, Settings, custom
 from orchestrator.recipes.fields import WORKLOAD, flatten
 from trials.codec import from_json, to_json
 from trials.spec import Candidate, TrialSpec, Workload
@@ -60,7 +60,7 @@ def _load(files: Mapping[str, str]) -> dict[str, Any]:
     return {"candidate": to_json(trial.candidate), "workload": to_json(trial.workload)}
 
 
-RECIPE = TableRecipe(
+RECIPE = Recipe(
     name="torchrun",
     title="torchrun of this runner",
     settings=SETTINGS,

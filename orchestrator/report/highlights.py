@@ -5,7 +5,6 @@ from __future__ import annotations
 from orchestrator import units
 from orchestrator.report.summary import ENDED, Summary, TrialResult
 from orchestrator.report.verdict import winner_and_baseline
-from orchestrator.search.prediction.transfer import _count
 from orchestrator.space.naming import diff
 from orchestrator.sweep.state import SweepState, Trial
 from trials.reports.findings import Findings
@@ -59,4 +58,4 @@ def learned_from(num_trials: int, num_sweeps: int) -> str:
     """``learned from 14 trials of 2 earlier sweeps``; empty where there were none."""
     if not num_trials:
         return ""
-    return f"learned from {_count(num_trials, 'trial')} of {_count(num_sweeps, 'earlier sweep')}"
+    return f"learned from {units.count(num_trials, 'trial')} of {units.count(num_sweeps, 'earlier sweep')}"

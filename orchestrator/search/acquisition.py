@@ -1,7 +1,7 @@
-"""The core of the guided sampler: cost-model prior x learned residual over the enumerated candidates. numpy only.
+"""The core of the guided sampler: what to measure next, by posterior x residual over enumerated candidates. numpy only.
 
-Pure functions of what is believed and what was seen: asking again gives the same answer. Times are seconds of whatever
-the caller compares (seconds per step, device-seconds per token): only their logarithms' differences matter.
+Pure functions of the posterior and what was seen: asking again gives the same answer. Times are seconds of whatever the
+caller compares (seconds per step, device-seconds per token): only differences of their logarithms matter.
 """
 
 from __future__ import annotations
@@ -17,21 +17,18 @@ from orchestrator.search.prediction.posterior import Posterior, normal_cdf
 
 SHORTLIST_SIZE = 4096
 """Candidates whose uncertainty is worked out: those that look best when everything goes their way."""
-
-
 OPTIMISM = 2.0
-"""Standard deviations below the mean for the shortlist, and for the stopping rule."""
-
-
+"""Standard deviations below the mean, for the shortlist and the stopping rule."""
 MIN_PROBABILITY = 0.15
-"""Of fitting: what is less likely to fit is tried last, whatever it promises."""
+"""Candidates that fit with less than this probability are tried last, whatever they promise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What is known so far, by index of the candidate."""
+    """What was seen of the candidates so far, by their rows."""
 
     times_s: Mapping[int, float] = field(default_factory=dict)
+    """Measured times."""
     peaks: Mapping[int, float] = field(default_factory=dict)
     """Measured peak bytes / limit, where known."""
     oom: frozenset[int] = frozenset()
@@ -54,47 +51,33 @@ class Proposal:
 
     index: int
     time_s: float
-    """Expected."""
+    """Expected time."""
     log_std: float
     probability_fits: float
-    score: float
-    """Expected improvement of log time per device-second; for the very first, expected speed relative to the best."""
-
-
-def propose(belief: Posterior, seen: Seen, num: int = 1) -> list[Proposal]:
-    """Up to ``num`` candidates to measure at the same time; fewer when fewer are left.
-
-    The first is the one with the largest expected improvement per device-second, among those that may fit. Each
-    further one is chosen as if the earlier had turned out as expected (kriging believer, Ginsbourger et al. 2010), as
-    are those still running. Before anything was measured, the best prediction that fits comes first.
-    """
-    turn = ProposalRound(belief, seen, keep=SHORTLIST_SIZE)
-    chosen: list[Proposal] = []
-    while len(chosen) < num and (proposal := turn.best()) is not None:
-        chosen.append(proposal)
-        turn.believe(proposal.index)
-    return chosen
 
 
 class ProposalRound:
-    """Proposals one after another from what was seen at one time, as :func:`propose` describes.
+    """Proposals one after another from what was seen at one time.
 
-    That a candidate turns out as expected changes no expectation, only how much is left to be learned: one more column
-    of what is explained. A further proposal therefore costs little, however much was seen.
+    The best is the candidate with the largest expected improvement per device-second among those that may fit; before
+    anything was measured, the best prediction that fits. Those still running, and what was proposed since, count as if
+    they had turned out as expected (kriging believer, Ginsbourger et al. 2010). That changes no expectation, only how
+    much is left to be learned: one more column of what is explained. A further proposal therefore costs little, however
+    much was seen.
 
     Args:
         keep: how many candidates stay to choose from, those that score best at first.
     """
 
-    def __init__(self, belief: Posterior, seen: Seen, *, keep: int) -> None:
-        self._belief = belief
-        believed: dict[int, float] = {row: float(np.log(time_s)) for row, time_s in seen.times_s.items()}
-        residual = _believe(belief, _learned(belief, seen), believed, seen.running)
+    def __init__(self, posterior: Posterior, seen: Seen, *, keep: int) -> None:
+        self._posterior = posterior
+        log_times: dict[int, float] = {row: float(np.log(time_s)) for row, time_s in seen.times_s.items()}
+        residual = _assume(posterior, _learned(posterior, seen), log_times, seen.running)
         self._scale = residual.scale
-        self._incumbent = min(believed.values(), default=None)
-        self._rows = _shortlist(belief, residual, _open_rows(belief, seen), min(SHORTLIST_SIZE, 4 * keep))
-        self._fits = probability_fits(belief, seen, self._rows)
-        self._mean = belief.log_time[self._rows] + residual.mean(self._rows)
+        self._incumbent = min(log_times.values(), default=None)
+        self._rows = _shortlist(posterior, residual, _open_rows(posterior, seen), min(SHORTLIST_SIZE, 4 * keep))
+        self._fits = probability_fits(posterior, seen, self._rows)
+        self._mean = posterior.log_time[self._rows] + residual.mean(self._rows)
         explained, self._variance = residual.explain(self._rows)
         self._is_left = np.ones(len(self._rows), dtype=bool)
         kept = np.sort(self._order()[:keep])
@@ -114,15 +97,14 @@ class ProposalRound:
             time_s=float(np.exp(self._mean[best])),
             log_std=float(self._std[best]),
             probability_fits=float(self._fits[best]),
-            score=float(self._score[best]),
         )
 
-    def believe(self, row: int) -> bool:
-        """As if ``row`` had been measured at its expected time. False where it is none of those to choose from."""
+    def assume(self, row: int) -> bool:
+        """Go on as if ``row`` had been measured at its expected time; False where it is none of the candidates left."""
         (places,) = np.nonzero(self._rows == row)
         if not places.size:
             return False
-        at, error = int(places[0]), self._belief.error
+        at, error = int(places[0]), self._posterior.error
         explained = self._explained.values
         own = explained[at]
         covariance = error.covariance(self._rows, self._rows[at : at + 1], self._scale)[:, 0]
@@ -141,15 +123,16 @@ class ProposalRound:
 
     @property
     def _score(self) -> Array:
+        """Expected improvement of log time per device-second; before any measurement, speed relative to the best."""
         if self._incumbent is None:
             score = np.exp(self._mean.min(initial=np.inf) - self._mean) * self._fits
         else:
             improvement = expected_improvement(self._incumbent, self._mean, self._std)
-            score = improvement * self._fits / self._belief.cost_s[self._rows]
+            score = improvement * self._fits / self._posterior.cost_s[self._rows]
         return np.asarray(np.where(self._fits >= MIN_PROBABILITY, score, score * 1e-6))
 
     def _order(self) -> NDArray[np.intp]:
-        """Best first. Improvements that underflow are still ordered: by how many standard deviations they are away."""
+        """Places of the candidates, best first; where improvements underflow, by standard deviations to the best."""
         incumbent = self._mean.min(initial=np.inf) if self._incumbent is None else self._incumbent
         return np.lexsort((self._mean, (self._mean - incumbent) / self._std, -self._score))
 
@@ -177,13 +160,13 @@ class _Columns:
         self._num += 1
 
 
-def expected_log_times(belief: Posterior, seen: Seen) -> Array:
-    """Of all candidates, after what was seen."""
-    return np.asarray(belief.log_time + _learned(belief, seen).mean(np.arange(len(belief))))
+def expected_log_times(posterior: Posterior, seen: Seen) -> Array:
+    """Expected log time of every candidate, after what was seen."""
+    return np.asarray(posterior.log_time + _learned(posterior, seen).mean(np.arange(len(posterior))))
 
 
 def should_stop(
-    belief: Posterior, seen: Seen, *, tolerance: float = 0.0, min_probability: float = MIN_PROBABILITY
+    posterior: Posterior, seen: Seen, *, tolerance: float = 0.0, min_probability: float = MIN_PROBABILITY
 ) -> bool:
     """Whether nothing left is likely to beat the best seen by more than ``tolerance`` (relative).
 
@@ -192,72 +175,72 @@ def should_stop(
     """
     if not seen.times_s:
         return False
-    open_rows = _open_rows(belief, seen)
-    residual = _learned(belief, seen)
-    rows = _shortlist(belief, residual, open_rows)
-    rows = rows[probability_fits(belief, seen, rows) >= min_probability]
-    optimistic = belief.log_time[rows] + residual.mean(rows) - OPTIMISM * residual.std(rows)
+    open_rows = _open_rows(posterior, seen)
+    residual = _learned(posterior, seen)
+    rows = _shortlist(posterior, residual, open_rows)
+    rows = rows[probability_fits(posterior, seen, rows) >= min_probability]
+    optimistic = posterior.log_time[rows] + residual.mean(rows) - OPTIMISM * residual.std(rows)
     return bool(np.all(optimistic >= np.log(min(seen.times_s.values())) + np.log1p(-tolerance)))
 
 
-def probability_fits(belief: Posterior, seen: Seen, rows: NDArray[np.intp]) -> Array:
+def probability_fits(posterior: Posterior, seen: Seen, rows: NDArray[np.intp]) -> Array:
     """Probability that each of ``rows`` fits in memory, given which candidates did and which did not."""
-    if belief.log_memory is None:
+    if posterior.log_memory is None:
         return np.ones(len(rows))
-    shift, shift_std = _memory_shift(belief.log_memory, belief, seen)
-    spread = np.hypot(belief.memory_std, shift_std)
-    return normal_cdf(-(belief.log_memory[rows] + shift) / spread)
+    shift, shift_std = _memory_shift(posterior.log_memory, posterior, seen)
+    spread = np.hypot(posterior.memory_std, shift_std)
+    return normal_cdf(-(posterior.log_memory[rows] + shift) / spread)
 
 
-def _memory_shift(log_memory: Array, belief: Posterior, seen: Seen) -> tuple[float, float]:
+def _memory_shift(log_memory: Array, posterior: Posterior, seen: Seen) -> tuple[float, float]:
     """Mean and standard deviation of the error common to all memory predictions, on a grid."""
-    shift = np.linspace(-5, 5, 401) * belief.memory_shift_std
-    log_density = -0.5 * (shift / belief.memory_shift_std) ** 2
+    shift = np.linspace(-5, 5, 401) * posterior.memory_shift_std
+    log_density = -0.5 * (shift / posterior.memory_shift_std) ** 2
     for row in seen.oom:
-        log_density += np.log(normal_cdf((log_memory[row] + shift) / belief.memory_std) + 1e-300)
+        log_density += np.log(normal_cdf((log_memory[row] + shift) / posterior.memory_std) + 1e-300)
     for row in seen.times_s:
         if row in seen.peaks:
-            miss = (np.log(seen.peaks[row]) - log_memory[row] - shift) / belief.memory_std
+            miss = (np.log(seen.peaks[row]) - log_memory[row] - shift) / posterior.memory_std
             log_density -= 0.5 * miss**2
         else:
-            log_density += np.log(normal_cdf(-(log_memory[row] + shift) / belief.memory_std) + 1e-300)
+            log_density += np.log(normal_cdf(-(log_memory[row] + shift) / posterior.memory_std) + 1e-300)
     density = np.exp(log_density - log_density.max())
     density /= density.sum()
     mean = float(density @ shift)
     return mean, float(np.sqrt(density @ (shift - mean) ** 2))
 
 
-def _learned(belief: Posterior, seen: Seen) -> Residual:
+def _learned(posterior: Posterior, seen: Seen) -> Residual:
     times = {**seen.history, **seen.times_s}
     rows = np.array(sorted(times), dtype=np.intp)
-    errors = np.log([times[row] for row in rows.tolist()]) - belief.log_time[rows]
-    return learn(belief.error, rows, errors)
+    errors = np.log([times[row] for row in rows.tolist()]) - posterior.log_time[rows]
+    return learn(posterior.error, rows, errors)
 
 
-def _believe(belief: Posterior, residual: Residual, believed: dict[int, float], rows: tuple[int, ...]) -> Residual:
-    """As if ``rows`` had been measured at their expected times, which are added to ``believed``."""
+def _assume(posterior: Posterior, residual: Residual, log_times: dict[int, float], rows: tuple[int, ...]) -> Residual:
+    """The residual as if ``rows`` had been measured at their expected times, which are added to ``log_times``."""
     if not rows:
         return residual
     new = np.array(rows, dtype=np.intp)
     errors = residual.mean(new)
-    believed.update(zip(rows, (belief.log_time[new] + errors).tolist(), strict=True))
+    log_times.update(zip(rows, (posterior.log_time[new] + errors).tolist(), strict=True))
     seen = np.concatenate([residual.seen, new])
-    return condition(belief.error, seen, np.concatenate([residual.errors, errors]), residual.scale)
+    return condition(posterior.error, seen, np.concatenate([residual.errors, errors]), residual.scale)
 
 
-def _open_rows(belief: Posterior, seen: Seen) -> NDArray[np.intp]:
-    is_open = np.ones(len(belief), dtype=bool)
+def _open_rows(posterior: Posterior, seen: Seen) -> NDArray[np.intp]:
+    is_open = np.ones(len(posterior), dtype=bool)
     is_open[seen.closed] = False
     return np.asarray(np.flatnonzero(is_open), dtype=np.intp)
 
 
 def _shortlist(
-    belief: Posterior, residual: Residual, rows: NDArray[np.intp], size: int = SHORTLIST_SIZE
+    posterior: Posterior, residual: Residual, rows: NDArray[np.intp], size: int = SHORTLIST_SIZE
 ) -> NDArray[np.intp]:
     if len(rows) <= size:
         return rows
-    own_std = np.sqrt(np.maximum(belief.error.variance(rows, residual.scale) - belief.error.common_std**2, 0.0))
-    optimistic = belief.log_time[rows] + residual.mean(rows) - OPTIMISM * own_std
+    own_std = np.sqrt(np.maximum(posterior.error.variance(rows, residual.scale) - posterior.error.common_std**2, 0.0))
+    optimistic = posterior.log_time[rows] + residual.mean(rows) - OPTIMISM * own_std
     best = np.argpartition(optimistic, size)[:size]
     return np.asarray(np.sort(rows[best]), dtype=np.intp)
 

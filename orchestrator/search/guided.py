@@ -1,4 +1,4 @@
-"""The guided sampler on a sweep: from its state to what was seen, and from a proposal to a candidate with a reason."""
+"""The guided sampler on a sweep: turns its state into what was seen, and a proposal into a candidate with a reason."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.search.acquisition import Proposal, ProposalRound, Seen, expected_log_times, should_stop
+from orchestrator.search.open_candidates import OpenCandidates
 from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.rounds import as_of, first_trial, round_start
-from orchestrator.search.staged import Stages
-from orchestrator.search.untried import OpenCandidates
 from orchestrator.sweep.state import SweepState, Trial, device_seconds
 from orchestrator.sweep.values import PredictedResult, Suggestion
 from orchestrator.units import rate
@@ -23,18 +22,12 @@ from trials.spec import Candidate
 
 MAX_LEARNED = 256
 """Measurements the residual learns from: half of them the fastest, half the latest."""
-
-
 MAX_BOUNDS = 128
-"""Trials stopped early that it learns from besides: the latest."""
-
-
+"""Trials stopped early that the residual also learns from: the latest."""
 MAX_CALIBRATING = 256
-"""Measurements the coefficients are fitted to: some ten for each. What is left after that is no matter of theirs."""
-
+"""Measurements the coefficients are fitted to, some ten for each; what is left after that they cannot explain."""
 MIN_MEASURED_TO_STOP = 4
-
-
+"""Measurements before the search may stop by itself."""
 STOP_TOLERANCE = 0.01
 """What an improvement must promise, relative, for the search to go on."""
 
@@ -43,23 +36,24 @@ MIN_KEPT = 384
 
 
 @dataclass(slots=True, kw_only=True)
-class _Turn:
-    """A round, and how far it has come."""
+class _Round:
+    """A round of proposals from what was known at its beginning, and how far it has come."""
 
-    round: ProposalRound
+    proposals: ProposalRound
     state: SweepState
-    """What it knows."""
+    """What the round knows."""
     is_open: NDArray[np.bool_]
-    """By row, at its beginning."""
-    words: str
+    """Which rows might be proposed at its beginning."""
     num_known: int
     """Ended trials it knows of."""
     num_measured: int
+    """Measurements among them."""
     num_trials: int
-    """Trials that have been taken in."""
+    """Trials taken into the round so far."""
     last: Candidate | None
-    """That of the last of them."""
+    """Candidate of the last of them."""
     is_converged: bool | None = None
+    """Whether the search had converged at its beginning; None until asked."""
 
     def is_before(self, state: SweepState, num_known: int) -> bool:
         """Whether ``state`` is in this round, and follows from what was taken in."""
@@ -73,23 +67,18 @@ class _Turn:
 
 
 class GuidedSearch:
-    """Proposals of the cost model, corrected by the sweep's own trials: a function of the state alone.
+    """Proposals of the cost model, corrected by the sweep's own trials: a function of the state alone."""
 
-    Args:
-        stages: which candidates come first; None: all at once.
-    """
-
-    def __init__(self, predictor: Predictor, stages: Stages | None = None) -> None:
+    def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
-        self._stages = stages
         self._rows = {candidate.config_key: row for row, candidate in enumerate(predictor.candidates)}
         self._keys = tuple(self._rows)
         self._row_of_trial: dict[int, tuple[Candidate, int | None]] = {}
         self._row_in: tuple[OpenCandidates, NDArray[np.intp]] | None = None
-        self._turn: _Turn | None = None
+        self._round: _Round | None = None
 
-    def expect(self, candidate: Candidate) -> PredictedResult | None:
-        """What the cost model says of a candidate before any trial of this sweep; None of one it does not know."""
+    def predict(self, candidate: Candidate) -> PredictedResult | None:
+        """The prediction of a candidate before any trial of this sweep; None for one the cost model does not know."""
         row = self._rows.get(candidate.config_key)
         if row is None:
             return None
@@ -102,18 +91,17 @@ class GuidedSearch:
 
     def ask(self, state: SweepState, candidates: OpenCandidates) -> Suggestion | None:
         """The next candidate and why; None when none is left. ``candidates`` have followed the sweep to ``state``."""
-        turn = self._now(state, candidates)
+        current = self._current_round(state, candidates)
         is_open = self._is_open(candidates, len(state.trials), len(state.end_order))
-        found = turn.round.best(is_open)
+        found = current.proposals.best(is_open)
         if found is None:
-            turn = self._turn = self._begin(state, candidates, turn.num_known, len(state.trials))
-            found = turn.round.best(is_open)
+            current = self._round = self._begin_round(state, candidates, current.num_known, len(state.trials))
+            found = current.proposals.best(is_open)
         if found is None:
             return None
-        reason = _reason(found, state, measured=turn.num_measured > 0)
         return Suggestion(
             self._predictor.candidates[found.index],
-            f"{turn.words}: {reason}" if turn.words else reason,
+            _reason(found, state, measured=current.num_measured > 0),
             PredictedResult(
                 step_time_s=found.time_s / float(self._predictor.inputs.world_size[found.index]),
                 log_spread=found.log_std,
@@ -124,46 +112,41 @@ class GuidedSearch:
 
     def is_converged(self, state: SweepState, candidates: OpenCandidates) -> bool:
         """Whether nothing left is likely to beat the best by more than ``STOP_TOLERANCE``."""
-        turn = self._now(state, candidates)
-        if turn.is_converged is None:
-            belief, seen = self._standing(turn.state, self._closed(turn.is_open))
+        current = self._current_round(state, candidates)
+        if current.is_converged is None:
+            posterior, seen = self._knowledge(current.state, self._closed(current.is_open))
             enough = len(seen.times_s) >= MIN_MEASURED_TO_STOP
-            turn.is_converged = enough and should_stop(belief, seen, tolerance=STOP_TOLERANCE)
-        return turn.is_converged
+            current.is_converged = enough and should_stop(posterior, seen, tolerance=STOP_TOLERANCE)
+        return current.is_converged
 
-    def _now(self, state: SweepState, candidates: OpenCandidates) -> _Turn:
+    def _current_round(self, state: SweepState, candidates: OpenCandidates) -> _Round:
         """The round that ``state`` is in, with what was proposed in it so far.
 
         A trial that is none of its candidates begins it anew, with what was known when that trial was proposed.
         """
         num_known = round_start(len(state.end_order), state.sweep.max_concurrent)
-        turn = self._turn
-        if turn is None or not turn.is_before(state, num_known):
-            turn = self._begin(state, candidates, num_known, first_trial(state, num_known))
-        for trial in state.trials.since(turn.num_trials):
+        current = self._round
+        if current is None or not current.is_before(state, num_known):
+            current = self._begin_round(state, candidates, num_known, first_trial(state, num_known))
+        for trial in state.trials.since(current.num_trials):
             row = self._row(trial) if trial.check is None else None
-            if row is not None and not turn.round.believe(row):
-                turn = self._begin(state, candidates, num_known, trial.number)
-                turn.round.believe(row)
-            turn.num_trials, turn.last = trial.number + 1, trial.candidate
-        self._turn = turn
-        return turn
+            if row is not None and not current.proposals.assume(row):
+                current = self._begin_round(state, candidates, num_known, trial.number)
+                current.proposals.assume(row)
+            current.num_trials, current.last = trial.number + 1, trial.candidate
+        self._round = current
+        return current
 
-    def _begin(self, state: SweepState, candidates: OpenCandidates, num_known: int, num_trials: int) -> _Turn:
+    def _begin_round(self, state: SweepState, candidates: OpenCandidates, num_known: int, num_trials: int) -> _Round:
         """A round from the first ``num_trials`` trials, of which ``num_known`` have ended."""
         before = as_of(state, num_known, num_trials)
         num_ended = state.trials[num_trials].num_ended if num_trials < len(state.trials) else len(state.end_order)
         is_open = self._is_open(candidates, num_trials, num_ended)
-        words, closed = "", self._closed(is_open)
-        if self._stages is not None:
-            stage = self._stages.now(before, frozenset(self._keys[row] for row in np.flatnonzero(is_open).tolist()))
-            words, closed = stage.words, [row for row, key in enumerate(self._keys) if key not in stage.keys]
-        belief, seen = self._standing(before, closed)
-        return _Turn(
-            round=ProposalRound(belief, seen, keep=max(MIN_KEPT, 2 * state.sweep.max_concurrent)),
+        posterior, seen = self._knowledge(before, self._closed(is_open))
+        return _Round(
+            proposals=ProposalRound(posterior, seen, keep=max(MIN_KEPT, 2 * state.sweep.max_concurrent)),
             state=before,
             is_open=is_open,
-            words=words,
             num_known=num_known,
             num_measured=len(seen.times_s),
             num_trials=num_trials,
@@ -171,7 +154,7 @@ class GuidedSearch:
         )
 
     def _is_open(self, candidates: OpenCandidates, num_trials: int, num_ended: int) -> NDArray[np.bool_]:
-        """By row, when there were so many trials and so many of them had ended."""
+        """Which rows might be proposed when there were so many trials, so many of them ended."""
         if self._row_in is None or self._row_in[0] is not candidates:
             found = [candidates.row_of.get(key, -1) for key in self._keys]
             self._row_in = candidates, np.array(found, dtype=np.intp)
@@ -184,12 +167,12 @@ class GuidedSearch:
         closed: list[int] = np.flatnonzero(~is_open).tolist()
         return closed
 
-    def _standing(self, state: SweepState, closed: Collection[int]) -> tuple[Posterior, Seen]:
-        """What is believed and was seen. ``closed``: rows not to be proposed."""
+    def _knowledge(self, state: SweepState, closed: Collection[int]) -> tuple[Posterior, Seen]:
+        """The posterior and what was seen. ``closed``: rows not to be proposed."""
         measured = [(row, trial) for number in state.end_order for row, trial in self._measured(state.trials[number])]
         calibrating = measured[: num_calibrating(len(measured))]
         history = self._predictor.earlier_times_s
-        belief = self._predictor.belief({**history, **{row: device_seconds(trial) for row, trial in calibrating}})
+        posterior = self._predictor.posterior({**history, **{row: device_seconds(trial) for row, trial in calibrating}})
         learned = dict(_most_telling(measured))
         outcomes = {row: trial.outcome for trial in state.searched() if (row := self._row(trial)) is not None}
         seen = Seen(
@@ -204,7 +187,7 @@ class GuidedSearch:
             history=history,
         )
         stopped = {row: o for row, o in outcomes.items() if isinstance(o, StoppedEarly) and row not in learned}
-        return belief, _with_bounds(belief, seen, stopped, self._predictor)
+        return posterior, _with_bounds(posterior, seen, stopped, self._predictor)
 
     @property
     def _limit_bytes(self) -> float:
@@ -222,12 +205,14 @@ class GuidedSearch:
         return [] if row is None or trial.measurement is None else [(row, trial)]
 
 
-def _with_bounds(belief: Posterior, seen: Seen, stopped: Mapping[int, StoppedEarly], predictor: Predictor) -> Seen:
-    """With what trials that were stopped early tell: that they take at least so long. Where they were expected to take
-    longer, that is no news; else they teach as if that were what they take."""
+def _with_bounds(posterior: Posterior, seen: Seen, stopped: Mapping[int, StoppedEarly], predictor: Predictor) -> Seen:
+    """``seen`` with trials that were stopped early, which take at least so long.
+
+    Where they were expected to take longer, that is no news; else they teach as if that were what they take.
+    """
     if not stopped:
         return seen
-    expected = expected_log_times(belief, seen)
+    expected = expected_log_times(posterior, seen)
     world_size = predictor.inputs.world_size
     bounds = {row: outcome.at_least_s * float(world_size[row]) for row, outcome in stopped.items()}
     news = [(row, seconds) for row, seconds in bounds.items() if math.log(seconds) > expected[row]]
@@ -237,14 +222,17 @@ def _with_bounds(belief: Posterior, seen: Seen, stopped: Mapping[int, StoppedEar
 
 
 def _peak_bytes(trial: Trial) -> int:
-    """Of the fullest rank; 0 where nobody measured it."""
+    """Reserved peak of the fullest rank; 0 where it was not measured."""
     assert trial.measurement is not None
     return max(trial.measurement.peak_reserved_bytes, default=0)
 
 
 def num_calibrating(num_measured: int) -> int:
-    """The first 1, 2, 3, 5, 8, ... measurements move the coefficients: each next one matters less, and linearising
-    the model anew takes long where there are many candidates. In between, the residual takes them in."""
+    """Number of measurements that move the coefficients: 1, 2, 3, 5, 8, ... of the first.
+
+    Each next one matters less, and linearising the model anew takes long where there are many candidates. In between,
+    the residual takes them in.
+    """
     low, high = 0, 1
     while high <= min(num_measured, MAX_CALIBRATING):
         low, high = high, low + high

@@ -1,9 +1,12 @@
-"""When the guided sampler looks at everything anew, and what it knew then: functions of the state.
+"""Rounds of the guided sampler: when it learns from all measurements anew, and what it knew then, read from the state.
 
-Learning from hundreds of measurements takes a third of a second, far more than the share of one trial in a sweep of
-thousands. So it learns in rounds: at first after every trial that ends, later after every twelfth part of them, and
-where many run at the same time after a third of those. In between, what it proposes counts as if it had turned out
-as expected. A sweep that goes on finds the start of its round again, and what was known then, in its state.
+At first it learns after every trial that ends, later after every twelfth part of them, and where many run at the same
+time after a third of those. In between, what it proposes counts as if it had turned out as expected. A resumed sweep
+finds the start of its round again, and what was known then, in its state.
+
+Learning after every trial instead took 57 ms of search per trial in place of 7, over the first 1,000 trials of
+``benchmarks.scale.controller`` with 200 in flight and 21,072 candidates, and 80 ms per trial towards their end; with 20
+in flight 66 ms in place of 6.
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.sweep.vector import Vector
 
 SHARE_OF_ENDED = 12
+"""A round ends after at least this part of the trials that had ended before it."""
 SHARE_OF_RUNNING = 3
+"""A round ends after at least this part of the trials that may run at the same time."""
 
 
 @functools.lru_cache
 def round_start(num_ended: int, max_concurrent: int) -> int:
-    """Number of ended trials the present round knows of."""
+    """Number of ended trials that the round after ``num_ended`` of them knows of."""
     start = following = 0
     while following <= num_ended:
         start = following
@@ -52,7 +57,7 @@ def as_of(state: SweepState, num_ended: int, num_trials: int) -> SweepState:
 
 
 def _hidden(trial: Trial) -> Trial:
-    """As it was while it ran."""
+    """The trial as it was while it ran."""
     if trial.outcome is None:
         return trial
     return replace(

@@ -1,4 +1,4 @@
-"""Which candidate to measure next. The one module importing optuna.
+"""The search: which candidate to measure next, by any of the samplers. The one module of search that imports optuna.
 
 A sampler only ever chooses from the enumerated legal candidates, never one that was proposed before or that needs at
 least the memory of one that ran out of it, and its choice is a function of (seed, trial number, state) alone: the
@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.search.untried import OpenCandidates
-from orchestrator.space.dominance import Pruned, Pruner
-from orchestrator.space.large import Features, LargeSpace, Lookup, Scalar, without_effect
+from orchestrator.search.open_candidates import OpenCandidates
+from orchestrator.space.dominance import Pruner
+from orchestrator.space.large import LargeSpace, Lookup, without_effect
+from orchestrator.space.naming import Features, Scalar
 from orchestrator.sweep.events import CandidatesPruned
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.sweep.values import PredictedResult, Suggestion
@@ -41,9 +42,9 @@ _CONSTRAINTS = {"memory": OutOfMemory, "legality": Infeasible, "numerics": Diver
 """Constraint name -> outcome that violates it. Every told trial sets all of them, as Optuna's samplers require."""
 
 _MAX_DRAWS = 16
-"""Draws from the sampler before its last one is moved to the nearest legal, unseen candidate."""
+"""Draws from TPE before its last one is moved to the nearest legal candidate that was not proposed yet."""
 _MAX_TOLD = 256
-"""Ended trials that TPE learns from. It tells at most 25 good ones from the rest: those are always among them."""
+"""Ended trials that TPE learns from. It tells at most 25 good ones from the rest, which are always among them."""
 _MAX_RANDOM_DRAWS = 256
 """Draws from a space too large to enumerate before it counts as exhausted."""
 
@@ -56,7 +57,7 @@ class Search:
         features: flat description of a candidate; knobs that never differ are left out of the search space.
         sampler: ``guided`` (the cost model, corrected by what was measured), ``tpe`` (Optuna's TPE over the knobs,
             restricted to legal candidates), ``random``, or ``grid`` (the candidates in their order).
-        guide: what ``guided`` asks; without one it proposes as ``tpe``.
+        guide: the guided sampler; without one ``guided`` proposes as ``tpe``.
         stop_when_converged: end when the guide expects nothing better, rather than with the budget.
         beyond: the space of which ``candidates`` are a part, where it was too large to enumerate. Then ``guided`` is
             conditional TPE over the whole space, after a warm start with what the guide proposes of the part.
@@ -101,9 +102,9 @@ class Search:
             return Suggestion(self._open.candidates[rng.choice(unseen)], "drawn at random")
         return self._ask_tpe(state, unseen, rng)
 
-    def expect(self, candidate: Candidate) -> PredictedResult | None:
-        """What is predicted of a candidate before any trial; None where nobody can."""
-        return None if self._guide is None else self._guide.expect(candidate)
+    def predict(self, candidate: Candidate) -> PredictedResult | None:
+        """The prediction of a candidate before any trial; None without a guide or where the guide knows it not."""
+        return None if self._guide is None else self._guide.predict(candidate)
 
     def is_converged(self, state: SweepState) -> bool:
         """Whether the sweep should stop because nothing better is expected. Only ever so when asked for."""
@@ -113,15 +114,11 @@ class Search:
         return bool(self._open.open_rows.size) and self._guide.is_converged(state, self._open)
 
     def newly_pruned(self, state: SweepState) -> tuple[CandidatesPruned, ...]:
-        """What out-of-memory outcomes that no event speaks of yet have ruled out, one event per witness."""
+        """Events for what out-of-memory outcomes have ruled out that no event speaks of yet, one per witness."""
         return tuple(
             CandidatesPruned(at_s=state.now_s, witness=witness, rules=rules)
             for witness, rules in self._open.newly_ruled_out(state)
         )
-
-    def why_pruned(self, state: SweepState) -> Mapping[Candidate, Pruned]:
-        """Every candidate ruled out so far, with rule and witness."""
-        return self._open.why_ruled_out(state)
 
     @functools.cached_property
     def _space(self) -> _Space:
@@ -189,7 +186,7 @@ class Search:
         return study
 
     def _tell(self, study: optuna.Study, trial: Trial, worst: float) -> None:
-        """Faults and lost gangs say nothing about the candidate and are left out; running trials repel the sampler."""
+        """Add a trial to the study. Faults and lost gangs say nothing about the candidate; running trials repel TPE."""
         import optuna
 
         outcome = trial.outcome

@@ -17,7 +17,6 @@ import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,52 +24,17 @@ from numpy.typing import NDArray
 from trials.spec import Candidate, Counts, Layout
 
 LESS_WITH_MORE = ("zero_stage", "dp_shard", "tp", "cp", "sequence_parallel", "shard_embedding")
-"""Fields of the layout of which more means less memory, or as much."""
+"""Fields of the layout whose larger values need less memory, or as much."""
 MORE_WITH_MORE = ("num_workers", "prefetch_factor")
-"""Fields of the loader of which more means more memory, or as much (host memory, where that is the device's)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pruned:
-    """Why a candidate cannot fit: ``witness`` ran out of memory and needs no more, by ``rule_id``."""
-
-    rule_id: str
-    """``oom-<knob>``; ``oom-several`` where more than one knob differs, ``oom-same`` for the witness itself."""
-    witness: Candidate
-
-
-def dominates_memory(a: Candidate, b: Candidate, *, global_batch_size: int | None = None) -> bool:
-    """Whether ``a`` needs at least as much memory as ``b`` on its fullest rank, whatever the model.
-
-    With a global batch size, candidates that accumulate gradients are not compared with those that do not: gradients
-    that live through the forward pass may outweigh a smaller micro-batch.
-    """
-    if _group(a, global_batch_size) != _group(b, global_batch_size):
-        return False
-    engines = zip(_engines(a.layout), _engines(b.layout), strict=True)
-    if any(one and other and one != other for one, other in engines):
-        return False
-    patterns = _patterns((a, b))
-    more, less = _demand(a, patterns), _demand(b, patterns)
-    return all(x >= y for name in more for x, y in zip(more[name], less[name], strict=True))
-
-
-def pruned(
-    candidates: Sequence[Candidate], confirmed_oom: Iterable[Candidate], *, global_batch_size: int | None = None
-) -> dict[Candidate, Pruned]:
-    """The candidates that dominate one of ``confirmed_oom``, each with the first such witness."""
-    pruner = Pruner(candidates, global_batch_size=global_batch_size)
-    return {
-        candidates[row]: Pruned(rule_id=rule_id, witness=witness)
-        for witness in dict.fromkeys(confirmed_oom)
-        for row, rule_id in pruner.add(witness).items()
-    }
+"""Fields of the loader whose larger values need more memory, or as much (host memory, where that is the device's)."""
 
 
 class Pruner:
-    """Rules candidates out, one witness after another.
+    """Rules out the candidates that need at least the memory of a witness on their fullest rank, whatever the model.
 
-    A witness takes time in proportion to what is left in its group of undeclared knobs.
+    One witness after another, each in time proportional to what is left in its group of undeclared knobs. With a global
+    batch size, candidates that accumulate gradients are not compared with those that do not: gradients that live
+    through the forward pass may outweigh a smaller micro-batch.
     """
 
     def __init__(self, candidates: Sequence[Candidate], *, global_batch_size: int | None = None) -> None:
@@ -86,7 +50,10 @@ class Pruner:
         return members
 
     def add(self, witness: Candidate) -> dict[int, str]:
-        """What ``witness`` rules out beyond those before it: row of the candidate to rule id."""
+        """What ``witness`` rules out beyond those before it: row of the candidate to rule id.
+
+        Rule ids are ``oom-<knob>``; ``oom-several`` where more than one knob differs, ``oom-same`` for the witness.
+        """
         key = _group(witness, self._batch)
         if key not in self._groups:
             rows = self._members.get(key, [])
@@ -138,7 +105,7 @@ def _rule_id(differing: Set[str]) -> str:
 
 
 def _group(candidate: Candidate, global_batch_size: int | None) -> Hashable:
-    """All that must be equal: every field without a direction."""
+    """Key of candidates that can be compared: every field without a direction must be equal."""
     layout, loader = candidate.layout, candidate.loader
     accumulates = global_batch_size is not None and candidate.num_microbatches(global_batch_size) > 1
     return (
@@ -162,7 +129,7 @@ _UNDECLARED_LOADER = tuple(
 
 
 def _engines(layout: Layout) -> tuple[str, str, str]:
-    """Engines by field; empty where the layout makes no use of one, which compares with all."""
+    """Engine of each of ``_ENGINE_FIELDS``; empty where the layout uses none, which compares with all."""
     return (
         layout.replicate_with if layout.zero_stage == 0 else "",
         layout.tp_engine if layout.tp > 1 else "",
@@ -176,7 +143,7 @@ def _engine_codes(layout: Layout) -> tuple[int, ...]:
 
 
 def _demand(candidate: Candidate, patterns: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """By knob, numbers that grow with the memory it costs."""
+    """Numbers by knob that grow with the memory the knob costs."""
     layout = candidate.layout
     return {
         "micro_batch_size": (candidate.micro_batch_size,),
@@ -189,7 +156,7 @@ def _demand(candidate: Candidate, patterns: Sequence[str]) -> dict[str, tuple[in
 
 
 def _kept_layers(candidate: Candidate, patterns: Sequence[str]) -> tuple[int, ...]:
-    """Minus the layers recomputed in full, of communication, and by pattern, per chunk and stage.
+    """Minus the layers recomputed in full, with communication and by pattern, per chunk and stage.
 
     A layer recomputed in full counts for all: it has nothing left for the others.
     """

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from orchestrator.space.naming import Features, Scalar
 from orchestrator.space.space import Frame, Space
 from trials.spec import Candidate
 
@@ -24,9 +25,8 @@ SAMPLE_SIZE = 20_000
 MAX_MISSES = 64
 """Illegal draws in a row after which a space counts as empty."""
 
-Scalar = str | int | float | bool
-Features = Callable[[Candidate], Mapping[str, Scalar]]
 Encode = Callable[[Mapping[str, Scalar]], Mapping[str, int]]
+"""Whole numbers for knob values, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class LargeSpace:
 
     @property
     def message(self) -> str:
+        """Sentence for people on what is done about the size of the space."""
         return (
             f"too large to enumerate: {self.space.product_size:,} combinations of choices, {len(self.space):,} "
             f"candidates of {len(self.space.frames):,} layouts; falling back to conditional TPE with warm start"
@@ -132,7 +133,7 @@ def _first(frame: Frame, space: Space) -> Candidate:
 
 
 def without_effect(candidate: Candidate) -> frozenset[str]:
-    """Knobs that mean nothing in this candidate, because of another one: conditional search leaves them open."""
+    """Knobs that have no effect in this candidate because of another one; conditional search leaves them open."""
     layout, loader = candidate.layout, candidate.loader
     has_workers = loader.num_workers > 0
     conditions: Sequence[tuple[bool, tuple[str, ...]]] = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from orchestrator.space.knobs import KNOBS
@@ -16,8 +16,13 @@ from orchestrator.space.knobs.text import (
 )
 from trials.spec import Candidate, Kernels, Layout, Loader, Recompute
 
+Scalar = str | int | float | bool
+Features = Callable[[Candidate], Mapping[str, Scalar]]
+"""Flat description of a candidate: knob values by name, like :func:`flat_params`."""
+
 
 def describe(candidate: Candidate) -> dict[str, Any]:
+    """Key, short name and knobs of a candidate: its part of every JSON document."""
     return {
         "config_key": candidate.config_key,
         "short_name": short_name(candidate),
@@ -77,7 +82,7 @@ def diff(candidate: Candidate, baseline: Candidate) -> dict[str, tuple[Any, Any]
     return {name: (before[name], after[name]) for name in after if before[name] != after[name]}
 
 
-def flat_params(candidate: Candidate) -> dict[str, str | int | float | bool]:
+def flat_params(candidate: Candidate) -> dict[str, Scalar]:
     """Knob values as scalars, plus ``world_size``: parameters of a record, features of a search."""
     params = {knob.name: plain_knob(knob.name, knob.read(candidate), candidate) for knob in KNOBS}
     return {"world_size": candidate.layout.world_size, **params}

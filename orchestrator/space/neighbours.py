@@ -1,4 +1,4 @@
-"""The legal candidates near one, of a space that is too large to list."""
+"""Neighbours: the legal candidates that differ little from one, in a space that is too large to list."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trials.spec import Candidate, Layout, Recompute
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout))
 MAX_FIELDS = 4
-"""Of a layout in which one may differ to be near: pp, its schedule, chunks and layers per stage, or two degrees."""
+"""Fields in which the layouts of neighbours may differ: pp, its schedule, chunks and layers, or two degrees."""
 
 
-def around(large: LargeSpace, candidate: Candidate) -> list[Candidate]:
-    """Those with another layout or micro-batch size, or with another choice of one further part."""
+def neighbours(large: LargeSpace, candidate: Candidate) -> list[Candidate]:
+    """The neighbours of ``candidate``: another layout or micro-batch size, or another choice of one further part."""
     found = dict.fromkeys(_near(large, candidate))
     found.pop(candidate, None)
     return [near for near in found if large.is_legal(near)]
@@ -40,6 +40,6 @@ def _is_near(frame: Frame, candidate: Candidate) -> bool:
 
 
 def _kind(recompute: Recompute) -> tuple[bool, tuple[str, ...], bool]:
-    """Without the numbers of layers, which follow from the layout."""
+    """Kind of a recompute policy, without the numbers of layers, which follow from the layout."""
     patterns = tuple(part.pattern for part in recompute.selective)
     return bool(recompute.full), patterns, bool(recompute.communication)

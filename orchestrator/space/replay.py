@@ -19,12 +19,12 @@ from trials.spec import Candidate, Counts, Kernels, Layout, Precision, Recompute
 
 
 class ReplayError(ValueError):
-    """The table does not hold such a problem, or not of this workload."""
+    """The table does not hold such a problem, or holds it for another workload."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySpace:
-    """Distinct candidates in the table's order."""
+    """The rows of a problem that are candidates, without duplicates, in the table's order."""
 
     baseline: Candidate
     candidates: tuple[Candidate, ...]
@@ -34,7 +34,7 @@ class ReplaySpace:
 
 
 def replay_space(table: str, problem: str, baseline: str | None, workload: Workload) -> ReplaySpace:
-    """The rows of ``problem``.
+    """The space made of the rows of ``problem`` in the file ``table``.
 
     Raises:
         ReplayError: table, problem or baseline are not there, or the workload is not the one measured.
@@ -63,7 +63,7 @@ def replay_space(table: str, problem: str, baseline: str | None, workload: Workl
 
 
 def candidate_of(row: PublishedRow, num_layers: int) -> Candidate:
-    """What the row measured, as far as it says.
+    """The candidate that the row measured, as far as the row says.
 
     Raises:
         ReplayError: it was not measured, or cannot be told in the knobs of this project.

@@ -1,7 +1,7 @@
-"""Legality rules: which candidates cannot work, and why. Pure functions of arithmetic and of what is known.
+"""Legality rules: which candidates cannot work, and why.
 
-A rule answers with a one-line reason, or None when it has nothing against the candidate. Rules that need to know
-the hardware are silent while the topology is unknown; those of arithmetic are the runner's own.
+Rules are pure functions of candidate, workload and topology: a one-line reason, or None for a candidate that is legal.
+Those that need to know the hardware are silent while the topology is unknown; those of arithmetic are the runner's own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KNOBS = {knob.name: knob for knob in KNOBS}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """``reads="layout"`` promises to look at ``layout`` and ``micro_batch_size`` only."""
+    """One way to be illegal. ``reads="layout"`` promises to look at ``layout`` and ``micro_batch_size`` only."""
 
     id: str
     reads: Literal["layout", "candidate"]
@@ -66,8 +66,8 @@ class Filters:
     """Allowed world sizes; None allows all."""
 
 
-def _of_runner(rule: legality.LayoutRule) -> Rule:
-    """What the runner insists on."""
+def _of_runner(rule: legality.LegalityRule) -> Rule:
+    """A rule of the trial runner as a rule of the search space."""
     check = rule.check
     return Rule(id=rule.id, reads=rule.reads, check=lambda case: check(case.workload, case.candidate))
 
@@ -113,7 +113,7 @@ RULES: tuple[Rule, ...] = (
     *map(_of_runner, legality.RULES),
     Rule(id="amp-dtype", reads="candidate", check=_amp_dtype),
 )
-"""In the order they are reported."""
+"""The fixed rules in the order in which violations are reported."""
 
 
 def check(

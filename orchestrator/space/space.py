@@ -82,8 +82,7 @@ class Space:
 
 
 def make_space(choices: Choices, model: Model) -> Space:
-    """All candidates that ``choices`` span for ``model``, but for layouts where more than ``MAX_SETTINGS`` are
-    described.
+    """The space that ``choices`` span for ``model``; of more than ``MAX_SETTINGS`` layouts a random part.
 
     Raises:
         SpaceTooLargeError: when the knobs of the loader or of the kernels span more combinations than that.

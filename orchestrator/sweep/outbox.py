@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from orchestrator.processes import pause_s
 from orchestrator.sweep.fold import apply, fold
 from orchestrator.sweep.ledger import Ledger, LedgerEntry
 from orchestrator.sweep.state import SweepState
@@ -66,5 +67,5 @@ class Outbox:
         if self._num_failures == 0:
             self._on_outage(error)
         logger.debug("delivery to %s failed", self._name, exc_info=error)
-        self._retry_at_s = time.monotonic() + min(_LAST_RETRY_S, _FIRST_RETRY_S * 2 ** min(self._num_failures, 10))
+        self._retry_at_s = time.monotonic() + pause_s(self._num_failures, first_s=_FIRST_RETRY_S, last_s=_LAST_RETRY_S)
         self._num_failures += 1

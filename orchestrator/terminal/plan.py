@@ -68,7 +68,7 @@ def _candidates(plan: Plan) -> RenderableType:
     table.add_column("#", justify="right")
     table.add_column("configuration", no_wrap=True)
     shown = plan.candidates[:MAX_CANDIDATES]
-    has_memory = any(map(plan.known.to_json, shown))
+    has_memory = any(map(plan.estimates.to_json, shown))
     for title in ("predicted peak", "with margin") if has_memory else ():
         table.add_column(title, justify="right", no_wrap=True)
     for i, candidate in enumerate(shown, start=1):
@@ -80,10 +80,10 @@ def _candidates(plan: Plan) -> RenderableType:
 
 def _memory(plan: Plan, candidate: Candidate) -> tuple[str, str]:
     """Predicted peak, and with margin; empty where they are unknown."""
-    estimate = plan.known.by_candidate.get(candidate)
+    estimate = plan.estimates.by_candidate.get(candidate)
     if estimate is None:
         return "", ""
-    return num_bytes(estimate.peak_bytes), num_bytes(plan.known.needed_bytes(estimate))
+    return num_bytes(estimate.peak_bytes), num_bytes(plan.estimates.needed_bytes(estimate))
 
 
 def _rejected(plan: Plan) -> RenderableType:

@@ -1,9 +1,9 @@
+"""Fixtures shared by the tests of :mod:`cluster`."""
+
 import pytest
 
-from cluster.connect import connect
 from cluster.hardware.topology import discover_node
 from cluster.local import LocalCluster
-from cluster.request import ClusterRequest
 from tests.cluster.gangs import PRELOAD
 
 
@@ -13,17 +13,9 @@ def local_cluster(tmp_path_factory):
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def ray_cluster(tmp_path_factory):
-    with connect(
-        ClusterRequest(devices_per_node=4), workdir=tmp_path_factory.mktemp("ray"), preload=PRELOAD
-    ) as cluster:
-        yield cluster
-
-
 @pytest.fixture
 def pids(tmp_path):
-    """Where the processes of a gang sign in."""
+    """Folder in which the processes of a gang leave their pids."""
     folder = tmp_path / "pids"
     folder.mkdir()
     return str(folder)

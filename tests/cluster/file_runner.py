@@ -1,4 +1,4 @@
-"""A runner that leaves files."""
+"""A runner whose ranks leave files."""
 
 import gzip
 import os
@@ -9,7 +9,7 @@ from trials.reports.profile import FOLDER_VARIABLE
 
 
 def write_files(spec, progress):
-    """A file that comes home, and one that stays and tells what the first was here."""
+    """Leave a file that comes home, and one that stays on the node and holds the inode of the first."""
     rank = os.environ["RANK"]
     folder = Path(os.environ[FOLDER_VARIABLE])
     folder.mkdir(exist_ok=True)

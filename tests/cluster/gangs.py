@@ -1,27 +1,30 @@
-"""Launching gangs in tests and looking at what is left of them."""
+"""Launches gangs in tests, waits for their ends and looks at the processes that are left of them."""
 
 import itertools
 import time
 from pathlib import Path
 
 from cluster.base import Deadlines, GangEnded, GangLaunch
-from cluster.hardware.placement import place
+from cluster.hardware.placement import Pool
+from cluster.processes import process_info
 
 PRELOAD = ("torch", "torch.distributed", "tests.cluster.runners")
 LIMIT_S = 60.0
 _numbers = itertools.count()
 
 
-def launch(cluster, runner, *, world_size=2, devices=None, spec=None, deadlines=None, env=None):
-    """Launch ``runner`` on free devices and return the launch."""
-    free = frozenset(cluster.topology.devices if devices is None else devices)
+def launch(cluster, runner, *, world_size=2, devices=None, spec=None, deadlines=None, env=None, isolation="device"):
+    """Launch ``runner`` on free devices, those of ``devices`` or all, and return the launch."""
+    pool = Pool(cluster.topology)
+    if devices is not None:
+        pool.take(set(cluster.topology.devices) - set(devices))
     number = next(_numbers)
     gang = GangLaunch(
         attempt_id=f"a{number:03d}-{runner.replace('_', '-')}",
         token=f"token{number}",
         runner=runner if ":" in runner else f"tests.cluster.runners:{runner}",
         spec=spec or {},
-        placement=place(cluster.topology, free, world_size=world_size, tp=1, isolation="device"),
+        placement=pool.place(world_size=world_size, tp=1, isolation=isolation),
         deadlines=deadlines or Deadlines(),
         env=env or {},
     )
@@ -65,7 +68,11 @@ def wait_until(condition, what):
 
 
 def living(folder):
-    """Pids of those that signed in and still exist; zombies count as gone only once reaped."""
+    """Pids of the processes that signed in and still exist; zombies count until they are reaped."""
     pids = [int(path.name) for path in Path(folder).iterdir()]
     assert pids, "nobody signed in"
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def parent(pid):
+    return process_info(pid).parent_pid

@@ -78,7 +78,7 @@ def ok(spec, progress):
 
 
 def environment(spec, progress):
-    """Fails with what the rank sees, for the test to read."""
+    """Fails with the rank's environment as its message, for the test to read."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "EXTRA")
     seen = {name: os.environ.get(name) for name in names}
     seen |= {"threads": torch.get_num_threads(), "ray": "ray" in sys.modules}
@@ -133,7 +133,7 @@ def dies(spec, progress):
 
 
 def leaves(spec, progress):
-    """Exits past every handler."""
+    """Exits without running any handler."""
     if os.environ["RANK"] == "0":
         os._exit(7)
     time.sleep(FOREVER_S)

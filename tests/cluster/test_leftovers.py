@@ -11,7 +11,8 @@ import pytest
 from cluster.hardware.topology import discover_node
 from cluster.local import LocalCluster
 from cluster.node.guardian import LEASE_VARIABLE, Guardian, environment_of, marked_processes
-from tests.cluster.gangs import PRELOAD, end_of, launch, living, run, wait_for_pids, wait_until
+from cluster.processes import process_info
+from tests.cluster.gangs import PRELOAD, end_of, launch, living, parent, run, wait_for_pids, wait_until
 from tests.support import ROOT
 from trials.outcome import GangLost, Measured
 
@@ -42,7 +43,7 @@ def lease_of(pid):
 
 
 def any_marked(folder):
-    """A lease that runs in ``folder``, found through a rank."""
+    """The lease whose ranks have signed in to ``folder``."""
     for pid in living(folder):
         if any(entry.startswith(LEASE_VARIABLE.encode()) for entry in environment_of(pid)):
             return lease_of(pid)
@@ -62,7 +63,7 @@ def read(path):
 
 @pytest.mark.representative("local")
 @pytest.mark.parametrize("controller", BACKENDS, indirect=True)
-def test_a_killed_controller_leaves_nothing(controller, tmp_path):
+def test_death_leaves_nothing(controller, tmp_path):
     lease = any_marked(tmp_path / "pids")
     assert len(living(tmp_path / "pids")) == 6
     controller.kill()
@@ -74,7 +75,7 @@ def test_a_killed_controller_leaves_nothing(controller, tmp_path):
 
 @pytest.mark.representative("local")
 @pytest.mark.parametrize("controller", BACKENDS, indirect=True)
-def test_close_with_a_running_gang_leaves_nothing(controller, tmp_path):
+def test_close_leaves_nothing(controller, tmp_path):
     lease = any_marked(tmp_path / "pids")
     output, _ = controller.communicate("close\n")
     assert controller.returncode == 0
@@ -90,21 +91,12 @@ def cluster(tmp_path):
         yield cluster
 
 
-def parent(pid):
-    return int(stat(pid)[1])
-
-
-def stat(pid):
-    """The fields of ``/proc/<pid>/stat`` from the process's state on."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
 def test_gangs_outlive_the_fork_server(cluster, pids):
     gang = launch(cluster, "hangs_at_start", spec={"pids": pids})
     wait_for_pids(pids, 2)
     fork_server = parent(parent(living(pids)[0]))
     os.kill(fork_server, signal.SIGKILL)
-    wait_until(lambda: stat(fork_server)[0] == "Z", "the fork server's death")
+    wait_until(lambda: not process_info(fork_server).is_running, "the fork server's death")
     assert isinstance(run(cluster, "ok").outcome, Measured), "there is a new one"
     assert len(living(pids)) == 2
     cluster.kill(gang.attempt_id, "enough")

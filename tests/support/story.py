@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cluster.hardware.topology import Device
+from orchestrator.space.dominance import Pruner
 from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, Budget, SweepCreated, TrialProposed
+from orchestrator.sweep.state import SweepState
 from trials.outcome import (
     Crashed,
     Diverged,
@@ -133,3 +136,10 @@ def failures(message: str = "boom") -> dict[str, Outcome]:
         "crashed": Crashed(evidence=evidence(message)),
         "gang_lost": GangLost(evidence=evidence(message)),
     }
+
+
+def ruled_out(candidates: Sequence[Candidate], state: SweepState) -> dict[Candidate, str]:
+    """Rule by candidate, of all that need at least the memory of a trial that ran out of it."""
+    pruner = Pruner(candidates, global_batch_size=state.sweep.workload.global_batch_size)
+    witnesses = [trial.candidate for trial in state.trials if isinstance(trial.outcome, OutOfMemory)]
+    return {candidates[row]: rule_id for witness in witnesses for row, rule_id in pruner.add(witness).items()}

@@ -123,7 +123,7 @@ FULL = {
         "memory_format": "nhwc",
     },
     "search": {"sampler": "guided", "seed": 1, "max_concurrent": 2, "stop_when_converged": True}
-    | {"patience": 5, "transfer": False, "early_stop": 2.0, "staged": "off"},
+    | {"patience": 5, "transfer": False, "early_stop": 2.0},
     "measure": {
         "min_warmup_steps": 1,
         "max_warmup_steps": 2,

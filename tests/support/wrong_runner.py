@@ -13,7 +13,7 @@ def run_rank(spec, progress):
 
 
 def _skip_every_other_backward():
-    from trials.training import microbatches
+    from trials.training import accumulation
 
     backward, calls = torch.autograd.backward, []
 
@@ -22,4 +22,4 @@ def _skip_every_other_backward():
         if len(calls) % 2:
             backward(*args, **kwargs)
 
-    microbatches.torch.autograd.backward = broken
+    accumulation.torch.autograd.backward = broken

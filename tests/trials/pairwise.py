@@ -76,12 +76,12 @@ class _Search:
 
     def __init__(self, pairs: NDArray[np.int_], costs: NDArray[np.float64], seed: int) -> None:
         self._pairs = pairs
-        """Row -> the pairs it holds."""
+        """The pairs that each row holds."""
         self._costs = costs
         self._num_pairs = int(pairs.max()) + 1
         self._rng = np.random.default_rng(seed)
         self._values = 1.0 / np.sqrt(np.bincount(pairs.ravel()))
-        """Of a pair: what only few rows can cover counts more."""
+        """Weight of a pair: what only few rows can cover counts more."""
 
     def run(self, seconds: float) -> list[int]:
         end_s = time.monotonic() + seconds
@@ -101,7 +101,7 @@ class _Search:
         return np.bincount(self._pairs[rows].ravel(), minlength=self._num_pairs)
 
     def _ruined(self, rows: list[int]) -> list[int]:
-        """Without some rows, rather those that cost much for the pairs which only they hold."""
+        """The rows without some, rather those that cost much for the pairs which only they hold."""
         alone = (self._times_covered(rows)[self._pairs[rows]] == 1).sum(axis=1) / self._costs[rows]
         weights = 1.0 / (alone + 0.3)
         number = int(self._rng.integers(3, 15))
@@ -109,7 +109,7 @@ class _Search:
         return [row for row in rows if row not in out]
 
     def _completed(self, rows: list[int]) -> list[int]:
-        """With rows added until nothing is missing, and without those that are then superfluous."""
+        """The rows with others added until nothing is missing, and without those that are then superfluous."""
         rows = list(rows)
         missing = self._times_covered(rows) == 0 if rows else np.ones(self._num_pairs, dtype=bool)
         costs = self._costs * np.exp(self._rng.normal(0.0, 0.1, len(self._costs)))

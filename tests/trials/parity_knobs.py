@@ -34,7 +34,7 @@ ROWS_FILE = Path(__file__).with_name("parity_rows.txt")
 
 MAX_RANKS = 8
 MAX_RANKS_COMPILED = 4
-"""Every rank traces for itself, which takes long; each pair with a graph mode needs no more ranks."""
+"""Most ranks of a trial in graph mode: every rank traces for itself, which takes long, and no pair needs more."""
 WORKLOAD = dataclasses.replace(TWO_LAYERS, model=dataclasses.replace(SHAPE, num_layers=3))
 THREE_STEPS = Protocol(min_warmup_steps=1, max_warmup_steps=1, num_steps=2, max_steps=2)
 

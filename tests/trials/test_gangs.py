@@ -29,7 +29,8 @@ def _check_initial_values() -> None:
     import torch
     from torch.distributed.tensor import DTensor
 
-    from trials.parallel.seeding import initial_value, plain_name
+    from trials.parallel.seeding import initial_value
+    from trials.parallel.shards import plain_name
     from trials.training import step
 
     parallelize = step.parallelize

@@ -58,20 +58,20 @@ def specs_of(layout: Layout, *formats: str) -> list[TrialSpec]:
 
 @functools.cache
 def right() -> dict[str, Trajectory]:
-    """One process, in every format."""
+    """Trajectories of one process, in every format."""
     return dict(zip(FORMATS, train_all(specs_of(Layout(), *FORMATS)), strict=True))
 
 
 @functools.cache
 def legitimate() -> dict[str, tuple[Trajectory, Trajectory]]:
-    """All layouts, in one gang: in fp32 and in bfloat16."""
+    """Trajectories of all layouts, in one gang: in fp32 and in bfloat16."""
     specs = [spec for layout in LAYOUTS.values() for spec in specs_of(layout, "float32", "bfloat16 O1")]
     found = train_all(specs)
     return dict(zip(LAYOUTS, zip(found[::2], found[1::2], strict=True), strict=True))
 
 
 def judge(baseline: str, finalist: Trajectory, exact: Trajectory | None = None) -> GateReport:
-    """Against a baseline in this format, with its reference."""
+    """Judge against a baseline in this format, with its reference."""
     reference = None if baseline == "float32" else right()["float32"]
     return judge_gate(1, right()[baseline], finalist, reference, SETTINGS, finalist_reference=exact)
 

@@ -25,7 +25,7 @@ ROWS = read_rows()
 
 
 def name_of(row: Row) -> str:
-    """The values that say something."""
+    """The row's values, without those that leave a knob off."""
     silent = {"flat", "one", "whole", "sequence", "embedding", "keep", "eager"}
     return "/".join(value for value in row.values() if value not in silent)
 
@@ -131,12 +131,12 @@ def run_all(names: list[str]) -> dict[str, Result]:
 
 @functools.cache
 def baseline() -> Result:
-    """One process, fp32."""
+    """The trial in one process, in fp32."""
     return run_all(["m1/O0"])["m1/O0"]
 
 
 def tolerances(precision: Precision) -> tuple[float, float]:
-    """Absolute on the loss, relative on the gradient norm."""
+    """Absolute tolerance of the loss, and relative one of the gradient norm."""
     return (1e-5, 1e-5) if precision.level == "O0" else (2e-3, 2e-2)
 
 

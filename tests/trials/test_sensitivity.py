@@ -19,17 +19,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.parity]
 def _gradients_times_four() -> None:
     import torch
 
-    from trials.training import microbatches
+    from trials.training import accumulation
 
     backward = torch.autograd.backward
-    microbatches.torch.autograd.backward = lambda loss, seed: backward(loss, 4.0 * seed)
+    accumulation.torch.autograd.backward = lambda loss, seed: backward(loss, 4.0 * seed)
 
 
 def _gradients_not_reduced() -> None:
-    from trials.training import microbatches
+    from trials.training import accumulation
 
-    set_gradient_sync = microbatches.set_gradient_sync
-    microbatches.set_gradient_sync = lambda module, _enabled: set_gradient_sync(module, False)
+    set_gradient_sync = accumulation.set_gradient_sync
+    accumulation.set_gradient_sync = lambda module, _enabled: set_gradient_sync(module, False)
 
 
 def _partial_sums_taken_for_whole() -> None:
@@ -56,7 +56,7 @@ def _norms_not_summed_over_tp() -> None:
 
 
 def _divided_once_more_by_the_schedule() -> None:
-    """As its default does, for losses that are not divided yet."""
+    """Averages as the default does, for losses that are not divided yet."""
     from trials.training import pipeline
 
     build = pipeline.build_schedule
@@ -102,7 +102,7 @@ def trial(layout: Layout) -> TrialSpec:
 
 @functools.cache
 def right(world_size: int) -> dict[Layout, Result]:
-    """Without bugs, in one gang."""
+    """The layouts without bugs, in one gang."""
     layouts = [layout for layout in (Layout(), *BUGS.values()) if layout.world_size == world_size]
     with tempfile.TemporaryDirectory() as folder:
         return dict(zip(layouts, run_gang([trial(layout) for layout in layouts], Path(folder)), strict=True))

@@ -1,11 +1,10 @@
-"""What a workload trains on."""
+"""Data sets, and the loader that brings their batches to a rank. Knows neither models nor layouts."""
 
 from __future__ import annotations
 
 from trials.datasets.base import Batch, Share, StepBatches
 from trials.datasets.images import ImageBatches, open_images
-from trials.datasets.text import load_text
-from trials.datasets.tokens import TokenBatches, VectorBatches, open_token_file
+from trials.datasets.tokens import TokenBatches, VectorBatches, load_text, open_token_file
 from trials.failure import InfeasibleSpec
 from trials.spec import (
     ImageFolderData,

@@ -1,4 +1,4 @@
-"""Batches by step, split over data-parallel ranks."""
+"""The interface of a data set: batches by step, split over data-parallel ranks."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ from trials.spec import ImageFolderData, ResNetModel
 
 NUM_MADE_UP = 256
 _REPEATS = 1024
-"""Of the made-up images in their data set, whose epochs are then as long as a real one's."""
+"""How often a data set holds every made-up image, which makes its epochs as long as a real one's."""
 _SUFFIXES = (".jpg", ".jpeg")
 _MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
 _STD = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
-"""Of ImageNet, per channel, in 0..1."""
+"""Mean and standard deviation of ImageNet's pixels per channel, in 0..1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The loader that brings batches to the step."""
+"""The loader that brings batches to the step: torch's, over endless epochs, with workers that die with their rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stream_batches(dataset: StepBatches, loader: Loader, *, pin_memory: bool) ->
 
 
 def build_loader(dataset: StepBatches, loader: Loader, steps: EpochSteps, *, pin_memory: bool) -> DataLoader[Batch]:
-    """Batches of ``steps``, in order, per iteration.
+    """A loader that gives the batches of ``steps``, in order, per iteration.
 
     They are read by ``num_workers`` processes ahead of the step, or in line when there are none. Workers are forked,
     which takes milliseconds where importing torch anew takes seconds, and die with their rank.
@@ -64,7 +64,7 @@ def build_loader(dataset: StepBatches, loader: Loader, steps: EpochSteps, *, pin
 
 @contextlib.contextmanager
 def _any_number_of_workers() -> Iterator[None]:
-    """How many workers are too many is measured; torch guesses, when it is told and when it starts them."""
+    """Silence torch's guess at how many workers are too many, made when it is told and when it starts them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
         yield

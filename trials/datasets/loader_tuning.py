@@ -17,14 +17,16 @@ logger = logging.getLogger(__name__)
 
 PREFETCH_FACTORS = (1, 2, 4, 8)
 MAX_SHARE = 0.4
-"""Of the grid's points that a climb may measure."""
+"""Share of the grid's points that a climb may measure."""
 POINT_TIME_S = 0.4
 """Measuring a point ends after this time even when ``tuning_steps`` batches have not come."""
 
 _START = (2, 2)
+"""Workers and prefetch from which the climb starts."""
 _MIN_GAIN = 0.02
 """A neighbour has to be faster by this much to be moved to; less is noise."""
 _NEGLIGIBLE_SHARE = 0.02
+"""Share of the step below which waiting for data does not matter."""
 
 Point = tuple[int, int]
 """``num_workers`` and ``prefetch_factor``."""
@@ -65,12 +67,12 @@ def _beyond_worse(point: Point, best: Point, times: dict[Point, float]) -> bool:
 
 
 def _is_between(start: Point, point: Point, end: Point) -> bool:
-    """For points of which ``start`` and ``end`` agree in one of the two numbers."""
+    """Whether ``point`` lies on the line between two points that agree in workers or in prefetch."""
     return all(min(a, b) <= x <= max(a, b) for a, x, b in zip(start, point, end, strict=True))
 
 
 def neighbours(point: Point, max_workers: int) -> list[Point]:
-    """Workers doubled and halved, then a quarter, an eighth, and one more and less; prefetch doubled and halved."""
+    """Points to try next: workers doubled and halved, or a quarter, an eighth or one more and less; then prefetch."""
     workers, prefetch = point
     counts = [2 * workers, workers // 2]
     for step in (workers // 4, workers // 8, 1):
@@ -88,7 +90,7 @@ def tune_loader(
     pin_memory: bool,
     agree: Callable[[float], float],
 ) -> tuple[Loader, LoaderTuningReport]:
-    """Find the loader; the report's verdict is open until the steps are measured.
+    """Find the fastest loader; the report's verdict is open until the steps are measured.
 
     All ranks call this together, as they will load together; those that will not, without a dataset. ``agree`` gives
     the gang's value (the slowest rank's) of a rank's own, so that all walk the same way.

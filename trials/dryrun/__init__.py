@@ -1,5 +1,5 @@
-"""Peak memory, FLOPs and collective bytes of one rank of a world of any size, on a CPU-only machine.
+"""Peak memory, FLOPs and collective bytes of one rank of a world of any size, found out on a CPU-only machine.
 
-``records``, ``runs``, ``extrapolate`` and ``child`` are standard library only; the others import torch and run in a
-child process.
+Knows the training loop, which it runs on fake tensors in child processes. ``records``, ``estimate``, ``extrapolate``,
+``microbatches`` and ``layer_runs`` need the standard library only.
 """

@@ -1,7 +1,8 @@
-"""Batch of simulations: requests as JSON on stdin, one line of JSON per reply on stdout, as they end.
+"""Simulates a batch of ranks, each in a forked child: requests as JSON on stdin, one line of JSON per reply on stdout.
 
-Imports torch once, then forks for each. stdin holds ``{"requests": [...], "timeout_s": s, "max_children": n}``; a line
-of stdout is ``{"index": i, "reply": {...}}``.
+stdin holds ``{"requests": [...], "timeout_s": s, "max_children": n}``; a line of stdout, written as a simulation ends,
+is ``{"index": i, "reply": {...}}``. torch is imported once. Each child patches its own copy of it, and an abort ends
+that child alone.
 """
 
 from __future__ import annotations
@@ -9,15 +10,23 @@ from __future__ import annotations
 import gc
 import json
 import os
+import selectors
 import signal
 import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from trials.codec import from_json, to_json
-from trials.dryrun.child import run_children
-from trials.dryrun.records import DryRunRequest
+from trials.dryrun.records import DryRunRequest, RankRun, Reply, RunFailure
+from trials.failure import classify
+
+Work = Callable[[DryRunRequest], RankRun]
 
 
 def main() -> None:
+    """Read the requests, answer them all."""
     gc.disable()  # what is imported stays
     body = json.load(sys.stdin)
     requests: list[DryRunRequest] = [from_json(DryRunRequest, item) for item in body["requests"]]
@@ -37,6 +46,113 @@ def main() -> None:
     for index, reply in replies:
         out.write(json.dumps({"index": index, "reply": to_json(reply)}) + "\n")
         out.flush()
+
+
+def run_children(
+    requests: Sequence[DryRunRequest], work: Work, *, timeout_s: float, max_children: int
+) -> Iterator[tuple[int, Reply]]:
+    """Do every request in a child of its own, ``max_children`` at a time; yields its index and reply as they end.
+
+    A child that runs longer than ``timeout_s`` is killed, as are all when the iterator is closed.
+    """
+    waiting = list(enumerate(requests))[::-1]
+    children: list[_Child] = []
+    with selectors.DefaultSelector() as selector:
+        try:
+            while waiting or children:
+                while waiting and len(children) < max_children:
+                    index, request = waiting.pop()
+                    child = _start(index, request, work, timeout_s)
+                    children.append(child)
+                    selector.register(child.pipe, selectors.EVENT_READ, child)
+                for child in _ended(selector, children):
+                    selector.unregister(child.pipe)
+                    children.remove(child)
+                    yield child.index, child.finish()
+        finally:
+            for child in children:
+                child.kill()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Child:
+    index: int
+    pid: int
+    pipe: int
+    deadline_s: float
+    timeout_s: float
+    text: bytes = b""
+    timed_out: bool = False
+
+    def read(self) -> bool:
+        """Take in what there is; False at the end."""
+        piece = os.read(self.pipe, 1 << 16)
+        self.text += piece
+        return bool(piece)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.close(self.pipe)
+        os.waitpid(self.pid, 0)
+
+    def finish(self) -> Reply:
+        os.close(self.pipe)
+        _, status = os.waitpid(self.pid, 0)
+        if self.timed_out:
+            return _failed("timeout", f"the simulation took longer than {self.timeout_s:.0f} s")
+        if os.WIFSIGNALED(status):
+            name = signal.Signals(os.WTERMSIG(status)).name
+            hint = "; the machine may be short of memory" if name == "SIGKILL" else ""
+            return _failed("died", f"the simulation was ended by {name}{hint}")
+        if not self.text:
+            return _failed("died", f"the simulation ended without a word, exit status {os.WEXITSTATUS(status)}")
+        return from_json(Reply, json.loads(self.text))
+
+
+def _start(index: int, request: DryRunRequest, work: Work, timeout_s: float) -> _Child:
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(ours)
+        _run(request, work, theirs)
+    os.close(theirs)
+    return _Child(index=index, pid=pid, pipe=ours, deadline_s=time.monotonic() + timeout_s, timeout_s=timeout_s)
+
+
+def _run(request: DryRunRequest, work: Work, pipe: int) -> None:
+    """The child's life. It leaves without the parent's exit handlers."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    warnings.simplefilter("ignore")  # of things that do not happen here
+    try:
+        reply = Reply(run=work(request))
+    except BaseException as error:
+        is_infeasible = classify(error) == "infeasible"
+        words = str(error) if is_infeasible else f"{type(error).__name__}: {error}"
+        reply = _failed("infeasible" if is_infeasible else "error", words)
+    try:
+        with os.fdopen(pipe, "wb") as file:
+            file.write(json.dumps(to_json(reply)).encode())
+    finally:
+        os._exit(0)
+
+
+def _ended(selector: selectors.BaseSelector, children: list[_Child]) -> list[_Child]:
+    """Wait until a child says something or is late; those that are through."""
+    now_s = time.monotonic()
+    ended = []
+    for key, _ in selector.select(max(0.0, min(child.deadline_s for child in children) - now_s)):
+        if not key.data.read():
+            ended.append(key.data)
+    for child in children:
+        if child not in ended and time.monotonic() > child.deadline_s:
+            child.timed_out = True
+            os.kill(child.pid, signal.SIGKILL)
+            ended.append(child)
+    return ended
+
+
+def _failed(reason: str, message: str) -> Reply:
+    return Reply(failure=RunFailure(reason=reason, message=message))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

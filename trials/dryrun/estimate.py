@@ -1,4 +1,4 @@
-"""What is predicted of a trial before it runs. Standard library only."""
+"""Estimates: memory, FLOPs and collectives that a dry run counted for a candidate. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ FRAGMENTATION = 0.05
 """Share of its live memory that an allocator holds beyond it. See docs/dry-run.md for where the figure comes from."""
 
 CUDA_CONTEXT_BYTES = 1 << 30
-"""Device memory of a process that is none of its tensors': CUDA context, cuBLAS workspaces, buffers of NCCL."""
+"""Device memory of a process besides its tensors: CUDA context, cuBLAS workspaces, buffers of NCCL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEstimate:
-    """The rank of a pipeline stage; its peers on the other mesh axes are alike."""
+    """Estimate for one rank of a pipeline stage; its peers on the other mesh axes are alike."""
 
     stage: int
     rank: int
     peak_bytes: int
     """Largest sum of live tensors on the device in a step."""
     peak_by_category: Mapping[str, int]
-    """At the moment of the peak, in bytes; the sum is ``peak_bytes``."""
+    """Bytes by category at the moment of the peak; the sum is ``peak_bytes``."""
     peak_phase: str
-    """``forward``, ``backward``, ``other`` or ``optimizer``."""
+    """Phase of the step in which the peak came: ``forward``, ``backward``, ``other`` or ``optimizer``."""
     flops: Mapping[str, int]
-    """Per step: ``forward``, ``backward``, ``recompute``."""
+    """FLOPs per step, by ``forward``, ``backward`` and ``recompute``."""
     collectives: Mapping[str, Traffic]
-    """Per step, by type."""
+    """Collectives per step, by type."""
     num_parameters: int
     """Elements stored on the rank."""
 
     @classmethod
     def of_run(cls, stage: int, run: RankRun) -> StageEstimate:
-        """The peak over all places of the run."""
+        """Estimate from a simulated step: its peak is the largest over all places of the step."""
         place, peak = max(run.peaks.items(), key=lambda item: item[1].total_bytes)
         return cls(
             stage=stage,
@@ -56,22 +56,22 @@ class StageEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRunEstimate:
-    """A trial's prediction, one entry per pipeline stage."""
+    """The estimate for a candidate, one entry per pipeline stage."""
 
     stages: tuple[StageEstimate, ...]
     source: Literal["dryrun"] = "dryrun"
     extrapolated: bool = False
     """Whether stages were computed from smaller models instead of being run through in full."""
     cpu_s: float = 0.0
-    """CPU seconds it took to find out."""
+    """CPU seconds that the simulations took."""
 
     @property
     def peak_bytes(self) -> int:
-        """Of the stage that needs most."""
+        """Peak of the stage that needs most."""
         return max(stage.peak_bytes for stage in self.stages)
 
     def needed_bytes(self, fragmentation: float = FRAGMENTATION, context_bytes: int = CUDA_CONTEXT_BYTES) -> int:
-        """Of the stage that needs most; see :meth:`StageEstimate.needed_bytes`."""
+        """Device memory to set aside for the stage that needs most; see :meth:`StageEstimate.needed_bytes`."""
         return max(stage.needed_bytes(fragmentation, context_bytes) for stage in self.stages)
 
     def fits(

@@ -1,6 +1,7 @@
-"""From runs with few layers and micro-batches to the run with all.
+"""Computes the run with all layers and micro-batches from simulated runs with few.
 
-Every quantity is affine in the lengths of the layer runs; for micro-batches see :mod:`trials.dryrun.microbatches`.
+Every quantity is affine in the lengths of the runs of equal layers; for micro-batches see
+:mod:`trials.dryrun.microbatches`.
 
 At one place of the step (:mod:`trials.dryrun.simulate`) memory is a constant plus so much per layer of each kind; the
 peak is then the largest over all places, at the real number of layers. Standard library only.
@@ -13,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from trials.dryrun.layer_runs import NUM_NAMED, LayerKind, LayerRun, runs_of_stage
 from trials.dryrun.microbatches import enough_microbatches, grown, with_microbatches
 from trials.dryrun.records import Growth, Peak, RankRun, Traffic
-from trials.dryrun.runs import NUM_NAMED, Kind, Run, runs_of_stage
 from trials.spec import Counts, Layout, Recompute, ResNetModel, TrialSpec
 
 SMALL, LARGER = 2 * NUM_NAMED + 1, 2 * NUM_NAMED + 2
-"""Layers of a run in the smallest model, which has every place, and in those it is compared with."""
+"""Equal layers in a row in the smallest model, which has every place, and in the models it is compared with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +35,13 @@ class Extrapolation:
     lengths: tuple[tuple[int, ...], ...]
     wanted: tuple[int, ...]
     layout: Layout
-    """Of the large trial."""
+    """Layout of the large trial."""
     num_microbatches: int
     wanted_microbatches: int
 
 
 def plan_small_runs(spec: TrialSpec, stage: int) -> Extrapolation | None:
-    """What to run for pipeline rank ``stage``; None where the trial itself is as cheap.
+    """The small trials to simulate for pipeline rank ``stage``; None where the trial itself is as cheap.
 
     Runs of equal kind and length change together, so most trials need two small ones.
     """
@@ -69,8 +70,10 @@ def plan_small_runs(spec: TrialSpec, stage: int) -> Extrapolation | None:
     )
 
 
-def _cost_of_small_runs(runs: Sequence[Run], groups: Sequence[tuple[Kind, int]], num_microbatches: int) -> int:
-    """Layers times micro-batches of all of them together."""
+def _cost_of_small_runs(
+    runs: Sequence[LayerRun], groups: Sequence[tuple[LayerKind, int]], num_microbatches: int
+) -> int:
+    """Layers times micro-batches of all small trials together."""
     rest = sum(run.length for run in runs if (run.kind, run.length) not in groups)
     num_in_groups = sum((run.kind, run.length) in groups for run in runs)
     base = rest + SMALL * num_in_groups
@@ -83,7 +86,7 @@ def extrapolate(plan: Extrapolation, runs: Sequence[RankRun]) -> RankRun:
 
 
 def _lengthened(plan: Extrapolation, runs: Sequence[RankRun]) -> RankRun:
-    """With all layers, but still few micro-batches."""
+    """The run with all layers, but still few micro-batches."""
     base, *longer = runs
     steps = [larger[i] - plan.lengths[0][i] for i, larger in enumerate(plan.lengths[1:])]
     extra = [wanted - small for wanted, small in zip(plan.wanted, plan.lengths[0], strict=True)]
@@ -127,13 +130,15 @@ def _peak_at(
     )
 
 
-def _resized(spec: TrialSpec, stage: int, runs: list[Run], chosen: Mapping[tuple[Kind, int], int]) -> TrialSpec:
+def _resized(
+    spec: TrialSpec, stage: int, runs: list[LayerRun], chosen: Mapping[tuple[LayerKind, int], int]
+) -> TrialSpec:
     """The trial with other lengths of the stage's runs; all other stages hold one layer in every chunk."""
     layout = spec.candidate.layout
     columns = range(layout.pp)
     lengths = [(run, chosen.get((run.kind, run.length), run.length)) for run in runs]
 
-    def counts(belongs: Callable[[Run], bool], other: int) -> Counts:
+    def counts(belongs: Callable[[LayerRun], bool], other: int) -> Counts:
         return tuple(
             tuple(
                 sum(length for run, length in lengths if run.chunk == chunk and belongs(run)) if at == stage else other
@@ -166,7 +171,7 @@ def _entry(read: Callable[[RankRun], Mapping[str, int]], name: str, run: RankRun
     return read(run).get(name, 0)
 
 
-def _is_covered(rule: int, run: Run) -> bool:
+def _is_covered(rule: int, run: LayerRun) -> bool:
     """Whether the selective rule reaches the run. It may reach layers that are recomputed in full, for nothing."""
     is_full, selective, _ = run.kind
     return is_full or selective[rule]

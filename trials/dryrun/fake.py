@@ -1,5 +1,7 @@
-"""A world of any size in one process: a process group that sends nothing, tensors without storage, and the few places
-where torch or the trial runner must be told so. Every function is a context that undoes what it did."""
+"""Stands in for a gang of any size in one process: a process group that sends nothing, tensors without storage.
+
+Also patches the few places where torch or the trial runner must be told so; every patch is a context that undoes it.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def tracked_resizes(tracker: MemoryTracker) -> Iterator[None]:
-    """Let the tracker see storages that change size in place: no operator is involved."""
+    """Let the tracker see storages that change size in place, which no operator tells it."""
     original = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -108,7 +110,7 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 
 class _Reducer:
-    """What pipelines call of DDP's reducer: before the last backward pass, of which :class:`Replica` hears by hooks.
+    """The part of DDP's reducer that pipelines call before the last backward pass; :class:`Replica` sees that by hooks.
 
     As ``no_sync`` switches reduction off and back on around each earlier one, nothing needs doing.
     """
@@ -197,7 +199,7 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def _map_local(tensor: Tensor, function: Callable[[Tensor], Tensor], *, partial: bool = False) -> Tensor:
-    """Apply to what this rank stores, keeping how it is split; ``partial`` makes it a sum over ranks."""
+    """Apply to what this rank stores, keeping how it is split; ``partial`` makes the result a sum over ranks."""
     if not isinstance(tensor, DTensor):
         return function(tensor)
     placements = [Partial()] * tensor.device_mesh.ndim if partial else tensor.placements
@@ -206,7 +208,7 @@ def _map_local(tensor: Tensor, function: Callable[[Tensor], Tensor], *, partial:
 
 @contextlib.contextmanager
 def fused_rms_norm() -> Iterator[None]:
-    """CPU RMSNorm is a composition that keeps about four times what the fused kernel keeps."""
+    """Run RMSNorm as :class:`FusedRMSNorm`: on the CPU it keeps about four times what the fused kernel keeps."""
 
     def rms_norm(x: Tensor, _shape: Any, weight: Tensor, _eps: float | None = None) -> Tensor:
         normed: Tensor = FusedRMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""How few micro-batches tell what a step with many needs. Standard library only.
+"""How few micro-batches to simulate, and what a step with many needs beyond that. Standard library only.
 
 Memory repeats itself once every stage has a backward pass between two forward passes. What still grows with the number
 of micro-batches is added here: inputs, receive buffers, sends that wait for the end of the step.
@@ -14,11 +14,11 @@ from trials.dryrun.records import Peak, RankRun, Traffic
 from trials.spec import Layout, TrialSpec
 
 FEWEST = 3
-"""A first micro-batch, a last one, and one that is neither."""
+"""Fewest micro-batches to simulate: a first one, a last one, and one that is neither."""
 
 
 def enough_microbatches(layout: Layout, stage: int, wanted: int) -> int:
-    """How many to simulate of ``wanted`` for pipeline rank ``stage``, in numbers the schedule takes."""
+    """How many of ``wanted`` micro-batches to simulate for pipeline rank ``stage``; the schedule takes that number."""
     pp = layout.pp
     if pp == 1:
         return min(wanted, FEWEST)
@@ -30,7 +30,7 @@ def enough_microbatches(layout: Layout, stage: int, wanted: int) -> int:
 
 
 def period(layout: Layout, num_microbatches: int) -> int:
-    """After how many micro-batches the steady state repeats: the interleaved schedule works in rounds."""
+    """Number of micro-batches after which the steady state repeats: the interleaved schedule works in rounds."""
     if layout.schedule != "interleaved":
         return 1
     return num_microbatches // max(1, num_microbatches // layout.pp)
@@ -47,7 +47,7 @@ def grown(run: RankRun, layout: Layout, done: int, wanted: int) -> RankRun:
     """The run of ``done`` micro-batches as one of ``wanted``."""
     if done == wanted:
         return run
-    growth = {name: _times(one, wanted - done, period(layout, wanted)) for name, one in run.growth.collectives.items()}
+    growth = {name: _scaled(one, wanted - done, period(layout, wanted)) for name, one in run.growth.collectives.items()}
     return dataclasses.replace(
         run,
         peaks={
@@ -55,18 +55,18 @@ def grown(run: RankRun, layout: Layout, done: int, wanted: int) -> RankRun:
             for place, peak in run.peaks.items()
         },
         flops={kind: number * wanted // done for kind, number in run.flops.items()},
-        collectives={name: _plus(one, growth.get(name, _NONE)) for name, one in run.collectives.items()},
+        collectives={name: _sum(one, growth.get(name, _NONE)) for name, one in run.collectives.items()},
     )
 
 
 _NONE = Traffic(num_calls=0, num_bytes=0)
 
 
-def _times(one: Traffic, more: int, period: int) -> Traffic:
+def _scaled(one: Traffic, more: int, period: int) -> Traffic:
     return Traffic(num_calls=one.num_calls * more // period, num_bytes=one.num_bytes * more // period)
 
 
-def _plus(one: Traffic, other: Traffic) -> Traffic:
+def _sum(one: Traffic, other: Traffic) -> Traffic:
     return Traffic(num_calls=one.num_calls + other.num_calls, num_bytes=one.num_bytes + other.num_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules for one rank alone: shapes at stage boundaries are told, not asked of the neighbours."""
+"""Lets pipeline schedules run on one rank alone: shapes at stage boundaries are told, not asked of the neighbours."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def static_shapes() -> Iterator[None]:
         yield
 
 
-class _Pending:
+class _HeldWorks:
     """Works that hold what they send until somebody waits for them, as those of real groups do."""
 
     def __init__(self, works: list[Any], tensors: list[torch.Tensor]) -> None:
@@ -53,9 +53,9 @@ def held_sends() -> Iterator[None]:
     """Schedules of several chunks wait for their sends at the end of the step; until then the tensors live."""
     original = schedules._batch_p2p
 
-    def batch_p2p(operations: list[Any], desc: str | None = None) -> list[_Pending]:
+    def batch_p2p(operations: list[Any], desc: str | None = None) -> list[_HeldWorks]:
         works = original(operations, desc)
-        return [_Pending(works, [operation.tensor for operation in operations])] if works else []
+        return [_HeldWorks(works, [operation.tensor for operation in operations])] if works else []
 
     with replaced(schedules, "_batch_p2p", batch_p2p):
         yield

@@ -1,4 +1,4 @@
-"""What a simulated rank is asked and answers; crosses process boundaries as JSON. Standard library only."""
+"""Requests to simulate a rank and the replies, which cross process boundaries as JSON. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from trials.spec import TrialSpec
 
 VERSION = 3
-"""Of what is simulated; results of other versions are not comparable."""
+"""Version of the simulation; results of other versions are not comparable."""
 
 Category = Literal["param", "grad", "optimizer", "activation", "temporary", "communication", "input"]
 CATEGORIES: tuple[Category, ...] = (
@@ -21,9 +21,9 @@ CATEGORIES: tuple[Category, ...] = (
     "communication",
     "input",
 )
-"""Of live memory. ``param`` counts buffers too, ``optimizer`` fp32 masters; ``activation`` is what the forward pass
-leaves, ``temporary`` what the backward pass and the optimiser allocate on the way; ``communication`` holds gathered
-parameters, buckets and buffers of collectives."""
+"""Categories of live memory. ``param`` counts buffers too, ``optimizer`` fp32 masters; ``activation`` is what the
+forward pass leaves, ``temporary`` what the backward pass and the optimiser allocate on the way; ``communication`` holds
+gathered parameters, buckets and buffers of collectives."""
 
 Mode = Literal["accelerator", "cpu"]
 """``accelerator``: memory behaviour of CUDA kernels and of its caching allocator's rounding. ``cpu``: exactly what the
@@ -63,21 +63,21 @@ class Growth:
     """What more micro-batches in the steady state add to a step."""
 
     collectives: Mapping[str, Traffic] = field(default_factory=dict)
-    """Of as many micro-batches as the schedule's period; see :func:`trials.dryrun.microbatches.period`."""
+    """Collectives of as many micro-batches as the schedule's period; see :func:`trials.dryrun.microbatches.period`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRun:
-    """One step of one rank in steady state."""
+    """What a simulated step of one rank in steady state takes."""
 
     rank: int
     num_parameters: int
     """Elements stored on this rank."""
     peaks: Mapping[str, Peak]
-    """By place: ``phase/where``, like ``backward 3/0.1 first`` for the third micro-batch, chunk 0, second run of equal
-    layers, first layer of it."""
+    """Peaks by place of the step, ``phase/where``: ``backward/3/0.1 first+0`` is the third micro-batch's backward pass
+    in chunk 0, in its second run of equal layers, in the first of those."""
     flops: Mapping[str, int]
-    """``forward``, ``backward``, ``recompute``."""
+    """FLOPs by ``forward``, ``backward`` and ``recompute``."""
     collectives: Mapping[str, Traffic] = field(default_factory=dict)
     growth: Growth = Growth()
     cpu_s: float = 0.0
@@ -98,7 +98,7 @@ class RunFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """Exactly one of the two."""
+    """Answer to a :class:`DryRunRequest`: exactly one of the two."""
 
     run: RankRun | None = None
     failure: RunFailure | None = None

@@ -1,4 +1,4 @@
-"""One rank of a trial through the real build, forward, backward and optimiser, on fake tensors."""
+"""Takes one rank of a trial through the real build, forward, backward and optimiser code, on fake tensors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trials.dryrun import fake
+from trials.dryrun.layer_runs import runs_of_chunk
 from trials.dryrun.microbatches import period
 from trials.dryrun.pipelines import held_sends, static_shapes, tell_shapes
 from trials.dryrun.records import DryRunRequest, Growth, RankRun, Traffic
-from trials.dryrun.runs import runs_of_chunk
-from trials.dryrun.tracker import MemoryTracker, Tally, local_part
+from trials.dryrun.tracker import MemoryTracker, TrafficCounter
 from trials.legality.rules import check
 from trials.operators import in_backward
 from trials.parallel.mesh import build_mesh
+from trials.parallel.shards import stored_part
 from trials.precision.mixed import LossScaler
 from trials.spec import LinearModel, LlamaModel, Recompute, TrialSpec
 from trials.stages import coordinates
@@ -33,14 +34,14 @@ from trials.training.pipeline import Pipeline, Stage
 from trials.training.step import Trainer
 
 CUDA_GRANULE_BYTES = 512
-"""What CUDA's caching allocator rounds up to."""
+"""Multiple to which CUDA's caching allocator rounds sizes up."""
 
 CPU = torch.device("cpu")
-"""Of the fake tensors: operators on fake CUDA tensors abort the process where torch was built without CUDA."""
+"""Device of the fake tensors: those on CUDA abort the process where torch was built without it."""
 
 
 class DryTrainer(Trainer):
-    """The real trainer but for what would read a number: gradients count as finite."""
+    """The real trainer except where it would read a number: gradients count as finite."""
 
     def _can_update(self, scaler: LossScaler, totals: Tensor) -> bool:
         with fake.replaced(torch, "isfinite", lambda _: True):
@@ -48,7 +49,7 @@ class DryTrainer(Trainer):
 
 
 def simulate(request: DryRunRequest) -> RankRun:
-    """Two steps, of which the second is reported: it sees optimiser states and what the first left.
+    """Simulate two steps, of which the second is reported: it sees optimiser states and what the first left.
 
     Patches torch while it runs, so call it in a process of its own.
 
@@ -76,7 +77,7 @@ def simulate(request: DryRunRequest) -> RankRun:
 
 
 def _eager(spec: TrialSpec) -> TrialSpec:
-    """Without torch.compile, which would want real tensors; a compiled block keeps at most what an eager one does."""
+    """The trial without torch.compile, which wants real tensors; a compiled block keeps no more than an eager one."""
     kernels = dataclasses.replace(spec.candidate.kernels, compile="off", memory_format="nchw")
     return dataclasses.replace(spec, candidate=dataclasses.replace(spec.candidate, kernels=kernels))
 
@@ -106,7 +107,7 @@ class _Simulation:
         num_microbatches = self.spec.candidate.num_microbatches(self.spec.workload.global_batch_size)
         return RankRun(
             rank=self.request.rank,
-            num_parameters=sum(local_part(parameter).numel() for parameter in trainer.parameters),
+            num_parameters=sum(stored_part(parameter).numel() for parameter in trainer.parameters),
             peaks=tracker.peaks(),
             flops=dict(tracker.flops),
             collectives=tracker.collectives(),
@@ -119,7 +120,7 @@ class _Simulation:
         for part in trainer.parts:
             tracker.assign(part.model.parameters(), "param")
             tracker.assign(part.model.buffers(), "param")
-            follow(part, self.spec.candidate.recompute, tracker)
+            track_layers(part, self.spec.candidate.recompute, tracker)
         tracker.settle(("activation", "temporary"), "optimizer")
         if isinstance(trainer.engine, Pipeline):
             self.log.watch(trainer.engine.stages)
@@ -132,14 +133,14 @@ class _Simulation:
         self.tracker.phase, self.tracker.place = phase, ""
 
     def mark(self, phase: str) -> None:
-        """As the trainer's marker: told what has ended."""
+        """Serve as the trainer's marker, which is told what phase has ended."""
         self.log.mark(phase, is_pipeline=isinstance(self.trainer.engine, Pipeline))
         if phase == "backward":
             self._enter("other")
             self.tracker.assign((parameter.grad for parameter in self.trainer.parameters), "grad")
 
     def _make_optimizer_states(self) -> None:
-        """Update once by gradients from nowhere; all else that a first step leaves, the next one frees or replaces."""
+        """Update once by made-up gradients; all else that a first step leaves, the next one frees or replaces."""
         for parameter in self.trainer.parameters:
             parameter.grad = torch.empty_like(parameter)
         if self.trainer.optimizer is not None:
@@ -168,8 +169,7 @@ def _whole_batch(spec: TrialSpec) -> tuple[Tensor, Tensor]:
 
 
 _FORWARD, _BACKWARD, _WEIGHTS = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
-
-
+"""Methods of a pipeline stage that run a pass of one micro-batch."""
 _SENDS = ("send", "recv")
 
 
@@ -178,11 +178,11 @@ class PassLog:
 
     def __init__(self, tracker: MemoryTracker) -> None:
         self.tracker = tracker
-        self._passes: dict[tuple[str, int, int], Tally] = {}
-        """By kind of pass, chunk and micro-batch."""
-        self._losses: Tally = Counter()
+        self._passes: dict[tuple[str, int, int], TrafficCounter] = {}
+        """Collectives of every pass, by its method, chunk and micro-batch."""
+        self._losses: TrafficCounter = Counter()
         """Collectives of the loss, where a pipeline's schedule calls it."""
-        self._marked: Tally = Counter()
+        self._marked: TrafficCounter = Counter()
         self._num_marks: Counter[str] = Counter()
         self._in_pass = False
 
@@ -193,7 +193,7 @@ class PassLog:
                 setattr(stage, name, self._logged(name, chunk, getattr(stage, name)))
 
     def mark(self, phase: str, *, is_pipeline: bool) -> None:
-        """As the trainer's marker, which is told what has ended; without a pipeline it tells passes apart."""
+        """Take note of the phase that has ended; without a pipeline that tells passes apart."""
         now = self.tracker.tally()
         if is_pipeline and phase == "forward" and not self._in_pass:
             self._losses += now - self._marked
@@ -204,14 +204,15 @@ class PassLog:
         self._marked = now
 
     def growth(self, num_microbatches: int, period: int) -> Growth:
-        """By ``period`` micro-batches in the steady state."""
-        added: Tally = Counter()
+        """What ``period`` more micro-batches in the steady state add."""
+        added: TrafficCounter = Counter()
         for (kind, _, number), tally in self._passes.items():
             # A pipeline's last forward passes come between backward passes, and so do all but its first and last ones.
             start = num_microbatches - period if kind == _FORWARD else period
             if start <= number < start + period:
                 added += tally
-        sent: Tally = Counter({key: number for key, number in self.tracker.tally().items() if key[0] in _SENDS})
+        total = self.tracker.tally()
+        sent: TrafficCounter = Counter({key: number for key, number in total.items() if key[0] in _SENDS})
         for key, number in (sent + self._losses).items():
             added[key] += number * period // num_microbatches
         traffic = {
@@ -230,9 +231,8 @@ class PassLog:
         return run
 
 
-def follow(part: ModelPart, recompute: Recompute, tracker: MemoryTracker) -> None:
-    """Tell the tracker the place whenever the part's forward or backward pass reaches another layer, and whose
-    gradients appear."""
+def track_layers(part: ModelPart, recompute: Recompute, tracker: MemoryTracker) -> None:
+    """Tell the tracker which layer the part's forward or backward pass has reached, and when gradients appear."""
     chunk = part.chunk.chunk
     num_passes = 0
 
@@ -245,20 +245,20 @@ def follow(part: ModelPart, recompute: Recompute, tracker: MemoryTracker) -> Non
     def end(_module: nn.Module, _args: Any, output: Any) -> None:
         if not in_backward():
             tracker.place = f"{num_passes}/{chunk} after"
-            _follow_back(output, tracker.place, tracker)
+            _track_backward(output, tracker.place, tracker)
 
-    for layer, name in zip(part.model.layers.values(), _names(part, recompute), strict=True):
-        _follow_layer(layer, f"{chunk}.{name}", tracker)
+    for layer, name in zip(part.model.layers.values(), _layer_names(part, recompute), strict=True):
+        _track_layer(layer, f"{chunk}.{name}", tracker)
     part.model.register_forward_pre_hook(begin)
     part.model.register_forward_hook(end)
     _claim_gradients(part.model, tracker)
 
 
-def _names(part: ModelPart, recompute: Recompute) -> list[str]:
+def _layer_names(part: ModelPart, recompute: Recompute) -> list[str]:
     return [name for run in runs_of_chunk(recompute, part.chunk) for name in run.place_names]
 
 
-def _follow_layer(layer: nn.Module, name: str, tracker: MemoryTracker) -> None:
+def _track_layer(layer: nn.Module, name: str, tracker: MemoryTracker) -> None:
     place = name
 
     def enter(*_: Any) -> None:
@@ -269,13 +269,13 @@ def _follow_layer(layer: nn.Module, name: str, tracker: MemoryTracker) -> None:
 
     def leave(_module: nn.Module, _args: Any, output: Any) -> None:
         if not in_backward():
-            _follow_back(output, place, tracker)
+            _track_backward(output, place, tracker)
 
     layer.register_forward_pre_hook(enter)
     layer.register_forward_hook(leave)
 
 
-def _follow_back(output: Any, place: str, tracker: MemoryTracker) -> None:
+def _track_backward(output: Any, place: str, tracker: MemoryTracker) -> None:
     """The backward pass is at ``place`` from when the gradient of ``output`` is there."""
 
     def arrive(_grads: Any) -> None:

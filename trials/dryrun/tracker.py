@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trials.dryrun.records import CATEGORIES, Category, Peak, Traffic
 from trials.operators import in_backward
+from trials.parallel.shards import stored_part
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
@@ -35,11 +36,10 @@ _COLLECTIVES = (
     ("send", "send"),
     ("recv", "recv"),
 )
-"""Part of the operator's name to the field's word."""
+"""Part of an operator's name, and the collective that it stands for; the first match wins."""
 
-
-Tally = Counter[tuple[str, str]]
-"""Collectives so far: ``calls`` and ``bytes`` by name."""
+TrafficCounter = Counter[tuple[str, str]]
+"""Number of calls and of bytes of collectives so far, by name and ``calls`` or ``bytes``."""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         self.total_bytes = 0
         self.phase = "forward"
-        """What goes on outside of backward passes."""
+        """Phase of the step that counts outside of backward passes, which are known by themselves."""
         self.place = ""
         self.flops: Counter[str] = Counter()
         self._peaks: dict[str, tuple[int, dict[Category, int]]] = {}
@@ -69,22 +69,21 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._blocks: Any = WeakIdKeyDictionary()
         self._paused = 0
 
-    # What it found
-
     def peaks(self) -> dict[str, Peak]:
-        """By ``phase/place``, since the last :meth:`restart`."""
+        """Peaks by ``phase/place``, since the last :meth:`restart`."""
         return {
             key: Peak(total_bytes=total, by_category={name: size for name, size in sizes.items() if size})
             for key, (total, sizes) in self._peaks.items()
         }
 
     def collectives(self) -> dict[str, Traffic]:
+        """Collectives by type, since the last :meth:`restart`."""
         return {
             name: Traffic(num_calls=calls, num_bytes=self._sent[name]) for name, calls in sorted(self._calls.items())
         }
 
-    def tally(self) -> Tally:
-        """The same for taking differences."""
+    def tally(self) -> TrafficCounter:
+        """The collectives as counters, for taking differences."""
         calls = {(name, "calls"): number for name, number in self._calls.items()}
         return Counter({**calls, **{(name, "bytes"): number for name, number in self._sent.items()}})
 
@@ -96,11 +95,9 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sent.clear()
         self._note_peak()
 
-    # What it is told
-
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing made in the body counts."""
+        """Leave out of the account what is made in the body."""
         self._paused += 1
         try:
             yield
@@ -111,7 +108,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Move what the tensors occupy on this rank to ``category``, counting it if it was unknown."""
         for tensor in tensors:
             if tensor is not None:
-                storage = local_part(tensor).untyped_storage()
+                storage = stored_part(tensor).untyped_storage()
                 block = self._blocks.get(storage)
                 if block is None:
                     self._add(storage, category)
@@ -125,19 +122,17 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._move(block, new)
 
     def count_call(self, collective: str, num_bytes: int) -> None:
-        """A collective that is emulated, not run."""
+        """Count a collective that is emulated, not run."""
         self._calls[collective] += 1
         self._sent[collective] += num_bytes
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage changed its size in place, as FSDP does with gathered parameters."""
+        """Take note that a storage changed its size in place, as FSDP has those of gathered parameters do."""
         block = self._blocks.get(storage)
         if block is not None and not self._paused:
             if block.num_bytes == 0:
                 block.category = "communication"
             self._change(block, self._size(storage))
-
-    # What it sees
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, _WRAPPERS) for kind in types):
@@ -180,7 +175,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._claim(leaf for side in sides for leaf in side)
 
     def _claim(self, tensors: Iterable[Tensor]) -> None:
-        """Buffers made for a collective; parameters and gradients that it works on stay what they are."""
+        """Count tensors as buffers of a collective; parameters and gradients that it works on stay what they are."""
         for tensor in tensors:
             block = self._blocks.get(tensor.untyped_storage())
             if block is not None and block.category in ("activation", "temporary"):
@@ -196,8 +191,6 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "forward"
         # Formulas of the backward pass run without recording a graph; what is computed again records one.
         return "recompute" if torch.is_grad_enabled() else "backward"
-
-    # Bookkeeping
 
     def _size(self, storage: torch.UntypedStorage) -> int:
         granule = self.granule_bytes
@@ -228,10 +221,3 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._peaks.get(key)
         if known is None or self.total_bytes > known[0]:
             self._peaks[key] = (self.total_bytes, dict(self.live_bytes))
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What of the tensor this rank stores; no operator is called."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor._local_tensor
-    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor

@@ -1,4 +1,4 @@
-"""cuDNN's choice of algorithms: measured in a range of steps, taken from its cache afterwards."""
+"""Has cuDNN measure its algorithms in a range of steps and take them from its cache afterwards, and counts its hits."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class KernelTuner:
 
     @property
     def last_step(self) -> int:
-        """Of the range; 0 without one."""
+        """Last step of the range; 0 without one."""
         return self._range[1] if self._range else 0
 
     def before_step(self, step: int) -> None:
-        """Told before each step, counting from 1."""
+        """Switch measuring on or off for the step of this number, counting from 1."""
         self._step = step
         if self._range:
             self._measure(self._range[0] <= step <= self._range[1])
@@ -107,6 +107,7 @@ class KernelTuner:
 
 
 def _configuration(conv: nn.Conv2d, x: torch.Tensor) -> Hashable:
+    """Key of cuDNN's cache for this call."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     return x.shape, x.stride(), dtype, conv.weight.shape, conv.stride, conv.padding, conv.dilation, conv.groups

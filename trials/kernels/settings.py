@@ -1,4 +1,4 @@
-"""Graph mode, and the global settings that choose kernels."""
+"""Process-wide settings that choose kernels: attention backend, matmul precision, how often Dynamo may compile."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from collections.abc import Iterator
 
 import torch
 import torch._dynamo
-from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trials.failure import InfeasibleSpec
-from trials.models.base import TrainModel
-from trials.models.llama import Llama, causal_attention
+from trials.models.llama import causal_attention
 from trials.parallel.context_parallel import attend_to_the_end
-from trials.spec import Kernels, LlamaModel, TrialSpec
+from trials.precision.mixed import matmul_precision
+from trials.spec import LlamaModel, TrialSpec
 
 ATTENTION_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -28,30 +27,6 @@ _MAX_GRAPHS_PER_FUNCTION = 128
 """Dynamo gives up on a function compiled more often; blocks of different shapes are one function to it."""
 
 
-def apply_compile(model: TrainModel, kernels: Kernels, *, tensor_parallel: bool) -> None:
-    """Compile in place every layer, equal ones sharing the code, or the model as a whole.
-
-    A layer must be one graph; the whole model may break into several, as it does at FSDP's hooks. Shapes are fixed
-    within a trial, so every shape gets a graph of its own instead of one for all.
-    """
-    if kernels.compile == "off":
-        return
-    if tensor_parallel and isinstance(model, Llama) and model.tok_embeddings is not None:
-        model.tok_embeddings.register_forward_hook(_clone_output)
-    mode = None if kernels.compile_mode == "default" else kernels.compile_mode
-    targets: list[nn.Module] = [model] if kernels.compile == "model" else list(model.layers.values())
-    for target in targets:
-        target.compile(backend=kernels.backend, mode=mode, dynamic=False, fullgraph=kernels.compile == "block")
-
-
-def _clone_output(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
-    """Keep an asynchronous collective's result out of the compiled block, whose backward cannot take one.
-
-    Waiting for it instead would run, but drops the embedding's gradient without a word.
-    """
-    return output.clone()
-
-
 @contextlib.contextmanager
 def kernel_settings(spec: TrialSpec, device: torch.device) -> Iterator[None]:
     """Apply the candidate's process-wide choices of kernels for the duration of the block.
@@ -60,15 +35,13 @@ def kernel_settings(spec: TrialSpec, device: torch.device) -> Iterator[None]:
         InfeasibleSpec: the device lacks the attention backend; names those it has.
     """
     kernels = spec.candidate.kernels
-    before = torch.get_float32_matmul_precision()
     with contextlib.ExitStack() as stack:
         if kernels.attention != "auto" and isinstance(spec.workload.model, LlamaModel):
             _check_attention(spec, device)
             stack.enter_context(sdpa_kernel(ATTENTION_BACKENDS[kernels.attention]))
         if kernels.compile != "off":
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=_MAX_GRAPHS_PER_FUNCTION))
-        torch.set_float32_matmul_precision(kernels.matmul_precision)
-        stack.callback(torch.set_float32_matmul_precision, before)
+        stack.enter_context(matmul_precision(kernels.matmul_precision))
         yield
 
 
@@ -91,7 +64,7 @@ def _check_attention(spec: TrialSpec, device: torch.device) -> None:
 def _runs_attention(
     name: str, model: LlamaModel, dtype: torch.dtype, device: torch.device, *, masked: bool = False
 ) -> bool:
-    """Try it, forward and backward: what a backend can do depends on device, build, type and shape.
+    """Try a backend, forward and backward: what it can do depends on device, build, type and shape.
 
     ``masked`` tries what a rank that holds a part of each sequence calls too.
     """

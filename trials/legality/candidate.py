@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from trials.legality.layout import LayoutRule, describe_shape, has_shape, uses_ddp
+from trials.legality.layout import make_rules, shape_problem, uses_ddp
 from trials.legality.pattern import pattern_problem
 from trials.spec import Candidate, Counts, LossScale, Workload
 
@@ -22,10 +20,9 @@ def _recompute_shape(workload: Workload, candidate: Candidate) -> str | None:
     for name, counts in parts:
         if counts == ():
             continue
-        if not has_shape(counts, layout):
-            wanted = f"{layout.num_virtual_stages} chunks of {layout.pp} stages"
-            return f"recompute: {name} has {describe_shape(counts)}, the layout {wanted}"
-        if has_shape(present, layout) and not _at_most(counts, present):
+        if problem := shape_problem(counts, layout):
+            return f"recompute: {name} {problem}"
+        if shape_problem(present, layout) is None and not _at_most(counts, present):
             return f"recompute: {name} counts {_text(counts)} layers where there are {_text(present)}"
     return None
 
@@ -82,8 +79,10 @@ def _compile_recompute_with_dtensor(_workload: Workload, candidate: Candidate) -
 
 
 def _cuda_graphs(workload: Workload, candidate: Candidate) -> str | None:
-    """A CUDA graph replays into the memory it was captured with: the outputs of one micro-batch must be done with
-    before the next one runs, and parameters stay where they are."""
+    """A CUDA graph replays into the memory that it was captured with.
+
+    So the outputs of one micro-batch must be done with before the next one runs, and parameters must stay in place.
+    """
     kernels, layout = candidate.kernels, candidate.layout
     if kernels.compile == "off" or kernels.compile_mode != "reduce-overhead":
         return None
@@ -171,23 +170,20 @@ def _text(counts: Counts) -> str:
     return "/".join(",".join(map(str, row)) for row in counts)
 
 
-def _on_candidate(name: str, check: Callable[[Workload, Candidate], str | None]) -> LayoutRule:
-    return LayoutRule(id=name, reads="candidate", check=check)
-
-
-CANDIDATE_RULES: tuple[LayoutRule, ...] = (
-    _on_candidate("recompute-shape", _recompute_shape),
-    _on_candidate("recompute-pattern", _recompute_patterns),
-    _on_candidate("recompute-with-compile", _recompute_with_compile),
-    _on_candidate("recompute-communication", _recompute_communication),
-    _on_candidate("compile-with-zbv", _compile_with_zbv),
-    _on_candidate("compile-model-with-dtensor", _compile_model_with_dtensor),
-    _on_candidate("compile-recompute-with-dtensor", _compile_recompute_with_dtensor),
-    _on_candidate("cuda-graphs", _cuda_graphs),
-    _on_candidate("amp-lists-with-compile", _amp_lists_with_compile),
-    _on_candidate("cudnn-range", _cudnn_range),
-    _on_candidate("amp-level", _amp_level),
-    _on_candidate("loss-scale", _loss_scale),
-    _on_candidate("amp-lists", _amp_lists),
-    _on_candidate("loader", _loader),
+CANDIDATE_RULES = make_rules(
+    "candidate",
+    ("recompute-shape", _recompute_shape),
+    ("recompute-pattern", _recompute_patterns),
+    ("recompute-with-compile", _recompute_with_compile),
+    ("recompute-communication", _recompute_communication),
+    ("compile-with-zbv", _compile_with_zbv),
+    ("compile-model-with-dtensor", _compile_model_with_dtensor),
+    ("compile-recompute-with-dtensor", _compile_recompute_with_dtensor),
+    ("cuda-graphs", _cuda_graphs),
+    ("amp-lists-with-compile", _amp_lists_with_compile),
+    ("cudnn-range", _cudnn_range),
+    ("amp-level", _amp_level),
+    ("loss-scale", _loss_scale),
+    ("amp-lists", _amp_lists),
+    ("loader", _loader),
 )

@@ -1,4 +1,4 @@
-"""Legality rules on layouts and batch sizes, and on how they fit the model. Standard library only.
+"""Legality rules on layouts and batch sizes, on how they fit the model, and what a rule is. Standard library only.
 
 Sources: the divisibility rules are those of the Megatron and PyTorch tensor-parallel layouts, the schedules' rules
 those of ``torch.distributed.pipelining.schedules``; the others are combinations the runner cannot train.
@@ -12,17 +12,25 @@ from typing import Literal
 
 from trials.spec import Candidate, Counts, Layout, LlamaModel, Workload
 
+Check = Callable[[Workload, Candidate], str | None]
+"""Gives a one-line reason why the runner refuses the pair, or None."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutRule:
-    """One thing the runner insists on. ``check`` gives a one-line reason, or None.
+class LegalityRule:
+    """One thing the runner insists on.
 
     ``reads="layout"`` promises to look at the workload, ``layout`` and ``micro_batch_size`` only.
     """
 
     id: str
     reads: Literal["layout", "candidate"]
-    check: Callable[[Workload, Candidate], str | None]
+    check: Check
+
+
+def make_rules(reads: Literal["layout", "candidate"], *checks: tuple[str, Check]) -> tuple[LegalityRule, ...]:
+    """Rules from pairs of id and check."""
+    return tuple(LegalityRule(id=name, reads=reads, check=check) for name, check in checks)
 
 
 def uses_ddp(layout: Layout) -> bool:
@@ -31,12 +39,13 @@ def uses_ddp(layout: Layout) -> bool:
     return plain or layout.zero_stage == 1
 
 
-def has_shape(counts: Counts, layout: Layout) -> bool:
-    return len(counts) == layout.num_virtual_stages and all(len(row) == layout.pp for row in counts)
-
-
-def describe_shape(counts: Counts) -> str:
-    return f"{len(counts)} chunks of {'/'.join(str(len(row)) for row in counts) or 0} stages"
+def shape_problem(counts: Counts, layout: Layout) -> str | None:
+    """How ``counts`` differ from the layout's chunks and stages, to go behind their name; None where they agree."""
+    if len(counts) == layout.num_virtual_stages and all(len(row) == layout.pp for row in counts):
+        return None
+    num_stages = "/".join(str(len(row)) for row in counts) or 0
+    wanted = f"{layout.num_virtual_stages} chunks of {layout.pp} stages"
+    return f"has {len(counts)} chunks of {num_stages} stages, the layout {wanted}"
 
 
 # ---- degrees and data parallelism ----
@@ -85,8 +94,8 @@ def _global_batch(workload: Workload, candidate: Candidate) -> str | None:
 # ---- tensor parallelism ----
 
 
-def _tp_divides(name: str) -> LayoutRule:
-    """A rule that ``tp`` divides one size of the model."""
+def _tp_divides(name: str) -> tuple[str, Check]:
+    """Id and check of the rule that ``tp`` divides this size of the model."""
 
     def check(workload: Workload, candidate: Candidate) -> str | None:
         size = getattr(workload.model, name, 0)
@@ -94,7 +103,7 @@ def _tp_divides(name: str) -> LayoutRule:
             None if size % candidate.layout.tp == 0 else f"{name} {size} is not divisible by tp {candidate.layout.tp}"
         )
 
-    return LayoutRule(id=f"tp-{name.replace('_', '-')}", reads="layout", check=check)
+    return f"tp-{name.replace('_', '-')}", check
 
 
 def _sp_needs_tp(_workload: Workload, candidate: Candidate) -> str | None:
@@ -187,9 +196,8 @@ def _stage_layers(workload: Workload, candidate: Candidate) -> str | None:
     counts = layout.stage_layers
     if layout.pp == 1:
         return None if counts == () else "stage_layers needs pp above 1"
-    if not has_shape(counts, layout):
-        wanted = f"{layout.num_virtual_stages} chunks of {layout.pp} stages"
-        return f"stage_layers has {describe_shape(counts)}, the layout {wanted}"
+    if problem := shape_problem(counts, layout):
+        return f"stage_layers {problem}"
     if min(map(min, counts)) < 0:
         return "stage_layers leaves a stage fewer than 0 layers"
     total = sum(map(sum, counts))
@@ -217,26 +225,23 @@ def _ddp_with_chunks(_workload: Workload, candidate: Candidate) -> str | None:
     return None
 
 
-def _on_layout(name: str, check: Callable[[Workload, Candidate], str | None]) -> LayoutRule:
-    return LayoutRule(id=name, reads="layout", check=check)
-
-
-LAYOUT_RULES: tuple[LayoutRule, ...] = (
-    _on_layout("degrees", _degrees),
-    _on_layout("model-kind", _model_kind),
-    _on_layout("shard-needs-zero", _shard_needs_zero),
-    *map(_tp_divides, ("num_heads", "num_kv_heads", "hidden_size", "ffn_hidden_size", "vocab_size")),
-    _on_layout("sp-needs-tp", _sp_needs_tp),
-    _on_layout("sp-seq-length", _sp_sequence),
-    _on_layout("ddp-with-tp", _ddp_with_tp),
-    _on_layout("zero1-with-tp", _zero1_with_tp),
-    _on_layout("global-batch", _global_batch),
-    _on_layout("copies", _copies),
-    _on_layout("cp-seq-length", _cp_sequence),
-    _on_layout("cp-heads", _cp_heads),
-    _on_layout("virtual-stages", _virtual_stages),
-    _on_layout("stage-layers", _stage_layers),
-    _on_layout("num-microbatches", _num_microbatches),
-    _on_layout("ddp-with-chunks", _ddp_with_chunks),
-    _on_layout("shard-embedding", _shard_embedding),
+LAYOUT_RULES = make_rules(
+    "layout",
+    ("degrees", _degrees),
+    ("model-kind", _model_kind),
+    ("shard-needs-zero", _shard_needs_zero),
+    *(_tp_divides(name) for name in ("num_heads", "num_kv_heads", "hidden_size", "ffn_hidden_size", "vocab_size")),
+    ("sp-needs-tp", _sp_needs_tp),
+    ("sp-seq-length", _sp_sequence),
+    ("ddp-with-tp", _ddp_with_tp),
+    ("zero1-with-tp", _zero1_with_tp),
+    ("global-batch", _global_batch),
+    ("copies", _copies),
+    ("cp-seq-length", _cp_sequence),
+    ("cp-heads", _cp_heads),
+    ("virtual-stages", _virtual_stages),
+    ("stage-layers", _stage_layers),
+    ("num-microbatches", _num_microbatches),
+    ("ddp-with-chunks", _ddp_with_chunks),
+    ("shard-embedding", _shard_embedding),
 )

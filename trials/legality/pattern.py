@@ -10,9 +10,9 @@ from typing import Any
 
 MAX_PATTERN_CHARS = 200
 MAX_WAYS = 64**4
-"""Ways to try on one path, at most: four open repeats like ``.*`` in a row."""
+"""Most ways to match one path: those of four open repeats like ``.*`` in a row."""
 _PATH_CHARS = 64
-"""What is counted for an open repeat: about the length of an operator's path."""
+"""Repeats that an open one counts for: about the length of an operator's path."""
 
 
 class _NestedRepeatError(Exception):
@@ -39,7 +39,7 @@ def _ways(nodes: Iterable[Any]) -> int:
     """Upper bound on the ways in which a sequence of parsed nodes can match one path.
 
     Raises:
-        _NestedRepeatError: there is none worth naming.
+        _NestedRepeatError: their number grows exponentially.
     """
     return math.prod(_ways_of_node(str(code), argument) for code, argument in nodes)
 

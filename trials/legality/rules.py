@@ -1,4 +1,4 @@
-"""Which specifications the runner accepts. Standard library only, so that planning can ask without importing torch."""
+"""All legality rules together: which specifications the runner accepts, and why not. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trials.failure import InfeasibleSpec
 from trials.legality.candidate import CANDIDATE_RULES, FP32_MAX, FP32_TINY
-from trials.legality.layout import LAYOUT_RULES, LayoutRule, has_sane_chunks, uses_ddp
+from trials.legality.layout import LAYOUT_RULES, LegalityRule, has_sane_chunks, uses_ddp
 from trials.legality.pattern import pattern_problem
 from trials.spec import (
     Candidate,
@@ -29,7 +29,7 @@ __all__ = [
     "FP32_MAX",
     "FP32_TINY",
     "RULES",
-    "LayoutRule",
+    "LegalityRule",
     "check",
     "has_sane_chunks",
     "pattern_problem",
@@ -37,8 +37,8 @@ __all__ = [
     "violations",
 ]
 
-RULES: tuple[LayoutRule, ...] = (*LAYOUT_RULES, *CANDIDATE_RULES)
-"""In the order they are reported."""
+RULES: tuple[LegalityRule, ...] = (*LAYOUT_RULES, *CANDIDATE_RULES)
+"""Every rule on a workload and a candidate, in the order of reports."""
 DATA_OF_MODEL: dict[type[Model], tuple[type[Data], ...]] = {
     LlamaModel: (TextData, TokenFileData),
     ResNetModel: (ImageFolderData,),
@@ -53,14 +53,14 @@ def check(spec: TrialSpec) -> None:
     Raises:
         InfeasibleSpec: naming every rule broken.
     """
-    problems = [*violations(spec.workload, spec.candidate), *_protocol(spec.protocol)]
+    problems = [*violations(spec.workload, spec.candidate), *_protocol_problems(spec.protocol)]
     if problems:
         raise InfeasibleSpec("; ".join(problems))
 
 
 def violations(workload: Workload, candidate: Candidate) -> Iterator[str]:
     """Yield one sentence per broken rule; nothing means the runner accepts the pair."""
-    yield from _workload(workload)
+    yield from _workload_problems(workload)
     for rule in RULES:
         reason = rule.check(workload, candidate)
         if reason is not None:
@@ -69,17 +69,17 @@ def violations(workload: Workload, candidate: Candidate) -> Iterator[str]:
                 return
 
 
-def _protocol(protocol: Protocol) -> Iterator[str]:
+def _protocol_problems(protocol: Protocol) -> Iterator[str]:
     if not 0 <= protocol.min_warmup_steps <= protocol.max_warmup_steps:
         yield f"min_warmup_steps {protocol.min_warmup_steps} is outside 0..max_warmup_steps {protocol.max_warmup_steps}"
     if not 1 <= protocol.num_steps <= protocol.max_steps:
         yield f"num_steps {protocol.num_steps} is outside 1..max_steps {protocol.max_steps}"
 
 
-def _workload(workload: Workload) -> Iterator[str]:
+def _workload_problems(workload: Workload) -> Iterator[str]:
     model, data = workload.model, workload.data
     if isinstance(model, LlamaModel):
-        yield from _llama(model)
+        yield from _llama_problems(model)
         if isinstance(data, TextData) and model.vocab_size < 256:
             yield f"vocab_size {model.vocab_size} is below the 256 values of byte-level tokens"
     elif workload.seq_length != 1:
@@ -88,7 +88,7 @@ def _workload(workload: Workload) -> Iterator[str]:
         yield f"model kind {model.kind} cannot train on data kind {data.kind}"
 
 
-def _llama(model: LlamaModel) -> Iterator[str]:
+def _llama_problems(model: LlamaModel) -> Iterator[str]:
     if model.hidden_size % model.num_heads:
         yield f"hidden_size {model.hidden_size} is not divisible by num_heads {model.num_heads}"
     elif (model.hidden_size // model.num_heads) % 2:

@@ -1,4 +1,4 @@
-"""The models a workload can name."""
+"""The models that a workload can name, and their losses. Knows shapes and pipeline stages, but no parallelism."""
 
 from __future__ import annotations
 

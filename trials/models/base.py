@@ -1,4 +1,4 @@
-"""What the runner needs of a model."""
+"""The interface of a model, as the runner needs it, and of its loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Initial:
-    """Initial values of a parameter: normal with this mean and standard deviation."""
+    """A distribution of initial values: normal with this mean and standard deviation."""
 
     mean: float = 0.0
     std: float = 0.0
@@ -30,11 +30,11 @@ class TrainModel(nn.Module):
         """Fill buffers and tables, on ``device``."""
 
     def initial(self, name: str) -> Initial:
-        """How the parameter of this name starts."""
+        """Initial values of the parameter of this name."""
         raise NotImplementedError
 
 
 class Loss(Protocol):
-    """Mean loss in fp32 over the outputs and targets given."""
+    """A function that gives the mean loss in fp32 over outputs and targets."""
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor: ...

@@ -1,4 +1,4 @@
-"""A chain of square Linear layers: pure matrix multiplication."""
+"""A model that is a chain of square Linear layers: pure matrix multiplication."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LinearChain(TrainModel):
         return x
 
     def initial(self, name: str) -> Initial:  # noqa: ARG002  # all alike
-        """Keeps the variance from layer to layer."""
+        """The standard deviation that keeps the variance from layer to layer."""
         return Initial(std=1.0 / math.sqrt(self.shape.size))
 
 

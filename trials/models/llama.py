@@ -43,7 +43,7 @@ Piece = Literal["first", "second", "leave"]
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """What a boundary does, or a choice of positions, when nothing is split."""
+    """Stands in where nothing is split: for a boundary, or for the choice of the positions that a rank holds."""
     return x
 
 
@@ -71,11 +71,11 @@ class SubLayer(nn.Module):
         return self.leave(self.second(*self.first(self.enter(x), *args)))
 
     def first(self, *args: Any) -> tuple[Tensor, ...]:
-        """From the input ``[B, S, D]`` to what the second segment takes."""
+        """Compute what the second segment takes from the input ``[B, S, D]``."""
         raise NotImplementedError
 
     def second(self, *args: Any) -> Tensor:
-        """From the first segment's outputs to the output ``[B, S, D]``."""
+        """Compute the output ``[B, S, D]`` from the first segment's outputs."""
         raise NotImplementedError
 
 
@@ -139,11 +139,11 @@ class Block(nn.Module):
 
 
 BlockSchedule = Callable[[Block, Tensor, Tensor], Tensor]
-"""From a block, hidden states ``[B, S, D]`` and rotary table to the next hidden states."""
+"""Function from a block, hidden states ``[B, S, D]`` and rotary table to the next hidden states."""
 
 
 def one_after_the_other(block: Block, x: Tensor, rope: Tensor) -> Tensor:
-    """The :data:`BlockSchedule` of a whole micro-batch."""
+    """The :data:`BlockSchedule` that runs a whole micro-batch through one sub-layer after the other."""
     h = x + block.attention(block.attention_norm(x), rope)
     out: Tensor = h + block.feed_forward(block.feed_forward_norm(h))
     return out
@@ -167,9 +167,9 @@ class Llama(TrainModel):
         # A plain attribute, not a buffer: DDP sends buffers around at every step.
         self.rope: Tensor | None = None
         self.held_positions: Callable[[Tensor], Tensor] = unchanged
-        """Takes along dimension 1 the positions that this rank holds of every sequence."""
+        """Function that takes, along dimension 1, the positions that this rank holds of every sequence."""
         self.on_materialize: list[Callable[[torch.device], None]] = []
-        """Makes what else needs storage and is neither parameter nor buffer."""
+        """Functions that make what else needs storage and is neither parameter nor buffer."""
 
     @property
     def head_size(self) -> int:

@@ -42,7 +42,7 @@ class BatchNorm(nn.Module):
         return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, training=True, momentum=momentum)
 
     def reset_statistics(self, device: torch.device) -> None:
-        """In fp32, whatever type the parameters have."""
+        """Start the running statistics, in fp32 whatever type the parameters have."""
         size = self.running_mean.shape
         self.running_mean = torch.zeros(size, device=device)
         self.running_var = torch.ones(size, device=device)
@@ -66,7 +66,7 @@ class Shortcut(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions, of ResNet-18."""
+    """The block of ResNet-18: two 3x3 convolutions."""
 
     expansion = 1
 
@@ -85,7 +85,7 @@ class BasicBlock(nn.Module):
 
 
 class BottleneckBlock(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions, of ResNet-50; the last one widens fourfold."""
+    """The block of ResNet-50: 1x1, 3x3 and 1x1 convolutions; the last one widens fourfold."""
 
     expansion = 4
 
@@ -108,7 +108,7 @@ class BottleneckBlock(nn.Module):
 
 
 def build_block(shape: ResNetModel, number: int) -> nn.Module:
-    """Residual block of this global number."""
+    """The residual block of this global number."""
     kind = BasicBlock if shape.depth == 18 else BottleneckBlock
     stage, place = place_in_stage(shape, number)
     channels = shape.width << stage

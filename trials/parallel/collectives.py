@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-Kind = Literal["none", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+CollectiveKind = Literal["none", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
-_BACKWARD: dict[Kind, Kind] = {
+_BACKWARD: dict[CollectiveKind, CollectiveKind] = {
     "none": "all_reduce",
     "all_reduce": "none",
     "all_gather": "reduce_scatter",
@@ -58,19 +58,19 @@ class Pending:
         return halves
 
 
-def start(kind: Kind, x: Tensor, group: Group) -> Pending:
+def start(kind: CollectiveKind, x: Tensor, group: Group) -> Pending:
     """Begin the collective on ``x`` and return at once."""
     return Pending(_AwaitGradient.apply(x), _launch(kind, x.detach(), group.size, group.name))  # type: ignore[no-untyped-call]
 
 
-def finish(kind: Kind, halves: tuple[Tensor, Tensor], group: Group) -> Tensor:
+def finish(kind: CollectiveKind, halves: tuple[Tensor, Tensor], group: Group) -> Tensor:
     """Wait for what :func:`start` began with the same ``kind`` and ``group``, and give its result."""
     out: Tensor = _Finish.apply(*halves, kind, group.size, group.name)  # type: ignore[no-untyped-call]
     return out
 
 
-def communicate(kind: Kind, x: Tensor, group: Group) -> Tensor:
-    """Start and finish."""
+def communicate(kind: CollectiveKind, x: Tensor, group: Group) -> Tensor:
+    """Start and finish the collective at once."""
     halves = start(kind, x, group).take()
     assert halves is not None
     return finish(kind, halves, group)
@@ -98,7 +98,7 @@ class _Finish(torch.autograd.Function):
     """Waits for ``result``; the gradient goes the way of ``token``, which has the shape of what was sent."""
 
     @staticmethod
-    def forward(ctx: Any, _token: Tensor, result: Tensor, kind: Kind, size: int, name: str) -> Tensor:
+    def forward(ctx: Any, _token: Tensor, result: Tensor, kind: CollectiveKind, size: int, name: str) -> Tensor:
         ctx.sent = (_BACKWARD[kind], size, name)
         return _wait(result)
 
@@ -120,7 +120,7 @@ class _GatherReplicated(torch.autograd.Function):
         return grads[0].chunk(size)[rank], None, None, None
 
 
-def _launch(kind: Kind, x: Tensor, size: int, name: str) -> Tensor:
+def _launch(kind: CollectiveKind, x: Tensor, size: int, name: str) -> Tensor:
     """Start a collective; the result must not be read before :func:`_wait`."""
     ops: Any = torch.ops._c10d_functional
     out: Tensor

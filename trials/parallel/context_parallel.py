@@ -1,4 +1,4 @@
-"""Context parallelism: every rank holds a part of each sequence.
+"""Context parallelism: every rank holds a part of each sequence, and attention communicates.
 
 A sequence is cut into ``2 cp`` pieces, and rank r holds pieces r and ``2 cp - 1 - r``: the later a piece, the more keys
 it attends to, so this gives every rank the same work (as in Grattafiori et al., arXiv 2407.21783, section 3.3.2).

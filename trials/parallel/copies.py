@@ -13,8 +13,8 @@ from trials.parallel.local_tensor_parallel import Boundary
 from trials.spec import Layout
 
 NUM_STEPS = 7
-"""Into how many a half's way through a layer is cut: within each of its four collectives, and between the two segments
-of both sub-layers."""
+"""Number of steps into which a half's way through a layer is cut: within each of its four collectives, and between the
+two segments of both sub-layers."""
 
 
 def apply_copies(model: TrainModel, layout: Layout) -> None:

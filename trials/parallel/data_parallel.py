@@ -18,7 +18,7 @@ from trials.precision.mixed import mixed_precision_policy
 from trials.spec import Layout, Precision
 
 _ENDS = ("tok_embeddings", "output")
-"""Modules with a weight of the size of the vocabulary."""
+"""Names of the modules with a weight of the size of the vocabulary."""
 
 
 def uses_fsdp(layout: Layout) -> bool:
@@ -61,7 +61,7 @@ def apply_ddp(model: TrainModel, mesh: DeviceMesh, layout: Layout, device: torch
 
 
 def set_gradient_sync(module: nn.Module, enabled: bool) -> None:
-    """Whether the next backward pass reduces gradients over data-parallel ranks; off between micro-batches."""
+    """Say whether the next backward pass reduces gradients over data-parallel ranks; off between micro-batches."""
     if isinstance(module, DistributedDataParallel):
         # What DDP.no_sync() sets; both the forward and the backward pass of a micro-batch must see it.
         module.require_backward_grad_sync = enabled

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism; here with DTensor."""
+"""Tensor and sequence parallelism by either engine: DTensor here, or that of :mod:`.local_tensor_parallel`."""
 
 from __future__ import annotations
 

@@ -29,13 +29,17 @@ from trials.parallel.shards import LocalShard, ShardMap
 
 
 class Crossing(Protocol):
-    """One of the four functions; ``pending`` is what their start function made of the same ``x``, if that was
-    called. Calling one again with a ``pending`` it has used up starts over from ``x``."""
+    """One of the four functions that activations cross a boundary by.
+
+    ``pending`` is what its start function made of the same ``x``, if that was called. Calling it again with a
+    ``pending`` that it has used up starts over from ``x``.
+    """
 
     def __call__(self, x: Tensor, group: Group, pending: Pending | None = None) -> Tensor: ...
 
 
 def _visible(function: Crossing) -> Crossing:
+    """Let a ``TorchFunctionMode`` see calls of the function under its name."""
     return cast(Crossing, wrap_torch_function(lambda x, *_args, **_kwargs: (x,))(function))
 
 
@@ -152,7 +156,7 @@ def _split_linear(linear: nn.Linear, dim: int, num_shards: int) -> None:
 
 
 def _part_of(weight: Tensor, dim: int, num_shards: int) -> nn.Parameter:
-    """An empty parameter for one shard of ``weight``."""
+    """An empty parameter for one of ``num_shards`` parts of ``weight`` along ``dim``."""
     size = list(weight.shape)
     assert size[dim] % num_shards == 0, "legality checks that tensor parallelism divides every split dimension"
     size[dim] //= num_shards
@@ -160,7 +164,7 @@ def _part_of(weight: Tensor, dim: int, num_shards: int) -> nn.Parameter:
 
 
 def _norm_weights(model: Llama) -> list[str]:
-    """Their gradients cover only the positions of this rank."""
+    """Names of the norms' weights, whose gradients cover only the positions of this rank."""
     return [name for name, _ in model.named_parameters() if name.endswith("norm.weight")]
 
 

@@ -1,4 +1,4 @@
-"""Who this rank is, the gang's process group, and the device mesh."""
+"""Who this rank is: its place in the gang and its device, the gang's process group, and the device mesh."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trials.spec import AXES, Layout
 
 SHARD_AXES = ("dp_shard", "cp")
-"""Ranks of these axes share what ZeRO shards: context-parallel peers hold the same parameters."""
+"""Axes over which ZeRO shards: context-parallel peers hold the same parameters, so they take part."""
 
 DATA_AXES = ("dp_replicate", *SHARD_AXES)
-"""Gradients are averaged over these axes: each rank has the mean loss of its own samples and positions."""
+"""Axes over which gradients are averaged: each rank has the mean loss of its own samples and positions."""
 
 RENDEZVOUS_VARIABLE = "TUNE_CLUSTER_RENDEZVOUS"
 """Environment variable with an ``init_method`` URL (``file:///...`` or ``tcp://host:port``); without it, torchrun's."""
@@ -55,6 +55,12 @@ def select_device(kind: str, identity: RankIdentity) -> torch.device:
     device = torch.device("cuda", identity.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that it was given; the CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @contextlib.contextmanager

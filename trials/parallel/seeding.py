@@ -1,4 +1,4 @@
-"""Initial weights that do not depend on the layout.
+"""Fills a model with initial weights that do not depend on the layout.
 
 The global random stream depends on build order and sharding, so every parameter gets a generator seeded by its name;
 the full tensor is drawn on the CPU and each rank keeps its slice.
@@ -13,16 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trials.models.base import Initial, TrainModel
-from trials.parallel.shards import LocalShard, ShardMap
-
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-
-
-def plain_name(name: str) -> str:
-    """The parameter's name without what recompute and compile put in between."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+from trials.parallel.shards import LocalShard, ShardMap, plain_name
 
 
 def initial_value(name: str, size: torch.Size, initial: Initial, seed: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What of a tensor is on this rank.
+"""Tells which part of a tensor this rank holds, and the plain name of a parameter whatever wraps it.
 
 DTensors say themselves how they are split. Parameters of the local tensor-parallel engine are plain tensors on this
 rank but slices of larger ones over the tensor-parallel group, as the values here say.
@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,3 +41,17 @@ def local_part(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():
         return tensor.to_local()
+
+
+def stored_part(tensor: Tensor) -> Tensor:
+    """The plain tensor that holds the rank's own part; calls no operator, and waits for no collective in flight."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def plain_name(name: str) -> str:
+    """The parameter's name without what recompute and compile put in between."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

@@ -1,0 +1,1 @@
+"""Mixed precision: autocast with the user's own lists, 16-bit parameters, loss scaling. Knows ``models`` only."""

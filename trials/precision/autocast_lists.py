@@ -1,4 +1,4 @@
-"""The user's own autocast lists: operators that run in 16 bits, or in fp32, whatever autocast would do."""
+"""Applies the user's own autocast lists: operators that run in 16 bits, or in fp32, whatever autocast would do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class CastMeter:
-    """Counts the calls the lists were applied to, those of a recomputation left out."""
+    """Counts the calls that the lists were applied to, except those of a recomputation."""
 
     def __init__(self, precision: Precision | None = None) -> None:
         self._lists = {} if precision is None else _by_name(precision)
@@ -39,13 +39,13 @@ class CastMeter:
 
     def casts(self, num_steps: int) -> tuple[OperatorCast, ...]:
         """Calls per step since the last reset, for every name of the lists; 0 for a name never met."""
-        self._warn_of_strangers()
+        self._warn_of_unmet_names()
         return tuple(
             OperatorCast(name=name, list=color, num_calls=round(self._num_calls[name] / max(1, num_steps)))
             for name, color in self._lists.items()
         )
 
-    def _warn_of_strangers(self) -> None:
+    def _warn_of_unmet_names(self) -> None:
         for name in self._lists.keys() - self._num_calls.keys() - self._warned:
             logger.warning(
                 "autocast %s list: this part of the model never calls %r; names are those of torch.nn.functional",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from trials.reports.findings import LossScaleState
 from trials.spec import LossScale, Precision
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_MIN_CAPABILITY = {"bfloat16": (8, 0), "float16": (7, 0)}
-"""CUDA compute capability with tensor cores for the type: Ampere, Volta."""
+MIN_CAPABILITY = {"tf32": (8, 0), "bfloat16": (8, 0), "float16": (7, 0)}
+"""CUDA compute capability with tensor cores for the number format: Ampere, Volta. Every device computes in float32."""
 
 
 def check_device(precision: Precision, device: torch.device) -> None:
@@ -23,7 +24,7 @@ def check_device(precision: Precision, device: torch.device) -> None:
     Raises:
         InfeasibleSpec: naming the device and what it lacks.
     """
-    wanted = _MIN_CAPABILITY.get(precision.dtype)
+    wanted = MIN_CAPABILITY.get(precision.dtype)
     if device.type != "cuda" or wanted is None:
         return
     have = torch.cuda.get_device_capability(device)
@@ -41,13 +42,13 @@ def _version(capability: tuple[int, int]) -> str:
 
 def _remedy(dtype: str, have: tuple[int, int]) -> str:
     """What to use instead of ``dtype`` on a device of this capability."""
-    if dtype == "bfloat16" and have >= _MIN_CAPABILITY["float16"]:
+    if dtype == "bfloat16" and have >= MIN_CAPABILITY["float16"]:
         return "use float16 with loss scaling, or level O0 (float32)"
     return "use level O0 (float32)"
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
-    """Type of what autocast, or O2, computes in 16 bits."""
+    """Type that matmuls compute in: that of autocast under O1, of the parameters under O2, else fp32."""
     return _DTYPES[precision.dtype]
 
 
@@ -58,8 +59,19 @@ def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractC
     return torch.autocast(device.type, dtype=compute_dtype(precision))
 
 
+@contextlib.contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Set the precision of fp32 matmuls, as in ``torch.set_float32_matmul_precision``, for the duration of the body."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def parameter_dtype(precision: Precision, *, sharded: bool) -> torch.dtype:
-    """Type the parameters are stored in. FSDP stores fp32 and casts when gathering, so its shards are the masters."""
+    """Type that parameters are stored in. FSDP stores fp32 and casts when gathering, so its shards are the masters."""
     return _DTYPES[precision.dtype] if keeps_masters(precision, sharded=sharded) else torch.float32
 
 
@@ -76,7 +88,7 @@ def mixed_precision_policy(precision: Precision) -> MixedPrecisionPolicy:
 
 
 class LossScaler:
-    """The schedule of :class:`~trials.spec.LossScale`.
+    """Follows the schedule of :class:`~trials.spec.LossScale`.
 
     Torch's own scaler shrinks at the first overflow; this one after ``backoff_interval`` in a row, and it is told
     about overflows instead of looking for them, so that all ranks agree whatever the layout.
@@ -102,7 +114,7 @@ class LossScaler:
             self._rescale(self.config.backoff_factor)
 
     def state(self) -> LossScaleState:
-        """Where it stands now."""
+        """The scale and its counters now."""
         return LossScaleState(
             scale=self.scale,
             num_finite=self._num_finite,

@@ -1,16 +1,17 @@
-"""Rates of one device: matmuls and copies, and how calls are timed."""
+"""Measures rates of one device, those of matmuls and copies; also how calls are timed."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
+from trials.parallel.mesh import synchronize
+from trials.precision.mixed import MIN_CAPABILITY, matmul_precision
 from trials.reports.rates import MatmulRate, ProbeSpec, Rate
 
 FORMATS = {
@@ -19,9 +20,7 @@ FORMATS = {
     "bfloat16": (torch.bfloat16, "highest"),
     "float16": (torch.float16, "highest"),
 }
-"""Number format -> type of the matrices, and torch's precision of float32 matmuls."""
-MIN_CAPABILITY = {"float32": (0, 0), "tf32": (8, 0), "bfloat16": (8, 0), "float16": (7, 0)}
-"""Of CUDA devices with units for the format."""
+"""Type of the matrices, and torch's precision of float32 matmuls, by number format."""
 MIN_MATMUL_SIZE = 256
 MAX_CALLS = 1000
 
@@ -32,7 +31,7 @@ def matmul_rates(spec: ProbeSpec, device: torch.device) -> dict[str, MatmulRate]
     for name, (dtype, precision) in FORMATS.items():
         if not _supports(name, device):
             continue
-        with _matmul_precision(precision):
+        with matmul_precision(precision):
             size, call = _large_matmul(dtype, spec, device)
             rate = _rate(2.0 * size**3, _samples(call, spec, device))
             rates[name] = MatmulRate(per_s=rate.per_s, log_spread=rate.log_spread, size=size)
@@ -45,7 +44,7 @@ def _large_matmul(dtype: torch.dtype, spec: ProbeSpec, device: torch.device) -> 
     while True:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))  # constants draw less power
         out = torch.empty_like(a)
-        call = calls(torch.mm, a, b, out=out)
+        call = partial(torch.mm, a, b, out=out)
         call()
         if 2 * size > spec.max_matmul_size or seconds_per_call(call, 1, device) >= spec.sample_s:
             return size, call
@@ -54,35 +53,21 @@ def _large_matmul(dtype: torch.dtype, spec: ProbeSpec, device: torch.device) -> 
 
 def _supports(name: str, device: torch.device) -> bool:
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY[name]
+        return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY.get(name, (0, 0))
     return name != "tf32"
-
-
-@contextlib.contextmanager
-def _matmul_precision(precision: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def copy_rates(spec: ProbeSpec, device: torch.device) -> dict[str, Rate]:
     """Bytes per second of a copy inside the device, read and write counted, and to and from a GPU over its bus."""
     here = torch.zeros(spec.copy_bytes, dtype=torch.uint8, device=device)
     there = torch.zeros_like(here)
-    rates = {"device": _rate(2.0 * spec.copy_bytes, _samples(calls(there.copy_, here), spec, device))}
+    rates = {"device": _rate(2.0 * spec.copy_bytes, _samples(partial(there.copy_, here), spec, device))}
     if device.type == "cuda":
         host = torch.zeros(spec.copy_bytes, dtype=torch.uint8, pin_memory=True)
-        to_device, from_device = calls(here.copy_, host, non_blocking=True), calls(host.copy_, here)
+        to_device, from_device = partial(here.copy_, host, non_blocking=True), partial(host.copy_, here)
         rates["to_device"] = _rate(float(spec.copy_bytes), _samples(to_device, spec, device))
         rates["from_device"] = _rate(float(spec.copy_bytes), _samples(from_device, spec, device))
     return rates
-
-
-def calls(function: Callable[..., object], *args: Any, **kwargs: Any) -> Callable[[], object]:
-    return lambda: function(*args, **kwargs)
 
 
 def _samples(call: Callable[[], object], spec: ProbeSpec, device: torch.device) -> list[float]:
@@ -95,17 +80,12 @@ def _samples(call: Callable[[], object], spec: ProbeSpec, device: torch.device) 
 
 def seconds_per_call(call: Callable[[], object], num_calls: int, device: torch.device) -> float:
     """Mean seconds of a call, when so many follow one another."""
-    _synchronize(device)
+    synchronize(device)
     start_s = time.perf_counter()
     for _ in range(num_calls):
         call()
-    _synchronize(device)
+    synchronize(device)
     return (time.perf_counter() - start_s) / num_calls
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _rate(work: float, samples_s: Sequence[float]) -> Rate:

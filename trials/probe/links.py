@@ -1,29 +1,30 @@
-"""Rates between devices: all-reduces and transfers of a gang's ranks."""
+"""Measures links between devices: times of all-reduces and transfers among a gang's ranks."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from trials.probe.device import MAX_CALLS, calls, seconds_per_call
+from trials.probe.device import MAX_CALLS, seconds_per_call
 from trials.reports.rates import Link, MessageTime, ProbeSpec
 
-Group = Any
-"""A process group; torch gives it no one type. None: the whole gang."""
+ProcessGroup = Any
+"""A process group, to which torch gives no one type; None stands for the whole gang."""
 
 
-class Collective:
+class CollectiveTimer:
     """Times operations that several ranks take part in: all of them call the same methods in the same order.
 
-    ``group``: who takes part and who agrees on the number of calls; None for the whole gang.
+    The ranks of ``group`` take part and agree on the number of calls.
     """
 
-    def __init__(self, spec: ProbeSpec, device: torch.device, group: Group) -> None:
+    def __init__(self, spec: ProbeSpec, device: torch.device, group: ProcessGroup) -> None:
         self._spec = spec
         self._device = device
         self._group = group
@@ -31,9 +32,11 @@ class Collective:
         self._agree(0.0)  # all ranks connect before some exchange in pairs
 
     def all_reduce(self) -> Link:
+        """Times of an all-reduce over the group, by message size."""
+
         def time_s(num_bytes: int) -> float:
             message = torch.zeros(num_bytes // 4, device=self._device)
-            return self._agree(self._own_median_s(calls(dist.all_reduce, message, group=self._group)))
+            return self._agree(self._own_median_s(partial(dist.all_reduce, message, group=self._group)))
 
         return Link(world_size=dist.get_world_size(self._group), times=self._by_size(time_s))
 
@@ -42,7 +45,7 @@ class Collective:
         return Link(world_size=2, times=self._by_size(lambda n: min(self._exchange_s(n, peer) for peer in neighbours)))
 
     def _by_size(self, time_s: Callable[[int], float]) -> tuple[MessageTime, ...]:
-        """From the smallest message to the largest that there is time for, at least two."""
+        """Times from the smallest message to the largest that there is time for, at least two."""
         times: list[MessageTime] = []
         for num_bytes in self._spec.message_bytes:
             if len(times) > 1 and self._agree(times[-1].time_s) * num_bytes / times[-1].num_bytes * 5 > self._left_s:
@@ -51,9 +54,9 @@ class Collective:
         return tuple(times)
 
     def _exchange_s(self, num_bytes: int, peer: int | None) -> float:
-        """Own median; infinite for a rank that has no such neighbour."""
+        """Median seconds of exchanging messages with ``peer``; infinite for a rank that has no such neighbour."""
         if peer is None:
-            self._own_median_s(calls(lambda: None))
+            self._own_median_s(lambda: None)
             return math.inf
         sent = torch.zeros(num_bytes // 4, device=self._device)
         received = torch.empty_like(sent)
@@ -66,7 +69,7 @@ class Collective:
         return self._own_median_s(exchange)
 
     def _own_median_s(self, call: Callable[[], object]) -> float:
-        """All ranks make the same number of calls."""
+        """This rank's median seconds of a call; all ranks make the same number of calls."""
         call()
         once_s = self._agree(seconds_per_call(call, 1, self._device))
         num_calls = min(MAX_CALLS, max(1, int(self._spec.sample_s / max(once_s, 1e-9))))
@@ -81,8 +84,8 @@ class Collective:
         return float(value.item())
 
 
-def own_group(groups: Sequence[Sequence[int]], rank: int) -> Group:
-    """The group with this rank; every rank connects all of them."""
+def own_group(groups: Sequence[Sequence[int]], rank: int) -> ProcessGroup:
+    """The process group of those ``groups`` that has this rank; every rank connects all of them."""
     if len(groups) == 1:
         return None
     made = [dist.new_group(list(ranks)) for ranks in groups]

@@ -8,9 +8,7 @@ A gang runs it like a trial. It also runs under plain torchrun, on gloo or NCCL:
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from trials.codec import from_json, to_json
-from trials.files import write_atomically
-from trials.outcome import ProgressSink, probe_report
+from trials.files import write_json
+from trials.outcome import ProgressSink, ignore_progress, probe_report
 from trials.parallel.mesh import RankIdentity, process_group, select_device
 from trials.probe.device import copy_rates, matmul_rates
-from trials.probe.links import Collective, neighbours_of, own_group
+from trials.probe.links import CollectiveTimer, neighbours_of, own_group
 from trials.reports.rates import ProbeSpec, RankRates, probe_spec
 
 
@@ -61,14 +59,14 @@ def measure(spec: ProbeSpec, identity: RankIdentity, device: torch.device, progr
         progress("measuring", step=2)
     if "node" in spec.parts and per_node > 1:
         ranks = [list(range(node * per_node, (node + 1) * per_node)) for node in range(num_nodes)]
-        values["node_all_reduce"] = Collective(spec, device, own_group(ranks, identity.rank)).all_reduce()
+        values["node_all_reduce"] = CollectiveTimer(spec, device, own_group(ranks, identity.rank)).all_reduce()
         progress("measuring", step=3)
     if "network" in spec.parts and num_nodes > 1:
         ranks = [list(range(place, num_nodes * per_node, per_node)) for place in range(per_node)]
-        values["network_all_reduce"] = Collective(spec, device, own_group(ranks, identity.rank)).all_reduce()
+        values["network_all_reduce"] = CollectiveTimer(spec, device, own_group(ranks, identity.rank)).all_reduce()
         progress("measuring", step=4)
         neighbours = neighbours_of(identity.rank, per_node, num_nodes)
-        values["network_transfer"] = Collective(spec, device, None).transfers(neighbours)
+        values["network_transfer"] = CollectiveTimer(spec, device, None).transfers(neighbours)
         progress("measuring", step=5)
     return RankRates(rank=identity.rank, **values)
 
@@ -83,18 +81,10 @@ def main() -> None:
     device = select_device(args.device, identity)
     everyone: list[Any] = [None] * identity.world_size
     with process_group(identity, device):
-        rates = measure(probe_spec(args.device), identity, device, _ignore_progress)
+        rates = measure(probe_spec(args.device), identity, device, ignore_progress)
         dist.all_gather_object(everyone, to_json(rates))
     if identity.rank == 0:
-        text = json.dumps(everyone, indent=1) + "\n"
-        if args.out is None:
-            sys.stdout.write(text)
-        else:
-            write_atomically(args.out, [text.encode()])
-
-
-def _ignore_progress(*_args: object, **_kwargs: object) -> None:
-    pass
+        write_json(everyone, args.out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Counts the collectives of a step per module, and finds the redundant ones."""
+"""Watches the operators of a step: counts its collectives per module and has the redundant ones found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trials.operators import leaves_in
 from trials.profiling.modules import ModuleTracker
-from trials.profiling.redundancy import Flow, Output, StartedCollective
+from trials.profiling.redundancy import Flow, StartedCollective, TensorId
 from trials.reports.profile import CollectiveCount, Redundancy
 from trials.spec import AXES, Layout
 from trials.stages import coordinates
@@ -67,13 +67,13 @@ _MOVES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Operator:
-    """What the schema of an operator says."""
+    """What an operator's schema says about it."""
 
     name: str
     kind: str | None
     moves: bool
     gives_new: bool
-    """It is a collective whose result is a new tensor."""
+    """Whether it is a collective whose result is a new tensor."""
     mutated: tuple[int, ...]
     """Positions of the arguments it writes to."""
 
@@ -113,11 +113,12 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
+        """Count what is done in the body."""
         with self._tracker, self:
             yield
 
     def counts(self) -> tuple[CollectiveCount, ...]:
-        """In the order of their first start."""
+        """Collectives counted so far, in the order of their first start."""
         return tuple(
             CollectiveCount(
                 module=module,
@@ -155,8 +156,8 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operator: _Operator,
         started: StartedCollective | None,
         arguments: tuple[Any, Any],
-        inputs: list[Output],
-        outputs: list[Output],
+        inputs: list[TensorId],
+        outputs: list[TensorId],
     ) -> None:
         if started is not None and operator.gives_new and len(inputs) == len(outputs) == 1:
             self._flow.communicate(started, inputs[0], outputs[0])
@@ -189,7 +190,7 @@ class _Keys:
         """Held so that no address is used again."""
         self._writes: dict[int, int] = {}
 
-    def of(self, tensor: Tensor) -> Output:
+    def of(self, tensor: Tensor) -> TensorId:
         if tensor.layout is not torch.strided:
             return object(), tensor.numel()
         storage = tensor.untyped_storage()
@@ -206,7 +207,7 @@ class _Keys:
 
 
 def _constants(value: Any) -> Hashable:
-    """Arguments that are no tensors."""
+    """The arguments that are no tensors, in a form that can be compared."""
     if isinstance(value, Tensor):
         return "tensor"
     if isinstance(value, list | tuple):
@@ -227,7 +228,7 @@ def _group_ranks(named: dict[str, Any]) -> tuple[int, ...]:
 
 
 def group_axes(layout: Layout, ranks: tuple[int, ...]) -> tuple[str, int]:
-    """(mesh axes along which the ranks of a group differ, joined by underscores; their number)."""
+    """The mesh axes along which the ranks of a group differ, joined by underscores, and the number of ranks."""
     places = [coordinates(layout, rank) for rank in ranks]
     differing: list[str] = [axis for axis in AXES if len({getattr(place, axis) for place in places}) > 1]
     return "_".join(differing) or "self", len(ranks)

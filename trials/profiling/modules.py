@@ -1,4 +1,4 @@
-"""Which module is at work: in the forward pass by hooks, in the backward pass by when its autograd nodes were made."""
+"""Tells which module is at work: forward by hooks, backward by when its autograd nodes were made."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from trials.parallel.seeding import plain_name
+from trials.operators import in_backward
+from trials.parallel.shards import plain_name
 
 GRADIENTS = "gradients"
-"""What reduces gradients outside of any module: DDP's buckets."""
+"""Stands for a module where gradients are reduced outside of any: in DDP's buckets."""
 STEP = "step"
-"""Everything outside of the passes, and the model itself."""
+"""Stands for the module and the phase outside of the passes, and for the model itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulePlace:
-    """Where in the step; as in :class:`trials.reports.profile.CollectiveCount`."""
+    """Where in the step the program is; as in :class:`trials.reports.profile.CollectiveCount`."""
 
     module: str
     phase: str
 
 
 class ModuleTracker:
-    """Between ``__enter__`` and ``__exit__`` follows the modules of ``models``.
+    """Follows the modules of ``models`` while entered.
 
     Autograd numbers its nodes in the order of their making, so the numbers drawn during a module's forward pass tell
     whose a node is that runs in the backward pass. That needs no hooks on tensors, which would change the graph.
@@ -41,7 +42,7 @@ class ModuleTracker:
         self._running: list[tuple[str, str | None]] = []
         self._starts: list[int] = []
         self._nodes: list[tuple[int, int, str]] = []
-        """(first number, end, module), inner modules before outer ones."""
+        """First number of a module's nodes, the end of its numbers, its name; inner modules before outer ones."""
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> ModuleTracker:
@@ -55,11 +56,10 @@ class ModuleTracker:
 
     def place(self) -> ModulePlace:
         """Where the program is now."""
-        in_backward = torch._C._current_graph_task_id() != -1
         if self._running:
             module, phase = self._running[-1]
-            return ModulePlace(module=module, phase=phase or ("recompute" if in_backward else "forward"))
-        if in_backward:
+            return ModulePlace(module=module, phase=phase or ("recompute" if in_backward() else "forward"))
+        if in_backward():
             return ModulePlace(module=self._module_of_node(), phase="backward")
         return ModulePlace(module=STEP, phase=STEP)
 
@@ -89,12 +89,12 @@ class ModuleTracker:
     def _leave(self) -> None:
         name, _ = self._running.pop()
         start = self._starts.pop()
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             self._nodes.append((start, torch._C._autograd._get_sequence_nr(), name))
 
     @contextlib.contextmanager
     def _named(self, owner: Any, method: str, module: str, phase: str | None) -> Iterator[None]:
-        """Calls of the method count as the module's."""
+        """Have calls of the method count as the module's."""
         original: Callable[..., Any] = getattr(owner, method)
 
         @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""The operators that take most time, from the events of a trace. Pure."""
+"""Finds the operators that take most time, from the events of a trace. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Sum:
 
 
 def top_operators(events: Iterable[Event], steps_us: Sequence[Interval]) -> tuple[OperatorTime, ...]:
-    """The longest, per step, of those that began in one of the steps (in the trace's microseconds)."""
+    """Times per step of the longest operators; ``steps_us`` are the steps in the trace's microseconds."""
     events = list(events)
     operators = [event for event in events if event.get("cat") == "cpu_op" and _is_inside(event, steps_us)]
     device_us = _device_times(events)

@@ -1,4 +1,4 @@
-"""Records some steps of a run with torch's profiler, and counts the collectives of one further step."""
+"""Records some steps of some ranks with torch's profiler, and counts the collectives of one further step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,16 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from trials.failure import InfeasibleSpec
 from trials.files import make_private_folder, write_atomically
 from trials.profiling.collectives import CollectiveCounter
 from trials.profiling.graph_dump import MAX_GRAPHS, dumped_graphs
 from trials.profiling.operators import top_operators
-from trials.profiling.plan import profiled_ranks
-from trials.profiling.trace import lasting, load_trace, mean_times, step_times
-from trials.profiling.trace_file import (
+from trials.profiling.trace import (
     MARK,
+    lasting,
+    load_trace,
+    mean_times,
     memory_curve,
     name_process,
     phase_at,
@@ -32,9 +34,10 @@ from trials.profiling.trace_file import (
     show_memory,
     show_phases,
     step_ranges,
+    step_times,
 )
-from trials.reports.profile import MemoryPeak, PhaseTime, ProfileFile, RankProfile
-from trials.spec import TrialSpec
+from trials.reports.profile import FOLDER_VARIABLE, MemoryPeak, PhaseTime, ProfileFile, RankProfile
+from trials.spec import Layout, ProfileSpec, Protocol, TrialSpec
 from trials.stages import coordinates
 from trials.training.measure import PHASES, StepClock
 from trials.training.step import Trainer
@@ -44,11 +47,50 @@ _GRAPH_MODE = (
 )
 
 
+def check_profile(spec: ProfileSpec) -> None:
+    """Refuse steps that cannot be recorded.
+
+    Raises:
+        InfeasibleSpec: names the rule and the remedy.
+    """
+    if spec.start_step < 1:
+        raise InfeasibleSpec(f"profile.start_step is {spec.start_step}; steps count from 1")
+    if spec.stop_step < spec.start_step:
+        raise InfeasibleSpec(
+            f"profile.stop_step {spec.stop_step} comes before start_step {spec.start_step}; both are recorded, so make "
+            "stop_step at least start_step"
+        )
+
+
+def last_step(spec: ProfileSpec) -> int:
+    """The step after which the run may end; it counts collectives after the recorded ones."""
+    return spec.stop_step + spec.communication
+
+
+def long_enough(protocol: Protocol, spec: ProfileSpec) -> Protocol:
+    """A protocol that ends with the last step needed: what it measures counts for nothing."""
+    num_warmup = max(protocol.min_warmup_steps, 1)
+    num_steps = max(1, last_step(spec) - num_warmup)
+    return replace(protocol, max_warmup_steps=num_warmup, num_steps=num_steps, max_steps=num_steps)
+
+
+def profiled_ranks(spec: ProfileSpec, layout: Layout) -> tuple[int, ...]:
+    """The ranks asked for that exist; else, and by default, the first of every pipeline stage."""
+    asked = tuple(rank for rank in sorted(set(spec.ranks)) if 0 <= rank < layout.world_size)
+    return asked or tuple(range(0, layout.world_size, layout.world_size // layout.pp))
+
+
+def folder_of_environment() -> Path | None:
+    """The folder that the launcher wants a profile's files in; None where it wants none."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    return Path(folder) if folder else None
+
+
 class Profiler(StepClock):
-    """The clock of a run that is recorded. On ranks that are not, it takes part in what all must do alike.
+    """The clock of a run that is recorded; on ranks that are not, it takes part in what all must do alike.
 
     Args:
-        folder: takes the rank's files; None: none are written.
+        folder: takes the rank's files; if it is None, none are written.
     """
 
     def __init__(self, trial: TrialSpec, rank: int, device: torch.device, folder: Path | None) -> None:
@@ -71,7 +113,7 @@ class Profiler(StepClock):
 
     @contextlib.contextmanager
     def watching(self, trainer: Trainer, tuned_until: int) -> Iterator[None]:
-        """Around the whole run; ``tuned_until`` is the last step in which kernels are being chosen."""
+        """Context of the whole run; ``tuned_until`` is the last step in which kernels are being chosen."""
         self._models = [part.model for part in trainer.parts]
         if not self._is_recorded:
             yield

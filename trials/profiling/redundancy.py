@@ -1,4 +1,4 @@
-"""Communication that need not be, found by following values from one collective to the next. Pure.
+"""Finds communication that need not be, by following values from one collective to the next. Pure.
 
 A value is followed as long as it is only moved: viewed, copied, cut, joined. Two values with the same history have the
 same number, so that a tensor gathered twice is known even where a copy was made before each time. Values are named by
@@ -31,7 +31,7 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedCollective:
-    """A collective."""
+    """A collective, as it was started on this rank."""
 
     module: str
     phase: str
@@ -61,12 +61,12 @@ class _Value:
     source: _Source | None = None
 
 
-Output = tuple[Hashable, int]
-"""Key and number of elements."""
+TensorId = tuple[Hashable, int]
+"""Key of the value that a tensor holds, and its number of elements."""
 
 
 class Flow:
-    """Told of every operation of a step, in order."""
+    """Follows values; is told of every operation of a step, in order."""
 
     def __init__(self) -> None:
         self._values: dict[Hashable, _Value] = {}
@@ -77,8 +77,8 @@ class Flow:
         self._found: list[tuple[StartedCollective, str]] = []
         self._sums: list[tuple[_Source, _Source]] = []
 
-    def move(self, name: str, arguments: Hashable, inputs: Sequence[Output], outputs: Sequence[Output]) -> None:
-        """An operation that only moves elements: ``name`` with equal ``arguments`` moves equal values alike."""
+    def move(self, name: str, arguments: Hashable, inputs: Sequence[TensorId], outputs: Sequence[TensorId]) -> None:
+        """Follow an operation that only moves elements: ``name`` with equal ``arguments`` moves equal values alike."""
         values = [self._value(value) for value in inputs]
         sources = {id(value.source): value.source for value in values}
         if len(sources) > 1:
@@ -93,15 +93,15 @@ class Flow:
                 number = self._number((name, arguments, tuple(value.number for value in values), i))
             self._bind(key, _Value(number=number, source=source), size)
 
-    def compute(self, inputs: Sequence[Output]) -> None:
-        """Any other operation; what comes of it is new."""
+    def compute(self, inputs: Sequence[TensorId]) -> None:
+        """Take note of any other operation, whose inputs are used and whose results are new values."""
         for one in inputs:
             value = self._value(one)
             if value.source is not None:
                 value.source.use(value.number, self._sizes[value.number])
 
-    def add(self, inputs: Sequence[Output], output: Output) -> None:
-        """A sum of two tensors of one shape."""
+    def add(self, inputs: Sequence[TensorId], output: TensorId) -> None:
+        """Follow the sum of two tensors of one shape."""
         self.compute(inputs)
         first, second = (self._value(one).source for one in inputs)
         if first is None or second is None or first is second:
@@ -112,8 +112,8 @@ class Flow:
             total = _Source(started=second.started, size=output[1])
             self._bind(output[0], _Value(number=self._number(object()), source=total), output[1])
 
-    def communicate(self, started: StartedCollective, sent: Output, received: Output) -> None:
-        """A collective that gives a new tensor."""
+    def communicate(self, started: StartedCollective, sent: TensorId, received: TensorId) -> None:
+        """Follow a collective that gives a new tensor."""
         value = self._value(sent)
         same = (started.kind, started.group, started.phase, value.number)
         if same in self._started:
@@ -130,7 +130,7 @@ class Flow:
         self._bind(received[0], _Value(number=self._number(object()), source=source), received[1])
 
     def redundancies(self) -> tuple[Redundancy, ...]:
-        """Equal ones of a module together, the largest first."""
+        """What was found, equal findings of a module together, the largest first."""
         totals: dict[tuple[str, str, str], tuple[int, int]] = {}
         for started, problem in [*self._found, *self._only_added(), *self._partly_used()]:
             key = started.module, started.phase, problem
@@ -158,7 +158,7 @@ class Flow:
             and 0 < sum(source.used.values()) * source.started.group_size <= source.size
         ]
 
-    def _value(self, one: Output) -> _Value:
+    def _value(self, one: TensorId) -> _Value:
         key, size = one
         if key not in self._values:
             self._bind(key, _Value(number=self._number(object())), size)

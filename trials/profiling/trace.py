@@ -1,6 +1,7 @@
-"""Where the time of a step goes, from a Chrome trace of torch's profiler: interval algebra on its events.
+"""Chrome traces of torch's profiler: where the time of a step goes, and what is added for people who open one.
 
-Times are seconds. Intervals are pairs ``(start, end)``; :func:`union` makes sets of them, sorted and disjoint.
+Times are seconds unless a name ends in ``_us``. Intervals are pairs ``(start, end)``; :func:`union` makes sets of them,
+sorted and disjoint. What is added: a name for the rank, and tracks with the step's phases and the allocated memory.
 """
 
 from __future__ import annotations
@@ -18,32 +19,24 @@ from typing import Any
 from trials.reports.profile import StepTimes
 
 Interval = tuple[float, float]
-
-
 Event = Mapping[str, Any]
 
-STEP = r"ProfilerStep#\d+"
-"""Names the profiler gives the steps it records."""
-
-
-STEP_NAME = re.compile(STEP)
-
-
+MARK = "phase_end:"
+"""Beginning of the name of an event that marks the end of a phase of the step."""
+PHASES_TRACK = 9_999_999
+"""Id of the track of phases, which no thread has: ``pid_max`` is lower."""
+_STEP = re.compile(r"ProfilerStep#\d+")
+"""Names that the profiler gives the steps it records."""
+_MEMORY = "[memory]"
+"""Name of the events that tell of an allocation."""
+_CUDA = 1
+"""CUDA's number among torch's kinds of devices."""
 _CPU_COLLECTIVE = re.compile(r"gloo:|mpi:")
-"""Ranges from the start of a collective to its end."""
-
-
+"""Names of ranges from the start of a collective to its end."""
 _CPU_COMMUNICATION = re.compile(r"c10d|wait_tensor|gloo:|mpi:|record_param_comms")
-"""Operators that start collectives or wait for them."""
-
-
+"""Names of operators that start collectives or wait for them."""
 _COMPILED = re.compile(r"CompiledFunction|Torch-Compiled Region")
-"""Calls into compiled code, whose own kernels leave no events."""
-
-
-def load(path: Path) -> list[Event]:
-    """The events with a duration of a Chrome trace, maybe compressed (``.gz``)."""
-    return lasting(load_trace(path))
+"""Names of calls into compiled code, whose own kernels leave no events."""
 
 
 def load_trace(path: Path) -> dict[str, Any]:
@@ -58,13 +51,12 @@ def lasting(trace: Mapping[str, Any]) -> list[Event]:
     return [event for event in trace["traceEvents"] if event.get("ph") == "X"]
 
 
-def step_times(events: Iterable[Event], ranges: str = STEP) -> tuple[StepTimes, ...]:
-    """Times of every profiled step, in order; or of other ranges, those whose whole name matches ``ranges``."""
+def step_times(events: Iterable[Event]) -> tuple[StepTimes, ...]:
+    """Times of every profiled step, in order."""
     events = list(events)
     communication, computation = _activity(events)
     covered = union([*communication, *computation])
-    annotations = (event for event in events if event.get("cat") == "user_annotation")
-    steps = sorted(_interval(event) for event in annotations if re.fullmatch(ranges, event["name"]))
+    steps = [(start_us / 1e6, end_us / 1e6) for start_us, end_us in step_ranges(events)]
     return tuple(
         StepTimes(
             total_s=length([step]),
@@ -78,7 +70,7 @@ def step_times(events: Iterable[Event], ranges: str = STEP) -> tuple[StepTimes, 
 
 
 def _activity(events: list[Event]) -> tuple[list[Interval], list[Interval]]:
-    """Communication and computation: those of the accelerator if there are kernels in the trace, else of the CPU."""
+    """Intervals of communication and of computation: the accelerator's if the trace has kernels, else the CPU's."""
     kernels = [event for event in events if event.get("cat") == "kernel"]
     if kernels:
         is_nccl = ["nccl" in event["name"].lower() for event in kernels]
@@ -91,7 +83,7 @@ def _activity(events: list[Event]) -> tuple[list[Interval], list[Interval]]:
 
 
 def _cpu_computation(operators: list[Event]) -> list[Interval]:
-    """Operators of torch and compiled code, less waiting for collectives inside of them.
+    """Intervals of torch's operators and compiled code, less waiting for collectives inside of them.
 
     Autograd's events do not count: they enclose waiting and Python as well as the operators of the backward pass.
     """
@@ -110,12 +102,12 @@ def _is_computation(name: str) -> bool:
 
 
 def _interval(event: Event) -> Interval:
-    """Chrome traces count microseconds."""
+    """The event's interval in seconds; Chrome traces count microseconds."""
     return event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
 
 
 def mean_times(steps: Sequence[StepTimes]) -> StepTimes:
-    """Of one step or more."""
+    """Means over one step or more."""
     means = {field.name: statistics.fmean(getattr(step, field.name) for step in steps) for field in fields(StepTimes)}
     return StepTimes(**means)
 
@@ -148,9 +140,81 @@ def subtract(whole: list[Interval], holes: list[Interval]) -> list[Interval]:
 
 
 def intersect(one: list[Interval], other: list[Interval]) -> list[Interval]:
-    """The points in both."""
+    """The points that lie in both."""
     return subtract(one, subtract(one, other))
 
 
 def length(intervals: list[Interval]) -> float:
+    """Sum of the intervals' lengths."""
     return sum(end - start for start, end in intervals)
+
+
+def name_process(trace: dict[str, Any], pid: int, name: str, sort_index: int) -> None:
+    """Give the process a name and a place among others, for when traces of several ranks are opened together."""
+    events = trace["traceEvents"]
+    kinds = ("process_name", "process_sort_index")
+    events[:] = [event for event in events if event.get("name") not in kinds or event.get("pid") != pid]
+    events[:0] = [
+        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "ts": 0, "args": {"name": name}},
+        {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "ts": 0, "args": {"sort_index": sort_index}},
+    ]
+
+
+def phase_ranges(trace: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The phases of every step as events, from the marks at their ends."""
+    ranges: list[dict[str, Any]] = []
+    for start_us, end_us in step_ranges(trace["traceEvents"]):
+        marks = [event for event in trace["traceEvents"] if _is_mark(event) and start_us <= event["ts"] <= end_us]
+        ends = [(start_us, ""), *sorted((mark["ts"], mark["name"].removeprefix(MARK)) for mark in marks)]
+        for (begin_us, _), (mark_us, name) in itertools.pairwise(ends):
+            ranges.append({"ph": "X", "cat": "phase", "name": name, "ts": begin_us, "dur": mark_us - begin_us})
+    return ranges
+
+
+def step_ranges(events: Iterable[Event]) -> list[Interval]:
+    """Start and end of every recorded step, in the trace's microseconds."""
+    steps = (event for event in events if event.get("cat") == "user_annotation" and _STEP.fullmatch(event["name"]))
+    return sorted((event["ts"], event["ts"] + event["dur"]) for event in steps)
+
+
+def show_phases(trace: dict[str, Any], pid: int) -> None:
+    """Put :func:`phase_ranges` in place of the marks."""
+    ranges = phase_ranges(trace)
+    events = trace["traceEvents"]
+    events[:] = [event for event in events if not _is_mark(event)]
+    name = {"name": "phases of the step (host)"}
+    events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": PHASES_TRACK, "ts": 0, "args": name})
+    events.extend({**event, "pid": pid, "tid": PHASES_TRACK} for event in ranges)
+
+
+def memory_curve(trace: Mapping[str, Any], device: str) -> list[tuple[float, int]]:
+    """Time in microseconds and bytes allocated on the device, after every allocation.
+
+    On the CPU bytes count from the start of the recording.
+    """
+    wanted = _CUDA if device == "cuda" else 0
+    curve = [
+        (event["ts"], int(event["args"]["Total Allocated"]))
+        for event in trace["traceEvents"]
+        if event.get("name") == _MEMORY and event["args"].get("Device Type") == wanted
+    ]
+    return sorted(curve)
+
+
+def show_memory(trace: dict[str, Any], pid: int, curve: Sequence[tuple[float, int]]) -> None:
+    """Draw the curve, in place of the events it came from."""
+    events = trace["traceEvents"]
+    events[:] = [event for event in events if event.get("name") != _MEMORY]
+    events.extend(
+        {"ph": "C", "name": "allocated memory", "pid": pid, "ts": ts_us, "args": {"bytes": size}}
+        for ts_us, size in curve
+    )
+
+
+def phase_at(ranges: Iterable[Event], ts_us: float) -> str:
+    """The phase of the step at this time; empty between steps."""
+    return next((event["name"] for event in ranges if event["ts"] <= ts_us <= event["ts"] + event["dur"]), "")
+
+
+def _is_mark(event: Event) -> bool:
+    return str(event.get("name", "")).startswith(MARK)

@@ -1,4 +1,4 @@
-"""Recompute policies: which activations are dropped after the forward pass and computed again in the backward."""
+"""Applies a candidate's recompute policy to a model, and counts what it did."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from trials.models.base import TrainModel
 from trials.recompute.selective import recompute_selected
-from trials.recompute.tally import Tally
+from trials.recompute.tally import PatternTally
 from trials.reports.findings import PatternEffect
 from trials.spec import Counts, Recompute
 from trials.stages import Chunk, count_at
@@ -19,14 +19,14 @@ from trials.stages import Chunk, count_at
 logger = logging.getLogger(__name__)
 
 COMMUNICATION = "communication"
-"""How recompute of communication is called among the patterns."""
+"""Label of recompute of communication among the patterns."""
 _GATHERING = r"(.*\.)?gather_sequence"
 
 
 class RecomputeMeter:
     """Counts what selective recompute, and that of communication, drops and computes again."""
 
-    def __init__(self, tallies: tuple[Tally, ...] = ()) -> None:
+    def __init__(self, tallies: tuple[PatternTally, ...] = ()) -> None:
         self._tallies = tallies
         self._num_microbatches = 0
         self._has_warned = False
@@ -42,14 +42,14 @@ class RecomputeMeter:
         self._num_microbatches += 1
 
     def effects(self, num_steps: int) -> tuple[PatternEffect, ...]:
-        """Per step since the last reset, one entry per pattern; waits for the device."""
+        """Effect of every pattern per step since the last reset; waits for the device."""
         effects = tuple(self._effect(tally, max(1, num_steps)) for tally in self._tallies)
         if not self._has_warned:
             self._has_warned = True
             _warn([effect for effect, tally in zip(effects, self._tallies, strict=True) if tally.num_layers])
         return effects
 
-    def _effect(self, tally: Tally, num_steps: int) -> PatternEffect:
+    def _effect(self, tally: PatternTally, num_steps: int) -> PatternEffect:
         return PatternEffect(
             pattern=tally.label,
             num_matches=round(tally.num_matches / num_steps),
@@ -59,7 +59,7 @@ class RecomputeMeter:
 
 
 def _warn(effects: list[PatternEffect]) -> None:
-    """Of patterns without effect on the layers they apply to."""
+    """Warn of patterns without effect on the layers that they apply to."""
     for effect in effects:
         if effect.num_matches == 0:
             logger.warning("recompute pattern %r matches nothing in this part of the model", effect.pattern)
@@ -75,7 +75,7 @@ def apply_recompute(model: TrainModel, recompute: Recompute, chunk: Chunk) -> Re
     names = list(model.layers)
     num_full = count_at(recompute.full, chunk.chunk, chunk.stage)
     patterns = _patterns(recompute)
-    tallies = tuple(Tally(label=label, expression=re.compile(text)) for label, text, _ in patterns)
+    tallies = tuple(PatternTally(label=label, expression=re.compile(text)) for label, text, _ in patterns)
     limits = [count_at(counts, chunk.chunk, chunk.stage) for _, _, counts in patterns]
     for i, name in enumerate(names):
         if i < num_full:

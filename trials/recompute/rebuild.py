@@ -1,4 +1,4 @@
-"""Recipes: how to compute a tensor again that was dropped after the forward pass.
+"""Recipes that compute a tensor again that was dropped after the forward pass.
 
 A recipe holds an operator and its inputs; inputs that were dropped themselves are held as handles on their recipes. A
 *handle* stands for one dropped tensor: an output of a recipe, or a view of it. Autograd keeps the handle instead.
@@ -16,21 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from trials.operators import leaves_in, map_leaves
-from trials.parallel.shards import local_part
+from trials.parallel.shards import local_part, stored_part
 
 Timing = Callable[[torch.device], contextlib.AbstractContextManager[None]]
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """What holds the rank's elements: the same object for all views, as long as one of them lives."""
-    local = local_part(tensor)
-    return (local.elem if isinstance(local, AsyncCollectiveTensor) else local).untyped_storage()
+    return stored_part(tensor).untyped_storage()
 
 
 def offset_of(tensor: Tensor) -> int:
@@ -45,7 +43,7 @@ class TensorView:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    """From the output's first element, in elements."""
+    """Distance from the output's first element, in elements."""
     distributed: tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]] | None
     """Mesh, placements, global size and global stride of a distributed tensor."""
 
@@ -59,7 +57,7 @@ class TensorView:
         return TensorView(local.shape, local.stride(), offset_of(tensor) - output_offset, distributed)
 
     def of(self, output: Tensor) -> Tensor:
-        """This view of the output computed again."""
+        """This view of the output, which was computed again."""
         local = local_part(output)
         part = local.as_strided(self.size, self.stride, offset_of(output) + self.offset)
         if self.distributed is None:

@@ -23,10 +23,10 @@ from torch.overrides import TorchFunctionMode
 
 from trials.operators import leaves_in, map_leaves, operator_name
 from trials.recompute.rebuild import Handle, Input, Rebuild, TensorView, offset_of, storage_of
-from trials.recompute.tally import Tally
+from trials.recompute.tally import PatternTally
 
 
-def recompute_selected(layer: nn.Module, tallies: Sequence[Tally]) -> None:
+def recompute_selected(layer: nn.Module, tallies: Sequence[PatternTally]) -> None:
     """Make ``layer`` recompute what the patterns choose, in place; where several match, the first one counts."""
     for tally in tallies:
         tally.num_layers += 1
@@ -60,7 +60,7 @@ def _leave(paths: list[str], _module: nn.Module, _args: Any, _outputs: Any) -> N
     paths.pop()
 
 
-def _choose(tallies: tuple[Tally, ...], module_path: str, function: Callable[..., Any]) -> Tally | None:
+def _choose(tallies: tuple[PatternTally, ...], module_path: str, function: Callable[..., Any]) -> PatternTally | None:
     """The pattern that names ``function`` where it is called."""
     operator = operator_name(function)
     if operator is None:
@@ -87,10 +87,10 @@ class _Output:
     """An output of a chosen operator, while its layer runs."""
 
     storage: weakref.ref[torch.UntypedStorage]
-    """Its callback makes the recorder forget this."""
+    """Where the output lies; once that is gone, the recorder forgets this."""
     recipe: Rebuild
     index: int
-    tally: Tally
+    tally: PatternTally
     offset: int
     dtype: torch.dtype
     version: int
@@ -102,13 +102,13 @@ class _Dropped:
 
     storage: weakref.ref[torch.UntypedStorage]
     num_bytes: int
-    tally: Tally
+    tally: PatternTally
 
 
 class _Recorder(TorchFunctionMode):
-    """One forward pass of one layer."""
+    """Watches one forward pass of one layer."""
 
-    def __init__(self, choose: Callable[[str, Callable[..., Any]], Tally | None], paths: list[str]) -> None:
+    def __init__(self, choose: Callable[[str, Callable[..., Any]], PatternTally | None], paths: list[str]) -> None:
         super().__init__()
         self._choose = choose
         self._paths = paths
@@ -116,7 +116,7 @@ class _Recorder(TorchFunctionMode):
         self._outputs: dict[int, _Output] = {}
         self._kept: dict[int, torch.UntypedStorage] = {}
         self._dropped: dict[int, _Dropped] = {}
-        self._recipes: list[tuple[weakref.ref[Rebuild], Tally]] = []
+        self._recipes: list[tuple[weakref.ref[Rebuild], PatternTally]] = []
         self._slots: list[_Slot] | None = None
 
     def __torch_function__(
@@ -174,7 +174,7 @@ class _Recorder(TorchFunctionMode):
         self._dropped.clear()
         self._recipes.clear()
 
-    def _remember(self, recipe: Rebuild, tally: Tally, outputs: list[Tensor], inputs: set[int]) -> None:
+    def _remember(self, recipe: Rebuild, tally: PatternTally, outputs: list[Tensor], inputs: set[int]) -> None:
         """Note how the outputs came about; views of inputs need no note, their storage tells."""
         for i, tensor in enumerate(outputs):
             storage = storage_of(tensor)
@@ -185,7 +185,7 @@ class _Recorder(TorchFunctionMode):
                     reference, recipe, i, tally, offset_of(tensor), tensor.dtype, tensor._version
                 )
 
-    def _release(self, recipe: Rebuild, tally: Tally, slots: list[_Slot], inputs: set[int]) -> None:
+    def _release(self, recipe: Rebuild, tally: PatternTally, slots: list[_Slot], inputs: set[int]) -> None:
         """Let go of what autograd kept from inside the operator, inputs apart."""
         for i, slot in enumerate(slots):
             tensor = slot.held
@@ -219,7 +219,7 @@ class _Recorder(TorchFunctionMode):
         """A chosen operator's input. Batch norm writes its running statistics, which need no gradient."""
         return Input(tensor, self._handle(tensor), is_written=may_write and not tensor.requires_grad)
 
-    def _drop(self, storage: torch.UntypedStorage, tally: Tally) -> None:
+    def _drop(self, storage: torch.UntypedStorage, tally: PatternTally) -> None:
         known = self._dropped.get(id(storage))
         if known is not None and known.storage() is storage:
             return
@@ -228,15 +228,16 @@ class _Recorder(TorchFunctionMode):
         self._dropped[id(storage)] = _Dropped(weakref.ref(storage), storage.nbytes(), tally)
 
     def _output(self, storage: torch.UntypedStorage) -> _Output | None:
-        """What is known of the chosen operator's output in this storage."""
+        """The chosen operator's output in this storage; None where it holds none."""
         return self._outputs.get(id(storage))
 
 
 def _settle(dropped: _Dropped) -> None:
+    """Count the storage as saved if nothing keeps it."""
     if dropped.storage() is None:
         dropped.tally.saved_bytes += dropped.num_bytes
 
 
 def _forget(outputs: dict[int, _Output], key: int, _storage: Any) -> None:
-    """The storage is gone, and its place may be taken by another."""
+    """Drop what is noted of a storage that is gone, as another may take its place."""
     outputs.pop(key, None)

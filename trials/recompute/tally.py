@@ -1,4 +1,4 @@
-"""What a selective-recompute pattern names, and what it did."""
+"""Matches operators against a pattern of selective recompute, and adds up what the pattern did."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import torch
 
 
 @dataclass(slots=True, kw_only=True)
-class Tally:
+class PatternTally:
     """What one pattern did on this rank since the last reset."""
 
     label: str
     expression: re.Pattern[str]
     num_layers: int = 0
-    """To how many layers of this part of the model it applies."""
+    """Layers of this part of the model that it applies to."""
     num_matches: int = 0
     saved_bytes: int = 0
-    """Dropped less what recipes keep alive in their stead; may be negative."""
+    """Bytes dropped, less what recipes keep alive in their stead; may be negative."""
     host_s: float = 0.0
+    """Seconds spent computing again on the CPU."""
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-    """Around every recomputation on a CUDA device."""
+    """Pairs of events around every recomputation on a CUDA device."""
 
     def reset(self) -> None:
         self.num_matches = self.saved_bytes = 0

@@ -1,4 +1,4 @@
-"""What the runner finds out about a candidate besides its times. Standard library only."""
+"""Findings: what a rank found out about a candidate besides its times. Standard library only."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OperatorCast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScaleState:
-    """Where the loss scaler stood after the last step."""
+    """The loss scale and its counters after the last step."""
 
     scale: float
     num_finite: int
@@ -57,7 +57,7 @@ class GraphReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderPoint:
-    """One point of the loader's hill climb."""
+    """One point that the loader's hill climb measured."""
 
     num_workers: int
     prefetch_factor: int
@@ -78,7 +78,7 @@ class LoaderTuningReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTuningReport:
-    """cuDNN's algorithm cache: operator configurations met while tuning (misses) and afterwards."""
+    """What cuDNN's algorithm cache held: configurations met while tuning, and lookups and hits afterwards."""
 
     num_configurations: int
     num_lookups: int
@@ -92,7 +92,7 @@ class KernelTuningReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFormatReport:
-    """What the rule said about the memory format of convolutions, and what timing both said."""
+    """Memory format of convolutions: by the rule, the one chosen, and the seconds of a pass in either."""
 
     rule: str
     chosen: str
@@ -112,6 +112,6 @@ class Findings:
     kernel_tuning: KernelTuningReport | None = None
     memory_format: MemoryFormatReport | None = None
     rates: tuple[RankRates, ...] = ()
-    """Of a probe: one per rank."""
+    """Rates of a probe, one entry per rank."""
     profile: tuple[RankProfile, ...] = ()
-    """Of a profiled run: one per profiled rank."""
+    """Profiles of a recorded run, one entry per recorded rank."""

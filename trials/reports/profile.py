@@ -1,4 +1,4 @@
-"""What the profiler found out about one rank, small enough to travel with its report. Standard library only.
+"""A rank's profile, as small values that travel with its report. Standard library only.
 
 Numbers are per profiled step: means over the steps, seconds unless the name says otherwise.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FOLDER = "profile"
-"""Of an attempt's folder: takes traces, graphs and memory snapshots."""
-
+"""Name of the folder, inside an attempt's, that takes traces, graphs and memory snapshots."""
 
 FOLDER_VARIABLE = "TUNE_CLUSTER_PROFILE_DIR"
 """Environment variable that tells a rank the folder; without it no files are written."""
@@ -30,11 +29,11 @@ class OperatorTime:
     name: str
     num_calls: float
     cpu_s: float
-    """On the host, without the operators it calls."""
+    """Seconds on the host, without the operators that it calls."""
     device_s: float
-    """On the accelerator; 0 on CPUs."""
+    """Seconds on the accelerator; 0 on CPUs."""
     share: float
-    """Of the time of all operators, on the accelerator if there is one, in 0..1."""
+    """Share of the time of all operators, on the accelerator if there is one, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,19 +51,18 @@ class CollectiveCount:
     group_size: int
     num_calls: int
     num_bytes: int
-    """Of its input on this rank, all calls together; for ``recv`` of what arrives."""
+    """Bytes sent by this rank, all calls together; for ``recv``, bytes that arrive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redundancy:
-    """Communication that need not be."""
+    """Communication that need not be, per step."""
 
     module: str
     phase: str
     problem: str
     """One sentence for people."""
     num_calls: int
-    """Per step."""
     num_bytes: int
 
 
@@ -76,7 +74,7 @@ class MemoryPeak:
     start_bytes: int
     """Allocated when recording began. On CPUs nobody knows: there it is 0, and the peak counts from then on."""
     phase: str
-    """Of the step, when the peak came."""
+    """Phase of the step in which the peak came."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,21 +87,21 @@ class ProfileFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProfile:
-    """One profiled rank."""
+    """What the profiler recorded on one rank."""
 
     rank: int
     stage: int
-    """Of the pipeline; 0 without one."""
+    """Stage of the pipeline; 0 without one."""
     first_step: int
     last_step: int
     times: StepTimes
     phases: tuple[PhaseTime, ...] = ()
     operators: tuple[OperatorTime, ...] = ()
-    """The longest first."""
+    """Operators that take most time, the longest first."""
     collectives: tuple[CollectiveCount, ...] = ()
     redundancies: tuple[Redundancy, ...] = ()
     counted: bool = False
-    """Whether collectives were counted; if so, none means that there are none."""
+    """Whether collectives were counted: if so, an empty ``collectives`` means that there are none."""
     memory: MemoryPeak | None = None
     folder: str = ""
     """Absolute path on the rank's node; empty where no files were written."""
@@ -124,7 +122,7 @@ class StepTimes:
     uncovered_communication_s: float
     """Communication while nothing is computed."""
     free_s: float
-    """Neither."""
+    """Time in which nothing is computed or communicated."""
 
     @property
     def overlap(self) -> float:

@@ -1,4 +1,4 @@
-"""What a hardware probe is told to measure, and what each rank measured. Standard library only."""
+"""Values of a hardware probe: what to measure, and the rates that a rank measured. Standard library only."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class ProbeSpec:
     device: ProbeDevice
     parts: tuple[Part, ...] = PARTS
     max_matmul_size: int = 8192
-    """Side of the largest square matrices; they are as small as takes ``sample_s`` per product."""
+    """Side of the largest square matrices; smaller ones are taken where a product of them takes ``sample_s``."""
     copy_bytes: int = 512 * MIB
     message_bytes: tuple[int, ...] = (4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
     num_samples: int = 7
-    """Medians are taken over as many."""
+    """Number of samples that a median is taken over."""
     sample_s: float = 0.02
     """Seconds of work per sample, in as many calls as that takes."""
     part_limit_s: float = 10.0
-    """Larger messages are left out where they would take a part longer."""
+    """Seconds that each part may take; larger messages are left out where it would take longer."""
 
 
 def probe_spec(device: ProbeDevice, parts: Sequence[Part] = PARTS) -> ProbeSpec:
-    """Sizes that keep a device busy, and a probe to seconds."""
+    """What to measure on this kind of device: large enough to keep it busy, in a probe of seconds."""
     if device == "cuda":
         return ProbeSpec(device=device, parts=tuple(parts))
     return ProbeSpec(
@@ -84,11 +84,12 @@ class Link:
 
     @property
     def latency_s(self) -> float:
+        """Seconds of a message without content."""
         return fit_line(self.times)[0]
 
     @property
     def bytes_per_s(self) -> float:
-        """Of messages so large that latency does not count."""
+        """Bandwidth of messages so large that latency does not count."""
         return 1 / fit_line(self.times)[1]
 
     @property
@@ -103,14 +104,14 @@ class RankRates:
 
     rank: int
     matmul_flops_per_s: Mapping[str, MatmulRate] = field(default_factory=dict)
-    """By number format (float32, tf32, bfloat16, float16)."""
+    """FLOP/s of matmuls by number format: float32, tf32, bfloat16, float16."""
     copy_bytes_per_s: Mapping[str, Rate] = field(default_factory=dict)
-    """``device``: memory traffic, read and write, of a copy within the device; ``to_device`` and ``from_device``."""
+    """Bytes per second of copies: ``device`` (within it, read and write counted), ``to_device``, ``from_device``."""
     node_all_reduce: Link | None = None
     network_all_reduce: Link | None = None
-    """Over one rank of every node, those of all places on the nodes at the same time."""
+    """Times of all-reduces over one rank of every node, those of all places on the nodes at the same time."""
     network_transfer: Link | None = None
-    """Sending to another node and receiving from it at once; the faster of two neighbours."""
+    """Times of sending to another node and receiving from it at once; the faster of two neighbours."""
 
 
 def fit_line(times: Sequence[MessageTime]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""From a specification to this rank's part of the model, split over the gang and initialised."""
+"""Builds this rank's part of the model from a specification: split over the gang, wrapped and initialised."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trials.kernels.settings import apply_compile
+from trials.kernels.graph_mode import apply_compile
 from trials.legality.rules import uses_ddp
 from trials.models import TrainModel, build_model
 from trials.parallel.context_parallel import apply_context_parallel

@@ -1,4 +1,4 @@
-"""Measuring steps: warm up until times are stable, then measure until their spread is small."""
+"""Measures steps: warms up until times are stable, then measures until their spread is small."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trials.datasets import Batch
 from trials.outcome import ProgressSink, StepBreakdown
+from trials.parallel.mesh import synchronize
 from trials.spec import Protocol
 from trials.training.step import StepResult, Trainer, max_over_ranks
 
@@ -34,7 +35,7 @@ class StepClock:
         self._start_s = 0.0
 
     def start(self) -> None:
-        self._synchronize()
+        synchronize(self._device)
         self._start_s = time.perf_counter()
         self._marks = [("start", self._now())]
 
@@ -43,7 +44,7 @@ class StepClock:
 
     def stop(self) -> tuple[float, dict[str, float]]:
         """End the step; gives its seconds and the seconds of its phases."""
-        self._synchronize()
+        synchronize(self._device)
         step_time_s = time.perf_counter() - self._start_s
         phases_s = dict.fromkeys(PHASES, 0.0)
         for (_, before), (phase, after) in zip(self._marks, self._marks[1:], strict=False):
@@ -60,10 +61,6 @@ class StepClock:
 
     def _seconds(self, before: Any, after: Any) -> float:
         return float(after - before if self._device.type == "cpu" else before.elapsed_time(after) / 1e3)
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Peak memory of a rank, and a limit under which allocation fails inside the rank."""
+"""Measures a rank's peak memory, and limits what it can allocate."""
 
 from __future__ import annotations
 
@@ -41,11 +41,13 @@ class PeakMemory:
             _reset_peak_resident()
 
     def allocated_bytes(self) -> int:
+        """Peak of what tensors were given."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return max(0, peak_resident_bytes() - self._baseline_bytes)
 
     def reserved_bytes(self) -> int:
+        """Peak of what the allocator held for them."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_reserved(self._device)
         return self.allocated_bytes()
@@ -77,12 +79,12 @@ def limit_device_memory(device: torch.device, limit_bytes: int) -> None:
 
 
 def resident_bytes() -> int:
-    """Resident set of this process now."""
+    """Bytes of this process's resident set now."""
     return _status_bytes("VmRSS") or _rusage_peak_bytes()
 
 
 def peak_resident_bytes() -> int:
-    """Largest resident set since the last reset, or since the start where the system cannot reset it."""
+    """Bytes of the largest resident set since the last reset, or since the start where the system cannot reset it."""
     return _status_bytes("VmHWM") or _rusage_peak_bytes()
 
 

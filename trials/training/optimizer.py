@@ -1,4 +1,4 @@
-"""The workload's optimiser, in the form the layout and the precision need."""
+"""Builds the workload's optimiser in the form that layout and precision need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the micro-batches of a step pass through stages that different ranks hold."""
+"""Runs a step's micro-batches through pipeline stages that different ranks hold."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from trials.parallel.data_parallel import reduce_gradients, sharded_ends
 from trials.precision.mixed import autocast
 from trials.spec import Layout, TrialSpec
 from trials.stages import num_virtual_stages_total
+from trials.training.accumulation import Marker, SilentMarker
 from trials.training.build import ModelPart
-from trials.training.microbatches import Marker
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -32,13 +32,6 @@ with warnings.catch_warnings():
         ScheduleLoopedBFS,
         ScheduleZBVZeroBubble,
     )
-
-
-class _Silent:
-    """The marker between steps."""
-
-    def mark(self, phase: str) -> None:
-        pass
 
 
 class Stage(PipelineStage):
@@ -57,7 +50,7 @@ class Stage(PipelineStage):
     ) -> None:
         group = mesh["pp"].get_group()
         super().__init__(part.module, part.chunk.virtual_stage, num_virtual_stages_total(layout), device, group=group)
-        self.marker: Marker = _Silent()
+        self.marker: Marker = SilentMarker()
         self._context = context
         self._sharded_ends = sharded_ends(part.model)
 
@@ -108,14 +101,14 @@ class Stage(PipelineStage):
         return output.clone() if args and output is args[0] else output
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **options: Any) -> Any:
-        """What the schedule finds out shapes and types with, before the first step; no gradients come of it."""
+        """Run the stage without gradients, before the first step, for the schedule to find out shapes and types."""
         model = module.module if isinstance(module, DistributedDataParallel) else module
         with self._context():
             return model(*args, **options)
 
 
 class Pipeline:
-    """The :class:`~trials.training.microbatches.Engine` with a pipeline."""
+    """The :class:`~trials.training.accumulation.Engine` of a rank in a pipeline."""
 
     def __init__(
         self,
@@ -134,7 +127,7 @@ class Pipeline:
         self._loss = loss
         self._scale = scale
         self._losses: list[Tensor] = []
-        self._marker: Marker = _Silent()
+        self._marker: Marker = SilentMarker()
 
         def context() -> AbstractContextManager[Any]:
             return autocast(candidate.precision, device)
@@ -170,7 +163,7 @@ class Pipeline:
 def build_schedule(
     layout: Layout, stages: list[Stage], num_microbatches: int, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> Any:
-    """The order in which a rank works on its stages and micro-batches. ``loss`` is already divided by their number."""
+    """The order in which a rank works on its stages and micro-batches. ``loss`` is divided by their number already."""
     looped = {"interleaved": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble, "gpipe": ScheduleLoopedBFS}
     options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
     if layout.schedule in ("interleaved", "zbv") or layout.num_virtual_stages > 1:

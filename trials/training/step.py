@@ -1,4 +1,4 @@
-"""One optimiser step: micro-batches forward and backward, global norm, update."""
+"""Takes one optimiser step: micro-batches forward and backward, global gradient norm, update."""
 
 from __future__ import annotations
 
@@ -18,31 +18,30 @@ from torch.distributed.tensor import DTensor, Replicate
 from trials.failure import NonFiniteLoss
 from trials.models import loss_of
 from trials.parallel.context_parallel import split_sequence
-from trials.parallel.seeding import plain_name
-from trials.parallel.shards import LocalShard
+from trials.parallel.shards import LocalShard, local_part, plain_name
 from trials.precision.mixed import LossScaler
 from trials.reports.findings import Findings, OperatorCast, PatternEffect
 from trials.spec import Layout, TrialSpec
 from trials.stages import Coordinates
+from trials.training.accumulation import Accumulation, Engine, Marker
 from trials.training.build import ModelPart, parallelize
-from trials.training.microbatches import Accumulation, Engine, Marker
 from trials.training.optimizer import build_optimizer
 from trials.training.pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Equal on every rank."""
+    """What came of a step; equal on every rank."""
 
     loss: float
-    """Mean over the global batch."""
+    """Mean loss over the global batch."""
     grad_norm: float
-    """Global, unscaled; 0 when the step was skipped."""
+    """Global gradient norm, unscaled; 0 when the step was skipped."""
     skipped: bool
 
 
 class Trainer:
-    """Model and optimiser of one rank."""
+    """One rank's model and optimiser, and the step that trains them."""
 
     def __init__(self, spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device, *, place: Coordinates) -> None:
         candidate = spec.candidate
@@ -248,9 +247,8 @@ def num_replicas(parameter: nn.Parameter, shard: LocalShard | None, layout: Layo
 
 
 def local_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
-    """This rank's part of every gradient; sharing memory with it. Call it without gradient tracking."""
-    grads = (parameter.grad for parameter in parameters)
-    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads if grad is not None]
+    """This rank's part of every gradient there is, sharing memory with it."""
+    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 def _sum_in_place(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -1,4 +1,4 @@
-"""Stage balancer: layers and recompute per pipeline rank and chunk, for the fastest step that fits in memory.
+"""The stage balancer: chooses layers and recompute per pipeline rank and chunk, for the fastest step that fits.
 
 Exact, in two parts. A small integer program finds, for a rank and a number of layers, the cheapest recompute that fits
 (:mod:`cluster.cost.balance.stage_recompute`). Ranks then only share the sum of layers, so dynamic programming finds
@@ -72,7 +72,7 @@ class _Search:
         return self.answers[key]
 
     def run(self) -> tuple[list[StageAnswer], float]:
-        """An answer per rank, and a bound of the step."""
+        """An answer per rank, and a lower bound of the step time."""
         table = _Table(self.problem)
         best = float("inf")
         for width in _widening(self.problem):
@@ -111,7 +111,8 @@ class _Search:
                     break  # more layers need more memory
 
     def _does_not_fit(self, table: _Table) -> DoesNotFitError:
-        """Blame a rank that cannot hold its least, or else the one that lacks least for one layer more."""
+        """The error that names a rank that cannot hold its least, or else the one that lacks least for one layer
+        more."""
         p = self.problem
         most = [table.most_layers(stage) for stage in range(p.pp)]
         least = p.min_layers * p.num_virtual_stages
@@ -164,7 +165,7 @@ class _Table:
         return int(fitting.max()) if fitting.size else 0
 
     def ideal_bound(self) -> float:
-        """Step of a perfectly divisible model without recompute: true whatever is still unknown."""
+        """Step time of a perfectly divisible model without recompute: no split is faster."""
         p = self._problem
         mean = (p.num_layers * p.layer_s + sum(p.edge_s)) / p.pp
         return p.step_s(np.maximum(mean, np.full(p.pp, mean)))
@@ -188,7 +189,7 @@ class _Table:
 
 
 EVENNESS = 1e-9
-"""Of the squared deviations from the even split, in layer times: decides between equals only."""
+"""Weight, in layer times, of the squared deviations from the even split: decides between equals only."""
 
 
 def _shortest_sum(seconds: NDArray[np.float64], num_layers: int, evenness: float) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""From a candidate of the trial runner to the stage balancer's question, with the cost model's figures."""
+"""Turns a candidate into a problem for the stage balancer, with the cost model's figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trials.spec import Candidate, Counts, Recompute, SelectiveRecompute, Worklo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputePolicy:
-    """What may be recomputed in a layer."""
+    """A way to recompute a layer."""
 
     patterns: tuple[str, ...] = ()
     communication: bool = False
@@ -33,7 +33,7 @@ class RecomputePolicy:
         return "full" if self.is_full else " + ".join(parts) or "none"
 
     def of_all(self, layers: Counts) -> Recompute:
-        """Applied to every layer."""
+        """This policy for every one of ``layers``."""
         return Recompute(
             full=layers if self.is_full else (),
             selective=tuple(SelectiveRecompute(pattern=p, num_layers=layers) for p in self.patterns),
@@ -42,8 +42,8 @@ class RecomputePolicy:
 
 
 def nested_policies(recomputes: Iterable[Recompute]) -> tuple[RecomputePolicy, ...]:
-    """What ``recomputes`` make use of, from nothing to the most; each policy recomputes what its predecessor does and
-    more, as the balancer wants it. Full recompute comes last, where any of them has it."""
+    """The policies that ``recomputes`` use, from none to the most, each of which recomputes what its predecessor does
+    and more, as the balancer wants it. Full recompute comes last, where any of them has it."""
     found = list(recomputes)
     used = sorted(
         {(tuple(sorted(part.pattern for part in r.selective)), r.communication != ()) for r in found},
@@ -70,7 +70,7 @@ def problem_of(
     *,
     memory_share: float = 1.0,
 ) -> BalanceProblem:
-    """Layers and recompute of ``candidate`` left open, all else as it says.
+    """The problem of choosing layers and recompute for ``candidate``, with all else as the candidate says.
 
     Args:
         candidate: its recompute is not looked at, its layers per stage only as a starting point.
@@ -122,21 +122,21 @@ def problem_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    """What one layer more costs under one policy, and what is there whatever the number of layers."""
+    """The cost of one layer more under one policy, and the cost that does not depend on the number of layers."""
 
     layer_s: float
     edge_s: Array
-    """By pipeline rank, beyond its layers."""
+    """Seconds of each pipeline rank per micro-batch beyond its layers."""
     activation_bytes: float
-    """Kept per layer and micro-batch."""
+    """Bytes kept per layer and micro-batch."""
     transient_bytes: float
     state_bytes: float
-    """Weights, gradients and optimiser states of a layer."""
+    """Bytes of weights, gradients and optimiser states of a layer."""
     fixed_bytes: Array
 
     @classmethod
     def of(cls, x: CostInputs, model: CostModel, *, on_cpu: bool) -> _Layer:
-        """By adding a layer to every rank: the cost model is linear in them, but for rounded corners.
+        """The costs, found by adding a layer to every rank: the cost model is linear in them, but for rounded corners.
 
         One micro-batch is in flight, and gradients stay: the balancer counts micro-batches itself.
         """
@@ -162,12 +162,12 @@ def _one_more(x: CostInputs) -> CostInputs:
 
 
 def _seconds(x: CostInputs, model: CostModel) -> Array:
-    """Per micro-batch by pipeline rank."""
+    """Seconds per micro-batch of each pipeline rank."""
     return np.asarray(stage_seconds(x, work_of(x), model.time.coefficients).total[0])
 
 
 def _bytes(x: CostInputs, model: CostModel, *, on_cpu: bool) -> tuple[Array, Array]:
-    """Activations, and all else, by pipeline rank, each with its part of the fragmentation."""
+    """Bytes of activations and of all else on each pipeline rank, each with its part of the fragmentation."""
     terms = {name: values[0] for name, values in passes_bytes(x, work_of(x), model.memory.coefficients).items()}
     constant, fragmentation = terms.pop("constant"), terms.pop("fragmentation")
     allocated = np.sum(list(terms.values()), axis=0)
@@ -177,7 +177,7 @@ def _bytes(x: CostInputs, model: CostModel, *, on_cpu: bool) -> tuple[Array, Arr
 
 
 def _step_bytes(x: CostInputs, model: CostModel, *, on_cpu: bool) -> tuple[Array, float]:
-    """At the optimiser step: by pipeline rank without layers, and of one layer.
+    """Bytes at the optimiser step: on each pipeline rank without layers, and of one layer.
 
     The cost model gives the largest of its moments; with micro-batches of no tokens that is the step, or weights being
     gathered where those are more. The straight line from no layers to all of them is never below that.
@@ -192,6 +192,6 @@ def _step_bytes(x: CostInputs, model: CostModel, *, on_cpu: bool) -> tuple[Array
 
 
 def _peak_bytes(x: CostInputs, model: CostModel, *, on_cpu: bool) -> Array:
-    """By pipeline rank."""
+    """Peak bytes of each pipeline rank."""
     terms = stage_bytes(x, work_of(x), model.memory.coefficients)
     return np.asarray(sum(values[0] for name, values in terms.items() if not (on_cpu and name == "constant")))

@@ -1,4 +1,4 @@
-"""What the stage balancer is asked and what it answers: :func:`cluster.cost.balance.balancer.balance`."""
+"""Question and answer of the stage balancer, :func:`cluster.cost.balance.balancer.balance`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.cost.balance.stage_recompute import LayerState, StageAnswer
+from cluster.cost.balance.stage_recompute import LayerState, StageAnswer, as_counts
 from cluster.cost.pipeline import in_flight_peaks
 from trials.spec import Counts, Recompute, Schedule, SelectiveRecompute
 
@@ -32,32 +32,30 @@ class BalanceProblem:
     schedule: Schedule = "1f1b"
     num_virtual_stages: int = 1
     layer_s: float
-    embedding_s: float = 0.0
-    """On top of the layers of the first virtual stage."""
     head_s: float = 0.0
-    """Final norm, head and loss, on top of the last virtual stage."""
+    """Seconds of final norm, head and loss, which the last virtual stage has besides its layers."""
     layer_bytes: float
-    """Weights, gradients and optimiser states of a layer on one rank."""
+    """Bytes of weights, gradients and optimiser states of a layer on one rank."""
     fixed_bytes: tuple[float, ...]
-    """Per rank: what does not depend on its layers (embedding, head, logits, device context, buffers)."""
+    """Bytes per rank that do not depend on its layers (embedding, head, logits, device context, buffers)."""
     memory_limit_bytes: float
     step_layer_bytes: float = 0.0
-    """Of one layer at the optimiser step: its workspace is there when the activations are gone."""
+    """Bytes of one layer at the optimiser step, with the step's workspace and without activations."""
     step_fixed_bytes: tuple[float, ...] = ()
-    """Per rank, at the optimiser step: what does not depend on its layers. Empty: nothing."""
+    """Bytes per rank at the optimiser step that do not depend on its layers. Empty: none."""
     counts_chunks_alike: bool = False
     """True: memory must also suffice if every chunk of a rank had the mean of their micro-batches in flight, which is
     how the cost model counts."""
     states: tuple[LayerState, ...]
     """From keeping everything to keeping the least: each state recomputes what its predecessor does, and more."""
     min_layers: int = 1
-    """Of every chunk."""
+    """The least that every chunk must have."""
     max_chunk_difference: int = 1
-    """Between the layers of a rank's chunks: the interleaved schedule runs in step only with chunks alike."""
+    """Most layers by which a rank's chunks may differ: the interleaved schedule runs in step only with like chunks."""
     stage_layers: Counts = ()
-    """Set: only choose recompute."""
+    """Layers, where given: then only recompute is chosen."""
     state_counts: tuple[Counts, ...] = ()
-    """Set: only choose layers; counts of every state but the first."""
+    """Layers of every state but the first, where given: then only the split of layers is chosen."""
 
     def __post_init__(self) -> None:
         self._check_shapes()
@@ -88,14 +86,13 @@ class BalanceProblem:
 
     @property
     def edge_s(self) -> tuple[float, ...]:
-        """Seconds of embedding and head by rank."""
+        """Seconds per micro-batch of each rank beyond its layers: those of the head, on the rank that has it."""
         seconds = [0.0] * self.pp
-        seconds[0] += self.embedding_s
-        seconds[0 if self.schedule == "zbv" else -1] += self.head_s
+        seconds[0 if self.schedule == "zbv" else -1] = self.head_s
         return tuple(seconds)
 
     def step_s(self, stage_s: NDArray[np.float64]) -> float:
-        """Step time for seconds per micro-batch of every rank."""
+        """Step time from the seconds per micro-batch of every rank."""
         slowest = float(stage_s.max())
         return self.num_microbatches * slowest + (float(stage_s.sum()) - slowest) * self.bubble_share
 
@@ -107,13 +104,13 @@ class BalanceProblem:
         return (*peaks, mean) if self.counts_chunks_alike and v > 1 else peaks
 
     def step_bytes(self, stage: int, num_layers: int) -> float:
-        """Of a rank at the optimiser step."""
+        """Bytes of a rank at the optimiser step."""
         fixed = self.step_fixed_bytes[stage] if self.step_fixed_bytes else 0.0
         return fixed + num_layers * self.step_layer_bytes
 
     @property
     def bubble_share(self) -> float:
-        """Of the other ranks' time, what a rank waits while the pipeline fills and drains."""
+        """Share of the other ranks' time for which a rank waits while the pipeline fills and drains."""
         return 0.0 if self.schedule == "zbv" else 1.0 / self.num_virtual_stages
 
 
@@ -129,15 +126,15 @@ class Balance:
     """Seconds per micro-batch of every rank."""
     step_s: float
     ideal_s: float
-    """All ranks equally busy, nothing recomputed, no bubble."""
+    """Seconds with all ranks equally busy, nothing recomputed and no bubble."""
     recompute_s: float
-    """Recomputation, shared equally."""
+    """Seconds of recomputation, the mean over ranks."""
     imbalance_s: float
-    """The slowest rank beyond the mean."""
+    """Seconds by which the slowest rank exceeds the mean."""
     bubble_s: float
-    """Filling and draining the pipeline."""
+    """Seconds to fill and drain the pipeline."""
     bound_s: float
-    """No split has a shorter step."""
+    """A step time that no split can beat."""
     peak_bytes: tuple[float, ...]
     recompute: Recompute
     offset: Counts
@@ -150,7 +147,7 @@ class Balance:
 
     @property
     def step_terms_s(self) -> dict[str, float]:
-        """Sum to ``step_s``."""
+        """The terms that sum to ``step_s``."""
         return {
             "ideal": self.ideal_s,
             "imbalance": self.imbalance_s,
@@ -183,7 +180,7 @@ def explain(problem: BalanceProblem, answers: list[StageAnswer], bound_s: float)
     stage_s = plain + extra
     step_s = p.step_s(stage_s)
     slowest = float(stage_s.max())
-    stage_layers = _as_counts(layers)
+    stage_layers = as_counts(layers)
     return Balance(
         stage_layers=stage_layers,
         state_counts={state.name: rows for state, rows in zip(p.states, by_state, strict=True)},
@@ -196,12 +193,12 @@ def explain(problem: BalanceProblem, answers: list[StageAnswer], bound_s: float)
         bound_s=min(bound_s, step_s),
         peak_bytes=_peak_bytes(p, counts),
         recompute=_recompute(p.states, counts),
-        offset=_as_counts(layers - p.num_layers // (p.pp * p.num_virtual_stages)),
+        offset=as_counts(layers - p.num_layers // (p.pp * p.num_virtual_stages)),
     )
 
 
 def _peak_bytes(p: BalanceProblem, counts: NDArray[np.int64]) -> tuple[float, ...]:
-    """By rank: the worst moment, with the largest layer being computed again, or the optimiser step."""
+    """Peak bytes of each rank: its worst moment, while its largest layer is recomputed, or the optimiser step."""
     kept = np.array([state.activation_bytes for state in p.states]) @ counts.transpose(1, 0, 2)  # [chunk, stage]
     used = counts.sum(axis=1) > 0
     again = np.array([state.transient_bytes for state in p.states])[:, None] * used
@@ -217,11 +214,11 @@ def _peak_bytes(p: BalanceProblem, counts: NDArray[np.int64]) -> tuple[float, ..
 
 
 def _recompute(states: tuple[LayerState, ...], counts: NDArray[np.int64]) -> Recompute:
-    """Counts of the first layers of each chunk. States are nested, so the heaviest come first."""
+    """The recompute that these counts of states mean. The heaviest states take the first layers of each chunk."""
 
     def layers_in(chosen: list[bool]) -> Counts:
         total = counts[np.array(chosen)].sum(axis=0)
-        return _as_counts(total) if total.any() else ()
+        return as_counts(total) if total.any() else ()
 
     patterns = dict.fromkeys(pattern for state in states for pattern in state.patterns)
     selective = [
@@ -237,7 +234,3 @@ def _recompute(states: tuple[LayerState, ...], counts: NDArray[np.int64]) -> Rec
         if any(state.communication and counts[k].any() for k, state in enumerate(states))
         else (),
     )
-
-
-def _as_counts(counts: NDArray[np.int64]) -> Counts:
-    return tuple(tuple(int(count) for count in row) for row in counts)

@@ -1,4 +1,4 @@
-"""The inner question of the stage balancer: the cheapest recompute with which a pipeline rank's layers fit its memory.
+"""The cheapest recompute with which the layers of one pipeline rank fit its memory: the balancer's inner question.
 
 A small integer program per rank and number of layers, solved by HiGHS through ``scipy.optimize.milp``.
 """
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from trials.spec import Counts
 
 EVENNESS_WEIGHT = 1e-6
-"""Of the difference between the largest and the smallest chunk, in layer times: decides between equals only."""
+"""Weight, in layer times, of the difference between largest and smallest chunk: decides between equals only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +23,11 @@ class LayerState:
 
     name: str
     activation_bytes: float
-    """Kept per layer and micro-batch from forward to backward."""
+    """Bytes kept per layer and micro-batch from forward to backward."""
     extra_s: float = 0.0
     """Seconds of recomputation per layer and micro-batch."""
     transient_bytes: float = 0.0
-    """Held once per rank while a layer is computed again."""
+    """Bytes held once per rank while a layer is recomputed."""
     patterns: tuple[str, ...] = ()
     """Operators recomputed (:class:`trials.spec.SelectiveRecompute`)."""
     is_full: bool = False
@@ -36,25 +36,25 @@ class LayerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageProblem:
-    """What one pipeline rank has to hold. Equal problems have equal answers, whatever the rank."""
+    """The layers and the memory of one pipeline rank. Equal problems have equal answers, whatever the rank."""
 
     states: tuple[LayerState, ...]
     peaks: tuple[tuple[float, ...], ...]
-    """Moments to survive: at each of them, micro-batches in flight per chunk."""
+    """Moments at which memory must suffice: micro-batches in flight per chunk at each of them."""
     layer_s: float
-    """Forward and backward of one layer and micro-batch, without recompute."""
+    """Seconds of forward and backward of one layer and micro-batch, without recompute."""
     layer_bytes: float
-    """Weights, gradients and optimiser states of one layer."""
+    """Bytes of weights, gradients and optimiser states of one layer."""
     available_bytes: float
-    """For layers: the limit without the rank's fixed part."""
+    """Memory for layers: the limit less the rank's fixed part."""
     step_layer_bytes: float
-    """Of one layer at the optimiser step, when no activations are held."""
+    """Bytes of one layer at the optimiser step, when no activations are held."""
     step_available_bytes: float
-    """For that: the limit without the rank's fixed part at that moment."""
+    """Memory for layers at the optimiser step: the limit less the rank's fixed part then."""
     min_layers: int
-    """Per chunk."""
+    """The least that every chunk must have."""
     max_difference: int
-    """Between chunks, in layers."""
+    """Most layers by which two chunks may differ."""
     fixed_layers: tuple[int, ...] = ()
     """Layers per chunk where given."""
     fixed_counts: Counts = ()
@@ -65,13 +65,14 @@ class StageProblem:
         return len(self.peaks[0])
 
     def step_excess_bytes(self, num_layers: int) -> float:
-        """How much too much memory the optimiser step needs, which no recompute lowers; 0 when it fits."""
+        """Bytes by which the optimiser step exceeds the memory, which no recompute lowers; 0 when it fits."""
         return max(0.0, num_layers * self.step_layer_bytes - self.step_available_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageAnswer:
-    """``counts[state][chunk]``; ``recompute_s`` per micro-batch, never below ``bound_s``."""
+    """Layers by state and chunk, ``counts[state][chunk]``, with their recompute time per micro-batch, which no choice
+    brings below ``bound_s``."""
 
     counts: Counts
     recompute_s: float
@@ -94,11 +95,11 @@ def solve_stage(problem: StageProblem, num_layers: int, time_limit_s: float) -> 
         return None
     counts, bound = found
     seconds = float((counts * costs).sum())
-    return StageAnswer(counts=_as_counts(counts), recompute_s=seconds, bound_s=min(seconds, max(0.0, bound)))
+    return StageAnswer(counts=as_counts(counts), recompute_s=seconds, bound_s=min(seconds, max(0.0, bound)))
 
 
 def excess_bytes(problem: StageProblem, num_layers: int) -> float:
-    """How much more memory ``num_layers`` layers need at the least; 0 when they fit."""
+    """Bytes by which ``num_layers`` layers exceed the memory at the least; 0 when they fit."""
     rows, shape = _constraints(problem, num_layers)
     result = _solve(
         np.eye(shape.num)[shape.excess], rows, shape.upper(num_layers, may_exceed=True), shape.integer, 60.0
@@ -112,7 +113,7 @@ def _dot(a: tuple[float, ...], b: tuple[int, ...]) -> float:
 
 
 def _keep_everything(problem: StageProblem, num_layers: int) -> StageAnswer | None:
-    """No recompute and even chunks, if that is allowed and fits: nothing can be cheaper."""
+    """The answer without recompute and with even chunks, if that is allowed and fits: nothing can be cheaper."""
     v = problem.num_chunks
     layers = problem.fixed_layers or tuple(num_layers // v + (chunk < num_layers % v) for chunk in range(v))
     if problem.fixed_counts or sum(layers) != num_layers or min(layers) < problem.min_layers:
@@ -194,7 +195,7 @@ class _Rows:
 def _milp(
     problem: StageProblem, num_layers: int, costs: NDArray[np.float64], evenness_s: float, time_limit_s: float
 ) -> tuple[NDArray[np.int64], float] | None:
-    """Counts ``[state, chunk]`` and a bound of their cost; None when there are none."""
+    """Counts ``[state, chunk]`` and a lower bound of their cost; None when no counts fit."""
     rows, shape = _constraints(problem, num_layers)
     objective = np.zeros(shape.num)
     objective[: costs.size] = costs.ravel()
@@ -225,12 +226,12 @@ def _constraints(problem: StageProblem, num_layers: int) -> tuple[_Rows, _Variab
 
 
 def _unit_bytes(problem: StageProblem) -> float:
-    """Memory is counted in these: HiGHS tolerances are absolute."""
+    """The unit in which the program counts memory: the tolerances of HiGHS are absolute."""
     return max(1.0, abs(problem.available_bytes))
 
 
 def _add_layers(rows: _Rows, shape: _Variables, problem: StageProblem, num_layers: int) -> None:
-    """Every layer has one state; chunks hold what they must, between the smallest and the largest."""
+    """Add the constraints that every layer has one state, and that chunks are as large as they must be."""
     cells = range(shape.num_chunks)
     rows.add({shape.count(k, c): 1.0 for k in range(shape.num_states) for c in cells}, num_layers, num_layers)
     for chunk in cells:
@@ -246,7 +247,7 @@ def _add_layers(rows: _Rows, shape: _Variables, problem: StageProblem, num_layer
 
 
 def _add_memory(rows: _Rows, shape: _Variables, problem: StageProblem, num_layers: int) -> None:
-    """Every worst moment fits, with room to compute a layer again where any is."""
+    """Add the constraints that every moment fits, with room to recompute a layer where any is recomputed."""
     states = list(enumerate(problem.states))
     scale = 1.0 / _unit_bytes(problem)
     for moment in problem.peaks:
@@ -286,5 +287,6 @@ def _solve(
     return result
 
 
-def _as_counts(counts: NDArray[np.int64]) -> Counts:
+def as_counts(counts: NDArray[np.int64]) -> Counts:
+    """The array as nested tuples of plain integers."""
     return tuple(tuple(int(count) for count in row) for row in counts)

@@ -1,0 +1,1 @@
+"""Tables of published measurements as inputs of the cost model. Imports the rest of ``cost`` but ``balance``."""

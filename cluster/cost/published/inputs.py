@@ -1,4 +1,4 @@
-"""What the cost model needs of a published row, where necessary from other fields or from what was usual.
+"""Turns a row of published measurements into inputs of the cost model, and fills in what the source does not say.
 
 A blank means that the source does not say; each rule for it is written at its place.
 """
@@ -46,7 +46,7 @@ def published_inputs(f: Mapping[str, str], n: Numbers) -> dict[str, Any]:
     """One row for ``inputs.from_rows``, from a row's texts ``f`` and numbers ``n`` (None where blank).
 
     Raises:
-        NotModelledError: with the reason.
+        NotModelledError: the model cannot say anything about the row.
     """
     if f["moe"] not in ("", "false"):
         raise NotModelledError(f"mixture of experts ({f['moe']}): routing and expert parallelism are not modelled")
@@ -158,7 +158,7 @@ def _layout(f: Mapping[str, str], n: Numbers, model: Mapping[str, Any]) -> dict[
 
 
 def _zero_stage(f: Mapping[str, str], n: Numbers, num_peers: float) -> float:
-    """As stated; else by what is said of the optimizer, else what the framework does by default, mostly 1."""
+    """The ZeRO stage as stated; else by what is said of the optimizer; else the framework's default, mostly 1."""
     if num_peers == 1:
         return 0.0
     if n["zero_stage"] is not None:
@@ -189,7 +189,7 @@ def _number_format(f: Mapping[str, str]) -> str:
 
 
 def _precision(f: Mapping[str, str], accelerator: Accelerator, layout: Mapping[str, Any]) -> dict[str, float]:
-    """Bytes per parameter by software; megatron and DeepSpeed keep gradients (fp32 with bf16) in standing buffers."""
+    """Bytes per parameter by framework; Megatron and DeepSpeed keep gradients (fp32 with bf16) in lasting buffers."""
     name = _number_format(f)
     peak, base = accelerator.peak(name), accelerator.peak("float32" if name == "float32" else "bfloat16")
     if peak is None or base is None:
@@ -240,7 +240,7 @@ def _recompute(f: Mapping[str, str], layout: Mapping[str, Any]) -> dict[str, Any
 
 
 def _flash(f: Mapping[str, str], accelerator: Accelerator) -> float:
-    """Fused attention. Not stated: wherever bfloat16 exists and is used, that is after 2022."""
+    """1 with fused attention. Not stated: wherever bfloat16 exists and is used, that is after 2022."""
     if f["flash_attn"]:
         return float(f["flash_attn"] != "no")
     return float("bfloat16" in accelerator.peak_flops_per_s and _number_format(f) != "float16")

@@ -1,6 +1,6 @@
-"""Published measurements (CSV) as inputs of the cost model: strict about what is stated, careful about what is not.
+"""Reads tables of published measurements (CSV) as inputs of the cost model, strict about what is stated.
 
-``published_inputs.py`` fills what the model needs and the source does not say. Rows that cannot be modelled carry the
+``inputs.py`` fills in what the model needs and the source does not say. Rows that cannot be modelled carry the
 reason.
 """
 
@@ -47,7 +47,7 @@ CHOICES = {
 
 _LIKE = "source framework gpu precision layers hidden ffn n_gpus dp tp pp cp zero_stage seq_len"
 LIKE = tuple(_LIKE.split())
-"""Rows that agree in these are runs of one setup."""
+"""Columns in which all runs of one setup agree."""
 BATCH = ("micro_batch", "n_micro_batches", "global_batch")
 
 
@@ -60,20 +60,20 @@ class TableError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRow:
-    """One measured run."""
+    """One published run."""
 
     fields: Mapping[str, str]
     line: int
     inputs: Mapping[str, Any] | None = None
     """One row for ``inputs.from_rows``; None when it cannot be modelled."""
     reason: str
-    """Why not; empty when it can."""
+    """Why it cannot be modelled; empty when it can."""
     step_time_s: float | None = None
     peak_bytes: float | None = None
     reported: Reported = field(default_factory=Reported)
-    """Of what ``peak_bytes`` is the peak."""
+    """Which rank ``peak_bytes`` belongs to, and what it counts."""
     out_of_memory: bool | None = None
-    """False also where the source does not say, but gives a figure of the run."""
+    """Whether memory ran out; False also where the source gives a figure of the run and does not say. None: unknown."""
 
     def __getitem__(self, name: str) -> str:
         return self.fields[name]
@@ -142,7 +142,8 @@ def _lines(path: Path) -> tuple[tuple[str, ...], list[tuple[int, dict[str, str]]
 
 
 def _filled(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
-    """Blanks on which all rows of the same setup agree that are not blank; the batch only where nothing is said of it.
+    """The rows with blanks filled on which all others of the same setup agree; the batch only where nothing is said of
+    it.
 
     A source that tells the micro-batch of one model of a size means it for the fine-tuned ones of that size as well.
     """
@@ -159,7 +160,8 @@ def _filled(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
 
 
 def _assume_recompute(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
-    """Where the source does not say whether activations are recomputed: in full if they would not fit otherwise."""
+    """Rows whose source does not say whether activations are recomputed do so in full if they would not fit
+    otherwise."""
     silent = [i for i, row in enumerate(rows) if row.inputs is not None and row["recompute"] == ""]
     assumed_rows = list(rows)
     if silent:
@@ -174,7 +176,7 @@ def _assume_recompute(rows: Sequence[PublishedRow]) -> list[PublishedRow]:
 
 
 def _row(place: str, line: int, fields: Mapping[str, str], filled: Mapping[str, str]) -> PublishedRow:
-    """From what the source says, and from the same with the blanks filled that other rows explain.
+    """A row from what the source says (``fields``), and the same with blanks filled from other rows (``filled``).
 
     ``place`` names the row in errors.
     """
@@ -204,7 +206,8 @@ def _row(place: str, line: int, fields: Mapping[str, str], filled: Mapping[str, 
 
 
 def _outcome(fields: Mapping[str, str]) -> bool | None:
-    """What ran with states or activations partly in host memory says nothing of the device's."""
+    """Whether memory ran out; None also for runs with states or activations in host memory, which say nothing of the
+    device's."""
     if _OFFLOADED.search(fields["other_flags"]):
         return None
     if fields["oom"]:
@@ -214,7 +217,7 @@ def _outcome(fields: Mapping[str, str]) -> bool | None:
 
 
 def _peak(fields: Mapping[str, str], n: Numbers) -> tuple[float | None, Reported]:
-    """Bytes, and of what; the fullest rank's where every stage's figure is listed."""
+    """Peak bytes and what they count; those of the fullest rank where every stage's figure is listed."""
     reported = reported_as(fields["mem_kind"])
     if stages := re.findall(r"\d+(?:\.\d+)?", fields["mem_per_stage_GB"]):
         return max(map(float, stages)) * 1e9, replace(reported, rank="fullest")

@@ -19,18 +19,18 @@ logger = logging.getLogger(__name__)
 
 
 def cache_key(workload: Workload, candidate: Candidate, *, mode: Mode, exact: bool) -> str:
-    """All that the estimate follows from: first what a sweep's trials have in common, then the candidate."""
+    """Key of an estimate, made of all it follows from: what a sweep's trials have in common, then the candidate."""
     return f"{_shared_key(workload, mode=mode, exact=exact)}.{candidate.config_key}"
 
 
 def _shared_key(workload: Workload, *, mode: Mode, exact: bool) -> str:
-    """A digest, the versions of torch and of the simulation included."""
+    """Digest of what a sweep's trials have in common, the versions of torch and of the simulation included."""
     shared = {"workload": workload, "mode": mode, "exact": exact, "torch": _torch_version(), "dryrun": VERSION}
     return digest(shared)[:32]
 
 
 def _torch_version() -> str:
-    """Empty where it is not installed."""
+    """Installed version of torch; empty where it is not installed."""
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -49,7 +49,7 @@ class DryRunCache:
         return found[1] if found is not None else None
 
     def of_workload(self, workload: Workload, *, mode: Mode, exact: bool) -> Iterator[tuple[Candidate, DryRunEstimate]]:
-        """All there is for a workload: one listing, and as many reads as there are estimates."""
+        """All estimates of a workload: one listing of the folder, and one read per estimate."""
         for path in sorted(self.folder.glob(f"{_shared_key(workload, mode=mode, exact=exact)}.*.json")):
             if (found := self._read(path)) is not None:
                 yield found

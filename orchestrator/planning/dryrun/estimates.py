@@ -1,4 +1,4 @@
-"""Estimates that dry runs left behind, as planning uses them."""
+"""Estimates that dry runs left in the cache, and the rule that rejects candidates whose memory does not fit by them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ RULE_ID = "dryrun-memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnownEstimates:
-    """What is known of a sweep's candidates, and what it is judged by."""
+class DryRunEstimates:
+    """Estimates of a sweep's candidates, with the device memory they are judged by."""
 
     by_candidate: Mapping[Candidate, DryRunEstimate] = field(default_factory=dict)
     limit_bytes: int | None = None
@@ -28,18 +28,18 @@ class KnownEstimates:
     context_bytes: int = 0
 
     def needed_bytes(self, estimate: DryRunEstimate) -> int:
-        """With the margin."""
+        """Estimated peak with the margin for fragmentation and the device context."""
         return estimate.needed_bytes(FRAGMENTATION, self.context_bytes)
 
     def to_json(self, candidate: Candidate) -> dict[str, int]:
-        """Peak and need of the candidate; empty where they are unknown."""
+        """Peak and need of the candidate; empty where no dry run counted them."""
         estimate = self.by_candidate.get(candidate)
         if estimate is None:
             return {}
         return {"predicted_peak_bytes": estimate.peak_bytes, "predicted_needed_bytes": self.needed_bytes(estimate)}
 
     def rule(self, baseline: Candidate) -> Rule:
-        """Refuses what would not fit, but never the baseline: that it runs is known."""
+        """A rule that rejects candidates that would not fit, but never the baseline: that one is known to run."""
 
         def check(case: Case) -> str | None:
             return None if case.candidate == baseline else self._problem(case.candidate)
@@ -55,7 +55,7 @@ class KnownEstimates:
         return f"predicted peak {peak} with margin {margin} exceeds device memory {num_bytes(self.limit_bytes)}"
 
 
-def load_estimates(spec: SweepSpec, topology: Topology | None, cache: DryRunCache) -> KnownEstimates:
+def load_estimates(spec: SweepSpec, topology: Topology | None, cache: DryRunCache) -> DryRunEstimates:
     """What ``cache`` holds for the workload on the kind of device its trials run on; exact simulations count first."""
     kind = device_kind(spec, topology)
     mode: Mode = "cpu" if kind == "cpu" else "accelerator"
@@ -65,7 +65,7 @@ def load_estimates(spec: SweepSpec, topology: Topology | None, cache: DryRunCach
         for exact in (False, True)
         for candidate, estimate in cache.of_workload(workload, mode=mode, exact=exact)
     }
-    return KnownEstimates(
+    return DryRunEstimates(
         by_candidate=found,
         limit_bytes=memory_limit_bytes(spec, topology),
         context_bytes=0 if mode == "cpu" else CUDA_CONTEXT_BYTES,

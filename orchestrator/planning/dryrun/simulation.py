@@ -1,6 +1,7 @@
-"""Estimates of trials without hardware: which ranks to simulate, from how few layers, and what is known already.
+"""Dry runs: estimates the memory of candidates without hardware, from one simulated rank per pipeline stage.
 
-Torch runs in a process of its own, never here.
+Decides which ranks to simulate, from how few layers, and what the cache holds already. Torch runs in a process of its
+own, never here.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from trials.dryrun.records import DryRunRequest, Mode, RankRun, Reply, RunFailur
 from trials.spec import Candidate, TrialSpec, Workload
 
 TIMEOUT_S = 600.0
-"""For one simulation; the largest take a minute."""
+"""Limit for one simulation; the largest take a minute."""
 
 Progress = Callable[[int, int], None]
-"""Told how many simulations are done, and of how many."""
+"""Called with the number of simulations done and their total."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,7 +78,7 @@ def representative_rank(candidate: Candidate, stage: int) -> int:
 
 
 def _plan(spec: TrialSpec, mode: Mode, exact: bool, requests: list[DryRunRequest]) -> list[_Stage]:
-    """Add to ``requests`` what the trial needs."""
+    """Add the simulations that the trial needs to ``requests``."""
     stages = []
     for number in range(spec.candidate.layout.pp):
         plan = None if exact else plan_small_runs(spec, number)

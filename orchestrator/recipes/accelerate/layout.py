@@ -17,7 +17,7 @@ SIZES = {name: f"{_PARALLELISM}{name}_size" for name in ("dp_replicate", "dp_sha
 _CP_STRATEGY = f"{_PARALLELISM}cp_comm_strategy"
 _FSDP = f"{FILE}:fsdp_config.fsdp_"
 _MIRROR = f"{ARGUMENTS}:fsdp_config."
-"""The Trainer wants to be told what the launcher is told."""
+"""Prefix of the Trainer's arguments that repeat what the launcher is told."""
 _WRAP = tuple(
     f"{prefix}{name}"
     for prefix in (_FSDP, _MIRROR)
@@ -40,7 +40,7 @@ _BATCH, _ACCUMULATION = f"{ARGUMENTS}:per_device_train_batch_size", f"{ARGUMENTS
 
 
 def _engine(layout: Layout) -> Literal["NO", "MULTI_GPU", "FSDP"]:
-    """FSDP shards over ``dp_shard`` and ``cp`` together and refuses to work where both are 1."""
+    """The engine to use: FSDP shards over ``dp_shard`` and ``cp`` together and refuses to work where both are 1."""
     if layout.dp_shard > 1 or layout.cp > 1:
         return "FSDP"
     return "MULTI_GPU" if layout.dp_replicate > 1 else "NO"
@@ -82,7 +82,7 @@ def _write_fsdp(draft: Draft, layout: Layout) -> None:
 
 
 def _note_engine(draft: Draft, layout: Layout, engine: str) -> None:
-    """Where what Accelerate's engine does is near what was asked for, but not it."""
+    """Warn where what Accelerate's engine does is near what was asked for, but not the same."""
     if engine == "FSDP" and layout.tp > 1:
         draft.warn("layout.tp", f"your script loads the model split over {layout.tp} ranks: tp_plan='auto'")
     if engine == "FSDP" and layout.dp_replicate > 1 and layout.dp_shard == 1:

@@ -15,7 +15,7 @@ import yaml
 from orchestrator.recipes import hf_model
 from orchestrator.recipes.accelerate import layout, run
 from orchestrator.recipes.accelerate.layout import ARGUMENTS, FILE
-from orchestrator.recipes.base import Draft, TableRecipe, comments, settings_of, tree
+from orchestrator.recipes.base import Draft, Recipe, comments, settings_of, tree
 
 
 def _render(draft: Draft) -> dict[str, str]:
@@ -32,7 +32,7 @@ def _load(files: Mapping[str, str]) -> dict[str, Any]:
     return {**settings_of(FILE, launcher), **settings_of(ARGUMENTS, arguments), **hf_model.load(files)}
 
 
-RECIPE = TableRecipe(
+RECIPE = Recipe(
     name="accelerate",
     title="Accelerate",
     settings=(*layout.SETTINGS, *run.SETTINGS, *hf_model.SETTINGS),

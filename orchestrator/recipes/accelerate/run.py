@@ -21,7 +21,7 @@ _BACKEND, _MODE, _REGIONAL = f"{_DYNAMO}backend", f"{_DYNAMO}mode", f"{_DYNAMO}u
 _COMPILE = f"{ARGUMENTS}:torch_compile"
 _TF32, _DECAY = f"{ARGUMENTS}:tf32", f"{ARGUMENTS}:weight_decay"
 DYNAMO_BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs", "tvm", "tensorrt")
-"""Those of ``DynamoBackend`` that torch.compile knows by the same name."""
+"""Values of ``DynamoBackend`` that torch.compile knows by the same name."""
 _POLICY = "FSDP gathers weights and reduces gradients in 16 bits unless your script sets plugin.mixed_precision_policy"
 _SHORT = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -90,7 +90,7 @@ def _read_compile(settings: Settings) -> dict[str, Any]:
 
 
 def _write_matmul(draft: Draft) -> None:
-    """Said in any case: the Trainer turns _TF32 on by itself when it compiles."""
+    """Write TF32 in any case: the Trainer turns it on by itself when it compiles."""
     asked = draft.candidate.kernels.matmul_precision
     draft.settings[_TF32] = asked != "highest"
     if asked == "medium":

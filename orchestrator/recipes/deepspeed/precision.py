@@ -43,7 +43,7 @@ def _write_precision(draft: Draft) -> None:
 
 
 def _write_autocast(draft: Draft, dtype: str) -> None:
-    """Nothing travels in 16 bits, as in the runner; but DeepSpeed scales losses only for what does."""
+    """Write autocast. Nothing travels in 16 bits, as in the runner; but DeepSpeed scales losses only for what does."""
     draft.settings[_AUTOCAST_DTYPE] = dtype
     if dtype == "bfloat16":
         draft.settings[_SAFE] = []
@@ -83,7 +83,7 @@ def _read_precision(settings: Settings) -> dict[str, Any]:
 
 
 def _read_loss_scale(settings: Settings) -> dict[str, Any]:
-    """DeepSpeed doubles and halves, like torch."""
+    """Read the loss scale, which DeepSpeed doubles and halves, like torch."""
     if _POWER not in settings:
         return TORCH_SCALER
     static = settings[_STATIC_SCALE]

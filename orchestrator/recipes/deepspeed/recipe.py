@@ -12,24 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.recipes import hf_model
-from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, custom, fixed, option, settings_of, tree
+from orchestrator.recipes.base import Draft, Recipe, Setting, fixed, option, settings_of, tree
 from orchestrator.recipes.deepspeed import layout, precision
 from orchestrator.recipes.deepspeed.layout import FILE
-from orchestrator.recipes.gaps import KERNELS_OF_SCRIPT, left_to_script, own_data, own_seed
+from orchestrator.recipes.gaps import KERNELS_OF_SCRIPT, betas, left_to_script, own_data, own_seed
 
 _OPTIMIZER = "workload.optimizer"
 _PARAMS = f"{FILE}:optimizer.params"
 _BETAS = f"{_PARAMS}.betas"
-
-
-def _write_betas(draft: Draft) -> None:
-    optimizer = draft.workload.optimizer
-    draft.settings[_BETAS] = [optimizer.beta1, optimizer.beta2]
-
-
-def _read_betas(settings: Settings) -> dict[str, Any]:
-    beta1, beta2 = settings[_BETAS]
-    return {"workload.optimizer.beta1": beta1, "workload.optimizer.beta2": beta2}
 
 
 _RUN: tuple[Setting, ...] = (
@@ -41,7 +31,7 @@ _RUN: tuple[Setting, ...] = (
     left_to_script("kernels.matmul_precision", "your script calls torch.set_float32_matmul_precision(...)"),
     fixed(f"{FILE}:optimizer.type", "AdamW"),
     option(f"{_OPTIMIZER}.lr", f"{_PARAMS}.lr"),
-    custom((f"{_OPTIMIZER}.beta1", f"{_OPTIMIZER}.beta2"), (_BETAS,), _write_betas, _read_betas),
+    betas(_BETAS),
     option(f"{_OPTIMIZER}.eps", f"{_PARAMS}.eps"),
     option(f"{_OPTIMIZER}.weight_decay", f"{_PARAMS}.weight_decay"),
     fixed(f"{_PARAMS}.torch_adam", True),
@@ -66,7 +56,7 @@ def _command(draft: Draft) -> str:
     return f"deepspeed --num_gpus {world_size} train.py --deepspeed --deepspeed_config {FILE}"
 
 
-RECIPE = TableRecipe(
+RECIPE = Recipe(
     name="deepspeed",
     title="DeepSpeed",
     settings=(*layout.SETTINGS, *precision.SETTINGS, *_RUN, *hf_model.SETTINGS),

@@ -1,0 +1,1 @@
+"""The recipe of Megatron-LM; knows the base of recipes, and no other framework."""

@@ -38,7 +38,7 @@ def degree(settings: Settings, name: str) -> int:
 
 
 def data_parallel(settings: Settings) -> int:
-    """Ranks that the other degrees leave over."""
+    """Data-parallel degree: the ranks that the other degrees leave over."""
     return int(settings[WORLD_SIZE]) // (degree(settings, TP) * degree(settings, PP) * degree(settings, CP))
 
 
@@ -121,7 +121,7 @@ def _read_pipeline(settings: Settings) -> dict[str, Any]:
 
 
 def held_layers(settings: Settings) -> Counts:
-    """Layers of every chunk and stage, without a pipeline too."""
+    """Layers of every chunk and stage; without a pipeline all in one."""
     pp = degree(settings, PP)
     if _STAGES in settings:
         counts = [sum(map(int, re.findall(r"t\*(\d+)", stage))) for stage in settings[_STAGES].split("|")]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.recipes import shell
-from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, custom, option
+from orchestrator.recipes.base import Draft, Recipe, Setting, Settings, custom, option
 from orchestrator.recipes.gaps import weight_decay_but_norms
 from orchestrator.recipes.megatron import layout as megatron_layout
 from orchestrator.recipes.megatron import recompute, run
@@ -27,7 +27,7 @@ _ARCHITECTURE = {
     "--init-method-std": 0.02,
     "--tokenizer-type": "NullTokenizer",
 }
-"""What makes Megatron-LM's decoder a Llama, started like the runner's."""
+"""Arguments that make Megatron-LM's decoder a Llama with the runner's initial weights."""
 _TRAINING = {
     "--optimizer": "adam",
     "--lr-decay-style": "constant",
@@ -35,7 +35,7 @@ _TRAINING = {
     "--split": "1,0,0",
     "--eval-iters": 0,
 }
-"""The runner's constant learning rate, without clipping or evaluation."""
+"""Arguments for the runner's constant learning rate, without clipping or evaluation."""
 _START = """torchrun --nnodes "$NUM_NODES" --nproc-per-node "$PROCESSES_PER_NODE" \\
   --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}" \\
   pretrain_gpt.py "${ARGS[@]}" \\
@@ -59,7 +59,7 @@ def _read_kind(settings: Settings) -> dict[str, Any]:
 
 
 def _write_vocab(draft: Draft) -> None:
-    """The padded size counts; versions differ on whether the tokenizer adds an id to the other one."""
+    """Write the padded size, which counts: versions differ on whether the tokenizer adds an id to the other one."""
     if isinstance(draft.workload.model, LlamaModel):
         size = draft.workload.model.vocab_size
         draft.settings |= {"--vocab-size": size - 1, "--padded-vocab-size": size}
@@ -115,7 +115,7 @@ _WORKLOAD: tuple[Setting, ...] = (
 
 
 def _exports(draft: Draft) -> dict[str, str]:
-    """One hardware queue keeps collectives ahead of the computation they overlap; Megatron-FSDP needs several."""
+    """Environment. One hardware queue keeps collectives ahead of what they overlap; Megatron-FSDP needs several."""
     layout = draft.candidate.layout
     needs_one = layout.zero_stage < 2 and layout.tp * layout.cp > 1
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if needs_one else {}
@@ -129,7 +129,7 @@ def _load(files: Mapping[str, str]) -> Settings:
     return shell.load(files[FILE])
 
 
-RECIPE = TableRecipe(
+RECIPE = Recipe(
     name="megatron",
     title="Megatron-LM",
     settings=(*_WORKLOAD, *megatron_layout.SETTINGS, *recompute.SETTINGS, *run.SETTINGS),

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from orchestrator.recipes.base import Draft, Setting, Settings, custom, lacking
+from orchestrator.recipes.gaps import two_batches_ahead
 from trials.legality.rules import FP32_TINY
 from trials.spec import LossScale
 
@@ -70,12 +71,6 @@ def _num_workers(settings: Settings) -> int:
     return int(settings.get("--num-workers", 0))
 
 
-def _note_prefetch(draft: Draft) -> None:
-    loader = draft.candidate.loader
-    if loader.num_workers and loader.prefetch_factor != 2:
-        draft.warn("loader.prefetch_factor", "always 2 batches ahead")
-
-
 def _note_persistent(draft: Draft) -> None:
     loader = draft.candidate.loader
     if not loader.persistent_workers and (loader.num_workers or loader.tuning):
@@ -113,12 +108,7 @@ SETTINGS: tuple[Setting, ...] = (
         _write_workers,
         lambda settings: {"loader.num_workers": _num_workers(settings)},
     ),
-    custom(
-        ("loader.prefetch_factor",),
-        (),
-        _note_prefetch,
-        lambda settings: {"loader.prefetch_factor": 2 if _num_workers(settings) else 0},
-    ),
+    two_batches_ahead(_num_workers),
     custom(
         ("loader.persistent_workers",),
         (),

@@ -1,0 +1,1 @@
+"""The recipe of MindFormers; knows the base of recipes, and no other framework."""

@@ -45,7 +45,7 @@ def _read_data_parallel(settings: Settings) -> dict[str, Any]:
 
 
 def _write_embedding(draft: Draft) -> None:
-    """Split over the vocabulary, like the runner's, wherever there is tensor parallelism."""
+    """Write the embedding split over the vocabulary, like the runner's, wherever there is tensor parallelism."""
     draft.settings["parallel_config.vocab_emb_dp"] = draft.candidate.layout.tp == 1
 
 
@@ -89,7 +89,7 @@ def _read_pipeline(settings: Settings) -> dict[str, Any]:
 
 
 def held_layers(settings: Settings) -> Counts:
-    """Layers of every chunk and stage, without a pipeline too."""
+    """Layers of every chunk and stage; without a pipeline all in one."""
     pp = settings[PP]
     if pp == 1:
         return ((settings.get(NUM_LAYERS, 0),),)

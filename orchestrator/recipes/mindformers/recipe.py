@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, comments, custom, option, settings_of, tree
-from orchestrator.recipes.gaps import weight_decay_but_norms
+from orchestrator.recipes.base import Draft, Recipe, Setting, Settings, comments, custom, option, settings_of, tree
+from orchestrator.recipes.gaps import betas, weight_decay_but_norms
 from orchestrator.recipes.mindformers import layout, recompute, run
 from orchestrator.recipes.mindformers.layout import NUM_LAYERS
 from trials.spec import LlamaModel
@@ -17,7 +17,7 @@ FILE = "mindformers.yaml"
 _LLAMA, _MODEL = "workload.model.llama", "model.model_config"
 _BETAS = "optimizer.betas"
 _WHOLE = ("recompute_config.select_recompute", "recompute_config.select_comm_recompute", "runner_wrapper.scale_sense")
-"""Settings that are mappings themselves."""
+"""Settings whose values are mappings."""
 _FRAME = {
     "use_legacy": True,
     "run_mode": "train",
@@ -40,7 +40,7 @@ _FRAME = {
     "train_dataset.drop_remainder": True,
     "train_dataset_task.type": "CausalLanguageModelDataset",
 }
-"""The runner's way to train: semi-automatic parallel graph mode, a constant learning rate, no clipping."""
+"""Settings for the runner's way to train: semi-automatic parallel graph mode, constant learning rate, no clipping."""
 _ARCHITECTURE = {
     "model.arch.type": "LlamaForCausalLM",
     f"{_MODEL}.type": "LlamaConfig",
@@ -59,15 +59,6 @@ def _write_kind(draft: Draft) -> None:
 
 def _read_kind(settings: Settings) -> dict[str, Any]:
     return {"workload.model.kind": "llama"} if "model.arch.type" in settings else {}
-
-
-def _write_betas(draft: Draft) -> None:
-    optimizer = draft.workload.optimizer
-    draft.settings[_BETAS] = [optimizer.beta1, optimizer.beta2]
-
-
-def _read_betas(settings: Settings) -> dict[str, Any]:
-    return {f"workload.optimizer.beta{i}": beta for i, beta in enumerate(settings[_BETAS], start=1)}
 
 
 def _write_data(draft: Draft) -> None:
@@ -91,7 +82,7 @@ _WORKLOAD: tuple[Setting, ...] = (
     option(f"{_LLAMA}.norm_eps", f"{_MODEL}.rms_norm_eps"),
     option("workload.seq_length", f"{_MODEL}.seq_length"),
     option("workload.optimizer.lr", "lr_schedule.learning_rate"),
-    custom(("workload.optimizer.beta1", "workload.optimizer.beta2"), (_BETAS,), _write_betas, _read_betas),
+    betas(_BETAS),
     option("workload.optimizer.eps", "optimizer.eps"),
     weight_decay_but_norms("optimizer.weight_decay"),
     option("workload.seed", "seed"),
@@ -119,7 +110,7 @@ def _command(draft: Draft) -> str:
     return f'bash scripts/msrun_launcher.sh "run_mindformer.py --config {FILE} --use_parallel True" {size}'
 
 
-RECIPE = TableRecipe(
+RECIPE = Recipe(
     name="mindformers",
     title="MindFormers",
     settings=(*_WORKLOAD, *layout.SETTINGS, *recompute.SETTINGS, *run.SETTINGS),

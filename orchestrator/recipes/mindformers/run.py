@@ -22,7 +22,7 @@ _FLASH = f"{_MODEL}.use_flash_attention"
 
 
 def _write_precision(draft: Draft) -> None:
-    """Weights stay fp32, as masters do; O1 keeps norms, softmax and residuals in fp32 too."""
+    """Write number formats: weights stay fp32, as masters do; O1 keeps norms, softmax and residuals in fp32, too."""
     precision = draft.candidate.precision
     parts = precision.dtype if precision.level == "O2" else "float32"
     draft.settings |= {_COMPUTE: precision.dtype, _WEIGHTS: "float32", _RESIDUAL: parts}

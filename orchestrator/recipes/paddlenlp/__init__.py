@@ -1,0 +1,1 @@
+"""The recipe of PaddleNLP; knows the base of recipes, and no other framework."""

@@ -23,7 +23,7 @@ def _cp(settings: Settings) -> int:
 
 
 def data_parallel(settings: Settings) -> int:
-    """Ranks that the other degrees leave over."""
+    """Data-parallel degree: the ranks that the other degrees leave over."""
     return int(settings[WORLD_SIZE] // (settings[TP] * settings[PP] * _cp(settings)))
 
 
@@ -90,7 +90,7 @@ def _read_pipeline(settings: Settings) -> dict[str, Any]:
 
 
 def held_layers(settings: Settings) -> Counts:
-    """Layers of every chunk and stage, without a pipeline too."""
+    """Layers of every chunk and stage; without a pipeline all in one."""
     pp, chunks = int(settings[PP]), int(settings.get(CHUNKS, 1))
     return ((int(settings.get(NUM_LAYERS, 0)) // (pp * chunks),) * pp,) * chunks
 

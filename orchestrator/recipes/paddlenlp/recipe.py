@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.recipes import shell
-from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, custom, option
+from orchestrator.recipes.base import Draft, Recipe, Setting, Settings, custom, option
 from orchestrator.recipes.gaps import weight_decay_but_norms
 from orchestrator.recipes.paddlenlp import layout, recompute, run
 from orchestrator.recipes.paddlenlp.layout import NUM_LAYERS
@@ -30,7 +30,7 @@ _FRAME = {
     "lr_scheduler_type": "constant",
     "warmup_steps": 0,
 }
-"""The runner's constant learning rate, without clipping; paths are yours to set."""
+"""Arguments for the runner's constant learning rate, without clipping; paths are the user's to set."""
 _ARCHITECTURE = {
     f"{_MODEL}architectures": ["LlamaForCausalLM"],
     f"{_MODEL}model_type": "llama",
@@ -110,7 +110,7 @@ def _load(files: Mapping[str, str]) -> Settings:
     return {**json.loads(files[FILE]), **model, **shell.load(files[SCRIPT])}
 
 
-RECIPE = TableRecipe(
+RECIPE = Recipe(
     name="paddlenlp",
     title="PaddleNLP",
     settings=(*_WORKLOAD, *layout.SETTINGS, *recompute.SETTINGS, *run.SETTINGS),

@@ -6,12 +6,13 @@ import dataclasses
 from typing import Any
 
 from orchestrator.recipes.base import Draft, Setting, Settings, custom, lacking
+from orchestrator.recipes.gaps import two_batches_ahead
 from trials.spec import LossScale
 
 _FLASH = "use_flash_attention"
 _WORKERS = "dataloader_num_workers"
 _OPERATORS = {"linear": "matmul_v2", "softmax": "softmax"}
-"""Operators that autocast's lists of both sides name."""
+"""Paddle's names of the operators that autocast's lists on both sides can name."""
 
 
 def _write_precision(draft: Draft) -> None:
@@ -68,16 +69,6 @@ def _read_workers(settings: Settings) -> dict[str, Any]:
     return {"loader.num_workers": settings.get(_WORKERS, 0)}
 
 
-def _note_prefetch(draft: Draft) -> None:
-    loader = draft.candidate.loader
-    if loader.num_workers and loader.prefetch_factor != 2:
-        draft.warn("loader.prefetch_factor", "always 2 batches ahead")
-
-
-def _read_prefetch(settings: Settings) -> dict[str, Any]:
-    return {"loader.prefetch_factor": 2 if settings.get(_WORKERS) else 0}
-
-
 def _write_attention(draft: Draft) -> None:
     wanted = draft.candidate.kernels.attention
     draft.settings[_FLASH] = wanted != "math"
@@ -99,7 +90,7 @@ SETTINGS: tuple[Setting, ...] = (
         _read_precision,
     ),
     custom(("loader.num_workers",), (_WORKERS,), _write_workers, _read_workers),
-    custom(("loader.prefetch_factor",), (), _note_prefetch, _read_prefetch),
+    two_batches_ahead(lambda settings: settings.get(_WORKERS)),
     lacking("loader.tuning", f"nothing finds the number of workers; set {_WORKERS} to what was found"),
     lacking("loader.pin_memory", "Paddle manages host memory itself"),
     lacking("loader.persistent_workers", "workers are started again for every epoch"),

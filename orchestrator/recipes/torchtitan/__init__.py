@@ -1,0 +1,1 @@
+"""The recipe of torchtitan; knows the base of recipes, and no other framework."""

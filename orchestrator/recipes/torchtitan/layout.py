@@ -102,7 +102,7 @@ def _write_pipeline(draft: Draft) -> None:
 
 
 def _module_names(draft: Draft) -> list[list[str]]:
-    """Of each stage in the order of the model."""
+    """Names of the modules of each stage, in the order of the model."""
     chunks = all_chunks(draft.candidate.layout, draft.workload.num_layers)
     parts = [[f"layers.{layer}" for layer in chunk.layer_ids] for chunk in chunks]
     parts[0].insert(0, "tok_embeddings")
@@ -126,7 +126,7 @@ def _read_pipeline(settings: Settings) -> dict[str, Any]:
 
 
 def _stage_layers(parts: list[list[str]], pp: int, schedule: str) -> Counts:
-    """Under the V placement the second chunks run backwards."""
+    """Layers of every chunk and stage; under the V placement the second chunks run backwards."""
     flat = [sum(name.startswith("layers.") for name in part) for part in parts]
     rows = [flat[i : i + pp] for i in range(0, len(flat), pp)]
     return tuple(tuple(reversed(row) if i and schedule == "zbv" else row) for i, row in enumerate(rows))
@@ -136,7 +136,7 @@ def _stage_layers(parts: list[list[str]], pp: int, schedule: str) -> Counts:
 
 
 def _write_batch(draft: Draft) -> None:
-    """In a pipeline the local batch is all of a step's micro-batches; else each is a step of accumulation."""
+    """Write the local batch: in a pipeline all of a step's micro-batches, else one step of accumulation."""
     total, layout, micro = draft.workload.global_batch_size, draft.candidate.layout, draft.candidate.micro_batch_size
     draft.settings |= {_LOCAL_BATCH: micro if layout.pp == 1 else total // layout.dp, _GLOBAL_BATCH: total}
     if layout.pp > 1:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.recipes.base import Draft, Setting, Settings, TableRecipe, comments, custom, fixed, lacking, option
-from orchestrator.recipes.gaps import left_to_script, own_data, unable
+from orchestrator.recipes.base import Draft, Recipe, Setting, Settings, comments, custom, fixed, lacking, option
+from orchestrator.recipes.gaps import betas, left_to_script, own_data, unable
 from orchestrator.recipes.torchtitan import layout, text
 from orchestrator.recipes.torchtitan.text import FILE, FUNCTION
 from trials.spec import LlamaModel
@@ -24,7 +24,7 @@ _DTYPE, _PARAM_DTYPE, _REDUCE_DTYPE = (
 _COMPILE, _COMPONENTS, _COMPILER = "compile.enable", "compile.components", "compile.backend"
 _VOCAB = "model_spec.vocab_size"
 COMPILERS = ("inductor", "aot_eager")
-"""Those that compile FlexAttention there (``distributed/compile.py``)."""
+"""Backends that compile FlexAttention there (``distributed/compile.py``)."""
 
 
 # ---- precision, kernels ----
@@ -85,15 +85,6 @@ def _read_kind(settings: Settings) -> dict[str, Any]:
     return {"workload.seq_length": settings["training.seq_len"], **kind}
 
 
-def _write_betas(draft: Draft) -> None:
-    draft.settings["optimizer.betas"] = (draft.workload.optimizer.beta1, draft.workload.optimizer.beta2)
-
-
-def _read_betas(settings: Settings) -> dict[str, Any]:
-    beta1, beta2 = settings["optimizer.betas"]
-    return {f"{_OPTIMIZER}.beta1": beta1, f"{_OPTIMIZER}.beta2": beta2}
-
-
 _RUN: tuple[Setting, ...] = (
     custom(
         (
@@ -142,7 +133,7 @@ _RUN: tuple[Setting, ...] = (
     lacking("loader.full_batch", "every rank reads only its own rows"),
     left_to_script("loader.tuning", "nothing tunes the loader: set the numbers that the report says were found"),
     option(f"{_OPTIMIZER}.lr", "optimizer.lr"),
-    custom((f"{_OPTIMIZER}.beta1", f"{_OPTIMIZER}.beta2"), ("optimizer.betas",), _write_betas, _read_betas),
+    betas("optimizer.betas", tuple),
     option(f"{_OPTIMIZER}.eps", "optimizer.eps"),
     option(f"{_OPTIMIZER}.weight_decay", "optimizer.weight_decay"),
     fixed("lr_scheduler.warmup_steps", 0),
@@ -161,7 +152,7 @@ def _render(draft: Draft) -> Mapping[str, str]:
     return {FILE: text.write(draft.settings, comments(draft.notes), _command(draft))}
 
 
-RECIPE = TableRecipe(
+RECIPE = Recipe(
     name="torchtitan",
     title="torchtitan",
     settings=(*_RUN, *layout.SETTINGS),

@@ -26,7 +26,7 @@ _CONSTRUCTORS = {
     "loss": "CrossEntropyLoss.Config",
     "debug": "DebugConfig",
 }
-"""What makes each part of a ``Trainer.Config``."""
+"""Constructor of each part of a ``Trainer.Config``."""
 
 _HEAD = '''\
 """Made by tune-cluster for torchtitan 0.3: {command}"""
@@ -130,7 +130,7 @@ def _of_part(settings: Mapping[str, Any], part: str) -> dict[str, Any]:
 
 
 def _config(module: ast.Module) -> ast.Call:
-    """What the function returns."""
+    """The expression that the configuration function returns."""
     function = next(node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == FUNCTION)
     returned = function.body[-1]
     if not isinstance(returned, ast.Return) or not isinstance(returned.value, ast.Call):

@@ -1,4 +1,4 @@
-"""What measurements teach about predictions: a Gaussian process on log(measured / predicted). numpy only.
+"""The residual: a Gaussian process on log(measured / predicted) that corrects predictions by measurements. numpy only.
 
 The error of a prediction is taken to be a sum of independent parts::
 
@@ -8,7 +8,7 @@ The error of a prediction is taken to be a sum of independent parts::
     local                  alike for candidates that lie close together
     noise                  of the measurement
 
-Whether errors are larger or smaller than believed is decided by the marginal likelihood (Rasmussen and Williams,
+Whether errors are larger or smaller than assumed is decided by the marginal likelihood (Rasmussen and Williams,
 Gaussian Processes for Machine Learning, section 5.4.1).
 """
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 SCALES = (0.5, 0.7, 1.0, 1.4, 2.0, 3.0)
-"""Tried as factors of the believed standard deviations."""
+"""Tried as factors of the assumed standard deviations."""
 CHUNK_SIZE = 4096
 """Rows at a time, so that what is worked on stays in cache."""
 SCALE_SPREAD = 0.7
@@ -34,17 +34,17 @@ class ErrorModel:
     """How predictions of n candidates may be wrong. Standard deviations are of natural logarithms."""
 
     features: Array
-    """(n, d)"""
+    """Derivatives of log time by log coefficient, and other descriptions of a candidate, shape (n, d)."""
     feature_std: Array
-    """(d,)"""
+    """Standard deviation of the weight of each feature, shape (d,)."""
     places: Array
-    """(n, k): where a candidate lies; errors of candidates at distance 1 correlate with ``exp(-1/2)``."""
+    """Where a candidate lies, shape (n, k); errors of candidates at distance 1 correlate with ``exp(-1/2)``."""
     local_std: float = 0.1
     common_std: float = 1.0
     noise_std: float = 0.02
 
     def covariance(self, rows: NDArray[np.intp], columns: NDArray[np.intp], scale: float = 1.0) -> Array:
-        """Of the errors of candidates ``rows`` and ``columns``, without noise."""
+        """Covariance of the errors of candidates ``rows`` and ``columns``, without noise."""
         weighted = self.features[columns] * self.feature_std**2
         linear = self.features[rows] @ weighted.T
         here, there = self.places[rows], self.places[columns]
@@ -69,14 +69,14 @@ class ErrorModel:
         return np.asarray(self.common_std**2 * weights.sum() + scale**2 * (linear + self.local_std**2 * local))
 
     def variance(self, rows: NDArray[np.intp], scale: float = 1.0) -> Array:
-        """Of the error of each of ``rows``."""
+        """Variance of the error of each of ``rows``, without noise."""
         linear = self.features[rows] ** 2 @ self.feature_std**2
         return np.asarray(self.common_std**2 + scale**2 * (linear + self.local_std**2))
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """The process after seeing ``seen``."""
+    """The Gaussian process conditioned on the measured candidates ``seen``."""
 
     model: ErrorModel
     seen: NDArray[np.intp]
@@ -98,7 +98,7 @@ class Residual:
         return np.asarray(np.sqrt(np.maximum(self.explain(rows)[1], 1e-12)))
 
     def explain(self, rows: NDArray[np.intp]) -> tuple[Array, Array]:
-        """What each measurement explains of the errors of ``rows``, shape (rows, seen), and the variance left."""
+        """Share of each measurement in explaining the errors of ``rows``, shape (rows, seen), and the variance left."""
         variance = self.model.variance(rows, self.scale)
         if not self.seen.size:
             return np.zeros((len(rows), 0)), variance
@@ -107,7 +107,7 @@ class Residual:
 
 
 def learn(model: ErrorModel, seen: NDArray[np.intp], errors: Array) -> Residual:
-    """Condition on ``errors`` = log(measured / predicted) of candidates ``seen``."""
+    """Condition on ``errors`` = log(measured / predicted) of candidates ``seen``, at the likeliest of ``SCALES``."""
     if not seen.size:
         return Residual(model, seen, errors, 1.0, np.zeros((0, 0)), np.zeros(0))
     scale = max(SCALES, key=lambda tried: _log_likelihood(model, seen, errors, tried))
@@ -115,7 +115,7 @@ def learn(model: ErrorModel, seen: NDArray[np.intp], errors: Array) -> Residual:
 
 
 def condition(model: ErrorModel, seen: NDArray[np.intp], errors: Array, scale: float) -> Residual:
-    """Condition with a given scale of the errors."""
+    """Condition as :func:`learn` does, with a given scale of the errors."""
     inverse_factor: Array = np.asarray(np.linalg.inv(_factor(model, seen, scale)), dtype=np.float64)
     return Residual(model, seen, errors, scale, inverse_factor, inverse_factor.T @ (inverse_factor @ errors))
 
@@ -128,5 +128,5 @@ def _factor(model: ErrorModel, seen: NDArray[np.intp], scale: float) -> Array:
 def _log_likelihood(model: ErrorModel, seen: NDArray[np.intp], errors: Array, scale: float) -> float:
     factor = _factor(model, seen, scale)
     whitened = np.linalg.solve(factor, errors)
-    belief = -0.5 * (np.log(scale) / SCALE_SPREAD) ** 2
-    return float(-0.5 * whitened @ whitened - np.log(np.diag(factor)).sum() + belief)
+    log_prior = -0.5 * (np.log(scale) / SCALE_SPREAD) ** 2
+    return float(-0.5 * whitened @ whitened - np.log(np.diag(factor)).sum() + log_prior)

@@ -1,4 +1,4 @@
-"""Decoders and other workloads under one set of questions: what the cost model says of rows of either kind."""
+"""The cost model asked in one way for both families of workloads, decoders and others: time, memory, likeness."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def log_peak(x: Inputs, coefficients: Coefficients, *, on_cpu: bool) -> Array:
 
 
 def estimate(model: CostModel, x: Inputs, *, on_cpu: bool) -> Estimates:
-    """Of all rows; without a device context on CPUs."""
+    """Predicted time and memory of all rows, term by term; without a device context on CPUs."""
     found = model.estimate(x) if isinstance(x, CostInputs) else _generic_estimate(model, x)
     if on_cpu:
         context = found.peak_terms_bytes["constant"]
@@ -66,7 +66,7 @@ def estimate(model: CostModel, x: Inputs, *, on_cpu: bool) -> Estimates:
 
 
 def physical_places(x: Inputs) -> Array:
-    """Where candidates lie for the errors of the cost model."""
+    """Coordinates of candidates, shape (n, k): the cost model errs alike for those that lie close together."""
     scales = LENGTH_SCALES if isinstance(x, CostInputs) else GENERIC_LENGTH_SCALES
     columns = [np.log2(np.maximum(getattr(x, name), 1.0)) / scale for name, scale in scales.items()]
     if isinstance(x, GenericInputs):

@@ -1,4 +1,4 @@
-"""What the predictor believes of a space: expected time and memory of every candidate, and how sure that is."""
+"""The predictor's distribution over all candidates: expected time and memory of each, and how sure that is."""
 
 from __future__ import annotations
 
@@ -9,24 +9,30 @@ import numpy as np
 from orchestrator.search.prediction.gaussian_process import Array, ErrorModel
 
 MEMORY_SHIFT_STD = 0.2
-
+"""Standard deviation of an error that the log memory predictions of all candidates have in common."""
 MEMORY_STD = 0.1
+"""Standard deviation of the error of each log memory prediction on its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Posterior:
-    """What is believed of n candidates before measuring. Arrays have shape (n,)."""
+    """Distribution over n candidates, linearised where measurements put the coefficients. Arrays have shape (n,).
+
+    Times are those at the prior's mean: what the measurements say beyond that, a Gaussian process over ``error`` adds.
+    """
 
     log_time: Array
+    """log(predicted device-seconds per step)."""
     error: ErrorModel
+    """How these predictions may be wrong."""
     cost_s: Array
-    """Device-seconds a trial takes."""
+    """Device-seconds that a trial takes."""
     log_memory: Array | None = None
-    """log(peak bytes / limit) of the fullest rank; None: memory is no concern."""
+    """log(predicted peak bytes / limit) of the fullest rank; None: memory is no concern."""
     memory_std: float = MEMORY_STD
-    """Of each prediction on its own."""
+    """Standard deviation of the error of each ``log_memory`` on its own."""
     memory_shift_std: float = MEMORY_SHIFT_STD
-    """Of an error common to all."""
+    """Standard deviation of an error common to all ``log_memory``."""
 
     def __len__(self) -> int:
         return len(self.log_time)

@@ -1,4 +1,4 @@
-"""Predictions of single candidates, before anything ran."""
+"""Prediction of a single candidate before anything ran, and the predictor made from hardware, probe and dry runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cluster.hardware.accelerators import CatalogueError, describe_topology
 from cluster.hardware.topology import Topology
 from cluster.probe.prior import with_measured_figures, with_probe
 from cluster.probe.profile import Profile
-from orchestrator.search.prediction.predictor import NotDescribedError, Predictor
+from orchestrator.search.prediction.predictor import Predictor, UnpredictableError
 from orchestrator.search.prediction.transfer import EarlierTrial
 from orchestrator.space.naming import describe, flat_params
 from trials.dryrun.estimate import DryRunEstimate
@@ -21,23 +21,23 @@ from trials.spec import Candidate, Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One candidate before any measurement."""
+    """Time and memory that the cost model expects of one candidate before any measurement."""
 
     candidate: Candidate
     number: int | None
-    """In the plan's list, from 1; None when it is not there."""
+    """Its number in the plan's list, from 1; None when it is not there."""
     unit: str
-    """Of throughput."""
+    """Unit of throughput, like ``tokens/s/p``."""
     step_s: float
     step_terms_s: dict[str, float]
-    """Sum to ``step_s``."""
+    """Seconds per term of the cost model; they sum to ``step_s``."""
     log_spread: float
     """Standard deviation of log(measured / predicted) to expect."""
     tokens_per_s_per_device: float
     peak_bytes: float
-    """Of the fullest pipeline rank."""
+    """Peak memory of the fullest pipeline rank."""
     peak_terms_bytes: dict[str, float]
-    """Sum to ``peak_bytes``."""
+    """Bytes per term of the cost model; they sum to ``peak_bytes``."""
     fullest_stage: int
     limit_bytes: float
     probability_fits: float
@@ -75,14 +75,14 @@ def make_predictor(
     """The cost model on ``candidates`` and the hardware of ``topology``, with what a probe measured of its nodes.
 
     Raises:
-        NotDescribedError: no hardware is known, or the cost model knows the model or the device not.
+        UnpredictableError: no hardware is known, or the cost model does not know the model or the device.
     """
     if topology is None:
-        raise NotDescribedError("the hardware is not known before the lease")
+        raise UnpredictableError("the hardware is not known before the lease")
     try:
         cluster = describe_topology(topology)
     except CatalogueError as error:
-        raise NotDescribedError(str(error)) from None
+        raise UnpredictableError(str(error)) from None
     prior = None
     if profile is not None:
         cluster = with_measured_figures(cluster, profile)
@@ -92,8 +92,8 @@ def make_predictor(
     )
 
 
-def prediction(predictor: Predictor, row: int, workload: Workload, *, number: int | None = None) -> Prediction:
-    """Of one row."""
+def predict(predictor: Predictor, row: int, workload: Workload, *, number: int | None = None) -> Prediction:
+    """The prediction of the candidate in ``row`` of the predictor."""
     found = predictor.estimates
     step_s = float(found.step_s[row])
     return Prediction(

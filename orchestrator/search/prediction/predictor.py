@@ -1,7 +1,7 @@
-"""What the cost model says of a sweep's candidates, in the form the guided sampler and the plan need. No service.
+"""The predictor: the cost model on a sweep's candidates, as the plan (before any trial) and the sampler (after) ask it.
 
 The numbers the cost model cannot know (``cluster.cost.coefficients``) have a prior. Measured trials move them; around
-where they put them the model is linearised, so that the Gaussian process of ``residual.py`` weighs what the
+where they put them the model is linearised, so that the Gaussian process of ``gaussian_process.py`` weighs what the
 coefficients explain against what only lies in a candidate's own neighbourhood. Trials of earlier sweeps are rows of
 that process beside the sweep's own candidates, with an error in common per sweep.
 """
@@ -9,7 +9,7 @@ that process beside the sweep's own candidates, with an error in common per swee
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -25,62 +25,38 @@ from orchestrator.search.prediction.gaussian_process import Array, ErrorModel
 from orchestrator.search.prediction.model_families import Inputs, log_device_seconds, physical_places
 from orchestrator.search.prediction.posterior import MEMORY_SHIFT_STD, MEMORY_STD, Posterior, normal_cdf
 from orchestrator.search.prediction.transfer import EarlierTrial, nearest
+from orchestrator.space.naming import Features, Scalar
 from trials.dryrun.estimate import DryRunEstimate
 from trials.spec import Candidate, LlamaModel, Workload
 
-__all__ = [
-    "NotDescribedError",
-    "Predictor",
-    "believed",
-    "linearised",
-    "log_device_seconds",
-    "physical_places",
-    "trial_device_seconds",
-]
-
 MAX_CANDIDATES = 200_000
 """Candidates the cost model ranks one by one; each takes some 2 kB."""
-
-
 ROWS_AT_ONCE = 20_000
-
+"""Rows that the cost model works out together, which bounds the memory of its temporary arrays."""
 TRIAL_OVERHEAD_S = {"cuda": 60.0, "cpu": 8.0}
-"""Of a trial before its first step, by kind of device."""
-
-
+"""Seconds a trial takes before its first step, by kind of device."""
 STEPS_PER_TRIAL = 20
-
-
+"""Steps that a trial is taken to cost."""
 COEFFICIENT_SHARE = 0.7
-"""Of the spread that published measurements give the coefficients: fitted as if errors that no coefficient explains
-were independent, families' coefficients come out too far apart. With this and the two standard deviations below,
+"""Share of the coefficients' published spread that is kept: fitted as if errors that no coefficient explains were
+independent, families' coefficients come out too far apart. With this and the two standard deviations below,
 measurements of sources that the prior has not seen are about as likely as they can be made
 (``benchmarks/search/calibration.py``)."""
-
-
 LOCAL_STD = {"cuda": 0.11, "cpu": 0.25}
-"""Of errors that no coefficient explains, by kind of device: the prior comes from accelerators."""
-
-
+"""Standard deviation of errors that no coefficient explains, by kind of device: the prior comes from accelerators."""
 COMMON_STD = {"cuda": 0.2, "cpu": 0.5}
-"""Of what the errors of all candidates have in common."""
-
-
+"""Standard deviation of the error that all candidates have in common, by kind of device."""
 OWN_KNOB_STD = {"decoder": 0.1, "generic": 0.3}
-"""Of the effect of each value of a knob that the cost model knows nothing of: memory formats and data reading, which
-decoders do not have or hardly feel, move others much."""
-
-
+"""Standard deviation of the effect of each value of a knob that the cost model knows nothing of: memory formats and
+data reading, which decoders do not have or hardly feel, move others much."""
 SWEEP_STD = 0.05
-"""Of what all trials of an earlier sweep have in common, on the same hardware."""
-
-
+"""Standard deviation of the error that all trials of an earlier sweep on the same hardware have in common."""
 NOISE_STD = 0.01
-"""Of a repeated measurement."""
+"""Standard deviation of the log of a repeated measurement."""
 
 
-class NotDescribedError(ValueError):
-    """The cost model cannot describe these candidates; the message says why."""
+class UnpredictableError(ValueError):
+    """The cost model cannot predict these candidates; the message says why."""
 
 
 class Predictor:
@@ -90,12 +66,12 @@ class Predictor:
 
     Args:
         features: flat description of a candidate, for the knobs the cost model knows nothing of.
-        prior: of the time coefficients; None: the one published measurements taught.
+        prior: prior of the time coefficients; None: the one that published measurements taught.
         estimates: what dry runs counted, of use for workloads that are no decoders.
         earlier: trials of other sweeps on the same hardware; those of the same kind of model count.
 
     Raises:
-        NotDescribedError: the device lacks a figure, or there are too many candidates.
+        UnpredictableError: the device lacks a figure, or there are too many candidates.
     """
 
     def __init__(
@@ -110,7 +86,7 @@ class Predictor:
         earlier: Sequence[EarlierTrial] = (),
     ) -> None:
         if len(candidates) > MAX_CANDIDATES:
-            raise NotDescribedError(
+            raise UnpredictableError(
                 f"{len(candidates):,} candidates are too many to rank one by one (limit {MAX_CANDIDATES:,})"
             )
         self.candidates = tuple(candidates)
@@ -121,10 +97,10 @@ class Predictor:
         try:
             self.inputs = _inputs(pairs, cluster, estimates or {})
         except NotImplementedError as error:
-            raise NotDescribedError(str(error)) from None
-        self._own = OwnKnobs([candidate for _, candidate in pairs], features)
-        self._prior = believed(prior or load_prior("time"), LOCAL_STD[self.device_kind])
-        self._beliefs: dict[tuple[tuple[int, float], ...], Posterior] = {}
+            raise UnpredictableError(str(error)) from None
+        self._own = UnmodelledKnobs([candidate for _, candidate in pairs], features)
+        self._prior = narrowed(prior or load_prior("time"), LOCAL_STD[self.device_kind])
+        self._kept: dict[tuple[tuple[int, float], ...], Posterior] = {}
 
     @functools.cached_property
     def _model(self) -> CostModel:
@@ -132,17 +108,17 @@ class Predictor:
 
     @functools.cached_property
     def estimates(self) -> Estimates:
-        """Before any measurement of this sweep. On CPUs there is no device context, and none is counted."""
+        """Time and memory expected before any measurement of this sweep; without a device context on CPUs."""
         return model_families.estimate(self._model, self.inputs, on_cpu=self.on_cpu)
 
     @functools.cached_property
     def probability_fits(self) -> Array:
-        """Of every candidate, before any measurement."""
+        """Probability that each candidate fits in memory, before any measurement of this sweep."""
         return normal_cdf(-self.log_memory / float(np.hypot(MEMORY_STD, MEMORY_SHIFT_STD)))
 
     @functools.cached_property
     def earlier_rows(self) -> frozenset[int]:
-        """Rows that are no candidates."""
+        """Rows of trials of earlier sweeps, which are no candidates."""
         return frozenset(range(len(self.candidates), len(self.inputs)))
 
     @functools.cached_property
@@ -172,21 +148,21 @@ class Predictor:
         return "cpu" if self.on_cpu else "cuda"
 
     def trial_device_seconds(self, device_seconds_per_step: Array) -> Array:
-        """What a trial of each candidate costs."""
+        """Device-seconds that a trial of each candidate takes."""
         return trial_device_seconds(self.inputs, device_seconds_per_step, TRIAL_OVERHEAD_S[self.device_kind])
 
     @property
     def limit_bytes(self) -> float:
         return self.cluster.accelerator.usable_memory_bytes
 
-    def belief(self, times_s: Mapping[int, float]) -> Posterior:
-        """Linearised where the device-seconds per step ``times_s`` (by row) put the coefficients. Kept for reuse."""
+    def posterior(self, times_s: Mapping[int, float]) -> Posterior:
+        """The posterior, linearised where device-seconds per step ``times_s``, by row, put the coefficients."""
         key = tuple(sorted(times_s.items()))
-        if key not in self._beliefs:
-            self._beliefs = {key: self._believe(times_s)}
-        return self._beliefs[key]
+        if key not in self._kept:
+            self._kept = {key: self._linearised_posterior(times_s)}
+        return self._kept[key]
 
-    def _believe(self, times_s: Mapping[int, float]) -> Posterior:
+    def _linearised_posterior(self, times_s: Mapping[int, float]) -> Posterior:
         log_time, features, seconds = linearised(self._prior, self.inputs, times_s)
         own, sweeps = self._own.one_hot, self._sweeps()
         own_std = OWN_KNOB_STD["decoder" if isinstance(self.inputs, CostInputs) else "generic"]
@@ -213,7 +189,7 @@ class Predictor:
         return columns
 
     def _calibrated_memory(self) -> Calibrated:
-        """The memory coefficients after the peaks of the earlier trials, and which of them ran out of memory."""
+        """The memory coefficients after earlier trials: their peaks, and which of them ran out of memory."""
         prior = load_prior("memory")
         known = [
             (len(self.candidates) + i, trial.peak_bytes or self.limit_bytes, 0 if trial.peak_bytes else 1)
@@ -228,7 +204,7 @@ class Predictor:
         return fit(prior, predict, np.log(peaks), np.array(sides, dtype=np.int64))
 
 
-def believed(prior: Prior, local_std: float) -> Prior:
+def narrowed(prior: Prior, local_std: float) -> Prior:
     """The prior as the search takes it: narrower, and with as much unexplained as a single candidate has."""
     return Prior(prior.group, prior.mean, COEFFICIENT_SHARE**2 * prior.covariance, local_std)
 
@@ -254,7 +230,7 @@ def linearised(prior: Prior, x: Inputs, times_s: Mapping[int, float]) -> tuple[A
 def trial_device_seconds(
     x: Inputs, device_seconds_per_step: Array, overhead_s: float = TRIAL_OVERHEAD_S["cuda"]
 ) -> Array:
-    """What a trial costs."""
+    """Device-seconds that a trial takes, start included."""
     return np.asarray(overhead_s * x.world_size + STEPS_PER_TRIAL * device_seconds_per_step)
 
 
@@ -268,12 +244,7 @@ def _inputs(
     return concatenate([inputs_of(pairs[i : i + ROWS_AT_ONCE], cluster) for i in range(0, len(pairs), ROWS_AT_ONCE)])
 
 
-Scalar = str | int | float | bool
-
-
-Features = Callable[[Candidate], Mapping[str, Scalar]]
-
-DESCRIBED = frozenset(
+MODELLED = frozenset(
     (
         "world_size",
         "pp",
@@ -289,14 +260,17 @@ DESCRIBED = frozenset(
         "recompute",
     )
 )
-"""Features that ``beliefs.physical_places`` or the cost model's own terms cover."""
+"""Features that the cost model's own terms, or :func:`physical_places`, cover."""
 
 
-class OwnKnobs:
-    """One row per candidate: ``one_hot`` (a column per value of each knob) and ``places`` (a column per number)."""
+class UnmodelledKnobs:
+    """What candidates are in the knobs that the cost model knows nothing of, one row per candidate.
+
+    ``one_hot`` has a column per value of each knob; in ``places`` knobs that are numbers have one column.
+    """
 
     def __init__(self, candidates: Sequence[Candidate], features: Features) -> None:
-        rows = [_own_features(candidate, features) for candidate in candidates]
+        rows = [_unmodelled(candidate, features) for candidate in candidates]
         names = dict.fromkeys(name for row in rows for name in row)
         hot, places = [np.zeros((len(rows), 0))], [np.zeros((len(rows), 0))]
         for name in names:
@@ -312,7 +286,7 @@ class OwnKnobs:
         self.places: Array = np.hstack(places)
 
 
-def _own_features(candidate: Candidate, features: Features) -> dict[str, Scalar]:
-    own = {name: value for name, value in features(candidate).items() if name not in DESCRIBED}
+def _unmodelled(candidate: Candidate, features: Features) -> dict[str, Scalar]:
+    own = {name: value for name, value in features(candidate).items() if name not in MODELLED}
     own["selective"] = " ".join(sorted(part.pattern for part in candidate.recompute.selective))
     return own

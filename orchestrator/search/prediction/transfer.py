@@ -1,6 +1,6 @@
-"""What earlier sweeps on the same hardware measured, as the guided sampler starts with it. A value, kept in the ledger.
+"""Transfer: trials of earlier sweeps on the same hardware, which the guided sampler learns from before its own.
 
-It is read once, when a sweep is created, and kept with the sweep: what is recorded elsewhere later changes nothing.
+They are read once, when a sweep is created, and kept in its ledger: what is recorded elsewhere later changes nothing.
 """
 
 from __future__ import annotations
@@ -17,20 +17,16 @@ from trials.outcome import Measured, Outcome, OutOfMemory
 from trials.spec import Candidate, Workload
 
 MEASURED_ON = ("hardware", "device_memory_bytes", "threads_per_device", "driver", "torch", "virtual")
-"""Parts of the fingerprint on which step times and memory depend: where they are equal, measurements teach."""
+"""Parts of the fingerprint on which step times and memory depend: where they are equal, measurements compare."""
 
 
 MAX_TRIALS = 384
-"""Known at most, the newest sweeps' first."""
-
-
+"""Earlier trials kept at most, those of the newest sweeps first."""
 MAX_PER_SWEEP = 32
-
-
+"""Earlier trials kept of one sweep at most."""
 MAX_NEAREST = 96
-"""Whose times are learned from at most: those most like any candidate. Others say little beside them, and cost time
-at every proposal."""
-
+"""Earlier trials whose times are learned from at most: those most like any candidate. Others say little beside them,
+and cost time at every proposal."""
 
 _ROWS_AT_ONCE = 20_000
 
@@ -40,24 +36,24 @@ class EarlierTrial:
     """One trial of an earlier sweep: measured, or out of memory."""
 
     sweep: str
-    """Its identity."""
+    """Identity of that sweep."""
     workload: Workload
     candidate: Candidate
     step_time_s: float | None
-    """None: it ran out of memory."""
+    """Seconds per step; None: it ran out of memory."""
     peak_bytes: int | None = None
-    """Of the fullest rank, where it was measured."""
+    """Peak memory of the fullest rank, where it was measured."""
 
     @property
     def device_seconds(self) -> float | None:
-        """Of one step."""
+        """Device-seconds of one step; None where it ran out of memory."""
         return None if self.step_time_s is None else self.step_time_s * self.candidate.layout.world_size
 
     @classmethod
     def of_outcome(
         cls, sweep: str, workload: Workload, candidate: Candidate, outcome: Outcome | None
     ) -> EarlierTrial | None:
-        """None where the outcome says nothing about the hardware."""
+        """The earlier trial that an outcome amounts to; None where the outcome says nothing about the hardware."""
         match outcome:
             case Measured(measurement=found):
                 peak = found.peak_bytes or None
@@ -83,6 +79,7 @@ def nearest(past: NDArray[np.float64], here: NDArray[np.float64]) -> NDArray[np.
 
 
 def num_sweeps(earlier: Iterable[EarlierTrial]) -> int:
+    """Number of sweeps that the trials come from."""
     return len({trial.sweep for trial in earlier})
 
 
@@ -92,13 +89,10 @@ def same_hardware(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
 
 
 def to_document(earlier: Sequence[EarlierTrial]) -> dict[str, Any]:
+    """The JSON document that the ledger keeps."""
     return {"trials": [to_json(trial) for trial in earlier]}
 
 
 def from_document(document: Mapping[str, Any] | None) -> tuple[EarlierTrial, ...]:
-    """Back from :func:`to_document`; nothing where there is none."""
+    """Back from :func:`to_document`; empty where there is no document."""
     return tuple(from_json(EarlierTrial, body) for body in document["trials"]) if document else ()
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

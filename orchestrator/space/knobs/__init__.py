@@ -1,4 +1,7 @@
-"""All knobs of the search, one table: name, type, default, place in a :class:`~trials.spec.Candidate`."""
+"""All knobs of the search, one table: name, type, default, place in a :class:`~trials.spec.Candidate`.
+
+Knows the specification of trials only; the rest of space stands on it.
+"""
 
 from __future__ import annotations
 

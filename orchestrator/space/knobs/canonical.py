@@ -1,4 +1,4 @@
-"""Knob values to canonical candidates and back."""
+"""Canonical form: knob values to candidates and back, so that one candidate has one spelling."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def build_layout(values: Mapping[str, Any], num_layers: int) -> Layout:
 
 
 def canonical_layout(layout: Layout) -> Layout:
-    """Knobs of an axis mean nothing where its degree is 1.
+    """The layout with knobs of an axis at their defaults where its degree is 1: they mean nothing there.
 
     ZeRO-1 always works on DDP, and FSDP2, which does ZeRO-2 and ZeRO-3, also replicates: no choice of engine there.
     """
@@ -103,7 +103,7 @@ def canonical_layout(layout: Layout) -> Layout:
 
 
 def resolve_tp_engine(engine: str, layout: Layout, *, recomputes_communication: bool) -> str:
-    """``auto`` is the local engine for what DTensors cannot do."""
+    """The engine of tensor parallelism: ``auto`` becomes ``local`` for what DTensors cannot do."""
     if engine != "auto":
         return engine
     needs_local = layout.num_copies > 1 or uses_ddp(layout) or recomputes_communication
@@ -116,7 +116,7 @@ def with_tp_engine(layout: Layout, engine: Any) -> Layout:
 
 
 def canonical_precision(precision: Precision) -> Precision:
-    """O0 is float32; float16 always has a loss scale and nothing else has one; lists have no order."""
+    """The precision with O0 as float32, a loss scale for float16 and nothing else, and its lists sorted."""
     if precision.level == "O0":
         return Precision()
     scale = (precision.loss_scale or LossScale()) if precision.dtype == "float16" else None
@@ -125,6 +125,7 @@ def canonical_precision(precision: Precision) -> Precision:
 
 
 def build_loader(values: Mapping[str, Any]) -> Loader:
+    """The loader in canonical form, from the values of its knobs."""
     tuning: LoaderTuning | None = values["dataloader"]
     return canonical_loader(
         Loader(
@@ -139,8 +140,11 @@ def build_loader(values: Mapping[str, Any]) -> Loader:
 
 
 def canonical_loader(loader: Loader) -> Loader:
-    """Nothing to prefetch or to keep without workers; a tuned loader finds its numbers itself; 0 batches ahead with
-    workers means the default."""
+    """The loader without settings that mean nothing.
+
+    Without workers there is nothing to prefetch or to keep; a tuned loader finds its numbers itself; 0 batches ahead
+    with workers means the default.
+    """
     num_workers = 0 if loader.tuning is not None else loader.num_workers
     return dataclasses.replace(
         loader,
@@ -151,6 +155,7 @@ def canonical_loader(loader: Loader) -> Loader:
 
 
 def build_kernels(values: Mapping[str, Any], model: Model) -> Kernels:
+    """The kernels in canonical form, from the values of their knobs."""
     kernels = Kernels(
         compile=values["compile"],
         compile_mode=values["compile_mode"],
@@ -163,7 +168,7 @@ def build_kernels(values: Mapping[str, Any], model: Model) -> Kernels:
 
 
 def canonical_kernels(kernels: Kernels, model: Model) -> Kernels:
-    """What a compiler is told means nothing without one, nor kernels for operators the model has not."""
+    """The kernels with defaults for settings of absent compilers and for kernels of absent operators."""
     default = Kernels()
     compiles = kernels.compile != "off"
     has_attention, has_convolutions = isinstance(model, LlamaModel), isinstance(model, ResNetModel)

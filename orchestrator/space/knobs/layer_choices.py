@@ -11,10 +11,10 @@ from trials.spec import Counts, Layout, Recompute, Schedule, SelectiveRecompute
 from trials.stages import virtual_stage
 
 ALL_LAYERS = 2**31 - 1
-"""Layers meant by ``all``; clipped to what a stage holds."""
+"""Number of layers that stands for ``all``; clipped to what a stage holds."""
 
 LayerCount = int | Counts
-"""As written: the first n layers of every chunk and stage, or numbers per chunk and stage. ``()`` and 0: none."""
+"""Layers as written: the first n of every chunk and stage, or numbers per chunk and stage; ``()`` and 0: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class RecomputeChoice:
 
 @functools.lru_cache(maxsize=4096)
 def even_split(num_layers: int, pp: int, num_virtual_stages: int, schedule: Schedule) -> Counts:
-    """As equal as possible; what is left over goes to the first virtual stages in model order."""
+    """Layers of every chunk and stage, as equal as possible; the remainder goes to the first stages in model order."""
     layout = Layout(pp=pp, num_virtual_stages=num_virtual_stages, schedule=schedule)
     size, left = divmod(num_layers, pp * num_virtual_stages)
     return tuple(
@@ -49,8 +49,11 @@ def even_split(num_layers: int, pp: int, num_virtual_stages: int, schedule: Sche
 def resolve_stage_layers(
     split: StageSplit | Counts, *, num_layers: int, pp: int, num_virtual_stages: int, schedule: Schedule
 ) -> Counts:
-    """Layers of every chunk and stage; ``()`` without a pipeline. Rows of another shape than the layout's are left as
-    they are, and far more stages than layers get none: a rule says so."""
+    """Layers of every chunk and stage; ``()`` without a pipeline.
+
+    Rows of another shape than the layout's are left as they are, and far more stages than layers get none: the legality
+    rules reject such layouts.
+    """
     if pp == 1:
         return ()
     if not isinstance(split, StageSplit):
@@ -67,7 +70,7 @@ def resolve_stage_layers(
 
 
 def layers_of(layout: Layout, num_layers: int) -> Counts:
-    """Layers of every chunk and stage, without a pipeline too."""
+    """Layers of every chunk and stage; without a pipeline all in one."""
     return layout.stage_layers if layout.pp > 1 else ((num_layers,),)
 
 
@@ -76,7 +79,7 @@ def resolve_recompute(choice: RecomputeChoice | Recompute, present: Counts) -> R
     """The canonical policy for a model whose chunks and stages hold ``present`` layers.
 
     Numbers are clipped to the layers there are, and layers recomputed in full have nothing left for the other parts.
-    Rows of another shape are left as they are: a rule says so.
+    Rows of another shape are left as they are: a legality rule rejects them.
     """
     if isinstance(choice, Recompute):
         select = tuple((part.pattern, part.num_layers) for part in choice.selective)
@@ -91,7 +94,7 @@ def resolve_recompute(choice: RecomputeChoice | Recompute, present: Counts) -> R
 
 
 def _resolve(count: LayerCount, present: Counts) -> Counts:
-    """``()`` where no layer is left."""
+    """``count`` per chunk and stage, clipped to the layers present; ``()`` where no layer is left."""
     if isinstance(count, int):
         count = tuple(tuple(count for _ in row) for row in present)
     if _same_shape(count, present):

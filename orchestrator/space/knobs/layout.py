@@ -1,4 +1,4 @@
-"""The knobs of the parallel layout."""
+"""The knobs of the parallel layout, with their types, defaults and descriptions."""
 
 from __future__ import annotations
 

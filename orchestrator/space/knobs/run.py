@@ -1,4 +1,4 @@
-"""The knobs of memory, precision, data reading and kernels."""
+"""The knobs beside the layout: micro-batch, recompute, precision, data reading and kernels."""
 
 from __future__ import annotations
 

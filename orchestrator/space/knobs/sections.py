@@ -1,4 +1,4 @@
-"""What the types of knob values are made of: validation, JSON Schema, and the way back to YAML."""
+"""Building blocks of the sections of a sweep file: base class, faults, and annotations for short forms and lists."""
 
 from __future__ import annotations
 

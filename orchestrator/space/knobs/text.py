@@ -35,7 +35,7 @@ def plain(value: Any) -> str | int | float | bool:
 
 
 def plain_knob(name: str, value: Any, candidate: Candidate) -> str | int | float | bool:
-    """As :func:`plain`, shorter for values that the rest of the candidate explains."""
+    """The value as :func:`plain` writes it, shorter where the rest of the candidate explains it."""
     if name == "stage_layers":
         return stage_layers_text(candidate.layout)
     return recompute_text(value, candidate.layout) if name == "recompute" else plain(value)

@@ -62,7 +62,7 @@ BASE: dict[str, Any] = {
 
 
 def row(**changes: Any) -> dict[str, Any]:
-    """One row; layers are split evenly over the stages unless given, selective recompute is the same on all."""
+    """One candidate; layers are split evenly over the stages unless given, selective recompute is the same on all."""
     values = {**BASE, **changes}
     values.setdefault("stage_layers", even_layers(int(values["num_layers"]), int(values["pp"])))
     if values.pop("recompute", None) == "full":

@@ -43,7 +43,6 @@ def small_problems(draw):
         schedule=schedule,
         num_microbatches=draw(st.sampled_from([1, 2, 4])) * pp,
         layer_s=draw(st.sampled_from([1.0, 2.5])),
-        embedding_s=draw(st.sampled_from([0.0, 0.7])),
         head_s=draw(st.sampled_from([0.0, 2.2])),
         layer_bytes=draw(st.sampled_from([0, 3])),
         fixed_bytes=tuple(draw(st.lists(st.sampled_from([0.0, 4.0, 11.0]), min_size=pp, max_size=pp))),
@@ -53,7 +52,7 @@ def small_problems(draw):
 
 
 def every_split(p):
-    """All layers by [stage][chunk][state]."""
+    """Every way to split the layers, as counts ``[stage][chunk][state]``."""
     states, v = len(p.states), p.num_virtual_stages
     cell = [c for c in itertools.product(range(p.num_layers + 1), repeat=states) if 1 <= sum(c) <= p.num_layers]
     rank = [
@@ -86,7 +85,7 @@ def seconds_of(p, stage, chunks):
 
 
 def shortest_step_by_trying(p):
-    """Stages do not share memory, so each takes its fastest way to hold its layers."""
+    """The shortest step of any split: stages do not share memory, so each takes its fastest way to hold its layers."""
     best = math.inf
     for choices in every_split(p):
         seconds = [
@@ -232,7 +231,6 @@ def test_a_large_pipeline_is_solved_to_the_end(limit_gib):
             schedule="interleaved",
             num_microbatches=64,
             layer_s=1.0,
-            embedding_s=0.3,
             head_s=1.5,
             layer_bytes=0.3 * GIB,
             fixed_bytes=(3 * GIB, *(GIB,) * 14, 4 * GIB),

@@ -1,4 +1,4 @@
-"""Candidates of the trial runner become inputs, and large numbers of them are estimated quickly."""
+"""Candidates become inputs of the cost model, and large numbers of them are estimated quickly."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_other_models_are_refused() -> None:
 
 
 def test_large_numbers_are_cheap() -> None:
-    """As a ratio: a row among 20,000 costs little more time than a row among 500, and memory stays bounded."""
+    """A row among 20,000 costs little more time than a row among 500, and memory stays bounded."""
     model, few = cost_model(), varied(500)
     many = few.take(np.tile(np.arange(500), 40))
     seconds = {}

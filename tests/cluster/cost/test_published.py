@@ -70,7 +70,7 @@ def test_refuses_wrong_columns(tmp_path: Path) -> None:
 
 
 def table_of(tmp_path: Path, *changes: dict[str, str]) -> tuple[PublishedRow, ...]:
-    """A table of the first row of the small one, once for each of ``changes``."""
+    """A table that repeats the first row of the small one, changed as each of ``changes`` says."""
     path = tmp_path / "t.csv"
     with TABLE.open(encoding="utf-8", newline="") as source, path.open("w", encoding="utf-8", newline="") as copy:
         reader = csv.DictReader(source)

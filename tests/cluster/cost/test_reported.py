@@ -1,4 +1,4 @@
-"""A reported peak is compared with what was measured: that rank's, by that counter."""
+"""A reported peak is compared with the prediction for the same rank and the same kind of memory."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_an_agent_knows_the_file_system_of_its_controller_by_the_mark(tmp_path):
 
 
 class Elsewhere(Homing):
-    """A controller's file system that no agent sees."""
+    """Stands for a controller's file system that no agent sees."""
 
     def __init__(self, workdir):
         super().__init__(workdir)

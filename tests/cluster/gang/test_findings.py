@@ -1,4 +1,4 @@
-"""Folding what the ranks found out."""
+"""The findings of all ranks are merged into those of the gang."""
 
 import dataclasses
 import random

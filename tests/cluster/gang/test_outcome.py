@@ -1,4 +1,4 @@
-"""Folding ranks into one outcome."""
+"""What the ranks report is folded into one outcome of the gang."""
 
 import dataclasses
 

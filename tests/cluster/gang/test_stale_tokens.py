@@ -18,7 +18,7 @@ from trials.outcome import Crashed, GangLost
 NODES = ("a", "b")
 DEVICES = tuple(Device(node=node, index=0) for node in NODES)
 tokens = st.builds("{}{}".format, st.sampled_from(["aaaaaaaa", "bbbbbbbb"]), st.sampled_from(["", "0", "1"]))
-"""Few enough to meet each other, and some share the eight letters that name a folder."""
+"""Tokens: few enough to be drawn twice, and some with the same eight first letters, which name a folder."""
 attempts = st.sampled_from(["x", "y", "x-1"])
 
 

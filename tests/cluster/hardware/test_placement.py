@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.hardware.placement import Pool, place
+from cluster.hardware.placement import Pool
 from cluster.hardware.topology import Device, Node, Topology
 
 
@@ -24,6 +24,13 @@ def node(name, num_devices):
 
 def topology(*sizes):
     return Topology(nodes=tuple(node(f"n{i}", size) for i, size in enumerate(sizes)))
+
+
+def place(cluster, free, **wanted):
+    """Where a gang goes on a cluster of which only ``free`` is free."""
+    pool = Pool(cluster)
+    pool.take(device for device in cluster.devices if device not in free)
+    return pool.place(**wanted)
 
 
 def free_but(cluster, *taken):

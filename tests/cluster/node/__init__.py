@@ -1,0 +1,1 @@
+"""Tests of :mod:`cluster.node`, mostly with real processes."""

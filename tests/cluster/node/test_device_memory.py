@@ -27,7 +27,7 @@ esac
 
 
 class Smi:
-    """What nvidia-smi says: ``gpus`` and ``apps`` are shell scripts that it runs."""
+    """A false nvidia-smi, whose answers are the output of the shell scripts ``gpus`` and ``apps``."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -39,7 +39,7 @@ class Smi:
         self.says("apps", "")
 
     def says(self, name, script):
-        """Takes the place of the old answer at once: it may be read at any time."""
+        """Replace the answer atomically: it may be read at any time."""
         beside = self.folder / f"{name}.new"
         beside.write_text(script)
         beside.replace(self.folder / name)

@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from cluster.base import Deadlines
-from cluster.gang.messages import NodeGone, NodeLaunch, NodeProgress, RankSlot
+from cluster.gang.messages import NodeGone, NodeLaunch, NodeProgress, RankSlot, single_node_env
 from cluster.gang.outcome import fold
-from cluster.local import single_node_env
 from cluster.node.agent import Agent
 from cluster.node.hang import Blame, judge, main_thread
-from tests.cluster.gangs import PRELOAD, end_of, launch, living, run, wait_for_pids, wait_until
-from tests.cluster.test_leftovers import parent
+from tests.cluster.gangs import PRELOAD, end_of, launch, living, parent, run, wait_for_pids, wait_until
 from trials.outcome import Crashed, GangLost, Measured, TimedOut
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]

@@ -1,4 +1,4 @@
-"""What a probe teaches the cost model."""
+"""A probe's rates update the prior of the cost model's coefficients."""
 
 import dataclasses
 import math

@@ -19,7 +19,7 @@ from trials.codec import to_json
 
 
 def host_queue(folder):
-    """Who shares this host now, in the order of submission."""
+    """The sweeps that share this host now, with their grants, in the order of submission."""
     found = divided(host._read(host._file(folder)).values()).values()
     return tuple(sorted(found, key=lambda row: (row.claim.submitted_at_s, row.claim.key)))
 
@@ -214,8 +214,8 @@ def test_two_sweeps_of_one_name_are_two():
 OTHER = """
 import sys
 from pathlib import Path
-from cluster.queue.share import Claim, QueuePolicy
 from cluster.queue.host import HostAdmission
+from cluster.queue.share import Claim, QueuePolicy
 queue = HostAdmission(Path(sys.argv[1]), QueuePolicy(), devices_per_node=4)
 print(queue.beat(Claim(sweep="other", user="u", held=1)).num_nodes, flush=True)
 sys.stdin.readline()

@@ -40,7 +40,7 @@ class Head:
 
 
 def free_ports(num: int) -> list[int]:
-    """Below those that the kernel hands out, so that nobody gets one before the head does."""
+    """Free ports below those that the kernel hands out, so that nobody gets one before the head does."""
     found: list[int] = []
     while len(found) < num:
         port = 20000 + secrets.randbelow(10000)
@@ -55,7 +55,7 @@ def free_ports(num: int) -> list[int]:
 
 
 def kill_marked(mark: str) -> None:
-    """Everything that was started below the head."""
+    """Kill everything that was started below the head."""
     while True:
         found = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit() and _is_marked(entry, mark)]
         if not found:
@@ -196,7 +196,7 @@ def test_a_job_is_submitted_once_attached_to_followed_and_followed_by_the_next(
 
 
 def everything_kept(head: Head, job: str) -> str:
-    """What Ray tells of a job to whoever has the token."""
+    """All that Ray tells of a job to whoever has the token."""
     token = Path(head.settings["RAY_AUTH_TOKEN_PATH"]).read_text()
     request = urllib.request.Request(f"{head.dashboard}/api/jobs/{job}", headers={"Authorization": f"Bearer {token}"})
     with urllib.request.urlopen(request, timeout=30) as answer:
@@ -214,7 +214,8 @@ def test_a_job_that_is_stopped_has_time_to_end_in_good_order(head: Head, jobs: A
     log = ""
     for piece in jobs.job_logs(job, follow=True):
         if "\nready" in piece:
-            jobs.stop_job(job)
+            with jobs._connected(head.dashboard) as client:  # as `ray job stop` does
+                client.stop_job(job.submission_id)
         log += piece
     assert log.endswith("put in order\n")
     assert jobs.job_status(job).state == "stopped"

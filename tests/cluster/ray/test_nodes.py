@@ -1,237 +1,72 @@
-"""A Ray of several nodes: gangs across them, a lease that grows and shrinks, that others need, that loses a node."""
-
-import subprocess
-import sys
-import time
+"""Which nodes a lease on a Ray cluster takes, and which not, without Ray; ``test_backend.py`` asks a real one."""
 
 import pytest
 
-from cluster import connect as connecting
 from cluster.base import ClusterError
-from cluster.connect import connect
-from cluster.probe.probe import probe
-from cluster.queue.share import Claim
-from cluster.request import ClusterRequest
-from tests.cluster.gangs import PRELOAD, end_of, launch, living, run, wait_for_pids, wait_until
-from trials.outcome import Crashed, GangLost, Measured
-
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.fault]
+from cluster.ray.nodes import ClusterView, NoSuchNodesError, Wanted, bundle, names_by_id
 
 
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory):
-    """A head without devices and three nodes of four CPUs, with token authentication, over loopback."""
-    from ray.cluster_utils import Cluster
-
-    from cluster.ray.connection import loopback_only, settings
-    from cluster.ray.settings import fresh_token
-
-    own = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_prestart_worker_first_driver": "0"}
-    changes = {**fresh_token(tmp_path_factory.mktemp("token")), **own}
-    with settings(changes), loopback_only():
-        cluster = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}, shutdown_at_exit=False
-        )
-        workers = [cluster.add_node(num_cpus=4) for _ in range(3)]
-        yield cluster, workers
-        cluster.shutdown()
+def node(identity, host="host", *, alive=True, **resources):
+    return {"NodeID": identity, "NodeManagerHostname": host, "Alive": alive, "Resources": resources}
 
 
-CLAIM = Claim(sweep="patient", user="alice", min_nodes=2, max_nodes=3)
+HEAD, SMALL, LARGE, LARGER = (
+    node("0"),
+    node("1", "small", CPU=2.0),
+    node("2", "large", CPU=8.0, GPU=4.0),
+    node("3", "larger", CPU=8.0, GPU=8.0),
+)
+NODES = [HEAD, SMALL, LARGE, LARGER]
 
 
-def request(nodes, num_nodes, **rest):
-    rest = {"min_nodes": num_nodes, "max_nodes": num_nodes, "device": "cpu", "devices_per_node": 2} | rest
-    return ClusterRequest(address=nodes[0].address, **rest)
+def fitting(wanted, num_nodes, left_out=()):
+    shape = wanted.shape(NODES, num_nodes, left_out)
+    view = ClusterView(nodes={node["NodeID"]: node for node in NODES})
+    return shape.num_devices, [node["NodeID"] for node in view.able(shape)]
 
 
-@pytest.fixture(scope="module")
-def lease(nodes, tmp_path_factory):
-    asked = request(nodes, 2, claim=CLAIM)
-    with connect(asked, workdir=tmp_path_factory.mktemp("nodes"), preload=PRELOAD) as leased:
-        leased.resize(2)
-        yield leased
+def test_a_lease_is_of_nodes_alike_the_best_there_are_but_for_those_left_out():
+    assert fitting(Wanted(), 1) == (8, ["3"])
+    assert fitting(Wanted(), 1, {"3"}) == (4, ["3", "2"])
+    assert fitting(Wanted(), 2) == (4, ["3", "2"])
+    assert fitting(Wanted(devices_per_node=2), 2) == (2, ["3", "2"])
+    assert fitting(Wanted(device="cpu"), 3) == (2, ["2", "3", "1"])
+    assert bundle(LARGE) == {"CPU": 8.0, "GPU": 4.0}
 
 
-def names(lease):
-    return [node.name for node in lease.topology.nodes]
-
-
-def poll_until(lease, condition, what):
-    wait_until(lambda: lease.poll(0.2) is not None and condition(), what)
-
-
-def num_free_cpus():
-    import ray
-
-    return ray.available_resources().get("CPU", 0)
-
-
-@pytest.mark.exhaustive
-def test_what_cannot_be_had_is_told_and_waited_for_as_long_as_somebody_listens(nodes, tmp_path, monkeypatch):
-    monkeypatch.setattr(connecting, "INFEASIBLE_WAIT_S", 0.5)
-    words = r"4 nodes are asked for, each of 4 CPUs; the Ray cluster has 3"
+@pytest.mark.parametrize(
+    ("wanted", "left_out", "words"),
+    [
+        (Wanted(), {"2", "3"}, r"every node of the Ray cluster with GPUs is excluded \(2\)"),
+        (Wanted(devices_per_node=8), set(), "devices_per_node is 8; the nodes have 4 GPUs"),
+    ],
+)
+def test_what_cannot_be_leased_is_told(wanted, left_out, words):
     with pytest.raises(ClusterError, match=words):
-        connect(request(nodes, 4), workdir=tmp_path)
-    heard = []
-
-    def give_up(reason):
-        heard.append(reason)
-        if len(heard) == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        connect(request(nodes, 4), workdir=tmp_path, on_wait=give_up)
-    assert words in heard[-1]
+        wanted.shape(NODES, 2, left_out)
 
 
-def test_an_excluded_node_is_not_held_and_another_takes_its_place(nodes, tmp_path):
-    """The node excluded is the one that was leased first."""
-    leases = []
-
-    def excluded(topology):
-        leases.append([node.name for node in topology.nodes])
-        return {leases[0][0]} & set(leases[-1])
-
-    with connect(request(nodes, 1, excluded=excluded), workdir=tmp_path, preload=PRELOAD) as leased:
-        (kept,) = leased.topology.nodes
-        assert [len(seen) for seen in leases] == [1, 1]
-        assert kept.name == leases[-1][0] != leases[0][0]
-        assert isinstance(run(leased, "ok", devices=kept.devices).outcome, Measured)
-        wait_until(lambda: num_free_cpus() == 8.0, "the excluded node to be free")
+def test_a_cluster_without_gpus_gives_cores_and_dead_nodes_give_nothing():
+    cores = [SMALL, node("4", CPU=4.0, alive=False)]
+    assert Wanted().shape(cores, 2).label == "2 CPUs"
+    with pytest.raises(NoSuchNodesError, match="no node of the Ray cluster has a GPU"):
+        Wanted(device="cuda").shape(cores, 1)
 
 
-def test_the_lease_holds_both_nodes(lease):
-    assert [node.num_devices for node in lease.topology.nodes] == [2, 2]
-    assert len({node.name for node in lease.topology.nodes}) == 2
+def test_nodes_that_are_partly_held_are_not_free_and_those_to_be_taken_away_not_able():
+    view = ClusterView(
+        nodes={node["NodeID"]: node for node in NODES},
+        available={"2": {"CPU": 8.0, "GPU": 4.0}, "3": {"CPU": 8.0, "GPU": 7.0}},
+        draining=frozenset({"2"}),
+    )
+    assert [view.is_free(node) for node in (SMALL, LARGE, LARGER)] == [False, True, False]
+    assert [node["NodeID"] for node in view.able(Wanted().shape(NODES, 2))] == ["3"]
 
 
-def test_a_gang_spans_nodes(lease, pids):
-    end = run(lease, "ok", world_size=4, spec={"pids": pids})
-    assert isinstance(end.outcome, Measured), end.outcome
-    assert end.outcome.measurement.model_flops_per_token == 4.0, "the all-reduce saw all ranks"
-    assert living(pids) == []
-
-
-def test_a_probe_measures_both_nodes_and_the_network_between(lease):
-    profile = probe(lease, at_s=0.0)
-    assert [node.node for node in profile.measured] == [node.name for node in lease.topology.nodes]
-    assert profile.network.all_reduce.world_size == 2
-    for node in profile.nodes:
-        assert node.matmul_flops_per_s["float32"].per_s > 1e6
-        assert node.all_reduce.world_size == 2
-        assert node.transfer.bytes_per_s > 1e4
-
-
-def test_a_failure_on_one_node_ends_the_gang_on_the_other(lease, pids):
-    gang = launch(lease, "raises", world_size=4, spec={"pids": pids, "rank": 3})
-    end = end_of(lease, gang)
-    assert living(pids) == []
-    assert isinstance(end.outcome, Crashed)
-    assert end.outcome.evidence.rank == 3
-    assert end.outcome.evidence.node == gang.placement.ranks[3].node
-
-
-def test_it_grows_while_gangs_run_and_gives_back_what_is_idle(lease, pids):
-    first, busy = names(lease)[0], lease.topology.nodes[0].devices
-    gang = launch(lease, "hangs_at_start", devices=busy, spec={"pids": pids})
-    wait_for_pids(pids, 2)
-    lease.resize(3)
-    assert len(names(lease)) == 2, "nothing is waited for"
-    assert lease.waiting
-    poll_until(lease, lambda: len(names(lease)) == 3, "a third node")
-    assert lease.waiting == ""
-    third = lease.topology.nodes[2]
-    assert isinstance(run(lease, "ok", devices=third.devices).outcome, Measured)
-    lease.resize(1, keep={first, third.name})
-    assert names(lease) == [first, third.name]
-    lease.resize(1, keep={first})
-    assert names(lease) == [first]
-    poll_until(lease, lambda: num_free_cpus() == 8.0, "two nodes to be free")
-    assert len(living(pids)) == 2
-    lease.resize(2)
-    poll_until(lease, lambda: len(names(lease)) == 2, "another node")
-    lease.kill(gang.attempt_id, "done")
-    assert isinstance(end_of(lease, gang).outcome, GangLost)
-
-
-@pytest.mark.exhaustive
-def test_a_more_important_sweep_gets_the_nodes_and_they_come_back(nodes, lease, tmp_path):
-    """As the runtime does it: beat, follow the grant, poll."""
-    seen = []
-
-    def follow():
-        held = len(names(lease))
-        grant = lease.admission.beat(Claim(sweep=CLAIM.sweep, user=CLAIM.user, min_nodes=2, max_nodes=3, held=held))
-        lease.resize(grant.num_nodes, at_least=2)
-        lease.poll(0.2)
-        seen.append((len(names(lease)), grant.reason))
-        return seen[-1][0]
-
-    wait_until(lambda: follow() == 3, "all nodes")
-    spoken, command = tmp_path / "spoken", [sys.executable, "-m", "tests.cluster.claimant", nodes[0].address]
-    with (
-        spoken.open("w") as out,
-        subprocess.Popen([*command, str(tmp_path), "2", "5"], stdin=subprocess.PIPE, stdout=out, text=True) as other,
-    ):
-        try:
-            wait_until(lambda: follow() == 0, "the lease to be given up")
-            assert "preempted by sweep urgent (priority 5)" in seen[-1][1]
-            wait_until(lambda: follow() == 0 and "holds 2" in spoken.read_text(), "the other to have its nodes")
-            assert follow() == 0, "one node is free, but two are the least"
-            other.communicate("\n")
-        finally:
-            other.kill()
-    wait_until(lambda: follow() == 3, "all nodes to come back")
-    assert 1 not in [num for num, _ in seen], "two come together, and go together"
-
-
-def test_a_lost_node_loses_its_gangs_only_and_is_replaced(nodes, lease, tmp_path):
-    cluster, workers = nodes
-    lease.resize(2)
-    folder = tmp_path / "spanning"
-    folder.mkdir()
-    gang = launch(lease, "hangs_at_start", world_size=4, spec={"pids": str(folder)})
-    wait_for_pids(folder, 4)
-    before, victim = set(names(lease)), _worker_of(lease, workers)
-    cluster.remove_node(victim, allow_graceful=False)
-    end = end_of(lease, gang)
-    assert isinstance(end.outcome, GangLost)
-    assert "is lost" in end.outcome.evidence.message
-    wait_until(lambda: living(folder) == [], "the lost node's ranks to end")
-    lost = end.outcome.evidence.node
-    assert lost in lease.lost_nodes
-    assert lost not in names(lease)
-    poll_until(lease, lambda: len(names(lease)) == 2, "the third node in its place")
-    assert lost not in names(lease)
-    lease.resize(3)
-    workers.append(cluster.add_node(num_cpus=4))
-    poll_until(lease, lambda: len(names(lease)) == 3, "the new node")
-    assert before & set(names(lease)) == before - {lost}
-    assert isinstance(run(lease, "ok", world_size=6).outcome, Measured)
-    again = launch(lease, "hangs_at_start", devices=lease.topology.nodes[0].devices)
-    lease.release(lease.topology.nodes[0].name)
-    assert isinstance(end_of(lease, again).outcome, GangLost)
-    assert len(names(lease)) == 2, "there is no other"
-
-
-def test_a_node_that_is_taken_away_is_told_apart_from_one_that_fails(lease):
-    """Ray's word for it is draining: it comes some time before the node goes. Runs last."""
-    import ray
-    from ray.core.generated import autoscaler_pb2
-
-    first = lease.topology.nodes[0]
-    gang = launch(lease, "hangs_at_start", devices=first.devices)
-    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-    head = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
-    head.drain_node(lease._lease.slots[first.name].node_id, reason, "", int(time.time() + 60) * 1000)
-    outcome = end_of(lease, gang).outcome
-    assert isinstance(outcome, GangLost)
-    assert outcome.cause == "preempted"
-    assert first.name not in names(lease)
-
-
-def _worker_of(lease, workers):
-    """Ray's handle of the node that the lease took first."""
-    node_ids = {slot.node_id for slot in lease._lease.slots.values()}
-    return next(worker for worker in workers if worker.node_id in node_ids)
+def test_names_are_unique_the_same_for_every_lease_and_stay_with_their_nodes():
+    alike = [node("b", "x y"), node("a", "x y"), node("c", "other")]
+    names = names_by_id(alike, {})
+    assert names == names_by_id(alike[::-1], {}) == {"a": "x-y", "b": "x-y-n1", "c": "other"}
+    rebooted = [node("a", "x y", alive=False), node("0", "x y"), *alike[::2]]
+    assert names_by_id(rebooted, names) == {**names, "0": "x-y-n2"}
+    assert names_by_id(rebooted, {}) == {"0": "x-y", "b": "x-y-n1", "c": "other"}

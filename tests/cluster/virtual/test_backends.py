@@ -1,114 +1,38 @@
-"""Replay and simulation keep the obligations of :class:`cluster.base.Cluster`, in virtual time."""
+"""What replay and simulation do beyond the obligations of every backend, which ``test_conformance.py`` checks."""
 
-import csv
 import dataclasses
 import itertools
 import time
 
 import pytest
 
-from cluster.base import Deadlines, GangEnded, GangProgress
-from cluster.cost.published.table import COLUMNS
+from cluster.base import Deadlines, GangEnded
 from cluster.hardware.topology import uniform_topology
 from cluster.virtual.replay import ReplayCluster
-from cluster.virtual.simulated import Behaviour, Cost, SimulatedCluster
+from cluster.virtual.simulated import Behaviour, SimulatedCluster
+from tests.cluster.backends import GB, ROWS, cost, simulated_cluster, table, trial
 from tests.cluster.gangs import end_of, events_until_end, launch, run
-from trials.codec import to_json
 from trials.outcome import Crashed, GangLost, Infeasible, Measured, OutOfMemory, TimedOut
-from trials.spec import Candidate, Layout, LlamaModel, Protocol, Recompute, TextData, TrialSpec, Workload
-
-GB = 10**9
-MODEL = LlamaModel(hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=4, ffn_hidden_size=128, vocab_size=256)
-WORKLOAD = Workload(model=MODEL, data=TextData(), seq_length=32, global_batch_size=16)
-ROW = dict.fromkeys(COLUMNS, "") | {
-    "problem": "p",
-    "source": "s",
-    "model": "tiny",
-    "layers": "4",
-    "hidden": "64",
-    "heads": "4",
-    "seq_len": "32",
-    "gpu": "A100-80GB",
-    "gpu_mem_GB": "80",
-    "n_gpus": "2",
-    "gpus_per_node": "4",
-    "precision": "bf16",
-    "tp": "1",
-    "pp": "1",
-    "dp": "2",
-    "global_batch": "16",
-    "recompute": "full",
-    "quality": "A",
-}
-
-
-def trial(world_size=2, *, micro_batch_size=1, num_full=4, num_steps=5):
-    candidate = Candidate(
-        layout=Layout(dp_replicate=world_size),
-        micro_batch_size=micro_batch_size,
-        recompute=Recompute(full=((num_full,),) if num_full else ()),
-    )
-    spec = TrialSpec(workload=WORKLOAD, candidate=candidate, protocol=Protocol(num_steps=num_steps), device="cuda")
-    return to_json(spec)
-
-
-def cost(spec):
-    """8 s of work over the ranks; micro-batch 8 needs more memory than there is, 16 is refused."""
-    size = spec.candidate.micro_batch_size
-    if size == 16:
-        raise ValueError("micro_batch_size 16 is too much")
-    return Cost(step_time_s=8.0 / spec.candidate.layout.world_size, peak_bytes=size * 10 * GB)
-
-
-def simulated(num_nodes=1, seed=0, **behaviour):
-    topology = uniform_topology(num_nodes, 4, device_name="NVIDIA X", memory_bytes=64 * GB)
-    return SimulatedCluster(topology, cost, behaviour=Behaviour(**behaviour), seed=seed)
-
-
-def table(folder, *rows):
-    path = folder / "table.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows({**ROW, "id": f"row-{i}", **row} for i, row in enumerate(rows))
-    return path
 
 
 @pytest.fixture
 def replay(tmp_path):
-    path = table(
-        tmp_path,
-        {"micro_batch": "1", "step_time_s": "4.0"},
-        {"micro_batch": "1", "step_time_s": "5.0", "other_flags": "another release"},
-        {"micro_batch": "1", "step_time_s": "3.0", "recompute": "none", "n_gpus": "4", "dp": "4"},
-        {"micro_batch": "8", "oom": "true"},
-        {"micro_batch": "1", "step_time_s": "1.0", "problem": "another"},
-    )
-    return ReplayCluster(path, "p")
+    return ReplayCluster(table(tmp_path, *ROWS), "p")
 
 
 @pytest.fixture(params=["simulated", "replay"])
 def cluster(request):
-    with simulated() if request.param == "simulated" else request.getfixturevalue("replay") as made:
+    with simulated_cluster() if request.param == "simulated" else request.getfixturevalue("replay") as made:
         yield made
 
 
-def test_a_gang_that_works_is_measured(cluster):
-    gang = launch(cluster, "x", spec=trial())
-    events = events_until_end(cluster, gang)
-    assert [type(event) for event in events].count(GangEnded) == 1
-    assert {(event.attempt_id, event.token) for event in events} == {(gang.attempt_id, gang.token)}
-    end = events[-1]
-    assert isinstance(end, GangEnded)
-    assert isinstance(end.outcome, Measured), end.outcome
-    assert len(end.outcome.measurement.step_times_s) == 5
-    assert end.outcome.measurement.tokens_per_step == 16 * 32
-    progress = [(event.phase, event.step) for event in events if isinstance(event, GangProgress)]
-    assert progress[-1] == ("measuring", 5)
-    assert progress == sorted(set(progress), key=progress.index), "each step of the gang is told once"
+def test_a_gang_trains_as_many_steps_as_its_protocol_asks_for(cluster):
+    measurement = run(cluster, "x", spec=trial()).outcome.measurement
+    assert len(measurement.step_times_s) == 5
+    assert measurement.tokens_per_step == 16 * 32
 
 
-def test_out_of_memory_is_told_apart(cluster):
+def test_running_out_of_memory_is_told_in_words(cluster):
     end = run(cluster, "x", spec=trial(micro_batch_size=8))
     assert isinstance(end.outcome, OutOfMemory)
     assert "out of memory" in end.outcome.evidence.message
@@ -167,7 +91,7 @@ def test_waiting_takes_virtual_time_only(cluster):
 
 
 def test_gangs_end_in_the_order_of_their_time():
-    cluster = simulated()
+    cluster = simulated_cluster()
     slow = launch(cluster, "x", spec=trial(1), world_size=1, devices=cluster.topology.devices[:1])
     fast = launch(cluster, "x", spec=trial(2), devices=cluster.topology.devices[2:])
     ends = [event for event in events_until_end(cluster, slow, fast) if isinstance(event, GangEnded)]
@@ -178,7 +102,7 @@ def test_gangs_end_in_the_order_of_their_time():
     ("fault", "kind"), [("crash", Crashed), ("exit", Crashed), ("hang", TimedOut), ("start_hang", TimedOut)]
 )
 def test_injected_faults_name_a_rank(fault, kind):
-    cluster = simulated(probabilities={fault: 1.0})
+    cluster = simulated_cluster(probabilities={fault: 1.0})
     end = run(cluster, "x", spec=trial(), deadlines=Deadlines(stall_s=60.0))
     assert isinstance(end.outcome, kind)
     assert end.outcome.evidence.rank in (0, 1)
@@ -188,13 +112,13 @@ def test_injected_faults_name_a_rank(fault, kind):
 
 def test_faults_can_be_chosen_by_launch():
     turns = itertools.cycle(["crash", None])
-    cluster = simulated(faults=lambda launch, rng: next(turns))
+    cluster = simulated_cluster(faults=lambda launch, rng: next(turns))
     assert isinstance(run(cluster, "x", spec=trial()).outcome, Crashed)
     assert isinstance(run(cluster, "x", spec=trial()).outcome, Measured)
 
 
-def test_a_lost_node_loses_its_gangs_only():
-    cluster = simulated(num_nodes=2, node_losses={"node0001": 35.0})
+def test_lost_nodes():
+    cluster = simulated_cluster(num_nodes=2, node_losses={"node0001": 35.0})
     gangs = [launch(cluster, "x", spec=trial(4), world_size=4, devices=n.devices) for n in cluster.topology.nodes]
     assert cluster.lost_nodes == frozenset()
     ends = {event.attempt_id: event for event in events_until_end(cluster, *gangs) if isinstance(event, GangEnded)}
@@ -215,7 +139,7 @@ def names(cluster):
 
 
 def test_a_lease_shrinks_grows_and_takes_another_node_for_one_it_lost_or_gave_back():
-    cluster = simulated(num_nodes=4, node_losses={"node0001": 35.0})
+    cluster = simulated_cluster(num_nodes=4, node_losses={"node0001": 35.0})
     cluster.resize(1, keep={"node0001", "node0002"})
     assert names(cluster) == ["node0001", "node0002"], "what is busy stays until it is named no more"
     gang = launch(cluster, "x", spec=trial(), devices=cluster.topology.node("node0001").devices)
@@ -236,7 +160,7 @@ def test_a_lease_shrinks_grows_and_takes_another_node_for_one_it_lost_or_gave_ba
 
 
 def test_a_slow_node_slows_its_gangs():
-    cluster = simulated(num_nodes=2, slow_nodes={"node0001": 1.5})
+    cluster = simulated_cluster(num_nodes=2, slow_nodes={"node0001": 1.5})
     times = [
         run(cluster, "x", spec=trial(), devices=node.devices).outcome.measurement.step_time_s
         for node in cluster.topology.nodes
@@ -246,7 +170,7 @@ def test_a_slow_node_slows_its_gangs():
 
 def test_the_same_seed_tells_the_same_story():
     def story(seed):
-        cluster = simulated(noise=0.1, probabilities={"crash": 0.3, "hang": 0.2}, seed=seed)
+        cluster = simulated_cluster(noise=0.1, probabilities={"crash": 0.3, "hang": 0.2}, seed=seed)
         ends = [run(cluster, "x", spec=trial()) for _ in range(12)]
         return [(end.outcome, round(end.device_seconds, 9)) for end in ends]
 
@@ -274,7 +198,7 @@ def test_a_problem_that_is_not_there_is_an_error(tmp_path):
 
 
 def test_a_thousand_nodes_are_no_trouble():
-    """200 launches on 1000 nodes of 8 devices."""
+    """Makes 200 launches on 1000 nodes of 8 devices."""
     topology = uniform_topology(1000, 8, device_name="NVIDIA X", memory_bytes=64 * GB)
     cluster = SimulatedCluster(topology, cost, behaviour=Behaviour(noise=0.02))
     whole = launch(cluster, "x", spec=trial(8000), world_size=8000)

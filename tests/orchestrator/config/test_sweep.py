@@ -12,7 +12,7 @@ import yaml
 from cluster.base import Deadlines
 from orchestrator.config.schema import DOCS_FILE, SCHEMA_FILE, schema_text, sweep_schema, with_table
 from orchestrator.config.sections import DeadlinesSection, MeasureSection
-from orchestrator.config.sweep import SweepSpec, load_sweep
+from orchestrator.config.sweep import OPERATIONAL, SweepSpec, load_sweep
 from orchestrator.config.workload import (
     ImageFolderSection,
     LinearSection,
@@ -29,6 +29,7 @@ from orchestrator.space.knobs.run_types import LossScaleSection
 from orchestrator.space.rules import RULES
 from tests.support import ROOT
 from tests.support.sweep_files import FULL, LINEAR, REPLAY, RESNET, SIMULATED, SMALL, TOKENS, changed, topology, write
+from trials.codec import digest
 from trials.spec import (
     AdamW,
     ImageFolderData,
@@ -241,6 +242,15 @@ def test_the_stored_form_does_not_need_the_training_text(tmp_path):
     spec = load_sweep(write(tmp_path, FULL))
     (tmp_path / "text.txt").unlink()
     assert SweepSpec.from_json(spec.to_json()) == spec
+
+
+def test_a_sweep_stored_when_search_had_more_keys_is_read_and_known_by_the_same_hash(tmp_path):
+    spec = load_sweep(write(tmp_path, SMALL))
+    before = changed(spec.to_json(), ("search", "staged"), "off")
+    assert SweepSpec.from_json(before) == spec
+    content = {key: value for key, value in before.items() if key != "notify"}
+    cluster = {key: value for key, value in content["cluster"].items() if key not in OPERATIONAL}
+    assert spec.spec_hash == digest({**content, "cluster": cluster})
 
 
 def test_the_hash_depends_on_meaning_only(tmp_path):

@@ -152,9 +152,9 @@ def test_the_guide_learns_a_bound_only_where_it_is_news():
         events = test_guided.start()
         if at_least_s is not None:
             events += [proposed(1, test_guided.CANDIDATES[row]), launched(1), ended(1, stopped(at_least_s))]
-        belief, seen = guide._standing(fold(events), ())
+        posterior, seen = guide._knowledge(fold(events), ())
         assert (row in seen.closed) == (at_least_s is not None)
-        expected[at_least_s] = expected_log_times(belief, seen)[row]
+        expected[at_least_s] = expected_log_times(posterior, seen)[row]
     assert expected[1e-3] == expected[None], "it was expected to take longer than that"
     assert expected[1e3] > expected[None] + 1.0
     assert math.isfinite(expected[1e3])

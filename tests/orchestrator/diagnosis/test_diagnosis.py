@@ -11,7 +11,7 @@ from orchestrator.diagnosis.step_parts import ProfileOf, split
 from orchestrator.errors import ConfigError
 from orchestrator.planning.plan import make_plan
 from orchestrator.space.naming import diff
-from orchestrator.space.neighbours import around
+from orchestrator.space.neighbours import neighbours
 from orchestrator.space.rules import check
 from orchestrator.sweep.state import ProofState
 from orchestrator.sweep.values import Verdict
@@ -224,7 +224,7 @@ def test_in_a_space_too_large_to_list_changes_are_looked_for_around_the_trial():
     topology = test_large.TOPOLOGY
     beyond = make_plan(space, topology).beyond
     candidate = beyond.sample(1, seed=0)[0]
-    near = around(beyond, candidate)
+    near = neighbours(beyond, candidate)
     assert len(near) == len(set(near)) > 100
     assert all(not check(other, space.to_workload(), topology) for other in near[::50])
     changed = {frozenset(diff(other, candidate)) for other in near}

@@ -159,7 +159,7 @@ def test_all_legal_candidates_fill_the_cache_that_plan_reads(tmp_path: Path) -> 
     assert done.exit_code == 0, done.output
     assert "simulations" in done.stderr
     made = plan_file(QUICKSTART, Home(tmp_path)).plan
-    assert set(made.known.by_candidate) == set(made.candidates[:2])
+    assert set(made.estimates.by_candidate) == set(made.candidates[:2])
     assert all(short_name(candidate) in done.stdout for candidate in made.candidates[:2])
     again = CliRunner().invoke(main, ["dryrun", str(QUICKSTART), *options, "--json"])
     assert "simulations" not in again.stderr and len(json.loads(again.stdout)) == 2

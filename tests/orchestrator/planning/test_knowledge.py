@@ -7,7 +7,7 @@ from click.testing import CliRunner
 from orchestrator.cli.main import main
 from orchestrator.config.sweep import load_sweep
 from orchestrator.planning.dryrun.cache import DryRunCache, cache_key
-from orchestrator.planning.dryrun.estimates import KnownEstimates
+from orchestrator.planning.dryrun.estimates import DryRunEstimates
 from orchestrator.planning.knowledge import DRY_RUNS, PROFILE, TRANSFER, PriorKnowledge
 from orchestrator.sweep.events import AttemptEnded
 from orchestrator.sweep.home import Home
@@ -82,7 +82,7 @@ def test_what_is_known_is_a_value_that_survives_the_ledger(tmp_path):
         assert [node.node for node in known.profile.nodes] == [n["node"] for n in json.loads(found.stdout)["nodes"]]
         candidate = load_sweep(file).baseline_candidate
         more = PriorKnowledge(
-            estimates=KnownEstimates(by_candidate={candidate: counted(5)}, limit_bytes=7, context_bytes=2),
+            estimates=DryRunEstimates(by_candidate={candidate: counted(5)}, limit_bytes=7, context_bytes=2),
             profile=known.profile,
         )
         more.keep(ledger)

@@ -9,7 +9,7 @@ from benchmarks.acceptance.cases import CASES
 from benchmarks.acceptance.measures import MEASURES
 from benchmarks.acceptance.model import Model, measure_shares, predicted_steps
 from orchestrator.config.sweep import load_sweep
-from orchestrator.planning.predictions import of_plan
+from orchestrator.planning.predictions import plan_predictor
 
 SMALL, LARGE = CASES
 
@@ -21,7 +21,7 @@ def models():
 
 def best_that_fits(model):
     """The fastest candidate whose predicted peak the simulated cluster lets run, with its tokens/s/p."""
-    predictor = of_plan(model.plan, model.spec.to_workload(), model.topology)
+    predictor = plan_predictor(model.plan, model.spec.to_workload(), model.topology)
     found, x = predictor.estimates, predictor.inputs
     rows = [i for i in range(len(found)) if found.peak_bytes[i] <= model.spec.cluster.device_memory_bytes]
     speeds = x.tokens_per_step / found.step_s / x.world_size

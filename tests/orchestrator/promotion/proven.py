@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.promotion.evidence import choose
-from orchestrator.promotion.manifest import Manifest, build_recipe
+from orchestrator.promotion.manifest import Manifest, build_manifest
 from orchestrator.sweep.events import FinalistsChosen, LedgerEvent, SweepFinished, TrialProposed, VerdictReached
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home
@@ -120,8 +120,8 @@ def proven_home(folder: Path) -> Home:
     return Home(folder)
 
 
-def recipe(home: Home, trial: int) -> Manifest:
-    """That of a trial of ``story``."""
+def manifest(home: Home, trial: int) -> Manifest:
+    """The manifest of a trial of ``story``."""
     with home.open("story") as ledger:
         state = fold(ledger.events())
-        return build_recipe(ledger, state, choose(state, str(trial), force=True))
+        return build_manifest(ledger, state, choose(state, str(trial), force=True))

@@ -7,9 +7,9 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from orchestrator.cli.main import main
-from orchestrator.promotion.release import ReleaseDesk
+from orchestrator.promotion.release import Releases
 from orchestrator.tracking.tracker import Tracker
-from tests.orchestrator.promotion.proven import proven_home, recipe
+from tests.orchestrator.promotion.proven import manifest, proven_home
 
 
 def run(*words: str | Path) -> Result:
@@ -63,7 +63,7 @@ def test_a_configuration_goes_to_production_and_back(tmp_path: Path):
 def test_what_cannot_be_done_is_said(tmp_path: Path):
     home = ("--home", tmp_path)
     own = proven_home(tmp_path)
-    ReleaseDesk(Tracker(own.default_tracking_uri)).promote("llama", recipe(own, 1))
+    Releases(Tracker(own.default_tracking_uri)).promote("llama", manifest(own, 1))
     for words, part in {
         ("rollback", "llama"): "llama has no version before the one in production",
         ("rollback", "llama", "--to", "1"): "llama@production is version 1 already",
@@ -79,9 +79,9 @@ def test_what_cannot_be_done_is_said(tmp_path: Path):
 
 def test_differences_are_shown_by_part(tmp_path: Path):
     own = proven_home(tmp_path)
-    desk = ReleaseDesk(Tracker(own.default_tracking_uri))
+    releases = Releases(Tracker(own.default_tracking_uri))
     for trial in (2, 1):
-        desk.promote("llama", recipe(own, trial))
+        releases.promote("llama", manifest(own, trial))
     home = ("--home", tmp_path)
     found = json.loads(ok("diff", "llama@previous", "story:winner", "--json", *home))
     assert found["knobs"] == {"micro_batch_size": ["2", "1"]} and not found["same"]
@@ -94,8 +94,8 @@ def test_differences_are_shown_by_part(tmp_path: Path):
 
 def test_a_change_that_was_not_ended_is_shown_as_such(tmp_path: Path):
     own = proven_home(tmp_path)
-    desk = ReleaseDesk(Tracker(own.default_tracking_uri))
-    record = desk.promote("llama", recipe(own, 1)).record
-    desk.registry.client.update_run(record.record_id, status="RUNNING")
+    releases = Releases(Tracker(own.default_tracking_uri))
+    record = releases.promote("llama", manifest(own, 1)).record
+    releases.registry.client.update_run(record.record_id, status="RUNNING")
     shown = ok("history", "llama", "--home", tmp_path)
     assert "a change was interrupted" in shown and "the next promote or rollback settles it" in shown

@@ -17,12 +17,12 @@ from orchestrator.promotion import commands
 from orchestrator.promotion.lock import LockLostError, RegistryLock
 from orchestrator.promotion.manifest import Manifest, sha256_of
 from orchestrator.promotion.records import Record, chain
-from orchestrator.promotion.release import ReleaseDesk
+from orchestrator.promotion.release import Releases
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home
 from orchestrator.tracking.registry import Registry
 from orchestrator.tracking.tracker import Tracker
-from tests.orchestrator.promotion.proven import proven_home, recipe
+from tests.orchestrator.promotion.proven import manifest, proven_home
 from trials.codec import digest
 
 NAME = "llama"
@@ -30,13 +30,13 @@ PROMOTING = ("files", "version", "number", "previous", "production", "finish")
 ROLLING_BACK = ("previous", "production", "finish")
 
 
-def desk(home: Home, on_step: Callable[[str], None] = lambda _: None) -> ReleaseDesk:
-    return ReleaseDesk(Tracker(home.default_tracking_uri), on_step)
+def releases(home: Home, on_step: Callable[[str], None] = lambda _: None) -> Releases:
+    return Releases(Tracker(home.default_tracking_uri), on_step)
 
 
 def invariants(home: Home) -> list[Record]:
     """Checks that everything agrees; returns the records that came about."""
-    at = desk(home)
+    at = releases(home)
     records = at.records.of(NAME)
     assert [record.number for record in records] == list(range(1, len(records) + 1))
     assert not [record for record in records if record.state == "begun"]
@@ -82,15 +82,15 @@ def dying_at(step: str) -> Callable[[str], None]:
 
 
 def promote_and_die(folder: Path, wanted: Manifest, step: str) -> None:
-    desk(Home(folder), dying_at(step)).promote(NAME, wanted)
+    releases(Home(folder), dying_at(step)).promote(NAME, wanted)
 
 
 def roll_back_and_die(folder: Path, step: str) -> None:
-    desk(Home(folder), dying_at(step)).roll_back(NAME)
+    releases(Home(folder), dying_at(step)).roll_back(NAME)
 
 
 def production(home: Home) -> str:
-    found = desk(home).registry.find(NAME, alias="production")
+    found = releases(home).registry.find(NAME, alias="production")
     return found.version if found else ""
 
 
@@ -99,15 +99,15 @@ def production(home: Home) -> str:
 def test_a_killed_promotion_is_settled_by_the_next_command(tmp_path: Path):
     """It comes about where it had got as far as a version, and leaves no trace in production otherwise."""
     home = proven_home(tmp_path)
-    recipes = recipe(home, 1), recipe(home, 2)
-    desk(home).promote(NAME, recipes[0])
+    manifests = manifest(home, 1), manifest(home, 2)
+    releases(home).promote(NAME, manifests[0])
     for number, step in enumerate(PROMOTING, start=1):
-        wanted = recipes[number % 2]
+        wanted = manifests[number % 2]
         assert children((promote_and_die, (tmp_path, wanted, step))) == [-signal.SIGKILL]
-        found = desk(home).promote(NAME, wanted)  # what the dead one wanted
+        found = releases(home).promote(NAME, wanted)  # what the dead one wanted
         assert found.is_new == (step in ("files", "version")), step
         assert production(home) == found.record.to_version
-    records = desk(home).records.of(NAME)
+    records = releases(home).records.of(NAME)
     assert [record.state for record in records] == ["done", "void", "done", "void", *["done"] * 5]
     assert len(invariants(home)) == 1 + len(PROMOTING)
 
@@ -117,12 +117,12 @@ def test_a_killed_promotion_is_settled_by_the_next_command(tmp_path: Path):
 @pytest.mark.fault
 def test_a_killed_rollback_is_settled_by_the_next_command(tmp_path: Path):
     home = proven_home(tmp_path)
-    desk(home).promote(NAME, recipe(home, 1))
-    desk(home).promote(NAME, recipe(home, 2))
+    releases(home).promote(NAME, manifest(home, 1))
+    releases(home).promote(NAME, manifest(home, 2))
     for step, expected in zip(ROLLING_BACK, "121", strict=True):
         assert children((roll_back_and_die, (tmp_path, step))) == [-signal.SIGKILL]
         with pytest.raises(ConfigError, match=f"is version {expected}, not 9"):
-            desk(home).roll_back(NAME, expect_current="9")  # settles, and goes no further
+            releases(home).roll_back(NAME, expect_current="9")  # settles, and goes no further
     assert [record.to_version for record in invariants(home)] == ["1", "2", *"121"]
 
 
@@ -153,18 +153,18 @@ def contend(folder: Path, one: Manifest, two: Manifest, number: int) -> None:
     """Everybody believes that nothing is in production; then everybody goes on as they like."""
     home = Home(folder)
     try:
-        desk(home).promote(NAME, one, expect_current="none", reason=f"first {number}")
+        releases(home).promote(NAME, one, expect_current="none", reason=f"first {number}")
     except ConfigError:
         pass
     else:
         (folder / f"won-{number}").touch()
     if number == 0:
-        desk(home, dying_at("production")).promote(NAME, two, reason="killed")
+        releases(home, dying_at("production")).promote(NAME, two, reason="killed")
     if number % 2:
-        desk(home).promote(NAME, two, reason=f"second {number}")
+        releases(home).promote(NAME, two, reason=f"second {number}")
     else:
         try:
-            desk(home).roll_back(NAME, reason=f"back {number}")
+            releases(home).roll_back(NAME, reason=f"back {number}")
         except ConfigError as error:
             assert "no version before" in str(error)
 
@@ -173,14 +173,14 @@ def contend(folder: Path, one: Manifest, two: Manifest, number: int) -> None:
 @pytest.mark.fault
 def test_processes_that_change_it_at_the_same_time_are_one_after_another(tmp_path: Path):
     home = proven_home(tmp_path)
-    recipes = recipe(home, 1), recipe(home, 2)
-    codes = children(*((contend, (tmp_path, *recipes, number)) for number in range(6)))
+    manifests = manifest(home, 1), manifest(home, 2)
+    codes = children(*((contend, (tmp_path, *manifests, number)) for number in range(6)))
     assert set(codes[1:]) == {0} and codes[0] in (0, -signal.SIGKILL)
     assert len(list(tmp_path.glob("won-*"))) == 1
-    desk(home).promote(NAME, recipes[0])  # settles what the killed one left
+    releases(home).promote(NAME, manifests[0])  # settles what the killed one left
     done = invariants(home)
     assert done[0].reason.startswith("first")
-    assert not [record for record in desk(home).records.of(NAME) if record.state == "begun"]
+    assert not [record for record in releases(home).records.of(NAME) if record.state == "begun"]
 
 
 # ---- the lock ----
@@ -188,7 +188,7 @@ def test_processes_that_change_it_at_the_same_time_are_one_after_another(tmp_pat
 
 @pytest.fixture
 def registry(tmp_path: Path) -> Registry:
-    return desk(proven_home(tmp_path)).registry
+    return releases(proven_home(tmp_path)).registry
 
 
 def test_a_lock_keeps_others_out_until_it_is_released(registry: Registry):
@@ -210,9 +210,9 @@ def test_a_lock_left_elsewhere_is_taken_over_and_its_owner_notices(registry: Reg
 
 def test_what_happened_past_this_program_is_written_down(tmp_path: Path):
     home = proven_home(tmp_path)
-    at = desk(home)
+    at = releases(home)
     for trial in (1, 2):
-        at.promote(NAME, recipe(home, trial))
+        at.promote(NAME, manifest(home, trial))
     at.registry.set_alias(NAME, "production", "1")
     assert commands.history(NAME, home)["is_settled"] is False
     back = at.roll_back(NAME, expect_current="1").record

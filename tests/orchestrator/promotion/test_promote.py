@@ -11,13 +11,13 @@ from orchestrator.errors import ConfigError
 from orchestrator.promotion import commands
 from orchestrator.promotion.evidence import choose
 from orchestrator.promotion.manifest import sha256_of
-from orchestrator.promotion.release import ReleaseDesk
+from orchestrator.promotion.release import Releases
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import SweepBusyError
 from orchestrator.sweep.values import Verdict
 from orchestrator.tracking.tracker import Tracker
-from tests.orchestrator.promotion.proven import confirmed, gate, new_home, proven_home, recipe, sweep
+from tests.orchestrator.promotion.proven import confirmed, gate, manifest, new_home, proven_home, sweep
 from tests.support.long_story import candidate
 from tests.support.story import WORKLOAD
 from trials.codec import digest, from_json
@@ -173,9 +173,9 @@ def test_a_sweep_at_work_is_left_alone(tmp_path: Path):
 
 
 def test_an_altered_recipe_is_noticed(home: Home, tmp_path: Path):
-    desk = ReleaseDesk(Tracker(home.default_tracking_uri))
+    releases = Releases(Tracker(home.default_tracking_uri))
     for trial in (1, 2):
-        desk.promote("llama", recipe(home, trial))
+        releases.promote("llama", manifest(home, trial))
     (stored, _) = sorted(tmp_path.glob("mlartifacts/promotions/*/artifacts/recipe/recipe.json"), key=_written)
     content = json.loads(stored.read_text())
     content["candidate"]["micro_batch_size"] = 64
@@ -183,7 +183,7 @@ def test_an_altered_recipe_is_noticed(home: Home, tmp_path: Path):
     with pytest.raises(ConfigError, match="altered"):
         commands.show("llama@1", home)
     with pytest.raises(ConfigError, match=r"altered.*recipe\.json"):
-        desk.roll_back("llama")
+        releases.roll_back("llama")
     stored.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         commands.show("llama@1", home)

@@ -11,12 +11,12 @@ from orchestrator.errors import ConfigError
 from orchestrator.promotion import commands, drift
 from orchestrator.promotion.evidence import trajectory_json
 from orchestrator.promotion.references import store
-from orchestrator.promotion.release import ReleaseDesk
+from orchestrator.promotion.release import Releases
 from orchestrator.promotion.verify import baseline_section, verify
 from orchestrator.space.knobs.canonical import build_candidate, knob_values
 from orchestrator.sweep.values import GateSettings
 from orchestrator.tracking.tracker import Tracker
-from tests.orchestrator.promotion.proven import proven_home, recipe
+from tests.orchestrator.promotion.proven import manifest, proven_home
 from tests.orchestrator.space.candidate_strategies import random_candidate
 from tests.support.story import WORKLOAD, measured
 from tests.support.virtual_sweeps import SWEEP, Quiet, home, submit
@@ -117,7 +117,7 @@ def test_drift_of_every_kind_is_found(tmp_path: Path):
     spec = {**SWEEP, "name": "story", "workload": workload, "baseline": {"dp_replicate": 2}, "space": {}}
     with own.open("story", read_only=False) as ledger:
         ledger.put_document("spec", spec)
-    ReleaseDesk(Tracker(own.default_tracking_uri)).promote("llama", recipe(own, 1))
+    Releases(Tracker(own.default_tracking_uri)).promote("llama", manifest(own, 1))
     found = verify("llama@1", own, Quiet(), num_rounds=2, ignored=("library",))
     kinds = {one.kind: one.is_drift for one in found.findings}
     assert kinds["driver"] and kinds["hardware"] and kinds["library"] and kinds["loss"]
@@ -131,7 +131,7 @@ def _fields(model: LlamaModel) -> dict[str, int]:
 
 def test_what_cannot_be_measured_again_is_said(tmp_path: Path):
     own = proven_home(tmp_path)
-    ReleaseDesk(Tracker(own.default_tracking_uri)).promote("llama", recipe(own, 1))
+    Releases(Tracker(own.default_tracking_uri)).promote("llama", manifest(own, 1))
     with pytest.raises(ConfigError, match="keeps no sweep file"):
         verify("llama", own, Quiet())
     for reference in ("llama@7", "other", "llama@nowhere"):

@@ -43,9 +43,9 @@ def confirmations(draw: st.DrawFn, min_rounds: int = 0) -> list[dict[int, float]
     complete = drawn(truth, 8, noise, np.random.default_rng(draw(st.integers(0, 2**32 - 1))))
     rounds: list[dict[int, float]] = []
     for _ in range(draw(st.integers(min_rounds, 8))):
-        contenders = judged(rounds).contenders
-        if contenders:
-            rounds.append({who: complete[len(rounds)][who] for who in contenders})
+        trials = judged(rounds).to_measure
+        if trials:
+            rounds.append({who: complete[len(rounds)][who] for who in trials})
     return rounds
 
 
@@ -56,9 +56,9 @@ def confirmations(draw: st.DrawFn, min_rounds: int = 0) -> list[dict[int, float]
 @given(rounds=confirmations())
 def test_a_judgement_agrees_with_itself(rounds):
     found = judged(rounds)
-    assert found.is_decided == (found.contenders == ())
+    assert found.is_decided == (found.to_measure == ())
     assert found.is_decided or len(rounds) < 8
-    assert found.is_decided or (found.contenders[0] == 0 and set(found.contenders[1:]) <= set(FINALISTS))
+    assert found.is_decided or (found.to_measure[0] == 0 and set(found.to_measure[1:]) <= set(FINALISTS))
     faster = [n for n, compared in found.against_baseline.items() if compared.verdict == "faster"]
     assert (found.leader in faster) if faster else (found.leader is None)
     assert found.leader not in found.against_leader
@@ -122,9 +122,9 @@ def test_more_finalists_make_no_interval_of_the_same_rounds_narrower(rounds):
 
 
 def test_rounds_come_before_intervals():
-    assert judged([]).contenders == (0, *FINALISTS)
+    assert judged([]).to_measure == (0, *FINALISTS)
     one = judged([{0: 1.0, 3: 2.0, 7: 3.0, 8: 1.0}] * 2)
-    assert one.contenders == (0, *FINALISTS)
+    assert one.to_measure == (0, *FINALISTS)
     assert [(c.ratio.ci95, c.verdict, c.is_settled) for c in one.against_baseline.values()] == [
         (None, "tie", False)
     ] * 3
@@ -163,10 +163,10 @@ def test_equal_and_slower_finalists_are_no_longer_measured():
     rounds = drawn({0: 1.0, 3: 1.03, 7: 1.0, 8: 0.7}, 3, 0.01, rng)
     found = judged(rounds)
     assert found.against_baseline[8].verdict == "slower"
-    assert 3 in found.contenders
-    assert 8 not in found.contenders
+    assert 3 in found.to_measure
+    assert 8 not in found.to_measure
     before = found.against_baseline[8]
-    rounds += [{who: one[who] for who in found.contenders} for one in drawn({0: 1, 3: 1.03, 7: 1, 8: 0}, 3, 0.01, rng)]
+    rounds += [{who: one[who] for who in found.to_measure} for one in drawn({0: 1, 3: 1.03, 7: 1, 8: 0}, 3, 0.01, rng)]
     assert judged(rounds).against_baseline[8] == before
 
 
@@ -199,7 +199,7 @@ def test_a_finalist_that_was_beaten_comes_back_when_the_leader_is_withdrawn():
     rng = np.random.default_rng(8)
     rounds = drawn({0: 1.0, 3: 3.0, 7: 1.05, 8: 0.9}, 3, 0.03, rng)
     assert judged(rounds).is_decided
-    assert judged(rounds, (7, 8)).contenders == (0, 7)
+    assert judged(rounds, (7, 8)).to_measure == (0, 7)
 
 
 def test_without_finalists_there_is_nothing_to_decide():
@@ -209,11 +209,11 @@ def test_without_finalists_there_is_nothing_to_decide():
 # ---- order ----
 
 
-@given(contenders=st.lists(st.integers(0, 50), min_size=1, max_size=6, unique=True), pair=st.integers(0, 20))
-def test_a_steady_drift_cancels_in_two_rounds(contenders, pair):
-    first, second = order(contenders, 2 * pair), order(contenders, 2 * pair + 1)
-    assert sorted(first) == sorted(second) == sorted(contenders)
-    assert {first.index(who) + second.index(who) for who in contenders} == {len(contenders) - 1}
+@given(trials=st.lists(st.integers(0, 50), min_size=1, max_size=6, unique=True), pair=st.integers(0, 20))
+def test_a_steady_drift_cancels_in_two_rounds(trials, pair):
+    first, second = order(trials, 2 * pair), order(trials, 2 * pair + 1)
+    assert sorted(first) == sorted(second) == sorted(trials)
+    assert {first.index(who) + second.index(who) for who in trials} == {len(trials) - 1}
 
 
 def test_everyone_is_first_and_last_equally_often():

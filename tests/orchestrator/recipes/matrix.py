@@ -1,7 +1,8 @@
 """The table of ``docs/recipes.md``: ``python -m tests.orchestrator.recipes.matrix`` prints it."""
 
 from orchestrator.recipes import FORMATS, recipe
-from orchestrator.recipes.fields import all_paths, is_at_or_below, parts
+from orchestrator.recipes.fields import is_at_or_below
+from tests.orchestrator.recipes.all_fields import all_paths, handled, parts
 
 
 def rows():
@@ -14,8 +15,8 @@ def rows():
 
 def mark(name, row):
     """``yes`` where the format has a setting for it."""
-    handled = recipe(name).handled
-    related = [names for path, names in handled.items() if is_at_or_below(path, row) or is_at_or_below(row, path)]
+    spoken_for = handled(recipe(name))
+    related = [names for path, names in spoken_for.items() if is_at_or_below(path, row) or is_at_or_below(row, path)]
     assert related, f"{name} does not speak for {row}"
     is_other_model = row in parts() and row.startswith("workload.model") and row != "workload.model.llama"
     if is_other_model and name != "torchrun":

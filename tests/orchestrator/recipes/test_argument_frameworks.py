@@ -9,9 +9,10 @@ from hypothesis import assume, given, settings
 from orchestrator.errors import ConfigError
 from orchestrator.recipes import export, recipe
 from orchestrator.recipes.base import audited, differences
-from orchestrator.recipes.fields import all_paths, flatten, is_at_or_below, parts
+from orchestrator.recipes.fields import flatten, is_at_or_below
 from orchestrator.space.knobs.canonical import canonical_loader
 from tests.orchestrator.recipes import facts
+from tests.orchestrator.recipes.all_fields import all_paths, handled, parts
 from tests.orchestrator.recipes.configurations import MODEL, WORKLOAD, errors, random_workload
 from tests.orchestrator.space.candidate_strategies import SEEDS, canonicalize, random_candidate
 from trials.legality.rules import violations
@@ -70,10 +71,10 @@ def test_what_files_say_is_said_again_without_loss(name, rng):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_field_is_spoken_for_by_name(name):
-    handled = recipe(name).handled
-    assert [path for path in sorted(all_paths()) if not any(is_at_or_below(path, part) for part in handled)] == []
+    spoken_for = handled(recipe(name))
+    assert [path for path in sorted(all_paths()) if not any(is_at_or_below(path, part) for part in spoken_for)] == []
     groups = {path.rpartition(".")[0] for path in all_paths()} - {"workload.data"}
-    assert [part for part in handled if part in groups - parts()] == []  # which would hide fields added later
+    assert [part for part in spoken_for if part in groups - parts()] == []  # which would hide fields added later
 
 
 @pytest.mark.parametrize("package", ["megatron-0.16", "megatron-0.19", "mindformers", "paddlenlp"])

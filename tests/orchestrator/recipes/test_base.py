@@ -7,8 +7,9 @@ from hypothesis import given, settings
 
 from orchestrator.errors import ConfigError
 from orchestrator.recipes import FORMATS, export, export_all, recipe, registry
-from orchestrator.recipes.base import TableRecipe, audited
-from orchestrator.recipes.fields import all_paths, candidate_of, flatten
+from orchestrator.recipes.base import Recipe, audited
+from orchestrator.recipes.fields import candidate_of, flatten
+from tests.orchestrator.recipes.all_fields import all_paths
 from tests.orchestrator.recipes.configurations import WORKLOAD
 from tests.orchestrator.recipes.matrix import table
 from tests.orchestrator.space.candidate_strategies import CANDIDATES, OTHER_WORKLOADS, WORKLOADS
@@ -39,7 +40,7 @@ def forgetful(*forgotten):
     """Megatron-LM's recipe as if these fields had been forgotten: a knob added later."""
     whole = recipe("megatron")
     kept = tuple(setting for setting in whole.settings if not set(setting.paths) & set(forgotten))
-    return TableRecipe(**{**{f.name: getattr(whole, f.name) for f in dataclasses.fields(whole)}, "settings": kept})
+    return Recipe(**{**{f.name: getattr(whole, f.name) for f in dataclasses.fields(whole)}, "settings": kept})
 
 
 def test_a_forgotten_knob_is_refused_and_not_dropped(monkeypatch):

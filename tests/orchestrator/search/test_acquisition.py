@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from orchestrator.search.acquisition import (
     SHORTLIST_SIZE,
+    ProposalRound,
     Seen,
     expected_improvement,
     probability_fits,
-    propose,
     should_stop,
 )
 from orchestrator.search.prediction.gaussian_process import ErrorModel, learn
@@ -33,10 +33,19 @@ def grid(n=12):
     return Posterior(log_time=log_time, error=error, cost_s=np.ones(n * n)), truth
 
 
-def search(belief, truth, num_trials, first=0, oom=frozenset()):
+def propose(posterior, seen, num=1):
+    """Up to ``num`` candidates to measure at the same time, best first."""
+    turn, chosen = ProposalRound(posterior, seen, keep=SHORTLIST_SIZE), []
+    while len(chosen) < num and (proposal := turn.best()) is not None:
+        chosen.append(proposal)
+        turn.assume(proposal.index)
+    return chosen
+
+
+def search(posterior, truth, num_trials, first=0, oom=frozenset()):
     times, gone = {first: float(truth[first])}, set()
     for _ in range(num_trials - 1):
-        (proposal,) = propose(belief, Seen(times_s=times, oom=frozenset(gone)))
+        (proposal,) = propose(posterior, Seen(times_s=times, oom=frozenset(gone)))
         if proposal.index in oom:
             gone.add(proposal.index)
         else:
@@ -45,121 +54,123 @@ def search(belief, truth, num_trials, first=0, oom=frozenset()):
 
 
 def test_before_anything_is_measured_the_best_prediction_that_fits_is_first():
-    belief, _ = grid()
-    assert propose(belief, Seen())[0].index == np.argmin(belief.log_time)
-    full = np.where(np.arange(144) == np.argmin(belief.log_time), 1.0, -1.0)
-    belief = Posterior(log_time=belief.log_time, error=belief.error, cost_s=belief.cost_s, log_memory=full)
-    assert propose(belief, Seen())[0].index == np.argsort(belief.log_time, kind="stable")[1]
+    posterior, _ = grid()
+    assert propose(posterior, Seen())[0].index == np.argmin(posterior.log_time)
+    full = np.where(np.arange(144) == np.argmin(posterior.log_time), 1.0, -1.0)
+    posterior = Posterior(log_time=posterior.log_time, error=posterior.error, cost_s=posterior.cost_s, log_memory=full)
+    assert propose(posterior, Seen())[0].index == np.argsort(posterior.log_time, kind="stable")[1]
 
 
 def test_a_wrong_model_is_corrected_in_a_few_trials():
     """The prior's own favourites are far from the best; ten trials of 144 suffice."""
-    belief, truth = grid()
-    by_prior = truth[np.argsort(belief.log_time)[:10]].min()
-    times, _ = search(belief, truth, 10)
+    posterior, truth = grid()
+    by_prior = truth[np.argsort(posterior.log_time)[:10]].min()
+    times, _ = search(posterior, truth, 10)
     assert min(times.values()) <= truth.min() * 1.02 < by_prior
 
 
 def test_nothing_is_proposed_twice_and_all_is_proposed_in_the_end():
-    belief, truth = grid(4)
-    times, _ = search(belief, truth, 16)
+    posterior, truth = grid(4)
+    times, _ = search(posterior, truth, 16)
     assert len(times) == 16
-    assert propose(belief, Seen(times_s=times)) == []
+    assert propose(posterior, Seen(times_s=times)) == []
 
 
 def test_a_batch_spreads_out():
-    belief, truth = grid()
+    posterior, truth = grid()
     seen = Seen(times_s={0: float(truth[0])})
-    batch = propose(belief, seen, 6)
+    batch = propose(posterior, seen, 6)
     chosen = [proposal.index for proposal in batch]
     assert len(set(chosen)) == 6
-    alone = propose(belief, seen)[0]
+    alone = propose(posterior, seen)[0]
     assert chosen[0] == alone.index
-    places = belief.error.places
-    best_six = np.argsort(belief.log_time + learn_mean(belief, seen))[:6]
+    places = posterior.error.places
+    best_six = np.argsort(posterior.log_time + learn_mean(posterior, seen))[:6]
     assert np.ptp(places[chosen], axis=0).sum() > np.ptp(places[best_six], axis=0).sum()
 
 
-def learn_mean(belief, seen):
+def learn_mean(posterior, seen):
     rows = np.array(sorted(seen.times_s))
-    errors = np.log([seen.times_s[row] for row in rows]) - belief.log_time[rows]
-    return learn(belief.error, rows, errors).mean(np.arange(len(belief)))
+    errors = np.log([seen.times_s[row] for row in rows]) - posterior.log_time[rows]
+    return learn(posterior.error, rows, errors).mean(np.arange(len(posterior)))
 
 
-def test_what_runs_counts_as_believed():
-    belief, truth = grid()
+def test_what_runs_counts_as_expected():
+    posterior, truth = grid()
     seen = Seen(times_s={0: float(truth[0])})
-    first, second = propose(belief, seen, 2)
-    (again,) = propose(belief, Seen(times_s=seen.times_s, running=(first.index,)))
+    first, second = propose(posterior, seen, 2)
+    (again,) = propose(posterior, Seen(times_s=seen.times_s, running=(first.index,)))
     assert again.index == second.index
 
 
 def test_cheaper_trials_come_first_among_equals():
     error = ErrorModel(features=np.zeros((3, 1)), feature_std=np.zeros(1), places=np.eye(3) * 9)
-    belief = Posterior(log_time=np.zeros(3), error=error, cost_s=np.array([1.0, 5.0, 1.0]))
-    assert propose(belief, Seen(times_s={0: 1.0}))[0].index == 2
+    posterior = Posterior(log_time=np.zeros(3), error=error, cost_s=np.array([1.0, 5.0, 1.0]))
+    assert propose(posterior, Seen(times_s={0: 1.0}))[0].index == 2
 
 
 def test_excluded_and_history_are_never_proposed_and_history_is_not_to_be_beaten():
-    belief, truth = grid(4)
+    posterior, truth = grid(4)
     seen = Seen(times_s={0: float(truth[0])}, excluded=frozenset({1, 2}), history={3: 1e-3 * float(truth[3])})
-    chosen = {proposal.index for proposal in propose(belief, seen, 16)}
+    chosen = {proposal.index for proposal in propose(posterior, seen, 16)}
     assert chosen == set(range(4, 16))
-    assert not should_stop(belief, Seen(times_s={0: float(truth[0])}, history={3: float(truth.min()) / 2}))
+    assert not should_stop(posterior, Seen(times_s={0: float(truth[0])}, history={3: float(truth.min()) / 2}))
 
 
 def test_memory_that_turns_out_larger_makes_neighbours_of_the_limit_unlikely():
-    belief, _ = grid(4)
+    posterior, _ = grid(4)
     log_memory = np.linspace(-0.6, 0.1, 16)
-    belief = Posterior(log_time=belief.log_time, error=belief.error, cost_s=belief.cost_s, log_memory=log_memory)
+    posterior = Posterior(
+        log_time=posterior.log_time, error=posterior.error, cost_s=posterior.cost_s, log_memory=log_memory
+    )
     rows = np.arange(16)
-    before = probability_fits(belief, Seen(), rows)
+    before = probability_fits(posterior, Seen(), rows)
     assert np.all(np.diff(before) < 0)
-    after = probability_fits(belief, Seen(oom=frozenset({8})), rows)
+    after = probability_fits(posterior, Seen(oom=frozenset({8})), rows)
     assert np.all(after < before)
-    fits = probability_fits(belief, Seen(times_s={12: 1.0}), rows)
+    fits = probability_fits(posterior, Seen(times_s={12: 1.0}), rows)
     assert np.all(fits > before)
-    measured = probability_fits(belief, Seen(times_s={8: 1.0}, peaks={8: math.exp(log_memory[8])}), rows)
+    measured = probability_fits(posterior, Seen(times_s={8: 1.0}, peaks={8: math.exp(log_memory[8])}), rows)
     assert measured[0] > 0.99
 
 
 def test_out_of_memory_is_avoided_where_it_is_likely():
-    belief, truth = grid()
+    posterior, truth = grid()
     second = np.arange(144) // 12
-    belief = Posterior(
-        log_time=belief.log_time,
-        error=belief.error,
-        cost_s=belief.cost_s,
+    posterior = Posterior(
+        log_time=posterior.log_time,
+        error=posterior.error,
+        cost_s=posterior.cost_s,
         log_memory=(second - 7.5) * 0.15,
         memory_std=0.04,
     )
-    times, gone = search(belief, truth, 14, oom=frozenset(np.flatnonzero(second > 7).tolist()))
+    times, gone = search(posterior, truth, 14, oom=frozenset(np.flatnonzero(second > 7).tolist()))
     assert len(gone) <= 4
     assert min(times.values()) <= truth[second <= 7].min() * 1.03
 
 
 def test_the_search_stops_when_nothing_left_can_win():
-    belief, truth = grid()
-    assert not should_stop(belief, Seen())
-    assert not should_stop(belief, Seen(times_s={0: float(truth[0])}))
+    posterior, truth = grid()
+    assert not should_stop(posterior, Seen())
+    assert not should_stop(posterior, Seen(times_s={0: float(truth[0])}))
     times, stopped_at = {0: float(truth[0])}, None
     for number in range(1, 144):
-        if should_stop(belief, Seen(times_s=times)):
+        if should_stop(posterior, Seen(times_s=times)):
             stopped_at = number
             break
-        (proposal,) = propose(belief, Seen(times_s=times))
+        (proposal,) = propose(posterior, Seen(times_s=times))
         times[proposal.index] = float(truth[proposal.index])
     assert stopped_at is not None
     assert stopped_at < 100
     assert min(times.values()) <= truth.min() * 1.01
-    assert should_stop(belief, Seen(times_s=times), tolerance=0.5)
+    assert should_stop(posterior, Seen(times_s=times), tolerance=0.5)
 
 
-def test_errors_larger_than_believed_are_noticed():
-    belief, _ = grid()
+def test_errors_larger_than_assumed_are_noticed():
+    posterior, _ = grid()
     rows = np.arange(0, 144, 9)
-    small = learn(belief.error, rows, 0.03 * np.sin(rows))
-    large = learn(belief.error, rows, 0.5 * np.sin(rows))
+    small = learn(posterior.error, rows, 0.03 * np.sin(rows))
+    large = learn(posterior.error, rows, 0.5 * np.sin(rows))
     assert large.scale > small.scale
     assert large.std(np.array([1])) > small.std(np.array([1]))
 
@@ -184,9 +195,9 @@ def test_a_hundred_thousand_candidates_are_shortlisted_without_losing_the_best()
     error = ErrorModel(
         features=rng.normal(size=(n, 8)), feature_std=np.full(8, 0.1), places=rng.normal(size=(n, 6)) * 3
     )
-    belief = Posterior(log_time=rng.normal(size=n) * 0.3, error=error, cost_s=np.ones(n))
-    truth = np.exp(belief.log_time + error.features @ rng.normal(size=8) * 0.1)
-    times, _ = search(belief, truth, 25)
+    posterior = Posterior(log_time=rng.normal(size=n) * 0.3, error=error, cost_s=np.ones(n))
+    truth = np.exp(posterior.log_time + error.features @ rng.normal(size=8) * 0.1)
+    times, _ = search(posterior, truth, 25)
     assert np.mean(truth < min(times.values())) < 3e-4
 
 

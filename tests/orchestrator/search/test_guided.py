@@ -15,13 +15,13 @@ from cluster.hardware.topology import uniform_topology
 from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.prediction import predictor
 from orchestrator.search.prediction.prediction import make_predictor
-from orchestrator.search.prediction.predictor import NotDescribedError, Predictor
+from orchestrator.search.prediction.predictor import Predictor, UnpredictableError
 from orchestrator.search.search import Search
 from orchestrator.space.naming import flat_params
 from orchestrator.space.rules import check
 from orchestrator.sweep.events import Budget
 from orchestrator.sweep.fold import fold
-from tests.support.story import created, ended, failures, launched, measured, proposed
+from tests.support.story import created, ended, failures, launched, measured, proposed, ruled_out
 from trials.spec import Candidate, Layout, LlamaModel, Loader, Precision, Recompute, TextData, Workload
 
 MODEL = LlamaModel(
@@ -134,14 +134,14 @@ def test_every_candidate_is_proposed_once_or_ruled_out_by_a_witness():
     state, _ = run(search, len(CANDIDATES))
     tried = [trial.candidate for trial in state.trials[1:]]
     assert len(tried) == len(set(tried))
-    why = search.why_pruned(state)
+    why = ruled_out(few, state)
     assert set(few) - {BASELINE} == set(tried) | (set(why) - set(tried) - {BASELINE})
     assert sum(sum(event.rules.values()) for event in state.pruned) == len(
         set(why) - {t.candidate for t in state.trials}
     )
-    for candidate, found in why.items():
+    for candidate, rule_id in why.items():
         assert isinstance(outcome_of(candidate), type(failures()["oom"])), "nothing that fits is ruled out"
-        assert found.rule_id.startswith("oom-")
+        assert rule_id.startswith("oom-")
     assert {event.witness for event in state.pruned} == {t.number for t in state.trials if t.status == "oom"}
 
 
@@ -176,7 +176,7 @@ def test_other_samplers_leave_out_what_an_out_of_memory_outcome_rules_out():
     big = next(c for c in CANDIDATES if isinstance(outcome_of(c), type(failures()["oom"])) and c.micro_batch_size == 1)
     events = [*start(), proposed(1, big), launched(1), ended(1, failures()["oom"])]
     search = make_search("grid")
-    pruned = set(search.why_pruned(fold(events)))
+    pruned = set(ruled_out(CANDIDATES, fold(events)))
     assert any(candidate.micro_batch_size > 1 for candidate in pruned)
     state, _ = run(search, len(CANDIDATES) + 5, events)
     assert not pruned & {trial.candidate for trial in state.trials[2:]}
@@ -196,7 +196,7 @@ def test_what_the_cost_model_does_not_know_it_says(case, monkeypatch):
         topology = None
     if case == "too many":
         monkeypatch.setattr(predictor, "MAX_CANDIDATES", 10)
-    with pytest.raises(NotDescribedError, match=r"Abacus|not known|too many"):
+    with pytest.raises(UnpredictableError, match=r"Abacus|not known|too many"):
         make_predictor(WORKLOAD, tuple(CANDIDATES), topology)
 
 

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.search.priors import Beliefs, Priors
+from benchmarks.search.priors import Posteriors, Priors
 from benchmarks.search.quality import main
 from benchmarks.search.runs import measure
 from benchmarks.search.samplers import guided
@@ -84,8 +84,8 @@ def test_published_problems_are_solved_within_few_trials_from_nothing():
     """The prior has seen none of these sources."""
     trials = []
     for problem in load_problems(TABLE):
-        beliefs = Beliefs(problem, Priors.named("unseen", problem.source))
-        trials.append(measure(problem, guided(problem, beliefs, 0))[0])
+        posteriors = Posteriors(problem, Priors.named("unseen", problem.source))
+        trials.append(measure(problem, guided(problem, posteriors, 0))[0])
     assert len(trials) == 4
     assert np.mean(trials) <= 4
 

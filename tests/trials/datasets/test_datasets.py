@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.trials.tiny import WORKLOAD
-from trials.datasets import Share, StepBatches, build_dataset, text
+from trials.datasets import Share, StepBatches, build_dataset
 from trials.datasets.images import ImageBatches, decode, make_up_images, open_images
-from trials.datasets.text import load_text
-from trials.datasets.tokens import TokenBatches, VectorBatches, open_token_file
+from trials.datasets.tokens import MAX_TEXT_BYTES, TokenBatches, VectorBatches, load_text, open_token_file
 from trials.failure import DataError, InfeasibleSpec
 from trials.spec import ImageFolderData, RandomData, ResNetModel, TextData, TokenFileData
 
@@ -91,7 +90,7 @@ def test_epochs_of_tokens_go_once_through_the_text() -> None:
 
 def test_the_default_text_is_the_standard_library() -> None:
     ids = load_text(TextData())
-    assert len(ids) == text.MAX_TEXT_BYTES
+    assert len(ids) == MAX_TEXT_BYTES
     assert np.array_equal(ids, load_text(TextData()))
     assert b"import" in ids[:100_000].tobytes()
 

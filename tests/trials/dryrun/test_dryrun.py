@@ -14,7 +14,7 @@ import pytest
 from benchmarks.dryrun.allocator import peak_bytes
 from benchmarks.dryrun.cases import FAMILIES, LARGE
 from benchmarks.dryrun.gang import measured_peaks
-from trials.dryrun.child import run_children
+from trials.dryrun.__main__ import run_children
 from trials.dryrun.extrapolate import Extrapolation, extrapolate, plan_small_runs
 from trials.dryrun.microbatches import enough_microbatches, with_microbatches
 from trials.dryrun.records import DryRunRequest, RankRun, Reply
@@ -51,7 +51,7 @@ def test_peak_is_that_of_a_real_run(name: str) -> None:
 
 
 def _assert_extrapolation_is_exact(spec: TrialSpec, plan: Extrapolation) -> None:
-    """For stage 0."""
+    """Compare what is extrapolated for stage 0 with its simulation in full."""
     *small, full = _runs([DryRunRequest(spec=one, rank=0) for one in (*plan.specs, spec)])
     made = extrapolate(plan, small)
     assert made.peak_bytes == pytest.approx(full.peak_bytes, rel=1e-3)
@@ -61,7 +61,7 @@ def _assert_extrapolation_is_exact(spec: TrialSpec, plan: Extrapolation) -> None
 
 
 def test_layers_are_extrapolated() -> None:
-    """Two kinds of them, so three small models."""
+    """Layers are of two kinds, so there are three small models."""
     base = FAMILIES["ZeRO-3 x2"]
     assert isinstance(base.workload.model, LlamaModel)
     model = dataclasses.replace(base.workload.model, num_layers=23)

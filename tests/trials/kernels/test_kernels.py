@@ -9,12 +9,12 @@ from torch import nn
 
 from tests.trials.tiny import tiny_spec
 from trials.failure import InfeasibleSpec
-from trials.kernels.compile_report import Compilation, compilations, forget_compilations, graph_report
 from trials.kernels.cudnn import KernelTuner
+from trials.kernels.graph_mode import Compilation, compilations, forget_compilations, graph_report
 from trials.kernels.settings import ATTENTION_BACKENDS, kernel_settings
 from trials.models.linear import Layer
 from trials.spec import Kernels, Layout, Precision, TrialSpec
-from trials.training.memory_format import choose, convert, format_by_rule
+from trials.training.memory_format import choose_format, convert_weights, format_by_rule
 
 CPU = torch.device("cpu")
 
@@ -101,7 +101,7 @@ def test_configurations_met_before_the_range_are_not_tuned() -> None:
 
 
 def test_an_explicit_attention_backend_must_take_the_mask_of_split_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As flash cannot on CUDA."""
+    """The backend cannot run with a mask, as flash cannot on CUDA."""
 
     def without_mask(*args: Any) -> torch.Tensor:
         raise RuntimeError("no kernel")
@@ -183,7 +183,7 @@ def test_a_graph_report_sums_up_and_shortens() -> None:
 def test_the_rule_stands_unless_the_other_format_is_clearly_faster(
     rule: Any, nchw_s: float, nhwc_s: float, chosen: str
 ) -> None:
-    assert choose(rule, {"nchw": nchw_s, "nhwc": nhwc_s}) == chosen
+    assert choose_format(rule, {"nchw": nchw_s, "nhwc": nhwc_s}) == chosen
 
 
 def test_the_rule_goes_by_number_format() -> None:
@@ -195,9 +195,9 @@ def test_the_rule_goes_by_number_format() -> None:
 def test_converting_keeps_parameters_and_changes_strides_only() -> None:
     net = Net()
     before = {name: (parameter, parameter.detach().clone()) for name, parameter in net.named_parameters()}
-    convert([net], "nhwc")
+    convert_weights([net], "nhwc")
     for name, parameter in net.named_parameters():
         assert parameter is before[name][0] and torch.equal(parameter, before[name][1])
     assert net.second.weight.is_contiguous(memory_format=torch.channels_last)
-    convert([net], "nchw")
+    convert_weights([net], "nchw")
     assert net.second.weight.is_contiguous()

@@ -18,8 +18,8 @@ from trials.models.llama import Llama, next_token_loss
 from trials.parallel.context_parallel import apply_context_parallel, split_sequence
 from trials.parallel.copies import apply_copies
 from trials.parallel.dtensor_parallel import apply_tensor_parallel
-from trials.parallel.seeding import init_parameters, plain_name
-from trials.parallel.shards import ShardMap
+from trials.parallel.seeding import init_parameters
+from trials.parallel.shards import ShardMap, plain_name
 from trials.recompute.apply import apply_recompute
 from trials.spec import Layout, LlamaModel, Recompute
 from trials.stages import Chunk
@@ -61,7 +61,7 @@ def tokens(num_sequences: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def loss_and_gradients(layout: Layout, autocast: bool = False, **options: Any) -> tuple[float, dict[str, Tensor]]:
-    """Of the whole model, put together from what this rank and its peers hold."""
+    """Gradients of the whole model, put together from what this rank and its peers hold."""
     rows = tokens(options.get("num_sequences", 4))
     model, shard_map = build(layout, **options)
     cp_rank = (dist.get_rank() // layout.tp) if layout.cp > 1 else 0
@@ -107,7 +107,7 @@ def many(cases: list[tuple[Layout, dict[str, Any]]]) -> list[Result]:
 
 
 def differences(result: Result, wanted: Result) -> tuple[float, float]:
-    """Of the losses, and the largest of any gradient relative to the largest element of that gradient."""
+    """Difference of the losses, and the largest of any gradient relative to the largest element of that gradient."""
     assert result[1].keys() == wanted[1].keys()
     grads = [abs(result[1][name] - grad).max() / abs(grad).max() for name, grad in wanted[1].items()]
     return abs(result[0] - wanted[0]), float(max(grads))

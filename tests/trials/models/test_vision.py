@@ -103,7 +103,7 @@ LINEAR_CASES: dict[str, dict[str, Any]] = {
 
 
 def trial(workload: Workload, candidate: dict[str, Any]) -> TrialSpec:
-    """Micro-batches of 2 in every layout."""
+    """Trains in micro-batches of 2 in every layout."""
     return TrialSpec(workload=workload, candidate=Candidate(micro_batch_size=2, **candidate), protocol=FIVE_STEPS)
 
 

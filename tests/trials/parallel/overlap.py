@@ -1,4 +1,4 @@
-"""In which order tensor-parallel layers start collectives, compute, and wait."""
+"""Observes in which order tensor-parallel layers start collectives, compute, and wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trials.spec import Layout
 from trials.stages import Chunk
 
 LAYERS = Chunk(chunk=0, stage=1, virtual_stage=1, layer_ids=(0, 1, 2), is_first=False, is_last=False)
-"""Without embedding and head, which have nothing to hide their collectives behind."""
+"""A pipeline stage without embedding and head, which have nothing to hide their collectives behind."""
 
 
 class Order(TorchDispatchMode):

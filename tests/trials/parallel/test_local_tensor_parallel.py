@@ -120,7 +120,7 @@ def test_a_used_up_start_starts_over(tmp_path: Path) -> None:
 
 @pytest.fixture
 def fake_gang():
-    """Rank 3 of 4, alone."""
+    """The group of rank 3 of 4, alone."""
     dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
     yield init_device_mesh("cpu", (4,))
     dist.destroy_process_group()

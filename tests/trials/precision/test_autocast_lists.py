@@ -49,7 +49,7 @@ def build(precision: Precision, recompute: Recompute | None = None) -> tuple[Tra
 
 
 def train(precision: Precision, recompute: Recompute | None = None) -> tuple[list[Tensor], dict[str, int]]:
-    """Loss and gradients, and calls by name."""
+    """Loss and gradients of a step, and calls by name."""
     model, meter = build(precision, recompute)
     with autocast(precision, torch.device("cpu")):
         loss = loss_of(WORKLOAD.model)(model(TOKENS), TOKENS)
@@ -59,7 +59,7 @@ def train(precision: Precision, recompute: Recompute | None = None) -> tuple[lis
 
 
 def output_types(precision: Precision) -> dict[str, torch.dtype]:
-    """Types of what every module gives."""
+    """Types of every module's outputs."""
     model, _ = build(precision)
     types: dict[str, torch.dtype] = {}
     for name, module in model.named_modules():

@@ -84,7 +84,7 @@ def test_masters_divide_by_the_scale_in_fp32() -> None:
 
 
 def test_masters_have_the_memory_format_the_weights_train_in() -> None:
-    """Which is settled after the optimiser is built; others would keep the update off the multi-tensor path."""
+    """The memory format is settled after the optimiser is built; copies in another would miss the multi-tensor path."""
     parameter = torch.nn.Parameter(torch.randn(4, 3, 3, 3, dtype=torch.bfloat16))
     optimizer = LocalAdamW([parameter], grad_scale=lambda: 1.0, lr=1e-2)
     parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
@@ -127,7 +127,7 @@ def test_every_cpu_is_accepted() -> None:
 
 @pytest.mark.slow
 def test_a_fixed_scale_changes_nothing_but_the_range(tmp_path: Path) -> None:
-    """Unscaled once per step, however many micro-batches there are."""
+    """Gradients are unscaled once per step, however many micro-batches there are."""
     fixed = [
         Precision(level="O1", dtype="float16", loss_scale=LossScale(initial=scale, dynamic=False))
         for scale in (1024.0, 4096.0)

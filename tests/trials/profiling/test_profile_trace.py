@@ -8,9 +8,9 @@ import pytest
 
 from tests.trials.profiling.test_trace import event
 from trials.profiling.operators import MAX_OPERATORS, top_operators
-from trials.profiling.trace import mean_times
-from trials.profiling.trace_file import (
+from trials.profiling.trace import (
     MARK,
+    mean_times,
     memory_curve,
     name_process,
     phase_at,

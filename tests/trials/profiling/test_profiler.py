@@ -15,8 +15,8 @@ from tests.trials.gang import RankFailure, run_gang
 from tests.trials.tiny import SHAPE, tiny_spec
 from trials.failure import InfeasibleSpec
 from trials.outcome import RankReport
-from trials.profiling.plan import check_profile, long_enough, profiled_ranks
-from trials.profiling.trace import load, mean_times, step_times
+from trials.profiling.profiler import check_profile, long_enough, profiled_ranks
+from trials.profiling.trace import lasting, load_trace, mean_times, step_times
 from trials.reports.profile import FOLDER_VARIABLE, RankProfile
 from trials.spec import Kernels, Layout, ProfileSpec, Protocol, TrialSpec
 
@@ -36,7 +36,7 @@ def run(spec: TrialSpec, tmp_path: Path) -> tuple[RankReport, RankProfile]:
 
 
 class Folder:
-    """Tells a rank of a gang, which was forked from a server with an environment of its own."""
+    """Tells the folder to a rank of a gang, which was forked from a server with an environment of its own."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -76,11 +76,12 @@ def test_sharded_ranks_are_recorded_and_their_collectives_counted(tmp_path: Path
     for rank in (0, 1):
         check_trace(tmp_path / "profile" / f"rank{rank}.trace.json.gz", rank)
     assert [file.name for file in profile.files] == ["rank0.trace.json.gz"]
-    assert mean_times(step_times(load(tmp_path / "profile/rank0.trace.json.gz"))) == times
+    trace = load_trace(tmp_path / "profile/rank0.trace.json.gz")
+    assert mean_times(step_times(lasting(trace))) == times
 
 
 def check_trace(path: Path, rank: int) -> None:
-    """Named for its rank, with its steps, phases and memory; what Perfetto and chrome://tracing read."""
+    """The trace is named for its rank, with its steps, phases and memory; what Perfetto and chrome://tracing read."""
     trace = json.loads(gzip.decompress(path.read_bytes()))
     assert (trace["distributedInfo"]["rank"], trace["distributedInfo"]["world_size"]) == (rank, 2)
     events = trace["traceEvents"]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trials.profiling.trace import intersect, length, load, step_times, subtract, union
+from trials.profiling.trace import intersect, lasting, length, load_trace, step_times, subtract, union
 from trials.reports.profile import StepTimes
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 11), st.integers(1, 6)).map(lambda pair: (pair[0], sum(pair))))
@@ -88,4 +88,4 @@ def test_with_kernels_only_the_accelerator_counts() -> None:
 def test_loads_events_that_last(name: str, tmp_path: Path) -> None:
     text = json.dumps({"traceEvents": [*STEPS, {"ph": "i", "name": "mark", "ts": 3}]}).encode()
     (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
-    assert load(tmp_path / name) == STEPS
+    assert lasting(load_trace(tmp_path / name)) == STEPS

@@ -25,7 +25,7 @@ from trials.parallel.shards import ShardMap
 from trials.recompute.apply import apply_recompute
 from trials.recompute.rebuild import Handle, Rebuild, storage_of
 from trials.recompute.selective import recompute_selected
-from trials.recompute.tally import Tally
+from trials.recompute.tally import PatternTally
 from trials.reports.findings import PatternEffect
 from trials.spec import Layout, Recompute, ResNetModel, SelectiveRecompute
 from trials.stages import chunks_of_stage
@@ -65,9 +65,9 @@ class Run:
     values: list[Tensor]
     """Loss and gradients."""
     kept_bytes: int
-    """Allocated in the forward pass and alive after it."""
+    """Bytes allocated in the forward pass and alive after it."""
     left_bytes: int
-    """Of those, alive after the backward pass; gradients are no part."""
+    """Bytes of those that are alive after the backward pass; gradients are no part."""
     effects: tuple[PatternEffect, ...]
 
 
@@ -100,7 +100,7 @@ def train(recompute: Recompute, *, autocast: bool = False) -> Run:
 
 @functools.cache
 def plain(*, autocast: bool = False) -> Run:
-    """Without recompute."""
+    """The pass without recompute."""
     return train(Recompute(), autocast=autocast)
 
 
@@ -182,9 +182,9 @@ class Layer(nn.Module):
         return self.function(x, self.weight)
 
 
-def outcome(function: Callable[[Tensor, Tensor], Tensor], pattern: str | None) -> tuple[list[Tensor], Tally]:
+def outcome(function: Callable[[Tensor, Tensor], Tensor], pattern: str | None) -> tuple[list[Tensor], PatternTally]:
     """Output and gradients of a single layer."""
-    layer, tally = Layer(function), Tally(label="", expression=re.compile(pattern or ""))
+    layer, tally = Layer(function), PatternTally(label="", expression=re.compile(pattern or ""))
     if pattern is not None:
         recompute_selected(layer, [tally])
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(2)).requires_grad_()
@@ -251,7 +251,7 @@ def test_graphs_that_run_twice_are_computed_again(pattern: str) -> None:
     def gradients(pattern: str | None) -> list[Tensor]:
         layer = Layer(function)
         if pattern is not None:
-            recompute_selected(layer, [Tally(label="", expression=re.compile(pattern))])
+            recompute_selected(layer, [PatternTally(label="", expression=re.compile(pattern))])
         x = torch.randn(5, 6, generator=torch.Generator().manual_seed(2)).requires_grad_()
         out = layer(x).sum()
         twice = [torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2)]

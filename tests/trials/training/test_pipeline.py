@@ -109,7 +109,7 @@ def _late_for_the_totals() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("neighbour", [_slow_in_the_schedule, _late_for_the_totals])
 def test_waiting_for_a_neighbour_is_bubble(neighbour: Callable[[], None], tmp_path: Path) -> None:
-    """Whether inside the schedule or after the stage's own work; without a pipeline there is none."""
+    """Waiting counts as bubble inside the schedule and after the stage's own work; without a pipeline there is none."""
     layouts = [
         Layout(pp=2, schedule="gpipe", stage_layers=((1, 1),)),
         Layout(pp=2, schedule="1f1b", stage_layers=((1, 1),)),
@@ -147,7 +147,7 @@ def _reads_nothing_in_the_middle() -> None:
 
 @pytest.mark.slow
 def test_stages_in_the_middle_read_no_data(tmp_path: Path) -> None:
-    """Nor do they keep the others waiting when these tune their loaders."""
+    """Ranks without data do not keep the others waiting when these tune their loaders."""
     tuned = Loader(tuning=LoaderTuning(tuning_steps=2, max_workers=1))
     three = Layout(pp=3, stage_layers=((1, 0, 1),))
     (alone,) = run_gang([tiny_spec(num_microbatches=4)], tmp_path / "1")

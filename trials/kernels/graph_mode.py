@@ -1,4 +1,4 @@
-"""What torch.compile did in this process: graphs, recompilations and their reasons, time."""
+"""Graph mode: compiles the model, and tells what torch.compile did in this process and how long it took."""
 
 from __future__ import annotations
 
@@ -6,13 +6,41 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch._dynamo
+from torch import Tensor, nn
 from torch._dynamo import utils
 
+from trials.models.base import TrainModel
+from trials.models.llama import Llama
 from trials.reports.findings import GraphReport
+from trials.spec import Kernels
 
 _MAX_REASONS = 8
 _MAX_REASON_CHARS = 200
 _MAX_COMPILATIONS = 4096
+
+
+def apply_compile(model: TrainModel, kernels: Kernels, *, tensor_parallel: bool) -> None:
+    """Compile in place every layer, equal ones sharing the code, or the model as a whole.
+
+    A layer must be one graph; the whole model may break into several, as it does at FSDP's hooks. Shapes are fixed
+    within a trial, so every shape gets a graph of its own instead of one for all.
+    """
+    if kernels.compile == "off":
+        return
+    if tensor_parallel and isinstance(model, Llama) and model.tok_embeddings is not None:
+        model.tok_embeddings.register_forward_hook(_clone_output)
+    mode = None if kernels.compile_mode == "default" else kernels.compile_mode
+    targets: list[nn.Module] = [model] if kernels.compile == "model" else list(model.layers.values())
+    for target in targets:
+        target.compile(backend=kernels.backend, mode=mode, dynamic=False, fullgraph=kernels.compile == "block")
+
+
+def _clone_output(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+    """Keep an asynchronous collective's result out of the compiled block, whose backward cannot take one.
+
+    Waiting for it instead would run, but drops the embedding's gradient without a word.
+    """
+    return output.clone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +70,7 @@ def compilations() -> list[Compilation]:
 
 
 def graph_report(log: Iterable[Compilation]) -> GraphReport:
-    """Sum up a log."""
+    """Sum up a log of compilations."""
     entries = list(log)
     forward = [entry for entry in entries if entry.is_forward]
     reasons = [entry.reason for entry in forward if entry.reason]

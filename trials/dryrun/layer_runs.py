@@ -1,4 +1,4 @@
-"""Runs of equal layers of a chunk. Standard library only."""
+"""Runs of equal layers: neighbouring layers of a chunk that recompute alike. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from itertools import groupby
 from trials.spec import Layout, Recompute
 from trials.stages import Chunk, chunks_of_stage, count_at
 
-Kind = tuple[bool, tuple[bool, ...], bool]
-"""Recomputed in full; by which selective rules; communication only."""
+LayerKind = tuple[bool, tuple[bool, ...], bool]
+"""Whether a layer is recomputed in full; by which selective rules; whether its communication is."""
 
 NUM_NAMED = 1
 """Layers at each end of a run that have a place of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class LayerRun:
     """``length`` equal layers in a row, number ``index`` of their chunk."""
 
     chunk: int
     index: int
-    kind: Kind
+    kind: LayerKind
     length: int
 
     @property
@@ -41,22 +41,23 @@ def _position(from_start: int, from_end: int) -> str:
     return f"first+{from_start}" if from_start < NUM_NAMED else f"last-{from_end}"
 
 
-def runs_of_chunk(recompute: Recompute, chunk: Chunk) -> list[Run]:
-    """Neighbouring layers of one kind, in model order."""
+def runs_of_chunk(recompute: Recompute, chunk: Chunk) -> list[LayerRun]:
+    """The runs of a chunk, in model order."""
     kinds = [_kind(recompute, chunk, position) for position in range(len(chunk.layer_ids))]
     grouped = [(kind, len(list(members))) for kind, members in groupby(kinds)]
     return [
-        Run(chunk=chunk.chunk, index=index, kind=kind, length=length) for index, (kind, length) in enumerate(grouped)
+        LayerRun(chunk=chunk.chunk, index=index, kind=kind, length=length)
+        for index, (kind, length) in enumerate(grouped)
     ]
 
 
-def runs_of_stage(layout: Layout, recompute: Recompute, stage: int, num_layers: int) -> Iterator[Run]:
+def runs_of_stage(layout: Layout, recompute: Recompute, stage: int, num_layers: int) -> Iterator[LayerRun]:
     """All runs that pipeline rank ``stage`` holds."""
     for chunk in chunks_of_stage(layout, stage, num_layers):
         yield from runs_of_chunk(recompute, chunk)
 
 
-def _kind(recompute: Recompute, chunk: Chunk, position: int) -> Kind:
+def _kind(recompute: Recompute, chunk: Chunk, position: int) -> LayerKind:
     full = position < count_at(recompute.full, chunk.chunk, chunk.stage)
     if full:
         return (True, (), False)

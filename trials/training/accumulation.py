@@ -1,4 +1,4 @@
-"""The micro-batches of a step one after the other, where one rank holds the whole depth of the model."""
+"""Runs a step's micro-batches one after the other on a rank that holds all layers; also the interface of any engine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ from trials.training.build import ModelPart
 
 
 class Marker(Protocol):
-    """Told the name of the phase that has just ended."""
+    """Is told the name of each phase of a step that has just ended."""
 
     def mark(self, phase: str) -> None: ...
+
+
+class SilentMarker:
+    """The :class:`Marker` that drops what it is told."""
+
+    def mark(self, phase: str) -> None:
+        pass
 
 
 class Engine(Protocol):

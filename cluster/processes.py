@@ -1,4 +1,4 @@
-"""What Linux offers to keep a tree of processes in hand: reaping orphans, dying with the parent, killing all."""
+"""Processes as Linux shows and governs them: their state, adopting orphans, dying with the parent, killing all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Container
+from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -16,7 +17,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _MADV_COLLAPSE = 25
 _HUGE_PAGE_BYTES = 2 << 20
 _SETTLE_S = 0.002
-"""Pause between two looks at processes that were sent SIGKILL."""
+"""Pause before looking again whether processes that were sent SIGKILL are gone."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -74,12 +75,29 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def state(pid: int) -> str:
-    """The letter by which proc(5) tells the process's state, e.g. T when a signal stopped it; "" when it is gone."""
+@dataclass(frozen=True, slots=True)
+class ProcessInfo:
+    """What ``/proc/PID/stat`` tells of a process."""
+
+    state: str
+    """The letter of proc(5), for example T: stopped by a signal, Z: ended, but not yet reaped."""
+    parent_pid: int
+    started_at: int
+    """Clock ticks from the host's boot to the process's start. With the pid it names one process: pids are reused."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended; one that only waits to be reaped has."""
+        return self.state not in "ZX"
+
+
+def process_info(pid: int) -> ProcessInfo | None:
+    """State, parent and start of a process; None when there is none with this pid."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
-        return ""
+        return None
+    return ProcessInfo(state=fields[0], parent_pid=int(fields[1]), started_at=int(fields[19]))
 
 
 def close_inherited(keep: Container[int]) -> None:

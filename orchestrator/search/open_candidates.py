@@ -1,20 +1,20 @@
-"""Which legal candidates may still be proposed, kept up to date from one state of a sweep to the next."""
+"""Open candidates: which legal ones may still be proposed, kept up to date from one state of a sweep to the next."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.space.dominance import Pruned, Pruner
+from orchestrator.space.dominance import Pruner
 from orchestrator.sweep.state import SweepState, Trial
 from trials.outcome import OutOfMemory
 from trials.spec import Candidate
 
 NEVER = np.iinfo(np.int64).max
-"""In the arrays of :class:`OpenCandidates`: it did not happen."""
+"""Number in the arrays of :class:`OpenCandidates` for what did not happen."""
 
 
 class OpenCandidates:
@@ -60,7 +60,7 @@ class OpenCandidates:
         self._state = state
 
     def newly_ruled_out(self, state: SweepState) -> Iterator[tuple[int, dict[str, int]]]:
-        """Of every witness that no event speaks of yet: its trial and the number of candidates by rule."""
+        """Every witness that no event speaks of yet: its trial, and the number of candidates it ruled out by rule."""
         self.follow(state)
         if len(self._ruled_out) == len(state.pruned):
             return
@@ -69,15 +69,6 @@ class OpenCandidates:
             if witness not in known:
                 counts = Counter(rule_id for row, rule_id in found.items() if self.tried_by[row] == NEVER)
                 yield witness, dict(sorted(counts.items()))
-
-    def why_ruled_out(self, state: SweepState) -> Mapping[Candidate, Pruned]:
-        """Every candidate ruled out, with rule and witness."""
-        self.follow(state)
-        return {
-            self.candidates[row]: Pruned(rule_id=rule_id, witness=state.trials[witness].candidate)
-            for witness, found in self._ruled_out.items()
-            for row, rule_id in found.items()
-        }
 
     def _rule_out(self, trial: Trial, state: SweepState, place: int) -> None:
         if self._pruner is None:
