@@ -7,7 +7,7 @@ from hypothesis import given
 
 from orchestrator.config.sweep import load_sweep
 from orchestrator.errors import ConfigError
-from orchestrator.planning.plan import NUM_EXAMPLES, make_plan
+from orchestrator.planning.plan import NUM_EXAMPLES, check_plan, make_plan
 from orchestrator.space.rules import check
 from orchestrator.space.space import make_space
 from tests.orchestrator.space.test_space import SPACES, spec_with
@@ -24,9 +24,11 @@ def test_every_combination_is_a_candidate_a_rejection_or_a_duplicate(space):
     verdicts = [(candidate, check(candidate, workload, where, spec.filters)) for candidate in space]
     legal = tuple(candidate for candidate, found in verdicts if not found)
     if not legal:
-        with pytest.raises(ConfigError, match="no legal candidate"):
-            make_plan(spec, where)
+        for refuse in (make_plan, check_plan):
+            with pytest.raises(ConfigError, match="no legal candidate"):
+                refuse(spec, where)
         return
+    check_plan(spec, where)
     plan = make_plan(spec, where)
     assert plan.candidates == legal
     assert plan.product_size == len(plan.candidates) + sum(plan.num_rejected.values()) + plan.num_duplicates
