@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.hardware.topology import Device, cpu_model
+from orchestrator.sweep.checkpoint import Keeper
 from orchestrator.sweep.events import (
     AttemptEnded,
     AttemptLaunched,
@@ -59,9 +60,7 @@ def story(num_trials: int, name: str, seed: int = 0) -> Iterator[LedgerEvent]:
             origin="sampler" if number else "baseline",
             reason="the cost model expects the most of it",
         )
-        yield AttemptLaunched(
-            at_s=at_s + 1.0, trial=number, attempt=0, token=token, ranks=ranks, num_devices=NUM_RANKS
-        )
+        yield AttemptLaunched(at_s=at_s + 1.0, trial=number, attempt=0, token=token, ranks=ranks, num_devices=NUM_RANKS)
         if number < num_trials - 1:
             outcome = _measured(rng) if number == 0 or rng.random() < 0.8 else rng.choice(failing)
             yield AttemptEnded(at_s=at_s + 50.0, trial=number, token=token, outcome=outcome, device_seconds=800.0)
@@ -74,19 +73,24 @@ def _candidate(number: int) -> Candidate:
 
 def _measured(rng: random.Random) -> Outcome:
     peaks = tuple(60_000_000_000 + rng.randrange(10**9) for _ in range(NUM_RANKS))
-    return measured(
-        rng.uniform(0.5, 2.0), world_size=NUM_RANKS, peak_allocated_bytes=peaks, peak_reserved_bytes=peaks
-    )
+    return measured(rng.uniform(0.5, 2.0), world_size=NUM_RANKS, peak_allocated_bytes=peaks, peak_reserved_bytes=peaks)
 
 
-def fill(home: Home, name: str, num_trials: int, seed: int = 0) -> Path:
-    """The ledger of such a sweep, as its controller leaves it behind when it is killed."""
+def fill(home: Home, name: str, num_trials: int, *, seed: int = 0, copied: bool = True) -> tuple[Path, float]:
+    """The ledger of such a sweep, as its controller leaves it behind when it is killed, and the CPU seconds that went
+    into copies of the state. Without ``copied`` there is none, as in ledgers of old."""
+    copying_s = 0.0
     with Ledger(home.sweep_folder(name)) as ledger:
+        keeper = Keeper(ledger)
         for event in story(num_trials, name, seed):
             ledger.append(event)
+            if copied:
+                before_s = time.process_time()
+                keeper.tend()
+                copying_s += time.process_time() - before_s
         ledger.put_document("tracking", {"uri": None})
         ledger.put_document("spec", {"cluster": {"num_nodes": 2}})
-        return ledger.path
+        return ledger.path, copying_s
 
 
 def timed(*arguments: str) -> dict[str, float]:
@@ -105,14 +109,17 @@ def timed(*arguments: str) -> dict[str, float]:
 def measure(num_trials: int, num_sweeps: int, folder: Path) -> dict[str, Any]:
     """The figures, by what is read."""
     home = Home(folder)
-    paths = [fill(home, f"long-{i}", num_trials, seed=i) for i in range(num_sweeps)]
+    made = [fill(home, f"long-{i}", num_trials, seed=i) for i in range(num_sweeps)]
     fill(home, "short", 1)
+    fill(Home(folder / "old"), "old", num_trials, copied=False)
     at = ("--home", str(folder))
     return {
-        "ledger_mib": paths[0].stat().st_size / 2**20,
+        "ledger_mib": made[0][0].stat().st_size / 2**20,
+        "copying_ms_per_trial": 1e3 * made[0][1] / num_trials,
         "status of one trial": timed("status", "short", *at),
         "status": timed("status", "long-0", *at),
         "status --json": timed("status", "long-0", "--json", *at),
+        "status without a copy": timed("status", "old", "--home", str(folder / "old")),
         "explain TRIAL": timed("explain", "long-0", "t003", *at),
         f"ps of {num_sweeps + 1} sweeps": timed("ps", *at),
         **looking_again(home, "long-0"),
@@ -121,15 +128,12 @@ def measure(num_trials: int, num_sweeps: int, folder: Path) -> dict[str, Any]:
 
 def looking_again(home: Home, name: str) -> dict[str, dict[str, float]]:
     """The first look of a process and one after it, when nothing is new."""
-    from orchestrator.status.snapshot import read_snapshot
-
     found = {}
-    with home.open(name) as ledger:
-        seen = None
-        for what in ("first look", "second look"):
-            began_s, before_s = time.perf_counter(), time.process_time()
-            seen = read_snapshot(ledger, seen)
-            found[what] = {"wall_s": time.perf_counter() - began_s, "cpu_s": time.process_time() - before_s}
+    seen = None
+    for what in ("first look", "second look"):
+        began_s, before_s = time.perf_counter(), time.process_time()
+        seen = home.read(name, seen)
+        found[what] = {"wall_s": time.perf_counter() - began_s, "cpu_s": time.process_time() - before_s}
     return found
 
 
@@ -156,7 +160,9 @@ def main() -> None:
         print(json.dumps(found))
         return
     print(table(found))
-    print(f"\n{args.trials} trials, ledger {found['ledger_mib']:.0f} MiB; {found['machine']}")
+    print(
+        f"\n{args.trials} trials, ledger {found['ledger_mib']:.0f} MiB, copying {found['copying_ms_per_trial']:.2f} CPU ms/trial; {found['machine']}"
+    )
 
 
 if __name__ == "__main__":

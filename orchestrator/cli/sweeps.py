@@ -32,11 +32,10 @@ def ps(home: Path, as_json: bool) -> None:
       tune-cluster ps --json
     """
     from orchestrator.status import overview
-    from orchestrator.status.overview import inspect_all
     from orchestrator.sweep.home import Home
     from orchestrator.terminal import status as report_ps
 
-    sweeps = inspect_all(Home(home))
+    sweeps = overview.all_sweeps(Home(home))
     body = [overview.overview(sweep, Home(home)) for sweep in sweeps] if as_json else None
     print_result(as_json, body, lambda: report_ps.render_ps(sweeps, Home(home)))
 
@@ -55,11 +54,10 @@ def status(sweep: str, home: Path, as_json: bool) -> None:
       tune-cluster status quickstart
     """
     from orchestrator.status import overview
-    from orchestrator.status.overview import inspect
     from orchestrator.sweep.home import Home
     from orchestrator.terminal import status as report_status
 
-    seen = inspect(sweep, Home(home))
+    seen = Home(home).read(sweep)
     body = overview.detail(seen, Home(home)) if as_json else None
     print_result(as_json, body, lambda: report_status.render_status(seen, Home(home), Invocation.current(home)))
 
@@ -82,9 +80,9 @@ def watch(sweep: str, home: Path, as_json: bool) -> None:
       tune-cluster watch quickstart
       tune-cluster watch quickstart --json | jq 'select(.change == "trial")'
     """
-    from orchestrator.status.snapshot import Snapshot
     from orchestrator.status.watch import changes, looks, show, turn
     from orchestrator.sweep.home import Home
+    from orchestrator.sweep.snapshot import Snapshot
     from orchestrator.terminal import status as report_status
     from orchestrator.terminal.live import LiveView
 
@@ -186,8 +184,7 @@ def explain(sweep: str, trial: str | None, other: str | None, home: Path, as_jso
     if trial is None:
         _explain_sweep(sweep, other, Home(home), as_json)
         return
-    with Home(home).open(sweep, begun=False) as ledger:
-        explained = explanation.explain(ledger, trial)
+    explained = explanation.explain(sweep, trial, Home(home))
     print_result(as_json, explained.to_json(), lambda: explain_trial.render_explanation(explained))
 
 
@@ -223,7 +220,7 @@ def report_command(sweep: str, html: str | None, home: Path, as_json: bool) -> N
       tune-cluster report quickstart
       tune-cluster report quickstart --html quickstart.html
     """
-    from orchestrator.controller import service
+    from orchestrator.status.overview import summary_of
     from orchestrator.sweep.home import Home
     from orchestrator.terminal import report
 
@@ -232,14 +229,16 @@ def report_command(sweep: str, html: str | None, home: Path, as_json: bool) -> N
         if not as_json:
             click.echo(f"written to {path}")
             return
-    result = service.load(sweep, Home(home))
+    seen = Home(home).read(sweep, begun=True)
+    summary = summary_of(seen, Home(home))
+    assert summary is not None, "it has begun"
     print_result(
         as_json,
-        result.summary.to_json(),
+        summary.to_json(),
         lambda: report.render_report(
-            result.state,
-            result.summary,
-            recorded=result.recorded,
+            seen.state,
+            summary,
+            recorded=seen.recorded,
             sweep_folder=Home(home).sweep_folder(sweep),
             invocation=Invocation.current(home),
         ),
@@ -249,12 +248,14 @@ def report_command(sweep: str, html: str | None, home: Path, as_json: bool) -> N
 def _write_page(sweep: str, file: Path | None, home: Home) -> Path:
     from rich.console import Console
 
-    from orchestrator.controller import service
     from orchestrator.report.page.write import make_page, write_page
+    from orchestrator.status.overview import summary_of
 
-    result = service.load(sweep, home)
+    seen = home.read(sweep, begun=True)
+    summary = summary_of(seen, home)
+    assert summary is not None, "it has begun"
     with home.open(sweep) as ledger, Console(stderr=True).status("drawing ..."):
-        return write_page(make_page(ledger, result.state, result.summary, Invocation.current(home.path)), file)
+        return write_page(make_page(ledger, seen.state, summary, Invocation.current(home.path)), file)
 
 
 COMMANDS = (ps, status, watch, logs, explain, report_command)

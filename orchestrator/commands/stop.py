@@ -12,10 +12,10 @@ from rich.text import Text
 
 from orchestrator import units
 from orchestrator.commands import control
-from orchestrator.status.snapshot import AT_REST, ENDED, Snapshot, read_snapshot
 from orchestrator.status.watch import looks
 from orchestrator.sweep.events import Action
 from orchestrator.sweep.home import Home
+from orchestrator.sweep.snapshot import AT_REST, ENDED, Snapshot, read_snapshot
 from orchestrator.text import plain
 
 Tell = Callable[[Snapshot], None]
@@ -29,7 +29,7 @@ class Stopped:
     action: Action
     request: int
     state: str
-    """As :attr:`orchestrator.status.snapshot.Snapshot.phase`; ``withdrawn``: it was called off before it had nodes,
+    """As :attr:`orchestrator.sweep.snapshot.Snapshot.phase`; ``withdrawn``: it was called off before it had nodes,
     and nothing of it is left."""
     reason: str
     is_done: bool

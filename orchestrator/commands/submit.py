@@ -14,8 +14,7 @@ from orchestrator.commands import background, supervisor
 from orchestrator.config.sweep import SweepSpec, check_same, load_sweep
 from orchestrator.errors import ConfigError
 from orchestrator.sweep import home
-from orchestrator.sweep.documents import CONTROLLER, SPEC
-from orchestrator.sweep.fold import fold
+from orchestrator.sweep.documents import Controller
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import LedgerError
 from orchestrator.text import Follower
@@ -110,8 +109,7 @@ def of_file(
     spec = load_sweep(file)
     is_over = False
     if spec.name in home.sweeps():
-        with home.open(spec.name) as ledger:
-            state = fold(ledger.events())
+        state = home.read(spec.name, begun=True).state
         check_same(state.sweep, spec)
         is_over = state.is_over
     words = ("submit", str(file.absolute()))
@@ -126,9 +124,9 @@ def of_sweep(
     Raises:
         ConfigError: there is no such sweep.
     """
-    with home.open(name) as ledger:
-        state, spec = fold(ledger.events()), SweepSpec.from_json(ledger.document(SPEC))
-    return _submission(spec, ("resume", name), home, address, mode, is_over=state.is_over, options=options)
+    sweep = home.read(name, begun=True)
+    spec = SweepSpec.from_json(sweep.spec or {})
+    return _submission(spec, ("resume", name), home, address, mode, is_over=sweep.state.is_over, options=options)
 
 
 def _submission(
@@ -176,22 +174,15 @@ def find_running(submission: Submission) -> Begun | None:
         time.sleep(_POLL_S)
     if not home.is_at_work(submission.home, submission.name):
         return None
-    with submission.home.open(submission.name, begun=False) as ledger:
-        about = ledger.document(CONTROLLER) or {}
-    return Begun(
-        sweep=submission.name,
-        mode=about.get("mode", "foreground"),
-        job=about.get("job"),
-        address=about.get("address"),
-        is_attached=True,
-    )
+    about = submission.home.read(submission.name).controller or Controller()
+    return Begun(sweep=submission.name, mode=about.mode, job=about.job, address=about.address, is_attached=True)
 
 
 def _is_in_no_hands(submission: Submission) -> bool:
     """Whether the sweep is at rest, or was opened again while its supervisor is all that is left of its controller."""
     try:
-        with submission.home.open(submission.name) as ledger:
-            return not ledger.is_held() or fold(ledger.events()).status != "running"
+        sweep = submission.home.read(submission.name, begun=True)
+        return not sweep.is_held or sweep.state.status != "running"
     except (ConfigError, LedgerError):  # waits for its first nodes
         return False
 
@@ -255,7 +246,7 @@ def _await_job(submission: Submission, job: JobHandle, show: Callable[[str], Non
         status = job_status(job)
         if status.is_over:
             return status.exit_code if status.exit_code is not None else EXIT_UNKNOWN
-        if background.is_under_way(submission.home, submission.name, lambda about: about["job"] == job.submission_id):
+        if background.is_under_way(submission.home, submission.name, lambda about: about.job == job.submission_id):
             return None
         if time.monotonic() > deadline_s:
             show(f"the job {job.submission_id} is {status.state} still; it begins when the head gets to it")

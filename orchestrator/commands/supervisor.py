@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.node.processes import die_with_parent
-from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger, LedgerError
+from orchestrator.sweep.snapshot import read_snapshot
 from orchestrator.sweep.state import SweepState
 
 RUN_VARIABLE = "TUNE_CLUSTER_SUPERVISED"
@@ -82,7 +82,7 @@ class _Standing:
         try:
             with Ledger.open_existing(folder, read_only=True) as ledger:
                 last_seq = ledger.last_seq()
-                state: SweepState = fold(ledger.events())
+                state: SweepState = read_snapshot(ledger).state
         except (LookupError, LedgerError):
             return cls()
         return cls(epoch=state.epoch, num_ended=len(state.end_order), status=state.status, last_seq=last_seq)

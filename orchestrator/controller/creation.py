@@ -15,7 +15,7 @@ from orchestrator.planning.hardware.profiles import fingerprint, load_profile
 from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.planning.plan import Plan, make_plan, plan_document
 from orchestrator.search.prediction.transfer import EarlierTrial, num_sweeps
-from orchestrator.sweep.documents import PLAN
+from orchestrator.sweep.documents import PLAN, Tracking
 from orchestrator.sweep.events import Budget, SweepCreated
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
@@ -45,7 +45,7 @@ def begin(
         _check_hardware(state.created, prints)
         known = PriorKnowledge.kept(ledger)
         return make_plan(spec, topology, known.estimates), known
-    ledger.put_document("tracking", {"uri": spec.tracking.uri})
+    Tracking(uri=spec.tracking.uri).put(ledger)
     known = PriorKnowledge(
         estimates=kept_estimates(spec, topology, home),
         profile=load_profile(spec, topology, home),

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from cluster.base import Cluster
 from cluster.queue.share import Claim, Grant
-from orchestrator.controller.observer import Observer
 from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.observer import Observer
 from orchestrator.sweep.requests import last_request
 
 BEAT_S = 2.0

@@ -20,7 +20,7 @@ from cluster.hardware.placement import Placement
 from orchestrator.controller.early_stop import EarlyStop, settled
 from orchestrator.controller.journalled import propose, written_down
 from orchestrator.controller.lease import LeaseManager
-from orchestrator.controller.observer import Observer, Projection
+from orchestrator.controller.observer import Projection
 from orchestrator.controller.placer import Placer
 from orchestrator.controller.recovery import Recovered, settle
 from orchestrator.controller.step import step
@@ -49,6 +49,7 @@ from orchestrator.sweep.events import (
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.limits import launchable
+from orchestrator.sweep.observer import Observer
 from orchestrator.sweep.requests import new_events
 from orchestrator.sweep.state import SweepState, Trial, attempt_id, describe_failure
 from trials.outcome import GangLost, LossCause

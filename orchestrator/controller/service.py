@@ -12,7 +12,7 @@ from orchestrator.config.sweep import SweepSpec, check_same, load_sweep
 from orchestrator.controller.creation import begin, kept_estimates, planned_topology
 from orchestrator.controller.launcher import Launcher, make_search
 from orchestrator.controller.lease import LeaseManager, Waiting, WithdrawnError
-from orchestrator.controller.observer import Heartbeat, Observer, Observers, Projection
+from orchestrator.controller.observer import Heartbeat, Observers, Projection
 from orchestrator.controller.recovery import apply_requests
 from orchestrator.controller.runtime import Runtime
 from orchestrator.errors import ConfigError
@@ -22,10 +22,11 @@ from orchestrator.planning.hardware.request import cluster_request, known_topolo
 from orchestrator.planning.plan import make_plan
 from orchestrator.report.artifacts import ProfileCopies
 from orchestrator.report.summary import Summary, summarize
-from orchestrator.sweep.documents import SPEC, Recorded, tracking_uri
+from orchestrator.sweep.documents import SPEC, Recorded, SweepFile, tracking_uri
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.observer import Observer
 from orchestrator.sweep.state import SweepState
 from orchestrator.tracking import ui
 from orchestrator.tracking.tracker import Tracker
@@ -99,7 +100,7 @@ def _run(spec: SweepSpec, home: Home, observer: Observer, start: _Start, text: s
         try:
             ledger.put_document(SPEC, spec.to_json())
             if text is not None:
-                ledger.put_document("sweep_yaml", {"text": redact(text)})
+                SweepFile(text=redact(text)).put(ledger)
             return _lease_and_run(spec, home, ledger, observer, start)
         except WithdrawnError:
             apply_requests(ledger, folder)
@@ -179,7 +180,7 @@ def serve_ui(home: Home, sweep: str | None, *, host: str, port: int, announce: C
 
 def _standing(ledger: Ledger, home: Home) -> SweepResult:
     state = fold(ledger.events())
-    return SweepResult(state, summarize(state, tracking_uri(ledger, home)), Recorded.of(ledger))
+    return SweepResult(state, summarize(state, tracking_uri(ledger, home)), Recorded.read(ledger))
 
 
 def _store(home: Home) -> str:

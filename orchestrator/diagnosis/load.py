@@ -19,8 +19,8 @@ from orchestrator.errors import ConfigError
 from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.planning.plan import Plan, make_plan
 from orchestrator.sweep.events import SweepCreated
-from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.snapshot import read_snapshot
 from orchestrator.sweep.state import SweepState, find_trial
 from orchestrator.units import status_words
 
@@ -40,7 +40,7 @@ def explain_ledger(ledger: Ledger, *, trial: str | None = None, state: SweepStat
     Raises:
         ConfigError: nothing was measured yet, or ``trial`` was not.
     """
-    state = state or fold(ledger.events())
+    state = state or read_snapshot(ledger).state
     name = ledger.folder.name
     number = None if trial is None else find_trial(state, trial, name).number
     explained = explain_sweep(state, load_basis(ledger, state), trial=number)

@@ -122,7 +122,7 @@ def _first_bytes(path: Path) -> str:
 
 def _before(ledger: Ledger, seq: int) -> Iterator[LedgerEvent]:
     """Read only when somebody asks."""
-    yield from reversed([entry.event for entry in ledger.entries() if entry.seq < seq])
+    return (entry.event for entry in ledger.backwards(seq))
 
 
 def _sender(order: Delivery) -> Callable[[str, dict[str, Any]], None]:

@@ -21,7 +21,6 @@ import yaml
 from orchestrator import units
 from orchestrator.config.knobs import BaselineSection
 from orchestrator.controller import service
-from orchestrator.controller.observer import Observer
 from orchestrator.errors import ConfigError
 from orchestrator.promotion import drift
 from orchestrator.promotion.drift import DriftFinding, Kind
@@ -34,6 +33,7 @@ from orchestrator.space.knobs.canonical import knob_values
 from orchestrator.space.knobs.layer_choices import RecomputeChoice, StageSplit
 from orchestrator.statistics import Estimate
 from orchestrator.sweep.home import Home
+from orchestrator.sweep.observer import Observer
 from orchestrator.sweep.state import SweepState
 from orchestrator.sweep.values import GateSettings
 from orchestrator.tracking.registry import Registry

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.errors import ConfigError
-from orchestrator.sweep.documents import PLAN
+from orchestrator.sweep.documents import PLAN, SPEC, SweepFile
 from orchestrator.sweep.ledger import Ledger
 
 
@@ -33,14 +33,14 @@ class Sources:
         return cls(
             plan=ledger.document(PLAN),
             memory_limit_bytes=_device_memory_bytes(ledger) or counted.get("limit_bytes"),
-            sweep_yaml=(ledger.document("sweep_yaml") or {}).get("text", ""),
+            sweep_yaml=(SweepFile.read(ledger) or SweepFile()).text,
         )
 
 
 def _device_memory_bytes(ledger: Ledger) -> int | None:
     """As the sweep file says; None where it says nothing, or is of another version of this program."""
     try:
-        return SweepSpec.from_json(ledger.document("spec") or {}).cluster.device_memory_bytes
+        return SweepSpec.from_json(ledger.document(SPEC) or {}).cluster.device_memory_bytes
     except (ValidationError, ConfigError):
         return None
 

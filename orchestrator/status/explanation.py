@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,11 @@ from orchestrator import units
 from orchestrator.report import proof as proof_data
 from orchestrator.report.verdict import evaluation_words, gate_words, ratio_interval, rounds
 from orchestrator.space.naming import diff, short_name
-from orchestrator.status.snapshot import AT_REST, Snapshot, read_snapshot
 from orchestrator.sweep.events import AttemptEnded, LedgerEvent, TrialsRetried
 from orchestrator.sweep.fold import apply
-from orchestrator.sweep.home import attempt_folder
-from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.home import Home, attempt_folder
 from orchestrator.sweep.limits import reason_to_fail, spent_budget
+from orchestrator.sweep.snapshot import AT_REST, Snapshot
 from orchestrator.sweep.state import Attempt, SweepState, Trial, find_trial, nodes_of, nodes_to_avoid
 from orchestrator.text import plain
 from orchestrator.units import count, signal_name
@@ -132,13 +131,13 @@ class Explanation:
         }
 
 
-def explain(ledger: Ledger, text: str) -> Explanation:
-    """Explain the trial that ``text`` means; see :func:`orchestrator.sweep.state.find_trial`.
+def explain(name: str, text: str, home: Home) -> Explanation:
+    """Explain the trial of the sweep ``name`` that ``text`` means; see :func:`orchestrator.sweep.state.find_trial`.
 
     Raises:
-        ConfigError: it means none.
+        ConfigError: there is no such sweep or trial.
     """
-    sweep = read_snapshot(ledger)
+    sweep = home.read(name)
     trial = find_trial(sweep.state, text, sweep.name)
     state = sweep.state
     ruled_out = [event.rules for event in state.pruned if event.witness == trial.number]
@@ -148,7 +147,7 @@ def explain(ledger: Ledger, text: str) -> Explanation:
         trial=trial,
         changed=diff(trial.candidate, state.trials[0].candidate),
         pending=why_pending(sweep, trial),
-        attempts=tuple(_stories(sweep, trial)),
+        attempts=tuple(_stories(sweep, trial, home)),
         proof=tuple(_proof(state, trial.number)),
         ruled_out={rule: count for rules in ruled_out for rule, count in rules.items()},
     )
@@ -165,9 +164,10 @@ def _proof(state: SweepState, number: int) -> Iterator[str]:
     )
 
 
-def _stories(sweep: Snapshot, trial: Trial) -> list[AttemptStory]:
+def _stories(sweep: Snapshot, trial: Trial, home: Home) -> list[AttemptStory]:
     """By going through all events once more: what an end led to shows in the states before and after it."""
-    ends = _ends(sweep.news, trial.number)
+    with home.open(sweep.name, begun=False) as ledger:
+        ends = _ends(ledger.events(), trial.number) if trial.attempts else {}
     now_s = sweep.at_present.now_s
     return [
         AttemptStory(
@@ -187,7 +187,7 @@ class _End:
     made_of_it: tuple[str, ...] = ()
 
 
-def _ends(events: tuple[LedgerEvent, ...], number: int) -> dict[str, _End]:
+def _ends(events: Iterable[LedgerEvent], number: int) -> dict[str, _End]:
     """By token: when the trial's attempts ended, and what that led to."""
     ends: dict[str, _End] = {}
     state, last = SweepState(), ""

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
-from cluster.base import GangProgress
 from orchestrator.space.naming import short_name
-from orchestrator.status.snapshot import AT_REST, ENDED, Snapshot, read_snapshot
 from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, LedgerEvent, TrialProposed
 from orchestrator.sweep.home import Home, is_at_work
 from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.observer import Observer
+from orchestrator.sweep.snapshot import AT_REST, ENDED, Snapshot, read_snapshot
 from orchestrator.sweep.state import SweepState, describe_failure, nodes_of
 from orchestrator.text import plain
 
 POLL_S = 0.5
 GONE_S = 20.0
 """For how long a sweep may be without a controller, and without anybody who starts it again, before it is left."""
-
-
-class View(Protocol):
-    """Shows a sweep; the live table of ``submit`` is one."""
-
-    def on_state(self, state: SweepState) -> None: ...
-
-    def on_progress(self, trial: int, progress: GangProgress) -> None: ...
-
-    def on_lease(self, nodes: Sequence[str], waiting: str) -> None: ...
 
 
 def looks(ledger: Ledger, home: Home, poll_s: float = POLL_S) -> Iterator[Snapshot]:
@@ -57,8 +47,8 @@ def turn(sweep: Snapshot, before: Snapshot | None) -> str:
     return plain(f"{sweep.name}: {sweep.phase}" + (f", {sweep.reason}" if sweep.reason else ""))
 
 
-def show(view: View, sweep: Snapshot, before: Snapshot | None) -> None:
-    """Tell ``view`` what is new."""
+def show(view: Observer, sweep: Snapshot, before: Snapshot | None) -> None:
+    """Tell ``view`` what has changed since ``before``, the snapshot that was shown last; None: nothing was."""
     if sweep.is_held:
         view.on_lease(sweep.lease.nodes, sweep.lease.waiting)
     view.on_state(sweep.at_present)

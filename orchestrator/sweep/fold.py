@@ -30,10 +30,10 @@ from orchestrator.sweep.events import (
     VerdictReached,
 )
 from orchestrator.sweep.limits import spent_by_search
-from orchestrator.sweep.state import Attempt, ProofState, SweepState, SweepStatus, Trial
+from orchestrator.sweep.state import MAX_FAILURES, Attempt, ProofState, SweepState, SweepStatus, Trial
 from orchestrator.sweep.values import ConfirmationRun, GateRun, ProfileRun
 from orchestrator.sweep.vector import Vector
-from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Outcome, TimedOut
+from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Outcome, StoppedEarly, TimedOut
 
 TrialEvent = TrialProposed | AttemptLaunched | AttemptStopped | AttemptEnded
 Asking = Asked | TrialsRetried | ChecksAsked
@@ -213,19 +213,22 @@ def _apply_proposed(state: SweepState, event: TrialProposed) -> SweepState:
     )
     state = replace(state, trials=state.trials.append(trial), waiting=(*state.waiting, trial.number))
     if event.check is None:
-        return state
+        num_proposed = state.num_by_status.get(trial.status, 0) + 1
+        return replace(state, num_by_status={**state.num_by_status, trial.status: num_proposed})
     profiled = event.check.of if isinstance(event.check, ProfileRun) else None
     to_profile = tuple(number for number in state.to_profile if number != profiled)
-    return replace(state, num_checks=state.num_checks + 1, to_profile=to_profile)
+    return replace(state, check_numbers=state.check_numbers.append(trial.number), to_profile=to_profile)
 
 
 def _apply_launched(state: SweepState, event: AttemptLaunched) -> SweepState:
     attempt = Attempt(token=event.token, launched_at_s=event.at_s, ranks=event.ranks, num_devices=event.num_devices)
-    trial = state.trials[event.trial]
-    trial = replace(trial, attempts=(*trial.attempts, attempt))
+    before = state.trials[event.trial]
+    trial = replace(before, attempts=(*before.attempts, attempt))
+    state = _with_trial(state, before, trial)
+    if isinstance(before.outcome, StoppedEarly):  # what it had saved is spent now
+        state = replace(state, saved_device_seconds=_saved_device_seconds(state))
     return replace(
         state,
-        trials=state.trials.with_item(trial.number, trial),
         waiting=tuple(number for number in state.waiting if number != trial.number),
         running=state.running | {trial.number},
     )
@@ -242,17 +245,16 @@ def _apply_stopped(state: SweepState, event: AttemptStopped) -> SweepState:
 
 
 def _apply_ended(state: SweepState, event: AttemptEnded) -> SweepState:
-    trial = state.trials[event.trial]
-    if not trial.is_running or trial.attempts[-1].token != event.token:
+    before = state.trials[event.trial]
+    if not before.is_running or before.attempts[-1].token != event.token:
         return state
-    ended = replace(trial.attempts[-1], outcome=event.outcome, device_seconds=event.device_seconds)
-    trial = replace(trial, attempts=(*trial.attempts[:-1], ended))
+    ended = replace(before.attempts[-1], outcome=event.outcome, device_seconds=event.device_seconds)
+    trial = replace(before, attempts=(*before.attempts[:-1], ended))
     goes_again = _is_launched_again(state, trial, event.outcome)
     is_told = trial.check is None and not goes_again and not _is_lost(event.outcome)
-    state = _strike(state, trial, event.outcome)
+    state = _note_outcome(_with_trial(state, before, trial), trial, event.outcome)
     state = replace(
-        state,
-        trials=state.trials.with_item(trial.number, trial),
+        _strike(state, trial, event.outcome),
         device_seconds=state.device_seconds + event.device_seconds,
         end_order=state.end_order.append(trial.number) if is_told else state.end_order,
         running=state.running - {trial.number},
@@ -260,6 +262,34 @@ def _apply_ended(state: SweepState, event: AttemptEnded) -> SweepState:
     if goes_again:
         return replace(state, waiting=tuple(sorted((*state.waiting, trial.number))))
     return replace(state, best_trial=trial.number) if _beats_best(state, trial) else state
+
+
+def _with_trial(state: SweepState, before: Trial, trial: Trial) -> SweepState:
+    """The state with ``trial`` in place of ``before``, which has the same number."""
+    trials = state.trials.with_item(trial.number, trial)
+    if trial.check is not None or trial.status == before.status:
+        return replace(state, trials=trials)
+    counts = {**state.num_by_status, before.status: state.num_by_status[before.status] - 1}
+    counts[trial.status] = counts.get(trial.status, 0) + 1
+    return replace(state, trials=trials, num_by_status=counts)
+
+
+def _note_outcome(state: SweepState, trial: Trial, outcome: Outcome) -> SweepState:
+    """Take down what people ask for at every look: the latest failures, and what stopping early has saved."""
+    if isinstance(outcome, Measured):
+        return state
+    failure = (trial.number, len(trial.attempts) - 1)
+    saved = outcome.saved_device_seconds if isinstance(outcome, StoppedEarly) and trial.check is None else 0.0
+    return replace(
+        state,
+        last_failures=(failure, *state.last_failures)[:MAX_FAILURES],
+        saved_device_seconds=state.saved_device_seconds + saved,
+    )
+
+
+def _saved_device_seconds(state: SweepState) -> float:
+    outcomes = (trial.outcome for trial in state.searched())
+    return sum(outcome.saved_device_seconds for outcome in outcomes if isinstance(outcome, StoppedEarly))
 
 
 def _is_launched_again(state: SweepState, trial: Trial, outcome: Outcome) -> bool:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from cluster.hardware.topology import Device
 from orchestrator.errors import ConfigError
@@ -136,6 +136,10 @@ class ProofState:
     """None while it goes on."""
 
 
+MAX_FAILURES = 5
+"""Latest failures that a state names."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepState:
     """Everything known about a sweep. Trials are in order of their numbers.
@@ -168,8 +172,8 @@ class SweepState:
     pruned: Vector[CandidatesPruned] = field(default_factory=Vector)
     exhausted: str = ""
     """Why there is nothing left to propose; empty while there is."""
-    num_checks: int = 0
-    """Of the trials, those that test an earlier one."""
+    check_numbers: Vector[int] = field(default_factory=Vector)
+    """Numbers of the trials that test an earlier one, in order."""
     proof: ProofState | None = None
     """The last one begun."""
     to_confirm: tuple[int, ...] = ()
@@ -184,6 +188,12 @@ class SweepState:
     """Device time charged so far, ended attempts only."""
     end_order: Vector[int] = field(default_factory=Vector)
     """Trial numbers in the order in which their attempts ended, those launched again left out."""
+    num_by_status: Mapping[str, int] = field(default_factory=dict)
+    """Number of trials per status, checks left out; statuses that no trial has now may be missing or 0."""
+    saved_device_seconds: float = 0.0
+    """Device time that trials stopped early would have taken besides, at least."""
+    last_failures: tuple[tuple[int, int], ...] = ()
+    """(trial, attempt) of the latest attempts that ended unmeasured, the latest first; :data:`MAX_FAILURES` at most."""
     judged_from: int = 0
     """Index in ``end_order`` from which on failures count against the sweep: those before were retried."""
 
@@ -212,8 +222,17 @@ class SweepState:
         )
 
     @property
+    def num_checks(self) -> int:
+        """Number of trials that test an earlier one."""
+        return len(self.check_numbers)
+
+    def checks(self) -> list[Trial]:
+        """Trials that test an earlier one, in order."""
+        return [self.trials[number] for number in self.check_numbers]
+
+    @property
     def num_searched(self) -> int:
-        """Trials without checks."""
+        """Number of trials without checks."""
         return len(self.trials) - self.num_checks
 
     def searched(self) -> list[Trial]:
@@ -248,12 +267,10 @@ class SweepState:
         outcome = self.trials[self.end_order[-1]].outcome if self.end_order else None
         return () if outcome is None or isinstance(outcome, Measured) else outcome.evidence.log_tail
 
-    def counts(self) -> dict[str, int]:
-        """Number of trials per status, checks left out, in order of first appearance."""
-        counts: dict[str, int] = {}
-        for trial in self.searched():
-            counts[trial.status] = counts.get(trial.status, 0) + 1
-        return counts
+    def counts(self) -> dict[TrialStatus, int]:
+        """Number of trials per status, checks left out, in the order of the statuses; none that no trial has."""
+        statuses: tuple[TrialStatus, ...] = get_args(TrialStatus)
+        return {status: count for status in statuses if (count := self.num_by_status.get(status, 0))}
 
 
 def describe_failure(outcome: Any) -> str:

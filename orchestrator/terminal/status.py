@@ -19,9 +19,8 @@ from orchestrator.report.summary import speedup
 from orchestrator.report.verdict import headline
 from orchestrator.space.naming import short_name
 from orchestrator.status.overview import Spent, budgets, failures, summary_of
-from orchestrator.status.snapshot import AT_REST, Snapshot
-from orchestrator.sweep.documents import Recorded
 from orchestrator.sweep.home import Home
+from orchestrator.sweep.snapshot import AT_REST, Snapshot
 from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
 from orchestrator.terminal.live import phase_words
 from orchestrator.terminal.proof import check_words, render_confirmation
@@ -48,7 +47,7 @@ def render_status(sweep: Snapshot, home: Home, invocation: Invocation) -> Render
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold", ratio=1)
-    for label, value in (*_facts(sweep), *_links(sweep, home)):
+    for label, value in (*_facts(sweep), *_links(sweep)):
         grid.add_row(label, value)
     parts += [Text(""), grid]
     if sweep.running:
@@ -96,14 +95,12 @@ def _facts(sweep: Snapshot) -> list[tuple[str, Text]]:
     return facts
 
 
-def _links(sweep: Snapshot, home: Home) -> list[tuple[str, Text]]:
+def _links(sweep: Snapshot) -> list[tuple[str, Text]]:
     """Pages of the sweep on its tracking server; none where it has none, or nothing was recorded there yet."""
     uri = sweep.tracking_uri or ""
     if not uri.startswith("http"):
         return []
-    with home.open(sweep.name, begun=False) as ledger:
-        recorded = Recorded.of(ledger)
-    if recorded is None:
+    if (recorded := sweep.recorded) is None:
         return []
     links = sweep_links(public_uri(uri), recorded.experiment_id, recorded.run_id, sweep.name)
     return [(what, Text(url, style=f"link {url}")) for what, url in links.items()]

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 def make_page(ledger: Ledger, state: SweepState, summary: Summary, invocation: Invocation = PLAIN) -> Page:
     """With all that the ledger and the files beside it tell; ``state`` is a fold of its events."""
-    uri, recorded = summary.tracking_uri, Recorded.of(ledger)
+    uri, recorded = summary.tracking_uri, Recorded.read(ledger)
     links = {}
     if recorded is not None and uri.startswith("http"):
         links = sweep_links(uri, recorded.experiment_id, recorded.run_id, summary.sweep)
