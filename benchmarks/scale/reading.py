@@ -160,9 +160,8 @@ def main() -> None:
         print(json.dumps(found))
         return
     print(table(found))
-    print(
-        f"\n{args.trials} trials, ledger {found['ledger_mib']:.0f} MiB, copying {found['copying_ms_per_trial']:.2f} CPU ms/trial; {found['machine']}"
-    )
+    size, copying = f"{found['ledger_mib']:.0f} MiB", f"{found['copying_ms_per_trial']:.2f} CPU ms/trial"
+    print(f"\n{args.trials} trials, ledger {size}, copying the state {copying}; {found['machine']}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from orchestrator.sweep.events import Budget, SweepCreated
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState
+from orchestrator.sweep.values import Hardware
 from orchestrator.tracking.history import earlier_trials
 from orchestrator.tracking.tracker import Tracker
 from trials.codec import digest
@@ -91,6 +92,7 @@ def _created(
         max_concurrent=spec.search.max_concurrent,
         num_legal=len(made.candidates),
         hardware=topology.label,
+        devices=Hardware.of(topology),
         fingerprint=prints,
         num_earlier_trials=len(known.earlier),
         num_earlier_sweeps=num_sweeps(known.earlier),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -104,22 +103,20 @@ def _varied(spec: SweepSpec) -> frozenset[str]:
 
 
 def _topology(created: SweepCreated, device: str) -> tuple[Topology | None, str]:
-    """From the label and the fingerprint kept with the sweep: what this host has may be something else."""
-    match = re.fullmatch(r"(\d+)x(\d+) (.+)", created.hardware)
-    memory = created.fingerprint.get("device_memory_bytes", "")
-    if match is None or not memory.isdigit():
+    """From the hardware and the fingerprint kept with the sweep: what this host has may be something else."""
+    known, memory = created.known_devices, created.fingerprint.get("device_memory_bytes", "")
+    if known is None or not memory.isdigit():
         return None, "the hardware is not known"
-    num_nodes, num_devices, name = int(match[1]), int(match[2]), match[3]
     node = Node(
         name="node0",
         address="127.0.0.1",
-        num_devices=num_devices,
-        device_kind=_kind(name, device, created.fingerprint),
-        device_name=name,
+        num_devices=known.devices_per_node,
+        device_kind=known.device_kind or _kind(known.device_name, device, created.fingerprint),
+        device_name=known.device_name,
         device_memory_bytes=int(memory),
         threads_per_device=int(created.fingerprint.get("threads_per_device", "1")),
     )
-    return Topology(nodes=tuple(_named(node, i) for i in range(num_nodes))), ""
+    return Topology(nodes=tuple(_named(node, i) for i in range(known.num_nodes))), ""
 
 
 def _named(node: Node, number: int) -> Node:
@@ -127,7 +124,7 @@ def _named(node: Node, number: int) -> Node:
 
 
 def _kind(device_name: str, device: str, fingerprint: Mapping[str, Any]) -> DeviceKind:
-    """Nothing records it: a name in the catalogue tells, else whether the host had a driver of GPUs."""
+    """For old ledgers, which do not say: a name in the catalogue tells, else whether the host had a driver of GPUs."""
     if device in ("cpu", "cuda"):
         return "cpu" if device == "cpu" else "cuda"
     try:

@@ -18,8 +18,6 @@ from trials.secrets import redact_all
 if TYPE_CHECKING:
     from orchestrator.config.notify import NotifyEvent
 
-BUDGET_SPENT = "the budget of "
-"""What the reasons of sweeps say that ended because a budget was spent, or the search's share of it."""
 MAX_FAILURES = 5
 MAX_CHARS = 300
 
@@ -47,7 +45,7 @@ def notification(
     event = entry.event
     match event:
         case SweepFinished(status="finished"):
-            return "budget" if BUDGET_SPENT in event.reason else "finished"
+            return "budget" if event.cause.is_budget else "finished"
         case SweepFinished():
             return "cancelled" if event.status == "cancelled" else "failed"
         case SweepPaused():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from orchestrator.space.naming import diff, short_name
 from orchestrator.sweep.events import AttemptEnded, LedgerEvent, TrialsRetried
 from orchestrator.sweep.fold import apply
 from orchestrator.sweep.home import Home, attempt_folder
-from orchestrator.sweep.limits import reason_to_fail, spent_budget
+from orchestrator.sweep.limits import failure, spent_budget
 from orchestrator.sweep.snapshot import AT_REST, Snapshot
 from orchestrator.sweep.state import Attempt, SweepState, Trial, find_trial, nodes_of, nodes_to_avoid
 from orchestrator.text import plain
@@ -232,31 +231,25 @@ def why_pending(sweep: Snapshot, trial: Trial) -> tuple[str, ...]:
         remedy = "; `resume` goes on with it" if phase in ("paused", "interrupted") else ""
         return (f"the sweep {'is' if phase not in AT_REST or phase == 'paused' else 'was'} {phase}{reason}{remedy}",)
     state = sweep.at_present
-    if failing := reason_to_fail(state):
-        return (f"the sweep is about to fail: {failing}",)
+    if failing := failure(state):
+        return (f"the sweep is about to fail: {failing.reason}",)
     if spent := spent_budget(state):
         return (f"{spent}: nothing is launched any more",)
     return (_devices(sweep, trial), *_lease(sweep), *_queue(sweep), *_avoided(trial))
 
 
-def devices_per_node(state: SweepState) -> int | None:
-    """As the topology's label tells, like ``2x8 NVIDIA H200``; None where it does not."""
-    match = re.match(r"\d+x(\d+) ", state.sweep.hardware)
-    return int(match[1]) if match else None
-
-
 def _devices(sweep: Snapshot, trial: Trial) -> str:
     """Needs, has, and who has the rest."""
-    state, needed, per_node = sweep.state, trial.candidate.layout.world_size, devices_per_node(sweep.state)
+    state, needed, known = sweep.state, trial.candidate.layout.world_size, sweep.state.sweep.known_devices
     nodes = [node for node in sweep.lease.nodes if node not in state.quarantined]
     busy = sum(state.trials[number].attempts[-1].num_devices for number in state.running)
     by = " ".join(units.trial_id(number) for number in sorted(state.running))
     taken = f"{busy} busy with {by}" if busy else "none of them busy"
     needs = f"it needs {count(needed, 'device')}"
-    if per_node is None:
+    if known is None:
         return f"{needs}; the lease holds {count(len(nodes), 'node')}; devices: {taken}"
-    num_nodes = math.ceil(needed / per_node)
-    held = f"the lease holds {count(len(nodes), 'node')} with {count(len(nodes) * per_node, 'device')}, {taken}"
+    num_nodes, num_devices = math.ceil(needed / known.devices_per_node), len(nodes) * known.devices_per_node
+    held = f"the lease holds {count(len(nodes), 'node')} with {count(num_devices, 'device')}, {taken}"
     return f"{needs} on {count(num_nodes, 'node')}; {held}"
 
 

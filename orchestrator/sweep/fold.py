@@ -109,6 +109,7 @@ def _apply_to_proof(state: SweepState, event: ProofEvent) -> SweepState:
                 finalists=event.finalists,
                 reason=event.reason,
                 first_check=event.first_check,
+                cause=event.cause,
                 is_asked=bool(state.to_confirm),
             )
             return replace(state, proof=begun, to_confirm=(), waiting=_without_proof(state))
@@ -153,7 +154,8 @@ def _apply_asked(state: SweepState, event: Asked) -> SweepState:
 
 def _apply_end(state: SweepState, event: SweepPaused | SweepFinished) -> SweepState:
     status: SweepStatus = "paused" if isinstance(event, SweepPaused) else event.status
-    return replace(state, status=status, finish_reason=event.reason, asked=None, nodes=())
+    cause = event.cause if isinstance(event, SweepFinished) else None
+    return replace(state, status=status, finish_reason=event.reason, finish_cause=cause, asked=None, nodes=())
 
 
 def _apply_retried(state: SweepState, event: TrialsRetried) -> SweepState:
@@ -190,7 +192,7 @@ def _apply_checks_asked(state: SweepState, event: ChecksAsked) -> SweepState:
 
 def _opened(state: SweepState) -> SweepState:
     """A sweep that is over goes on."""
-    return replace(state, status="running", finish_reason="") if state.is_over else state
+    return replace(state, status="running", finish_reason="", finish_cause=None) if state.is_over else state
 
 
 def is_retriable(state: SweepState, number: int) -> bool:

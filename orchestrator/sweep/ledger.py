@@ -310,7 +310,7 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
     """A log that has been left behind on a disk that cannot be written to is looked past: nobody can be writing it."""
     db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=_BUSY_S)
     try:
-        db.execute("SELECT count(*) FROM events")
+        db.execute("SELECT max(seq) FROM events")
     except sqlite3.OperationalError:
         db.close()
         if os.access(path.parent, os.W_OK):

@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args
 from cluster.hardware.topology import Device
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.events import Action, CandidatesPruned, Origin, Promoted, SweepCreated
-from orchestrator.sweep.values import Check, Evaluation, PredictedResult, Verdict
+from orchestrator.sweep.values import Check, Evaluation, FinishCause, PredictedResult, Verdict
 from orchestrator.sweep.vector import Vector
 from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly
 from trials.spec import Candidate
@@ -127,8 +127,10 @@ class ProofState:
     finalists: tuple[int, ...]
     """Fastest first."""
     reason: str
+    """Why the search ended."""
     first_check: int
     """Number from which on checks belong to it."""
+    cause: FinishCause = FinishCause.UNKNOWN
     is_asked: bool = False
     """By a person, so that the sweep's budget does not bound it."""
     evaluations: tuple[Evaluation, ...] = ()
@@ -152,6 +154,8 @@ class SweepState:
     status: SweepStatus = "running"
     finish_reason: str = ""
     """Why it finished, failed, was cancelled or paused."""
+    finish_cause: FinishCause | None = None
+    """The same for programs; None while it is not over."""
     asked: Action | None = None
     """What somebody wants done and is not done yet."""
     asked_by: str = ""

@@ -1,4 +1,4 @@
-"""What a proof is made of, as values that the ledger stores. Standard library only.
+"""Values that the ledger's events are made of: checks, proofs, verdicts, predictions, hardware, why a sweep ended.
 
 A *check* is a trial that tests something known instead of searching: it runs the candidate of an earlier trial again.
 The search never learns from checks, and they do not count as its trials.
@@ -6,10 +6,74 @@ The search never learns from checks, and they do not count as its trials.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from enum import StrEnum
+from typing import ClassVar, Literal, Self
 
+from cluster.hardware.topology import DeviceKind, Topology
 from trials.spec import Candidate, ProfileSpec
+
+
+class FinishCause(StrEnum):
+    """Why a sweep ended. The event's ``reason`` says it in words, with numbers."""
+
+    BUDGET_TRIALS = "budget_trials"
+    BUDGET_DEVICE_HOURS = "budget_device_hours"
+    BUDGET_WALL_TIME = "budget_wall_time"
+    PATIENCE = "patience"
+    """None of the last trials was faster than the best one."""
+    EXHAUSTED = "exhausted"
+    """The search has nothing left that it would measure."""
+    SAME_ERROR = "same_error"
+    """The first attempts all failed with the same error."""
+    FAULTS_IN_A_ROW = "faults_in_a_row"
+    CANCELLED = "cancelled"
+    UNKNOWN = "unknown"
+    """Ledgers written before causes were kept."""
+
+    @property
+    def is_budget(self) -> bool:
+        """Whether a budget was spent, or the search's share of one."""
+        return self in (self.BUDGET_TRIALS, self.BUDGET_DEVICE_HOURS, self.BUDGET_WALL_TIME)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """Why a sweep or its search ends: for programs, and in words for people."""
+
+    cause: FinishCause
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """The nodes a sweep was created for, all alike."""
+
+    num_nodes: int
+    devices_per_node: int
+    device_name: str
+    device_kind: DeviceKind | None = None
+    """None: not known."""
+
+    @classmethod
+    def of(cls, topology: Topology) -> Self:
+        """What ``topology`` is made of, by its first node."""
+        first = topology.nodes[0]
+        return cls(
+            num_nodes=len(topology.nodes),
+            devices_per_node=first.num_devices,
+            device_name=first.device_name,
+            device_kind=first.device_kind,
+        )
+
+    @classmethod
+    def of_label(cls, label: str) -> Self | None:
+        """What :attr:`cluster.hardware.topology.Topology.label` tells, where an old ledger has nothing else; None where
+        it is no such label."""
+        match = re.fullmatch(r"(\d+)x(\d+) (.+)", label)
+        return match and cls(num_nodes=int(match[1]), devices_per_node=int(match[2]), device_name=match[3])
+
 
 GateRole = Literal["baseline", "finalist", "reference", "finalist_reference"]
 """Who trains in a gate run; the references are the baseline and the finalist in fp32 (O0)."""

@@ -122,7 +122,7 @@ def test_a_sweep_that_the_controller_ends_for_its_budget_is_told_as_budget() -> 
     events = [created(budget=Budget(max_trials=1)), *trial(0, measured())]
     (finish,) = decide(fold(events))
     assert isinstance(finish, Finish)
-    end = SweepFinished(at_s=9.0, status=finish.status, reason=finish.reason)
+    end = SweepFinished(at_s=9.0, status=finish.status, reason=finish.reason, cause=finish.cause)
     assert told(*events, end)[-1] == "budget"
     assert told(*events, FINISHED)[-1] == "finished"
     for status in ("failed", "cancelled"):
