@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.sweep.state import MAX_FASTEST, SweepState, Trial
 from orchestrator.sweep.vector import Vector
 
 SHARE_OF_ENDED = 12
@@ -47,7 +47,7 @@ def as_of(state: SweepState, num_ended: int, num_trials: int) -> SweepState:
         state,
         trials=Vector(trials),
         end_order=Vector(end_order),
-        best_trial=min(speeds, key=lambda number: (-speeds[number], number), default=None),
+        fastest=tuple(sorted(speeds, key=lambda number: (-speeds[number], number))[:MAX_FASTEST]),
     )
 
 

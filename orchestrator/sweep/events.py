@@ -55,7 +55,7 @@ class SweepCreated:
     fingerprint: Mapping[str, str]
     """Environment: library versions, driver, host kind. Trials are comparable only where it is equal."""
     num_earlier_trials: int = 0
-    """Of earlier sweeps, from which the search learned before its first trial."""
+    """Number of trials of earlier sweeps from which the search learned before its first trial."""
     num_earlier_sweeps: int = 0
     proof: ProofSettings = field(default_factory=ProofSettings)
     profiled: tuple[str, ...] = ()

@@ -30,7 +30,7 @@ from orchestrator.sweep.events import (
     VerdictReached,
 )
 from orchestrator.sweep.limits import spent_by_search
-from orchestrator.sweep.state import MAX_FAILURES, Attempt, ProofState, SweepState, SweepStatus, Trial
+from orchestrator.sweep.state import MAX_FAILURES, MAX_FASTEST, Attempt, ProofState, SweepState, SweepStatus, Trial
 from orchestrator.sweep.values import ConfirmationRun, GateRun, ProfileRun
 from orchestrator.sweep.vector import Vector
 from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Outcome, StoppedEarly, TimedOut
@@ -263,7 +263,7 @@ def _apply_ended(state: SweepState, event: AttemptEnded) -> SweepState:
     )
     if goes_again:
         return replace(state, waiting=tuple(sorted((*state.waiting, trial.number))))
-    return replace(state, best_trial=trial.number) if _beats_best(state, trial) else state
+    return _rank(state, trial)
 
 
 def _with_trial(state: SweepState, before: Trial, trial: Trial) -> SweepState:
@@ -333,12 +333,15 @@ def blamed_node(outcome: Outcome) -> str | None:
             return None
 
 
-def _beats_best(state: SweepState, trial: Trial) -> bool:
-    """Whether it has the highest tokens/s/p so far; the lower number on a tie."""
-    if trial.check is not None:
-        return False
-    measurement, best = trial.measurement, state.best
-    if measurement is None or best is None or best.measurement is None:
-        return measurement is not None
-    ahead = measurement.tokens_per_s_per_device - best.measurement.tokens_per_s_per_device
-    return ahead > 0 or (ahead == 0 and trial.number < best.number)
+def _rank(state: SweepState, trial: Trial) -> SweepState:
+    """The state in which a trial that has just ended has its place among the fastest, if it deserves one."""
+    if trial.check is not None or trial.measurement is None:
+        return state
+    speeds = {number: _speed(state.trials[number]) for number in (*state.fastest, trial.number)}
+    fastest = sorted(speeds, key=lambda number: (-speeds[number], number))[:MAX_FASTEST]
+    return replace(state, fastest=tuple(fastest))
+
+
+def _speed(trial: Trial) -> float:
+    assert trial.measurement is not None
+    return trial.measurement.tokens_per_s_per_device

@@ -138,8 +138,8 @@ class ProofState:
     """None while it goes on."""
 
 
-MAX_FAILURES = 5
-"""Latest failures that a state names."""
+MAX_FAILURES, MAX_FASTEST = 5, 12
+"""Latest failures, and fastest trials, that a state names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,9 @@ class SweepState:
     """Numbers of those to be launched, or launched again; in order."""
     running: frozenset[int] = frozenset()
     """Numbers of those that run."""
-    best_trial: int | None = None
+    fastest: tuple[int, ...] = ()
+    """Numbers of the measured trials with the highest tokens/s/p, checks left out, the lower number first on a tie;
+    :data:`MAX_FASTEST` at most."""
     pruned: Vector[CandidatesPruned] = field(default_factory=Vector)
     exhausted: str = ""
     """Why there is nothing left to propose; empty while there is."""
@@ -245,7 +247,7 @@ class SweepState:
 
     @property
     def verdict(self) -> Verdict | None:
-        """Of the last proof; None while there is none."""
+        """What the last proof came to; None while there is none."""
         return self.proof.verdict if self.proof else None
 
     @property
@@ -255,6 +257,11 @@ class SweepState:
         if self.verdict is None or self.verdict.conclusion == "unconfirmed":
             return self.best
         return self.baseline if self.verdict.winner is None else self.trials[self.verdict.winner]
+
+    @property
+    def best_trial(self) -> int | None:
+        """Number of the best trial; None while nothing was measured."""
+        return self.fastest[0] if self.fastest else None
 
     @property
     def baseline(self) -> Trial | None:
@@ -296,7 +303,7 @@ def nodes_to_avoid(trial: Trial) -> tuple[str, ...]:
 
 
 def device_seconds(trial: Trial) -> float:
-    """Of one step of a measured trial."""
+    """Device time of one step of a measured trial."""
     assert trial.measurement is not None
     return trial.measurement.step_time_s * trial.measurement.world_size
 

@@ -117,7 +117,7 @@ class ConfirmSettings:
     min_rounds: int = 3
     max_rounds: int = 8
     budget_share: float = 0.2
-    """Of device-hours and wall time: the search leaves it over for the proof."""
+    """Share of device-hours and wall time, 0 to 1, that the search leaves over for the proof."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +195,7 @@ class Verdict:
     reason: str
     """One sentence for people."""
     speedup: RatioInterval | None = None
-    """Of the winner, or of the fastest finalist where none won."""
+    """How much faster the winner is, or the fastest finalist where none won."""
     tied_with: tuple[int, ...] = ()
     """Finalists that cannot be told from the winner."""
     num_rounds: int = 0
@@ -211,9 +211,9 @@ class PredictedResult:
     log_spread: float
     """Standard deviation of log(measured / expected step time)."""
     peak_bytes: float
-    """Of the fullest rank, by the cost model alone."""
+    """Peak memory of the fullest rank, by the cost model alone."""
     probability_fits: float
-    """Of not running out of memory."""
+    """Probability that it does not run out of memory, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)

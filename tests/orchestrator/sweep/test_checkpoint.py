@@ -29,12 +29,12 @@ from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.snapshot import read_snapshot
-from orchestrator.sweep.state import SweepState
+from orchestrator.sweep.state import MAX_FASTEST, SweepState
 from orchestrator.sweep.vector import BLOCK_SIZE
 from tests.support import long_story
 from tests.support.proof_story import proof_events
 from tests.support.story import created, ended, evidence, failures, launched, measured, proposed
-from trials.outcome import Outcome, StoppedEarly
+from trials.outcome import Measured, Outcome, StoppedEarly
 
 
 def story(rng: random.Random, num_trials: int) -> Iterator[LedgerEvent]:
@@ -45,7 +45,7 @@ def story(rng: random.Random, num_trials: int) -> Iterator[LedgerEvent]:
     stopped = StoppedEarly(
         step_times_s=(1.5,), evidence=evidence(), incumbent=0, at_least_s=1.5, saved_device_seconds=0.1
     )
-    outcomes: list[Outcome] = [*failures().values(), measured(0.1), measured(0.07), stopped]
+    outcomes: list[Outcome] = [*failures().values(), measured(0.1), measured(0.07), measured(0.08), stopped]
     attempts: dict[int, int] = {}
     at_s, epochs = 1.0, itertools.count(2)
     for number in range(num_trials):
@@ -63,6 +63,8 @@ def story(rng: random.Random, num_trials: int) -> Iterator[LedgerEvent]:
 
 def _launch(number: int, attempts: dict[int, int], outcome: Outcome, at_s: float) -> Iterator[LedgerEvent]:
     attempt = attempts[number] = attempts.get(number, -1) + 1
+    if isinstance(outcome, Measured):
+        del attempts[number]  # it is not launched again
     yield launched(number, attempt, at_s=at_s)
     if isinstance(outcome, StoppedEarly):
         yield AttemptStopped(at_s=at_s, trial=number, token=f"token-{number}-{attempt}", outcome=outcome)
@@ -123,6 +125,8 @@ def test_whatever_people_ask_for_at_every_look_is_counted_along() -> None:
     assert state.counts() == counts
     saved = [t.outcome.saved_device_seconds for t in state.searched() if isinstance(t.outcome, StoppedEarly)]
     assert saved and state.saved_device_seconds == pytest.approx(sum(saved))
+    speeds = {t.number: t.measurement.tokens_per_s_per_device for t in state.searched() if t.measurement}
+    assert list(state.fastest) == sorted(speeds, key=lambda number: (-speeds[number], number))[:MAX_FASTEST]
     assert [trial.number for trial in state.checks()] == [t.number for t in state.trials if t.check is not None]
 
 
