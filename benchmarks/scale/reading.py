@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.hardware.topology import Device, cpu_model
-from orchestrator.sweep.checkpoint import Keeper
+from orchestrator.sweep.checkpoint import CheckpointWriter
 from orchestrator.sweep.events import (
     AttemptEnded,
     AttemptLaunched,
@@ -81,7 +81,7 @@ def fill(home: Home, name: str, num_trials: int, *, seed: int = 0, copied: bool 
     into copies of the state. Without ``copied`` there is none, as in ledgers of old."""
     copying_s = 0.0
     with Ledger(home.sweep_folder(name)) as ledger:
-        keeper = Keeper(ledger)
+        keeper = CheckpointWriter(ledger)
         for event in story(num_trials, name, seed):
             ledger.append(event)
             if copied:

@@ -80,7 +80,7 @@ def watch(sweep: str, home: Path, as_json: bool) -> None:
       tune-cluster watch quickstart
       tune-cluster watch quickstart --json | jq 'select(.change == "trial")'
     """
-    from orchestrator.status.watch import changes, looks, show, turn
+    from orchestrator.status.watch import changes, follow, phase_change, show
     from orchestrator.sweep.home import Home
     from orchestrator.sweep.snapshot import Snapshot
     from orchestrator.terminal import status as report_status
@@ -89,13 +89,13 @@ def watch(sweep: str, home: Path, as_json: bool) -> None:
     last: Snapshot | None = None
     try:
         with Home(home).open(sweep, begun=False) as ledger, LiveView() as view:
-            for seen in looks(ledger, Home(home)):
+            for seen in follow(ledger, Home(home)):
                 if as_json:
                     for line in changes(seen, last):
                         click.echo(json.dumps(line))
                     sys.stdout.flush()
                 else:
-                    if (words := turn(seen, last)) and not view.console.is_terminal:
+                    if (words := phase_change(seen, last)) and not view.console.is_terminal:
                         click.echo(words, err=True)
                     show(view, seen, last)
                 last = seen

@@ -1,4 +1,4 @@
-"""Pause, drain, cancel and retry, from outside the controller."""
+"""Asks something of a sweep from outside its controller: pause, drain, cancel, retry, confirm, profile."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Receipt:
     is_controlled: bool
     """Whether a controller is at work, which takes the request up within a second or two."""
     trials: tuple[int, ...] = ()
-    """Those to be launched again, confirmed or profiled."""
+    """Trials to be launched again, confirmed or profiled."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -86,9 +86,8 @@ def ask_checks(name: str, home: Home, what: Literal["confirm", "profile"], trial
     """Have a trial confirmed against the baseline, or profiled; a finished sweep is open again.
 
     Args:
-        trial: as people write it, see :func:`orchestrator.sweep.state.find_trial`; None: the best one to confirm, the
-        winner
-            to profile.
+        trial: as people write it, see :func:`orchestrator.sweep.state.find_trial`; None: the best one to
+            confirm, the winner to profile.
 
     Raises:
         ConfigError: there is no such sweep or trial, it was not measured, or the sweep failed or was cancelled.
@@ -118,6 +117,7 @@ def _check_open(name: str, state: SweepState) -> None:
 
 
 def _answer(name: str, ledger: Ledger, number: int, trials: tuple[int, ...] = ()) -> Receipt:
+    """What becomes of request ``number``: a controller at work takes it up; without one it is done here."""
     deadline_s = time.monotonic() + CLOSING_S
     seen = read_snapshot(ledger)
     while seen.is_held and seen.state.is_over and time.monotonic() < deadline_s:

@@ -1,4 +1,4 @@
-"""What ``logs`` prints: for people, as JSON, and line by line as it is written."""
+"""Prints logs of trials and controllers (``logs``): for people, as JSON, and line by line as they are written."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def show_controller_log(name: str, home: Home, out: Output) -> None:
 
 
 def _follow_ranks(home: Home, sweep: Snapshot, found: AttemptLogs, out: Output) -> None:
-    """Until the attempt has ended. A rank that has not begun to write is waited for where its node may be this one."""
+    """Print what is written until the attempt has ended. A rank that has not begun to write is waited for where it may
+    run on this host."""
     several, seen = len(found.ranks) > 1, sweep
 
     def is_over() -> bool:
@@ -92,7 +93,7 @@ def _follow_ranks(home: Home, sweep: Snapshot, found: AttemptLogs, out: Output) 
 
 
 def _show(found: AttemptLogs, out: Output) -> None:
-    """A log that lies elsewhere is stood in for by what was sent home from there."""
+    """Print the logs. In place of one that lies on another host, its last lines that were sent home."""
     shown = found.ranks[:MAX_RANKS]
     for log in shown:
         if log.is_here:
@@ -118,7 +119,7 @@ def _show_rank(log: RankLog, out: Output, *, with_heading: bool) -> None:
 
 
 def _show_evidence(found: AttemptLogs, out: Output) -> None:
-    """What the ledger keeps of a failure."""
+    """Print what the ledger keeps of a failure."""
     if found.evidence is None:
         return
     lines = log_tail(found.evidence)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, get_args
 
 from cluster.base import GangProgress
-from orchestrator.sweep.checkpoint import Keeper
+from orchestrator.sweep.checkpoint import CheckpointWriter
 from orchestrator.sweep.documents import (
     JOB_VARIABLE,
     MODE_VARIABLE,
@@ -71,7 +71,7 @@ class Heartbeat:
         self._progress: dict[str, RankProgress] = {}
         self._lease: tuple[tuple[str, ...], str] | None = None
         self._written_at_s = 0.0
-        self._keeper = Keeper(ledger)
+        self._keeper = CheckpointWriter(ledger)
         self._kept_at_s = clock()
         job = os.environ.get(JOB_VARIABLE)
         mode: Mode = next((mode for mode in get_args(Mode) if mode == os.environ.get(MODE_VARIABLE)), "foreground")

@@ -18,14 +18,14 @@ from orchestrator.errors import ConfigError
 from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.planning.plan import Plan, make_plan
 from orchestrator.sweep.events import SweepCreated
-from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.ledger import Ledger, LedgerError
 from orchestrator.sweep.snapshot import read_snapshot
 from orchestrator.sweep.state import SweepState, find_trial
 from orchestrator.units import status_words
 
 logger = logging.getLogger(__name__)
 
-UNREADABLE = (KeyError, TypeError, ValueError, ValidationError, ConfigError)
+UNREADABLE = (KeyError, TypeError, ValueError, ValidationError, ConfigError, LedgerError)
 """What documents of another version of this program may raise."""
 
 

@@ -1,4 +1,5 @@
-"""One trial explained from the ledger: why it was proposed, why it waits, what became of each launch of it."""
+"""Explains one trial of a sweep (``explain SWEEP TRIAL``): why it was proposed, why it waits, how each attempt ended,
+and what the sweep did about that. Everything is told from the ledger, in sentences and as JSON."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ from trials.outcome import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptStory:
-    """One launch of the trial, and what the sweep made of its end."""
+class AttemptExplanation:
+    """One launch of the trial, how it ended, and what followed from that."""
 
     number: int
     attempt: Attempt
@@ -47,8 +48,8 @@ class AttemptStory:
     """From launch to verified release; of a running one, until now."""
     folder: Path
     """Where its ranks work, on each of its nodes."""
-    made_of_it: tuple[str, ...]
-    """Sentences; empty while it runs."""
+    consequences: tuple[str, ...]
+    """What the sweep did about its end, in sentences; empty while it runs."""
 
     @property
     def is_blameless(self) -> bool:
@@ -61,6 +62,7 @@ class AttemptStory:
         return getattr(self.attempt.outcome, "evidence", None)
 
     def to_json(self) -> dict[str, Any]:
+        """Its part of ``explain --json``."""
         outcome = self.attempt.outcome
         return {
             "attempt": self.number,
@@ -74,25 +76,27 @@ class AttemptStory:
             "device_seconds": self.attempt.device_seconds,
             "cause": outcome.cause if isinstance(outcome, GangLost) else None,
             "evidence": _evidence_json(self.evidence),
-            "made_of_it": list(self.made_of_it),
+            "made_of_it": list(self.consequences),
             "folder": str(self.folder),
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What there is to say of a trial."""
+    """Everything there is to say about one trial."""
 
     sweep: str
     unit: str
+    """Unit of speeds, such as ``tokens/s/p``."""
     trial: Trial
     changed: Mapping[str, tuple[Any, Any]]
     """Knobs in which it differs from the baseline: (baseline's value, its value)."""
     pending: tuple[str, ...]
     """Why it was not launched yet, or not again; empty where it does not wait."""
-    attempts: tuple[AttemptStory, ...]
+    attempts: tuple[AttemptExplanation, ...]
+    """In the order of the launches."""
     proof: tuple[str, ...]
-    """What the last proof showed of it, in words; empty where it was no finalist."""
+    """What the last proof found out about it, in sentences; empty where it was no finalist."""
     ruled_out: Mapping[str, int]
     """Rule to the number of candidates that are not tried because this trial ran out of memory."""
 
@@ -102,7 +106,7 @@ class Explanation:
 
     @property
     def surprise(self) -> float | None:
-        """Measured step time over the expected one; None where one of them is unknown."""
+        """Measured over expected step time; None where one of them is unknown."""
         if self.measurement is None or self.trial.expected is None:
             return None
         return self.measurement.step_time_s / self.trial.expected.step_time_s
@@ -123,7 +127,7 @@ class Explanation:
             "measured": _measured_json(self.measurement),
             "measured_over_expected": self.surprise,
             "pending": list(self.pending),
-            "attempts": [story.to_json() for story in self.attempts],
+            "attempts": [attempt.to_json() for attempt in self.attempts],
             "proof": list(self.proof),
             "ruled_out": dict(self.ruled_out),
             "device_seconds": trial.device_seconds,
@@ -145,83 +149,15 @@ def explain(name: str, text: str, home: Home) -> Explanation:
         unit=state.sweep.workload.speed_unit,
         trial=trial,
         changed=diff(trial.candidate, state.trials[0].candidate),
-        pending=why_pending(sweep, trial),
-        attempts=tuple(_stories(sweep, trial, home)),
+        pending=_why_pending(sweep, trial),
+        attempts=tuple(_attempts(sweep, trial, home)),
         proof=tuple(_proof(state, trial.number)),
         ruled_out={rule: count for rules in ruled_out for rule, count in rules.items()},
     )
 
 
-def _proof(state: SweepState, number: int) -> Iterator[str]:
-    for one in proof_data.finalists(state):
-        if one.trial == number:
-            speed = f"{one.overall.value:.2f}x the baseline ({ratio_interval(one.overall)}), " if one.overall else ""
-            yield f"measured again in {rounds(len(one.rounds))}: {speed}{one.words}"
-    yield from (f"loss gate {gate_words(report)}" for report in proof_data.gates(state) if report.trial == number)
-    yield from (
-        f"your evaluation: {evaluation_words(one)}" for one in proof_data.evaluations(state) if one.trial == number
-    )
-
-
-def _stories(sweep: Snapshot, trial: Trial, home: Home) -> list[AttemptStory]:
-    """By going through all events once more: what an end led to shows in the states before and after it."""
-    with home.open(sweep.name, begun=False) as ledger:
-        ends = _ends(ledger.events(), trial.number) if trial.attempts else {}
-    now_s = sweep.at_present.now_s
-    return [
-        AttemptStory(
-            number=index,
-            attempt=attempt,
-            duration_s=max(0.0, ends.get(attempt.token, _End(at_s=now_s)).at_s - attempt.launched_at_s),
-            folder=attempt_folder(sweep.folder, trial.number, index, attempt.token),
-            made_of_it=ends[attempt.token].made_of_it if attempt.token in ends else (),
-        )
-        for index, attempt in enumerate(trial.attempts)
-    ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _End:
-    at_s: float
-    made_of_it: tuple[str, ...] = ()
-
-
-def _ends(events: Iterable[LedgerEvent], number: int) -> dict[str, _End]:
-    """By token: when the trial's attempts ended, and what that led to."""
-    ends: dict[str, _End] = {}
-    state, last = SweepState(), ""
-    for event in events:
-        before, state = state, apply(state, event)
-        match event:
-            case AttemptEnded(trial=trial, token=token) if trial == number and token not in ends:
-                ends[token] = _End(at_s=event.at_s, made_of_it=made_of_it(before, state, number, event.outcome))
-                last = token
-            case TrialsRetried(trials=trials) if number in trials and last:
-                asked = f"launched again because {plain(event.by)} asked for it"
-                ends[last] = replace(ends[last], made_of_it=(*ends[last].made_of_it, asked))
-            case _:
-                pass
-    return ends
-
-
-def _evidence_json(evidence: Evidence | None) -> dict[str, Any] | None:
-    if evidence is None:
-        return None
-    return {**to_json(evidence), "signal": signal_name(evidence.exit_code)}
-
-
-def _measured_json(measurement: Measurement | None) -> dict[str, Any] | None:
-    if measurement is None:
-        return None
-    return {
-        "step_time_s": measurement.step_time_s,
-        "tokens_per_s_per_device": measurement.tokens_per_s_per_device,
-        "peak_bytes": measurement.peak_bytes,
-    }
-
-
-def why_pending(sweep: Snapshot, trial: Trial) -> tuple[str, ...]:
-    """The reasons, the one that decides first; empty where the trial does not wait."""
+def _why_pending(sweep: Snapshot, trial: Trial) -> tuple[str, ...]:
+    """Why the trial was not launched yet, the deciding reason first; empty where it does not wait."""
     if trial.number not in sweep.state.waiting:
         return ()
     phase, reason = sweep.phase, f": {sweep.reason}" if sweep.reason else ""
@@ -239,7 +175,7 @@ def why_pending(sweep: Snapshot, trial: Trial) -> tuple[str, ...]:
 
 
 def _devices(sweep: Snapshot, trial: Trial) -> str:
-    """Needs, has, and who has the rest."""
+    """How many devices the trial needs, how many the sweep holds, and which trials have them."""
     state, needed, known = sweep.state, trial.candidate.layout.world_size, sweep.state.sweep.known_devices
     nodes = [node for node in sweep.lease.nodes if node not in state.quarantined]
     busy = sum(state.trials[number].attempts[-1].num_devices for number in state.running)
@@ -254,6 +190,7 @@ def _devices(sweep: Snapshot, trial: Trial) -> str:
 
 
 def _lease(sweep: Snapshot) -> list[str]:
+    """Nodes that the sweep does not get, or does not use any more."""
     lease, quarantined = sweep.lease, sorted(sweep.state.quarantined)
     missing = f"{len(lease.nodes)} of {lease.wanted} nodes are held: {lease.waiting}" if lease.waiting else ""
     out = f"nothing is placed on {' '.join(quarantined)} any more: in quarantine" if quarantined else ""
@@ -261,27 +198,73 @@ def _lease(sweep: Snapshot) -> list[str]:
 
 
 def _queue(sweep: Snapshot) -> list[str]:
+    """How important the sweep is among those that share the nodes."""
     return [f"priority {sweep.lease.priority}"] if sweep.lease.priority else []
 
 
 def _avoided(trial: Trial) -> list[str]:
+    """Nodes on which earlier attempts failed."""
     avoided = nodes_to_avoid(trial)
     return [f"other nodes than {' '.join(avoided)} are preferred: it failed there"] if avoided else []
 
 
-LOSS_WORDS = {
+def _attempts(sweep: Snapshot, trial: Trial, home: Home) -> list[AttemptExplanation]:
+    """The trial's attempts. All events are folded once more: what an end led to shows in the states around it."""
+    with home.open(sweep.name, begun=False) as ledger:
+        ends = _ends(ledger.events(), trial.number) if trial.attempts else {}
+    now_s = sweep.at_present.now_s
+    return [
+        AttemptExplanation(
+            number=index,
+            attempt=attempt,
+            duration_s=max(0.0, ends.get(attempt.token, _End(at_s=now_s)).at_s - attempt.launched_at_s),
+            folder=attempt_folder(sweep.folder, trial.number, index, attempt.token),
+            consequences=ends[attempt.token].consequences if attempt.token in ends else (),
+        )
+        for index, attempt in enumerate(trial.attempts)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """When an attempt ended, and what followed from it."""
+
+    at_s: float
+    consequences: tuple[str, ...] = ()
+
+
+def _ends(events: Iterable[LedgerEvent], number: int) -> dict[str, _End]:
+    """Ends of the attempts of trial ``number``, by their tokens."""
+    ends: dict[str, _End] = {}
+    state, last = SweepState(), ""
+    for event in events:
+        before, state = state, apply(state, event)
+        match event:
+            case AttemptEnded(trial=trial, token=token) if trial == number and token not in ends:
+                ends[token] = _End(at_s=event.at_s, consequences=_consequences(before, state, number, event.outcome))
+                last = token
+            case TrialsRetried(trials=trials) if number in trials and last:
+                asked = f"launched again because {plain(event.by)} asked for it"
+                ends[last] = replace(ends[last], consequences=(*ends[last].consequences, asked))
+            case _:
+                pass
+    return ends
+
+
+_LOSSES = {
     "infrastructure": "a fault of the infrastructure: says nothing about the candidate",
     "controller": "ended by its controller: says nothing about the candidate, and counts for nothing",
     "preempted": "made room for another sweep: says nothing about the candidate, and counts for nothing",
 }
 
 
-def made_of_it(before: SweepState, after: SweepState, number: int, outcome: Outcome) -> tuple[str, ...]:
-    """What the end of an attempt of trial ``number`` led to; ``before`` and ``after`` are the states around it."""
+def _consequences(before: SweepState, after: SweepState, number: int, outcome: Outcome) -> tuple[str, ...]:
+    """What followed from the end of an attempt of trial ``number``, by the states before and after it."""
     return (*_told(before, after, number, outcome), *_goes_again(after, number, outcome), *_strikes(before, after))
 
 
 def _told(before: SweepState, after: SweepState, number: int, outcome: Outcome) -> list[str]:
+    """What the search learned, or whose fault it was."""
     if after.trials[number].check is not None and isinstance(outcome, Measured | OutOfMemory | Infeasible | Diverged):
         return ["a check: not told to the search"]
     match outcome:
@@ -294,7 +277,7 @@ def _told(before: SweepState, after: SweepState, number: int, outcome: Outcome) 
         case OutOfMemory() | Infeasible() | Diverged():
             return ["told to the search as a constraint: infeasible here"]
         case GangLost():
-            return [LOSS_WORDS[outcome.cause]]
+            return [_LOSSES[outcome.cause]]
         case HostOutOfMemory():
             return ["the host's memory ran out, not the device's: not told to the search"]
         case TimedOut() | Crashed():
@@ -303,7 +286,7 @@ def _told(before: SweepState, after: SweepState, number: int, outcome: Outcome) 
 
 
 def _goes_again(after: SweepState, number: int, outcome: Outcome) -> list[str]:
-    """Only losses and exhausted hosts are launched again, each kind on its own budget."""
+    """Whether the trial is launched again: only after losses and exhausted hosts, each kind on its own budget."""
     trial, budget = after.trials[number], after.sweep.budget
     if isinstance(outcome, HostOutOfMemory):
         number_of, limit = trial.num_host_ooms, budget.host_ooms_per_trial
@@ -318,8 +301,37 @@ def _goes_again(after: SweepState, number: int, outcome: Outcome) -> list[str]:
 
 
 def _strikes(before: SweepState, after: SweepState) -> list[str]:
+    """Faults that are held against a node, and what that means for it."""
     limit = after.sweep.budget.strikes_per_node
     struck = [node for node, count in after.strikes.items() if count > before.strikes.get(node, 0)]
     lines = [f"strike {after.strikes[node]} of {limit} against {node}" for node in struck]
     out = sorted(after.quarantined - before.quarantined)
     return [*lines, *(f"{node} is in quarantine since: nothing is placed there any more" for node in out)]
+
+
+def _proof(state: SweepState, number: int) -> Iterator[str]:
+    """What rounds, loss gate and evaluation came to for the trial of this number."""
+    for one in proof_data.finalists(state):
+        if one.trial == number:
+            speed = f"{one.overall.value:.2f}x the baseline ({ratio_interval(one.overall)}), " if one.overall else ""
+            yield f"measured again in {rounds(len(one.rounds))}: {speed}{one.words}"
+    yield from (f"loss gate {gate_words(report)}" for report in proof_data.gates(state) if report.trial == number)
+    yield from (
+        f"your evaluation: {evaluation_words(one)}" for one in proof_data.evaluations(state) if one.trial == number
+    )
+
+
+def _evidence_json(evidence: Evidence | None) -> dict[str, Any] | None:
+    if evidence is None:
+        return None
+    return {**to_json(evidence), "signal": signal_name(evidence.exit_code)}
+
+
+def _measured_json(measurement: Measurement | None) -> dict[str, Any] | None:
+    if measurement is None:
+        return None
+    return {
+        "step_time_s": measurement.step_time_s,
+        "tokens_per_s_per_device": measurement.tokens_per_s_per_device,
+        "peak_bytes": measurement.peak_bytes,
+    }

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """One budget: what of it is used. Without a limit, ``limit`` is None."""
+    """How much of one budget is used. Without a limit, ``limit`` is None."""
 
     name: str
     used: float

@@ -54,7 +54,7 @@ def read(ledger: Ledger) -> tuple[int, SweepState]:
     return header["seq"], SweepState(trials=Vector.of_blocks(blocks), **plain)
 
 
-class Keeper:
+class CheckpointWriter:
     """Keeps the copy in the ledger of a running sweep up to date."""
 
     def __init__(self, ledger: Ledger) -> None:

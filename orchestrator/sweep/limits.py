@@ -1,4 +1,4 @@
-"""When a sweep ends: budgets, patience, and failures that will not stop. Pure functions of its state."""
+"""When and why a sweep ends: budgets, patience, and failures that will not stop. Pure functions of its state."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class ProofState:
     """Number from which on checks belong to it."""
     cause: FinishCause = FinishCause.UNKNOWN
     is_asked: bool = False
-    """By a person, so that the sweep's budget does not bound it."""
+    """Whether a person asked for it, so that the sweep's budget does not bound it."""
     evaluations: tuple[Evaluation, ...] = ()
     verdict: Verdict | None = None
     """None while it goes on."""
@@ -162,16 +162,16 @@ class SweepState:
     num_requests: int = 0
     """Requests of the ledger taken in so far."""
     nodes: tuple[str, ...] | None = None
-    """Held now; None before anything was said about it."""
+    """Nodes held now; None before anything was said about them."""
     strikes: Mapping[str, int] = field(default_factory=dict)
     """Node to faults in a row that are blamed on it."""
     quarantined: frozenset[str] = frozenset()
-    """Nodes with so many that nothing is placed there any more."""
+    """Nodes with so many strikes that nothing is placed there any more."""
     trials: Vector[Trial] = field(default_factory=Vector)
     waiting: tuple[int, ...] = ()
-    """Numbers of those to be launched, or launched again; in order."""
+    """Numbers of the trials to be launched, or launched again; in order."""
     running: frozenset[int] = frozenset()
-    """Numbers of those that run."""
+    """Numbers of the trials that run."""
     fastest: tuple[int, ...] = ()
     """Numbers of the measured trials with the highest tokens/s/p, checks left out, the lower number first on a tie;
     :data:`MAX_FASTEST` at most."""
@@ -181,7 +181,7 @@ class SweepState:
     check_numbers: Vector[int] = field(default_factory=Vector)
     """Numbers of the trials that test an earlier one, in order."""
     proof: ProofState | None = None
-    """The last one begun."""
+    """The proof that was begun last."""
     to_confirm: tuple[int, ...] = ()
     """Trials that somebody wants to have confirmed."""
     to_profile: tuple[int, ...] = ()
@@ -221,7 +221,7 @@ class SweepState:
 
     @property
     def budgeted_device_seconds(self) -> float:
-        """Charged so far, with what running attempts hold until now."""
+        """Device time charged so far, with what running attempts hold until now."""
         running = (self.trials[number].attempts[-1] for number in self.running)
         return self.device_seconds + sum(
             max(0.0, self.now_s - attempt.launched_at_s) * attempt.num_devices for attempt in running
@@ -238,11 +238,11 @@ class SweepState:
 
     @property
     def num_searched(self) -> int:
-        """Number of trials without checks."""
+        """Number of the search's own trials, without checks."""
         return len(self.trials) - self.num_checks
 
     def searched(self) -> list[Trial]:
-        """Trials without checks, in order."""
+        """The search's own trials, without checks, in order."""
         return [trial for trial in self.trials if trial.check is None]
 
     @property
@@ -297,7 +297,7 @@ def describe_failure(outcome: Any) -> str:
 
 
 def nodes_to_avoid(trial: Trial) -> tuple[str, ...]:
-    """Those on which earlier attempts of the trial failed, in their order."""
+    """Nodes on which earlier attempts of the trial failed, in the order of the attempts."""
     blamed = (attempt.outcome.evidence.node for attempt in trial.attempts if isinstance(attempt.outcome, Failure))
     return tuple(dict.fromkeys(node for node in blamed if node))
 

@@ -17,7 +17,7 @@ from cluster.base import GangProgress
 from orchestrator.controller.observer import Heartbeat
 from orchestrator.invocation import PLAIN
 from orchestrator.status.overview import all_sweeps
-from orchestrator.status.watch import changes, looks, show
+from orchestrator.status.watch import changes, follow, show
 from orchestrator.sweep.events import Asked, SweepFinished, SweepPaused
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
@@ -159,7 +159,7 @@ def test_watch_follows_a_sweep_that_another_thread_writes_to_its_end(tmp_path):
     is_held.wait(30.0)
     before, lines, plain_lines = None, [], Recorder()
     with Ledger(Home(tmp_path).sweep_folder("busy"), read_only=True) as ledger, plain_lines.view as view:
-        for seen in looks(ledger, Home(tmp_path), poll_s=0.01):
+        for seen in follow(ledger, Home(tmp_path), poll_s=0.01):
             lines += changes(seen, before)
             show(view, seen, before)
             before = seen
@@ -207,7 +207,7 @@ def test_interrupting_a_watch_leaves_the_sweep_alone(tmp_path):
 def test_a_sweep_left_alone_is_not_watched_forever(tmp_path, monkeypatch):
     monkeypatch.setattr("orchestrator.status.watch.GONE_S", 0.0)
     ledger = keep(tmp_path, "left", long_story.events(long_story.speeds(0.1), finished=False))
-    assert [seen.phase for seen in looks(ledger, Home(tmp_path), poll_s=0.0)] == ["interrupted"]
+    assert [seen.phase for seen in follow(ledger, Home(tmp_path), poll_s=0.0)] == ["interrupted"]
 
 
 def test_what_a_controller_writes_of_itself_is_what_is_shown(tmp_path, monkeypatch):

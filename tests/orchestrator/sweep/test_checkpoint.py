@@ -74,12 +74,12 @@ def _launch(number: int, attempts: dict[int, int], outcome: Outcome, at_s: float
 
 def keep(ledger: Ledger, events: list[LedgerEvent], cuts: list[int], *, restarts: bool = False) -> None:
     """Append the events; make a copy of the state after each of ``cuts`` of them."""
-    keeper = checkpoint.Keeper(ledger)
+    keeper = checkpoint.CheckpointWriter(ledger)
     for i, event in enumerate(events, 1):
         ledger.append(event)
         if i in cuts:
             keeper.tend(min_events=1)
-            keeper = checkpoint.Keeper(ledger) if restarts else keeper
+            keeper = checkpoint.CheckpointWriter(ledger) if restarts else keeper
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_only_blocks_with_news_are_written_again(tmp_path: Path, monkeypatch: py
     events = long_story.events(long_story.speeds(*[0.1] * 3 * BLOCK_SIZE), finished=False)
     with Ledger(tmp_path) as ledger:
         keep(ledger, events, [len(events) - 6, len(events) - 3, len(events)], restarts=True)
-        keeper = checkpoint.Keeper(ledger)
+        keeper = checkpoint.CheckpointWriter(ledger)
         ledger.append(SweepFinished(at_s=1e10, status="finished", reason="enough"))
         keeper.tend()
         assert written == [[0, 1, 2, 3], [0, 3], [0, 3]], "one event is not worth a copy"
@@ -184,7 +184,7 @@ def test_a_copy_by_other_code_and_a_ledger_without_any_are_read_event_by_event(
         monkeypatch.setattr(checkpoint, "_code_version", lambda: "other")
         assert read_snapshot(ledger).state == fold(events)
         assert len(decoded) == len(events)
-        checkpoint.Keeper(ledger).tend(min_events=1)
+        checkpoint.CheckpointWriter(ledger).tend(min_events=1)
         assert checkpoint.read(ledger)[0] == len(events), "the next controller makes its own"
     with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
         db.execute("DROP TABLE checkpoint")
