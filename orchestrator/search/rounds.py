@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from orchestrator.sweep.state import MAX_FASTEST, SweepState, Trial
+from orchestrator.sweep.state import MAX_FASTEST, RankedTrial, SweepState, Trial
 from orchestrator.sweep.vector import Vector
 
 SHARE_OF_ENDED = 12
@@ -42,12 +42,14 @@ def as_of(state: SweepState, num_ended: int, num_trials: int) -> SweepState:
     end_order = state.end_order[:num_ended]
     ended = frozenset(end_order)
     trials = tuple(_hidden(trial) if trial.number not in ended else trial for trial in state.trials[:num_trials])
-    speeds = {number: m.tokens_per_s_per_device for number in end_order if (m := trials[number].measurement)}
+    measured = ((number, m) for number in end_order if (m := trials[number].measurement))
+    ranked = (RankedTrial(number=number, tokens_per_s_per_device=m.tokens_per_s_per_device) for number, m in measured)
+    fastest = sorted(ranked, key=lambda one: (-one.tokens_per_s_per_device, one.number))
     return replace(
         state,
         trials=Vector(trials),
         end_order=Vector(end_order),
-        fastest=tuple(sorted(speeds, key=lambda number: (-speeds[number], number))[:MAX_FASTEST]),
+        fastest=tuple(fastest[:MAX_FASTEST]),
     )
 
 

@@ -30,7 +30,16 @@ from orchestrator.sweep.events import (
     VerdictReached,
 )
 from orchestrator.sweep.limits import spent_by_search
-from orchestrator.sweep.state import MAX_FAILURES, MAX_FASTEST, Attempt, ProofState, SweepState, SweepStatus, Trial
+from orchestrator.sweep.state import (
+    MAX_FAILURES,
+    MAX_FASTEST,
+    Attempt,
+    ProofState,
+    RankedTrial,
+    SweepState,
+    SweepStatus,
+    Trial,
+)
 from orchestrator.sweep.values import ConfirmationRun, GateRun, ProfileRun
 from orchestrator.sweep.vector import Vector
 from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Outcome, StoppedEarly, TimedOut
@@ -337,11 +346,6 @@ def _rank(state: SweepState, trial: Trial) -> SweepState:
     """The state in which a trial that has just ended has its place among the fastest, if it deserves one."""
     if trial.check is not None or trial.measurement is None:
         return state
-    speeds = {number: _speed(state.trials[number]) for number in (*state.fastest, trial.number)}
-    fastest = sorted(speeds, key=lambda number: (-speeds[number], number))[:MAX_FASTEST]
-    return replace(state, fastest=tuple(fastest))
-
-
-def _speed(trial: Trial) -> float:
-    assert trial.measurement is not None
-    return trial.measurement.tokens_per_s_per_device
+    ranked = RankedTrial(number=trial.number, tokens_per_s_per_device=trial.measurement.tokens_per_s_per_device)
+    fastest = sorted((*state.fastest, ranked), key=lambda one: (-one.tokens_per_s_per_device, one.number))
+    return replace(state, fastest=tuple(fastest[:MAX_FASTEST]))

@@ -138,6 +138,14 @@ class ProofState:
     """None while it goes on."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedTrial:
+    """A measured trial and its speed, so that comparing needs no other trial."""
+
+    number: int
+    tokens_per_s_per_device: float
+
+
 MAX_FAILURES, MAX_FASTEST = 5, 12
 """Latest failures, and fastest trials, that a state names."""
 
@@ -172,8 +180,8 @@ class SweepState:
     """Numbers of the trials to be launched, or launched again; in order."""
     running: frozenset[int] = frozenset()
     """Numbers of the trials that run."""
-    fastest: tuple[int, ...] = ()
-    """Numbers of the measured trials with the highest tokens/s/p, checks left out, the lower number first on a tie;
+    fastest: tuple[RankedTrial, ...] = ()
+    """The measured trials with the highest tokens/s/p, checks left out, the lower number first on a tie;
     :data:`MAX_FASTEST` at most."""
     pruned: Vector[CandidatesPruned] = field(default_factory=Vector)
     exhausted: str = ""
@@ -261,7 +269,7 @@ class SweepState:
     @property
     def best_trial(self) -> int | None:
         """Number of the best trial; None while nothing was measured."""
-        return self.fastest[0] if self.fastest else None
+        return self.fastest[0].number if self.fastest else None
 
     @property
     def baseline(self) -> Trial | None:

@@ -189,7 +189,7 @@ def _shown(state: SweepState) -> list[Trial]:
 def _fastest(state: SweepState) -> list[Trial]:
     """The rows where enough was measured to fill them: the first trial that ended, and the fastest."""
     first = next(trial for trial in state.trials if trial.check is None and _has_ended(trial))
-    numbers = list(dict.fromkeys((first.number, *state.fastest)))[:MAX_ROWS]
+    numbers = list(dict.fromkeys((first.number, *(ranked.number for ranked in state.fastest))))[:MAX_ROWS]
     trials = [state.trials[number] for number in numbers]
     return sorted(trials, key=lambda trial: (trial.measurement is None, -_speed(trial) if trial.measurement else 0.0))
 

@@ -10,7 +10,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from orchestrator.commands import control
 from orchestrator.controller import recovery
 from orchestrator.sweep import requests
 from orchestrator.sweep.events import AttemptEnded, AttemptLaunched
@@ -64,7 +63,7 @@ class Lives(RuleBasedStateMachine):
     @precondition(is_begun)
     @rule(body=wishes)
     def somebody_asks_while_no_controller_is_there(self, body):
-        with Ledger(self.path) as ledger, ledger.hold(), patch.object(control, "recovered", self._recovered):
+        with Ledger(self.path) as ledger, ledger.hold(), patch.object(recovery, "recovered", self._recovered):
             ledger.ask(body, by="user", at_s=0.0)
             state = recovery.apply_requests(ledger, self.path)
         if body == requests.action("cancel"):
