@@ -1,4 +1,4 @@
-"""Locks on files that go with the process that holds them, however it ends."""
+"""What processes share: locks on files that end with their holder, signals that interrupt, environments of commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _LOOK_S = 0.5
 
 
 def take(file: IO[Any]) -> bool:
-    """Whether the lock could be had. Who looks whether it is held, has it for an instant."""
+    """Take the lock on ``file`` if it can be had within half a second: whoever asks :func:`is_held` has it for an
+    instant, too. Returns whether it was taken."""
     deadline_s = time.monotonic() + _LOOK_S
     while True:
         with contextlib.suppress(BlockingIOError):
@@ -50,6 +51,7 @@ def pause_s(num_failures: int, *, first_s: float, last_s: float) -> float:
 
 
 REPEATED_S = 2.0
+"""Copies of a signal that come within this time count as one."""
 
 
 @contextmanager
@@ -73,7 +75,8 @@ def interruptible() -> Iterator[None]:
 
 
 def environment(own: Mapping[str, str]) -> dict[str, str]:
-    """With the variables ``own``: none of the controller's secrets, nor what would make the command seem to be one."""
+    """The environment for a user's command: that of this process without its secrets and without what is meant for a
+    controller, and with the variables ``own``."""
     kept = {name: value for name, value in for_ranks(os.environ).items() if not name.startswith("TUNE_CLUSTER_")}
     home = {HOME_VARIABLE: os.environ[HOME_VARIABLE]} if HOME_VARIABLE in os.environ else {}
     return {**kept, **home, **own}

@@ -7,6 +7,7 @@ way back. Everything that crosses a process boundary or reaches the disk goes th
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import hashlib
 import json
@@ -25,7 +26,9 @@ class CodecError(ValueError):
 
 
 def to_json(value: Any) -> Any:
-    """Turn ``value`` (dataclasses, tuples, mappings, scalars) into JSON-compatible values."""
+    """Turn ``value`` (dataclasses, tuples, mappings, string enums, scalars) into JSON-compatible values."""
+    if isinstance(value, enum.StrEnum):
+        return value.value
     if value is None or isinstance(value, _SCALARS):
         return value
     if isinstance(value, (list, tuple)):
@@ -40,7 +43,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(cls: type[T] | Any, data: Any, path: str = "$") -> T:
-    """Build ``cls`` (a dataclass, a union of dataclasses, or a scalar, tuple or dict type) from JSON values.
+    """Build ``cls`` (a dataclass, a union of them, a string enum, or a scalar, tuple or dict type) from JSON values.
 
     Raises:
         CodecError: for an unknown or missing key, an unknown ``kind`` or a value of the wrong type.
@@ -94,7 +97,14 @@ def _decoder(cls: Any) -> _Decode:
         return _mapping_decoder(cls, args[1])
     if dataclasses.is_dataclass(cls):
         return _dataclass_decoder(cls)
+    if isinstance(cls, type) and issubclass(cls, enum.StrEnum):
+        return _enum_decoder(cls)
     return _scalar_decoder(cls)
+
+
+def _enum_decoder(cls: type[enum.StrEnum]) -> _Decode:
+    members = {member.value: member for member in cls}
+    return lambda data: members[_expect(isinstance(data, str) and data in members, data, cls)]
 
 
 def _scalar_decoder(cls: Any) -> _Decode:

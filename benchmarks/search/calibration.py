@@ -28,13 +28,7 @@ from cluster.cost.inputs import Array, CostInputs, from_rows
 from cluster.cost.published.table import PublishedRow, read_table
 from orchestrator.search.prediction.gaussian_process import ErrorModel, condition
 from orchestrator.search.prediction.model_families import physical_places
-from orchestrator.search.prediction.predictor import (
-    COEFFICIENT_SHARE,
-    COMMON_STD,
-    LOCAL_STD,
-    NOISE_STD,
-    linearised,
-)
+from orchestrator.search.prediction.predictor import COEFFICIENT_SHARE, COMMON_STD, LOCAL_STD, NOISE_STD, linearised
 
 NUM_SEEN = (1, 3)
 MIN_ROWS, MAX_ROWS = 5, 45

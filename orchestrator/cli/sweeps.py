@@ -33,11 +33,10 @@ def ps(home: Path, as_json: bool) -> None:
       tune-cluster ps --json
     """
     from orchestrator.status import overview
-    from orchestrator.status.overview import inspect_all
     from orchestrator.sweep.home import Home
     from orchestrator.terminal import status as report_ps
 
-    sweeps = inspect_all(Home(home))
+    sweeps = overview.all_sweeps(Home(home))
     body = [overview.overview(sweep, Home(home)) for sweep in sweeps] if as_json else None
     print_result(as_json, body, lambda: report_ps.render_ps(sweeps, Home(home)))
 
@@ -56,11 +55,10 @@ def status(sweep: str, home: Path, as_json: bool) -> None:
       tune-cluster status quickstart
     """
     from orchestrator.status import overview
-    from orchestrator.status.overview import inspect
     from orchestrator.sweep.home import Home
     from orchestrator.terminal import status as report_status
 
-    seen = inspect(sweep, Home(home))
+    seen = Home(home).read(sweep)
     body = overview.detail(seen, Home(home)) if as_json else None
     print_result(as_json, body, lambda: report_status.render_status(seen, Home(home), Invocation.current(home)))
 
@@ -83,22 +81,22 @@ def watch(sweep: str, home: Path, as_json: bool) -> None:
       tune-cluster watch quickstart
       tune-cluster watch quickstart --json | jq 'select(.change == "trial")'
     """
-    from orchestrator.status.snapshot import Snapshot
-    from orchestrator.status.watch import changes, looks, show, turn
+    from orchestrator.status.watch import changes, follow, phase_change, show
     from orchestrator.sweep.home import Home
+    from orchestrator.sweep.snapshot import Snapshot
     from orchestrator.terminal import status as report_status
     from orchestrator.terminal.live import LiveView
 
     last: Snapshot | None = None
     try:
         with Home(home).open(sweep, begun=False) as ledger, LiveView() as view:
-            for seen in looks(ledger, Home(home)):
+            for seen in follow(ledger, Home(home)):
                 if as_json:
                     for line in changes(seen, last):
                         click.echo(json.dumps(line))
                     sys.stdout.flush()
                 else:
-                    if (words := turn(seen, last)) and not view.console.is_terminal:
+                    if (words := phase_change(seen, last)) and not view.console.is_terminal:
                         click.echo(words, err=True)
                     show(view, seen, last)
                 last = seen
@@ -187,8 +185,7 @@ def explain(sweep: str, trial: str | None, other: str | None, home: Path, as_jso
     if trial is None:
         _explain_sweep(sweep, other, Home(home), as_json)
         return
-    with Home(home).open(sweep, begun=False) as ledger:
-        explained = explanation.explain(ledger, trial)
+    explained = explanation.explain(sweep, trial, Home(home))
     print_result(as_json, explained.to_json(), lambda: explain_trial.render_explanation(explained))
 
 
@@ -224,9 +221,9 @@ def report_command(sweep: str, html: str | None, home: Path, as_json: bool) -> N
       tune-cluster report quickstart
       tune-cluster report quickstart --html quickstart.html
     """
-    from orchestrator.controller import controller
     from orchestrator.report.report import make_report
     from orchestrator.report.sources import Sources
+    from orchestrator.status.overview import summary_of
     from orchestrator.sweep.home import Home
     from orchestrator.terminal.report import render_report
 
@@ -235,26 +232,30 @@ def report_command(sweep: str, html: str | None, home: Path, as_json: bool) -> N
         if not as_json:
             click.echo(f"written to {path}")
             return
-    result = controller.load(sweep, Home(home))
-    sources = Sources(recorded=result.recorded, folder=Home(home).sweep_folder(sweep))
+    seen = Home(home).read(sweep, begun=True)
+    summary = summary_of(seen, Home(home))
+    assert summary is not None, "it has begun"
+    sources = Sources(recorded=seen.recorded, folder=Home(home).sweep_folder(sweep))
     invocation = Invocation.current(home)
     print_result(
         as_json,
-        result.summary.to_json(),
-        lambda: render_report(make_report(result.state, result.summary, sources=sources, invocation=invocation)),
+        summary.to_json(),
+        lambda: render_report(make_report(seen.state, summary, sources=sources, invocation=invocation)),
     )
 
 
 def _write_page(sweep: str, file: Path | None, home: Home) -> Path:
     from rich.console import Console
 
-    from orchestrator.controller import controller
     from orchestrator.report.page.page import write_page
     from orchestrator.report.report import read_report
+    from orchestrator.status.overview import summary_of
 
-    result = controller.load(sweep, home)
+    seen = home.read(sweep, begun=True)
+    summary = summary_of(seen, home)
+    assert summary is not None, "it has begun"
     with home.open(sweep) as ledger, Console(stderr=True).status("drawing ..."):
-        return write_page(read_report(ledger, result.state, result.summary, Invocation.current(home.path)), file)
+        return write_page(read_report(ledger, seen.state, summary, Invocation.current(home.path)), file)
 
 
 COMMANDS = (ps, status, watch, logs, explain, report_command)

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from cluster.base import ClusterError
 from cluster.processes import process_info
 from orchestrator import processes
 from orchestrator.errors import ConfigError
-from orchestrator.sweep.documents import CONTROLLER, LEASE, MODE_VARIABLE
+from orchestrator.sweep.documents import MODE_VARIABLE, Controller, HeldNodes
 from orchestrator.sweep.home import CONTROLLER_LOG, Home, is_at_work
 from orchestrator.sweep.ledger import FILE_NAME, LedgerError, SweepBusyError
 from orchestrator.text import Follower, plain, tail
@@ -86,13 +86,13 @@ def controller_log(home: Home, name: str, *, follow: bool = False, num_lines: in
         ClusterError: it is a Ray Job, and the cluster does not answer.
     """
     with home.open(name, begun=False) as ledger:
-        about = ledger.document(CONTROLLER) or {}
+        about = Controller.read(ledger)
     log = home.sweep_folder(name) / CONTROLLER_LOG
-    if about.get("mode") == RAY_JOB:
-        return job_log(about["address"], about["job"], follow=follow, num_lines=num_lines)
-    if log.exists() and about.get("mode", DETACHED) == DETACHED:
+    if about is not None and about.mode == RAY_JOB:
+        return job_log(about.address or "", about.job or "", follow=follow, num_lines=num_lines)
+    if log.exists() and (about is None or about.mode == DETACHED):
         return _file_log(home, name, follow=follow, num_lines=num_lines)
-    where = f" on {about['host']}" if about else ""
+    where = f" on {about.host}" if about else ""
     raise ConfigError(
         f"the controller of {name!r} runs in a terminal{where}, not in the background: it has no log",
         remedy="`tune-cluster submit --detach` keeps one.",
@@ -171,24 +171,25 @@ def _open_log(path: Path) -> IO[bytes]:
     return file
 
 
-def is_under_way(home: Home, name: str, is_it: Callable[[dict[str, Any]], bool]) -> bool:
+def is_under_way(home: Home, name: str, is_it: Callable[[Controller], bool]) -> bool:
     """Whether a controller is at work that ``is_it`` recognises by what it says about itself, and that has found its
     cluster: it holds nodes, or waits for some."""
     if not (home.sweep_folder(name) / FILE_NAME).exists():
         return False
     try:
         with home.open(name, begun=False) as ledger:
-            about, lease = ledger.document(CONTROLLER), ledger.document(LEASE)
+            about, lease = Controller.read(ledger), HeldNodes.read(ledger)
             is_held = ledger.is_held()
     except (ConfigError, LedgerError):  # it has given up at this very moment
         return False
-    has_cluster = about is not None and lease is not None and lease["at_s"] >= about["started_at_s"]
-    return is_held and has_cluster and is_it(about)
+    if about is None or lease is None or not is_held:
+        return False
+    return (lease.at_s or 0.0) >= (about.started_at_s or 0.0) and is_it(about)
 
 
-def _is_below(about: dict[str, Any], ancestor: int) -> bool:
+def _is_below(about: Controller, ancestor: int) -> bool:
     """Whether the controller is this process or one that it has started."""
-    pid: int | None = about["pid"]
+    pid = about.pid
     while pid is not None and pid > 1:
         if pid == ancestor:
             return True

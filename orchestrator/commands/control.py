@@ -1,4 +1,4 @@
-"""Pause, drain, cancel and retry, from outside the controller."""
+"""Asks something of a sweep from outside its controller: pause, drain, cancel, retry, confirm, profile."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Literal
 from orchestrator.controller.recovery import apply_requests
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.events import Action
-from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger, SweepBusyError
 from orchestrator.sweep.limits import spent_by_search
 from orchestrator.sweep.requests import action, asker, checks, chosen
 from orchestrator.sweep.requests import retry as retry_request
+from orchestrator.sweep.snapshot import read_snapshot
 from orchestrator.sweep.state import SweepState, SweepStatus, find_trial
 
 CLOSING_S = 30.0
@@ -33,7 +33,7 @@ class Receipt:
     is_controlled: bool
     """Whether a controller is at work, which takes the request up within a second or two."""
     trials: tuple[int, ...] = ()
-    """Those to be launched again, confirmed or profiled."""
+    """Trials to be launched again, confirmed or profiled."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -52,7 +52,7 @@ def ask(name: str, home: Home, what: Action) -> Receipt:
         ConfigError: there is no such sweep, or it is over already.
     """
     with home.open(name, read_only=False, begun=False) as ledger:
-        state = fold(ledger.events())
+        state = read_snapshot(ledger).state
         _check_open(name, state)
         number = ledger.ask(action(what), by=asker(), at_s=time.time())
         return _answer(name, ledger, number)
@@ -65,7 +65,7 @@ def retry(name: str, home: Home, kinds: Collection[str]) -> Receipt:
         ConfigError: there is no such sweep, none of its trials ended so, or it was cancelled.
     """
     with home.open(name, read_only=False) as ledger:
-        state = fold(ledger.events())
+        state = read_snapshot(ledger).state
         if state.status == "cancelled":
             raise ConfigError(f"the sweep {name!r} was cancelled", remedy="Submit it under another name.")
         if spent := spent_by_search(state):
@@ -86,15 +86,14 @@ def ask_checks(name: str, home: Home, what: Literal["confirm", "profile"], trial
     """Have a trial confirmed against the baseline, or profiled; a finished sweep is open again.
 
     Args:
-        trial: as people write it, see :func:`orchestrator.sweep.state.find_trial`; None: the best one to confirm, the
-        winner
-            to profile.
+        trial: as people write it, see :func:`orchestrator.sweep.state.find_trial`; None: the best one to
+            confirm, the winner to profile.
 
     Raises:
         ConfigError: there is no such sweep or trial, it was not measured, or the sweep failed or was cancelled.
     """
     with home.open(name, read_only=False) as ledger:
-        state = fold(ledger.events())
+        state = read_snapshot(ledger).state
         if state.status in ("cancelled", "failed"):
             raise ConfigError(
                 f"the sweep {name!r} is {state.status}: {state.finish_reason}", remedy="Submit another one."
@@ -118,10 +117,13 @@ def _check_open(name: str, state: SweepState) -> None:
 
 
 def _answer(name: str, ledger: Ledger, number: int, trials: tuple[int, ...] = ()) -> Receipt:
+    """What becomes of request ``number``: a controller at work takes it up; without one it is done here."""
     deadline_s = time.monotonic() + CLOSING_S
-    while ledger.is_held() and fold(ledger.events()).is_over and time.monotonic() < deadline_s:
+    seen = read_snapshot(ledger)
+    while seen.is_held and seen.state.is_over and time.monotonic() < deadline_s:
         time.sleep(0.2)  # its controller is about to leave, and takes up nothing any more
-    state, is_controlled = fold(ledger.events()), True
+        seen = read_snapshot(ledger, seen)
+    state, is_controlled = seen.state, True
     with contextlib.suppress(SweepBusyError):
         if not ledger.is_held():
             with ledger.hold():

@@ -1,4 +1,4 @@
-"""What ``logs`` prints: for people, as JSON, and line by line as it is written."""
+"""Prints logs of trials and controllers (``logs``): for people, as JSON, and line by line as they are written."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import click
 
 from orchestrator.commands.background import controller_log
 from orchestrator.status.logs import AttemptLogs, RankLog, attempt_logs, log_tail
-from orchestrator.status.snapshot import Snapshot, read_snapshot
 from orchestrator.sweep.home import Home
-from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.snapshot import Snapshot
 from orchestrator.sweep.state import find_trial
 from orchestrator.text import Follower, follow, plain
 
@@ -47,16 +46,15 @@ def show_trial_logs(
     Raises:
         ConfigError: there is no such sweep, trial, attempt or rank.
     """
-    with home.open(name, begun=False) as ledger:
-        sweep = read_snapshot(ledger)
-        trial = find_trial(sweep.state, text, name)
-        found = attempt_logs(sweep, trial, attempt=attempt, rank=rank, num_lines=out.num_lines)
-        if out.follow:
-            _follow_ranks(ledger, sweep, found, out)
-        elif out.as_json:
-            click.echo(json.dumps(found.to_json(), indent=2))
-        else:
-            _show(found, out)
+    sweep = home.read(name)
+    trial = find_trial(sweep.state, text, name)
+    found = attempt_logs(sweep, trial, attempt=attempt, rank=rank, num_lines=out.num_lines)
+    if out.follow:
+        _follow_ranks(home, sweep, found, out)
+    elif out.as_json:
+        click.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        _show(found, out)
 
 
 def show_controller_log(name: str, home: Home, out: Output) -> None:
@@ -66,8 +64,7 @@ def show_controller_log(name: str, home: Home, out: Output) -> None:
         ConfigError: there is no such sweep, or its controller writes to a terminal.
         ClusterError: the controller is a Ray Job, and the cluster does not answer.
     """
-    with home.open(name, begun=False) as ledger:
-        sweep = read_snapshot(ledger)
+    sweep = home.read(name)
     lines = controller_log(home, name, follow=out.follow, num_lines=out.num_lines)
     if out.as_json and not out.follow:
         controller = sweep.controller.to_json() if sweep.controller else None
@@ -77,13 +74,14 @@ def show_controller_log(name: str, home: Home, out: Output) -> None:
         out.line(line)
 
 
-def _follow_ranks(ledger: Ledger, sweep: Snapshot, found: AttemptLogs, out: Output) -> None:
-    """Until the attempt has ended. A rank that has not begun to write is waited for where its node may be this one."""
+def _follow_ranks(home: Home, sweep: Snapshot, found: AttemptLogs, out: Output) -> None:
+    """Print what is written until the attempt has ended. A rank that has not begun to write is waited for where it may
+    run on this host."""
     several, seen = len(found.ranks) > 1, sweep
 
     def is_over() -> bool:
         nonlocal seen
-        seen = read_snapshot(ledger, seen)
+        seen = home.read(sweep.name, seen)
         attempt = seen.state.trials[found.trial].attempts[found.attempt]
         return attempt.outcome is not None or not seen.is_held
 
@@ -95,7 +93,7 @@ def _follow_ranks(ledger: Ledger, sweep: Snapshot, found: AttemptLogs, out: Outp
 
 
 def _show(found: AttemptLogs, out: Output) -> None:
-    """A log that lies elsewhere is stood in for by what was sent home from there."""
+    """Print the logs. In place of one that lies on another host, its last lines that were sent home."""
     shown = found.ranks[:MAX_RANKS]
     for log in shown:
         if log.is_here:
@@ -121,7 +119,7 @@ def _show_rank(log: RankLog, out: Output, *, with_heading: bool) -> None:
 
 
 def _show_evidence(found: AttemptLogs, out: Output) -> None:
-    """What the ledger keeps of a failure."""
+    """Print what the ledger keeps of a failure."""
     if found.evidence is None:
         return
     lines = log_tail(found.evidence)

@@ -1,4 +1,4 @@
-"""Pause, drain or cancel a sweep, and see it through."""
+"""Pauses, drains or cancels a sweep, and waits until that is done (``pause``, ``drain``, ``cancel``)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rich.text import Text
 
 from orchestrator import units
 from orchestrator.commands import control
-from orchestrator.status.snapshot import AT_REST, ENDED, Snapshot, read_snapshot
-from orchestrator.status.watch import looks
+from orchestrator.status.watch import follow
 from orchestrator.sweep.events import Action
 from orchestrator.sweep.home import Home
+from orchestrator.sweep.snapshot import AT_REST, ENDED, Snapshot, read_snapshot
 from orchestrator.text import plain
 
 Tell = Callable[[Snapshot], None]
@@ -29,8 +29,8 @@ class Stopped:
     action: Action
     request: int
     state: str
-    """As :attr:`orchestrator.status.snapshot.Snapshot.phase`; ``withdrawn``: it was called off before it had nodes,
-    and nothing of it is left."""
+    """The sweep's phase, see :attr:`orchestrator.sweep.snapshot.Snapshot.phase`; or ``withdrawn``: it was called off
+    before it had nodes, and nothing of it is left."""
     reason: str
     is_done: bool
 
@@ -49,7 +49,7 @@ def stop(name: str, home: Home, action: Action, *, wait: bool, tell: Tell) -> St
     with home.open(name, begun=False) as ledger:
         answer = control.ask(name, home, action)
         is_done = False
-        for seen in looks(ledger, home) if wait else [read_snapshot(ledger)]:
+        for seen in follow(ledger, home) if wait else [read_snapshot(ledger)]:
             if is_done and not _is_done(seen, action):
                 break  # somebody has set it going again
             is_done = _is_done(seen, action)
@@ -86,7 +86,7 @@ def progress(console: Console | None = None) -> Iterator[Tell]:
 
 
 def render(stopped: Stopped) -> RenderableType:
-    """One line."""
+    """One line for people: how the sweep is, and whether that is what was asked for."""
     style = "green" if stopped.is_done else "yellow"
     words = f"{stopped.sweep}: {stopped.state}" + (f", {plain(stopped.reason)}" if stopped.reason else "")
     more = "" if stopped.is_done else f"; asked to {stopped.action}, not done yet"

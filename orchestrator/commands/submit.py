@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from orchestrator.commands import background, supervisor
 from orchestrator.config.sweep import SweepSpec, check_same, load_sweep
 from orchestrator.errors import EXIT_USER, ConfigError
-from orchestrator.sweep.documents import CONTROLLER, SPEC
-from orchestrator.sweep.fold import fold
+from orchestrator.sweep.documents import Controller
 from orchestrator.sweep.home import Home, is_at_work
 from orchestrator.sweep.ledger import LedgerError
 from orchestrator.text import Follower
@@ -122,8 +121,7 @@ def submission_of_file(
     spec = load_sweep(file)
     is_over = False
     if spec.name in home.sweeps():
-        with home.open(spec.name) as ledger:
-            state = fold(ledger.events())
+        state = home.read(spec.name, begun=True).state
         check_same(state.sweep, spec)
         is_over = state.is_over
     where = choose_address(spec, address)
@@ -147,8 +145,8 @@ def submission_of_sweep(
     Raises:
         ConfigError: there is no such sweep.
     """
-    with home.open(name) as ledger:
-        state, spec = fold(ledger.events()), SweepSpec.from_json(ledger.document(SPEC))
+    sweep = home.read(name, begun=True)
+    state, spec = sweep.state, SweepSpec.from_json(sweep.spec or {})
     where = choose_address(spec, address)
     return Submission(
         verb="resume",
@@ -196,23 +194,16 @@ def find_running(home: Home, name: str) -> StartedSubmission | None:
         time.sleep(_POLL_S)
     if not is_at_work(home, name):
         return None
-    with home.open(name, begun=False) as ledger:
-        about = ledger.document(CONTROLLER) or {}
-    return StartedSubmission(
-        sweep=name,
-        mode=about.get("mode", "foreground"),
-        job=about.get("job"),
-        address=about.get("address"),
-        is_attached=True,
-    )
+    about = home.read(name).controller or Controller()
+    return StartedSubmission(sweep=name, mode=about.mode, job=about.job, address=about.address, is_attached=True)
 
 
 def _is_being_left(home: Home, name: str) -> bool:
     """Whether the process at work on the sweep seems to be about to end: the sweep is paused or over, or nobody holds
     its ledger, so that only the supervisor of a controller that has ended is left."""
     try:
-        with home.open(name) as ledger:
-            return not ledger.is_held() or fold(ledger.events()).status != "running"
+        sweep = home.read(name, begun=True)
+        return not sweep.is_held or sweep.state.status != "running"
     except (ConfigError, LedgerError):  # it has not been created yet: its controller waits for the first nodes
         return False
 
@@ -277,7 +268,7 @@ def _await_job(submission: Submission, job: JobHandle, show: Callable[[str], Non
         if status.is_over:
             # jobs without a code could not be started, or were stopped
             return status.exit_code if status.exit_code is not None else EXIT_USER
-        if background.is_under_way(submission.home, submission.name, lambda about: about["job"] == job.submission_id):
+        if background.is_under_way(submission.home, submission.name, lambda about: about.job == job.submission_id):
             return None
         if time.monotonic() > deadline_s:
             show(f"the job {job.submission_id} is {status.state} still; it begins when the head gets to it")

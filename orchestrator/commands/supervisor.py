@@ -24,8 +24,8 @@ from pathlib import Path
 
 from cluster.processes import die_with_parent
 from orchestrator.errors import EXIT_CLUSTER_LOST, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER
-from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger, LedgerError
+from orchestrator.sweep.snapshot import read_snapshot
 from orchestrator.sweep.state import SweepState
 
 RUN_VARIABLE = "TUNE_CLUSTER_SUPERVISED"
@@ -83,7 +83,7 @@ class _Progress:
         try:
             with Ledger.open_existing(folder, read_only=True) as ledger:
                 last_seq = ledger.last_seq()
-                state: SweepState = fold(ledger.events())
+                state: SweepState = read_snapshot(ledger).state
         except (LookupError, LedgerError):
             return cls()
         return cls(epoch=state.epoch, num_ended=len(state.end_order), status=state.status, last_seq=last_seq)

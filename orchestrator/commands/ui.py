@@ -26,7 +26,7 @@ def serve_ui(home: Home, sweep: str | None, *, host: str, port: int, announce: C
         uri = _store(home)
     else:
         with home.open(sweep) as ledger:
-            uri, recorded = tracking_uri(ledger, home), Recorded.of(ledger)
+            uri, recorded = tracking_uri(ledger, home), Recorded.read(ledger)
 
     def ready(base: str) -> None:
         if sweep is None or recorded is None:

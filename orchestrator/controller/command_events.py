@@ -62,7 +62,11 @@ def event_of(
         case ChooseFinalists():
             first_check = len(state.trials)
             return FinalistsChosen(
-                at_s=at_s, finalists=command.finalists, reason=command.reason, first_check=first_check
+                at_s=at_s,
+                finalists=command.finalists,
+                reason=command.reason,
+                first_check=first_check,
+                cause=command.cause,
             )
         case ProposeCheck():
             return TrialProposed(
@@ -78,6 +82,6 @@ def event_of(
         case Pause():
             return SweepPaused(at_s=at_s, reason=command.reason)
         case Finish():
-            return SweepFinished(at_s=at_s, status=command.status, reason=command.reason)
+            return SweepFinished(at_s=at_s, status=command.status, reason=command.reason, cause=command.cause)
         case _:
             assert_never(command)

@@ -14,7 +14,7 @@ from orchestrator.controller import creation
 from orchestrator.controller.creation import PlannedSweep, make_search, plan_ahead, planned_topology
 from orchestrator.controller.launcher import make_launcher
 from orchestrator.controller.lease import LeaseManager, Waiting, WithdrawnError
-from orchestrator.controller.observer import Heartbeat, Observer, Observers, Projection
+from orchestrator.controller.observer import Heartbeat, Observers, Projection
 from orchestrator.controller.recovery import apply_requests
 from orchestrator.controller.runtime import Runtime
 from orchestrator.errors import ConfigError
@@ -22,10 +22,11 @@ from orchestrator.notifications.notifier import Notifier, check_notify
 from orchestrator.planning.hardware.request import cluster_request
 from orchestrator.report.artifacts import ProfileCopies
 from orchestrator.report.summary import Summary, summarize
-from orchestrator.sweep.documents import SPEC, Recorded, tracking_uri
+from orchestrator.sweep.documents import SPEC, Recorded, SweepFile, tracking_uri
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.snapshot import Observer, read_snapshot
 from orchestrator.sweep.state import SweepState
 from orchestrator.tracking.tracker import Tracker
 from trials.secrets import redact
@@ -74,8 +75,7 @@ def resume(
     Raises:
         ConfigError: there is no such sweep, or it is over.
     """
-    with home.open(spec.name) as ledger:
-        state = fold(ledger.events())
+    state = home.read(spec.name, begun=True).state
     if state.is_over:
         remedy = "Submit it under another name." if state.status == "cancelled" else "`retry` launches trials again."
         raise ConfigError(f"the sweep {spec.name!r} is {state.status}: {state.finish_reason}", remedy=remedy)
@@ -113,7 +113,7 @@ class _Controller:
             try:
                 ledger.put_document(SPEC, self.spec.to_json())
                 if self.spec.file_text is not None:
-                    ledger.put_document("sweep_yaml", {"text": redact(self.spec.file_text)})
+                    SweepFile(text=redact(self.spec.file_text)).put(ledger)
                 return self._lease_and_run(ledger)
             except WithdrawnError:
                 apply_requests(ledger, folder)
@@ -176,8 +176,8 @@ def _projections(spec: SweepSpec, ledger: Ledger, home: Home) -> list[Projection
 
 
 def _result(ledger: Ledger, home: Home) -> SweepResult:
-    state = fold(ledger.events())
-    return SweepResult(state, summarize(state, tracking_uri(ledger, home)), Recorded.of(ledger))
+    state = read_snapshot(ledger).state
+    return SweepResult(state, summarize(state, tracking_uri(ledger, home)), Recorded.read(ledger))
 
 
 def _result_if_over(spec: SweepSpec, home: Home) -> SweepResult | None:
@@ -188,7 +188,7 @@ def _result_if_over(spec: SweepSpec, home: Home) -> SweepResult | None:
         LedgerError: another controller is at work on it.
     """
     with home.open(spec.name, read_only=False) as ledger:
-        state = fold(ledger.events())
+        state = read_snapshot(ledger).state
         check_same(state.sweep, spec)
         with ledger.hold():
             if not state.is_over:

@@ -22,10 +22,11 @@ from orchestrator.search.prediction.predictor import UnpredictableError
 from orchestrator.search.prediction.transfer import EarlierTrial, num_sweeps
 from orchestrator.search.search import Search
 from orchestrator.space.naming import flat_params
-from orchestrator.sweep.documents import PLAN
+from orchestrator.sweep.documents import PLAN, Tracking
 from orchestrator.sweep.events import Budget, SweepCreated
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.values import Hardware
 from orchestrator.tracking.history import earlier_trials
 from orchestrator.tracking.tracker import Tracker
 from trials.codec import digest
@@ -76,7 +77,7 @@ def create(
     """
     planned = ahead if ahead is not None and ahead.topology == topology else _planned(spec, topology, home)
     prints = _fingerprint(spec, topology)
-    ledger.put_document("tracking", {"uri": spec.tracking.uri})
+    Tracking(uri=spec.tracking.uri).put(ledger)
     known = PriorKnowledge(
         estimates=planned.estimates,
         profile=load_profile(spec, topology, home),
@@ -171,6 +172,7 @@ def _created(
         max_concurrent=spec.search.max_concurrent,
         num_legal=len(plan.candidates),
         hardware=topology.label,
+        devices=Hardware.of(topology),
         fingerprint=prints,
         num_earlier_trials=len(known.earlier),
         num_earlier_sweeps=num_sweeps(known.earlier),

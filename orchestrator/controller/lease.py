@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from cluster.base import Cluster
 from cluster.queue.share import Claim, Grant
-from orchestrator.controller.observer import Observer
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.requests import last_request
+from orchestrator.sweep.snapshot import Observer
 
 BEAT_S = 2.0
 """Pause between two questions to the queue."""

@@ -1,4 +1,5 @@
-"""Who watches a sweep, and who carries it to other systems: interfaces of the runtime."""
+"""Who follows a sweep from inside its controller: several observers as one, the heartbeat that lets readers elsewhere
+see how far it is, and the interface of what carries the ledger to other systems."""
 
 from __future__ import annotations
 
@@ -6,17 +7,43 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, get_args
 
 from cluster.base import GangProgress
-from orchestrator.sweep.documents import CONTROLLER, JOB_VARIABLE, LEASE, LIVE, MODE_VARIABLE
+from orchestrator.sweep.checkpoint import CheckpointWriter
+from orchestrator.sweep.documents import (
+    JOB_VARIABLE,
+    MODE_VARIABLE,
+    Controller,
+    Document,
+    HeldNodes,
+    LiveProgress,
+    Mode,
+    RankProgress,
+)
 from orchestrator.sweep.ledger import Ledger, LedgerError
+from orchestrator.sweep.snapshot import Observer
 from orchestrator.sweep.state import SweepState
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 2.0
+"""Least time between two writings of the running trials' progress."""
+CHECKPOINT_PERIOD_S = 10.0
+"""Least time between two looks whether the copy of the state is worth writing again."""
+
+
+class Projection(Protocol):
+    """Carries ledger entries to another system, at its own pace; failures stay inside."""
+
+    def sync(self, ledger: Ledger, state: SweepState) -> int:
+        """Carry over what is new; return how many entries the other system has taken. ``state`` is the present one."""
+        ...
 
 
 class Observers:
-    """Several as one."""
+    """Several observers as one."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
@@ -34,66 +61,53 @@ class Observers:
             observer.on_lease(nodes, waiting)
 
 
-class Observer(Protocol):
-    """Watches a sweep, for people; must not raise."""
-
-    def on_state(self, state: SweepState) -> None: ...
-
-    def on_progress(self, trial: int, progress: GangProgress) -> None: ...
-
-    def on_lease(self, nodes: Sequence[str], waiting: str) -> None:
-        """Nodes held, and why not more."""
-        ...
-
-
-class Projection(Protocol):
-    """Carries ledger entries to another system, at its own pace; failures stay inside."""
-
-    def sync(self, ledger: Ledger, state: SweepState) -> int: ...
-
-
-logger = logging.getLogger(__name__)
-
-
-PERIOD_S = 2.0
-"""Between two writings of the same document."""
-
-
 class Heartbeat:
-    """An :class:`orchestrator.controller.observer.Observer` that writes. Its documents are for people: losing one
-    does no harm."""
+    """An observer that keeps the ledger's documents up to date: who is at work, what is held, how far trials are, and
+    the copy of the state. They are for readers: losing one does no harm."""
 
     def __init__(self, ledger: Ledger, *, address: str | None, clock: Callable[[], float] = time.time) -> None:
         self._ledger = ledger
         self._clock = clock
-        self._progress: dict[str, Any] = {}
+        self._progress: dict[str, RankProgress] = {}
         self._lease: tuple[tuple[str, ...], str] | None = None
         self._written_at_s = 0.0
-        mode, job = os.environ.get(MODE_VARIABLE, "foreground"), os.environ.get(JOB_VARIABLE)
-        about = {"host": platform.node(), "pid": os.getpid(), "mode": mode, "job": job, "address": address}
-        self._put(CONTROLLER, {**about, "started_at_s": clock()})
+        self._keeper = CheckpointWriter(ledger)
+        self._kept_at_s = clock()
+        job = os.environ.get(JOB_VARIABLE)
+        mode: Mode = next((mode for mode in get_args(Mode) if mode == os.environ.get(MODE_VARIABLE)), "foreground")
+        self._put(
+            Controller(host=platform.node(), pid=os.getpid(), mode=mode, job=job, address=address, started_at_s=clock())
+        )
 
     def on_state(self, state: SweepState) -> None:
-        running = {str(number) for number in state.running}
-        if ended := self._progress.keys() - running:
-            for number in ended:
-                del self._progress[number]
+        for number in self._progress.keys() - {str(number) for number in state.running}:
+            del self._progress[number]
+        if self._clock() - self._kept_at_s >= CHECKPOINT_PERIOD_S or state.status != "running":
+            self._keep_checkpoint()
 
     def on_progress(self, trial: int, progress: GangProgress) -> None:
         at_s = self._clock()
-        step = {"phase": progress.phase, "step": progress.step, "step_time_s": progress.step_time_s, "at_s": at_s}
-        self._progress[str(trial)] = step
+        self._progress[str(trial)] = RankProgress(
+            phase=progress.phase, step=progress.step, step_time_s=progress.step_time_s, at_s=at_s
+        )
         if at_s - self._written_at_s >= PERIOD_S:
             self._written_at_s = at_s
-            self._put(LIVE, {"trials": self._progress})
+            self._put(LiveProgress(trials=self._progress))
 
     def on_lease(self, nodes: Sequence[str], waiting: str) -> None:
         if (lease := (tuple(nodes), waiting)) != self._lease:
             self._lease = lease
-            self._put(LEASE, {"nodes": list(nodes), "waiting": waiting, "at_s": self._clock()})
+            self._put(HeldNodes(nodes=lease[0], waiting=waiting, at_s=self._clock()))
 
-    def _put(self, name: str, body: Mapping[str, Any]) -> None:
+    def _put(self, document: Document) -> None:
         try:
-            self._ledger.put_document(name, body)
+            document.put(self._ledger)
         except LedgerError as error:
-            logger.debug("%s is not written: %s", name, error)
+            logger.debug("%s is not written: %s", document.name, error)
+
+    def _keep_checkpoint(self) -> None:
+        self._kept_at_s = self._clock()
+        try:
+            self._keeper.tend()
+        except LedgerError as error:
+            logger.debug("no copy of the state is written: %s", error)

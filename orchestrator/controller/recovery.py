@@ -80,5 +80,5 @@ def apply_requests(ledger: Ledger, folder: Path) -> SweepState:
         if isinstance(command, Pause):
             take(SweepPaused(at_s=at_s, reason=command.reason))
         elif isinstance(command, Finish) and state.asked is not None:
-            take(SweepFinished(at_s=at_s, status=command.status, reason=command.reason))
+            take(SweepFinished(at_s=at_s, status=command.status, reason=command.reason, cause=command.cause))
     return state

@@ -21,7 +21,7 @@ from orchestrator.controller.command_events import event_of, propose
 from orchestrator.controller.early_stop import settled
 from orchestrator.controller.launcher import TrialLauncher
 from orchestrator.controller.lease import LeaseManager
-from orchestrator.controller.observer import Observer, Projection
+from orchestrator.controller.observer import Projection
 from orchestrator.controller.placer import Placer
 from orchestrator.controller.recovery import settle
 from orchestrator.controller.step import step
@@ -51,6 +51,7 @@ from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.limits import launchable
 from orchestrator.sweep.requests import new_events
+from orchestrator.sweep.snapshot import Observer
 from orchestrator.sweep.state import SweepState, Trial, attempt_id, describe_failure
 from trials.outcome import GangLost, LossCause
 

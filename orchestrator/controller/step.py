@@ -9,9 +9,9 @@ from __future__ import annotations
 from orchestrator.proof.next_check import largest_layout, next_command
 from orchestrator.sweep.events import Action, Command, Event, Finish, Launch, Pause, Propose, Stop
 from orchestrator.sweep.fold import apply
-from orchestrator.sweep.limits import end_of_search, launchable, reason_to_fail
+from orchestrator.sweep.limits import end_of_search, failure, launchable
 from orchestrator.sweep.state import SweepState, Trial, nodes_to_avoid
-from orchestrator.sweep.values import ConfirmationRun
+from orchestrator.sweep.values import ConfirmationRun, FinishCause
 
 
 def step(state: SweepState, event: Event) -> tuple[SweepState, tuple[Command, ...]]:
@@ -29,8 +29,8 @@ def decide(state: SweepState) -> tuple[Command, ...]:
         return _comply(state, state.asked)
     if state.status == "paused":
         return ()
-    if reason := reason_to_fail(state):
-        return () if state.running else (Finish(status="failed", reason=reason),)
+    if failed := failure(state):
+        return () if state.running else (Finish(status="failed", reason=failed.reason, cause=failed.cause),)
     waiting = [state.trials[number] for number in launchable(state)]
     num_open = len(waiting) + len(state.running)
     is_full = len(state.running) >= state.sweep.max_concurrent  # several trials may wait once they are retried
@@ -52,7 +52,9 @@ def _comply(state: SweepState, action: Action) -> tuple[Command, ...]:
             return ()
         running = (state.trials[number] for number in sorted(state.running))
         return tuple(Stop(trial=trial.number, attempt=len(trial.attempts) - 1, reason=reason) for trial in running)
-    return (Finish(status="cancelled", reason=reason),) if action == "cancel" else (Pause(reason=reason),)
+    if action == "cancel":
+        return (Finish(status="cancelled", reason=reason, cause=FinishCause.CANCELLED),)
+    return (Pause(reason=reason),)
 
 
 def _launch(state: SweepState, trial: Trial) -> Launch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,14 +18,14 @@ from orchestrator.errors import ConfigError
 from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.planning.plan import Plan, make_plan
 from orchestrator.sweep.events import SweepCreated
-from orchestrator.sweep.fold import fold
-from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.ledger import Ledger, LedgerError
+from orchestrator.sweep.snapshot import read_snapshot
 from orchestrator.sweep.state import SweepState, find_trial
 from orchestrator.units import status_words
 
 logger = logging.getLogger(__name__)
 
-UNREADABLE = (KeyError, TypeError, ValueError, ValidationError, ConfigError)
+UNREADABLE = (KeyError, TypeError, ValueError, ValidationError, ConfigError, LedgerError)
 """Exceptions that reading documents of another version of this program may raise."""
 
 
@@ -40,7 +39,7 @@ def explain_ledger(ledger: Ledger, *, trial: str | None = None, state: SweepStat
     Raises:
         ConfigError: nothing was measured yet, or ``trial`` was not.
     """
-    state = state or fold(ledger.events())
+    state = state or read_snapshot(ledger).state
     name = ledger.folder.name
     number = None if trial is None else find_trial(state, trial, name).number
     baseline, chosen, _ = diagnosed_trials(state, number)
@@ -104,22 +103,20 @@ def _varied(spec: SweepSpec) -> frozenset[str]:
 
 
 def _topology(created: SweepCreated, device: str) -> tuple[Topology | None, str]:
-    """The sweep's hardware by its label and fingerprint, as this host may be another one; else None and why."""
-    match = re.fullmatch(r"(\d+)x(\d+) (.+)", created.hardware)
-    memory = created.fingerprint.get("device_memory_bytes", "")
-    if match is None or not memory.isdigit():
+    """From the hardware and the fingerprint kept with the sweep: what this host has may be something else."""
+    known, memory = created.known_devices, created.fingerprint.get("device_memory_bytes", "")
+    if known is None or not memory.isdigit():
         return None, "the hardware is not known"
-    num_nodes, num_devices, name = int(match[1]), int(match[2]), match[3]
     node = Node(
         name="node0",
         address="127.0.0.1",
-        num_devices=num_devices,
-        device_kind=_kind(name, device, created.fingerprint),
-        device_name=name,
+        num_devices=known.devices_per_node,
+        device_kind=known.device_kind or _kind(known.device_name, device, created.fingerprint),
+        device_name=known.device_name,
         device_memory_bytes=int(memory),
         threads_per_device=int(created.fingerprint.get("threads_per_device", "1")),
     )
-    return Topology(nodes=tuple(_named(node, i) for i in range(num_nodes))), ""
+    return Topology(nodes=tuple(_named(node, i) for i in range(known.num_nodes))), ""
 
 
 def _named(node: Node, number: int) -> Node:
@@ -127,7 +124,7 @@ def _named(node: Node, number: int) -> Node:
 
 
 def _kind(device_name: str, device: str, fingerprint: Mapping[str, Any]) -> DeviceKind:
-    """The kind of device, which no event records: by the sweep file, the catalogue, or a GPU driver at the time."""
+    """The kind of device, which old ledgers do not say: by the file, the catalogue, or a driver of GPUs."""
     if device in ("cpu", "cuda"):
         return "cpu" if device == "cpu" else "cuda"
     try:

@@ -18,8 +18,6 @@ from trials.secrets import redact_all
 if TYPE_CHECKING:
     from orchestrator.config.notify import NotifyEvent
 
-BUDGET_SPENT = "the budget of "
-"""What the reasons of sweeps say that ended because a budget was spent, or the search's share of it."""
 MAX_FAILURES = 5
 MAX_CHARS = 300
 
@@ -47,7 +45,7 @@ def notification(
     event = entry.event
     match event:
         case SweepFinished(status="finished"):
-            return "budget" if BUDGET_SPENT in event.reason else "finished"
+            return "budget" if event.cause.is_budget else "finished"
         case SweepFinished():
             return "cancelled" if event.status == "cancelled" else "failed"
         case SweepPaused():
@@ -67,7 +65,7 @@ def is_fault(outcome: Outcome) -> bool:
 
 
 def _num_faults(earlier: Iterable[LedgerEvent]) -> int:
-    """In a row, the last one first. Attempts that were killed on purpose say nothing either way."""
+    """Number of faults in a row at the end. Attempts that were killed on purpose say nothing either way."""
     ended = (event.outcome for event in earlier if isinstance(event, AttemptEnded))
     telling = (outcome for outcome in ended if is_fault(outcome) or not isinstance(outcome, GangLost))
     return sum(1 for _ in itertools.takewhile(is_fault, telling))
@@ -80,7 +78,7 @@ def _quarantines(event: AttemptEnded, state: SweepState) -> bool:
 
 
 def payload(event: NotifyEvent, seq: int, state: SweepState) -> dict[str, Any]:
-    """As it is posted, without secrets. Equal ``id`` means that it was sent before."""
+    """The notification as JSON, without secrets. Equal ``id`` means that it was sent before."""
     body = summarize(state, "").to_json()
     names = (
         "sweep",
@@ -110,7 +108,7 @@ def payload(event: NotifyEvent, seq: int, state: SweepState) -> dict[str, Any]:
 
 
 def _failures(state: SweepState) -> list[dict[str, Any]]:
-    """The last ones, the latest first."""
+    """The latest trials that failed by a fault, the last one first."""
     failed = [trial for trial in state.trials if trial.outcome is not None and is_fault(trial.outcome)]
     latest: Sequence[Any] = failed[: -MAX_FAILURES - 1 : -1]
     return [

@@ -1,95 +1,163 @@
-"""Delivers what a sweep's ledger holds for one receiver: ``python -m orchestrator.notifications.delivery``.
-
-A process of its own, started by :mod:`orchestrator.notifications.notifier`, so that a slow receiver holds up nobody.
-It takes an :class:`Delivery` as JSON on its input; the URL of a webhook is never among its arguments or in what it
-prints.
-"""
+"""Delivers what a sweep's ledger holds for one receiver, in a thread, so that a slow receiver holds up nobody."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import logging
 import os
+import signal
 import subprocess
-import sys
+import tempfile
+import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
-from cluster.processes import die_with_parent
-from orchestrator.errors import EXIT_FAILED, ConfigError
+from orchestrator.errors import ConfigError
 from orchestrator.notifications.content import notification, payload
 from orchestrator.processes import environment
-from orchestrator.sweep.events import LedgerEvent
 from orchestrator.sweep.ledger import Ledger, LedgerEntry
 from orchestrator.sweep.outbox import Outbox
 from orchestrator.sweep.state import SweepState
-from trials.secrets import redact
 
 if TYPE_CHECKING:
     from orchestrator.config.notify import NotifySection
 
 TIMEOUT_S = 20.0
-"""For a webhook's answer, and for a command."""
+"""For a webhook to answer, and for a command to end."""
 MAX_URL_BYTES = 8192
+MAX_MESSAGE_BYTES = 500
+"""Part of what a failing command wrote last that is read."""
 EVENT_VARIABLE = "TUNE_CLUSTER_EVENT"
 
 
 class DeliveryError(Exception):
-    """The receiver did not take it; without anything secret."""
+    """The receiver did not take it; the message holds nothing secret."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class Receiver(Protocol):
+    """Who is told."""
+
+    name: str
+    """``webhook`` or ``command``; names the receiver's place in the ledger, too."""
+
+    def send(self, event: str, body: dict[str, Any]) -> None:
+        """Return once it has taken the notification.
+
+        Raises:
+            DeliveryError: it has not.
+            ConfigError: it is not there.
+        """
+
+    def cancel(self) -> None:
+        """Let a :meth:`send` under way come to its end soon, as far as that can be done from another thread."""
+
+
 class Delivery:
-    """What is to be delivered, and to whom."""
+    """One delivery of everything behind the receiver's cursor, under way from the start."""
 
-    on: list[str]
-    after_failures: int
-    folder: str = ""
-    """Of the sweep."""
-    cursor: str = ""
-    """Says how far this receiver has been told."""
-    parent: int = 0
-    """Process that the one that delivers ends with."""
-    webhook_env: str | None = None
-    webhook_file: str | None = None
-    command: list[str] | None = None
+    def __init__(self, folder: Path, receiver: Receiver, outbox: Outbox, section: NotifySection) -> None:
+        """
+        Args:
+            folder: of the sweep; the thread opens the ledger there for itself.
+        """
+        self._folder = folder
+        self._receiver = receiver
+        self._outbox = outbox
+        self._section = section
+        self._is_abandoned = False
+        self.error = ""
+        """Why the receiver did not take everything; empty where it did, or while the delivery is under way."""
+        self._thread = threading.Thread(target=self._run, name=f"notify-{receiver.name}", daemon=True)
+        self._thread.start()
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+    @property
+    def is_under_way(self) -> bool:
+        return self._thread.is_alive()
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        return cls(**json.loads(text))
+    def abandon(self) -> None:
+        """Wait for it no longer. What it has delivered by now stays delivered; from here on it changes nothing."""
+        self._is_abandoned = True
+        self._receiver.cancel()
+
+    def _run(self) -> None:
+        try:
+            with Ledger.open_existing(self._folder) as ledger:
+                self._outbox.deliver(ledger, lambda *entry: self._tell(ledger, *entry), urgent=True)
+        except Exception as error:
+            self.error = str(error) or type(error).__name__
+
+    def _tell(self, ledger: Ledger, entry: LedgerEntry, state: SweepState) -> None:
+        try:
+            earlier = (before.event for before in ledger.backwards(entry.seq))
+            event = notification(entry, state, earlier, after_failures=self._section.after_failures)
+            if event is not None and event in self._section.on:
+                self._receiver.send(event, payload(event, entry.seq, state))
+            if self._is_abandoned:  # another delivery may have begun: the cursor is its own
+                raise DeliveryError("it does not take notifications in time")
+        except Exception as error:
+            self.error = str(error) or type(error).__name__
+            raise
 
 
-def deliver(order: Delivery) -> int:
-    """Tell the receiver everything behind its cursor; return how many events that were.
+class Webhook:
+    """A receiver that gets notifications posted as JSON. Its URL is read anew each time, and kept nowhere."""
 
-    Raises:
-        DeliveryError: it did not take one; those before it are done.
-    """
-    errors: list[Exception] = []
-    with Ledger.open_existing(Path(order.folder)) as ledger:
-        send = _sender(order)
-        outbox = Outbox(order.cursor, on_outage=errors.append)
+    name = "webhook"
 
-        def write(entry: LedgerEntry, state: SweepState) -> None:
-            event = notification(entry, state, _before(ledger, entry.seq), after_failures=order.after_failures)
-            if event is not None and event in order.on:
-                send(event, payload(event, entry.seq, state))
+    def __init__(self, section: NotifySection) -> None:
+        self._section = section
 
-        num_delivered = outbox.deliver(ledger, write, urgent=True)
-    if errors:
-        raise DeliveryError(str(errors[0])) from errors[0]
-    return num_delivered
+    def send(self, event: str, body: dict[str, Any]) -> None:  # noqa: ARG002
+        _post(webhook_url(self._section), body)
+
+    def cancel(self) -> None:
+        """Nothing to do: the connection has its own timeouts."""
 
 
-def webhook_url(section: NotifySection | Delivery) -> str:
+class Command:
+    """A receiver that is a program, started anew for each notification, which it reads from its input as JSON."""
+
+    name = "command"
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def send(self, event: str, body: dict[str, Any]) -> None:
+        with tempfile.TemporaryFile() as errors:
+            try:
+                self._child = child = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    env=environment({EVENT_VARIABLE: event}),
+                    start_new_session=True,  # Ctrl-C is for the sweep
+                )
+            except OSError as error:
+                raise DeliveryError(f"the command cannot be run: {error.strerror or error}") from None
+            try:
+                child.communicate(json.dumps(body).encode(), timeout=TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                raise DeliveryError(f"the command does not end within {TIMEOUT_S:.0f} s") from None
+            finally:
+                self.cancel()
+                child.wait()
+            if child.returncode != 0:
+                raise DeliveryError(f"the command ends with exit code {child.returncode}: {_last_line(errors)}")
+
+    def cancel(self) -> None:
+        """Kill it if it still runs, and what it has started in its session."""
+        if (child := self._child) is not None and child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+
+
+def webhook_url(section: NotifySection) -> str:
     """The URL of the webhook, from wherever it is kept.
 
     Raises:
@@ -119,19 +187,6 @@ def _first_bytes(path: Path) -> str:
         raise ConfigError(f"{path}: {error.strerror or error}", key="notify.webhook_file") from None
 
 
-def _before(ledger: Ledger, seq: int) -> Iterator[LedgerEvent]:
-    """Read only when somebody asks."""
-    yield from reversed([entry.event for entry in ledger.entries() if entry.seq < seq])
-
-
-def _sender(order: Delivery) -> Callable[[str, dict[str, Any]], None]:
-    if order.command is not None:
-        command = order.command
-        return lambda event, body: _run(command, event, body)
-    url = webhook_url(order)
-    return lambda _event, body: _post(url, body)
-
-
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """Notifications go where the user said, or nowhere."""
 
@@ -150,6 +205,7 @@ def _post(url: str, body: dict[str, Any]) -> None:
         with urllib.request.build_opener(_NoRedirect).open(request, timeout=TIMEOUT_S):
             return
     except urllib.error.HTTPError as error:
+        error.close()
         raise DeliveryError(f"the webhook answers {error.code}") from None
     except urllib.error.URLError as error:
         raise DeliveryError(
@@ -159,37 +215,9 @@ def _post(url: str, body: dict[str, Any]) -> None:
         raise DeliveryError(f"the webhook does not answer: {type(error).__name__}") from None
 
 
-def _run(command: list[str], event: str, body: dict[str, Any]) -> None:
-    try:
-        ended = subprocess.run(
-            command,
-            input=json.dumps(body).encode(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env=environment({EVENT_VARIABLE: event}),
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise DeliveryError(f"the command does not end within {TIMEOUT_S:.0f} s") from None
-    except OSError as error:
-        raise DeliveryError(f"the command cannot be run: {error.strerror or error}") from None
-    if ended.returncode != 0:
-        words = (ended.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
-        raise DeliveryError(f"the command ends with exit code {ended.returncode}: {words}")
-
-
-def main() -> int:
-    order = Delivery.from_json(sys.stdin.read())
-    die_with_parent(order.parent)
-    logging.disable(logging.CRITICAL)
-    try:
-        deliver(order)
-    except Exception as error:
-        sys.stderr.write(redact(f"{error}\n"))
-        return EXIT_FAILED
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _last_line(file: IO[bytes]) -> str:
+    """The last line in the file, or the end of it where it is long."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - MAX_MESSAGE_BYTES))
+    text = file.read().decode("utf-8", errors="replace")
+    return (text.strip().splitlines() or ["no message"])[-1]

@@ -6,20 +6,64 @@ what a resumed sweep proposes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar, Self
 
 from cluster.probe.profile import Profile
 from orchestrator.planning.dryrun.estimates import DryRunEstimates
-from orchestrator.search.prediction.transfer import EarlierTrial, from_document, to_document
+from orchestrator.search.prediction.transfer import EarlierTrial
+from orchestrator.sweep.documents import Document
 from orchestrator.sweep.ledger import Ledger
 from trials.codec import from_json, to_json
 from trials.dryrun.estimate import DryRunEstimate
 from trials.spec import Candidate
 
-DRY_RUNS, PROFILE, TRANSFER = "dry_runs", "profile", "transfer"
-"""Names of the ledger's documents that hold it."""
+PROFILE = "profile"
+"""Name of the document that holds the probe's :class:`cluster.probe.profile.Profile`, or null."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedCandidate:
+    """What a dry run counted for one candidate."""
+
+    candidate: Candidate
+    estimate: DryRunEstimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedCandidates(Document):
+    """The ledger's document with what dry runs counted."""
+
+    name: ClassVar[str] = "dry_runs"
+    limit_bytes: int | None = None
+    """Device memory; None where nobody knows."""
+    context_bytes: int = 0
+    """Device memory that the idle process holds."""
+    counted: tuple[CountedCandidate, ...] = ()
+
+    @classmethod
+    def of(cls, estimates: DryRunEstimates) -> Self:
+        """The document of these estimates."""
+        counted = estimates.by_candidate.items()
+        return cls(
+            limit_bytes=estimates.limit_bytes,
+            context_bytes=estimates.context_bytes,
+            counted=tuple(CountedCandidate(candidate=one, estimate=estimate) for one, estimate in counted),
+        )
+
+    @property
+    def estimates(self) -> DryRunEstimates:
+        """Back from :meth:`of`."""
+        counted = {one.candidate: one.estimate for one in self.counted}
+        return DryRunEstimates(by_candidate=counted, limit_bytes=self.limit_bytes, context_bytes=self.context_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierTrials(Document):
+    """The ledger's document with what other sweeps measured."""
+
+    name: ClassVar[str] = "transfer"
+    trials: tuple[EarlierTrial, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,38 +79,19 @@ class PriorKnowledge:
 
     def keep(self, ledger: Ledger) -> None:
         """Write it into the ledger."""
-        ledger.put_document(DRY_RUNS, _estimates_to_json(self.estimates))
+        CountedCandidates.of(self.estimates).put(ledger)
         ledger.put_document(PROFILE, to_json(self.profile))
-        ledger.put_document(TRANSFER, to_document(self.earlier))
+        EarlierTrials(trials=self.earlier).put(ledger)
 
     @classmethod
     def kept(cls, ledger: Ledger) -> PriorKnowledge:
-        """Read back what :meth:`keep` wrote."""
+        """Read back what :meth:`keep` wrote; nothing where nothing was kept.
+
+        Raises:
+            LedgerError: another version of this program wrote it, and it is not understood.
+        """
         return cls(
-            estimates=_estimates_from_json(ledger.document(DRY_RUNS)),
+            estimates=(CountedCandidates.read(ledger) or CountedCandidates()).estimates,
             profile=from_json(Profile | None, ledger.document(PROFILE)),
-            earlier=from_document(ledger.document(TRANSFER)),
+            earlier=(EarlierTrials.read(ledger) or EarlierTrials()).trials,
         )
-
-
-def _estimates_to_json(estimates: DryRunEstimates) -> dict[str, Any]:
-    return {
-        "limit_bytes": estimates.limit_bytes,
-        "context_bytes": estimates.context_bytes,
-        "counted": [
-            {"candidate": to_json(candidate), "estimate": to_json(estimate)}
-            for candidate, estimate in estimates.by_candidate.items()
-        ],
-    }
-
-
-def _estimates_from_json(document: Mapping[str, Any] | None) -> DryRunEstimates:
-    if document is None:
-        return DryRunEstimates()
-    counted: dict[Candidate, DryRunEstimate] = {
-        from_json(Candidate, item["candidate"]): from_json(DryRunEstimate, item["estimate"])
-        for item in document["counted"]
-    }
-    return DryRunEstimates(
-        by_candidate=counted, limit_bytes=document["limit_bytes"], context_bytes=document["context_bytes"]
-    )

@@ -18,9 +18,9 @@ from orchestrator.promotion.references import describe, read, store
 from orchestrator.promotion.release import NONE, ReleaseChange, Releases
 from orchestrator.sweep.documents import tracking_uri as tracking_uri_of
 from orchestrator.sweep.events import Promoted, sweep_id
-from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home, check_name
 from orchestrator.sweep.ledger import Ledger, LedgerError, SweepBusyError
+from orchestrator.sweep.snapshot import read_snapshot
 from orchestrator.sweep.state import SweepState
 from orchestrator.tracking.registry import Registry
 from orchestrator.tracking.tracker import Tracker
@@ -53,9 +53,9 @@ def promote(
     _check_expectation(expect_current)
     with home.open(sweep, read_only=False) as ledger:
         tracker = Tracker(tracking_uri_of(ledger, home))
-        choose(fold(ledger.events()), trial, force=force)  # refuse before anything is waited for
+        choose(read_snapshot(ledger).state, trial, force=force)  # refuse before anything is waited for
         with _held(ledger):
-            state = fold(ledger.events())
+            state = read_snapshot(ledger).state
             chosen = choose(state, trial, force=force)
             manifest = build_manifest(ledger, state, chosen)
             with tracker.reached():
@@ -180,15 +180,15 @@ def _note_in_ledger(home: Home, tracker: Tracker, sweep: str, identity: str, rec
         if not _missing(ledger, identity, records):
             return
         with _held(ledger):
-            state = fold(ledger.events())
+            state = read_snapshot(ledger).state
             for record in _missing(ledger, identity, records):
                 at_s = max(record.at_s, state.now_s) if state.is_over else state.now_s  # costs no active time
                 ledger.append(Promoted(at_s=at_s, record=record.for_ledger()))
-            tracker.sync(ledger, fold(ledger.events()))
+            tracker.sync(ledger, read_snapshot(ledger).state)
 
 
 def _missing(ledger: Ledger, identity: str, records: list[Record]) -> list[Record]:
-    state = fold(ledger.events())
+    state = read_snapshot(ledger).state
     if sweep_id(state.sweep) != identity:
         return []  # another sweep of that name
     noted = {event.record["record_id"] for event in state.promotions}
@@ -209,7 +209,7 @@ def _held(ledger: Ledger) -> Iterator[None]:
                 stack.enter_context(ledger.hold())
                 break
             except SweepBusyError:
-                if time.monotonic() > deadline_s or not fold(ledger.events()).is_over:
+                if time.monotonic() > deadline_s or not read_snapshot(ledger).state.is_over:
                     raise
                 time.sleep(_POLL_S)
         yield

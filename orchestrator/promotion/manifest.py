@@ -16,7 +16,7 @@ from orchestrator.promotion.evidence import Chosen, evidence
 from orchestrator.recipes import export_all
 from orchestrator.space.naming import short_name
 from orchestrator.statistics import Estimate, Interval
-from orchestrator.sweep.documents import SPEC
+from orchestrator.sweep.documents import SPEC, SweepFile
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState
 from orchestrator.tracking.registry import MAX_DESCRIPTION_CHARS, Registered
@@ -75,8 +75,8 @@ def build_manifest(ledger: Ledger, state: SweepState, chosen: Chosen) -> Manifes
 
 def _sweep_files(ledger: Ledger) -> dict[str, str]:
     """The sweep's file as it was written, and written out: a verification is made from the latter."""
-    written, spec = ledger.document("sweep_yaml"), ledger.document(SPEC)
-    as_written = {SWEEP_AS_WRITTEN: written["text"]} if written else {}
+    written, spec = SweepFile.read(ledger), ledger.document(SPEC)
+    as_written = {SWEEP_AS_WRITTEN: written.text} if written else {}
     return as_written | ({SWEEP_WRITTEN_OUT: json.dumps(redact_all(spec), indent=1) + "\n"} if spec else {})
 
 

@@ -12,7 +12,6 @@ from orchestrator.mlflow_urls import check_tracking_uri
 from orchestrator.promotion.history import PRODUCTION
 from orchestrator.promotion.manifest import JSON, SWEEP_WRITTEN_OUT, check_content, check_files, verdict_of
 from orchestrator.report.summary import result
-from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home, check_name
 from orchestrator.sweep.state import find_trial
 from orchestrator.tracking.registry import Registered, Registry
@@ -128,8 +127,7 @@ def describe(reference: str, home: Home, tracking_uri: str | None) -> VersionDes
 
 
 def _of_trial(sweep: str, trial: str, home: Home) -> VersionDescription:
-    with home.open(sweep) as ledger:
-        state = fold(ledger.events())
+    state = home.read(sweep, begun=True).state
     found = find_trial(state, trial, sweep)
     measured, verdict = result(found), state.verdict
     return VersionDescription(

@@ -22,7 +22,6 @@ from orchestrator import units
 from orchestrator.config.knobs import BaselineSection
 from orchestrator.config.sweep import load_sweep
 from orchestrator.controller import controller
-from orchestrator.controller.observer import Observer
 from orchestrator.errors import ConfigError
 from orchestrator.promotion import drift
 from orchestrator.promotion.drift import DriftFinding, Kind
@@ -35,6 +34,7 @@ from orchestrator.space.knobs.canonical import knob_values
 from orchestrator.space.knobs.layer_choices import RecomputeChoice, StageSplit
 from orchestrator.statistics import Estimate
 from orchestrator.sweep.home import Home
+from orchestrator.sweep.snapshot import Observer
 from orchestrator.sweep.state import SweepState
 from orchestrator.sweep.values import GateSettings
 from orchestrator.tracking.registry import Registry

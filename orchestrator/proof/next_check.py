@@ -35,6 +35,7 @@ from orchestrator.sweep.values import (
     Check,
     Conclusion,
     ConfirmationRun,
+    End,
     Evaluation,
     GateReport,
     GateRole,
@@ -49,7 +50,7 @@ MAX_VOID_ROUNDS = 4
 """Rounds whose runs had to be spread over different nodes and do not count, before the proof gives up."""
 
 
-def next_command(state: SweepState, end: str) -> Command:
+def next_command(state: SweepState, end: End) -> Command:
     """The search has ended because of ``end`` and nothing runs: the next step of the proof, a profile, or the end."""
     if (begin := _finalists(state, end)) is not None:
         return begin
@@ -58,7 +59,7 @@ def next_command(state: SweepState, end: str) -> Command:
     for number in _to_be_profiled(state):
         check = ProfileRun(of=number, profile=state.sweep.profile)
         return _propose(state, check, f"profile of t{number:03d}")
-    return Finish(status="finished", reason=end)
+    return Finish(status="finished", reason=end.reason, cause=end.cause)
 
 
 def largest_layout(state: SweepState) -> Layout | None:
@@ -69,13 +70,17 @@ def largest_layout(state: SweepState) -> Layout | None:
     return max(layouts, key=lambda layout: layout.world_size)
 
 
-def _finalists(state: SweepState, end: str) -> ChooseFinalists | None:
+def _finalists(state: SweepState, end: End) -> ChooseFinalists | None:
     if state.proof is not None and state.proof.verdict is None:
         return None  # what has been begun is ended first
     if state.proof is None and state.sweep.proof.confirm is not None and state.best is not None:
         chosen = choose_finalists(state)
-        return ChooseFinalists(finalists=(*chosen, *(n for n in state.to_confirm if n not in chosen)), reason=end)
-    return ChooseFinalists(finalists=state.to_confirm, reason=end) if state.to_confirm else None
+        finalists = (*chosen, *(n for n in state.to_confirm if n not in chosen))
+    elif state.to_confirm:
+        finalists = state.to_confirm
+    else:
+        return None
+    return ChooseFinalists(finalists=finalists, reason=end.reason, cause=end.cause)
 
 
 def choose_finalists(state: SweepState) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.errors import ConfigError
-from orchestrator.sweep.documents import PLAN, Recorded
+from orchestrator.sweep.documents import PLAN, SPEC, Recorded, SweepFile
 from orchestrator.sweep.ledger import Ledger
 
 
@@ -84,9 +84,9 @@ class Sources:
         return cls(
             plan=ledger.document(PLAN),
             memory_limit_bytes=_device_memory_bytes(ledger) if counted is None else counted.get("limit_bytes"),
-            sweep_yaml=(ledger.document("sweep_yaml") or {}).get("text", ""),
+            sweep_yaml=(SweepFile.read(ledger) or SweepFile()).text,
             folder=ledger.folder,
-            recorded=Recorded.of(ledger),
+            recorded=Recorded.read(ledger),
         )
 
 
@@ -94,7 +94,7 @@ def _device_memory_bytes(ledger: Ledger) -> int | None:
     """What the sweep file says, for ledgers that keep no estimates; None where it says nothing, or was written by
     another version of this program."""
     try:
-        return SweepSpec.from_json(ledger.document("spec") or {}).cluster.device_memory_bytes
+        return SweepSpec.from_json(ledger.document(SPEC) or {}).cluster.device_memory_bytes
     except (ValidationError, ConfigError):
         return None
 

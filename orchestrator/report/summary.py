@@ -15,7 +15,6 @@ from orchestrator.sweep.events import CandidatesPruned
 from orchestrator.sweep.state import SweepState, SweepStatus, Trial, TrialStatus
 from orchestrator.sweep.values import ProfileRun, Verdict
 from trials.codec import to_json
-from trials.outcome import StoppedEarly
 
 ENDED: tuple[TrialStatus, ...] = tuple(s for s in get_args(TrialStatus) if s not in ("proposed", "running"))
 """Statuses a trial can end in, in the order they are reported."""
@@ -127,7 +126,7 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
         trials={**{status: counts.get(status, 0) for status in ENDED}, "total": state.num_searched},
         ruled_out=tuple(event for event in state.pruned if event.rules),
         device_hours=state.device_seconds / 3600,
-        saved_device_hours=_saved_device_seconds(state) / 3600,
+        saved_device_hours=state.saved_device_seconds / 3600,
         num_earlier_trials=state.sweep.num_earlier_trials,
         num_earlier_sweeps=state.sweep.num_earlier_sweeps,
         tracking_uri=public_uri(tracking_uri),
@@ -139,13 +138,8 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
 
 
 def _profiles(state: SweepState) -> tuple[tuple[int, ProfileTables], ...]:
-    runs = ((t.check.of, profile_tables(t)) for t in state.trials if isinstance(t.check, ProfileRun))
+    runs = ((t.check.of, profile_tables(t)) for t in state.checks() if isinstance(t.check, ProfileRun))
     return tuple((of, tables) for of, tables in runs if tables is not None)
-
-
-def _saved_device_seconds(state: SweepState) -> float:
-    outcomes = [trial.outcome for trial in state.searched()]
-    return sum(outcome.saved_device_seconds for outcome in outcomes if isinstance(outcome, StoppedEarly))
 
 
 def result(trial: Trial | None) -> TrialResult | None:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.sweep.vector import Vector
+from orchestrator.sweep.state import MAX_FASTEST, RankedTrial, SweepState, Trial
+from orchestrator.vector import Vector
 
 SHARE_OF_ENDED = 12
 """A round ends after at least this part of the trials that had ended before it."""
@@ -47,12 +47,14 @@ def as_of(state: SweepState, num_ended: int, num_trials: int) -> SweepState:
     end_order = state.end_order[:num_ended]
     ended = frozenset(end_order)
     trials = tuple(_hidden(trial) if trial.number not in ended else trial for trial in state.trials[:num_trials])
-    speeds = {number: m.tokens_per_s_per_device for number in end_order if (m := trials[number].measurement)}
+    measured = ((number, m) for number in end_order if (m := trials[number].measurement))
+    ranked = (RankedTrial(number=number, tokens_per_s_per_device=m.tokens_per_s_per_device) for number, m in measured)
+    fastest = sorted(ranked, key=lambda one: (-one.tokens_per_s_per_device, one.number))
     return replace(
         state,
         trials=Vector(trials),
         end_order=Vector(end_order),
-        best_trial=min(speeds, key=lambda number: (-speeds[number], number), default=None),
+        fastest=tuple(fastest[:MAX_FASTEST]),
     )
 
 

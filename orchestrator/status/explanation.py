@@ -1,10 +1,10 @@
-"""One trial explained from the ledger: why it was proposed, why it waits, what became of each launch of it."""
+"""Explains one trial of a sweep (``explain SWEEP TRIAL``): why it was proposed, why it waits, how each attempt ended,
+and what the sweep did about that. Everything is told from the ledger, in sentences and as JSON."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,11 @@ from orchestrator import units
 from orchestrator.report import proof as proof_data
 from orchestrator.report.words import evaluation_words, finalist_words, gate_words
 from orchestrator.space.naming import diff, short_name
-from orchestrator.status.snapshot import AT_REST, Snapshot, read_snapshot
 from orchestrator.sweep.events import AttemptEnded, LedgerEvent, TrialsRetried
 from orchestrator.sweep.fold import apply
-from orchestrator.sweep.home import attempt_folder
-from orchestrator.sweep.ledger import Ledger
-from orchestrator.sweep.limits import reason_to_fail, spent_budget
+from orchestrator.sweep.home import Home, attempt_folder
+from orchestrator.sweep.limits import failure, spent_budget
+from orchestrator.sweep.snapshot import AT_REST, Snapshot
 from orchestrator.sweep.state import Attempt, SweepState, Trial, find_trial, nodes_of, nodes_to_avoid
 from orchestrator.text import plain
 from orchestrator.units import count, signal_name
@@ -40,8 +39,8 @@ from trials.outcome import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptStory:
-    """One launch of the trial, and what the sweep made of its end."""
+class AttemptExplanation:
+    """One launch of the trial, how it ended, and what followed from that."""
 
     number: int
     attempt: Attempt
@@ -49,8 +48,8 @@ class AttemptStory:
     """From launch to verified release; of a running one, until now."""
     folder: Path
     """Where its ranks work, on each of its nodes."""
-    made_of_it: tuple[str, ...]
-    """Sentences; empty while it runs."""
+    consequences: tuple[str, ...]
+    """What the sweep did about its end, in sentences; empty while it runs."""
 
     @property
     def is_blameless(self) -> bool:
@@ -63,6 +62,7 @@ class AttemptStory:
         return getattr(self.attempt.outcome, "evidence", None)
 
     def to_json(self) -> dict[str, Any]:
+        """Its part of ``explain --json``."""
         outcome = self.attempt.outcome
         return {
             "attempt": self.number,
@@ -76,25 +76,27 @@ class AttemptStory:
             "device_seconds": self.attempt.device_seconds,
             "cause": outcome.cause if isinstance(outcome, GangLost) else None,
             "evidence": _evidence_json(self.evidence),
-            "made_of_it": list(self.made_of_it),
+            "made_of_it": list(self.consequences),
             "folder": str(self.folder),
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What there is to say of a trial."""
+    """Everything there is to say about one trial."""
 
     sweep: str
     unit: str
+    """Unit of speeds, such as ``tokens/s/p``."""
     trial: Trial
     changed: Mapping[str, tuple[Any, Any]]
     """Knobs in which it differs from the baseline: (baseline's value, its value)."""
     pending: tuple[str, ...]
     """Why it was not launched yet, or not again; empty where it does not wait."""
-    attempts: tuple[AttemptStory, ...]
+    attempts: tuple[AttemptExplanation, ...]
+    """In the order of the launches."""
     proof: tuple[str, ...]
-    """What the last proof showed of it, in words; empty where it was no finalist."""
+    """What the last proof found out about it, in sentences; empty where it was no finalist."""
     ruled_out: Mapping[str, int]
     """Rule to the number of candidates that are not tried because this trial ran out of memory."""
 
@@ -104,7 +106,7 @@ class Explanation:
 
     @property
     def surprise(self) -> float | None:
-        """Measured step time over the expected one; None where one of them is unknown."""
+        """Measured over expected step time; None where one of them is unknown."""
         if self.measurement is None or self.trial.expected is None:
             return None
         return self.measurement.step_time_s / self.trial.expected.step_time_s
@@ -125,20 +127,20 @@ class Explanation:
             "measured": _measured_json(self.measurement),
             "measured_over_expected": self.surprise,
             "pending": list(self.pending),
-            "attempts": [story.to_json() for story in self.attempts],
+            "attempts": [attempt.to_json() for attempt in self.attempts],
             "proof": list(self.proof),
             "ruled_out": dict(self.ruled_out),
             "device_seconds": trial.device_seconds,
         }
 
 
-def explain(ledger: Ledger, text: str) -> Explanation:
-    """Explain the trial that ``text`` means; see :func:`orchestrator.sweep.state.find_trial`.
+def explain(name: str, text: str, home: Home) -> Explanation:
+    """Explain the trial of the sweep ``name`` that ``text`` means; see :func:`orchestrator.sweep.state.find_trial`.
 
     Raises:
-        ConfigError: it means none.
+        ConfigError: there is no such sweep or trial.
     """
-    sweep = read_snapshot(ledger)
+    sweep = home.read(name)
     trial = find_trial(sweep.state, text, sweep.name)
     state = sweep.state
     ruled_out = [event.rules for event in state.pruned if event.witness == trial.number]
@@ -147,14 +149,168 @@ def explain(ledger: Ledger, text: str) -> Explanation:
         unit=state.sweep.workload.speed_unit,
         trial=trial,
         changed=diff(trial.candidate, state.trials[0].candidate),
-        pending=why_pending(sweep, trial),
-        attempts=tuple(_stories(sweep, trial)),
+        pending=_why_pending(sweep, trial),
+        attempts=tuple(_attempts(sweep, trial, home)),
         proof=tuple(_proof(state, trial.number)),
         ruled_out={rule: count for rules in ruled_out for rule, count in rules.items()},
     )
 
 
+def _why_pending(sweep: Snapshot, trial: Trial) -> tuple[str, ...]:
+    """Why the trial was not launched yet, the deciding reason first; empty where it does not wait."""
+    if trial.number not in sweep.state.waiting:
+        return ()
+    phase, reason = sweep.phase, f": {sweep.reason}" if sweep.reason else ""
+    if phase == "waiting":
+        return (f"the sweep has no nodes yet{reason}", *_queue(sweep))
+    if phase != "running":
+        remedy = "; `resume` goes on with it" if phase in ("paused", "interrupted") else ""
+        return (f"the sweep {'is' if phase not in AT_REST or phase == 'paused' else 'was'} {phase}{reason}{remedy}",)
+    state = sweep.at_present
+    if failing := failure(state):
+        return (f"the sweep is about to fail: {failing.reason}",)
+    if spent := spent_budget(state):
+        return (f"{spent}: nothing is launched any more",)
+    return (_devices(sweep, trial), *_lease(sweep), *_queue(sweep), *_avoided(trial))
+
+
+def _devices(sweep: Snapshot, trial: Trial) -> str:
+    """How many devices the trial needs, how many the sweep holds, and which trials have them."""
+    state, needed, known = sweep.state, trial.candidate.layout.world_size, sweep.state.sweep.known_devices
+    nodes = [node for node in sweep.lease.nodes if node not in state.quarantined]
+    busy = sum(state.trials[number].attempts[-1].num_devices for number in state.running)
+    by = " ".join(units.trial_id(number) for number in sorted(state.running))
+    taken = f"{busy} busy with {by}" if busy else "none of them busy"
+    needs = f"it needs {count(needed, 'device')}"
+    if known is None:
+        return f"{needs}; the lease holds {count(len(nodes), 'node')}; devices: {taken}"
+    num_nodes, num_devices = math.ceil(needed / known.devices_per_node), len(nodes) * known.devices_per_node
+    held = f"the lease holds {count(len(nodes), 'node')} with {count(num_devices, 'device')}, {taken}"
+    return f"{needs} on {count(num_nodes, 'node')}; {held}"
+
+
+def _lease(sweep: Snapshot) -> list[str]:
+    """Nodes that the sweep does not get, or does not use any more."""
+    lease, quarantined = sweep.lease, sorted(sweep.state.quarantined)
+    missing = f"{len(lease.nodes)} of {lease.wanted} nodes are held: {lease.waiting}" if lease.waiting else ""
+    out = f"nothing is placed on {' '.join(quarantined)} any more: in quarantine" if quarantined else ""
+    return [line for line in (missing, out) if line]
+
+
+def _queue(sweep: Snapshot) -> list[str]:
+    """How important the sweep is among those that share the nodes."""
+    return [f"priority {sweep.lease.priority}"] if sweep.lease.priority else []
+
+
+def _avoided(trial: Trial) -> list[str]:
+    """Nodes on which earlier attempts failed."""
+    avoided = nodes_to_avoid(trial)
+    return [f"other nodes than {' '.join(avoided)} are preferred: it failed there"] if avoided else []
+
+
+def _attempts(sweep: Snapshot, trial: Trial, home: Home) -> list[AttemptExplanation]:
+    """The trial's attempts. All events are folded once more: what an end led to shows in the states around it."""
+    with home.open(sweep.name, begun=False) as ledger:
+        ends = _ends(ledger.events(), trial.number) if trial.attempts else {}
+    now_s = sweep.at_present.now_s
+    return [
+        AttemptExplanation(
+            number=index,
+            attempt=attempt,
+            duration_s=max(0.0, ends.get(attempt.token, _End(at_s=now_s)).at_s - attempt.launched_at_s),
+            folder=attempt_folder(sweep.folder, trial.number, index, attempt.token),
+            consequences=ends[attempt.token].consequences if attempt.token in ends else (),
+        )
+        for index, attempt in enumerate(trial.attempts)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """When an attempt ended, and what followed from it."""
+
+    at_s: float
+    consequences: tuple[str, ...] = ()
+
+
+def _ends(events: Iterable[LedgerEvent], number: int) -> dict[str, _End]:
+    """Ends of the attempts of trial ``number``, by their tokens."""
+    ends: dict[str, _End] = {}
+    state, last = SweepState(), ""
+    for event in events:
+        before, state = state, apply(state, event)
+        match event:
+            case AttemptEnded(trial=trial, token=token) if trial == number and token not in ends:
+                ends[token] = _End(at_s=event.at_s, consequences=_consequences(before, state, number, event.outcome))
+                last = token
+            case TrialsRetried(trials=trials) if number in trials and last:
+                asked = f"launched again because {plain(event.by)} asked for it"
+                ends[last] = replace(ends[last], consequences=(*ends[last].consequences, asked))
+            case _:
+                pass
+    return ends
+
+
+_LOSSES = {
+    "infrastructure": "a fault of the infrastructure: says nothing about the candidate",
+    "controller": "ended by its controller: says nothing about the candidate, and counts for nothing",
+    "preempted": "made room for another sweep: says nothing about the candidate, and counts for nothing",
+}
+
+
+def _consequences(before: SweepState, after: SweepState, number: int, outcome: Outcome) -> tuple[str, ...]:
+    """What followed from the end of an attempt of trial ``number``, by the states before and after it."""
+    return (*_told(before, after, number, outcome), *_goes_again(after, number, outcome), *_strikes(before, after))
+
+
+def _told(before: SweepState, after: SweepState, number: int, outcome: Outcome) -> list[str]:
+    """What the search learned, or whose fault it was."""
+    if after.trials[number].check is not None and isinstance(outcome, Measured | OutOfMemory | Infeasible | Diverged):
+        return ["a check: not told to the search"]
+    match outcome:
+        case Measured():
+            is_best = after.best_trial == number != before.best_trial
+            return ["told to the search", *(["the fastest until then"] if is_best and number else [])]
+        case StoppedEarly():
+            saved = units.device_time(outcome.saved_device_seconds)
+            return [f"told to the search as slower than {units.trial_id(outcome.incumbent)}", f"{saved} saved at least"]
+        case OutOfMemory() | Infeasible() | Diverged():
+            return ["told to the search as a constraint: infeasible here"]
+        case GangLost():
+            return [_LOSSES[outcome.cause]]
+        case HostOutOfMemory():
+            return ["the host's memory ran out, not the device's: not told to the search"]
+        case TimedOut() | Crashed():
+            limit = after.sweep.budget.consecutive_failures
+            return [f"a fault of the candidate: not told to the search; {limit} in a row stop the sweep"]
+
+
+def _goes_again(after: SweepState, number: int, outcome: Outcome) -> list[str]:
+    """Whether the trial is launched again: only after losses and exhausted hosts, each kind on its own budget."""
+    trial, budget = after.trials[number], after.sweep.budget
+    if isinstance(outcome, HostOutOfMemory):
+        number_of, limit = trial.num_host_ooms, budget.host_ooms_per_trial
+    elif isinstance(outcome, GangLost):
+        number_of, limit = trial.num_lost, budget.lost_attempts_per_trial
+    else:
+        return []
+    if number not in after.waiting:
+        return [f"given up: that was number {number_of} of {limit}"]
+    is_counted = isinstance(outcome, HostOutOfMemory) or outcome.cause == "infrastructure"
+    return ["to be launched again" + (f": that was number {number_of} of {limit}" if is_counted else "")]
+
+
+def _strikes(before: SweepState, after: SweepState) -> list[str]:
+    """Faults that are held against a node, and what that means for it."""
+    limit = after.sweep.budget.strikes_per_node
+    struck = [node for node, count in after.strikes.items() if count > before.strikes.get(node, 0)]
+    lines = [f"strike {after.strikes[node]} of {limit} against {node}" for node in struck]
+    out = sorted(after.quarantined - before.quarantined)
+    return [*lines, *(f"{node} is in quarantine since: nothing is placed there any more" for node in out)]
+
+
 def _proof(state: SweepState, number: int) -> Iterator[str]:
+    """What rounds, loss gate and evaluation came to for the trial of this number."""
     for one in proof_data.finalists(state):
         if one.trial == number:
             speed = (
@@ -165,46 +321,6 @@ def _proof(state: SweepState, number: int) -> Iterator[str]:
     yield from (
         f"your evaluation: {evaluation_words(one)}" for one in proof_data.evaluations(state) if one.trial == number
     )
-
-
-def _stories(sweep: Snapshot, trial: Trial) -> list[AttemptStory]:
-    """By going through all events once more: what an end led to shows in the states before and after it."""
-    ends = _ends(sweep.news, trial.number)
-    now_s = sweep.at_present.now_s
-    return [
-        AttemptStory(
-            number=index,
-            attempt=attempt,
-            duration_s=max(0.0, ends.get(attempt.token, _End(at_s=now_s)).at_s - attempt.launched_at_s),
-            folder=attempt_folder(sweep.folder, trial.number, index, attempt.token),
-            made_of_it=ends[attempt.token].made_of_it if attempt.token in ends else (),
-        )
-        for index, attempt in enumerate(trial.attempts)
-    ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _End:
-    at_s: float
-    made_of_it: tuple[str, ...] = ()
-
-
-def _ends(events: tuple[LedgerEvent, ...], number: int) -> dict[str, _End]:
-    """By token: when the trial's attempts ended, and what that led to."""
-    ends: dict[str, _End] = {}
-    state, last = SweepState(), ""
-    for event in events:
-        before, state = state, apply(state, event)
-        match event:
-            case AttemptEnded(trial=trial, token=token) if trial == number and token not in ends:
-                ends[token] = _End(at_s=event.at_s, made_of_it=made_of_it(before, state, number, event.outcome))
-                last = token
-            case TrialsRetried(trials=trials) if number in trials and last:
-                asked = f"launched again because {plain(event.by)} asked for it"
-                ends[last] = replace(ends[last], made_of_it=(*ends[last].made_of_it, asked))
-            case _:
-                pass
-    return ends
 
 
 def _evidence_json(evidence: Evidence | None) -> dict[str, Any] | None:
@@ -221,114 +337,3 @@ def _measured_json(measurement: Measurement | None) -> dict[str, Any] | None:
         "tokens_per_s_per_device": measurement.tokens_per_s_per_device,
         "peak_bytes": measurement.peak_bytes,
     }
-
-
-def why_pending(sweep: Snapshot, trial: Trial) -> tuple[str, ...]:
-    """The reasons, the one that decides first; empty where the trial does not wait."""
-    if trial.number not in sweep.state.waiting:
-        return ()
-    phase, reason = sweep.phase, f": {sweep.reason}" if sweep.reason else ""
-    if phase == "waiting":
-        return (f"the sweep has no nodes yet{reason}", *_queue(sweep))
-    if phase != "running":
-        remedy = "; `resume` goes on with it" if phase in ("paused", "interrupted") else ""
-        return (f"the sweep {'is' if phase not in AT_REST or phase == 'paused' else 'was'} {phase}{reason}{remedy}",)
-    state = sweep.at_present
-    if failing := reason_to_fail(state):
-        return (f"the sweep is about to fail: {failing}",)
-    if spent := spent_budget(state):
-        return (f"{spent}: nothing is launched any more",)
-    return (_devices(sweep, trial), *_lease(sweep), *_queue(sweep), *_avoided(trial))
-
-
-def devices_per_node(state: SweepState) -> int | None:
-    """As the topology's label tells, like ``2x8 NVIDIA H200``; None where it does not."""
-    match = re.match(r"\d+x(\d+) ", state.sweep.hardware)
-    return int(match[1]) if match else None
-
-
-def _devices(sweep: Snapshot, trial: Trial) -> str:
-    """Needs, has, and who has the rest."""
-    state, needed, per_node = sweep.state, trial.candidate.layout.world_size, devices_per_node(sweep.state)
-    nodes = [node for node in sweep.lease.nodes if node not in state.quarantined]
-    busy = sum(state.trials[number].attempts[-1].num_devices for number in state.running)
-    by = " ".join(units.trial_id(number) for number in sorted(state.running))
-    taken = f"{busy} busy with {by}" if busy else "none of them busy"
-    needs = f"it needs {count(needed, 'device')}"
-    if per_node is None:
-        return f"{needs}; the lease holds {count(len(nodes), 'node')}; devices: {taken}"
-    num_nodes = math.ceil(needed / per_node)
-    held = f"the lease holds {count(len(nodes), 'node')} with {count(len(nodes) * per_node, 'device')}, {taken}"
-    return f"{needs} on {count(num_nodes, 'node')}; {held}"
-
-
-def _lease(sweep: Snapshot) -> list[str]:
-    lease, quarantined = sweep.lease, sorted(sweep.state.quarantined)
-    missing = f"{len(lease.nodes)} of {lease.wanted} nodes are held: {lease.waiting}" if lease.waiting else ""
-    out = f"nothing is placed on {' '.join(quarantined)} any more: in quarantine" if quarantined else ""
-    return [line for line in (missing, out) if line]
-
-
-def _queue(sweep: Snapshot) -> list[str]:
-    return [f"priority {sweep.lease.priority}"] if sweep.lease.priority else []
-
-
-def _avoided(trial: Trial) -> list[str]:
-    avoided = nodes_to_avoid(trial)
-    return [f"other nodes than {' '.join(avoided)} are preferred: it failed there"] if avoided else []
-
-
-LOSS_WORDS = {
-    "infrastructure": "a fault of the infrastructure: says nothing about the candidate",
-    "controller": "ended by its controller: says nothing about the candidate, and counts for nothing",
-    "preempted": "made room for another sweep: says nothing about the candidate, and counts for nothing",
-}
-
-
-def made_of_it(before: SweepState, after: SweepState, number: int, outcome: Outcome) -> tuple[str, ...]:
-    """What the end of an attempt of trial ``number`` led to; ``before`` and ``after`` are the states around it."""
-    return (*_told(before, after, number, outcome), *_goes_again(after, number, outcome), *_strikes(before, after))
-
-
-def _told(before: SweepState, after: SweepState, number: int, outcome: Outcome) -> list[str]:
-    if after.trials[number].check is not None and isinstance(outcome, Measured | OutOfMemory | Infeasible | Diverged):
-        return ["a check: not told to the search"]
-    match outcome:
-        case Measured():
-            is_best = after.best_trial == number != before.best_trial
-            return ["told to the search", *(["the fastest until then"] if is_best and number else [])]
-        case StoppedEarly():
-            saved = units.device_time(outcome.saved_device_seconds)
-            return [f"told to the search as slower than {units.trial_id(outcome.incumbent)}", f"{saved} saved at least"]
-        case OutOfMemory() | Infeasible() | Diverged():
-            return ["told to the search as a constraint: infeasible here"]
-        case GangLost():
-            return [LOSS_WORDS[outcome.cause]]
-        case HostOutOfMemory():
-            return ["the host's memory ran out, not the device's: not told to the search"]
-        case TimedOut() | Crashed():
-            limit = after.sweep.budget.consecutive_failures
-            return [f"a fault of the candidate: not told to the search; {limit} in a row stop the sweep"]
-
-
-def _goes_again(after: SweepState, number: int, outcome: Outcome) -> list[str]:
-    """Only losses and exhausted hosts are launched again, each kind on its own budget."""
-    trial, budget = after.trials[number], after.sweep.budget
-    if isinstance(outcome, HostOutOfMemory):
-        number_of, limit = trial.num_host_ooms, budget.host_ooms_per_trial
-    elif isinstance(outcome, GangLost):
-        number_of, limit = trial.num_lost, budget.lost_attempts_per_trial
-    else:
-        return []
-    if number not in after.waiting:
-        return [f"given up: that was number {number_of} of {limit}"]
-    is_counted = isinstance(outcome, HostOutOfMemory) or outcome.cause == "infrastructure"
-    return ["to be launched again" + (f": that was number {number_of} of {limit}" if is_counted else "")]
-
-
-def _strikes(before: SweepState, after: SweepState) -> list[str]:
-    limit = after.sweep.budget.strikes_per_node
-    struck = [node for node, count in after.strikes.items() if count > before.strikes.get(node, 0)]
-    lines = [f"strike {after.strikes[node]} of {limit} against {node}" for node in struck]
-    out = sorted(after.quarantined - before.quarantined)
-    return [*lines, *(f"{node} is in quarantine since: nothing is placed there any more" for node in out)]

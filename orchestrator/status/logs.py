@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
-from orchestrator.status.snapshot import Snapshot
 from orchestrator.sweep.home import attempt_folder
+from orchestrator.sweep.snapshot import Snapshot
 from orchestrator.sweep.state import Trial
 from orchestrator.text import plain, tail
 from trials.codec import to_json

@@ -7,21 +7,21 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.errors import ConfigError
 from orchestrator.report.summary import Summary, summarize
 from orchestrator.space.naming import short_name
-from orchestrator.status.snapshot import AT_REST, Snapshot, read_snapshot
 from orchestrator.sweep.home import Home
-from orchestrator.sweep.ledger import Ledger, LedgerError
+from orchestrator.sweep.ledger import LedgerError
+from orchestrator.sweep.snapshot import AT_REST, Snapshot
 from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
-from trials.outcome import Measured, Outcome
+from trials.outcome import Outcome
 
-MAX_FAILURES = 5
-"""Latest failures told by ``status``."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """One budget: what of it is used. Without a limit, ``limit`` is None."""
+    """How much of one budget is used. Without a limit, ``limit`` is None."""
 
     name: str
     used: float
@@ -43,15 +43,9 @@ def budgets(sweep: Snapshot) -> list[Spent]:
 
 
 def failures(state: SweepState) -> list[tuple[Trial, int, Outcome]]:
-    """(trial, attempt, outcome) of attempts that were not measured; the latest first, at most :data:`MAX_FAILURES`."""
-    ended = [
-        (attempt.launched_at_s, trial, index, attempt.outcome)
-        for trial in state.trials
-        for index, attempt in enumerate(trial.attempts)
-        if attempt.outcome is not None and not isinstance(attempt.outcome, Measured)
-    ]
-    ended.sort(key=lambda row: row[0], reverse=True)
-    return [(trial, index, outcome) for _, trial, index, outcome in ended[:MAX_FAILURES]]
+    """(trial, attempt, outcome) of the latest attempts that ended unmeasured; the latest first."""
+    found = ((state.trials[number], index) for number, index in state.last_failures)
+    return [(trial, index, outcome) for trial, index in found if (outcome := trial.attempts[index].outcome)]
 
 
 def summary_of(sweep: Snapshot, home: Home) -> Summary | None:
@@ -120,28 +114,14 @@ def _faults_in_a_row(state: SweepState) -> int:
     return sum(1 for _ in itertools.takewhile(lambda o: o is not None and o.consequence == "fault", outcomes))
 
 
-logger = logging.getLogger(__name__)
-
-
-def inspect(name: str, home: Home) -> Snapshot:
-    """One look at the sweep ``name``.
-
-    Raises:
-        ConfigError: there is none; the message tells the nearest names.
-    """
-    with home.open(name, begun=False) as ledger:
-        return read_snapshot(ledger)
-
-
-def inspect_all(home: Home) -> list[Snapshot]:
+def all_sweeps(home: Home) -> list[Snapshot]:
     """Every sweep of the home: first those at work, then the others; the latest first. What cannot be read is left
     out with a warning."""
     found = []
     for name in home.all_names():
         try:
-            with Ledger(home.sweep_folder(name), read_only=True) as ledger:
-                found.append(read_snapshot(ledger))
-        except LedgerError as error:
+            found.append(home.read(name))
+        except (ConfigError, LedgerError) as error:
             logger.warning("%s is left out: %s", name, error)
-    begun = [inspection for inspection in found if inspection.state.created or inspection.controller]
-    return sorted(begun, key=lambda sweep: (sweep.phase in AT_REST, -(sweep.began_at_s or 0.0)))
+    known = [sweep for sweep in found if sweep.state.created or sweep.controller]
+    return sorted(known, key=lambda sweep: (sweep.phase in AT_REST, -(sweep.began_at_s or 0.0)))

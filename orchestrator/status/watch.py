@@ -1,37 +1,27 @@
-"""Following a sweep whose controller runs elsewhere: by looking at its ledger again and again."""
+"""Follows a sweep whose controller runs elsewhere, by reading its ledger again and again (``watch``)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
-from cluster.base import GangProgress
 from orchestrator.space.naming import short_name
-from orchestrator.status.snapshot import AT_REST, ENDED, Snapshot, read_snapshot
 from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, LedgerEvent, TrialProposed
 from orchestrator.sweep.home import Home, is_at_work
 from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.snapshot import AT_REST, ENDED, Observer, Snapshot, read_snapshot
 from orchestrator.sweep.state import SweepState, describe_failure, nodes_of
 from orchestrator.text import plain
 
 POLL_S = 0.5
+"""Time between two snapshots."""
 GONE_S = 20.0
 """For how long a sweep may be without a controller, and without anybody who starts it again, before it is left."""
 
 
-class View(Protocol):
-    """Shows a sweep; the live table of ``submit`` is one."""
-
-    def on_state(self, state: SweepState) -> None: ...
-
-    def on_progress(self, trial: int, progress: GangProgress) -> None: ...
-
-    def on_lease(self, nodes: Sequence[str], waiting: str) -> None: ...
-
-
-def looks(ledger: Ledger, home: Home, poll_s: float = POLL_S) -> Iterator[Snapshot]:
-    """One look after another, until the sweep has ended, is paused, or has had no controller for :data:`GONE_S`."""
+def follow(ledger: Ledger, home: Home, poll_s: float = POLL_S) -> Iterator[Snapshot]:
+    """One snapshot after another, until the sweep has ended, is paused, or has had no controller for :data:`GONE_S`."""
     seen: Snapshot | None = None
     gone_at_s: float | None = None
     while True:
@@ -50,15 +40,15 @@ def looks(ledger: Ledger, home: Home, poll_s: float = POLL_S) -> Iterator[Snapsh
         time.sleep(poll_s)
 
 
-def turn(sweep: Snapshot, before: Snapshot | None) -> str:
-    """One line where the sweep has turned to something else, like ``busy: paused, paused by anna@desk``."""
+def phase_change(sweep: Snapshot, before: Snapshot | None) -> str:
+    """A line like ``busy: paused, paused by anna@desk`` where the phase is another than before; else an empty one."""
     if before is not None and before.phase == sweep.phase:
         return ""
     return plain(f"{sweep.name}: {sweep.phase}" + (f", {sweep.reason}" if sweep.reason else ""))
 
 
-def show(view: View, sweep: Snapshot, before: Snapshot | None) -> None:
-    """Tell ``view`` what is new."""
+def show(view: Observer, sweep: Snapshot, before: Snapshot | None) -> None:
+    """Tell ``view`` what has changed since ``before``, the snapshot that was shown last; None: nothing was."""
     if sweep.is_held:
         view.on_lease(sweep.lease.nodes, sweep.lease.waiting)
     view.on_state(sweep.at_present)
@@ -70,7 +60,7 @@ def show(view: View, sweep: Snapshot, before: Snapshot | None) -> None:
 def changes(sweep: Snapshot, before: Snapshot | None) -> Iterator[dict[str, Any]]:
     """The lines of ``watch --json``: each names in ``change`` what it tells of: sweep, lease, trial or progress.
 
-    The first look tells of everything as it stands, each one after it only of what is new.
+    Without ``before``, everything is told as it is; with it, only what is new since.
     """
     lease = sweep.lease.to_json() | {"at_s": sweep.at_s}
     if before is None or lease != before.lease.to_json() | {"at_s": sweep.at_s}:
@@ -80,19 +70,20 @@ def changes(sweep: Snapshot, before: Snapshot | None) -> Iterator[dict[str, Any]
             yield _trial_line(sweep, trial.number, len(trial.attempts) - 1, not trial.is_running, trial.proposed_at_s)
     else:
         for event in sweep.news:
-            if (place := _place(sweep.state, event)) is not None:
+            if (place := _subject(sweep.state, event)) is not None:
                 yield _trial_line(sweep, *place, event.at_s)
     for number, progress in sweep.live.items():
         if before is None or before.live.get(number) != progress:
             what = {"phase": progress.phase, "step": progress.step, "step_time_s": progress.step_time_s}
             yield {"change": "progress", "at_s": sweep.at_s, "trial": number, **what}
-    standing = _standing(sweep)
-    if before is None or standing != _standing(before):
+    line = _sweep_line(sweep)
+    if before is None or line != _sweep_line(before):
         hours = sweep.device_seconds / 3600
-        yield {"change": "sweep", "at_s": sweep.at_s, "sweep": sweep.name, **standing, "device_hours": hours}
+        yield {"change": "sweep", "at_s": sweep.at_s, "sweep": sweep.name, **line, "device_hours": hours}
 
 
-def _standing(sweep: Snapshot) -> dict[str, Any]:
+def _sweep_line(sweep: Snapshot) -> dict[str, Any]:
+    """Phase, numbers of trials and the best one, as ``watch --json`` tells them."""
     best = sweep.state.best
     speed = best.measurement.tokens_per_s_per_device if best and best.measurement else None
     return {
@@ -108,8 +99,9 @@ def _standing(sweep: Snapshot) -> dict[str, Any]:
     }
 
 
-def _place(state: SweepState, event: LedgerEvent) -> tuple[int, int, bool] | None:
-    """(trial, attempt, whether it has ended) that ``event`` is about, attempt -1 before the first; None of others."""
+def _subject(state: SweepState, event: LedgerEvent) -> tuple[int, int, bool] | None:
+    """(trial, attempt, whether that has ended) that ``event`` is about; attempt -1 before the first launch. None for
+    events about no trial."""
     match event:
         case TrialProposed():
             return event.trial, -1, False
@@ -123,7 +115,7 @@ def _place(state: SweepState, event: LedgerEvent) -> tuple[int, int, bool] | Non
 
 
 def _trial_line(sweep: Snapshot, number: int, index: int, has_ended: bool, at_s: float) -> dict[str, Any]:
-    """``attempt`` is null before the first one."""
+    """What ``watch --json`` tells about one attempt of a trial; ``index`` -1 before the first launch."""
     trial = sweep.state.trials[number]
     attempt = trial.attempts[index] if index >= 0 else None
     outcome = attempt.outcome if attempt and has_ended else None

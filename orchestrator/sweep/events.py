@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from cluster.hardware.topology import Device
-from orchestrator.sweep.values import Check, Evaluation, PredictedResult, ProofSettings, Verdict
+from orchestrator.sweep.values import Check, Evaluation, FinishCause, Hardware, PredictedResult, ProofSettings, Verdict
 from trials.codec import digest, to_json
 from trials.outcome import Outcome, StoppedEarly
 from trials.spec import Candidate, Layout, ProfileSpec, Workload
@@ -51,16 +51,23 @@ class SweepCreated:
     max_concurrent: int
     num_legal: int
     hardware: str
-    """The topology's label, e.g. ``1x8 NVIDIA H200``."""
+    """The topology's label, e.g. ``1x8 NVIDIA H200``, for people."""
     fingerprint: Mapping[str, str]
     """Environment: library versions, driver, host kind. Trials are comparable only where it is equal."""
     num_earlier_trials: int = 0
-    """Of earlier sweeps, from which the search learned before its first trial."""
+    """Number of trials of earlier sweeps from which the search learned before its first trial."""
     num_earlier_sweeps: int = 0
     proof: ProofSettings = field(default_factory=ProofSettings)
     profiled: tuple[str, ...] = ()
     """Trials to be profiled at the end: a number, ``baseline`` or ``winner``."""
     profile: ProfileSpec = field(default_factory=ProfileSpec)
+    devices: Hardware | None = None
+    """What ``hardware`` names; None in ledgers of old, see :attr:`known_devices`."""
+
+    @property
+    def known_devices(self) -> Hardware | None:
+        """The hardware as a value; None where an old ledger's label does not tell."""
+        return self.devices or Hardware.of_label(self.hardware)
 
     def trial_key(self, candidate: Candidate) -> str:
         """Identity of a measurement: SHA-256 of candidate, workload and environment. Equal keys compare."""
@@ -139,6 +146,8 @@ class FinalistsChosen:
     reason: str
     first_check: int
     """Number of the next trial: checks before it belong to an earlier proof."""
+    cause: FinishCause = FinishCause.UNKNOWN
+    """Why the search ended; ``reason`` says it in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +265,8 @@ class SweepFinished:
     at_s: float
     status: SweepEnd
     reason: str
+    """The cause in words, for people."""
+    cause: FinishCause = FinishCause.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,6 +315,7 @@ class ChooseFinalists:
 
     finalists: tuple[int, ...]
     reason: str
+    cause: FinishCause = FinishCause.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,6 +376,7 @@ class Finish:
 
     status: SweepEnd
     reason: str
+    cause: FinishCause
 
 
 Command = Propose | ChooseFinalists | ProposeCheck | Evaluate | Conclude | Launch | Stop | Pause | Finish

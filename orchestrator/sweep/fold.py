@@ -30,10 +30,19 @@ from orchestrator.sweep.events import (
     VerdictReached,
 )
 from orchestrator.sweep.limits import spent_by_search
-from orchestrator.sweep.state import Attempt, ProofState, SweepState, SweepStatus, Trial
+from orchestrator.sweep.state import (
+    MAX_FAILURES,
+    MAX_FASTEST,
+    Attempt,
+    ProofState,
+    RankedTrial,
+    SweepState,
+    SweepStatus,
+    Trial,
+)
 from orchestrator.sweep.values import ConfirmationRun, GateRun, ProfileRun
-from orchestrator.sweep.vector import Vector
-from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Outcome, TimedOut
+from orchestrator.vector import Vector
+from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Outcome, StoppedEarly, TimedOut
 
 TrialEvent = TrialProposed | AttemptLaunched | AttemptStopped | AttemptEnded
 Asking = Asked | TrialsRetried | ChecksAsked
@@ -109,6 +118,7 @@ def _apply_to_proof(state: SweepState, event: ProofEvent) -> SweepState:
                 finalists=event.finalists,
                 reason=event.reason,
                 first_check=event.first_check,
+                cause=event.cause,
                 is_asked=bool(state.to_confirm),
             )
             return replace(state, proof=begun, to_confirm=(), waiting=_without_proof(state))
@@ -153,7 +163,8 @@ def _apply_asked(state: SweepState, event: Asked) -> SweepState:
 
 def _apply_end(state: SweepState, event: SweepPaused | SweepFinished) -> SweepState:
     status: SweepStatus = "paused" if isinstance(event, SweepPaused) else event.status
-    return replace(state, status=status, finish_reason=event.reason, asked=None, nodes=())
+    cause = event.cause if isinstance(event, SweepFinished) else None
+    return replace(state, status=status, finish_reason=event.reason, finish_cause=cause, asked=None, nodes=())
 
 
 def _apply_retried(state: SweepState, event: TrialsRetried) -> SweepState:
@@ -190,7 +201,7 @@ def _apply_checks_asked(state: SweepState, event: ChecksAsked) -> SweepState:
 
 def _opened(state: SweepState) -> SweepState:
     """A sweep that is over goes on."""
-    return replace(state, status="running", finish_reason="") if state.is_over else state
+    return replace(state, status="running", finish_reason="", finish_cause=None) if state.is_over else state
 
 
 def is_retriable(state: SweepState, number: int) -> bool:
@@ -213,19 +224,22 @@ def _apply_proposed(state: SweepState, event: TrialProposed) -> SweepState:
     )
     state = replace(state, trials=state.trials.append(trial), waiting=(*state.waiting, trial.number))
     if event.check is None:
-        return state
+        num_proposed = state.num_by_status.get(trial.status, 0) + 1
+        return replace(state, num_by_status={**state.num_by_status, trial.status: num_proposed})
     profiled = event.check.of if isinstance(event.check, ProfileRun) else None
     to_profile = tuple(number for number in state.to_profile if number != profiled)
-    return replace(state, num_checks=state.num_checks + 1, to_profile=to_profile)
+    return replace(state, check_numbers=state.check_numbers.append(trial.number), to_profile=to_profile)
 
 
 def _apply_launched(state: SweepState, event: AttemptLaunched) -> SweepState:
     attempt = Attempt(token=event.token, launched_at_s=event.at_s, ranks=event.ranks, num_devices=event.num_devices)
-    trial = state.trials[event.trial]
-    trial = replace(trial, attempts=(*trial.attempts, attempt))
+    before = state.trials[event.trial]
+    trial = replace(before, attempts=(*before.attempts, attempt))
+    state = _with_trial(state, before, trial)
+    if isinstance(before.outcome, StoppedEarly):  # what it had saved is spent now
+        state = replace(state, saved_device_seconds=_saved_device_seconds(state))
     return replace(
         state,
-        trials=state.trials.with_item(trial.number, trial),
         waiting=tuple(number for number in state.waiting if number != trial.number),
         running=state.running | {trial.number},
     )
@@ -242,24 +256,51 @@ def _apply_stopped(state: SweepState, event: AttemptStopped) -> SweepState:
 
 
 def _apply_ended(state: SweepState, event: AttemptEnded) -> SweepState:
-    trial = state.trials[event.trial]
-    if not trial.is_running or trial.attempts[-1].token != event.token:
+    before = state.trials[event.trial]
+    if not before.is_running or before.attempts[-1].token != event.token:
         return state
-    ended = replace(trial.attempts[-1], outcome=event.outcome, device_seconds=event.device_seconds)
-    trial = replace(trial, attempts=(*trial.attempts[:-1], ended))
+    ended = replace(before.attempts[-1], outcome=event.outcome, device_seconds=event.device_seconds)
+    trial = replace(before, attempts=(*before.attempts[:-1], ended))
     goes_again = _is_launched_again(state, trial, event.outcome)
     is_told = trial.check is None and not goes_again and not _is_lost(event.outcome)
-    state = _strike(state, trial, event.outcome)
+    state = _note_outcome(_with_trial(state, before, trial), trial, event.outcome)
     state = replace(
-        state,
-        trials=state.trials.with_item(trial.number, trial),
+        _strike(state, trial, event.outcome),
         device_seconds=state.device_seconds + event.device_seconds,
         end_order=state.end_order.append(trial.number) if is_told else state.end_order,
         running=state.running - {trial.number},
     )
     if goes_again:
         return replace(state, waiting=tuple(sorted((*state.waiting, trial.number))))
-    return replace(state, best_trial=trial.number) if _beats_best(state, trial) else state
+    return _rank(state, trial)
+
+
+def _with_trial(state: SweepState, before: Trial, trial: Trial) -> SweepState:
+    """The state with ``trial`` in place of ``before``, which has the same number."""
+    trials = state.trials.with_item(trial.number, trial)
+    if trial.check is not None or trial.status == before.status:
+        return replace(state, trials=trials)
+    counts = {**state.num_by_status, before.status: state.num_by_status[before.status] - 1}
+    counts[trial.status] = counts.get(trial.status, 0) + 1
+    return replace(state, trials=trials, num_by_status=counts)
+
+
+def _note_outcome(state: SweepState, trial: Trial, outcome: Outcome) -> SweepState:
+    """Take down what people ask for at every look: the latest failures, and what stopping early has saved."""
+    if isinstance(outcome, Measured):
+        return state
+    failure = (trial.number, len(trial.attempts) - 1)
+    saved = outcome.saved_device_seconds if isinstance(outcome, StoppedEarly) and trial.check is None else 0.0
+    return replace(
+        state,
+        last_failures=(failure, *state.last_failures)[:MAX_FAILURES],
+        saved_device_seconds=state.saved_device_seconds + saved,
+    )
+
+
+def _saved_device_seconds(state: SweepState) -> float:
+    outcomes = (trial.outcome for trial in state.searched())
+    return sum(outcome.saved_device_seconds for outcome in outcomes if isinstance(outcome, StoppedEarly))
 
 
 def _is_launched_again(state: SweepState, trial: Trial, outcome: Outcome) -> bool:
@@ -301,12 +342,10 @@ def blamed_node(outcome: Outcome) -> str | None:
             return None
 
 
-def _beats_best(state: SweepState, trial: Trial) -> bool:
-    """Whether it has the highest tokens/s/p so far; the lower number on a tie."""
-    if trial.check is not None:
-        return False
-    measurement, best = trial.measurement, state.best
-    if measurement is None or best is None or best.measurement is None:
-        return measurement is not None
-    ahead = measurement.tokens_per_s_per_device - best.measurement.tokens_per_s_per_device
-    return ahead > 0 or (ahead == 0 and trial.number < best.number)
+def _rank(state: SweepState, trial: Trial) -> SweepState:
+    """The state in which a trial that has just ended has its place among the fastest, if it deserves one."""
+    if trial.check is not None or trial.measurement is None:
+        return state
+    ranked = RankedTrial(number=trial.number, tokens_per_s_per_device=trial.measurement.tokens_per_s_per_device)
+    fastest = sorted((*state.fastest, ranked), key=lambda one: (-one.tokens_per_s_per_device, one.number))
+    return replace(state, fastest=tuple(fastest[:MAX_FASTEST]))

@@ -12,6 +12,7 @@ from pathlib import Path
 from orchestrator import processes
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.ledger import FILE_NAME, Ledger, LedgerError
+from orchestrator.sweep.snapshot import Snapshot, read_snapshot
 from orchestrator.sweep.state import attempt_id
 
 CONTROLLER_LOG = "controller.log"
@@ -90,6 +91,19 @@ class Home:
         near = nearest(name, known)
         remedy = f"Did you mean {near}?" if near else f"Sweeps there: {', '.join(known[:5]) or 'none'}."
         raise ConfigError(f"no sweep {name!r} in {self.path}", remedy=f"{remedy} --home names another folder.")
+
+    def read(self, name: str, since: Snapshot | None = None, *, begun: bool = False) -> Snapshot:
+        """Where the sweep is now; with ``since``, an earlier snapshot of it, only later events are read.
+
+        Args:
+            begun: refuse a sweep that waits for its first nodes.
+
+        Raises:
+            ConfigError: there is no such sweep here; the message tells the nearest names.
+            LedgerError: its ledger cannot be read.
+        """
+        with self.open(name, begun=begun) as ledger:
+            return read_snapshot(ledger, since)
 
     def all_names(self) -> list[str]:
         """Names of all sweeps, those included that wait for their first nodes."""

@@ -11,7 +11,7 @@ import json
 import os
 import sqlite3
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ CREATE TABLE IF NOT EXISTS requests (
     by TEXT NOT NULL,
     body TEXT NOT NULL
 ) STRICT;
+CREATE TABLE IF NOT EXISTS checkpoint (part INTEGER PRIMARY KEY, body BLOB NOT NULL) STRICT;
 CREATE TRIGGER IF NOT EXISTS events_stay BEFORE UPDATE ON events BEGIN SELECT RAISE(ABORT, 'events stay'); END;
 CREATE TRIGGER IF NOT EXISTS events_keep BEFORE DELETE ON events BEGIN SELECT RAISE(ABORT, 'events stay'); END;
 """
@@ -48,6 +49,9 @@ _BUSY_S = 30.0
 """For how long to wait while another process writes."""
 MAX_RECENT = 4096
 """Entries the writer keeps at hand for whoever follows closely: they need not be read and decoded again."""
+
+_PAGE_SIZE = 64
+"""Events read at once when going backwards."""
 
 
 class LedgerError(RuntimeError):
@@ -198,6 +202,17 @@ class Ledger:
         for seq, body in rows:
             yield LedgerEntry(seq, self._decode(seq, body))
 
+    def backwards(self, before: int) -> Iterator[LedgerEntry]:
+        """Stored events with a number below ``before``, the last one first; read as far as somebody asks."""
+        while before > 1:
+            with self._errors("read"):
+                rows = self._db.execute(
+                    "SELECT seq, body FROM events WHERE seq < ? ORDER BY seq DESC LIMIT ?", (before, _PAGE_SIZE)
+                ).fetchall()
+            for seq, body in rows:
+                yield LedgerEntry(seq, self._decode(seq, body))
+            before = rows[-1][0] if rows else 0
+
     def following(self, after: int) -> Sequence[LedgerEntry]:
         """As :meth:`entries`, without reading again what this object has just stored."""
         recent = self._recent
@@ -219,6 +234,19 @@ class Ledger:
         """Store a JSON document under ``name``, replacing an older one."""
         with self._errors("write"):
             self._db.execute("INSERT OR REPLACE INTO documents VALUES (?, ?)", (name, json.dumps(body)))
+
+    def checkpoint(self) -> list[bytes]:
+        """The parts of what was last kept by :meth:`put_checkpoint`, in order; none in ledgers of old."""
+        with self._errors("read"):
+            if self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'checkpoint'").fetchone() is None:
+                return []
+            return [body for (body,) in self._db.execute("SELECT body FROM checkpoint ORDER BY part")]
+
+    def put_checkpoint(self, parts: Mapping[int, bytes], num_parts: int) -> None:
+        """Replace these parts, and keep ``num_parts`` in all; all of it happens or nothing."""
+        with self._errors("write"), self._atomic(True):
+            self._db.executemany("INSERT OR REPLACE INTO checkpoint VALUES (?, ?)", parts.items())
+            self._db.execute("DELETE FROM checkpoint WHERE part >= ?", (num_parts,))
 
     def cursor(self, name: str) -> int:
         """How far the projection ``name`` has come: the number of the last event it holds, 0 at first."""
@@ -282,7 +310,7 @@ def _connect_to_read(path: Path) -> sqlite3.Connection:
     """A log that has been left behind on a disk that cannot be written to is looked past: nobody can be writing it."""
     db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=_BUSY_S)
     try:
-        db.execute("SELECT count(*) FROM events")
+        db.execute("SELECT max(seq) FROM events")
     except sqlite3.OperationalError:
         db.close()
         if os.access(path.parent, os.W_OK):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import reduce
 
 from orchestrator.processes import pause_s
-from orchestrator.sweep.fold import apply, fold
+from orchestrator.sweep import checkpoint
+from orchestrator.sweep.fold import apply
 from orchestrator.sweep.ledger import Ledger, LedgerEntry
 from orchestrator.sweep.state import SweepState
 
@@ -58,10 +60,14 @@ class Outbox:
         return num_delivered
 
     def _fold_to(self, ledger: Ledger, entry: LedgerEntry) -> SweepState:
-        """From the last state where that is the one before the entry, else from the beginning."""
+        """From the last state where that is the one before the entry, else from the checkpoint or the beginning."""
         if self._folded and self._folded[0] == entry.seq - 1:
             return apply(self._folded[1], entry.event)
-        return fold(earlier.event for earlier in ledger.entries() if earlier.seq <= entry.seq)
+        seq, state = checkpoint.read(ledger)
+        if seq > entry.seq:
+            seq, state = 0, SweepState()
+        between = (earlier.event for earlier in ledger.entries(seq) if earlier.seq <= entry.seq)
+        return reduce(apply, between, state)
 
     def _fail(self, error: Exception) -> None:
         if self._num_failures == 0:

@@ -21,13 +21,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from cluster.hardware.topology import Device
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.events import Action, CandidatesPruned, Origin, Promoted, SweepCreated
-from orchestrator.sweep.values import Check, Evaluation, PredictedResult, Verdict
-from orchestrator.sweep.vector import Vector
+from orchestrator.sweep.values import Check, Evaluation, FinishCause, PredictedResult, Verdict
+from orchestrator.vector import Vector
 from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly
 from trials.spec import Candidate
 
@@ -127,13 +127,27 @@ class ProofState:
     finalists: tuple[int, ...]
     """Fastest first."""
     reason: str
+    """Why the search ended."""
     first_check: int
     """Number from which on checks belong to it."""
+    cause: FinishCause = FinishCause.UNKNOWN
     is_asked: bool = False
-    """By a person, so that the sweep's budget does not bound it."""
+    """Whether a person asked for it, so that the sweep's budget does not bound it."""
     evaluations: tuple[Evaluation, ...] = ()
     verdict: Verdict | None = None
     """None while it goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedTrial:
+    """A measured trial and its speed, so that comparing needs no other trial."""
+
+    number: int
+    tokens_per_s_per_device: float
+
+
+MAX_FAILURES, MAX_FASTEST = 5, 12
+"""Latest failures, and fastest trials, that a state names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,30 +162,34 @@ class SweepState:
     status: SweepStatus = "running"
     finish_reason: str = ""
     """Why it finished, failed, was cancelled or paused."""
+    finish_cause: FinishCause | None = None
+    """The same for programs; None while it is not over."""
     asked: Action | None = None
     """What somebody wants done and is not done yet."""
     asked_by: str = ""
     num_requests: int = 0
     """Requests of the ledger taken in so far."""
     nodes: tuple[str, ...] | None = None
-    """Held now; None before anything was said about it."""
+    """Nodes held now; None before anything was said about them."""
     strikes: Mapping[str, int] = field(default_factory=dict)
     """Node to faults in a row that are blamed on it."""
     quarantined: frozenset[str] = frozenset()
-    """Nodes with so many that nothing is placed there any more."""
+    """Nodes with so many strikes that nothing is placed there any more."""
     trials: Vector[Trial] = field(default_factory=Vector)
     waiting: tuple[int, ...] = ()
-    """Numbers of those to be launched, or launched again; in order."""
+    """Numbers of the trials to be launched, or launched again; in order."""
     running: frozenset[int] = frozenset()
-    """Numbers of those that run."""
-    best_trial: int | None = None
+    """Numbers of the trials that run."""
+    fastest: tuple[RankedTrial, ...] = ()
+    """The measured trials with the highest tokens/s/p, checks left out, the lower number first on a tie;
+    :data:`MAX_FASTEST` at most."""
     pruned: Vector[CandidatesPruned] = field(default_factory=Vector)
     exhausted: str = ""
     """Why there is nothing left to propose; empty while there is."""
-    num_checks: int = 0
-    """Of the trials, those that test an earlier one."""
+    check_numbers: Vector[int] = field(default_factory=Vector)
+    """Numbers of the trials that test an earlier one, in order."""
     proof: ProofState | None = None
-    """The last one begun."""
+    """The proof that was begun last."""
     to_confirm: tuple[int, ...] = ()
     """Trials that somebody wants to have confirmed."""
     to_profile: tuple[int, ...] = ()
@@ -184,6 +202,12 @@ class SweepState:
     """Device time charged so far, ended attempts only."""
     end_order: Vector[int] = field(default_factory=Vector)
     """Trial numbers in the order in which their attempts ended, those launched again left out."""
+    num_by_status: Mapping[str, int] = field(default_factory=dict)
+    """Number of trials per status, checks left out; statuses that no trial has now may be missing or 0."""
+    saved_device_seconds: float = 0.0
+    """Device time that trials stopped early would have taken besides, at least."""
+    last_failures: tuple[tuple[int, int], ...] = ()
+    """(trial, attempt) of the latest attempts that ended unmeasured, the latest first; :data:`MAX_FAILURES` at most."""
     judged_from: int = 0
     """Index in ``end_order`` from which on failures count against the sweep: those before were retried."""
 
@@ -205,24 +229,33 @@ class SweepState:
 
     @property
     def budgeted_device_seconds(self) -> float:
-        """Charged so far, with what running attempts hold until now."""
+        """Device time charged so far, with what running attempts hold until now."""
         running = (self.trials[number].attempts[-1] for number in self.running)
         return self.device_seconds + sum(
             max(0.0, self.now_s - attempt.launched_at_s) * attempt.num_devices for attempt in running
         )
 
     @property
+    def num_checks(self) -> int:
+        """Number of trials that test an earlier one."""
+        return len(self.check_numbers)
+
+    def checks(self) -> list[Trial]:
+        """Trials that test an earlier one, in order."""
+        return [self.trials[number] for number in self.check_numbers]
+
+    @property
     def num_searched(self) -> int:
-        """Trials without checks."""
+        """Number of the search's own trials, without checks."""
         return len(self.trials) - self.num_checks
 
     def searched(self) -> list[Trial]:
-        """Trials without checks, in order."""
+        """The search's own trials, without checks, in order."""
         return [trial for trial in self.trials if trial.check is None]
 
     @property
     def verdict(self) -> Verdict | None:
-        """Of the last proof; None while there is none."""
+        """What the last proof came to; None while there is none."""
         return self.proof.verdict if self.proof else None
 
     @property
@@ -232,6 +265,11 @@ class SweepState:
         if self.verdict is None or self.verdict.conclusion == "unconfirmed":
             return self.best
         return self.baseline if self.verdict.winner is None else self.trials[self.verdict.winner]
+
+    @property
+    def best_trial(self) -> int | None:
+        """Number of the best trial; None while nothing was measured."""
+        return self.fastest[0].number if self.fastest else None
 
     @property
     def baseline(self) -> Trial | None:
@@ -248,12 +286,10 @@ class SweepState:
         outcome = self.trials[self.end_order[-1]].outcome if self.end_order else None
         return () if outcome is None or isinstance(outcome, Measured) else outcome.evidence.log_tail
 
-    def counts(self) -> dict[str, int]:
-        """Number of trials per status, checks left out, in order of first appearance."""
-        counts: dict[str, int] = {}
-        for trial in self.searched():
-            counts[trial.status] = counts.get(trial.status, 0) + 1
-        return counts
+    def counts(self) -> dict[TrialStatus, int]:
+        """Number of trials per status, checks left out, in the order of the statuses; none that no trial has."""
+        statuses: tuple[TrialStatus, ...] = get_args(TrialStatus)
+        return {status: count for status in statuses if (count := self.num_by_status.get(status, 0))}
 
 
 def describe_failure(outcome: Any) -> str:
@@ -269,13 +305,13 @@ def describe_failure(outcome: Any) -> str:
 
 
 def nodes_to_avoid(trial: Trial) -> tuple[str, ...]:
-    """Those on which earlier attempts of the trial failed, in their order."""
+    """Nodes on which earlier attempts of the trial failed, in the order of the attempts."""
     blamed = (attempt.outcome.evidence.node for attempt in trial.attempts if isinstance(attempt.outcome, Failure))
     return tuple(dict.fromkeys(node for node in blamed if node))
 
 
 def device_seconds(trial: Trial) -> float:
-    """Of one step of a measured trial."""
+    """Device time of one step of a measured trial."""
     assert trial.measurement is not None
     return trial.measurement.step_time_s * trial.measurement.world_size
 

@@ -1,4 +1,4 @@
-"""What a proof is made of, as values that the ledger stores. Standard library only.
+"""Values that the ledger's events are made of: checks, proofs, verdicts, predictions, hardware, why a sweep ended.
 
 A *check* is a trial that tests something known instead of searching: it runs the candidate of an earlier trial again.
 The search never learns from checks, and they do not count as its trials.
@@ -6,10 +6,74 @@ The search never learns from checks, and they do not count as its trials.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from enum import StrEnum
+from typing import ClassVar, Literal, Self
 
+from cluster.hardware.topology import DeviceKind, Topology
 from trials.spec import Candidate, ProfileSpec
+
+
+class FinishCause(StrEnum):
+    """Why a sweep ended. The event's ``reason`` says it in words, with numbers."""
+
+    BUDGET_TRIALS = "budget_trials"
+    BUDGET_DEVICE_HOURS = "budget_device_hours"
+    BUDGET_WALL_TIME = "budget_wall_time"
+    PATIENCE = "patience"
+    """None of the last trials was faster than the best one."""
+    EXHAUSTED = "exhausted"
+    """The search has nothing left that it would measure."""
+    SAME_ERROR = "same_error"
+    """The first attempts all failed with the same error."""
+    FAULTS_IN_A_ROW = "faults_in_a_row"
+    CANCELLED = "cancelled"
+    UNKNOWN = "unknown"
+    """Ledgers written before causes were kept."""
+
+    @property
+    def is_budget(self) -> bool:
+        """Whether a budget was spent, or the search's share of one."""
+        return self in (self.BUDGET_TRIALS, self.BUDGET_DEVICE_HOURS, self.BUDGET_WALL_TIME)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """Why a sweep or its search ends: for programs, and in words for people."""
+
+    cause: FinishCause
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """The nodes a sweep was created for, all alike."""
+
+    num_nodes: int
+    devices_per_node: int
+    device_name: str
+    device_kind: DeviceKind | None = None
+    """None: not known."""
+
+    @classmethod
+    def of(cls, topology: Topology) -> Self:
+        """What ``topology`` is made of, by its first node."""
+        first = topology.nodes[0]
+        return cls(
+            num_nodes=len(topology.nodes),
+            devices_per_node=first.num_devices,
+            device_name=first.device_name,
+            device_kind=first.device_kind,
+        )
+
+    @classmethod
+    def of_label(cls, label: str) -> Self | None:
+        """What :attr:`cluster.hardware.topology.Topology.label` tells, where an old ledger has nothing else; None where
+        it is no such label."""
+        match = re.fullmatch(r"(\d+)x(\d+) (.+)", label)
+        return match and cls(num_nodes=int(match[1]), devices_per_node=int(match[2]), device_name=match[3])
+
 
 GateRole = Literal["baseline", "finalist", "reference", "finalist_reference"]
 """Who trains in a gate run; the references are the baseline and the finalist in fp32 (O0)."""
@@ -53,7 +117,7 @@ class ConfirmSettings:
     min_rounds: int = 3
     max_rounds: int = 8
     budget_share: float = 0.2
-    """Of device-hours and wall time: the search leaves it over for the proof."""
+    """Share of device-hours and wall time, 0 to 1, that the search leaves over for the proof."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +195,7 @@ class Verdict:
     reason: str
     """One sentence for people."""
     speedup: RatioInterval | None = None
-    """Of the winner, or of the fastest finalist where none won."""
+    """How much faster the winner is, or the fastest finalist where none won."""
     tied_with: tuple[int, ...] = ()
     """Finalists that cannot be told from the winner."""
     num_rounds: int = 0
@@ -147,9 +211,9 @@ class PredictedResult:
     log_spread: float
     """Standard deviation of log(measured / expected step time)."""
     peak_bytes: float
-    """Of the fullest rank, by the cost model alone."""
+    """Peak memory of the fullest rank, by the cost model alone."""
     probability_fits: float
-    """Of not running out of memory."""
+    """Probability that it does not run out of memory, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from orchestrator import units
 from orchestrator.space.naming import short_name
-from orchestrator.status.explanation import AttemptStory, Explanation
+from orchestrator.status.explanation import AttemptExplanation, Explanation
 from orchestrator.sweep.state import nodes_of
 from orchestrator.terminal.layout import indented, label_grid
 from orchestrator.terminal.table import status_text
@@ -60,13 +60,13 @@ def _proposed(explained: Explanation) -> RenderableType:
     return indented(grid)
 
 
-def _attempt_heading(story: AttemptStory) -> Text:
+def _attempt_heading(story: AttemptExplanation) -> Text:
     outcome = story.attempt.outcome
     kind = outcome.kind if outcome else "running"
     return Text.assemble((f"\nAttempt {story.number} ", "bold"), status_text(kind))
 
 
-def _attempt(story: AttemptStory) -> Iterable[RenderableType]:
+def _attempt(story: AttemptExplanation) -> Iterable[RenderableType]:
     attempt, names = story.attempt, nodes_of(story.attempt)
     more = f" +{len(names) - MAX_NODES}" if len(names) > MAX_NODES else ""
     grid = label_grid("dim")
@@ -77,7 +77,7 @@ def _attempt(story: AttemptStory) -> Iterable[RenderableType]:
     if story.evidence:
         for label, words in _evidence(story.evidence, is_blameless=story.is_blameless):
             grid.add_row(label, words)
-    for i, line in enumerate(story.made_of_it):
+    for i, line in enumerate(story.consequences):
         grid.add_row("so" if i == 0 else "", Text(line))
     if attempt.outcome is None or story.evidence:
         grid.add_row("logs", Text(str(story.folder), style="dim", overflow="fold"))

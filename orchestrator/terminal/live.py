@@ -38,7 +38,8 @@ def render_live(
     is why it has fewer nodes than it could use."""
     if state.created is None:
         return Text(f"waiting for nodes: {waiting}" if waiting else "starting ...")
-    running = [trial for trial in state.searched() if not _has_ended(trial)]
+    pending = (state.trials[number] for number in sorted({*state.running, *state.waiting}))
+    running = [trial for trial in pending if trial.check is None and not _has_ended(trial)]
     shown = _shown(state)
     phases = {number: phase_words(report) for number, report in progress.items()}
     table = render_trials(make_trial_table(state, [*shown, *running]), phases)
@@ -68,7 +69,7 @@ def phase_words(progress: GangProgress) -> str:
 
 def eta_s(state: SweepState, now_s: float) -> float | None:
     """Seconds the search has left at the pace so far, within every budget; None before the first trial has ended."""
-    budget, num_ended = state.sweep.budget, _num_ended(state)
+    budget, num_ended = state.sweep.budget, len(state.end_order)
     if not num_ended or state.is_over or state.proof is not None:
         return None
     active_s = state.active_s + max(0.0, now_s - state.now_s)
@@ -172,23 +173,28 @@ def trial_line(state: SweepState, trial: Trial) -> str:
     return f"{units.trial_id(trial.number)}  {short_name(trial.candidate)}  {result}{tail}"
 
 
-def _num_ended(state: SweepState) -> int:
-    """Number of the search's trials that have ended."""
-    return sum(state.trials[number].check is None for number in state.end_order)
-
-
 def _has_ended(trial: Trial) -> bool:
     return trial.outcome is not None
 
 
 def _shown(state: SweepState) -> list[Trial]:
     """Ended trials worth a row: the baseline, the fastest, then the latest failures."""
+    if len(state.fastest) >= MAX_ROWS:
+        return _fastest(state)
     ended = [trial for trial in state.searched() if _has_ended(trial)]
     measured = sorted((t for t in ended if t.measurement), key=_speed, reverse=True)
     failed = [trial for trial in reversed(ended) if not trial.measurement]
     keep = [*ended[:1], *measured, *failed]
     chosen = list(dict.fromkeys(trial.number for trial in keep))[:MAX_ROWS]
     return [t for t in [*measured, *failed] if t.number in chosen]
+
+
+def _fastest(state: SweepState) -> list[Trial]:
+    """The rows where enough was measured to fill them: the first trial that ended, and the fastest."""
+    first = next(trial for trial in state.trials if trial.check is None and _has_ended(trial))
+    numbers = list(dict.fromkeys((first.number, *(ranked.number for ranked in state.fastest))))[:MAX_ROWS]
+    trials = [state.trials[number] for number in numbers]
+    return sorted(trials, key=lambda trial: (trial.measurement is None, -_speed(trial) if trial.measurement else 0.0))
 
 
 def _speed(trial: Trial) -> float:
@@ -208,7 +214,7 @@ def _header(state: SweepState, now_s: float) -> RenderableType:
 
 def _footer(state: SweepState, now_s: float) -> RenderableType:
     budget = state.sweep.budget
-    done = f"{_num_ended(state)}"
+    done = f"{len(state.end_order)}"
     parts = [f"{done} of {budget.max_trials} trials" if budget.max_trials else f"{done} trials"]
     used = units.device_time(state.device_seconds)
     parts.append(f"{used} of {budget.device_hours:g} h" if budget.device_hours else used)

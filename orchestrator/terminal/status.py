@@ -17,9 +17,8 @@ from orchestrator.report.verdict import cost, headline
 from orchestrator.report.words import check_words
 from orchestrator.space.naming import short_name
 from orchestrator.status.overview import Spent, budgets, failures, summary_of
-from orchestrator.status.snapshot import AT_REST, Snapshot
-from orchestrator.sweep.documents import Recorded
 from orchestrator.sweep.home import Home
+from orchestrator.sweep.snapshot import AT_REST, Snapshot
 from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
 from orchestrator.terminal.layout import headed_table, indented, label_grid
 from orchestrator.terminal.live import phase_words
@@ -46,7 +45,7 @@ def render_status(sweep: Snapshot, home: Home, invocation: Invocation) -> Render
     if summary := summary_of(sweep, home):
         parts += [Text(f"  {headline(sweep.state, summary)}"), Text(f"  {cost(summary)}", style="dim")]
     grid = label_grid("dim")
-    for label, value in (*_facts(sweep), *_links(sweep, home)):
+    for label, value in (*_facts(sweep), *_links(sweep)):
         grid.add_row(label, value)
     parts += [Text(""), grid]
     if sweep.running:
@@ -94,14 +93,12 @@ def _facts(sweep: Snapshot) -> list[tuple[str, Text]]:
     return facts
 
 
-def _links(sweep: Snapshot, home: Home) -> list[tuple[str, Text]]:
+def _links(sweep: Snapshot) -> list[tuple[str, Text]]:
     """Pages of the sweep on its tracking server; none where it has none, or nothing was recorded there yet."""
     uri = sweep.tracking_uri or ""
     if not uri.startswith("http"):
         return []
-    with home.open(sweep.name, begun=False) as ledger:
-        recorded = Recorded.of(ledger)
-    if recorded is None:
+    if (recorded := sweep.recorded) is None:
         return []
     links = sweep_links(public_uri(uri), recorded.experiment_id, recorded.run_id, sweep.name)
     return [(what, Text(url, style=f"link {url}")) for what, url in links.items()]

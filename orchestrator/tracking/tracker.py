@@ -28,7 +28,6 @@ from orchestrator.sweep.state import SweepState
 from orchestrator.text import first_line
 from orchestrator.tracking import content
 from orchestrator.tracking.projection import project
-from trials.codec import to_json
 from trials.files import make_private_folder, write_atomically
 from trials.secrets import redact
 
@@ -44,7 +43,7 @@ _MAX_BATCH = 1000
 
 
 CURSOR = "mlflow"
-"""Name of the ledger's cursor and of the document that says where MLflow holds the sweep."""
+"""Name of the ledger's cursor that says how far MLflow has been told."""
 
 
 class Tracker:
@@ -99,7 +98,7 @@ class Tracker:
         An error of MLflow is logged, once per outage, and leaves the cursor where it is; the next calls do nothing
         until a growing pause is over. When ``state`` is over there is no pause.
         """
-        if ledger.cursor(CURSOR) > 0 and (recorded := Recorded.of(ledger)):
+        if ledger.cursor(CURSOR) > 0 and (recorded := Recorded.read(ledger)):
             self._experiment_ids[self._experiment_name(state)] = recorded.experiment_id
         return self._outbox.deliver(ledger, lambda *entry: self._write(ledger, *entry), urgent=state.is_over)
 
@@ -236,7 +235,7 @@ class Tracker:
         try:
             project(self, ledger, entry, state)
             if isinstance(entry.event, SweepCreated) and (recorded := self.recorded(state)):
-                ledger.put_document(CURSOR, to_json(recorded))
+                recorded.put(ledger)
         except BaseException:
             self._runs.clear()  # what was being written may or may not be there: search again
             self._experiment_ids.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, ClassVar, Literal
 
 import pytest
@@ -26,9 +27,16 @@ class Engine:
     cylinders: int = 4
 
 
+class Gearbox(StrEnum):
+    MANUAL = "manual"
+    FOUR_SPEED = "four_speed"
+
+
 @dataclass(frozen=True)
 class Car:
     name: str
+    gearbox: Gearbox = Gearbox.MANUAL
+    ordered: Gearbox | None = None
     parts: tuple[Wheel | Engine, ...] = ()
     notes: Mapping[str, int | None] = field(default_factory=dict)
     spare: Wheel | None = None
@@ -40,6 +48,8 @@ PARTS = st.builds(Wheel, FLOATS) | st.builds(Engine, st.sampled_from(["petrol", 
 CARS = st.builds(
     Car,
     name=st.text(),
+    gearbox=st.sampled_from(Gearbox),
+    ordered=st.none() | st.sampled_from(Gearbox),
     parts=st.lists(PARTS, max_size=4).map(tuple),
     notes=st.dictionaries(st.text(), st.none() | st.integers(), max_size=4),
     spare=st.none() | st.builds(Wheel, FLOATS),
@@ -52,6 +62,13 @@ def test_what_was_written_is_read(car: Car) -> None:
     again: Car = from_json(Car, to_json(car))
     assert again == car
     assert canonical_json(again) == canonical_json(car) and digest(again) == digest(car)
+
+
+def test_enums_are_written_as_their_values_and_read_as_members() -> None:
+    body = to_json(Car(name="x", gearbox=Gearbox.FOUR_SPEED))
+    assert type(body["gearbox"]) is str and body["gearbox"] == "four_speed"
+    car: Car = from_json(Car, body)
+    assert car.gearbox is Gearbox.FOUR_SPEED
 
 
 def test_whole_numbers_are_read_as_the_floats_they_stand_for() -> None:
@@ -67,7 +84,12 @@ CAR = {"name": "a", "parts": [{"kind": "wheel", "size": 1.0}, {"kind": "engine",
     [
         ({"name": 3}, "$.name: expected str, got 3"),
         ({"name": None}, "$.name: expected str, got None"),
-        ({"colour": "red"}, "$: unknown key 'colour' for Car; known: more, name, notes, parts, spare"),
+        (
+            {"colour": "red"},
+            "$: unknown key 'colour' for Car; known: gearbox, more, name, notes, ordered, parts, spare",
+        ),
+        ({"gearbox": "odd"}, "$.gearbox: expected Gearbox, got 'odd'"),
+        ({"gearbox": 1}, "$.gearbox: expected Gearbox, got 1"),
         ({"parts": {}}, "$.parts: expected tuple, got {}"),
         ({"parts": [{"kind": "wheel", "size": True}]}, "$.parts[0].size: expected float, got True"),
         ({"parts": [*CAR["parts"], {"kind": "wing"}]}, "$.parts[2]: unknown kind 'wing'"),

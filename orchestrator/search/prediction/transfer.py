@@ -5,14 +5,12 @@ They are read once, when a sweep is created, and kept in its ledger: what is rec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trials.codec import from_json, to_json
 from trials.outcome import Measured, Outcome, OutOfMemory
 from trials.spec import Candidate, Workload
 
@@ -86,13 +84,3 @@ def num_sweeps(earlier: Iterable[EarlierTrial]) -> int:
 def same_hardware(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
     """Whether measurements made in these two environments compare."""
     return all(one.get(name) == other.get(name) for name in MEASURED_ON)
-
-
-def to_document(earlier: Sequence[EarlierTrial]) -> dict[str, Any]:
-    """The JSON document that the ledger keeps."""
-    return {"trials": [to_json(trial) for trial in earlier]}
-
-
-def from_document(document: Mapping[str, Any] | None) -> tuple[EarlierTrial, ...]:
-    """Back from :func:`to_document`; empty where there is no document."""
-    return tuple(from_json(EarlierTrial, body) for body in document["trials"]) if document else ()

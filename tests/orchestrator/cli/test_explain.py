@@ -19,6 +19,7 @@ from orchestrator.sweep.events import (
     SweepPaused,
     TrialsRetried,
 )
+from orchestrator.sweep.home import Home
 from orchestrator.sweep.values import PredictedResult
 from orchestrator.terminal.explain_trial import render_explanation
 from tests.support import long_story
@@ -175,9 +176,9 @@ def test_the_explanation_for_people_fits_and_is_harmless(tmp_path):
             evidence("x\x1b[2J" * 40), node="n1", exit_code=-11, collateral=tuple(f"rank {i}: gone" for i in range(9))
         )
     )
-    ledger = keep(tmp_path, "story", long_story.events([measured(0.1, world_size=2), crash]))
+    keep(tmp_path, "story", long_story.events([measured(0.1, world_size=2), crash]))
     console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(render_explanation(explain(ledger, "t001")))
+    console.print(render_explanation(explain("story", "t001", Home(tmp_path))))
     shown = console.export_text()
     assert max(map(len, shown.splitlines())) <= 80
     for words in (

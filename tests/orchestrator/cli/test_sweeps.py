@@ -16,12 +16,12 @@ from rich.console import Console
 from cluster.base import GangProgress
 from orchestrator.controller.observer import Heartbeat
 from orchestrator.invocation import PLAIN
-from orchestrator.status.overview import inspect, inspect_all
-from orchestrator.status.snapshot import read_snapshot
-from orchestrator.status.watch import changes, looks, show
+from orchestrator.status.overview import all_sweeps
+from orchestrator.status.watch import changes, follow, show
 from orchestrator.sweep.events import Asked, SweepFinished, SweepPaused
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.snapshot import read_snapshot
 from orchestrator.terminal.live import LiveView
 from orchestrator.terminal.status import render_ps, render_status
 from tests.support import long_story, virtual_sweeps
@@ -159,7 +159,7 @@ def test_watch_follows_a_sweep_that_another_thread_writes_to_its_end(tmp_path):
     is_held.wait(30.0)
     before, lines, plain_lines = None, [], Recorder()
     with Ledger(Home(tmp_path).sweep_folder("busy"), read_only=True) as ledger, plain_lines.view as view:
-        for seen in looks(ledger, Home(tmp_path), poll_s=0.01):
+        for seen in follow(ledger, Home(tmp_path), poll_s=0.01):
             lines += changes(seen, before)
             show(view, seen, before)
             before = seen
@@ -207,7 +207,7 @@ def test_interrupting_a_watch_leaves_the_sweep_alone(tmp_path):
 def test_a_sweep_left_alone_is_not_watched_forever(tmp_path, monkeypatch):
     monkeypatch.setattr("orchestrator.status.watch.GONE_S", 0.0)
     ledger = keep(tmp_path, "left", long_story.events(long_story.speeds(0.1), finished=False))
-    assert [seen.phase for seen in looks(ledger, Home(tmp_path), poll_s=0.0)] == ["interrupted"]
+    assert [seen.phase for seen in follow(ledger, Home(tmp_path), poll_s=0.0)] == ["interrupted"]
 
 
 def test_what_a_controller_writes_of_itself_is_what_is_shown(tmp_path, monkeypatch):
@@ -218,7 +218,7 @@ def test_what_a_controller_writes_of_itself_is_what_is_shown(tmp_path, monkeypat
     beat.on_lease(("n1", "n2"), "one more is busy")
     beat.on_progress(6, GangProgress(attempt_id="a", token="t", phase="warmup", step=3, step_time_s=0.5))
     with ledger.hold():
-        seen = inspect("busy", Home(tmp_path))
+        seen = Home(tmp_path).read("busy")
     assert seen.controller is not None
     assert (seen.controller.mode, seen.controller.job, seen.controller.address) == ("ray job", "tune-busy", "head:6379")
     assert (seen.lease.nodes, seen.lease.waiting) == (("n1", "n2"), "one more is busy")
@@ -242,7 +242,7 @@ def test_a_real_simulated_sweep_looks_the_same_from_outside(tmp_path):
     assert row["best"] == result.summary.to_json()["best"]
     assert row["trials"]["done"] == len(result.state.trials)
     assert row["device_hours"] == result.summary.device_hours
-    seen = inspect("first", home)
+    seen = home.read("first")
     assert (seen.state, seen.live, seen.requests) == (result.state, {}, ())
     refused = run("logs", "first", "0", "--home", home.path)
     assert (refused.exit_code, refused.stdout) == (2, "")
@@ -254,8 +254,8 @@ def test_what_is_shown_fits_the_terminal(tmp_path, width):
     long_name = "llama-7b-pretraining-on-a-shared-cluster-of-64-nodes-at-night"
     with keep_running(tmp_path, long_name).hold():
         console = Console(width=width, file=io.StringIO(), record=True)
-        console.print(render_ps(inspect_all(Home(tmp_path)), Home(tmp_path)))
-        console.print(render_status(inspect(long_name, Home(tmp_path)), Home(tmp_path), PLAIN))
+        console.print(render_ps(all_sweeps(Home(tmp_path)), Home(tmp_path)))
+        console.print(render_status(Home(tmp_path).read(long_name), Home(tmp_path), PLAIN))
     shown = console.export_text()
     assert max(map(len, shown.splitlines())) <= width
     assert "…" not in shown

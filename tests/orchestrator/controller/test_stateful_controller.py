@@ -146,7 +146,7 @@ class Controller(RuleBasedStateMachine):
 
     def finish(self, command):
         assert not self.state.running
-        self.happens(SweepFinished(at_s=self.now_s, status=command.status, reason=command.reason))
+        self.happens(SweepFinished(at_s=self.now_s, status=command.status, reason=command.reason, cause=command.cause))
         assert self.commands == ()
 
     def pause(self, command):

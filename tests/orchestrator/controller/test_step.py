@@ -17,6 +17,7 @@ from orchestrator.sweep.events import (
 )
 from orchestrator.sweep.fold import apply, fold
 from orchestrator.sweep.state import SweepState, TrialStatus
+from orchestrator.sweep.values import FinishCause
 from tests.support.story import created, ended, evidence, failures, launched, measured, proposed
 from trials.codec import from_json, to_json
 from trials.outcome import GangLost, Outcome
@@ -32,7 +33,9 @@ def test_a_sweep_asks_for_the_baseline_first_and_ends_when_the_trials_are_spent(
     state, commands = step(state, ended(0, measured()))
     assert commands == (Propose(trial=1),)
     state = fold([created(budget=Budget(max_trials=2)), *_whole(0, measured()), *_whole(1, measured(0.05))])
-    assert decide(state) == (Finish(status="finished", reason="the budget of 2 trials is spent"),)
+    assert decide(state) == (
+        Finish(status="finished", reason="the budget of 2 trials is spent", cause=FinishCause.BUDGET_TRIALS),
+    )
     assert state.best is not None
     assert state.best.number == 1
 
@@ -46,7 +49,9 @@ def test_concurrent_trials_fill_up_to_the_limit():
 
 def test_an_exhausted_search_ends_the_sweep():
     state = fold([created(), *_whole(0, measured()), SearchExhausted(at_s=5.0)])
-    assert decide(state) == (Finish(status="finished", reason="every legal candidate was tried"),)
+    assert decide(state) == (
+        Finish(status="finished", reason="every legal candidate was tried", cause=FinishCause.EXHAUSTED),
+    )
 
 
 def test_a_lost_gang_is_launched_again_until_its_own_budget_is_spent():
@@ -55,7 +60,9 @@ def test_a_lost_gang_is_launched_again_until_its_own_budget_is_spent():
     events += [launched(0, 0), ended(0, lost, 0)]
     assert decide(fold(events)) == (Launch(trial=0, attempt=1, avoid=("host",)),)
     events += [launched(0, 1), ended(0, lost, 1)]
-    assert decide(fold(events)) == (Finish(status="finished", reason="the budget of 1 trials is spent"),)
+    assert decide(fold(events)) == (
+        Finish(status="finished", reason="the budget of 1 trials is spent", cause=FinishCause.BUDGET_TRIALS),
+    )
 
 
 def test_the_same_error_on_the_first_attempts_stops_the_sweep_with_that_error():
@@ -66,7 +73,7 @@ def test_the_same_error_on_the_first_attempts_stops_the_sweep_with_that_error():
     assert decide(fold(events)) == (Propose(trial=2),)
     (command,) = decide(fold([*events, *_whole(2, crash)]))
     assert isinstance(command, Finish)
-    assert command.status == "failed"
+    assert (command.status, command.cause) == ("failed", FinishCause.SAME_ERROR)
     assert "ZeroDivisionError in user code" in command.reason
     assert "rank 0 on host" in command.reason
 
@@ -89,7 +96,7 @@ def test_too_many_faults_in_a_row_stop_the_sweep():
         events += _whole(trial, failures(f"error {trial}")["crashed"])
     (command,) = decide(fold(events))
     assert isinstance(command, Finish)
-    assert command.status == "failed"
+    assert (command.status, command.cause) == ("failed", FinishCause.FAULTS_IN_A_ROW)
     assert "3 trials in a row" in command.reason
 
 
@@ -194,4 +201,8 @@ def test_patience_ends_a_sweep_that_finds_nothing_better():
         assert isinstance(decide(fold(events))[0], Propose)
         events += [proposed(number), launched(number), ended(number, outcome)]
     (end,) = decide(fold(events))
-    assert end == Finish(status="finished", reason="none of the last 3 trials was faster than the best one")
+    assert end == Finish(
+        status="finished",
+        reason="none of the last 3 trials was faster than the best one",
+        cause=FinishCause.PATIENCE,
+    )

@@ -2,6 +2,8 @@
 
 import http.server
 import json
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -17,12 +19,14 @@ from cluster.hardware.topology import Device
 from orchestrator.config.notify import EVENTS, NotifySection
 from orchestrator.controller.step import decide
 from orchestrator.errors import ConfigError
+from orchestrator.notifications import delivery
 from orchestrator.notifications import notifier as notify
 from orchestrator.notifications.content import notification
 from orchestrator.notifications.notifier import Notifier, check_notify
 from orchestrator.sweep.events import AttemptLaunched, Budget, Event, Finish, SweepFinished, SweepPaused
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
+from tests.support import ROOT
 from tests.support.story import created, ended, evidence, failures, launched, measured, proposed
 from trials.outcome import GangLost, Outcome
 
@@ -122,7 +126,7 @@ def test_a_sweep_that_the_controller_ends_for_its_budget_is_told_as_budget() -> 
     events = [created(budget=Budget(max_trials=1)), *trial(0, measured())]
     (finish,) = decide(fold(events))
     assert isinstance(finish, Finish)
-    end = SweepFinished(at_s=9.0, status=finish.status, reason=finish.reason)
+    end = SweepFinished(at_s=9.0, status=finish.status, reason=finish.reason, cause=finish.cause)
     assert told(*events, end)[-1] == "budget"
     assert told(*events, FINISHED)[-1] == "finished"
     for status in ("failed", "cancelled"):
@@ -219,6 +223,83 @@ def test_a_failing_command_is_reported_once_without_secrets(
     (record,) = caplog.records
     assert "exit code 1: *** None" in record.message
     assert ledger.cursor("notify-command") == ledger.last_seq() - 1
+
+
+def test_a_command_that_hangs_is_killed_at_its_deadline_with_what_it_has_started(
+    ledger: Ledger, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "TIMEOUT_S", 1.0)
+    pids = tmp_path / "pids"
+    notifier = Notifier(NotifySection(command=["sh", "-c", f"sleep 300 & echo $$ $! > {pids}; wait"], on=["finished"]))
+    write(ledger, created(), *trial(0, measured()), FINISHED)
+    notifier.sync(ledger, fold(ledger.events()))
+    (record,) = caplog.records
+    assert "does not end within 1 s" in record.message
+    for pid in pids.read_text().split():
+        assert not _is_alive(int(pid))
+    assert ledger.cursor("notify-command") == ledger.last_seq() - 1
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_delivery_that_hangs_is_abandoned_and_does_not_touch_the_cursor_of_the_next_one(
+    webhook: Receiver, ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, now_s = threading.Event(), [0.0]
+    answers = iter([lambda: 200 if first.wait(60) else 500])
+    webhook.answer = lambda: next(answers, lambda: 200)()
+    notifier = Notifier(NotifySection(webhook_env="TEST_WEBHOOK", after_failures=1), clock=lambda: now_s[0])
+    write(ledger, created(), *trial(0, FAULT))
+    sync_until(notifier, ledger, lambda: len(webhook.paths) == 1)
+    hanging = notifier._couriers[0]._delivery
+    assert hanging is not None
+    now_s[0] += notify.DELIVERY_LIMIT_S + 1.0
+    sync_until(notifier, ledger, lambda: not notifier._couriers[0].is_busy)
+    assert "in time" in caplog.text
+    now_s[0] += notify.LAST_RETRY_S
+    write(ledger, *trial(1, FAULT))
+    sync_until(notifier, ledger, lambda: ledger.cursor("notify-webhook") == ledger.last_seq())
+    first.set()  # it is answered after all
+    hanging._thread.join(30.0)
+    assert ledger.cursor("notify-webhook") == ledger.last_seq()
+    assert {body["failures"][0]["trial"] for body in webhook.got} == {0}
+    assert len(caplog.records) == 1
+
+
+def test_what_a_killed_controller_has_not_delivered_the_next_one_does(
+    webhook: Receiver, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies while the receiver is told of the first of two events."""
+    script = (
+        "import sys, time; from pathlib import Path; from orchestrator.config.notify import NotifySection; "
+        "from orchestrator.notifications.notifier import Notifier; from orchestrator.sweep.ledger import Ledger; "
+        "from orchestrator.sweep.fold import fold; ledger = Ledger(Path(sys.argv[1])); "
+        "Notifier(NotifySection(webhook_env='TEST_WEBHOOK', after_failures=1)).sync(ledger, fold(ledger.events())); "
+        "time.sleep(600)"
+    )
+    may_answer = threading.Event()
+    webhook.answer = lambda: 200 if may_answer.wait(60) else 500
+    write(ledger, created(), *trial(0, FAULT), *trial(1, measured()))
+    command = [sys.executable, "-c", script, str(ledger.folder)]
+    child = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    try:
+        deadline_s = time.monotonic() + 60
+        while not webhook.paths:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+    finally:
+        child.kill()
+        child.wait()
+    assert SECRET not in " ".join(command)
+    may_answer.set()
+    write(ledger, FINISHED)
+    Notifier(NotifySection(webhook_env="TEST_WEBHOOK", after_failures=1)).sync(ledger, fold(ledger.events()))
+    assert webhook.events[-2:] == ["repeated_failure", "finished"]
 
 
 def test_nothing_is_started_for_trials_that_go_well(webhook: Receiver, ledger: Ledger) -> None:

@@ -8,7 +8,7 @@ from orchestrator.cli.main import main
 from orchestrator.config.sweep import load_sweep
 from orchestrator.planning.dryrun.cache import DryRunCache, cache_key
 from orchestrator.planning.dryrun.estimates import DryRunEstimates
-from orchestrator.planning.knowledge import DRY_RUNS, PROFILE, TRANSFER, PriorKnowledge
+from orchestrator.planning.knowledge import PROFILE, CountedCandidates, EarlierTrials, PriorKnowledge
 from orchestrator.sweep.events import AttemptEnded
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
@@ -18,7 +18,7 @@ from trials.dryrun.estimate import DryRunEstimate, StageEstimate
 
 CONTENT = changed(SWEEP, ("cluster", "simulation"), {"accelerator": "a100-80", "deviation": 1.0, "seed": 5})
 CONTENT["budget"] = {"max_trials": 6}
-DOCUMENTS = ("sweep_yaml", "tracking", DRY_RUNS, PROFILE, TRANSFER)
+DOCUMENTS = ("sweep_yaml", "tracking", CountedCandidates.name, PROFILE, EarlierTrials.name)
 
 
 def counted(peak_bytes):

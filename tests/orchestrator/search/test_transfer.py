@@ -8,14 +8,16 @@ import pytest
 
 from orchestrator.config.sweep import load_sweep
 from orchestrator.controller import creation
+from orchestrator.planning.knowledge import EarlierTrials
 from orchestrator.report.verdict import cost
-from orchestrator.search.prediction.transfer import EarlierTrial, from_document, same_hardware, to_document
+from orchestrator.search.prediction.transfer import EarlierTrial, same_hardware
 from orchestrator.sweep.events import AttemptEnded, SweepFinished
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
 from tests.support.story import WORKLOAD, failures, measured
 from tests.support.sweep_files import changed, write
 from tests.support.virtual_sweeps import SWEEP, submit
+from trials.codec import from_json, to_json
 from trials.spec import Candidate
 
 OTHER = changed(changed(SWEEP, ("workload", "seq_length"), 2048), ("name",), "second")
@@ -103,8 +105,8 @@ def test_what_is_learned_is_a_value_that_survives_json():
     assert known.device_seconds == pytest.approx(0.1)
     assert gone.device_seconds is None
     assert all(EarlierTrial.of_outcome("s", WORKLOAD, Candidate(), failures()[name]) is None for name in ("crashed",))
-    assert from_document(json.loads(json.dumps(to_document([known, gone])))) == (known, gone)
-    assert from_document(None) == ()
+    kept = EarlierTrials(trials=(known, gone))
+    assert from_json(EarlierTrials, json.loads(json.dumps(to_json(kept)))) == kept
     assert same_hardware({"hardware": "a", "ray": "1"}, {"hardware": "a", "ray": "2"})
     assert not same_hardware({"hardware": "a"}, {"hardware": "b"})
 

@@ -6,12 +6,15 @@ import sys
 
 import pytest
 
-from orchestrator.sweep.events import ControllerStarted
+from orchestrator.sweep.documents import Controller, HeldNodes, LiveProgress, RankProgress, Tracking
+from orchestrator.sweep.events import ControllerStarted, SweepFinished
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import FencedError, Ledger, LedgerError, SweepBusyError
+from orchestrator.sweep.values import FinishCause, Hardware
 from tests.support import ROOT
 from tests.support.story import created, ended, failures, launched, measured, proposed
+from trials.codec import to_json
 
 STORY = [created(), proposed(0), launched(0), ended(0, measured()), proposed(1), launched(1)]
 
@@ -197,3 +200,49 @@ def test_a_ledger_can_be_read_while_it_is_written_and_on_a_read_only_disk(tmp_pa
             assert len(list(reader.events())) == 2
     finally:
         subprocess.run(["umount", mounted], check=True)
+
+
+def test_events_of_old_ledgers_say_neither_why_a_sweep_ended_nor_what_it_ran_on(tmp_path):
+    """They are read all the same; the hardware is told from its label."""
+    old = [
+        to_json(created(hardware="2x8 NVIDIA H200")),
+        to_json(SweepFinished(at_s=9.0, status="finished", reason="x")),
+    ]
+    del old[0]["devices"], old[1]["cause"]
+    with Ledger(tmp_path) as ledger:
+        for body in old:
+            ledger._db.execute("INSERT INTO events (kind, body) VALUES (?, ?)", (body["kind"], json.dumps(body)))
+        state = fold(ledger.events())
+    assert state.finish_cause is FinishCause.UNKNOWN
+    assert state.sweep.known_devices == Hardware(num_nodes=2, devices_per_node=8, device_name="NVIDIA H200")
+    assert created(hardware="odd").known_devices is None
+
+
+def test_documents_come_back_as_they_were_and_lacking_keys_have_their_defaults(tmp_path):
+    with Ledger(tmp_path) as ledger:
+        assert Controller.read(ledger) is None
+        for document in (
+            Controller(host="head", pid=7, mode="ray job", job="tune-x", address="head:6379", started_at_s=3.0),
+            HeldNodes(nodes=("n1", "n2"), waiting="one more is busy", at_s=4.0),
+            LiveProgress(trials={"5": RankProgress(phase="measuring", step=7, step_time_s=0.2, at_s=1.0)}),
+            Tracking(uri="http://host:5000"),
+        ):
+            document.put(ledger)
+            assert type(document).read(ledger) == document
+        ledger.put_document("controller", {"host": "head"})
+        assert Controller.read(ledger) == Controller(host="head")
+        ledger.put_document("lease", {"nodes": ["n1"], "of_tomorrow": 1})
+        with pytest.raises(LedgerError, match=r"lease of .* is not understood, another version wrote it"):
+            HeldNodes.read(ledger)
+
+
+def test_going_backwards_reads_no_further_than_is_asked_for(tmp_path, monkeypatch):
+    decoded, decode = [], Ledger._decode
+    monkeypatch.setattr(Ledger, "_decode", lambda self, seq, body: (decoded.append(seq), decode(self, seq, body))[1])
+    with Ledger(tmp_path) as ledger:
+        for number in range(200):
+            ledger.append(proposed(number))
+        assert next(ledger.backwards(151)).seq == 150
+        assert decoded == [150]
+        assert [entry.seq for entry in ledger.backwards(201)] == list(range(200, 0, -1))
+        assert list(ledger.backwards(1)) == []

@@ -21,6 +21,7 @@ from orchestrator.sweep.events import (
     TrialsRetried,
 )
 from orchestrator.sweep.fold import fold
+from orchestrator.sweep.values import FinishCause
 from tests.support.story import created, ended, evidence, failures, launched, measured, proposed
 from trials.outcome import GangLost, HostOutOfMemory, TimedOut
 
@@ -44,7 +45,7 @@ def whole(trial, outcome):
     ("action", "end"),
     [
         ("pause", Pause(reason="paused by eve@host")),
-        ("cancel", Finish(status="cancelled", reason="cancelled by eve@host")),
+        ("cancel", Finish(status="cancelled", reason="cancelled by eve@host", cause=FinishCause.CANCELLED)),
     ],
 )
 def test_pause_and_cancel_kill_what_runs_first(action, end):
@@ -108,7 +109,7 @@ def test_retried_trials_open_a_sweep_that_was_over():
     events += [*whole(1, crash), *whole(2, crash)]
     (end,) = decide(fold(events))
     assert end.status == "failed"
-    events += [SweepFinished(at_s=5.0, status=end.status, reason=end.reason)]
+    events += [SweepFinished(at_s=5.0, status=end.status, reason=end.reason, cause=end.cause)]
     events += [TrialsRetried(at_s=6.0, request=1, trials=(0, 1, 2, 7), by="eve"), started()]
     state = fold(events)
     assert state.status == "running"

@@ -102,7 +102,7 @@ def test_a_sweep_is_a_parent_with_a_child_per_trial(ledger: Ledger, uri: str):
     assert [run.data.tags["tc.state"] for run in recording.trials] == [trial.status for trial in state.trials]
     assert [run.info.status for run in recording.trials] == ["FINISHED"] * 3 + ["FAILED"] * 6
     assert recording.trials[1].info.run_name == f"t001 {content.short_name(state.trials[1].candidate)}"
-    assert Recorded.of(ledger) == Recorded(experiment_id=experiment.experiment_id, run_id=sweep.info.run_id)
+    assert Recorded.read(ledger) == Recorded(experiment_id=experiment.experiment_id, run_id=sweep.info.run_id)
 
 
 def test_a_measured_trial_carries_knobs_metrics_and_raw_data(ledger: Ledger, uri: str, tmp_path: Path):

@@ -1,14 +1,55 @@
-"""Immutable sequences that share what they have in common, for states that are folded from long ledgers."""
+"""Immutable sequences for states that are folded from long ledgers: they share what they have in common, and parts of
+them may be read only when somebody asks for them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, overload
 
 T = TypeVar("T")
 
 BLOCK_SIZE = 128
+
+
+class LazyBlock(Sequence[T], Generic[T]):
+    """A block of ``size`` items that ``load`` makes when the first of them is asked for. Equal to the tuple of them."""
+
+    __slots__ = ("_items", "_load", "_size")
+
+    def __init__(self, size: int, load: Callable[[], tuple[T, ...]]) -> None:
+        self._size = size
+        self._load: Callable[[], tuple[T, ...]] | None = load
+        self._items: tuple[T, ...] = ()
+
+    @property
+    def items(self) -> tuple[T, ...]:
+        if self._load is not None:
+            self._items, self._load = self._load(), None
+            assert len(self._items) == self._size
+        return self._items
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.items)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[T, ...]: ...
+    def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
+        return self.items[index]
+
+    def __eq__(self, other: Any) -> bool:
+        return self is other or (self.items == (other.items if isinstance(other, LazyBlock) else other))
+
+    def __hash__(self) -> int:
+        return hash(self.items)
+
+
+Block = tuple[T, ...] | LazyBlock[T]
 
 
 class Vector(Sequence[T], Generic[T]):
@@ -18,7 +59,17 @@ class Vector(Sequence[T], Generic[T]):
 
     def __init__(self, items: Iterable[T] = ()) -> None:
         flat = tuple(items)
-        self._blocks = tuple(flat[i : i + BLOCK_SIZE] for i in range(0, len(flat), BLOCK_SIZE))
+        self._blocks: tuple[Block[T], ...] = tuple(flat[i : i + BLOCK_SIZE] for i in range(0, len(flat), BLOCK_SIZE))
+
+    @classmethod
+    def of_blocks(cls, blocks: Iterable[Block[T]]) -> Vector[T]:
+        """Made of blocks of :data:`BLOCK_SIZE` items each, the last of at least one."""
+        return _of_blocks(tuple(blocks))
+
+    @property
+    def blocks(self) -> tuple[Block[T], ...]:
+        """The items in blocks of :data:`BLOCK_SIZE`; the last one may be shorter, none is empty."""
+        return self._blocks
 
     def append(self, item: T) -> Vector[T]:
         """With ``item`` at the end."""
@@ -82,7 +133,7 @@ class Vector(Sequence[T], Generic[T]):
         return f"Vector({list(self)!r})"
 
 
-def _of_blocks(blocks: tuple[tuple[T, ...], ...]) -> Vector[T]:
+def _of_blocks(blocks: tuple[Block[T], ...]) -> Vector[T]:
     """All full but the last, none empty."""
     vector: Vector[T] = Vector.__new__(Vector)
     vector._blocks = blocks

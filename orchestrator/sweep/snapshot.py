@@ -1,4 +1,4 @@
-"""A sweep seen from outside: what its ledger says, and whether a controller is at work on it.
+"""A sweep seen from outside at one moment: what its ledger says, and whether a controller is at work on it.
 
 Reading needs no lock and no right to write, and may happen while a controller writes.
 """
@@ -6,13 +6,15 @@ Reading needs no lock and no right to write, and may happen while a controller w
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from cluster.base import GangProgress
+from orchestrator.sweep import checkpoint
+from orchestrator.sweep.documents import SPEC, Controller, HeldNodes, LiveProgress, Recorded, Tracking
 from orchestrator.sweep.events import LedgerEvent
 from orchestrator.sweep.fold import apply
 from orchestrator.sweep.ledger import Ledger, Request
@@ -30,27 +32,14 @@ Phase = Literal[
     "failed",
     "cancelled",
 ]
-"""As people see it: a sweep that runs may be waiting for its lease, or have lost its controller."""
+"""Status as people see it: a sweep that runs may be waiting for its lease, or have lost its controller."""
+
+
 ENDED: tuple[Phase, ...] = ("finished", "failed", "cancelled")
+
+
 AT_REST: tuple[Phase, ...] = ("paused", *ENDED)
-"""No controller is needed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Controller:
-    """The controller that was last at work."""
-
-    host: str
-    pid: int | None
-    mode: str
-    """``foreground``, ``detached`` or ``ray job``."""
-    job: str | None = None
-    address: str | None = None
-    started_at_s: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        names = ("host", "pid", "mode", "job", "address", "started_at_s")
-        return {name: getattr(self, name) for name in names}
+"""Phases in which no controller is needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +59,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """One look at a sweep."""
+    """Where a sweep is at one moment: read by :meth:`orchestrator.sweep.home.Home.read`."""
 
     name: str
     folder: Path
@@ -81,9 +70,9 @@ class Snapshot:
     state: SweepState
     """Empty while the first lease is waited for."""
     last_seq: int = 0
-    """Of the last event in ``state``."""
+    """Number of the last event in ``state``."""
     news: tuple[LedgerEvent, ...] = ()
-    """Events since the look before; all of them in the first look."""
+    """Events that were decoded for it: those since the snapshot that it follows."""
     controller: Controller | None = None
     lease: Lease = field(default_factory=Lease)
     live: dict[int, GangProgress] = field(default_factory=dict)
@@ -92,12 +81,17 @@ class Snapshot:
     """Not yet taken in by the controller."""
     is_virtual: bool = False
     """Whether it runs on no real cluster, so that there are no processes and no logs."""
+    spec: Mapping[str, Any] | None = None
+    """The sweep file written out, as :meth:`orchestrator.config.sweep.SweepSpec.from_json` reads it; None: there is
+    none."""
     tracking_uri: str | None = None
-    """As the sweep's file names it; None: the home's own store."""
+    """MLflow store that the sweep's file names; None: the home's own."""
+    recorded: Recorded | None = None
+    """Where MLflow holds it; None until something has been written there."""
 
     @property
     def phase(self) -> Phase:
-        """In one word; see :attr:`reason` for why."""
+        """Where it is, in one word; see :attr:`reason` for why."""
         state = self.state
         if self._is_waiting:
             return "waiting"
@@ -139,12 +133,12 @@ class Snapshot:
 
     @property
     def device_seconds(self) -> float:
-        """Charged, with what running attempts hold until now."""
+        """Device time charged, with what running attempts hold until now."""
         return self.at_present.budgeted_device_seconds
 
     @property
     def at_present(self) -> SweepState:
-        """The state with its clock set to this look, as long as a controller lets time pass."""
+        """The state with its clock set to this moment, as long as a controller lets time pass."""
         now_s = max(self.state.now_s, self.at_s) if self.is_held else self.state.now_s
         active_s = self.state.active_s + (now_s - self.state.now_s if self.phase == "running" else 0.0)
         return replace(self.state, now_s=now_s, active_s=active_s)
@@ -158,22 +152,24 @@ class Snapshot:
 
     @property
     def running(self) -> list[Trial]:
+        """Trials that run now, in order."""
         return [self.state.trials[number] for number in sorted(self.state.running)]
 
 
-def read_snapshot(ledger: Ledger, before: Snapshot | None = None) -> Snapshot:
-    """What ``ledger`` says now; with ``before``, only events since then are read.
+def read_snapshot(ledger: Ledger, since: Snapshot | None = None) -> Snapshot:
+    """What ``ledger`` says now; with ``since``, an earlier snapshot of it, only later events are read.
 
     Raises:
         LedgerError: it cannot be read.
     """
     is_held = ledger.is_held()  # before the events: a controller that ends now has written its last one
-    state, seq = (before.state, before.last_seq) if before else (SweepState(), 0)
+    seq, state = (since.last_seq, since.state) if since else checkpoint.read(ledger)
     entries = list(ledger.entries(seq))
     news = tuple(entry.event for entry in entries)
     state = reduce(apply, news, state)
-    live = ledger.document("live") or {}
-    asked = (ledger.document("spec") or {}).get("cluster", {})
+    spec = ledger.document(SPEC)
+    cluster = (spec or {}).get("cluster", {})
+    tracking = Tracking.read(ledger)
     return Snapshot(
         name=ledger.folder.name,
         folder=ledger.folder,
@@ -182,55 +178,53 @@ def read_snapshot(ledger: Ledger, before: Snapshot | None = None) -> Snapshot:
         state=state,
         news=news,
         last_seq=entries[-1].seq if entries else seq,
-        controller=_controller(ledger.document("controller")),
-        lease=_lease(ledger, asked, state, is_held=is_held),
-        live={trial.number: progress for trial, progress in _progress(state, live.get("trials") or {})},
+        controller=Controller.read(ledger),
+        lease=_lease(HeldNodes.read(ledger) or HeldNodes(), cluster, state, is_held=is_held),
+        live=dict(_progress(state, LiveProgress.read(ledger) or LiveProgress())),
         requests=tuple(ledger.requests(state.num_requests)),
-        is_virtual=asked.get("kind") in ("simulated", "replay"),
-        tracking_uri=(ledger.document("tracking") or {}).get("uri"),
+        spec=spec,
+        is_virtual=cluster.get("kind") in ("simulated", "replay"),
+        tracking_uri=tracking.uri if tracking else None,
+        recorded=Recorded.read(ledger),
     )
 
 
-def _controller(body: Any) -> Controller | None:
-    if not body:
-        return None
-    return Controller(
-        host=body.get("host", "?"),
-        pid=body.get("pid"),
-        mode=body.get("mode", "foreground"),
-        job=body.get("job"),
-        address=body.get("address"),
-        started_at_s=body.get("started_at_s"),
-    )
-
-
-def _lease(ledger: Ledger, asked: dict[str, Any], state: SweepState, *, is_held: bool) -> Lease:
-    """``asked`` is the file's section on the cluster. Without a controller nothing is held and nothing waited for,
-    whatever the last one wrote."""
-    body = ledger.document("lease") or {}
-    wanted = asked.get("num_nodes")
+def _lease(held: HeldNodes, cluster: Mapping[str, Any], state: SweepState, *, is_held: bool) -> Lease:
+    """``cluster`` is the sweep file's section. Without a controller nothing is held and nothing waited for, whatever
+    the last one wrote."""
+    wanted = cluster.get("num_nodes")
     if not is_held:
         return Lease(wanted=wanted)
     return Lease(
-        nodes=tuple(body.get("nodes") or state.nodes or ()),
+        nodes=held.nodes or state.nodes or (),
         wanted=wanted,
-        waiting=body.get("waiting") or "",
-        at_s=body.get("at_s"),
-        priority=asked.get("priority"),
+        waiting=held.waiting,
+        at_s=held.at_s,
+        priority=cluster.get("priority"),
     )
 
 
-def _progress(state: SweepState, trials: dict[str, dict[str, Any]]) -> Iterable[tuple[Trial, GangProgress]]:
-    for number, body in trials.items():
-        if int(number) in state.running:
-            trial = state.trials[int(number)]
+def _progress(state: SweepState, live: LiveProgress) -> Iterator[tuple[int, GangProgress]]:
+    """Numbers of the trials that still run, each with what it was last seen doing."""
+    for number, seen in ((int(key), value) for key, value in live.trials.items()):
+        if number in state.running:
+            token = state.trials[number].attempts[-1].token
             yield (
-                trial,
+                number,
                 GangProgress(
-                    attempt_id="",
-                    token=trial.attempts[-1].token,
-                    phase=body.get("phase") or "starting",
-                    step=body.get("step") or 0,
-                    step_time_s=body.get("step_time_s"),
+                    attempt_id="", token=token, phase=seen.phase, step=seen.step, step_time_s=seen.step_time_s
                 ),
             )
+
+
+class Observer(Protocol):
+    """Told by the controller as it works, or by :func:`orchestrator.status.watch.show` from outside; must not raise."""
+
+    def on_state(self, state: SweepState) -> None:
+        """The sweep is in this state now."""
+
+    def on_progress(self, trial: int, progress: GangProgress) -> None:
+        """The running trial of this number has got so far."""
+
+    def on_lease(self, nodes: Sequence[str], waiting: str) -> None:
+        """The sweep holds these nodes; ``waiting`` says why not more, empty where nothing is waited for."""

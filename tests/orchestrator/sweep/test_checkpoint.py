@@ -1,0 +1,212 @@
+"""The copy of the folded state in a ledger: as good as folding every event, and what it saves."""
+
+import dataclasses
+import itertools
+import random
+import sqlite3
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.status.overview import detail
+from orchestrator.sweep import checkpoint
+from orchestrator.sweep.events import (
+    AttemptStopped,
+    Budget,
+    ChecksAsked,
+    ControllerStarted,
+    LeaseChanged,
+    LedgerEvent,
+    SweepFinished,
+    SweepPaused,
+    TrialsRetried,
+)
+from orchestrator.sweep.fold import fold
+from orchestrator.sweep.home import Home
+from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.snapshot import read_snapshot
+from orchestrator.sweep.state import MAX_FASTEST, SweepState
+from orchestrator.vector import BLOCK_SIZE
+from tests.support import long_story
+from tests.support.proof_story import proof_events
+from tests.support.story import created, ended, evidence, failures, launched, measured, proposed
+from trials.outcome import Measured, Outcome, StoppedEarly
+
+
+def story(rng: random.Random, num_trials: int) -> Iterator[LedgerEvent]:
+    """Trials that end in every way, are launched again, retried and stopped early; pauses, and a new controller."""
+    yield created(budget=Budget(max_trials=10_000, lost_attempts_per_trial=2))
+    yield ControllerStarted(at_s=0.0, epoch=1, pid=1, host="host")
+    yield LeaseChanged(at_s=0.5, nodes=("n1", "n2"))
+    stopped = StoppedEarly(
+        step_times_s=(1.5,), evidence=evidence(), incumbent=0, at_least_s=1.5, saved_device_seconds=0.1
+    )
+    outcomes: list[Outcome] = [*failures().values(), measured(0.1), measured(0.07), measured(0.08), stopped]
+    attempts: dict[int, int] = {}
+    at_s, epochs = 1.0, itertools.count(2)
+    for number in range(num_trials):
+        yield proposed(number, at_s=(at_s := at_s + rng.random()))
+        for again in rng.sample(sorted(attempts), min(len(attempts), rng.choice((0, 0, 0, 1)))):
+            yield TrialsRetried(at_s=at_s, request=number, trials=(again,), by="anna@desk")
+            yield from _launch(again, attempts, rng.choice(outcomes), at_s)
+        if rng.random() < 0.95:
+            yield from _launch(number, attempts, rng.choice(outcomes), at_s)
+        if rng.random() < 0.02:
+            yield SweepPaused(at_s=at_s, reason="paused")
+            yield ControllerStarted(at_s=at_s + 9.0, epoch=next(epochs), pid=1, host="host")
+            yield ChecksAsked(at_s=at_s + 9.0, request=number, by="anna@desk", profile=(0,))
+
+
+def _launch(number: int, attempts: dict[int, int], outcome: Outcome, at_s: float) -> Iterator[LedgerEvent]:
+    attempt = attempts[number] = attempts.get(number, -1) + 1
+    if isinstance(outcome, Measured):
+        del attempts[number]  # it is not launched again
+    yield launched(number, attempt, at_s=at_s)
+    if isinstance(outcome, StoppedEarly):
+        yield AttemptStopped(at_s=at_s, trial=number, token=f"token-{number}-{attempt}", outcome=outcome)
+    if number % 7:
+        yield ended(number, outcome, attempt, at_s=at_s + 1.0)
+
+
+def keep(ledger: Ledger, events: list[LedgerEvent], cuts: list[int], *, restarts: bool = False) -> None:
+    """Append the events; make a copy of the state after each of ``cuts`` of them."""
+    keeper = checkpoint.CheckpointWriter(ledger)
+    for i, event in enumerate(events, 1):
+        ledger.append(event)
+        if i in cuts:
+            keeper.tend(min_events=1)
+            keeper = checkpoint.CheckpointWriter(ledger) if restarts else keeper
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of the events that were decoded from here on."""
+    found: list[int] = []
+    decode = Ledger._decode
+    monkeypatch.setattr(Ledger, "_decode", lambda self, seq, body: (found.append(seq), decode(self, seq, body))[1])
+    return found
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 2**32), share=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6), restarts=st.booleans())
+def test_a_copy_and_the_events_after_it_give_the_state_of_all_events(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, share: list[float], restarts: bool
+) -> None:
+    rng = random.Random(seed)
+    events = list(story(rng, rng.choice((3, BLOCK_SIZE - 1, 2 * BLOCK_SIZE + 5))))
+    with Ledger(tmp_path_factory.mktemp("sweep")) as ledger:
+        keep(ledger, events, [max(1, int(part * len(events))) for part in share], restarts=restarts)
+        seq, copied = checkpoint.read(ledger)
+        assert seq == max(max(1, int(part * len(events))) for part in share)
+        assert copied == fold(events[:seq])
+        assert hash(copied.trials) == hash(fold(events[:seq]).trials)
+        assert read_snapshot(ledger).state == fold(events)
+
+
+@pytest.mark.parametrize("conclusion", ["confirmed", "keep", "unconfirmed"])
+def test_a_proof_survives_being_copied(tmp_path: Path, conclusion: typing.Any) -> None:
+    events = [*proof_events(conclusion, is_promoted=True)]
+    for cut in (len(events) // 2, len(events)):
+        with Ledger(tmp_path / str(cut)) as ledger:
+            keep(ledger, events, [cut])
+            assert checkpoint.read(ledger) == (cut, fold(events[:cut]))
+            assert read_snapshot(ledger).state == fold(events)
+
+
+def test_whatever_people_ask_for_at_every_look_is_counted_along() -> None:
+    state = fold(story(random.Random(4), 200))
+    counts: dict[str, int] = {}
+    for trial in state.searched():
+        counts[trial.status] = counts.get(trial.status, 0) + 1
+    assert state.counts() == counts
+    saved = [t.outcome.saved_device_seconds for t in state.searched() if isinstance(t.outcome, StoppedEarly)]
+    assert saved and state.saved_device_seconds == pytest.approx(sum(saved))
+    speeds = {t.number: t.measurement.tokens_per_s_per_device for t in state.searched() if t.measurement}
+    by_speed = sorted(speeds, key=lambda number: (-speeds[number], number))
+    assert [ranked.number for ranked in state.fastest] == by_speed[:MAX_FASTEST]
+    assert [trial.number for trial in state.checks()] == [t.number for t in state.trials if t.check is not None]
+
+
+def test_a_look_decodes_the_events_after_the_copy_and_the_next_one_only_new_events(
+    tmp_path: Path, decoded: list[int]
+) -> None:
+    home, events = Home(tmp_path), list(story(random.Random(1), 300))
+    with Ledger(home.sweep_folder("long")) as ledger:
+        keep(ledger, events, [len(events) - 20])
+        first = home.read("long")
+        assert decoded == list(range(len(events) - 19, len(events) + 1)) and len(first.news) == 20
+        decoded.clear()
+        second = home.read("long", first)
+        assert decoded == [] and second.state == first.state
+        ledger.append(proposed(300))
+        assert home.read("long", second).news == (proposed(300),)
+        assert decoded == [len(events) + 1]
+
+
+def test_status_unpacks_only_the_trials_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Home(tmp_path)
+    events = long_story.events(long_story.speeds(*[0.1] * 10 * BLOCK_SIZE), finished=False)
+    with Ledger(home.sweep_folder("story")) as ledger:
+        keep(ledger, events, [len(events)])
+    unpacked = []
+    decompress = checkpoint.zlib.decompress
+    monkeypatch.setattr(checkpoint.zlib, "decompress", lambda body: (unpacked.append(body), decompress(body))[1])
+    assert detail(home.read("story"), home)["trials"]["measured"] == 10 * BLOCK_SIZE
+    assert len(unpacked) == 2, "the baseline's block, and the last one for the faults in a row"
+
+
+def test_only_blocks_with_news_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[list[int]] = []
+    put = Ledger.put_checkpoint
+    monkeypatch.setattr(
+        Ledger, "put_checkpoint", lambda self, parts, n: (written.append(sorted(parts)), put(self, parts, n))[1]
+    )
+    events = long_story.events(long_story.speeds(*[0.1] * 3 * BLOCK_SIZE), finished=False)
+    with Ledger(tmp_path) as ledger:
+        keep(ledger, events, [len(events) - 6, len(events) - 3, len(events)], restarts=True)
+        keeper = checkpoint.CheckpointWriter(ledger)
+        ledger.append(SweepFinished(at_s=1e10, status="finished", reason="enough"))
+        keeper.tend()
+        assert written == [[0, 1, 2, 3], [0, 3], [0, 3]], "one event is not worth a copy"
+        keeper.tend(min_events=1)
+        assert written[3:] == [[0]]
+
+
+def test_a_copy_by_other_code_and_a_ledger_without_any_are_read_event_by_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: list[int]
+) -> None:
+    events = list(story(random.Random(2), 20))
+    with Ledger(tmp_path) as ledger:
+        keep(ledger, events, [len(events)])
+        monkeypatch.setattr(checkpoint, "_code_version", lambda: "other")
+        assert read_snapshot(ledger).state == fold(events)
+        assert len(decoded) == len(events)
+        checkpoint.CheckpointWriter(ledger).tend(min_events=1)
+        assert checkpoint.read(ledger)[0] == len(events), "the next controller makes its own"
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
+        db.execute("DROP TABLE checkpoint")
+    with Ledger(tmp_path, read_only=True) as old:
+        assert checkpoint.read(old) == (0, SweepState())
+        assert read_snapshot(old).state == fold(events)
+
+
+def test_the_version_covers_every_module_whose_types_a_state_is_made_of() -> None:
+    assert _modules(SweepState) <= set(checkpoint.CODE)
+
+
+def _modules(hint: typing.Any, seen: set[typing.Any] | None = None) -> set[str]:
+    """Modules of the dataclasses in a type, and in the types of their fields."""
+    seen = set() if seen is None else seen
+    if hint in seen:
+        return set()
+    seen.add(hint)
+    found = {name for part in typing.get_args(hint) for name in _modules(part, seen)}
+    if dataclasses.is_dataclass(hint):
+        found.add(typing.cast(type, hint).__module__)
+        hints = typing.get_type_hints(hint)
+        found |= {name for field in dataclasses.fields(hint) for name in _modules(hints[field.name], seen)}
+    return found
