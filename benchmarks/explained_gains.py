@@ -21,7 +21,8 @@ from cluster.hardware.topology import Topology
 from cluster.virtual.modelled import ModelledCost
 from configs import CONFIGS
 from orchestrator.config.sweep import SweepSpec, load_sweep
-from orchestrator.diagnosis import Answer, Basis, explain_sweep
+from orchestrator.diagnosis.explain import Basis, explain_sweep
+from orchestrator.diagnosis.values import Remedy
 from orchestrator.planning.hardware.request import known_topology
 from orchestrator.planning.plan import make_plan
 from tests.orchestrator.diagnosis.diagnosed import measurement, sweep
@@ -38,14 +39,14 @@ NUM_TRIALS = (1, 3, 8)
 class Promise:
     """A gain that was promised, and what came of it."""
 
-    answer: Answer
+    remedy: Remedy
     gain: float
     fits: bool
 
     @property
     def spreads_off(self) -> float:
-        assert self.answer.log_spread is not None
-        return math.log(self.gain / self.answer.gain) / self.answer.log_spread
+        assert self.remedy.log_spread is not None
+        return math.log(self.gain / self.remedy.gain) / self.remedy.log_spread
 
 
 class Machine:
@@ -80,17 +81,17 @@ def promises(spec: SweepSpec, topology: Topology, seed: int, num_trials: int) ->
     state = sweep(candidates, [machine.measure(candidate) for candidate in candidates], spec.to_workload())
     explained = explain_sweep(state, Basis(candidates=plan.candidates, topology=topology))
     for side in (explained.baseline, explained.chosen):
-        for loss in side.losses if side else ():
-            if loss.answer is not None and loss.answer.source == "modelled":
-                changed = loss.answer.candidate
+        for one in side.bottlenecks if side else ():
+            if one.remedy is not None and one.remedy.source == "modelled":
+                changed = one.remedy.candidate
                 gain = machine.device_seconds(candidates[side.trial]) / machine.device_seconds(changed)
-                yield Promise(loss.answer, gain, machine.fits(changed))
+                yield Promise(one.remedy, gain, machine.fits(changed))
 
 
 def report(found: Sequence[Promise]) -> str:
     faster = statistics.fmean(promise.gain > 1 for promise in found)
     fits = statistics.fmean(promise.fits for promise in found)
-    error = statistics.median(abs(promise.gain / promise.answer.gain - 1) for promise in found)
+    error = statistics.median(abs(promise.gain / promise.remedy.gain - 1) for promise in found)
     within = statistics.fmean(abs(promise.spreads_off) <= 2 for promise in found)
     return f"{len(found):8} {faster:8.0%} {fits:8.0%} {error:8.1%} {within:10.0%}"
 

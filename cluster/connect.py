@@ -55,7 +55,7 @@ class _Wait:
         self._limit_s = default_s if request.max_wait_s is None else request.max_wait_s
         self._begun_at_s = time.monotonic()
 
-    def because(self, reason: str, *, is_infeasible: bool = False) -> None:
+    def tell(self, reason: str, *, is_infeasible: bool = False) -> None:
         """Tell whoever listens why there is still no lease.
 
         Raises:
@@ -94,7 +94,7 @@ def _this_host(request: ClusterRequest, workdir: Path, wait: _Wait, preload: Seq
         admission = HostAdmission(request.queue_folder, request.policy, devices_per_node=node.num_devices)
     try:
         while request.claim is not None and not (grant := admission.beat(request.claim)).num_nodes:
-            wait.because(grant.reason)
+            wait.tell(grant.reason)
             time.sleep(BEAT_S)
         if request.kind == "ray":
             return _lease(request, workdir, wait, preload, admission)
@@ -122,7 +122,7 @@ def _lease(
             cluster.resize(grant.num_nodes, at_least=request.min_nodes)
             if cluster.status == "enough":
                 return cluster
-            wait.because(grant.reason or cluster.waiting, is_infeasible=cluster.status == "infeasible")
+            wait.tell(grant.reason or cluster.waiting, is_infeasible=cluster.status == "infeasible")
             cluster.poll(BEAT_S)
     except BaseException:
         cluster.close()

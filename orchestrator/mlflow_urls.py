@@ -10,10 +10,10 @@ from orchestrator.errors import ConfigError
 from trials.secrets import redact
 
 URI_PATTERN = r"^(https?://|sqlite:////)\S+$"
-"""Tracking URIs taken: a server, or an SQLite file by its absolute path."""
+"""Tracking URIs that are accepted: a server, or an SQLite file by its absolute path."""
 _SQLITE = "sqlite:///"
 _VIEW = {"workflowType": "machine_learning"}
-"""Without it MLflow opens on its GenAI pages, where runs are hard to find."""
+"""Query of every link: without it MLflow opens on its GenAI pages, where runs are hard to find."""
 
 
 def check_tracking_uri(uri: str) -> str:
@@ -91,7 +91,12 @@ def experiments_url(base: str) -> str:
 
 
 def sweep_links(base: str, experiment_id: str, run_id: str, sweep: str) -> dict[str, str]:
-    """What to open first: the sweep's own page, its report, its trials as a table and as charts."""
+    """What to open first: the sweep's own page, its report, its trials as a table and as charts.
+
+    Empty where the store at ``base`` is a file.
+    """
+    if not base.startswith("http"):
+        return {}
     return {
         "sweep": run_url(base, experiment_id, run_id),
         "report": run_url(base, experiment_id, run_id, "artifacts/report.html"),

@@ -60,7 +60,7 @@ def median(samples: Sequence[float]) -> Estimate:
 
 
 def tokens_per_s_per_device(measurement: Measurement) -> Estimate:
-    """The objective with its interval."""
+    """Speed in tokens/s/p, the objective of the search, with its interval."""
     step_time_s = median(measurement.step_times_s)
     tokens_per_device = measurement.tokens_per_step / measurement.world_size
     ci95 = step_time_s.ci95
@@ -86,7 +86,7 @@ def compare(a: Measurement, b: Measurement) -> SpeedVerdict:
 
 
 def verdict(ratio: Estimate) -> SpeedVerdict:
-    """What a speed ratio shows: its interval leaves out 1 and the difference is worth mentioning, or it is a tie."""
+    """What a speed ratio shows: a tie, unless its interval excludes 1 and the difference is worth mentioning."""
     if ratio.ci95 is None:
         return "tie"
     if ratio.ci95.low > 1 and ratio.value >= 1 + MIN_DIFFERENCE:

@@ -1,4 +1,4 @@
-"""The end of a text file, and what is added to it: never the whole file at once."""
+"""Text that is safe to print, and the end of text files and what is added to them, read in bounded pieces."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from trials.secrets import redact
 T = TypeVar("T")
 
 MAX_TAIL_BYTES = 1 << 20
-"""Read from the end of a file at most, however many lines are asked for."""
+"""Bytes read from the end of a file at most, however many lines are asked for."""
 
 
 MAX_LINE_CHARS = 2000
+"""Characters shown of a line."""
 
 
 FOLLOW_S = 0.3
-"""Between two looks at a followed file."""
+"""Seconds between two looks at a followed file."""
 
 
 _BLOCK_BYTES = 1 << 16
@@ -68,7 +69,7 @@ class Follower:
         self._rest = b""
 
     def new_lines(self) -> list[str]:
-        """What was completed since the last call, safe to print."""
+        """Lines completed since the last call, safe to print."""
         if not self._path.is_file():
             return []
         with self._path.open("rb") as file:
@@ -82,13 +83,13 @@ class Follower:
         return [_shown(line.decode("utf-8", errors="replace")) for line in complete]
 
     def last_line(self) -> list[str]:
-        """What was written after the last line feed; empty or one line."""
+        """The unfinished line after the last line feed; empty where there is none."""
         rest, self._rest = self._rest, b""
         return [_shown(rest.decode("utf-8", errors="replace"))] if rest else []
 
 
 def follow(files: Sequence[tuple[T, Follower]], is_over: Callable[[], bool]) -> Iterator[tuple[T, str]]:
-    """(key, line) as lines are written, until ``is_over`` and everything has been read."""
+    """Yield (key, line) as lines are written, until ``is_over`` and everything has been read."""
     while True:
         over = is_over()  # before reading: what was written until then is read below
         lines = [(key, line) for key, follower in files for line in follower.new_lines()]
@@ -114,16 +115,16 @@ _ESCAPES = re.compile(
 
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""All but tab and line feed, and what turns the reading direction round."""
+"""Control characters but tab and line feed, and those that turn the reading direction round."""
 
 
 def plain(text: str) -> str:
-    """``text`` without what a terminal would obey; of a line rewritten in place, only its last writing is kept."""
+    """``text`` without control characters; of a line rewritten in place, only its last writing is kept."""
     lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
     return _CONTROLS.sub("", _ESCAPES.sub("", "\n".join(lines)))
 
 
 def first_line(error: Exception) -> str:
-    """An error in one line without secrets."""
+    """The first line of an error's message, without secrets."""
     lines = redact(str(error)).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,8 +1,9 @@
-"""Numbers and configurations as short text, the same in every table."""
+"""Numbers, times and statuses as short text, the same wherever people see them."""
 
 from __future__ import annotations
 
 import signal
+from typing import Protocol
 
 from orchestrator.statistics import Interval
 
@@ -15,51 +16,56 @@ STATUS_WORDS = {
 }
 
 
-STATUS_STYLES = {
-    "measured": "green",
-    "running": "cyan",
-    "proposed": "dim",
-    "crashed": "red",
-    "timed_out": "red",
-    "host_oom": "red",
-}
-
-
 DASH = "–"  # noqa: RUF001
+"""Stands for a missing value, and between the ends of an interval."""
 
 
 def trial_id(number: int) -> str:
-    """``t007``."""
+    """The name of a trial: ``t007``."""
     return f"t{number:03d}"
 
 
 def status_words(status: str) -> str:
+    """The status of a trial for people: ``out of memory`` for ``oom``."""
     return STATUS_WORDS.get(status, status)
 
 
-def status_style(status: str) -> str:
-    return STATUS_STYLES.get(status, "yellow")
-
-
 def rate(value: float) -> str:
-    """At least three significant digits: ``15,234``, ``98.7``."""
+    """A speed with at least three significant digits: ``15,234``, ``98.7``."""
     if value >= 1000:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.3g}"
 
 
 def interval(ci95: Interval | None) -> str:
-    """``14,900 – 15,500``."""  # noqa: RUF002
+    """An interval of speeds: ``14,900 – 15,500``."""  # noqa: RUF002
     return f"{rate(ci95.low)} {DASH} {rate(ci95.high)}" if ci95 else "interval unknown"
 
 
-def ratio_interval(ci95: Interval | None) -> str:
-    """``1.38x – 1.46x``."""  # noqa: RUF002
-    return f"{ci95.low:.2f}x {DASH} {ci95.high:.2f}x" if ci95 else "interval unknown"
+class Bounds(Protocol):
+    """An interval of a ratio; None where a bound is unknown."""
+
+    @property
+    def low(self) -> float | None: ...
+
+    @property
+    def high(self) -> float | None: ...
+
+
+def ratio_interval(found: Bounds | None) -> str:
+    """An interval of a ratio: ``1.38x – 1.46x``."""  # noqa: RUF002
+    if found is None or found.low is None or found.high is None:
+        return "interval unknown"
+    return f"{found.low:.2f}x {DASH} {found.high:.2f}x"
+
+
+def percent(share: float) -> str:
+    """``0.04 %`` of a share of 0.0004."""
+    return f"{100 * share:.2g} %"
 
 
 def num_bytes(value: float) -> str:
-    """``1.25 GiB``."""
+    """An amount of memory: ``1.25 GiB``."""
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:
             return f"{value:.0f} {unit}"
@@ -68,12 +74,12 @@ def num_bytes(value: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """``72.3 ms``; seconds from one second on."""
+    """A short time: ``72.3 ms``, ``1.2 s``."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def duration(seconds: float) -> str:
-    """``45 s``, ``3 min 20 s``, ``2 h 05 min``."""
+    """A long time: ``45 s``, ``3 min 20 s``, ``2 h 05 min``."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds} s"
@@ -92,12 +98,12 @@ def device_time(device_seconds: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """``1 node``, ``2 nodes``."""
+    """A number of things: ``1 node``, ``2 nodes``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def signal_name(exit_code: int | None) -> str | None:
-    """``SIGKILL`` for -9; None where it was no signal."""
+    """The signal that ended a process, ``SIGKILL`` for exit code -9; None where it was none."""
     if exit_code is None or exit_code >= 0:
         return None
     try:

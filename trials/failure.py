@@ -29,7 +29,7 @@ class NonFiniteLoss(ArithmeticError):  # noqa: N818  # says what was found
 
 
 _DEVICE_MEMORY = ("out of memory", "cublas_status_alloc_failed")
-"""Lower-case message parts: CUDA, cuBLAS."""
+"""Lower-case message parts by which CUDA and cuBLAS report that device memory ran out."""
 
 _HOST_MEMORY = (
     "defaultcpuallocator: can't allocate memory",
@@ -37,7 +37,7 @@ _HOST_MEMORY = (
     "std::bad_alloc",
     "cannot allocate memory",
 )
-"""Lower-case message parts: torch's CPU allocator, C++, mmap and fork."""
+"""Lower-case message parts by which torch's CPU allocator, C++, mmap and fork report that host memory ran out."""
 
 _CONNECTION = (
     "connection closed by peer",

@@ -56,7 +56,7 @@ class RankReport:
     world_size: int
     tokens_per_step: int
     step_times_s: tuple[float, ...]
-    """Measured steps only, waiting for data included."""
+    """Seconds of the measured steps, waiting for data included."""
     breakdown: StepBreakdown
     peak_allocated_bytes: int
     peak_reserved_bytes: int
@@ -87,8 +87,9 @@ class Measurement:
     step_times_s: tuple[float, ...]
     breakdown: StepBreakdown
     peak_allocated_bytes: tuple[int, ...]
-    """Peak per rank, in bytes; so is the next."""
+    """Peak per rank, in bytes."""
     peak_reserved_bytes: tuple[int, ...]
+    """Peak per rank of what the allocator reserved, in bytes."""
     num_warmup_steps: int
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]

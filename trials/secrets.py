@@ -100,7 +100,7 @@ def redactor() -> Callable[[str], str]:
 
 
 def redact_all(value: Any, with_: Callable[[str], str] | None = None) -> Any:
-    """:func:`redact` on every string of a JSON value."""
+    """Apply :func:`redact`, or ``with_``, to every string of a JSON value."""
     clean = with_ or redactor()
     if isinstance(value, str):
         return clean(value)

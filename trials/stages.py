@@ -61,11 +61,11 @@ class Chunk:
     stage: int
     virtual_stage: int
     layer_ids: tuple[int, ...]
-    """Global layer numbers."""
+    """Numbers of its layers in the whole model."""
     is_first: bool
-    """Holds the embedding."""
+    """Whether it holds the embedding."""
     is_last: bool
-    """Holds the final norm, the head and the loss."""
+    """Whether it holds the final norm, the head and the loss."""
 
 
 def chunks_of_stage(layout: Layout, stage: int, num_layers: int) -> tuple[Chunk, ...]:

@@ -18,7 +18,7 @@ PRIORS_FILE = CONFIGS / "cost" / "priors.json"
 
 @dataclass(frozen=True, slots=True)
 class Coefficient:
-    """A positive number, believed to be ``value`` within a factor of ``exp(spread)`` (one standard deviation)."""
+    """A positive number, a priori ``value`` within a factor of ``exp(spread)`` (one standard deviation)."""
 
     name: str
     value: float

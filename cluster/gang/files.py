@@ -43,22 +43,22 @@ class FilePiece:
     is_last: bool
 
 
-class Homing:
+class HomeMark:
     """A file that the controller leaves in its folder: an agent that finds it works on the controller's file system."""
 
     def __init__(self, workdir: Path) -> None:
-        self.mark = f".home-{uuid4().hex}"
+        self.name = f".home-{uuid4().hex}"
         for left in make_private_folder(workdir).glob(".home-*"):  # by a controller that was killed
             left.unlink(missing_ok=True)
-        self._path = workdir / self.mark
+        self._path = workdir / self.name
         self._path.touch(mode=0o600)
 
     def close(self) -> None:
         self._path.unlink(missing_ok=True)
 
     @staticmethod
-    def is_home(workdir: Path, mark: str) -> bool:
-        return (workdir / mark).is_file()
+    def is_home(workdir: Path, name: str) -> bool:
+        return (workdir / name).is_file()
 
 
 def pieces(directory: Path, attempt_id: str, token: str, slots: tuple[RankSlot, ...]) -> Iterator[FilePiece]:

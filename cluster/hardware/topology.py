@@ -61,7 +61,7 @@ class Topology:
 
     @property
     def label(self) -> str:
-        """Short hardware name for experiments and fingerprints, e.g. ``2x8 NVIDIA H200``."""
+        """Short name of the hardware, for example ``2x8 NVIDIA H200``."""
         first = self.nodes[0]
         return f"{len(self.nodes)}x{first.num_devices} {first.device_name}"
 
@@ -152,7 +152,7 @@ def visible_gpus() -> list[tuple[str, int]]:
 def num_usable_cores() -> int:
     """Cores this process may run on, within its control group's quota."""
     cores = len(os.sched_getaffinity(0))
-    quota = _read("/sys/fs/cgroup/cpu.max").split()
+    quota = read_or_empty("/sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0].isdigit():
         cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
     return cores
@@ -161,17 +161,21 @@ def num_usable_cores() -> int:
 def usable_memory_bytes() -> int:
     """Host memory, within the control group's limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [_read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
+    limits = [
+        read_or_empty("/sys/fs/cgroup/memory.max"),
+        read_or_empty("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+    ]
     return min([total, *(int(limit) for limit in limits if limit.strip().isdigit())])
 
 
 def cpu_model() -> str:
     """The processor's model name."""
-    match = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    match = re.search(r"^model name\s*:\s*(.+)$", read_or_empty("/proc/cpuinfo"), re.MULTILINE)
     return match[1].strip() if match else platform.machine()
 
 
-def _read(path: str) -> str:
+def read_or_empty(path: str | Path) -> str:
+    """What a file of the kernel says; empty where it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError:

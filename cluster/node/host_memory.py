@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.hardware.topology import read_or_empty
+
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _VMSTAT = Path("/proc/vmstat")
@@ -32,7 +34,7 @@ def memory_group() -> _ControlGroup | None:
 
     In a container the path named in ``/proc`` may be the host's, while the group itself is mounted at the root.
     """
-    for line in _read(_OWN_GROUPS).splitlines():
+    for line in read_or_empty(_OWN_GROUPS).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "memory":
             words = ("memory.oom_control", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -65,7 +67,7 @@ class OomKills:
         return self._count() > self._before
 
     def _count(self) -> int:
-        return _field(_read(self._counter), "oom_kill")
+        return _field(read_or_empty(self._counter), "oom_kill")
 
 
 def shortage(num_ranks: int, limit_bytes: int) -> str | None:
@@ -83,12 +85,13 @@ def shortage(num_ranks: int, limit_bytes: int) -> str | None:
 def available_bytes() -> int | None:
     """Memory that can be had without anything else losing its own; None where the system does not tell."""
     amounts = []
-    if available_kib := _field(_read(_MEMINFO), "MemAvailable:"):
+    if available_kib := _field(read_or_empty(_MEMINFO), "MemAvailable:"):
         amounts.append(available_kib << 10)
     if (group := memory_group()) is not None:
-        limit, used = _read(group.folder / group.limit).strip(), _read(group.folder / group.usage).strip()
+        limit = read_or_empty(group.folder / group.limit).strip()
+        used = read_or_empty(group.folder / group.usage).strip()
         if limit.isdigit() and used.isdigit():  # "max" is no limit
-            reclaimable = _field(_read(group.folder / "memory.stat"), group.reclaimable)
+            reclaimable = _field(read_or_empty(group.folder / "memory.stat"), group.reclaimable)
             amounts.append(max(0, int(limit) - int(used) + reclaimable))
     return min(amounts, default=None)
 
@@ -97,10 +100,3 @@ def _field(text: str, name: str) -> int:
     """The number behind ``name`` at the beginning of a line; 0 where there is none."""
     _, found, rest = f"\n{text}".partition(f"\n{name} ")
     return int(rest.split(maxsplit=1)[0]) if found else 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

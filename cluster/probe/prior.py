@@ -35,7 +35,7 @@ MAX_ITERATIONS = 30
 
 
 @dataclass(frozen=True, slots=True)
-class _Direct:
+class _Observation:
     """A measured value of one coefficient."""
 
     coefficient: str
@@ -54,14 +54,16 @@ def with_probe(prior: Prior, profile: Profile, cluster: ClusterDescription) -> P
     profile first (:meth:`Profile.only`). What was not measured, or has no figure to compare to, moves nothing.
     """
     matmuls = _known_matmuls(profile, cluster.accelerator)
-    directs = list(_directs(profile, cluster))
-    if not matmuls and not directs:
+    observations = list(_observations(profile, cluster))
+    if not matmuls and not observations:
         return prior
-    indices = [prior.coefficients.index(direct.coefficient) for direct in directs]
-    own = [math.hypot(MATMUL_STD, rate.log_spread) for _, rate in matmuls] + [direct.std for direct in directs]
+    indices = [prior.coefficients.index(seen.coefficient) for seen in observations]
+    own = [math.hypot(MATMUL_STD, rate.log_spread) for _, rate in matmuls] + [
+        observation.std for observation in observations
+    ]
     noise = np.diag(np.square(own))
     noise[: len(matmuls), : len(matmuls)] += MATMUL_COMMON_STD**2
-    measured = [math.log(rate.per_s) for _, rate in matmuls] + [direct.log_value for direct in directs]
+    measured = [math.log(rate.per_s) for _, rate in matmuls] + [seen.log_value for seen in observations]
 
     def predict(k: Coefficients) -> Array:
         return np.concatenate([_log_matmul_rates(matmuls, k), k.log_values[indices]])
@@ -99,20 +101,20 @@ def _log_matmul_rates(matmuls: list[tuple[float, MatmulRate]], k: Coefficients) 
     return np.asarray(np.log(matmul_flops_per_s(k, peak=peaks, base=peaks, tokens=sizes, width=sizes)))
 
 
-def _directs(profile: Profile, cluster: ClusterDescription) -> Iterator[_Direct]:
+def _observations(profile: Profile, cluster: ClusterDescription) -> Iterator[_Observation]:
     found = slowest_rates(profile, cluster)
     if found.memory is not None:
         share = found.memory.per_s / cluster.accelerator.memory_bytes_per_s
-        yield _Direct("memory_efficiency", math.log(share), found.memory.log_spread)
+        yield _Observation("memory_efficiency", math.log(share), found.memory.log_spread)
     if found.link is not None:
         share = found.link.bus_bytes_per_s / cluster.accelerator.link_bytes_per_s
-        yield _Direct("link_efficiency", math.log(share))
+        yield _Observation("link_efficiency", math.log(share))
     if found.network is not None:
-        yield _Direct("network_efficiency", math.log(found.network.bus_bytes_per_s / cluster.network_bytes_per_s))
+        yield _Observation("network_efficiency", math.log(found.network.bus_bytes_per_s / cluster.network_bytes_per_s))
     if (collective := found.link or found.network) is not None:
-        yield _Direct("collective_latency_s", math.log(collective.latency_s))
+        yield _Observation("collective_latency_s", math.log(collective.latency_s))
     if found.transfer is not None:
-        yield _Direct("transfer_latency_s", math.log(found.transfer.latency_s))
+        yield _Observation("transfer_latency_s", math.log(found.transfer.latency_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

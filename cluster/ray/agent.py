@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.gang.files import PIECE_BYTES, FilePiece, Homing, pieces
+from cluster.gang.files import PIECE_BYTES, FilePiece, HomeMark, pieces
 from cluster.gang.messages import NodeEvent, NodeGone, NodeLaunch, StopGang
 from cluster.hardware.topology import DeviceChoice, Node, discover_node
 from cluster.node.agent import Agent
@@ -66,7 +66,7 @@ class NodeAgent:
         self._agent = Agent(
             node=order.name, workdir=Path(order.workdir), preload=order.preload, search_path=order.search_path
         )
-        self._is_home = Homing.is_home(Path(order.workdir), order.home)
+        self._is_home = HomeMark.is_home(Path(order.workdir), order.home)
         self._launches: dict[str, NodeLaunch] = {}
         self._outgoing: deque[Iterator[NodeEvent | FilePiece]] = deque()
 

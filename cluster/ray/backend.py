@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from cluster.base import ClusterError, GangEvent, GangLaunch
-from cluster.gang.files import FilePiece, Homing, Receiver
+from cluster.gang.files import FilePiece, HomeMark, Receiver
 from cluster.gang.messages import NodeEvent, StopGang, node_launch, single_node_env
 from cluster.gang.tracker import GangTracker
 from cluster.hardware.topology import Node, Topology, discover_node
@@ -83,8 +83,8 @@ class RayCluster:
             admission = Unlimited() if request.claim is None else RayAdmission(self._lease, request.policy)
         self._admission = admission
         self._receiver = Receiver(self._workdir)
-        self._homing = Homing(self._workdir)
-        self._connection.callback(self._homing.close)
+        self._home_mark = HomeMark(self._workdir)
+        self._connection.callback(self._home_mark.close)
 
     @property
     def topology(self) -> Topology:
@@ -202,7 +202,7 @@ class RayCluster:
             name=slot.name,
             address=slot.address,
             workdir=str(self._workdir),
-            home=self._homing.mark,
+            home=self._home_mark.name,
             preload=self._preload,
             search_path=tuple(sys.path),
             device=shape.device_kind,

@@ -157,23 +157,22 @@ def settings(changes: Mapping[str, str]) -> Iterator[None]:
         read()
 
 
-@contextlib.contextmanager
-def loopback_only() -> Iterator[None]:
+def loopback_only() -> contextlib.AbstractContextManager[None]:
     """Have Ray use loopback only while inside. It reads that setting at import, which may be long past."""
-    constants = ray._private.ray_constants
-    before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
-    try:
-        yield
-    finally:
-        constants.ENABLE_RAY_CLUSTER = before
+    return _switched_off(ray._private.ray_constants, "ENABLE_RAY_CLUSTER")
+
+
+def _quiet() -> contextlib.AbstractContextManager[None]:
+    """Keep Ray from printing the raylet's log to our stdout when a node dies: no public switch reaches that."""
+    return _switched_off(ray._private.worker, "_worker_logs_enabled")
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Ray from printing the raylet's log to our stdout when a node dies: no public switch reaches that."""
-    worker = ray._private.worker
-    before, worker._worker_logs_enabled = worker._worker_logs_enabled, False
+def _switched_off(module: Any, name: str) -> Iterator[None]:
+    """Have a variable of a module be False while inside."""
+    before = getattr(module, name)
+    setattr(module, name, False)
     try:
         yield
     finally:
-        worker._worker_logs_enabled = before
+        setattr(module, name, before)

@@ -70,15 +70,15 @@ def probe_script(
         ValueError: the specification is not that of a probe.
     """
     spec: ProbeSpec = from_json(ProbeSpec, dict(launch.spec))
-    answer = _Answer(launch, spec, machine, slow_nodes, noise, rng)
+    found = _Measurements(launch, spec, machine, slow_nodes, noise, rng)
     world_size = len(launch.placement.ranks)
-    reports = [probe_report(answer.rank(rank), world_size=world_size, duration_s=PROBE_S) for rank in range(world_size)]
+    reports = [probe_report(found.rank(rank), world_size=world_size, duration_s=PROBE_S) for rank in range(world_size)]
     outcome = fold([RankSuccess(rank=report.rank, report=report) for report in reports])
     begun = Moment(at_s=start_s, progress=RankProgress(phase="warmup", step=0, step_time_s=None))
     return Script(moments=(begun,), end_at_s=start_s + PROBE_S, outcome=outcome)
 
 
-class _Answer:
+class _Measurements:
     """Measurements of the ranks of a probe; a collective or a transfer is as slow as its slowest node."""
 
     def __init__(
@@ -120,12 +120,12 @@ class _Answer:
     def _matmuls(self, slow: float) -> dict[str, MatmulRate]:
         machine = self._machine
         return {
-            name: MatmulRate(per_s=rate / slow * self._luck(), log_spread=self._noise, size=machine.matmul_size)
+            name: MatmulRate(per_s=rate / slow * self._noise_factor(), log_spread=self._noise, size=machine.matmul_size)
             for name, rate in machine.matmul_flops_per_s.items()
         }
 
     def _copies(self, slow: float) -> dict[str, Rate]:
-        per_s = self._machine.memory_bytes_per_s / slow * self._luck()
+        per_s = self._machine.memory_bytes_per_s / slow * self._noise_factor()
         return {"device": Rate(per_s=per_s, log_spread=self._noise)}
 
     def _all_reduce(self, world_size: int, latency_s: float, bus_bytes_per_s: float, slow: float) -> Link:
@@ -133,7 +133,7 @@ class _Answer:
 
     def _link(self, world_size: int, latency_s: float, bytes_per_s: float, slow: float) -> Link:
         times = (
-            MessageTime(num_bytes=size, time_s=(latency_s + size / bytes_per_s) * slow * self._luck())
+            MessageTime(num_bytes=size, time_s=(latency_s + size / bytes_per_s) * slow * self._noise_factor())
             for size in self._spec.message_bytes
         )
         return Link(world_size=world_size, times=tuple(times))
@@ -145,5 +145,5 @@ class _Answer:
         neighbours = (self._slowness[names[place - 1]], self._slowness[names[(place + 1) % len(names)]])
         return max(self._slowness[node], min(neighbours))
 
-    def _luck(self) -> float:
+    def _noise_factor(self) -> float:
         return self._rng.lognormvariate(0.0, self._noise)

@@ -240,9 +240,10 @@ def verify(
     from orchestrator.processes import interruptible
     from orchestrator.promotion import verify as verification
     from orchestrator.sweep.home import Home
-    from orchestrator.terminal import promotion, report
+    from orchestrator.terminal import promotion
+    from orchestrator.terminal.live import LiveView
 
-    with interruptible(), report.LiveView() as view:
+    with interruptible(), LiveView() as view:
         found = verification.verify(
             reference,
             Home(home),

@@ -155,7 +155,7 @@ def _controlled(submission: Submission, *, is_restart: bool) -> SweepResult:
     from orchestrator.commands.background import require_mark
     from orchestrator.controller import controller
     from orchestrator.processes import interruptible
-    from orchestrator.terminal.report import LiveView
+    from orchestrator.terminal.live import LiveView
 
     run_sweep = controller.submit if submission.verb == "submit" else controller.resume
     with interruptible(), LiveView() as view:
@@ -197,18 +197,16 @@ def _show_result(submission: Submission, as_json: bool) -> None:
 
 
 def _print(submission: Submission, result: SweepResult, as_json: bool) -> None:
-    from orchestrator.terminal import report
+    from orchestrator.report.report import make_report
+    from orchestrator.report.sources import Sources
+    from orchestrator.terminal.report import render_report
 
+    sources = Sources(recorded=result.recorded, folder=submission.home.sweep_folder(submission.name))
+    invocation = Invocation.current(submission.home.path)
     print_result(
         as_json,
         result.summary.to_json(),
-        lambda: report.render_report(
-            result.state,
-            result.summary,
-            recorded=result.recorded,
-            sweep_folder=submission.home.sweep_folder(submission.name),
-            invocation=Invocation.current(submission.home.path),
-        ),
+        lambda: render_report(make_report(result.state, result.summary, sources=sources, invocation=invocation)),
     )
 
 

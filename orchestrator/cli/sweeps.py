@@ -225,8 +225,10 @@ def report_command(sweep: str, html: str | None, home: Path, as_json: bool) -> N
       tune-cluster report quickstart --html quickstart.html
     """
     from orchestrator.controller import controller
+    from orchestrator.report.report import make_report
+    from orchestrator.report.sources import Sources
     from orchestrator.sweep.home import Home
-    from orchestrator.terminal import report
+    from orchestrator.terminal.report import render_report
 
     if html is not None:
         path = _write_page(sweep, Path(html) if html else None, Home(home))
@@ -234,16 +236,12 @@ def report_command(sweep: str, html: str | None, home: Path, as_json: bool) -> N
             click.echo(f"written to {path}")
             return
     result = controller.load(sweep, Home(home))
+    sources = Sources(recorded=result.recorded, folder=Home(home).sweep_folder(sweep))
+    invocation = Invocation.current(home)
     print_result(
         as_json,
         result.summary.to_json(),
-        lambda: report.render_report(
-            result.state,
-            result.summary,
-            recorded=result.recorded,
-            sweep_folder=Home(home).sweep_folder(sweep),
-            invocation=Invocation.current(home),
-        ),
+        lambda: render_report(make_report(result.state, result.summary, sources=sources, invocation=invocation)),
     )
 
 
@@ -251,11 +249,12 @@ def _write_page(sweep: str, file: Path | None, home: Home) -> Path:
     from rich.console import Console
 
     from orchestrator.controller import controller
-    from orchestrator.report.page.write import make_page, write_page
+    from orchestrator.report.page.page import write_page
+    from orchestrator.report.report import read_report
 
     result = controller.load(sweep, home)
     with home.open(sweep) as ledger, Console(stderr=True).status("drawing ..."):
-        return write_page(make_page(ledger, result.state, result.summary, Invocation.current(home.path)), file)
+        return write_page(read_report(ledger, result.state, result.summary, Invocation.current(home.path)), file)
 
 
 COMMANDS = (ps, status, watch, logs, explain, report_command)

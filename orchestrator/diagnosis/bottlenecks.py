@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.diagnosis.cost_view import ModelView
-from orchestrator.diagnosis.remedies import Found, KnobChange, answer, applicable, memory_words, told
+from orchestrator.diagnosis.remedies import KnobChange, Remedies, applicable, change_words, find_remedies, memory_words
 from orchestrator.diagnosis.step_parts import TERMS, ProfileOf
 from orchestrator.diagnosis.values import Bottleneck, Kind, KnobEffect, PartName, Source, StepParts
 from orchestrator.sweep.state import Trial
@@ -15,20 +15,22 @@ from trials.outcome import Measurement
 from trials.spec import Workload
 
 MIN_BOTTLENECK = 0.1
-"""Share of the step from which on a loss is the bottleneck; with none, computation is."""
+"""Share of the step from which on what is lost is the bottleneck; where nothing costs that much, computation is."""
 MIN_SHOWN = 0.03
+"""Share of the step below which a bottleneck is not mentioned."""
 NEAR_LIMIT = 0.85
 """Share of device memory from which on it is said to be nearly full."""
 MUCH_LONGER = 1.5
-"""Of a bubble, than that of balanced stages."""
+"""How many times the bubble of balanced stages a bubble is, from which on that is said."""
 LITTLE_GAIN = 1.05
-"""Of mixed precision, below which it brought nothing."""
+"""Speed-up by mixed precision below which it is said to have brought little."""
 PART_OF: Mapping[Kind, PartName] = {
     "communication": "communication",
     "io": "data",
     "bubble": "bubble",
     "dispatch": "dispatch",
 }
+"""Kinds of bottlenecks that are a part of the step, with that part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +41,15 @@ class DiagnosedCase:
     workload: Workload
     parts: StepParts
     terms_s: Mapping[str, float]
-    """The cost model's; empty without one."""
+    """The cost model's terms of the step time, in seconds; empty without a model."""
     view: ModelView | None
     profile: ProfileOf | None
     changes: Sequence[KnobChange]
+    """Legal candidates that may do better."""
     varied: frozenset[str]
     """Knobs that the sweep varies."""
     limit_bytes: float | None
-    """Device memory of a rank, where known."""
+    """Device memory of a rank; None where it is not known."""
     effects: Sequence[KnobEffect]
 
     @property
@@ -56,29 +59,42 @@ class DiagnosedCase:
 
 
 def diagnose(case: DiagnosedCase) -> tuple[Bottleneck, ...]:
-    """The bottleneck first, then the others that are worth a line, largest first. Empty where nothing can be told."""
-    losses = [loss for kind in PART_OF if (loss := _of_part(case, kind))]
-    losses += [loss for loss in (_memory(case), _imbalance(case)) if loss]
-    losses = sorted((loss for loss in losses if loss.share >= MIN_SHOWN), key=lambda loss: -loss.seconds)
-    compute = _compute(case)
-    if losses and losses[0].share >= MIN_BOTTLENECK:
-        return (*losses, *compute)
-    return (*compute, *losses) if compute else ()
+    """The bottlenecks of a trial: the one that matters first, then the others worth a line, the largest first.
+
+    Empty where nothing tells where the time goes.
+    """
+    found = [one for kind in PART_OF if (one := _part_bottleneck(case, kind))]
+    found += [one for one in (_memory_bottleneck(case), _imbalance_bottleneck(case)) if one]
+    found = sorted((one for one in found if one.share >= MIN_SHOWN), key=lambda one: -one.seconds)
+    compute = _compute_bottleneck(case)
+    if found and found[0].share >= MIN_BOTTLENECK:
+        return (*found, *compute)
+    return (*compute, *found) if compute else ()
 
 
-def _of_part(case: DiagnosedCase, kind: Kind) -> Bottleneck | None:
+def _part_bottleneck(case: DiagnosedCase, kind: Kind) -> Bottleneck | None:
     name = PART_OF[kind]
     found = [part for part in case.parts.parts if part.name == name]
     if not found:
         return None
-    evidence = {"communication": _of_communication, "io": _of_io, "bubble": _of_bubble, "dispatch": _of_dispatch}[kind]
-    return _loss(case, kind, sum(part.seconds for part in found), found[0].source, evidence(case))
+    evidence = {
+        "communication": _communication_evidence,
+        "io": _io_evidence,
+        "bubble": _bubble_evidence,
+        "dispatch": _dispatch_evidence,
+    }[kind]
+    return _bottleneck(case, kind, sum(part.seconds for part in found), found[0].source, evidence(case))
 
 
-def _loss(
-    case: DiagnosedCase, kind: Kind, seconds: float, source: Source, evidence: Sequence[str], found: Found | None = None
+def _bottleneck(
+    case: DiagnosedCase,
+    kind: Kind,
+    seconds: float,
+    source: Source,
+    evidence: Sequence[str],
+    found: Remedies | None = None,
 ) -> Bottleneck:
-    found = found or answer(kind, case.trial, case.changes, case.view)
+    found = found or find_remedies(kind, case.trial, case.changes, case.view)
     knobs = applicable(kind, case.trial.candidate, case.workload)
     return Bottleneck(
         kind=kind,
@@ -88,13 +104,13 @@ def _loss(
         evidence=tuple(evidence),
         knobs=knobs,
         fixed=tuple(knob for knob in knobs if knob not in case.varied),
-        answer=found.best,
+        remedy=found.best,
         num_changes=found.num_changes,
         note=found.note,
     )
 
 
-def _of_communication(case: DiagnosedCase) -> list[str]:
+def _communication_evidence(case: DiagnosedCase) -> list[str]:
     lines = []
     if case.profile is not None:
         times = case.profile.busiest.times
@@ -109,14 +125,14 @@ def _of_communication(case: DiagnosedCase) -> list[str]:
     return lines
 
 
-def _of_io(case: DiagnosedCase) -> list[str]:
+def _io_evidence(case: DiagnosedCase) -> list[str]:
     loader = case.trial.candidate.loader
     report = case.measurement.findings.loader
     workers = f"{loader.num_workers} loading processes" if loader.num_workers else "no loading processes"
     return [report.verdict] if report is not None else [workers] if loader.tuning is None else []
 
 
-def _of_bubble(case: DiagnosedCase) -> list[str]:
+def _bubble_evidence(case: DiagnosedCase) -> list[str]:
     layout = case.trial.candidate.layout
     num = case.trial.candidate.num_microbatches(case.workload.global_batch_size)
     ideal = (layout.pp - 1) / (layout.num_virtual_stages * num + layout.pp - 1)
@@ -129,7 +145,7 @@ def _of_bubble(case: DiagnosedCase) -> list[str]:
     return lines
 
 
-def _of_dispatch(case: DiagnosedCase) -> list[str]:
+def _dispatch_evidence(case: DiagnosedCase) -> list[str]:
     lines = [f"graph mode is {case.trial.candidate.kernels.compile}"]
     if case.profile is not None:
         rank = case.profile.busiest
@@ -145,19 +161,19 @@ def _of_dispatch(case: DiagnosedCase) -> list[str]:
     return lines
 
 
-def _memory(case: DiagnosedCase) -> Bottleneck | None:
-    """Recompute is what memory costs; besides, what could be faster had it room."""
-    found = answer("memory", case.trial, case.changes, case.view)
+def _memory_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
+    """What memory costs: recompute, and the speed of candidates that do not fit."""
+    found = find_remedies("memory", case.trial, case.changes, case.view)
     again = [part for part in case.parts.parts if part.name == "recompute"]
     again_s = sum(part.seconds for part in again)
     blocked_s = case.parts.step_time_s * (1 - 1 / found.blocked.gain) if found.blocked else 0.0
     if max(again_s, blocked_s) <= 0:
         return None
     source: Source = again[0].source if again_s >= blocked_s else "modelled"
-    return _loss(case, "memory", max(again_s, blocked_s), source, _of_memory(case, again_s, found), found)
+    return _bottleneck(case, "memory", max(again_s, blocked_s), source, _memory_evidence(case, again_s, found), found)
 
 
-def _of_memory(case: DiagnosedCase, again_s: float, found: Found) -> list[str]:
+def _memory_evidence(case: DiagnosedCase, again_s: float, found: Remedies) -> list[str]:
     lines = []
     peak = case.measurement.peak_bytes
     if peak and case.limit_bytes:
@@ -173,12 +189,12 @@ def _of_memory(case: DiagnosedCase, again_s: float, found: Found) -> list[str]:
             why = f"{trial_id(tried.number)} {status_words(tried.status)}"
         else:
             why = memory_words(blocked, case.limit_bytes) or "it is not expected to fit"
-        lines.append(f"{told(blocked)} is expected to have {blocked.gain:.2f}x, but: {why}")
+        lines.append(f"{change_words(blocked)} is expected to have {blocked.gain:.2f}x, but: {why}")
     return lines
 
 
-def _imbalance(case: DiagnosedCase) -> Bottleneck | None:
-    """What the busiest rank computes beyond the mean of all."""
+def _imbalance_bottleneck(case: DiagnosedCase) -> Bottleneck | None:
+    """What the busiest rank computes beyond the mean of all ranks."""
     loads: list[float] = []
     source: Source = "modelled"
     if case.profile is not None and len(case.profile.ranks) > 1:
@@ -195,11 +211,11 @@ def _imbalance(case: DiagnosedCase) -> Bottleneck | None:
     what = "stage" if case.trial.candidate.layout.pp > 1 else "rank"
     shown = " ".join(f"{load / mean:.2f}" for load in loads[:8]) + (" ..." if len(loads) > 8 else "")
     line = f"load of each {what} over the mean: {shown}; {what} {loads.index(max(loads))} is the slowest"
-    return _loss(case, "imbalance", seconds, source, [line])
+    return _bottleneck(case, "imbalance", seconds, source, [line])
 
 
-def _compute(case: DiagnosedCase) -> list[Bottleneck]:
-    """Nothing where forward and backward are not split: they could be anything."""
+def _compute_bottleneck(case: DiagnosedCase) -> list[Bottleneck]:
+    """Computation itself; nothing where forward and backward are not split, for they could be anything."""
     found = [part for part in case.parts.parts if part.name == "compute"]
     if not found:
         return []
@@ -214,4 +230,4 @@ def _compute(case: DiagnosedCase) -> list[Bottleneck]:
         layout = case.trial.candidate.layout
         advice = ": dp_shard would divide that among ranks" if layout.dp_replicate > 1 else ""
         lines.append(f"the optimiser takes {share:.0%} besides{advice}")
-    return [_loss(case, "compute", seconds, found[0].source, lines)]
+    return [_bottleneck(case, "compute", seconds, found[0].source, lines)]

@@ -25,9 +25,10 @@ from trials.outcome import OutOfMemory
 from trials.spec import Candidate
 
 MIN_FOR_ERROR = 4
-"""Trials from which on the error of predictions can be told by leaving one out."""
+"""Trials from which on leaving one out tells the error of predictions."""
 
 Rows = NDArray[np.intp]
+"""Rows of candidates among the predictor's, shape (num_rows,)."""
 
 
 class ModelView:
@@ -35,7 +36,7 @@ class ModelView:
 
     Args:
         predictor: of these candidates, as :func:`orchestrator.search.prediction.prediction.make_predictor` makes it.
-        profile: what a probe measured of the nodes; the predictor's.
+        profile: what a probe measured of the nodes; the one that the predictor was made with.
     """
 
     def __init__(self, predictor: Predictor, state: SweepState, profile: Profile | None = None) -> None:
@@ -52,11 +53,14 @@ class ModelView:
 
     @property
     def on_cpu(self) -> bool:
+        """Whether ranks compute on CPUs."""
         return self._predictor.on_cpu
 
     def step_terms_s(self, candidate: Candidate) -> dict[str, float]:
-        """The model's terms of the step time, with coefficients that this sweep's trials taught. On CPUs, where the
-        core that launches operators also runs them, launching is part of computing."""
+        """The cost model's terms of the step time in seconds, with coefficients fitted to this sweep's trials.
+
+        On CPUs, where the core that launches operators also runs them, launching is part of computing.
+        """
         row = self._row(candidate)
         x = self._predictor.inputs.take(slice(row, row + 1))
         model = CostModel(self._time, Calibrated.of_prior(load_prior("memory")))
@@ -89,7 +93,7 @@ class ModelView:
         return expected * peak / float(peaks[self._row(like.candidate)]) if peak else expected
 
     def probability_fits(self, candidate: Candidate) -> float:
-        """Given which trials fitted and which did not."""
+        """Probability that the candidate fits into memory, given which trials did and which did not."""
         return float(probability_fits(self._posterior, self._seen, np.array([self._row(candidate)], dtype=np.intp))[0])
 
     def tells_apart(self, one: Candidate, other: Candidate) -> bool:
@@ -133,10 +137,12 @@ class ModelView:
 
     @functools.cached_property
     def _posterior(self) -> Posterior:
+        """The predictor's distribution over all candidates, given the measurements."""
         return self._predictor.posterior(self._known_s)
 
     @functools.cached_property
     def _seen(self) -> Seen:
+        """What the sweep's trials have shown of time and memory."""
         return Seen(
             times_s=self._times_s,
             peaks={self._row(t.candidate): peak / self.limit_bytes for t in self._trials if (peak := _peak(t))},
@@ -146,18 +152,20 @@ class ModelView:
 
     @functools.cached_property
     def _residual(self) -> Residual:
+        """What the trials teach about the errors of the cost model."""
         rows = np.array(sorted(self._known_s), dtype=np.intp)
         errors = np.log([self._known_s[row] for row in rows.tolist()]) - self._posterior.log_time[rows]
         return learn(self._posterior.error, rows, errors)
 
     @functools.cached_property
     def _mean(self) -> Array:
-        """Of the log device-seconds per step."""
+        """Mean of the log device-seconds per step, shape (num_candidates,)."""
         rows: Rows = np.arange(len(self._predictor.candidates), dtype=np.intp)
         return np.asarray(self._posterior.log_time[rows] + self._residual.mean(rows))
 
     @functools.cached_property
     def _std(self) -> Array:
+        """Standard deviation of the same, shape (num_candidates,)."""
         return self._residual.std(np.arange(len(self._predictor.candidates), dtype=np.intp))
 
     def _row(self, candidate: Candidate) -> int:
@@ -165,5 +173,5 @@ class ModelView:
 
 
 def _peak(trial: Trial) -> int:
-    """Of the fullest rank, in bytes; 0 where nobody measured it."""
+    """Measured peak of the fullest rank in bytes; 0 where it was not measured."""
     return trial.measurement.peak_bytes if trial.measurement else 0

@@ -18,18 +18,22 @@ from orchestrator.diagnosis.values import KnobEffect
 
 Array = NDArray[np.float64]
 Value = tuple[Any, ...]
+"""Values of a group of knobs that always change together."""
 LogRatio = tuple[float, float | None, float | None]
 """Logarithm of a ratio of speeds with its 95 % interval, where that is known."""
 
 MIN_SPARE = 3
-"""Trials beyond the unknowns of the regression, below which it says nothing."""
+"""Trials that the regression needs beyond the number of its unknowns."""
 MAX_RELATIVE_ERROR = 1.0
-"""Standard error of a log ratio above which a regression says nothing worth showing."""
+"""Standard error of a log ratio above which the regression's estimate is not shown."""
 
 
 def main_effects(table: Table) -> tuple[KnobEffect, ...]:
-    """Per knob, its most frequent value against each other one. What the trials show comes first, then what they leave
-    open; the largest first. Trials that were stopped early are left out."""
+    """For each knob, the effect of its most frequent value against each other one.
+
+    Effects whose interval excludes no difference come first, then the others; the largest first. Trials that were
+    stopped early are left out.
+    """
     regression = _Regression.of(table)
     found = [
         effect
@@ -41,7 +45,7 @@ def main_effects(table: Table) -> tuple[KnobEffect, ...]:
 
 
 def _contrasts(rows: Sequence[Observation], index: int) -> list[tuple[Value, Value]]:
-    """The most frequent value with each of the others."""
+    """Pairs of values to compare: the most frequent one with each of the others."""
     counts = Counter(row.values[index] for row in rows)
     (reference, _), *others = counts.most_common() or [((), 0)]
     return [(reference, value) for value, _ in others]
@@ -49,7 +53,7 @@ def _contrasts(rows: Sequence[Observation], index: int) -> list[tuple[Value, Val
 
 def _effect(table: Table, index: int, one: Value, other: Value, regression: _Regression | None) -> KnobEffect | None:
     pairs = _pairs(table.measured, index, one, other)
-    estimate = _of_pairs(pairs) if pairs else None
+    estimate = _paired_ratio(pairs) if pairs else None
     if estimate is None and regression is not None:
         estimate = regression.contrast(index, one, other)
     if estimate is None:
@@ -70,15 +74,15 @@ def _effect(table: Table, index: int, one: Value, other: Value, regression: _Reg
 
 
 def _pairs(rows: Sequence[Observation], index: int, one: Value, other: Value) -> list[tuple[Observation, Observation]]:
-    """Trials with ``one`` and with ``other`` that agree in all other knobs."""
+    """Pairs of trials, with ``one`` and with ``other``, that agree in all other knobs."""
     alike: Mapping[tuple[Value, ...], dict[Value, Observation]] = defaultdict(dict)
     for row in rows:
         alike[row.values[:index] + row.values[index + 1 :]][row.values[index]] = row
     return [(found[one], found[other]) for found in alike.values() if one in found and other in found]
 
 
-def _of_pairs(pairs: Sequence[tuple[Observation, Observation]]) -> LogRatio:
-    """Mean log ratio of speeds with Student's interval; of a single pair, what the noise of its steps leaves open."""
+def _paired_ratio(pairs: Sequence[tuple[Observation, Observation]]) -> LogRatio:
+    """Mean log ratio of speeds with Student's interval; for a single pair, the interval from the noise of its steps."""
     logs = np.array([one.log_time - other.log_time for one, other in pairs])
     mean = float(logs.mean())
     if len(logs) > 1:
@@ -95,7 +99,7 @@ def _negative(value: float | None) -> float | None:
 
 
 class _Regression:
-    """Least squares of log time on a term per value of each knob. Only contrasts that the trials determine count."""
+    """Least squares of log time on a term per value of each knob."""
 
     def __init__(self, columns: Mapping[tuple[int, Value], int], design: Array, times: Array) -> None:
         self._columns = columns
@@ -108,7 +112,7 @@ class _Regression:
 
     @classmethod
     def of(cls, table: Table) -> _Regression | None:
-        """None where too few trials are left to tell how well it fits."""
+        """The regression over the measured trials; None where too few are left to tell how well it fits."""
         rows = table.measured
         if not rows or not table.knobs:
             return None
@@ -123,7 +127,7 @@ class _Regression:
         return made if made._num_spare >= MIN_SPARE else None
 
     def contrast(self, index: int, one: Value, other: Value) -> LogRatio | None:
-        """Log ratio of speeds with its 95 % interval; None where the trials leave it open."""
+        """Log ratio of speeds with its 95 % interval; None where the trials do not determine it."""
         weights = np.zeros(len(self._weights))
         weights[self._columns[(index, one)]], weights[self._columns[(index, other)]] = 1.0, -1.0
         if not np.allclose(self._projection @ weights, weights, atol=1e-6):

@@ -1,4 +1,4 @@
-"""What the explanation of a sweep rests on besides its trials, as a value."""
+"""Explains a sweep from its state and from what is known of its candidates and hardware."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orchestrator.diagnosis.bottlenecks import DiagnosedCase, diagnose
 from orchestrator.diagnosis.cost_view import ModelView
 from orchestrator.diagnosis.effects import main_effects
 from orchestrator.diagnosis.observations import Table, tabulate
-from orchestrator.diagnosis.prediction_errors import hold_against
+from orchestrator.diagnosis.prediction_errors import compare_predictions
 from orchestrator.diagnosis.remedies import KnobChange, changes
 from orchestrator.diagnosis.step_parts import ProfileOf, profiles_of, split
 from orchestrator.diagnosis.values import Diagnosis, Importance, KnobEffect, StepParts, SweepExplanation
@@ -28,23 +28,23 @@ from trials.spec import Candidate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Basis:
-    """Candidates and hardware of a sweep. The empty value is honest: then only what was measured is told."""
+    """Candidates and hardware of a sweep. From an empty value, only what was measured can be explained."""
 
     candidates: tuple[Candidate, ...] = ()
-    """Legal ones, as the sweep's plan has them."""
+    """Legal candidates of the sweep's plan."""
     beyond: LargeSpace | None = None
-    """Of what these are a part, where the space was too large to list."""
+    """The space that these candidates are a part of, where it was too large to list; None elsewhere."""
     varied: frozenset[str] | None = None
-    """Knobs with more than one value in the sweep's space; None: those in which the candidates differ."""
+    """Knobs with more than one value in the sweep's space; None stands for those in which the candidates differ."""
     topology: Topology | None = None
-    """None where it is not known; the cost model then says nothing."""
+    """The hardware; None where it is not known, and the cost model then says nothing."""
     knowledge: PriorKnowledge = field(default_factory=PriorKnowledge)
     problem: str = ""
     """Why candidates or hardware are not known; empty where they are."""
 
 
 def explain_sweep(state: SweepState, basis: Basis, *, trial: int | None = None) -> SweepExplanation:
-    """Everything there is to say of a sweep, at any time of its life; of ``trial`` in place of its winner.
+    """Explain a sweep at any time of its life, with ``trial`` diagnosed in place of its winner.
 
     Raises:
         LookupError: the sweep has not been created yet.
@@ -56,26 +56,26 @@ def explain_sweep(state: SweepState, basis: Basis, *, trial: int | None = None) 
     view, unmodelled = _view(state, basis, [c.candidate for found in near.values() for c in found])
     table = tabulate(state.searched())
     effects = main_effects(table)
-    doctor = _Doctor(state, basis, view, unmodelled, effects)
+    diagnoser = _Diagnoser(state, basis, view, unmodelled, effects)
     return SweepExplanation(
         sweep=state.sweep.sweep,
         unit=state.sweep.workload.speed_unit,
         hardware=state.sweep.hardware,
         phase=state.status,
-        step_parts={t.number: doctor.parts(t) for t in state.searched() if t.measurement is not None},
-        baseline=doctor.diagnosis(baseline, "baseline", near[baseline.number]) if baseline else None,
-        chosen=doctor.diagnosis(chosen, role, near[chosen.number]) if chosen else None,
+        step_parts={t.number: diagnoser.parts(t) for t in state.searched() if t.measurement is not None},
+        baseline=diagnoser.diagnosis(baseline, "baseline", near[baseline.number]) if baseline else None,
+        chosen=diagnoser.diagnosis(chosen, role, near[chosen.number]) if chosen else None,
         importance=_importance(table),
         effects=effects,
-        predictions=hold_against(state.searched()),
-        limit_bytes=doctor.limit_bytes,
+        predictions=compare_predictions(state.searched()),
+        limit_bytes=diagnoser.limit_bytes,
         unmodelled=unmodelled,
         model_error=view.error if view else None,
     )
 
 
 def diagnosed_trials(state: SweepState, asked: int | None) -> tuple[Trial | None, Trial | None, str]:
-    """The baseline and the trial to hold against it, as far as measured, with its role.
+    """The baseline and the trial diagnosed beside it, as far as measured, with the role of the latter.
 
     Raises:
         ConfigError: the trial ``asked`` for was not measured.
@@ -92,7 +92,7 @@ def diagnosed_trials(state: SweepState, asked: int | None) -> tuple[Trial | None
 
 
 def _measured(state: SweepState, number: int) -> Trial:
-    """The trial asked for; for a check, the one it tests."""
+    """The trial asked for; for a check, the trial that it runs again."""
     trial = state.trials[number]
     if trial.check is not None:
         trial = state.trials[trial.check.of]
@@ -104,14 +104,14 @@ def _measured(state: SweepState, number: int) -> Trial:
 
 
 def _changes(trial: Trial, state: SweepState, basis: Basis) -> list[KnobChange]:
-    """Among the plan's candidates, what was tried, and of a space too large to list what lies near."""
+    """Legal changes of a trial: among the plan's candidates, those tried, and its neighbours in a space too large."""
     near = neighbours(basis.beyond, trial.candidate) if basis.beyond is not None else []
     tried = (other.candidate for other in state.searched())
     return changes(trial, tuple(dict.fromkeys([*basis.candidates, *tried, *near])), state)
 
 
 def _view(state: SweepState, basis: Basis, near: Sequence[Candidate]) -> tuple[ModelView | None, str]:
-    """The cost model on the sweep's trials and the changes of interest, or why there is none."""
+    """The cost model for the sweep's trials and the candidates ``near`` them; else None and why there is none."""
     candidates = tuple(dict.fromkeys([*(trial.candidate for trial in state.searched()), *near]))
     known = basis.knowledge
     if basis.topology is None or not candidates:
@@ -136,7 +136,7 @@ def _importance(table: Table) -> Importance:
     return importance(table)
 
 
-class _Doctor:
+class _Diagnoser:
     """Diagnoses trials of one sweep."""
 
     def __init__(
@@ -165,14 +165,14 @@ class _Doctor:
             limit_bytes=self.limit_bytes,
             effects=self._effects,
         )
-        return Diagnosis(trial=trial.number, role=role, parts=parts, losses=diagnose(case))
+        return Diagnosis(trial=trial.number, role=role, parts=parts, bottlenecks=diagnose(case))
 
     def _terms_s(self, trial: Trial) -> Mapping[str, float]:
         return self._view.step_terms_s(trial.candidate) if self._view is not None else {}
 
     @property
     def limit_bytes(self) -> float | None:
-        """Of a rank; ranks on CPUs share the host's memory unless the sweep limits them."""
+        """Memory of a rank's device; ranks on CPUs share the host's memory unless the sweep limits them."""
         if self._view is not None:
             return self._view.limit_bytes
         topology = self._basis.topology

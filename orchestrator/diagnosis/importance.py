@@ -20,23 +20,24 @@ from orchestrator.diagnosis.observations import Table
 from orchestrator.diagnosis.values import Importance, KnobImportance
 
 MIN_TRIALS = 10
+"""Trials below which nothing is said about importance."""
 MIN_PER_KNOB = 2
-"""Trials per knob that varies, below which a forest only learns the trials by heart."""
+"""Trials per varied knob below which a forest only learns the trials by heart."""
 NUM_TREES = 16
 NUM_DRAWS = 40
-"""Of the bootstrap; each has a forest of its own."""
+"""Draws of the bootstrap; each grows a forest of its own."""
 
 Setting = tuple[dict[str, Any], dict[str, BaseDistribution]]
 
 
-def importance(table: Table, *, seed: int = 0) -> Importance:
-    """Of all knobs that vary; a reason instead where there are too few trials."""
+def importance(table: Table) -> Importance:
+    """How important the varied knobs are; a reason instead where there are too few trials."""
     num_trials, num_bounds = len(table.rows), len(table.rows) - len(table.measured)
     if reason := _too_few(table):
         return Importance(knobs=(), num_trials=num_trials, num_bounds=num_bounds, reason=reason)
     trials = _trials(table)
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # it tells of every study
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     draws = [_shares([trials[i] for i in rng.integers(len(trials), size=len(trials))], i) for i in range(NUM_DRAWS)]
     by_knob = np.array([[draw.get(_name(i), 0.0) for i in range(len(table.knobs))] for draw in draws])
     low, high = np.percentile(by_knob, (2.5, 97.5), axis=0)
@@ -50,6 +51,7 @@ def importance(table: Table, *, seed: int = 0) -> Importance:
 
 
 def _too_few(table: Table) -> str:
+    """Why the trials say nothing about importance; empty where they do."""
     num_trials, num_knobs = len(table.rows), len(table.knobs)
     needed = max(MIN_TRIALS, MIN_PER_KNOB * num_knobs)
     if num_knobs == 0:
@@ -67,7 +69,7 @@ def _name(index: int) -> str:
 
 
 def _trials(table: Table) -> list[FrozenTrial]:
-    """Numbers as their rank among the values that were tried, all else as categories."""
+    """The trials for optuna: numbers by their rank among the values tried, all else as categories."""
     settings: list[tuple[BaseDistribution, dict[tuple[Any, ...], Any]]] = []
     for index in range(len(table.knobs)):
         values = {row.values[index] for row in table.rows}
@@ -93,7 +95,7 @@ def _encoded(values: set[tuple[Any, ...]]) -> tuple[BaseDistribution, dict[tuple
 
 
 def _shares(trials: Sequence[FrozenTrial], seed: int) -> dict[str, float]:
-    """Of the variance, per knob on its own; nothing where these trials are all alike."""
+    """Share of the variance that each knob explains on its own; empty where the trials are all alike."""
     if len({trial.value for trial in trials}) < 2:
         return {}
     study = optuna.create_study()

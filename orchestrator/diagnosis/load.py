@@ -1,4 +1,4 @@
-"""What the explanation of a sweep needs, from the sweep's ledger: of any age, while its controller is at work."""
+"""Explains a sweep from its ledger, which may be of any age and in use by a controller."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from orchestrator.units import status_words
 logger = logging.getLogger(__name__)
 
 UNREADABLE = (KeyError, TypeError, ValueError, ValidationError, ConfigError)
-"""What documents of another version of this program may raise."""
+"""Exceptions that reading documents of another version of this program may raise."""
 
 
 def explain_ledger(ledger: Ledger, *, trial: str | None = None, state: SweepState | None = None) -> SweepExplanation:
-    """The sweep of this ledger explained.
+    """Explain the sweep of this ledger.
 
     Args:
-        trial: to be held against the baseline in place of the winner: ``3``, ``t003``, ``best``.
-        state: what the ledger's events come to, where that is known already.
+        trial: the one to diagnose beside the baseline in place of the winner: ``3``, ``t003``, ``best``.
+        state: the fold of the ledger's events, where the caller has it already.
 
     Raises:
         ConfigError: nothing was measured yet, or ``trial`` was not.
@@ -54,7 +54,7 @@ def explain_ledger(ledger: Ledger, *, trial: str | None = None, state: SweepStat
 
 
 def load_basis(ledger: Ledger, state: SweepState) -> Basis:
-    """What the ledger tells of the sweep's candidates and hardware; what it does not tell is left out, and why."""
+    """Candidates and hardware of the sweep as far as the ledger tells them, and why the rest is missing."""
     spec, problem = _spec(ledger)
     topology, unknown = _topology(state.sweep, "" if spec is None else spec.cluster.device)
     known = _knowledge(ledger)
@@ -91,7 +91,7 @@ def _knowledge(ledger: Ledger) -> PriorKnowledge:
 
 
 def _plan(spec: SweepSpec, topology: Topology | None, known: PriorKnowledge) -> tuple[Plan | None, str]:
-    """Without what the stage balancer would add, which takes it minutes; of that, the sweep's trials are known."""
+    """The plan without the candidates of the stage balancer, which takes minutes; else None and why."""
     space = spec.space.model_copy(update={"balance": False})
     try:
         return make_plan(spec.model_copy(update={"space": space}), topology, known.estimates), ""
@@ -104,7 +104,7 @@ def _varied(spec: SweepSpec) -> frozenset[str]:
 
 
 def _topology(created: SweepCreated, device: str) -> tuple[Topology | None, str]:
-    """From the label and the fingerprint kept with the sweep: what this host has may be something else."""
+    """The sweep's hardware by its label and fingerprint, as this host may be another one; else None and why."""
     match = re.fullmatch(r"(\d+)x(\d+) (.+)", created.hardware)
     memory = created.fingerprint.get("device_memory_bytes", "")
     if match is None or not memory.isdigit():
@@ -127,7 +127,7 @@ def _named(node: Node, number: int) -> Node:
 
 
 def _kind(device_name: str, device: str, fingerprint: Mapping[str, Any]) -> DeviceKind:
-    """Nothing records it: a name in the catalogue tells, else whether the host had a driver of GPUs."""
+    """The kind of device, which no event records: by the sweep file, the catalogue, or a GPU driver at the time."""
     if device in ("cpu", "cuda"):
         return "cpu" if device == "cpu" else "cuda"
     try:

@@ -1,4 +1,4 @@
-"""The sweep's trials as a table: knobs that vary, and the log of the device time of a step."""
+"""The sweep's trials as a table for statistics: values of the knobs that vary, and the device time of a step."""
 
 from __future__ import annotations
 
@@ -12,35 +12,38 @@ from orchestrator.sweep.state import Trial
 from trials.outcome import Measurement, StoppedEarly
 
 IMPLIED = ("world_size",)
-"""Follows from other knobs."""
+"""Knobs that follow from others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One trial. ``values`` are those of the table's knobs, in their order."""
+    """One trial as a row of the table."""
 
     trial: int
     values: tuple[tuple[Any, ...], ...]
+    """Values of each group of the table's knobs, in their order."""
     log_time: float
-    """Of device-seconds per step: of step time where all trials use as many devices."""
+    """Logarithm of the device-seconds of a step."""
     measurement: Measurement | None
-    """None: it was stopped early, and would have taken at least so long."""
+    """None where it was stopped early, and would have taken at least that long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """``knobs`` are groups: those that always changed together, and cannot be told apart, are one."""
+    """The trials of a search and the knobs that vary among them."""
 
     knobs: tuple[tuple[str, ...], ...]
+    """Groups of knobs: those that always changed together, and cannot be told apart, are one group."""
     rows: tuple[Observation, ...]
 
     @property
     def measured(self) -> tuple[Observation, ...]:
+        """The rows that were measured, not stopped early."""
         return tuple(row for row in self.rows if row.measurement is not None)
 
 
 def tabulate(trials: Iterable[Trial]) -> Table:
-    """Trials of the search that were measured or stopped early."""
+    """The table of the search's trials that were measured or stopped early."""
     seen = [(trial, seconds) for trial in trials if trial.check is None and (seconds := _device_seconds(trial))]
     params = [flat_params(trial.candidate) for trial, _ in seen]
     names = [name for name in (params[0] if params else ()) if len({str(p[name]) for p in params}) > 1]
@@ -65,7 +68,7 @@ def _device_seconds(trial: Trial) -> float | None:
 
 
 def _aliases(names: Sequence[str], params: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], ...]:
-    """Names by the partition of the trials that they make; what is implied alone is left out."""
+    """Names of knobs grouped by how they partition the trials; groups of implied knobs alone are left out."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for name in names:
         codes: dict[str, int] = {}

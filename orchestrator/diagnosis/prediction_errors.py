@@ -1,4 +1,4 @@
-"""What was expected of the trials, held against what was measured."""
+"""How far the predictions that chose the trials were off from what was measured."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from trials.outcome import OutOfMemory
 
 NUM_OUTLIERS = 3
 OUTLIER_SPREADS = 2.0
-"""Predicted standard deviations from which on a trial is an outlier."""
+"""Predicted standard deviations beyond which a trial is an outlier."""
 MIN_OFF = 0.05
-"""Relative error below which none is."""
+"""Relative error below which no trial is an outlier."""
 
 
-def hold_against(trials: Iterable[Trial]) -> Predictions:
-    """Predictions of the search's own trials, in order of their numbers."""
+def compare_predictions(trials: Iterable[Trial]) -> Predictions:
+    """Predictions of the search's own trials against their measurements, in order of their numbers."""
     trials = list(trials)
     found = tuple(predicted for trial in trials if (predicted := _predicted(trial)))
     by_number = {trial.number: trial for trial in trials}
@@ -64,13 +64,13 @@ def _spreads_off(predicted: Predicted) -> float:
 
 
 def _outliers(found: Sequence[Predicted]) -> list[Predicted]:
-    """Worst first: far off by their own spread, and by enough to matter."""
+    """Trials far off by their own predicted spread, and by enough to matter; the worst first."""
     far = [p for p in found if abs(_spreads_off(p)) > OUTLIER_SPREADS and abs(p.ratio - 1) > MIN_OFF]
     return sorted(far, key=lambda p: -abs(math.log(p.ratio)))[:NUM_OUTLIERS]
 
 
 def _rank_correlation(found: Sequence[Predicted]) -> float | None:
-    """Spearman's; None where there are too few trials or all are alike."""
+    """Spearman's rank correlation; None where there are too few trials or all are alike."""
     if len(found) < 3:
         return None
     expected, measured = [p.expected_step_time_s for p in found], [p.step_time_s for p in found]

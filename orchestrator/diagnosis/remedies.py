@@ -1,4 +1,4 @@
-"""Which knobs answer which kind of bottleneck, and what the legal changes of them are expected to bring."""
+"""Which knobs help against which kind of bottleneck, and what their legal changes bring, measured or predicted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IMPLIED: Mapping[str, frozenset[str]] = {
 FOLLOWING = frozenset({"world_size", "tp_engine"})
 """Knobs that may follow from any other one: from degrees, or from schedule and recompute where the engine is auto."""
 
-ANSWERS: Mapping[Kind, tuple[str, ...]] = {
+HELPFUL_KNOBS: Mapping[Kind, tuple[str, ...]] = {
     "memory": (
         *("recompute", "zero_stage", "dp_shard", "micro_batch_size", "sequence_parallel", "shard_embedding"),
         *("pp", "tp", "dp_replicate", "cp"),
@@ -49,57 +49,63 @@ ANSWERS: Mapping[Kind, tuple[str, ...]] = {
     "imbalance": ("stage_layers", "num_virtual_stages", "recompute", "schedule"),
     "dispatch": ("compile", "compile_mode", "micro_batch_size", "num_copies"),
 }
-"""The most direct ones first."""
+"""Kind of bottleneck to the knobs that help against it, the most direct ones first."""
 
 MAX_PARTS = 3
-"""Of a candidate (layout, precision, loader, ...) in which a change may differ."""
+"""Parts of a candidate (layout, precision, loader, ...) in which a change may differ from it."""
 MAX_LOOKED_AT = 1000
+"""Candidates looked at to find knobs that must change."""
 PENALTY = 0.02
-"""What each further knob to be changed must bring besides, relative."""
+"""Speed, as a share, that each further knob to be changed must bring."""
 SURE_SPREADS = 0.67
-"""Standard deviations that a predicted gain must lie above none: three to one that it is one."""
+"""Standard deviations by which a predicted gain must exceed zero: odds of three to one that it is a gain."""
 MIN_FITS = 0.75
-"""Probability of fitting from which on a change is proposed."""
+"""Probability of fitting into memory from which on a change is proposed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobChange:
-    """A legal candidate, and what differs."""
+    """A legal candidate, and the knobs in which it differs from a trial."""
 
     candidate: Candidate
     changed: Mapping[str, tuple[Any, Any]]
+    """Knob to (value of the trial, value here)."""
     forced: frozenset[str]
-    """Of those, the ones that differ in every candidate."""
+    """Changed knobs that differ from the trial in every legal candidate."""
     trial: Trial | None
-    """Of this sweep, with this candidate."""
+    """The sweep's trial of this candidate; None where it was not tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What the changes of a kind's knobs promise."""
+class Remedies:
+    """What the changes that help against one kind of bottleneck promise."""
 
     best: Remedy | None
     """The fastest that fits; None where none is known to be faster."""
     blocked: Remedy | None
-    """One that would be faster still, were there memory for it."""
+    """The fastest change that would be faster still, were there memory for it."""
     num_changes: int
+    """Legal changes that were compared."""
     note: str
+    """Why there is no best; empty where there is."""
 
 
 def applicable(kind: Kind, candidate: Candidate, workload: Workload) -> tuple[str, ...]:
-    """Knobs that answer ``kind`` and have an effect on this candidate."""
+    """Knobs that help against ``kind`` and have an effect on this candidate."""
     is_resnet, is_decoder = isinstance(workload.model, ResNetModel), isinstance(workload.model, LlamaModel)
     pointless = set() if is_resnet else {"memory_format", "cudnn_benchmark"}
     pointless |= set() if is_decoder else {"attention", "sequence_parallel", "tp", "pp", "cp", "shard_embedding"}
-    return tuple(knob for knob in ANSWERS[kind] if knob not in pointless | without_effect(candidate))
+    return tuple(knob for knob in HELPFUL_KNOBS[kind] if knob not in pointless | without_effect(candidate))
 
 
 def changes(trial: Trial, candidates: Sequence[Candidate], state: SweepState) -> list[KnobChange]:
-    """Candidates that differ from the trial's in knobs of one kind of bottleneck only, and in those that none of them
-    has as the trial has: a baseline may lie outside of the space."""
+    """Candidates that differ from the trial's only in knobs that help against one kind of bottleneck.
+
+    Knobs that no candidate sets as the trial does may differ besides: a baseline may lie outside of the space.
+    """
     tried = {other.candidate.config_key: other for other in state.searched()}
     forced = _forced(trial.candidate, candidates)
-    allowed = [_closure(knobs) | forced for knobs in ANSWERS.values()]
+    allowed = [_closure(knobs) | forced for knobs in HELPFUL_KNOBS.values()]
     found = []
     for candidate in candidates:
         if candidate == trial.candidate or _num_parts(candidate, trial.candidate) > MAX_PARTS:
@@ -112,7 +118,7 @@ def changes(trial: Trial, candidates: Sequence[Candidate], state: SweepState) ->
 
 
 def _forced(candidate: Candidate, candidates: Sequence[Candidate]) -> frozenset[str]:
-    """Knobs of which no other candidate has this one's value, as far as an evenly spaced part of them tells."""
+    """Knobs that no other candidate sets as this one does, as far as an evenly spaced sample of them tells."""
     others = [other for other in candidates[:: 1 + len(candidates) // MAX_LOOKED_AT] if other != candidate]
     if not others:
         return frozenset()
@@ -120,19 +126,20 @@ def _forced(candidate: Candidate, candidates: Sequence[Candidate]) -> frozenset[
 
 
 def _closure(knobs: Sequence[str]) -> frozenset[str]:
+    """The knobs, and those that may have to change with them."""
     implied = frozenset[str]().union(*(IMPLIED.get(knob, frozenset()) for knob in knobs))
     return frozenset(knobs) | implied | FOLLOWING
 
 
 def _num_parts(one: Candidate, other: Candidate) -> int:
-    """Parts in which they differ: cheap, unlike comparing knob by knob."""
+    """Number of parts in which two candidates differ: cheap, unlike comparing knob by knob."""
     names = ("layout", "micro_batch_size", "recompute", "precision", "loader", "kernels")
     return sum(getattr(one, name) != getattr(other, name) for name in names)
 
 
-def answer(kind: Kind, trial: Trial, all_changes: Sequence[KnobChange], view: ModelView | None) -> Found:
-    """The best of the changes of the knobs that answer ``kind``; predicted by ``view``, or as the sweep measured it."""
-    allowed, direct = _closure(ANSWERS[kind]), frozenset(ANSWERS[kind])
+def find_remedies(kind: Kind, trial: Trial, all_changes: Sequence[KnobChange], view: ModelView | None) -> Remedies:
+    """The best changes against bottlenecks of this kind, as the sweep measured them or as ``view`` predicts them."""
+    allowed, direct = _closure(HELPFUL_KNOBS[kind]), frozenset(HELPFUL_KNOBS[kind])
     own = [
         change
         for change in all_changes
@@ -144,7 +151,7 @@ def answer(kind: Kind, trial: Trial, all_changes: Sequence[KnobChange], view: Mo
     blocked = max((found for change, found in rated if _needs_memory(change, found)), key=_score, default=None)
     floor = best.gain if best is not None else 1.0
     nearest = max((found for _, found in fitting), key=_score, default=None)
-    return Found(
+    return Remedies(
         best=best,
         blocked=blocked if blocked is not None and blocked.gain > floor * (1 + MIN_DIFFERENCE) else None,
         num_changes=len(own),
@@ -153,7 +160,7 @@ def answer(kind: Kind, trial: Trial, all_changes: Sequence[KnobChange], view: Mo
 
 
 def _is_faster(trial: Trial, change: KnobChange, found: Remedy) -> bool:
-    """Shown to be, or sure enough to be worth a trial."""
+    """Whether a change is measured to be faster, or predicted so with enough certainty to be worth a trial."""
     if found.log_spread is not None:
         return math.log(found.gain) > max(SURE_SPREADS * found.log_spread, MIN_DIFFERENCE)
     assert trial.measurement is not None and change.trial is not None and change.trial.measurement is not None
@@ -161,7 +168,7 @@ def _is_faster(trial: Trial, change: KnobChange, found: Remedy) -> bool:
 
 
 def _rate(trial: Trial, change: KnobChange, view: ModelView | None) -> Remedy | None:
-    """Measured where the sweep tried it, predicted where it did not; None where nobody knows."""
+    """The gain of a change: measured where the sweep tried it, else predicted; None where nothing tells."""
     assert trial.measurement is not None
     peak = fits = None
     if view is not None:
@@ -187,14 +194,14 @@ def _rate(trial: Trial, change: KnobChange, view: ModelView | None) -> Remedy | 
 
 
 def _fits(change: KnobChange, found: Remedy) -> bool:
-    """As the sweep saw it, else as expected. One that failed or was stopped early is none to propose either."""
+    """Whether a change fits into memory: measured, else predicted. What failed or was stopped early does not count."""
     if _has_ended(change):
         return change.trial is not None and change.trial.measurement is not None
     return found.probability_fits is None or found.probability_fits >= MIN_FITS
 
 
 def _needs_memory(change: KnobChange, found: Remedy) -> bool:
-    """Whether memory is what speaks against it."""
+    """Whether a change would need more memory than there is: measured, else predicted."""
     if _has_ended(change):
         return change.trial is not None and isinstance(change.trial.outcome, OutOfMemory)
     return found.probability_fits is not None and found.probability_fits < MIN_FITS
@@ -222,17 +229,17 @@ def _no_answer(own: Sequence[KnobChange], best: Remedy | None, *, is_known: bool
         which = f"{len(own)} legal changes" if len(own) > 1 else "one legal change"
         return f"what the {which} would bring, the cost model does not know, and it was not tried"
     if best.source == "measured" and best.trial is not None:
-        return f"{_none_of(own)}; the best: {told(best)}, {trial_id(best.trial)} measured {best.gain:.2f}x"
-    return f"{_none_of(own)}; the best: {told(best)}, {best.gain:.2f}x ± {best.log_spread or 0.0:.2f} expected"
+        return f"{_none_of(own)}; the best: {change_words(best)}, {trial_id(best.trial)} measured {best.gain:.2f}x"
+    return f"{_none_of(own)}; the best: {change_words(best)}, {best.gain:.2f}x ± {best.log_spread or 0.0:.2f} expected"
 
 
-def told(found: Remedy) -> str:
-    """What it changes, in words."""
+def change_words(found: Remedy) -> str:
+    """``precision O0 → O1-bf16``: what a remedy changes."""
     return ", ".join(f"{name} {old} → {new}" for name, (old, new) in found.changed.items())
 
 
 def memory_words(found: Remedy, limit_bytes: float | None) -> str:
-    """What is known of the memory it needs."""
+    """What is known of the memory that a remedy needs; empty where nothing is."""
     if found.peak_bytes is None or not limit_bytes:
         return ""
     words = f"peak {num_bytes(found.peak_bytes)} of {num_bytes(limit_bytes)}"

@@ -33,11 +33,12 @@ TERMS: Mapping[str, PartName] = {
     "overhead": "other",
     "data": "data",
 }
-"""Terms of the cost model by part. Passing tensors between stages counts as bubble, as the trial's clock has it."""
+"""Term of the cost model to the part that it belongs to. Passing tensors between stages counts as bubble, as it does
+for the trial's clock."""
 
 
 IN_PASSES: tuple[PartName, ...] = ("compute", "recompute", "communication", "dispatch")
-"""Parts of forward and backward."""
+"""Parts into which forward and backward are split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +59,13 @@ class _Clock:
     """The breakdown in parts, scaled so that all sum to the median step time."""
 
     passes_s: float
-    """Forward and backward."""
+    """Seconds of forward and backward."""
     others_s: Mapping[PartName, float]
+    """Seconds of the other parts."""
 
     @classmethod
     def of(cls, measurement: Measurement) -> _Clock | None:
-        """None where nobody looked inside the step, as on virtual clusters."""
+        """The breakdown of a measurement; None where nobody looked inside the step, as on virtual clusters."""
         found = measurement.breakdown
         others: dict[PartName, float] = {
             "bubble": found.bubble_s,
@@ -81,17 +83,17 @@ class _Clock:
 
 
 def split(trial: Trial, terms_s: Mapping[str, float], unmodelled: str, profile: ProfileOf | None = None) -> StepParts:
-    """Parts of a measured trial.
+    """Split the step of a measured trial into parts.
 
     Args:
         terms_s: the cost model's terms of its step; empty where there is none, and ``unmodelled`` says why.
-        profile: of a profile run of it.
+        profile: what a profile run of the trial found, where there is one.
     """
     found = trial.measurement
     assert found is not None, "only measured trials have a step time"
     clock, modelled = _Clock.of(found), _by_part(terms_s)
     if clock is None:
-        parts, notes = _of_virtual(found.step_time_s, modelled, unmodelled)
+        parts, notes = _modelled_parts(found.step_time_s, modelled, unmodelled)
     else:
         passes, notes = _passes(trial, clock, modelled, unmodelled, profile)
         parts = [*passes, *(Part(name, seconds, "measured") for name, seconds in clock.others_s.items())]
@@ -107,7 +109,7 @@ def _by_part(terms_s: Mapping[str, float]) -> dict[PartName, float]:
     return by_part
 
 
-def _of_virtual(step_s: float, modelled: Mapping[PartName, float], unmodelled: str) -> tuple[list[Part], list[str]]:
+def _modelled_parts(step_s: float, modelled: Mapping[PartName, float], unmodelled: str) -> tuple[list[Part], list[str]]:
     if not modelled:
         return [Part("other", step_s, "measured")], [f"the step is not split: {unmodelled}"]
     note = "nobody looked inside the steps of this cluster: the whole split is the cost model's"
@@ -117,7 +119,7 @@ def _of_virtual(step_s: float, modelled: Mapping[PartName, float], unmodelled: s
 def _passes(
     trial: Trial, clock: _Clock, modelled: Mapping[PartName, float], unmodelled: str, profile: ProfileOf | None
 ) -> tuple[list[Part], list[str]]:
-    """Parts of forward and backward, and what to say of them."""
+    """Parts of forward and backward, and notes on how they were split."""
     passes_s = clock.passes_s
     again_s = min(passes_s, _measured_recompute_s(trial))
     again = [Part("recompute", again_s, "measured")] if again_s else []
@@ -184,7 +186,7 @@ def _shared_out(seconds: float, shares: Mapping[PartName, float], source: Source
 
 
 def _measured_recompute_s(trial: Trial) -> float:
-    """Of selective recompute, which the runner times; 0 where layers are recomputed in full, which it does not."""
+    """Seconds of selective recompute, which ranks time; 0 where whole layers are recomputed, which they do not time."""
     if trial.candidate.recompute.full or trial.measurement is None:
         return 0.0
     return sum(effect.recompute_s for effect in trial.measurement.findings.recompute)
@@ -196,7 +198,7 @@ def _recomputes(trial: Trial) -> bool:
 
 
 def profiles_of(state: SweepState) -> dict[int, ProfileOf]:
-    """By the trial that was profiled; of several runs the last one counts."""
+    """Trial that was profiled to what its profile found; where it was profiled again, the last run counts."""
     found: dict[int, ProfileOf] = {}
     for trial in state.trials:
         if not isinstance(trial.check, ProfileRun) or trial.measurement is None:

@@ -1,4 +1,4 @@
-"""What the explanation of a sweep consists of, as values. Standard library only."""
+"""What the explanation of a sweep consists of, as values with their JSON forms."""
 
 from __future__ import annotations
 
@@ -15,23 +15,28 @@ PartName = Literal[
     "bubble",
     "dispatch",
     "forward_backward",
+    "forward",
+    "backward",
     "optimizer",
     "data",
     "other",
 ]
 """``communication`` is what computation does not hide; ``dispatch`` is the device waiting for the host to launch
-operators; ``forward_backward`` stands for the parts before it where nothing tells them apart."""
+operators; ``forward_backward`` stands for the parts before it where nothing tells them apart, ``forward`` and
+``backward`` where only the trial's own clock was read."""
 PART_NAMES: tuple[PartName, ...] = PartName.__args__  # type: ignore[attr-defined]
-"""In the order in which they are shown."""
+"""All parts, in the order in which they are shown."""
 
 Source = Literal["measured", "profiled", "modelled"]
-"""The trial's own clock; a profile's share of what the clock measured; the cost model's share of it."""
+"""Who says how long a part takes: the trial's own clock, a profile's share of what the clock measured, or the cost
+model's share of it."""
 
 Kind = Literal["memory", "compute", "communication", "io", "bubble", "imbalance", "dispatch"]
+"""Kinds of bottlenecks; ``imbalance`` is ranks waiting for the one that computes most."""
 
 
 class Part(NamedTuple):
-    """Seconds of a step, and who says so."""
+    """A part of a step, its seconds, and who says so."""
 
     name: PartName
     seconds: float
@@ -45,9 +50,9 @@ class StepParts:
     trial: int
     step_time_s: float
     parts: tuple[Part, ...]
-    """In the order of :data:`PART_NAMES`; those of no time are left out."""
+    """In the order of :data:`PART_NAMES`; parts that take no time may be left out. Empty where nobody looked inside."""
     notes: tuple[str, ...] = ()
-    """Sentences for people: why something is not split, on what the split rests."""
+    """Sentences for people: why something is not split, or what the split rests on."""
 
     def seconds(self, name: PartName) -> float:
         return sum(part.seconds for part in self.parts if part.name == name)
@@ -66,21 +71,22 @@ class StepParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedy:
-    """A legal candidate that differs from the diagnosed one in knobs that answer its bottleneck."""
+    """A legal candidate that differs from the diagnosed trial in knobs that help against its bottleneck."""
 
     candidate: Candidate
     changed: Mapping[str, tuple[Any, Any]]
     """Knob to (value of the diagnosed trial, value here)."""
     gain: float
-    """Speed in tokens/s/p over the diagnosed trial's."""
+    """Speed over the diagnosed trial's, both in tokens/s/p."""
     source: Literal["measured", "modelled"]
     log_spread: float | None
     """Standard deviation of the logarithm of a predicted gain; None for a measured one."""
     peak_bytes: float | None
-    """None where nobody knows."""
+    """Predicted peak memory of the fullest rank; None where nothing predicts it."""
     probability_fits: float | None
+    """Probability that it fits into memory; None where nothing predicts it."""
     trial: int | None
-    """The sweep's trial of this candidate; None: it was not tried."""
+    """The sweep's trial of this candidate; None where it was not tried."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -97,31 +103,33 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bottleneck:
-    """What one kind of bottleneck costs a step, and what answers it."""
+    """What one kind of bottleneck costs a step, and what would help."""
 
     kind: Kind
     seconds: float
-    """Of a step, that would be saved at most; of compute, all that it takes."""
+    """Seconds of a step that would be saved at most; for compute, all that it takes."""
     share: float
-    """Of the step time."""
+    """Share of the step time, 0 to 1."""
     source: Source
     evidence: tuple[str, ...]
-    """Sentences for people."""
+    """What shows it, a sentence each."""
     knobs: tuple[str, ...]
-    """That answer it."""
+    """Knobs that help against it, the most direct ones first."""
     fixed: tuple[str, ...]
-    """Of those, the ones that the sweep does not vary."""
-    answer: Remedy | None = None
+    """Knobs that would help but have one value in the sweep."""
+    remedy: Remedy | None = None
     """The best of the legal changes of these knobs; None where none is known to be faster."""
     num_changes: int = 0
     """Legal changes of these knobs that were compared."""
     note: str = ""
-    """Why there is no answer, or what is known of the changes that failed."""
+    """Why there is no remedy, or what is known of the changes that failed."""
 
     @property
     def at_most(self) -> float | None:
-        """Speed over today's if all of it went; None for compute, which cannot go, and for memory, whose answers may
-        bring more than what recompute takes."""
+        """Speed over today's if all of it went.
+
+        None for compute, which cannot go, and for memory, whose remedies may bring more than what recompute takes.
+        """
         return None if self.kind in ("compute", "memory") or self.share >= 1 else 1 / (1 - self.share)
 
     def to_json(self) -> dict[str, Any]:
@@ -135,7 +143,7 @@ class Bottleneck:
             "knobs": list(self.knobs),
             "fixed": list(self.fixed),
             "num_changes": self.num_changes,
-            "answer": self.answer.to_json() if self.answer else None,
+            "answer": self.remedy.to_json() if self.remedy else None,
             "note": self.note,
         }
 
@@ -148,25 +156,25 @@ class Diagnosis:
     role: str
     """``baseline``, ``winner`` (confirmed), ``fastest`` or ``chosen``."""
     parts: StepParts
-    losses: tuple[Bottleneck, ...]
-    """The bottleneck first, then the others that matter; empty where nothing can be told."""
+    bottlenecks: tuple[Bottleneck, ...]
+    """The one that matters most first; empty where nothing tells where the time goes."""
 
     @property
     def bottleneck(self) -> Bottleneck | None:
-        return self.losses[0] if self.losses else None
+        return self.bottlenecks[0] if self.bottlenecks else None
 
     def to_json(self) -> dict[str, Any]:
         return {
             "role": self.role,
             **self.parts.to_json(),
             "bottleneck": self.bottleneck.kind if self.bottleneck else None,
-            "losses": [loss.to_json() for loss in self.losses],
+            "losses": [one.to_json() for one in self.bottlenecks],
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobImportance:
-    """How much of the variance of log device time per step a knob explains on its own, with a bootstrap's 95 %."""
+    """Share of the variance of log device time per step that a knob explains on its own, with its 95 % interval."""
 
     knobs: tuple[str, ...]
     """More than one where they always changed together, so that trials cannot tell them apart."""
@@ -180,14 +188,15 @@ class KnobImportance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Importance:
-    """Of all knobs, most important first; empty with a reason."""
+    """How important the knobs are, the most important first; empty with a reason."""
 
     knobs: tuple[KnobImportance, ...]
     num_trials: int
+    """Trials that it rests on."""
     num_bounds: int = 0
-    """Of those, stopped early: counted with the time they would at least have taken."""
+    """Trials among them that were stopped early, counted with the time they would at least have taken."""
     reason: str = ""
-    """Why there is none; empty where there is."""
+    """Why nothing can be said; empty where something is."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -206,18 +215,20 @@ class KnobEffect:
     knobs: tuple[str, ...]
     """More than one where they always changed together."""
     before: tuple[Any, ...]
+    """The slower values, one per knob."""
     after: tuple[Any, ...]
-    """The faster ones; one per knob."""
+    """The faster values, one per knob."""
     ratio: float
+    """Speed after over speed before."""
     low: float | None
     high: float | None
-    """95 % interval; None where a single pair says nothing about it."""
+    """95 % interval of the ratio; None where a single pair of trials says nothing about it."""
     num_pairs: int
-    """Pairs of trials that differ in nothing else; 0: from a regression over all trials."""
+    """Pairs of trials that differ in nothing else; 0 where it comes from a regression over all trials."""
 
     @property
     def is_shown(self) -> bool:
-        """Whether its interval leaves out that there is no difference."""
+        """Whether its interval excludes that there is no difference."""
         return self.low is not None and self.low > 1
 
     def to_json(self) -> dict[str, Any]:
@@ -234,15 +245,16 @@ class KnobEffect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """A trial's expectation against its measurement."""
+    """What was predicted of a trial, and what was measured."""
 
     trial: int
     expected_step_time_s: float
     step_time_s: float
     log_spread: float
+    """Predicted standard deviation of the logarithm of measured over expected step time."""
     expected_peak_bytes: float
     peak_bytes: int | None
-    """Measured; None where nobody measured it."""
+    """Measured peak memory of the fullest rank; None where it was not measured."""
 
     @property
     def ratio(self) -> float:
@@ -274,12 +286,13 @@ class Predictions:
     mape: float | None
     """Mean absolute percentage error of step times, as a share; None without trials."""
     memory_mape: float | None
+    """The same of peak memory; None where no memory was measured."""
     rank_correlation: float | None
-    """Spearman's, of expected and measured speed; None with fewer than three."""
+    """Spearman's rank correlation of expected and measured step times; None with fewer than three trials."""
     within_spread: float | None
-    """Share of trials within two of their own predicted standard deviations; about 0.95 if these are right."""
+    """Share of trials within two predicted standard deviations of their prediction; about 0.95 if these are right."""
     outliers: tuple[int, ...]
-    """Trials that were off by most, worst first."""
+    """Trials whose prediction was off by most, the worst first."""
     in_common: tuple[str, ...]
     """What the outliers have in common and other trials have not: ``recompute full``."""
     num_memory_surprises: int = 0
@@ -300,39 +313,34 @@ class Predictions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepExplanation:
-    """Everything :func:`orchestrator.diagnosis.explain_sweep` found out."""
+    """Everything :func:`orchestrator.diagnosis.explain.explain_sweep` found out."""
 
     sweep: str
     unit: str
-    """Of speeds."""
+    """Unit of speeds: tokens/s/p or samples/s/p."""
     hardware: str
     phase: str
-    """``running``, ``finished``, ..."""
+    """Where the sweep stands: ``running``, ``finished``, ..."""
     step_parts: Mapping[int, StepParts]
-    """Of every measured trial of the search."""
+    """Every measured trial of the search by number."""
     baseline: Diagnosis | None
-    """None where it was not measured."""
+    """Diagnosis of the baseline; None where it was not measured."""
     chosen: Diagnosis | None
-    """Of the trial asked for, else of the winner; None where that is the baseline."""
+    """Diagnosis of the trial asked for, else of the winner; None where that is the baseline."""
     importance: Importance
     effects: tuple[KnobEffect, ...]
-    """Largest first."""
+    """What single knobs did, the largest effect first."""
     predictions: Predictions
     limit_bytes: float | None = None
-    """Device memory of a rank; None where nobody knows."""
+    """Device memory of a rank; None where it is not known."""
     unmodelled: str = ""
-    """Why the cost model says nothing; empty where it does."""
+    """Why the cost model says nothing; empty where it says something."""
     model_error: float | None = None
-    """Typical error of the cost model after this sweep's trials, as a share: of leaving out one trial at a time."""
-
-    def parts(self, trial: int) -> list[Part]:
-        """Where the step time of a measured trial goes; empty for any other."""
-        found = self.step_parts.get(trial)
-        return list(found.parts) if found else []
+    """Typical error of the cost model after this sweep's trials, as a share: each trial predicted from the others."""
 
     @property
     def diagnosed(self) -> Diagnosis | None:
-        """What the bottleneck is told of: the chosen trial, or the baseline where that is it."""
+        """The trial whose bottleneck is shown: the chosen one, or the baseline where there is none."""
         return self.chosen or self.baseline
 
     @property

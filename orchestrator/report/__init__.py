@@ -1,1 +1,4 @@
-"""What people look at to judge a sweep: plots, the page, the profile's tables."""
+"""The result of a sweep as one value, its words, and what renders it: Markdown, plots, a page.
+
+Imports diagnosis and what lies below it: planning, proof, config, space and sweep.
+"""

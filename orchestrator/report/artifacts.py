@@ -1,4 +1,4 @@
-"""Files of a profile as far as they lie on this host, and copies of them where the user wants some."""
+"""What a report takes from the files of trials and from what ranks wrote: profiles, logs, flat parameters."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from trials.outcome import Evidence, Measured, StoppedEarly
 from trials.reports.profile import FOLDER
 
 MAX_PARAM_CHARS = 6000
+"""Characters of a parameter's value that are kept; MLflow takes no more."""
 
 logger = logging.getLogger(__name__)
 
 
 def profile_files(sweep_folder: Path, trial: Trial) -> list[Path]:
-    """Traces, graphs and memory snapshots of the trial's last attempt."""
+    """Traces, graphs and memory snapshots of the trial's last attempt that lie on this host."""
     if not trial.attempts or trial.measurement is None:
         return []
     last = len(trial.attempts) - 1
@@ -71,7 +72,7 @@ class ProfileCopies:
 
 
 def copy_profile(output: Path, sweep: str, trial: Trial, paths: Sequence[Path]) -> Path:
-    """Copy the files to a folder of their own below ``output``, named after sweep and trial; give that folder.
+    """Copy the files to a folder of their own below ``output``, named after sweep and trial; return that folder.
 
     Raises:
         ConfigError: it cannot be written.
@@ -113,15 +114,15 @@ def sweep_params(created: SweepCreated) -> dict[str, str]:
 
 
 MAX_LOG_LINES = 5000
-"""Of a rank's log, the last ones; in bytes it is bounded by ``log_files.MAX_TAIL_BYTES``."""
+"""Last lines kept of a rank's log; in bytes it is bounded by :data:`orchestrator.text.MAX_TAIL_BYTES`."""
 
 
 MAX_RANKS = 8
-"""Logs kept of an attempt where nobody knows which rank failed."""
+"""Number of logs kept of an attempt where it is not known which rank failed."""
 
 
 def failed_logs(sweep_folder: Path, trial: Trial) -> dict[str, str]:
-    """Name to text: the failed rank's log of the last attempt, as far as it lies here; empty for what was measured."""
+    """Name to text of the failed rank's log of the last attempt, where it lies here; empty for a measured trial."""
     if not trial.attempts:
         return {}
     index, attempt = len(trial.attempts) - 1, trial.attempts[-1]

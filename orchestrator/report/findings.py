@@ -1,4 +1,4 @@
-"""What the runner found out about a trial, in words and as numbers."""
+"""What the ranks of a trial found out besides times, as lines for people and as numbers for MLflow."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _memory_format(report: MemoryFormatReport) -> str:
 
 
 def findings_metrics(findings: Findings) -> dict[str, float]:
-    """Single numbers with their units in the name; the whole is in ``findings.json``."""
+    """The findings as single numbers with their units in the name."""
     values: dict[str, float] = {}
     if findings.recompute:
         values["recompute_s"] = sum(effect.recompute_s for effect in findings.recompute)

@@ -1,4 +1,4 @@
-"""What a profiled trial shows: times per rank, imbalance of the stages, operators, collectives, files."""
+"""What a profiled trial shows, as values and as tables: times per rank, stages, operators, collectives, files."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from trials.codec import to_json
 from trials.reports.profile import CollectiveCount, OperatorTime, RankProfile, Redundancy
 
 MAX_OPERATORS = 10
-"""Shown in the terminal; the page has all."""
+"""Operators shown on the terminal; the page has all."""
 
 PHASES = ("data", "forward", "backward", "bubble", "optimizer", "other")
+"""Phases of a step in the order in which they are shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTime:
-    """A pipeline stage, from those of its ranks that were profiled."""
+    """A pipeline stage, averaged over those of its ranks that were profiled."""
 
     stage: int
     ranks: tuple[int, ...]
     computation_s: float
-    """Per step, the mean over these ranks."""
+    """Seconds of computation per step."""
     bubble_s: float
+    """Seconds per step of waiting for other stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +41,11 @@ class FileAt:
     name: str
     num_bytes: int
     node: str
-    """Where the rank ran; empty if unknown."""
+    """Name of the node where the rank ran; empty where it is not known."""
     path: str
-    """Absolute, on that node."""
+    """Absolute path on that node."""
     is_too_large: bool
-    """To be brought to the controller's host from another one, where it therefore stays."""
+    """Whether the rank's files are too large to be copied to the controller's host, so that they stay on the node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ class ProfileTables:
     operators: tuple[OperatorTime, ...]
     """Means over the profiled ranks, the longest first."""
     collectives: tuple[CollectiveCount, ...]
-    """Of the rank that starts most, module by module."""
+    """Module by module, the collectives of the rank that starts most of them."""
     redundancies: tuple[Redundancy, ...]
     files: tuple[FileAt, ...]
     notes: tuple[str, ...]
@@ -71,6 +73,7 @@ class ProfileTables:
 
     @property
     def slowest_stage(self) -> int | None:
+        """The stage that computes longest; None without a pipeline."""
         return max(self.stages, key=lambda stage: stage.computation_s).stage if self.stages else None
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +82,7 @@ class ProfileTables:
 
 
 def profile_tables(trial: Trial) -> ProfileTables | None:
-    """None where the trial was not measured under the profiler."""
+    """The profile of a trial; None where it was not measured under the profiler."""
     measurement = trial.measurement
     if measurement is None or not measurement.findings.profile:
         return None
@@ -170,12 +173,13 @@ def _files(profile: RankProfile, nodes: list[str]) -> list[FileAt]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownTable:
-    """A table: its first ``num_words`` columns are words, the others numbers."""
+    """A table ready to be shown."""
 
     title: str
     heads: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     num_words: int
+    """The first columns are words, the others numbers; this many are words."""
 
 
 def _collectives_table(counts: Sequence[CollectiveCount]) -> ShownTable:
@@ -205,7 +209,7 @@ def _elsewhere(file: FileAt) -> str:
 
 
 def file_lines(tables: ProfileTables, found: Sequence[Path]) -> Iterator[str]:
-    """The files that are here, below their folder; then where the others are."""
+    """Lines that say where the files are: those found here by folder, then the others by node."""
     here = {path.name: path for path in found}
     for folder in dict.fromkeys(path.parent for path in found):
         yield f"in {folder}"
@@ -238,28 +242,37 @@ def _rank(profile: RankProfile, tables: ProfileTables) -> str:
     return f"{profile.rank} (stage {profile.stage})" if tables.stages else str(profile.rank)
 
 
-def _redundancy(found: Redundancy) -> str:
-    calls = (
-        f"{found.num_calls} call{'' if found.num_calls == 1 else 's'} and {units.num_bytes(found.num_bytes)} per step"
-    )
-    return f"redundant: {found.module} ({found.phase}) {found.problem}; {calls}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remark:
+    """A sentence below the tables of a profile."""
+
+    text: str
+    is_warning: bool = False
+    """Whether it names something that could go away."""
 
 
-def remarks(tables: ProfileTables) -> Iterator[str]:
+def _redundancy(found: Redundancy) -> Remark:
+    often = f"{units.count(found.num_calls, 'call')} and {units.num_bytes(found.num_bytes)} per step"
+    return Remark(text=f"redundant: {found.module} ({found.phase}) {found.problem}; {often}", is_warning=True)
+
+
+def remarks(tables: ProfileTables) -> Iterator[Remark]:
+    """Redundant communication, memory peaks, notes of the profiler."""
     yield from map(_redundancy, tables.redundancies)
     if not tables.redundancies and any(profile.counted for profile in tables.ranks):
-        yield "no redundant communication found" if tables.collectives else "no communication"
+        yield Remark(text="no redundant communication found" if tables.collectives else "no communication")
     for profile in tables.ranks:
         if profile.memory is not None:
             phase = f" in {profile.memory.phase}" if profile.memory.phase else ""
             start_bytes = profile.memory.start_bytes
             start = f"{units.num_bytes(start_bytes)} before" if start_bytes else "beyond what was when recording began"
             peak = units.num_bytes(profile.memory.peak_bytes)
-            yield f"rank {profile.rank}: {peak} at the memory peak{phase}, {start}"
-    yield from tables.notes
+            yield Remark(text=f"rank {profile.rank}: {peak} at the memory peak{phase}, {start}")
+    yield from (Remark(text=note) for note in tables.notes)
 
 
 def shown_tables(tables: ProfileTables, *, max_operators: int | None) -> Iterator[ShownTable]:
+    """The profile as tables, with the ``max_operators`` longest operators, or all for None."""
     first = tables.ranks[0]
     yield ShownTable(
         title=f"Where a step goes (mean of steps {first.first_step} to {first.last_step})",

@@ -1,4 +1,4 @@
-"""What the proof has shown so far, arranged for tables and plots."""
+"""What the proof has shown so far, as values for tables and plots: finalists, gate reports, curves of gate runs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from orchestrator.proof.progress import (
     gate_runs,
     ratio_interval,
 )
+from orchestrator.report.words import FinalistOutcome
+from orchestrator.space.naming import short_name
 from orchestrator.statistics import speed_ratio
 from orchestrator.sweep.state import SweepState
-from orchestrator.sweep.values import Evaluation, GateReport, GateRole, GateSettings, RatioInterval
+from orchestrator.sweep.values import Check, Evaluation, GateReport, GateRole, GateSettings, RatioInterval
 from trials.outcome import Measurement
 
 
@@ -33,14 +35,45 @@ class RoundRatio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finalist:
-    """How the confirmation of a finalist stands."""
+    """A finalist, and how far its confirmation has come."""
 
     trial: int
+    configuration: str
+    """Short name of its candidate."""
     rounds: tuple[RoundRatio, ...]
     overall: RatioInterval | None
-    """Over all rounds; None before any was complete."""
-    words: str
-    """What came of it, for people."""
+    """Speed-up over all rounds; None before any was complete."""
+    outcome: FinalistOutcome
+    cause: str = ""
+    """Why it was not measured again, or the winner that it cannot be told from; empty for other outcomes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofResult:
+    """What the last proof of a sweep has shown so far; empty without one."""
+
+    finalists: tuple[Finalist, ...]
+    """The winner first, then the fastest of the search."""
+    gates: tuple[GateReport, ...]
+    """A report per finalist that was judged."""
+    evaluations: tuple[Evaluation, ...]
+    """Runs of the user's own command, in the order in which they ended."""
+    running: tuple[Check, ...]
+    """Checks that run now."""
+    is_going_on: bool
+    """Whether there is more to come."""
+
+
+def proof_result(state: SweepState) -> ProofResult:
+    """The last proof of the sweep as one value."""
+    checks = (state.trials[number].check for number in sorted(state.running))
+    return ProofResult(
+        finalists=tuple(finalists(state)),
+        gates=tuple(gates(state)),
+        evaluations=tuple(evaluations(state)),
+        running=tuple(check for check in checks if check is not None),
+        is_going_on=not state.is_over and state.verdict is None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,29 +82,34 @@ class GateCurves:
 
     trial: int
     runs: dict[GateRole, Measurement]
+    """Role to what was measured in it; there is always a finalist."""
     comparison: LossComparison | None
-    """None where baseline or finalist was not measured."""
+    """How far the finalist's losses are from the baseline's; None where either was not measured."""
 
 
 def finalists(state: SweepState) -> list[Finalist]:
-    """Of the last proof: the winner, then the fastest of the search first; empty without any."""
+    """Finalists of the last proof: the winner, then the fastest of the search first; empty without any."""
     found = confirmation(state)
     if found is None or state.proof is None:
         return []
     winner = state.verdict.winner if state.verdict else None
-    return [
-        Finalist(
-            trial=number,
-            rounds=tuple(_round_ratios(found, number)),
-            overall=_overall(found, number),
-            words=_words(state, found, number),
-        )
-        for number in sorted(state.proof.finalists, key=lambda number: number != winner)
-    ]
+    return [_finalist(state, found, number) for number in sorted(state.proof.finalists, key=lambda n: n != winner)]
+
+
+def _finalist(state: SweepState, found: Confirmation, number: int) -> Finalist:
+    outcome, cause = _outcome(state, found, number)
+    return Finalist(
+        trial=number,
+        configuration=short_name(state.trials[number].candidate),
+        rounds=tuple(_round_ratios(found, number)),
+        overall=_overall(found, number),
+        outcome=outcome,
+        cause=cause,
+    )
 
 
 def gates(state: SweepState) -> list[GateReport]:
-    """What the loss gate said: as the verdict keeps it, before that as the runs show it."""
+    """Reports of the loss gate: those of the verdict; before there is one, those that the gate runs come to."""
     if state.verdict is not None:
         return list(state.verdict.gates)
     numbers = state.proof.finalists if state.proof else ()
@@ -80,12 +118,12 @@ def gates(state: SweepState) -> list[GateReport]:
 
 
 def evaluations(state: SweepState) -> list[Evaluation]:
-    """Of the user's own command, in the order in which they ended."""
+    """How the user's own command judged finalists, in the order in which it ended."""
     return list(state.proof.evaluations) if state.proof else []
 
 
 def gate_curves(state: SweepState) -> list[GateCurves]:
-    """Of every finalist that trained for the gate."""
+    """What was trained for each finalist that the gate has trained."""
     found = []
     for number in state.proof.finalists if state.proof else ():
         trials = gate_runs(state, number)
@@ -125,20 +163,22 @@ def _overall(found: Confirmation, finalist: int) -> RatioInterval | None:
     return None if compared is None else ratio_interval(compared.ratio)
 
 
-def _words(state: SweepState, found: Confirmation, finalist: int) -> str:
+def _outcome(state: SweepState, found: Confirmation, finalist: int) -> tuple[FinalistOutcome, str]:
+    """What came of a finalist, and the cause where one belongs to it."""
     verdict = state.verdict
     if finalist in found.failed:
-        return f"not measured again: {found.failed[finalist]}"
+        return "not_measured", found.failed[finalist]
     if verdict is not None and verdict.winner == finalist:
-        return "the winner"
+        return "winner", ""
     if any(report.trial == finalist and not report.passed for report in gates(state)):
-        return "does not train the same"
+        return "trains_differently", ""
     if any(one.trial == finalist and not one.passed for one in evaluations(state)):
-        return "failed your evaluation"
+        return "failed_evaluation", ""
     if verdict is not None and verdict.winner is not None and finalist in verdict.tied_with:
-        return f"cannot be told from {units.trial_id(verdict.winner)}"
+        return "tied", units.trial_id(verdict.winner)
     compared = found.judgement.against_baseline.get(finalist)
     if compared is None:
-        return "not measured yet"
-    tie = "not shown faster" if verdict is not None else "not shown yet"
-    return {"faster": "faster", "slower": "slower", "tie": tie}[compared.verdict]
+        return "not_measured_yet", ""
+    if compared.verdict == "tie":
+        return "not_shown" if verdict is not None else "not_shown_yet", ""
+    return compared.verdict, ""

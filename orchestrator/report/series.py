@@ -1,28 +1,32 @@
-"""What the plots show, as plain values taken from a sweep's state. Free of matplotlib."""
+"""What the plots of the search show, as plain values taken from a sweep's state."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from orchestrator.report.words import value_words
 from orchestrator.space.naming import flat_params
 from orchestrator.statistics import tokens_per_s_per_device
 from orchestrator.sweep.state import SweepState, Trial
 from trials.outcome import StoppedEarly
 
+MAX_KNOBS = 9
+"""Knobs through which trials are drawn as lines."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedPoint:
-    """A measured trial."""
+    """A measured trial as a point of a plot."""
 
     trial: int
     speed: float
-    """tokens/s/p."""
+    """Speed in tokens/s/p."""
     low: float
     high: float
-    """Its 95 % interval; the speed itself where that is unknown."""
+    """95 % interval of the speed; the speed itself where that is unknown."""
     peak_bytes: int
-    """Largest allocated peak over ranks."""
+    """Largest peak of allocated memory over ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +35,11 @@ class History:
 
     measured: tuple[SpeedPoint, ...]
     stopped: tuple[int, ...]
-    """Trials stopped early."""
+    """Numbers of the trials stopped early."""
     failed: tuple[int, ...]
+    """Numbers of the trials that were not measured for other reasons."""
     baseline: float | None
+    """Speed of the baseline; None where it was not measured."""
     best: SpeedPoint | None
 
     @property
@@ -41,7 +47,7 @@ class History:
         return len(self.measured) + len(self.stopped) + len(self.failed)
 
     def best_so_far(self) -> tuple[list[int], list[float]]:
-        """(trial numbers, highest speed until then)."""
+        """Numbers of the measured trials, and for each the highest speed until then."""
         numbers, speeds = [], list[float]()
         for point in self.measured:
             numbers.append(point.trial)
@@ -50,7 +56,7 @@ class History:
 
 
 def history(state: SweepState) -> History:
-    """Of the search's own trials that ended."""
+    """The history of the search, from its trials that have ended."""
     ended = [trial for trial in state.searched() if trial.outcome is not None]
     measured = tuple(point for trial in ended if (point := speed_point(trial)))
     stopped = tuple(trial.number for trial in ended if isinstance(trial.outcome, StoppedEarly))
@@ -66,7 +72,7 @@ def history(state: SweepState) -> History:
 
 
 def speed_point(trial: Trial) -> SpeedPoint | None:
-    """None where the trial was not measured."""
+    """The trial as a point; None where it was not measured."""
     if trial.measurement is None:
         return None
     speed = tokens_per_s_per_device(trial.measurement)
@@ -80,7 +86,7 @@ def speed_point(trial: Trial) -> SpeedPoint | None:
 
 
 def front(points: Sequence[SpeedPoint]) -> list[SpeedPoint]:
-    """Those that no other beats in both speed and memory, from little memory to much."""
+    """Points that no other beats in both speed and memory, from little memory to much."""
     found: list[SpeedPoint] = []
     for point in sorted(points, key=lambda p: (p.peak_bytes, -p.speed)):
         if not found or point.speed > found[-1].speed:
@@ -94,15 +100,15 @@ class ParallelCoordinates:
 
     knobs: tuple[str, ...]
     values: tuple[tuple[str, ...], ...]
-    """Per knob, its values as text in order."""
+    """For each knob, its values as text in order."""
     lines: tuple[tuple[int, ...], ...]
-    """Per trial, the index of its value for every knob."""
+    """For each trial, the index of its value for every knob."""
     speeds: tuple[float | None, ...]
-    """Per trial; None where it was not measured."""
+    """Speed of each trial; None where it was not measured."""
 
 
-def coordinates(state: SweepState, order: Sequence[str] = (), max_knobs: int = 9) -> ParallelCoordinates:
-    """Of ended trials. ``order`` names knobs by importance, which come first; the rest by number of values."""
+def coordinates(state: SweepState, order: Sequence[str] = ()) -> ParallelCoordinates:
+    """Ended trials as lines. Knobs named in ``order`` come first in that order, then the others by number of values."""
     trials = [trial for trial in state.searched() if trial.outcome is not None]
     params = [flat_params(trial.candidate) for trial in trials]
     names = list(params[0]) if params else []
@@ -110,10 +116,10 @@ def coordinates(state: SweepState, order: Sequence[str] = (), max_knobs: int = 9
     varying = [name for name in names if len(distinct[name]) > 1]
     rank = {name: place for place, name in enumerate(order)}
     varying.sort(key=lambda name: (rank.get(name, len(rank)), -len(distinct[name])))
-    knobs = tuple(varying[:max_knobs])
+    knobs = tuple(varying[:MAX_KNOBS])
     return ParallelCoordinates(
         knobs=knobs,
-        values=tuple(tuple(map(_text, distinct[name])) for name in knobs),
+        values=tuple(tuple(map(value_words, distinct[name])) for name in knobs),
         lines=tuple(tuple(distinct[name].index(one[name]) for name in knobs) for one in params),
         speeds=tuple(t.measurement.tokens_per_s_per_device if t.measurement else None for t in trials),
     )
@@ -121,7 +127,3 @@ def coordinates(state: SweepState, order: Sequence[str] = (), max_knobs: int = 9
 
 def _sorted(values: set[str | int | float | bool]) -> list[str | int | float | bool]:
     return sorted(values, key=lambda v: (isinstance(v, str), v if isinstance(v, int | float) else 0.0, str(v)))
-
-
-def _text(value: object) -> str:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)

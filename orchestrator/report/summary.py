@@ -1,4 +1,4 @@
-"""The result of a sweep as a value and as JSON: winner, baseline, how sure the difference is, what it cost."""
+"""The result of a sweep in short, as a value and as JSON: winner, baseline, how sure the difference is, its cost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TrialResult:
 
     trial: Trial
     speed: Estimate
-    """tokens/s/p with its 95 % interval."""
+    """Speed in tokens/s/p with its 95 % interval."""
 
     def to_json(self) -> dict[str, Any]:
         candidate = self.trial.candidate
@@ -42,9 +42,10 @@ class TrialResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speedup:
-    """The winner against the baseline. ``tie`` and ``slower`` mean: keep what you have."""
+    """How a trial compares with the baseline. ``tie`` and ``slower`` mean: keep what you have."""
 
     ratio: Estimate
+    """Speed over the baseline's."""
     verdict: SpeedVerdict
 
     def to_json(self) -> dict[str, Any]:
@@ -68,9 +69,9 @@ class Summary:
     """Candidates not tried because a trial that ran out of memory needs no more than they do."""
     device_hours: float
     saved_device_hours: float
-    """What trials that were stopped early would have taken besides, at least."""
+    """Device-hours that trials stopped early would have taken besides, at least."""
     num_earlier_trials: int
-    """Of earlier sweeps, from which the search learned before its first trial."""
+    """Trials of earlier sweeps, from which the search learned before its first trial."""
     num_earlier_sweeps: int
     tracking_uri: str
     winner: TrialResult | None = None
@@ -80,7 +81,7 @@ class Summary:
     profiles: tuple[tuple[int, ProfileTables], ...] = ()
     """Trials run under the profiler, by number, with what their runs showed; in the order of the runs."""
     unit: str = "tokens/s/p"
-    """Of speeds; samples/s/p for workloads whose samples are no sequences, where both are the same number."""
+    """Unit of speeds: tokens/s/p, or samples/s/p for workloads whose samples are no sequences."""
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON form of ``submit --json`` and ``report --json``."""
@@ -110,7 +111,7 @@ class Summary:
 
 
 def summarize(state: SweepState, tracking_uri: str) -> Summary:
-    """The result so far.
+    """The summary of a sweep in this state.
 
     Raises:
         LookupError: the sweep has not been created yet.

@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator import units
 from orchestrator.report import proof as proof_data
-from orchestrator.report.verdict import evaluation_words, gate_words, ratio_interval, rounds
+from orchestrator.report.words import evaluation_words, finalist_words, gate_words
 from orchestrator.space.naming import diff, short_name
 from orchestrator.status.snapshot import AT_REST, Snapshot, read_snapshot
 from orchestrator.sweep.events import AttemptEnded, LedgerEvent, TrialsRetried
@@ -157,8 +157,10 @@ def explain(ledger: Ledger, text: str) -> Explanation:
 def _proof(state: SweepState, number: int) -> Iterator[str]:
     for one in proof_data.finalists(state):
         if one.trial == number:
-            speed = f"{one.overall.value:.2f}x the baseline ({ratio_interval(one.overall)}), " if one.overall else ""
-            yield f"measured again in {rounds(len(one.rounds))}: {speed}{one.words}"
+            speed = (
+                f"{one.overall.value:.2f}x the baseline ({units.ratio_interval(one.overall)}), " if one.overall else ""
+            )
+            yield f"measured again in {count(len(one.rounds), 'round')}: {speed}{finalist_words(one)}"
     yield from (f"loss gate {gate_words(report)}" for report in proof_data.gates(state) if report.trial == number)
     yield from (
         f"your evaluation: {evaluation_words(one)}" for one in proof_data.evaluations(state) if one.trial == number

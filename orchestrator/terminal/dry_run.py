@@ -1,4 +1,4 @@
-"""Estimates, for people."""
+"""Estimates of dry runs on the terminal: memory and work of each stage."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator import units
 from orchestrator.commands.dry_run import DryRunVerdict
 from orchestrator.planning.dryrun.simulation import Progress
 from orchestrator.space.naming import short_name
+from orchestrator.terminal.layout import titled_table
 from orchestrator.units import num_bytes
 from trials.dryrun.estimate import DryRunEstimate, StageEstimate
 from trials.dryrun.records import RunFailure
@@ -70,7 +72,7 @@ def _overview(verdicts: Sequence[DryRunVerdict]) -> Table:
 
 def _block(verdict: DryRunVerdict) -> Iterator[RenderableType]:
     world_size = verdict.candidate.layout.world_size
-    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+    ranks = units.count(world_size, "rank")
     yield Text.assemble((verdict.name, "bold"), f"  {short_name(verdict.candidate)}  {ranks}")
     result = verdict.result
     if isinstance(result, RunFailure):
@@ -94,7 +96,7 @@ def _judgement(verdict: DryRunVerdict, estimate: DryRunEstimate) -> Text:
 
 
 def _memory(verdict: DryRunVerdict, estimate: DryRunEstimate) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="memory at the peak", title_justify="left", pad_edge=False)
+    table = titled_table("memory at the peak")
     for title in ("stage", "rank", "peak", "with margin"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("in", no_wrap=True)
@@ -119,7 +121,7 @@ def _word(needed_bytes: int, limit_bytes: int | None) -> Text:
 
 
 def _work(estimate: DryRunEstimate) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="work per step and rank", title_justify="left", pad_edge=False)
+    table = titled_table("work per step and rank")
     for title in ("stage", "parameters", "FLOPs forward", "backward", "recompute"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("collectives")

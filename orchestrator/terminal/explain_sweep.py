@@ -1,4 +1,5 @@
-"""A sweep explained, for people: where the time goes, what holds it back, which knob matters, what was expected."""
+"""The explanation of a sweep on the terminal: where the time goes, what holds it back, which knob matters, how good
+the predictions were."""
 
 from __future__ import annotations
 
@@ -6,12 +7,11 @@ from collections.abc import Iterable, Mapping
 
 from rich import box
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from orchestrator import units
-from orchestrator.diagnosis.remedies import memory_words, told
+from orchestrator.diagnosis.remedies import change_words, memory_words
 from orchestrator.diagnosis.values import (
     PART_NAMES,
     Bottleneck,
@@ -24,17 +24,19 @@ from orchestrator.diagnosis.values import (
     Remedy,
     SweepExplanation,
 )
+from orchestrator.terminal.layout import indented, label_grid, section
 
 MAX_KNOBS = 8
 MAX_EFFECTS = 8
-MAX_OTHER_LOSSES = 4
+MAX_OTHERS = 4
 BAR_WIDTH = 10
+"""Characters of a bar of the whole step."""
 ROUGH = 0.3
-"""Error of the cost model from which on people are warned."""
+"""Error of the cost model, as a share, from which on people are warned."""
 WIDE = 10.0
-"""High over low of an interval that is not worth its digits."""
+"""High over low of an interval from which on it is not shown."""
 MIN_SHARE = 0.001
-"""Of the step, below which a part has no line."""
+"""Share of the step below which a part has no line."""
 
 PART_WORDS: Mapping[PartName, str] = {
     "communication": "exposed comm.",
@@ -49,15 +51,11 @@ SOURCE_MARKS = {"measured": "", "profiled": "p", "modelled": "~"}
 def render_sweep_explanation(explained: SweepExplanation) -> RenderableType:
     """All sections, for a terminal of 80 columns or more."""
     head = Text.assemble((explained.sweep, "bold"), f" on {explained.hardware}: {explained.phase}")
-    sections: list[RenderableType] = [head, _section("Where the step time goes", _parts(explained))]
-    sections.append(_section("What holds it back", _diagnoses(explained)))
-    sections.append(_section("Which knob matters", _knobs(explained.importance, explained.effects)))
-    sections.append(_section("Expected and measured", _predictions(explained.predictions)))
+    sections: list[RenderableType] = [head, section("Where the step time goes", _parts(explained))]
+    sections.append(section("What holds it back", _diagnoses(explained)))
+    sections.append(section("Which knob matters", _knobs(explained.importance, explained.effects)))
+    sections.append(section("Expected and measured", _predictions(explained.predictions)))
     return Group(*sections)
-
-
-def _section(heading: str, body: RenderableType) -> RenderableType:
-    return Group(Text(""), Text(heading, style="bold"), Padding(body, (0, 0, 0, 2)))
 
 
 def _parts(explained: SweepExplanation) -> RenderableType:
@@ -136,58 +134,56 @@ def _diagnosis(side: Diagnosis, explained: SweepExplanation) -> list[RenderableT
     if side.bottleneck is None:
         advice = "a profile of it would tell (`tune-cluster profile`)"
         return [Text.assemble((name, "bold"), f": nothing tells what holds it back: {explained.unmodelled}; {advice}")]
-    first, *others = side.losses
+    first, *others = side.bottlenecks
     words = Text.assemble((f"{name}: ", "bold"), (KIND_WORDS.get(first.kind, first.kind), "bold yellow"))
     words.append(f", {_cost(first)}")
-    lines: list[RenderableType] = [words, _loss_grid(first, explained)]
-    shown = [loss for loss in others if loss.kind != "compute" or loss.answer is not None][:MAX_OTHER_LOSSES]
+    lines: list[RenderableType] = [words, _bottleneck_grid(first, explained)]
+    shown = [one for one in others if one.kind != "compute" or one.remedy is not None][:MAX_OTHERS]
     if shown:
         lines += [Text("besides:", style="dim"), _others(shown)]
     return lines
 
 
-def _cost(loss: Bottleneck) -> str:
-    said = "" if loss.source == "measured" else f" ({loss.source})"
-    return f"{loss.share:.0%} of the step, {units.milliseconds(loss.seconds)}{said}"
+def _cost(one: Bottleneck) -> str:
+    said = "" if one.source == "measured" else f" ({one.source})"
+    return f"{one.share:.0%} of the step, {units.milliseconds(one.seconds)}{said}"
 
 
-def _loss_grid(loss: Bottleneck, explained: SweepExplanation) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, style="dim")
-    grid.add_column(overflow="fold", ratio=1)
-    for i, line in enumerate(loss.evidence):
+def _bottleneck_grid(one: Bottleneck, explained: SweepExplanation) -> RenderableType:
+    grid = label_grid("dim")
+    for i, line in enumerate(one.evidence):
         grid.add_row("because" if i == 0 else "", Text(line))
-    if loss.answer is not None:
-        grid.add_row("change", Text(told(loss.answer), style="green"))
-        grid.add_row("gain", Text(_gain(loss.answer)))
-        if memory := memory_words(loss.answer, explained.limit_bytes):
+    if one.remedy is not None:
+        grid.add_row("change", Text(change_words(one.remedy), style="green"))
+        grid.add_row("gain", Text(_gain(one.remedy)))
+        if memory := memory_words(one.remedy, explained.limit_bytes):
             grid.add_row("memory", Text(memory))
     else:
-        grid.add_row("change", Text(loss.note or "none is known to be faster"))
-    if loss.at_most is not None:
-        grid.add_row("at most", Text(f"{loss.at_most:.2f}x from this alone, if all of it went"))
-    if loss.fixed:
-        grid.add_row("fixed", Text(f"not varied by this sweep: {', '.join(loss.fixed[:5])}"))
-    return Padding(grid, (0, 0, 0, 2))
+        grid.add_row("change", Text(one.note or "none is known to be faster"))
+    if one.at_most is not None:
+        grid.add_row("at most", Text(f"{one.at_most:.2f}x from this alone, if all of it went"))
+    if one.fixed:
+        grid.add_row("fixed", Text(f"not varied by this sweep: {', '.join(one.fixed[:5])}"))
+    return indented(grid)
 
 
-def _others(losses: Iterable[Bottleneck]) -> RenderableType:
+def _others(bottlenecks: Iterable[Bottleneck]) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(no_wrap=True, justify="right")
     grid.add_column(overflow="fold", ratio=1)
-    for loss in losses:
-        found = loss.answer
-        words = f"{told(found)}: {_gain(found)}" if found else "no change is known to be faster"
-        grid.add_row(KIND_WORDS.get(loss.kind, loss.kind), f"{loss.share:.0%}", Text(words))
-    return Padding(grid, (0, 0, 0, 2))
+    for one in bottlenecks:
+        found = one.remedy
+        words = f"{change_words(found)}: {_gain(found)}" if found else "no change is known to be faster"
+        grid.add_row(KIND_WORDS.get(one.kind, one.kind), f"{one.share:.0%}", Text(words))
+    return indented(grid)
 
 
-def _gain(answer: Remedy) -> str:
-    if answer.source == "measured" and answer.trial is not None:
-        return f"{answer.gain:.2f}x, measured in {units.trial_id(answer.trial)}"
-    spread = f" (give or take {100 * answer.log_spread:.0f} %)" if answer.log_spread else ""
-    return f"{answer.gain:.2f}x expected{spread}, not tried"
+def _gain(remedy: Remedy) -> str:
+    if remedy.source == "measured" and remedy.trial is not None:
+        return f"{remedy.gain:.2f}x, measured in {units.trial_id(remedy.trial)}"
+    spread = f" (give or take {100 * remedy.log_spread:.0f} %)" if remedy.log_spread else ""
+    return f"{remedy.gain:.2f}x expected{spread}, not tried"
 
 
 def _knobs(importance: Importance, effects: tuple[KnobEffect, ...]) -> RenderableType:
@@ -223,7 +219,7 @@ def _effects(effects: tuple[KnobEffect, ...]) -> RenderableType:
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(no_wrap=True, style="dim")
     for effect in effects[:MAX_EFFECTS]:
-        pairs = f"{effect.num_pairs} pair{'s' if effect.num_pairs != 1 else ''}" if effect.num_pairs else "regression"
+        pairs = units.count(effect.num_pairs, "pair") if effect.num_pairs else "regression"
         grid.add_row(_contrast(effect), f"{effect.ratio:.2f}x", _interval(effect), pairs)
     more = [Text(f"and {len(effects) - MAX_EFFECTS} smaller", style="dim")] if len(effects) > MAX_EFFECTS else []
     return Group(Text("speed in tokens/s/p, all else equal; 95 % interval:", style="dim"), grid, *more)

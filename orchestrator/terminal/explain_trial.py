@@ -1,18 +1,18 @@
-"""Why a trial was proposed, waits, or failed: for people."""
+"""The explanation of one trial on the terminal: why it was proposed, waits, or failed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from orchestrator import units
 from orchestrator.space.naming import short_name
 from orchestrator.status.explanation import AttemptStory, Explanation
 from orchestrator.sweep.state import nodes_of
+from orchestrator.terminal.layout import indented, label_grid
+from orchestrator.terminal.table import status_text
 from orchestrator.text import plain
 from orchestrator.units import count, signal_name
 from trials.outcome import Evidence
@@ -23,10 +23,9 @@ MAX_NODES = 8
 
 
 def render_explanation(explained: Explanation) -> RenderableType:
-    """The trial's story from its proposal to what it ruled out."""
+    """What happened to the trial, from its proposal to what it ruled out."""
     trial = explained.trial
-    words = (units.status_words(trial.status), units.status_style(trial.status))
-    head = Text.assemble((f"{explained.sweep} {units.trial_id(trial.number)} ", "bold"), words)
+    head = Text.assemble((f"{explained.sweep} {units.trial_id(trial.number)} ", "bold"), status_text(trial.status))
     parts: list[RenderableType] = [head, Text(short_name(trial.candidate)), _heading("Proposed"), _proposed(explained)]
     if explained.pending:
         parts += [_heading("Waits"), *_lines(explained.pending, "yellow")]
@@ -43,7 +42,7 @@ def render_explanation(explained: Explanation) -> RenderableType:
 
 def _proposed(explained: Explanation) -> RenderableType:
     trial, measured = explained.trial, explained.measurement
-    grid = _grid()
+    grid = label_grid("dim")
     grid.add_row("why", Text(plain(trial.reason)))
     if changed := [f"{name} {old} → {new}" for name, (old, new) in explained.changed.items()]:
         grid.add_row("changed", Text(", ".join(changed)))
@@ -58,19 +57,19 @@ def _proposed(explained: Explanation) -> RenderableType:
         ratio = f"; {explained.surprise:.2f} times the expected step" if explained.surprise is not None else ""
         speed = f"{units.rate(measured.tokens_per_s_per_device)} {explained.unit}"
         grid.add_row("measured", Text(f"{words}, {speed}{ratio}"))
-    return _indented(grid)
+    return indented(grid)
 
 
 def _attempt_heading(story: AttemptStory) -> Text:
     outcome = story.attempt.outcome
     kind = outcome.kind if outcome else "running"
-    return Text.assemble((f"\nAttempt {story.number} ", "bold"), (units.status_words(kind), units.status_style(kind)))
+    return Text.assemble((f"\nAttempt {story.number} ", "bold"), status_text(kind))
 
 
 def _attempt(story: AttemptStory) -> Iterable[RenderableType]:
     attempt, names = story.attempt, nodes_of(story.attempt)
     more = f" +{len(names) - MAX_NODES}" if len(names) > MAX_NODES else ""
-    grid = _grid()
+    grid = label_grid("dim")
     devices = f"{count(len(attempt.ranks), 'rank')}, {count(attempt.num_devices, 'device')}"
     grid.add_row("on", Text(f"{' '.join(names[:MAX_NODES])}{more}: {devices}"))
     charged = f", {units.device_time(attempt.device_seconds)} charged" if attempt.outcome else " so far"
@@ -82,7 +81,7 @@ def _attempt(story: AttemptStory) -> Iterable[RenderableType]:
         grid.add_row("so" if i == 0 else "", Text(line))
     if attempt.outcome is None or story.evidence:
         grid.add_row("logs", Text(str(story.folder), style="dim", overflow="fold"))
-    yield _indented(grid)
+    yield indented(grid)
 
 
 def _evidence(evidence: Evidence, *, is_blameless: bool) -> Iterable[tuple[str, Text]]:
@@ -106,15 +105,4 @@ def _heading(title: str) -> Text:
 
 
 def _lines(lines: Iterable[str], style: str = "") -> list[RenderableType]:
-    return [_indented(Text(plain(line), style=style)) for line in lines]
-
-
-def _grid() -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, style="dim")
-    grid.add_column(overflow="fold", ratio=1)
-    return grid
-
-
-def _indented(content: RenderableType) -> RenderableType:
-    return Padding(content, (0, 0, 0, 2))
+    return [indented(Text(plain(line), style=style)) for line in lines]

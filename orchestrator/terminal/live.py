@@ -9,18 +9,20 @@ from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from cluster.base import GangProgress
 from orchestrator import units
 from orchestrator.report import words
+from orchestrator.report.proof import proof_result
+from orchestrator.report.trials import make_trial_table, versus_baseline
 from orchestrator.space.naming import short_name
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.sweep.values import ProfileRun
-from orchestrator.terminal.proof import check_words, render_confirmation
-from orchestrator.terminal.table import trial_table
+from orchestrator.terminal.layout import indented
+from orchestrator.terminal.proof import render_confirmation
+from orchestrator.terminal.table import render_trials
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,8 @@ def render_live(
         return Text(f"waiting for nodes: {waiting}" if waiting else "starting ...")
     running = [trial for trial in state.searched() if not _has_ended(trial)]
     shown = _shown(state)
-    table = trial_table(state, [*shown, *running], {n: phase_words(p) for n, p in progress.items()})
+    phases = {number: phase_words(report) for number, report in progress.items()}
+    table = render_trials(make_trial_table(state, [*shown, *running]), phases)
     hidden = state.num_searched - len(running) - len(shown)
     more = [Text(f"  ... and {hidden} more", style="dim")] if hidden else []
     told = [Text(f"waiting for nodes: {waiting}", style="yellow")] if waiting else []
@@ -48,12 +51,12 @@ def render_live(
 def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[RenderableType]:
     """The confirmation so far, and the checks that run now."""
     parts: list[RenderableType] = []
-    if (confirmed := render_confirmation(state)) is not None:
-        parts += [Text("confirmation", style="bold"), Padding(confirmed, (0, 0, 0, 2))]
+    if (confirmed := render_confirmation(proof_result(state))) is not None:
+        parts += [Text("confirmation", style="bold"), indented(confirmed)]
     for number in sorted(state.running):
-        if words := check_words(state.trials[number]):
+        if what := words.check_words(state.trials[number].check):
             doing = phase_words(progress[number]) if number in progress else "started"
-            parts.append(Text.assemble((f"{units.trial_id(number)}  {words}", "cyan"), f"  {doing}"))
+            parts.append(Text.assemble((f"{units.trial_id(number)}  {what}", "cyan"), f"  {doing}"))
     return parts
 
 
@@ -161,16 +164,16 @@ def trial_line(state: SweepState, trial: Trial) -> str:
         result = f"{units.rate(measurement.tokens_per_s_per_device)} {unit} {words.spread(measurement)}"
         if isinstance(trial.check, ProfileRun):
             result = "recorded"  # its times are no measurement
-        compared = words.versus(words.versus_baseline(trial, state))
+        compared = words.versus(versus_baseline(trial, state))
         tail = "  baseline" if trial.number == 0 else f"  {compared} vs baseline"
         tail += "  best so far" if best and trial.number else ""
-    if what := check_words(trial):
+    if what := words.check_words(trial.check):
         return f"{units.trial_id(trial.number)}  {what}  {result}{'' if measurement else tail}"
     return f"{units.trial_id(trial.number)}  {short_name(trial.candidate)}  {result}{tail}"
 
 
 def _num_ended(state: SweepState) -> int:
-    """Of the search's trials."""
+    """Number of the search's trials that have ended."""
     return sum(state.trials[number].check is None for number in state.end_order)
 
 

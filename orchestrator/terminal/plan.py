@@ -1,4 +1,4 @@
-"""A plan, for people."""
+"""A plan with its predictions on the terminal."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ from orchestrator.planning.plan import Plan
 from orchestrator.planning.predictions import PlanPredictions
 from orchestrator.search.prediction.prediction import Prediction
 from orchestrator.space.naming import short_name
+from orchestrator.terminal.layout import titled_table
 from orchestrator.units import device_time, milliseconds, num_bytes, rate
 from trials.spec import Candidate
 
 MAX_CANDIDATES = 20
+"""Candidates of a plan that are shown."""
+MAX_PREDICTIONS = 10
+"""Candidates expected to be fastest that are shown."""
 
 
 def render_planned_file(planned: PlannedFile) -> RenderableType:
@@ -29,7 +33,7 @@ def render_planned_file(planned: PlannedFile) -> RenderableType:
         return render_why(planned.why)
     parts: list[RenderableType] = [render_plan(planned.plan), Text("")]
     if planned.predictions is not None:
-        return Group(*parts, render_forecast(planned.predictions))
+        return Group(*parts, render_predictions(planned.predictions))
     return Group(*parts, Text(f"no prediction: {planned.unpredicted}"))
 
 
@@ -64,7 +68,7 @@ def _head(plan: Plan) -> Text:
 
 
 def _candidates(plan: Plan) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, title="candidates", title_justify="left", pad_edge=False)
+    table = titled_table("candidates")
     table.add_column("#", justify="right")
     table.add_column("configuration", no_wrap=True)
     shown = plan.candidates[:MAX_CANDIDATES]
@@ -87,7 +91,7 @@ def _memory(plan: Plan, candidate: Candidate) -> tuple[str, str]:
 
 
 def _rejected(plan: Plan) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, title="rejected", title_justify="left", pad_edge=False)
+    table = titled_table("rejected")
     table.add_column("rule")
     table.add_column("count", justify="right")
     table.add_column("for example")
@@ -101,30 +105,30 @@ NUM_TIME_TERMS, NUM_MEMORY_TERMS = 2, 1
 """Largest terms shown per figure; explaining one candidate, or JSON, gives all."""
 
 
-def render_forecast(forecast: PlanPredictions, limit: int = 10) -> RenderableType:
+def render_predictions(predictions: PlanPredictions) -> RenderableType:
     """The candidates expected to be fastest, with what their time and memory consist of."""
     head = Text.assemble(
-        (f"{forecast.num_fitting} of {forecast.num_candidates} candidates expected to fit", "bold"),
-        f" on {forecast.hardware} (catalogue: {forecast.accelerator}{_probed(forecast)}); "
-        f"about {device_time(forecast.device_hours * 3600)} for {forecast.num_trials} trials",
+        (f"{predictions.num_fitting} of {predictions.num_candidates} candidates expected to fit", "bold"),
+        f" on {predictions.hardware} (catalogue: {predictions.accelerator}{_probed(predictions)}); "
+        f"about {device_time(predictions.device_hours * 3600)} for {predictions.num_trials} trials",
     )
-    table = Table(box=box.SIMPLE_HEAD, title="expected to be fastest", title_justify="left", pad_edge=False)
+    table = titled_table("expected to be fastest")
     table.add_column("#", justify="right")
     table.add_column("configuration", overflow="fold")
-    for name in (forecast.baseline.unit, "speed-up", "step", "memory"):
+    for name in (predictions.baseline.unit, "speed-up", "step", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("time, mostly")
     table.add_column("memory, mostly")
-    for prediction in forecast.top[:limit]:
-        speedup = prediction.tokens_per_s_per_device / forecast.baseline.tokens_per_s_per_device
+    for prediction in predictions.top[:MAX_PREDICTIONS]:
+        speedup = prediction.tokens_per_s_per_device / predictions.baseline.tokens_per_s_per_device
         table.add_row(*_row(prediction, f"{speedup:.2f}x"))
     table.add_section()
-    table.add_row(*_row(forecast.baseline, "baseline"))
+    table.add_row(*_row(predictions.baseline, "baseline"))
     return Group(head, table)
 
 
-def _probed(forecast: PlanPredictions) -> str:
-    return f", {forecast.num_probed} node(s) probed" if forecast.num_probed else ""
+def _probed(predictions: PlanPredictions) -> str:
+    return f", {predictions.num_probed} node(s) probed" if predictions.num_probed else ""
 
 
 def render_why(why: Why) -> RenderableType:
@@ -151,7 +155,7 @@ def _balance(balance: Balance) -> RenderableType:
         f"{name} {milliseconds(value)} ({value / balance.step_s:.1%})" for name, value in balance.step_terms_s.items()
     )
     proven = "no split is faster" if balance.gap < 1e-6 else f"at most {balance.gap:.1%} from the best split"
-    table = Table(box=box.SIMPLE_HEAD, title="stages", title_justify="left", pad_edge=False)
+    table = titled_table("stages")
     for name in ("stage", "layers", "micro-batch", "memory", *balance.state_counts):
         table.add_column(name, justify="right")
     for stage, seconds in enumerate(balance.stage_s):

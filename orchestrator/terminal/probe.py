@@ -1,11 +1,10 @@
-"""What a probe measured, for people."""
+"""What a probe measured of the nodes and the network, on the terminal."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -13,12 +12,14 @@ from rich.text import Text
 
 from cluster.probe.probe import Progress as Report
 from cluster.probe.profile import SLOW_DEVIATIONS, SLOW_RATIO, Network, NodeRates, Profile, SlowFigure
+from orchestrator import units
 from orchestrator.commands.probe import Probed
+from orchestrator.terminal.layout import titled_table
 
 FORMATS = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16"}
 COPIES = {"device": "copy", "to_device": "to device", "from_device": "from device"}
 MAX_NODES = 32
-"""Nodes shown; those with something to tell come first, and JSON has all."""
+"""Nodes shown; slow ones come first, and JSON has all."""
 
 
 @contextlib.contextmanager
@@ -37,7 +38,7 @@ def progress() -> Iterator[Report]:
 def render_probe(probed: Probed) -> RenderableType:
     """A line per node, what the network gives, and which nodes are slow by which figure."""
     profile = probed.profile
-    count = f"{len(profile.nodes)} node{'' if len(profile.nodes) == 1 else 's'}"
+    count = units.count(len(profile.nodes), "node")
     head = Text.assemble((count, "bold"), f" with {profile.hardware} each; a node counts with its slowest device")
     parts: list[RenderableType] = [head, _devices(probed)]
     if any(node.all_reduce or node.transfer for node in profile.nodes):
@@ -51,7 +52,7 @@ def render_probe(probed: Probed) -> RenderableType:
 
 
 def _ranked(profile: Profile) -> list[NodeRates]:
-    """Those that fell behind first."""
+    """Nodes in the order in which they are shown: those that fell behind first."""
     unfit = set(profile.unfit)
     return sorted(profile.nodes, key=lambda node: (node.node not in unfit, node.node))
 
@@ -100,7 +101,7 @@ def _network(network: Network) -> str:
 
 
 def _table(title: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    table = titled_table(title)
     table.add_column("node", no_wrap=True)
     return table
 
@@ -112,7 +113,7 @@ def _verdict(node: NodeRates, probed: Probed) -> Text:
 
 
 def _worst(profile: Profile) -> list[SlowFigure]:
-    """Of each slow node, the figure by which it falls behind most."""
+    """For each slow node, the figure by which it falls behind most."""
     worst: dict[str, SlowFigure] = {}
     for slow in profile.slow_figures:
         worst.setdefault(slow.node, slow)
@@ -142,6 +143,6 @@ def _advice(probed: Probed) -> str:
 
 
 def _scaled(value: float, scale: float) -> str:
-    """Three digits, more before the point."""
+    """A value with three digits, or with all before the point."""
     scaled = value / scale
     return f"{scaled:,.0f}" if scaled >= 100 else f"{scaled:.3g}"

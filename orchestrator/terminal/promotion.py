@@ -1,4 +1,4 @@
-"""What is in production, for people."""
+"""What is in production, on the terminal: promotions, rollbacks, history, differences, verification."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +15,7 @@ from orchestrator import units
 from orchestrator.invocation import PLAIN, Invocation
 from orchestrator.promotion.diff import Difference
 from orchestrator.promotion.manifest import gate_words, speed_words, verdict_of
+from orchestrator.terminal.layout import headed_table, label_grid
 from orchestrator.text import plain
 
 if TYPE_CHECKING:
@@ -42,9 +42,14 @@ def render_promotion(promoted: Mapping[str, Any], invocation: Invocation = PLAIN
 def render_rollback(changed: Mapping[str, Any], invocation: Invocation = PLAIN) -> RenderableType:
     """The outcome of a rollback, from its JSON form."""
     record = changed["record"]
-    source = f"{record['short_name']}, t{int(record['trial']):03d} of {record['sweep']}" if record["sweep"] else ""
+    source = f"{record['short_name']}, {_origin(record)}" if record["sweep"] else ""
     first = Text(f"{changed['name']}@production is version {changed['version']} again.", style="bold green")
     return Group(first, Text(source), _way_back(changed, invocation))
+
+
+def _origin(record: Mapping[str, Any]) -> str:
+    """``t004 of quickstart``: the trial that a record of a change is about."""
+    return f"{units.trial_id(int(record['trial']))} of {record['sweep']}"
 
 
 def _way_back(changed: Mapping[str, Any], invocation: Invocation) -> Text:
@@ -78,14 +83,12 @@ def _evidence(recipe: Mapping[str, Any]) -> list[Text]:
 
 def render_history(found: Mapping[str, Any]) -> RenderableType:
     """The records of a name, the newest first; below, why they were made."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", collapse_padding=True)
+    table = headed_table()
     for heading in ("#", "when", "version", "action"):
         table.add_column(heading, no_wrap=True)
     for heading in ("configuration", "from", "by"):
         table.add_column(heading, overflow="fold")
-    notes = Table.grid(padding=(0, 2))
-    notes.add_column(no_wrap=True)
-    notes.add_column(overflow="fold", ratio=1)
+    notes = label_grid()
     for record in found["records"]:
         table.add_row(*_row(record), style=_STATE_STYLES.get(record["state"], ""))
         if words := _reasons(record):
@@ -110,7 +113,7 @@ def _row(record: Mapping[str, Any]) -> list[Text]:
         f"{record['from_version'] or units.DASH} → {record['to_version'] or units.DASH}",
         record["action"],
         " ".join(part for part in (record["short_name"], record["speedup"]) if part),
-        f"t{int(record['trial']):03d} of {record['sweep']}" if record["trial"] else "",
+        _origin(record) if record["trial"] else "",
         record["by"],
     )
     return [Text(plain(cell)) for cell in cells]
@@ -124,7 +127,7 @@ def _reasons(record: Mapping[str, Any]) -> str:
 
 def render_difference(found: Difference) -> RenderableType:
     """What differs, part by part."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", collapse_padding=True)
+    table = headed_table()
     table.add_column("", no_wrap=True)
     for label in (found.a, found.b):
         table.add_column(label, overflow="fold")

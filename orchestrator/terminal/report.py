@@ -1,196 +1,188 @@
-"""The result of a sweep for people, on the terminal."""
+"""The report of a sweep on the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from orchestrator import units
-from orchestrator.invocation import PLAIN, Invocation
-from orchestrator.mlflow_urls import sweep_links
 from orchestrator.report import words
-from orchestrator.report.findings import findings_lines
-from orchestrator.report.highlights import by_speed, changed_knobs, cost, found_out, shown_change
-from orchestrator.report.summary import ENDED, Summary, TrialResult
-from orchestrator.report.verdict import change_heading, confidence, details, headline, is_worth_it, winner_and_baseline
-from orchestrator.space.naming import short_name
-from orchestrator.sweep.documents import Recorded
-from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.terminal.live import LiveView
-from orchestrator.terminal.profile import render_profiles
+from orchestrator.report.profile import MAX_OPERATORS, ProfileTables, ShownTable, file_lines, remarks, shown_tables
+from orchestrator.report.report import Change, Profiled, Report, ShownTrial
+from orchestrator.report.trials import FailedTrial
+from orchestrator.terminal.layout import headed_table, indented, label_grid, section
 from orchestrator.terminal.proof import render_confirmation, render_gate
-from orchestrator.terminal.table import trial_table
-
-__all__ = ["LiveView", "by_speed", "changed_knobs", "cost", "found_out", "render_report", "shown_change"]
+from orchestrator.terminal.table import render_trials
 
 MAX_TRIALS = 20
+"""Trials shown, the fastest; the baseline is shown besides."""
+
+STATE_STYLES = {"finished": "green", "failed": "red", "running": "cyan"}
+"""Style of where the sweep stands; others are yellow."""
 
 
-def render_report(
-    state: SweepState,
-    summary: Summary,
-    *,
-    recorded: Recorded | None = None,
-    sweep_folder: Path | None = None,
-    max_trials: int | None = MAX_TRIALS,
-    invocation: Invocation = PLAIN,
-) -> RenderableType:
-    """The whole result: winner against baseline, what changed, trials by speed, failures, where to look next.
-
-    ``sweep_folder``: where files of profiles may lie.
-    """
-    parts: list[RenderableType] = [_title(state, summary), _result_panel(state, summary)]
-    results = winner_and_baseline(state, summary)
-    if change := shown_change(state, summary):
-        parts.append(_section(change_heading(state, summary), _changes(*change)))
+def render_report(report: Report) -> RenderableType:
+    """The whole result: winner against baseline, what changed, trials by speed, failures, where to look next."""
+    parts: list[RenderableType] = [_title(report), _result_panel(report)]
+    if report.change is not None:
+        parts.append(section(words.change_heading(is_faster=report.is_faster), _changes(report.change)))
     sections = {
-        "Where the step time goes": _breakdown(results),
-        "Found out": _findings(results),
-        "Confirmation (speed over the baseline's, measured again side by side)": render_confirmation(state),
-        "Loss gate": render_gate(state),
-        f"Trials ({cost(summary)})": _trials(state, max_trials),
-        "Not measured": _failures(state),
-        "Profile": render_profiles(state, sweep_folder),
-        "Recorded": _recorded(summary, recorded),
-        "Next": _next(state, summary, invocation),
+        "Where the step time goes": _step_times(report.shown),
+        "Found out": _findings(report.shown),
+        "Confirmation (speed over the baseline's, measured again side by side)": render_confirmation(report.proof),
+        "Loss gate": render_gate(report.proof),
+        f"Trials ({report.cost})": _trials(report),
+        "Not measured": _failures(report),
+        "Profile": render_profiles(report.profiles),
+        "Recorded": _recorded(report),
+        "Next": _next(report),
     }
-    return Group(*parts, *(_section(heading, body) for heading, body in sections.items() if body is not None))
+    return Group(*parts, *(section(heading, body) for heading, body in sections.items() if body is not None))
 
 
-def _title(state: SweepState, summary: Summary) -> RenderableType:
-    style = {"finished": "green", "failed": "red", "running": "cyan"}.get(summary.state, "yellow")
-    title = Text.assemble((summary.sweep, "bold"), f" on {state.sweep.hardware}: ", (summary.state, style))
+def _title(report: Report) -> RenderableType:
+    summary = report.summary
+    style = STATE_STYLES.get(summary.state, "yellow")
+    title = Text.assemble((summary.sweep, "bold"), f" on {report.hardware}: ", (summary.state, style))
     return title.append(f", {summary.reason}" if summary.reason else "")
 
 
-def _result_panel(state: SweepState, summary: Summary) -> RenderableType:
-    is_faster = is_worth_it(state, summary)
-    lines: list[RenderableType] = [Text(headline(state, summary), style="bold green" if is_faster else "bold")]
-    lines += [Text(line, style="dim") for line in (*details(state), confidence(state, summary)) if line]
+def _result_panel(report: Report) -> RenderableType:
+    lines: list[RenderableType] = [Text(report.headline, style="bold green" if report.is_faster else "bold")]
+    lines += [Text(line, style="dim") for line in (*report.details, report.confidence) if line]
     grid = Table.grid(padding=(0, 2))
-    for label, result in winner_and_baseline(state, summary):
-        grid.add_row(Text(label, style="dim"), *_result_cells(result, summary.unit))
-    style = "green" if is_faster else "dim"
+    for one in report.shown:
+        grid.add_row(Text(one.role, style="dim"), *_result_cells(one, report.summary.unit))
+    style = "green" if report.is_faster else "dim"
     return Panel(Group(*lines, Text(""), grid), box=box.ROUNDED, border_style=style, padding=(0, 1))
 
 
-def _result_cells(result: TrialResult, unit: str) -> list[Text]:
+def _result_cells(one: ShownTrial, unit: str) -> list[Text]:
     return [
-        Text(units.trial_id(result.trial.number)),
-        Text(short_name(result.trial.candidate)),
-        Text(f"{units.rate(result.speed.value)} {unit}", style="bold"),
-        Text(f"({units.interval(result.speed.ci95)})", style="dim"),
+        Text(units.trial_id(one.number)),
+        Text(one.configuration),
+        Text(f"{units.rate(one.speed.value)} {unit}", style="bold"),
+        Text(f"({units.interval(one.speed.ci95)})", style="dim"),
     ]
 
 
-def _section(heading: str, body: RenderableType) -> RenderableType:
-    return Group(Text(""), Text(heading, style="bold"), Padding(body, (0, 0, 0, 2)))
-
-
-def _changes(baseline: Trial, best: Trial) -> RenderableType:
+def _changes(change: Change) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
-    for knob, before, after in changed_knobs(baseline, best):
-        grid.add_row(Text(knob), Text(before, style="dim"), Text("→", style="dim"), Text(after, style="green"))
-    return Group(grid, Text(f"tried because: {best.reason}", style="dim"))
+    for knob in change.knobs:
+        grid.add_row(
+            Text(knob.knob), Text(knob.before, style="dim"), Text("→", style="dim"), Text(knob.after, style="green")
+        )
+    return Group(grid, Text(f"tried because: {change.reason}", style="dim"))
 
 
-def _breakdown(results: Sequence[tuple[str, TrialResult]]) -> RenderableType | None:
+def _step_times(shown: tuple[ShownTrial, ...]) -> RenderableType | None:
     grid = Table.grid(padding=(0, 2))
-    for label, result in results:
-        measurement = result.trial.measurement
-        assert measurement is not None
-        shares = [Text.assemble((name, "dim"), f" {share:.0%}") for name, share in words.breakdown(measurement)]
+    for one in shown:
+        step = one.step
+        shares = [Text.assemble((part.name, "dim"), f" {part.seconds / step.step_time_s:.0%}") for part in step.parts]
         if shares:
-            grid.add_row(Text(label, style="dim"), Text(units.milliseconds(measurement.step_time_s)), *shares)
+            grid.add_row(Text(one.role, style="dim"), Text(units.milliseconds(step.step_time_s)), *shares)
     return grid if grid.rows else None
 
 
-def _findings(results: Sequence[tuple[str, TrialResult]]) -> RenderableType | None:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold", ratio=1)
-    for label, result in results:
-        for i, line in enumerate(findings_lines(found_out(result))):
-            grid.add_row(Text("" if i else label, style="dim"), Text(line))
+def _findings(shown: tuple[ShownTrial, ...]) -> RenderableType | None:
+    grid = label_grid()
+    for one in shown:
+        for i, line in enumerate(one.findings):
+            grid.add_row(Text("" if i else one.role, style="dim"), Text(line))
     return grid if grid.rows else None
 
 
-def _trials(state: SweepState, max_trials: int | None) -> RenderableType:
-    """Measured ones by speed, then the others by number; the baseline is never left out."""
-    ordered = by_speed(state)
-    shown = ordered if max_trials is None else [t for i, t in enumerate(ordered) if i < max_trials or t.number == 0]
-    table = trial_table(state, shown)
-    notes = ["≈ inside the noise of the two measurements"] if _has_tie(state, shown) else []
-    if len(shown) < len(ordered):
-        notes.append(f"{len(ordered) - len(shown)} more in MLflow and in `report --json`")
-    return Group(table, *[Text(note, style="dim") for note in notes])
+def _trials(report: Report) -> RenderableType:
+    """The fastest, and the baseline, which is never left out."""
+    table = report.trials
+    kept = tuple(row for i, row in enumerate(table.rows) if i < MAX_TRIALS or row.number == 0)
+    has_tie = any(row.compared is not None and row.compared.verdict == "tie" for row in kept)
+    notes = ["≈ inside the noise of the two measurements"] if has_tie else []
+    if len(kept) < len(table.rows):
+        notes.append(f"{len(table.rows) - len(kept)} more in MLflow and in `report --json`")
+    return Group(render_trials(replace(table, rows=kept)), *[Text(note, style="dim") for note in notes])
 
 
-def _has_tie(state: SweepState, trials: Sequence[Trial]) -> bool:
-    compared = [words.versus_baseline(trial, state) for trial in trials]
-    return any(c is not None and c.verdict == "tie" for c in compared)
-
-
-def _failures(state: SweepState) -> RenderableType | None:
+def _failures(report: Report) -> RenderableType | None:
     """Trials that were not measured, by kind, with the evidence of the first of each, and what they rule out."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="yellow")
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold", ratio=1)
-    for status in ENDED[1:]:
-        if trials := [trial for trial in state.trials if trial.status == status]:
-            first = f"{units.trial_id(trials[0].number)}: " if len(trials) > 1 else ""
-            why = Text(f"{first}{words.failure(trials[0])}", style="dim")
-            grid.add_row(units.status_words(status), _numbers(trials), why)
-    for event in state.pruned:
-        if count := sum(event.rules.values()):
-            rules = ", ".join(f"{rule} {number}" for rule, number in event.rules.items())
-            reason = f"need no less memory than {units.trial_id(event.witness)}, which ran out of it: {rules}"
-            grid.add_row("ruled out", str(count), Text(reason, style="dim"))
+    for group in report.failures:
+        first = f"{units.trial_id(group.trials[0].number)}: " if len(group.trials) > 1 else ""
+        why = Text(f"{first}{group.trials[0].evidence}", style="dim")
+        grid.add_row(units.status_words(group.status), _numbers(group.trials), why)
+    for ruled in report.ruled_out:
+        rules = ", ".join(f"{rule} {number}" for rule, number in ruled.rules.items())
+        reason = f"need no less memory than {units.trial_id(ruled.witness)}, which ran out of it: {rules}"
+        grid.add_row("ruled out", str(sum(ruled.rules.values())), Text(reason, style="dim"))
     return grid if grid.rows else None
 
 
-def _numbers(trials: Sequence[Trial]) -> str:
+def _numbers(trials: tuple[FailedTrial, ...]) -> str:
     shown = " ".join(units.trial_id(trial.number) for trial in trials[:4])
     return f"{shown} +{len(trials) - 4}" if len(trials) > 4 else shown
 
 
-def _recorded(summary: Summary, recorded: Recorded | None) -> RenderableType:
-    uri = summary.tracking_uri
-    if recorded is None:
+def _recorded(report: Report) -> RenderableType:
+    uri = report.summary.tracking_uri
+    if not report.is_recorded:
         return Text(f"MLflow  {uri}  (nothing recorded there yet)", overflow="fold")
-    return Group(Text(f"MLflow  {uri}", overflow="fold"), *link_lines(uri, recorded, summary.sweep))
+    pages = [
+        Text.assemble((f"{what:<8}", "dim"), (url, f"link {url}"), overflow="fold")
+        for what, url in report.links.items()
+    ]
+    return Group(Text(f"MLflow  {uri}", overflow="fold"), *pages)
 
 
-def link_lines(uri: str, recorded: Recorded, sweep: str) -> list[Text]:
-    """Pages of the sweep on a tracking server, one a line; none where it is recorded in a file."""
-    if not uri.startswith("http"):
-        return []
-    links = sweep_links(uri, recorded.experiment_id, recorded.run_id, sweep)
-    return [Text.assemble((f"{what:<8}", "dim"), (url, f"link {url}"), overflow="fold") for what, url in links.items()]
-
-
-def _next(state: SweepState, summary: Summary, invocation: Invocation) -> RenderableType:
+def _next(report: Report) -> RenderableType:
     """Commands, each whole on a line of its own, ready to be copied."""
-    name = summary.sweep
-    commands = {
-        invocation.command("ui", name): "look at every trial in the browser",
-        invocation.command("report", name, "--html"): "one page to keep or to send",
-        invocation.command("explain", name): "the bottleneck, and what answers it",
-    }
-    if state.verdict is None or state.verdict.conclusion == "unconfirmed":
-        commands[invocation.command("confirm", name)] = "measure it again beside the baseline"
-    if state.verdict is None or state.verdict.conclusion == "confirmed":
-        note = "make it the production configuration" if state.verdict else "refused unless forced: not confirmed"
-        commands[invocation.command("promote", name, "--name", "NAME")] = note
-    return NextCommands(commands)
+    left_out = {"rollback", "confirm"} if report.conclusion == "confirmed" else {"rollback"}
+    chosen = [one for one in report.commands if one.purpose not in left_out]
+    return NextCommands({one.command: words.PURPOSE_WORDS[one.purpose] for one in chosen})
+
+
+def render_profile(tables: ProfileTables, found: Sequence[Path] = ()) -> RenderableType:
+    """One profiled trial; ``found`` are the files that can be read here."""
+    parts: list[RenderableType] = []
+    for shown in shown_tables(tables, max_operators=MAX_OPERATORS):
+        parts += [Text(shown.title, style="bold"), _profile_table(shown)]
+    parts += [Text(remark.text, style="yellow" if remark.is_warning else "") for remark in remarks(tables)]
+    if tables.files:
+        parts += [Text(""), Text("Files; traces open in ui.perfetto.dev", style="bold")]
+        parts += [Text(f"  {line}", overflow="fold") for line in file_lines(tables, found)]
+    return Group(*parts)
+
+
+def render_profiles(profiles: Sequence[Profiled]) -> RenderableType | None:
+    """All profiled trials of a sweep; None where there are none."""
+    parts: list[RenderableType] = []
+    for one in profiles:
+        heading = f"{units.trial_id(one.of)}, recorded as {units.trial_id(one.tables.trial)}"
+        parts += [Text(heading, style="bold cyan"), render_profile(one.tables, one.files), Text("")]
+    return Group(*parts[:-1]) if parts else None
+
+
+def _profile_table(shown: ShownTable) -> Table:
+    table = headed_table()
+    for i, head in enumerate(shown.heads):
+        if i < shown.num_words:
+            table.add_column(head, overflow="ellipsis")
+        else:  # words give way to numbers
+            width = max(map(len, (head, *(row[i] for row in shown.rows))))
+            table.add_column(head, no_wrap=True, justify="right", min_width=width)
+    for row in shown.rows:
+        table.add_row(*row)
+    return table
 
 
 class NextCommands:
@@ -206,4 +198,4 @@ class NextCommands:
             if is_wide:
                 yield Text.assemble(f"{command:<{width}}   ", (why, "dim"))
             else:
-                yield Group(Text(f"{why}:", style="dim"), Padding(Text(command, overflow="fold"), (0, 0, 0, 2)))
+                yield Group(Text(f"{why}:", style="dim"), indented(Text(command, overflow="fold")))

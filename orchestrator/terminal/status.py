@@ -1,30 +1,30 @@
-"""One sweep in detail, for people: what it holds, runs, waits for and has lost."""
+"""The status of one sweep in detail, and of all sweeps in a table, on the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from orchestrator import units
 from orchestrator.invocation import Invocation
 from orchestrator.mlflow_urls import public_uri, sweep_links
-from orchestrator.report import words
-from orchestrator.report.highlights import cost
+from orchestrator.report.proof import proof_result
 from orchestrator.report.summary import speedup
-from orchestrator.report.verdict import headline
+from orchestrator.report.verdict import cost, headline
+from orchestrator.report.words import check_words
 from orchestrator.space.naming import short_name
 from orchestrator.status.overview import Spent, budgets, failures, summary_of
 from orchestrator.status.snapshot import AT_REST, Snapshot
 from orchestrator.sweep.documents import Recorded
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
+from orchestrator.terminal.layout import headed_table, indented, label_grid
 from orchestrator.terminal.live import phase_words
-from orchestrator.terminal.proof import check_words, render_confirmation
+from orchestrator.terminal.proof import render_confirmation
+from orchestrator.terminal.table import status_text, versus_text
 from orchestrator.text import plain
 from orchestrator.units import count
 
@@ -45,16 +45,14 @@ def render_status(sweep: Snapshot, home: Home, invocation: Invocation) -> Render
     parts: list[RenderableType] = [_title(sweep)]
     if summary := summary_of(sweep, home):
         parts += [Text(f"  {headline(sweep.state, summary)}"), Text(f"  {cost(summary)}", style="dim")]
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, style="dim")
-    grid.add_column(overflow="fold", ratio=1)
+    grid = label_grid("dim")
     for label, value in (*_facts(sweep), *_links(sweep, home)):
         grid.add_row(label, value)
     parts += [Text(""), grid]
     if sweep.running:
         parts.append(_running(sweep))
-    if sweep.state.created is not None and (confirmed := render_confirmation(sweep.state)):
-        parts += [_section("Confirmation"), Padding(confirmed, (0, 0, 0, 2))]
+    if sweep.state.created is not None and (confirmed := render_confirmation(proof_result(sweep.state))):
+        parts += [_section("Confirmation"), indented(confirmed)]
     if lost := failures(sweep.state):
         parts.append(_section("Not measured, the latest first"))
         parts += [_failure(trial, index, describe_failure(outcome), outcome.kind) for trial, index, outcome in lost]
@@ -144,7 +142,7 @@ def _spent(spent: Spent) -> str:
 
 
 def _running(sweep: Snapshot) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True, header_style="bold", collapse_padding=True)
+    table = headed_table(expand=True)
     table.add_column("running", no_wrap=True)
     table.add_column("configuration", ratio=2)
     table.add_column("doing", no_wrap=True)
@@ -154,7 +152,7 @@ def _running(sweep: Snapshot) -> RenderableType:
         attempt, progress = trial.attempts[-1], sweep.live.get(trial.number)
         table.add_row(
             Text(units.trial_id(trial.number), style="cyan"),
-            Text(check_words(trial) or short_name(trial.candidate)),
+            Text(check_words(trial.check) or short_name(trial.candidate)),
             Text(phase_words(progress) if progress else "started"),
             Text(age_words(sweep.at_present.now_s - attempt.launched_at_s)),
             Text(_names(nodes_of(attempt))),
@@ -164,8 +162,7 @@ def _running(sweep: Snapshot) -> RenderableType:
 
 def _failure(trial: Trial, attempt: int, message: str, kind: str) -> RenderableType:
     again = f" attempt {attempt}" if len(trial.attempts) > 1 else ""
-    words = (units.status_words(kind), units.status_style(kind))
-    return Text.assemble(f"  {units.trial_id(trial.number)}{again}  ", words, f"  {plain(message)}")
+    return Text.assemble(f"  {units.trial_id(trial.number)}{again}  ", status_text(kind), f"  {plain(message)}")
 
 
 def _section(title: str) -> RenderableType:
@@ -201,7 +198,7 @@ def render_ps(sweeps: Sequence[Snapshot], home: Home) -> RenderableType:
     """One row per sweep; below, why some of them wait or have ended."""
     if not sweeps:
         return Text(f"no sweeps in {home.path}")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", collapse_padding=True)
+    table = headed_table()
     table.add_column("sweep", overflow="fold", min_width=8)
     table.add_column("state", no_wrap=True)
     for heading in ("done", "run", "wait"):
@@ -246,8 +243,7 @@ def best_words(state: SweepState) -> Text:
         return Text(units.DASH, style="dim")
     if best.number == 0:
         return Text("baseline", style="blue")
-    compared = speedup(best, state.baseline)
-    return Text.assemble((words.versus(compared), words.versus_style(compared)), f" {units.trial_id(best.number)}")
+    return Text.assemble(versus_text(speedup(best, state.baseline)), f" {units.trial_id(best.number)}")
 
 
 def age_words(seconds: float) -> str:
@@ -265,7 +261,7 @@ def _hours(sweep: Snapshot) -> str:
 
 
 def _note(sweep: Snapshot) -> Text | None:
-    """Who is at work on it, and why it stands where it stands; nothing of a sweep that has simply finished."""
+    """Who is at work on a sweep, and why it is where it is; None for one that has simply finished."""
     reason = "" if sweep.phase == "finished" else plain(sweep.reason)
     parts = [part for part in (reason, queue_words(sweep)) if part]
     style = PHASE_STYLES.get(sweep.phase, "yellow")
@@ -286,6 +282,6 @@ def _at_work(sweep: Snapshot) -> str:
 
 
 def queue_words(sweep: Snapshot) -> str:
-    """How important it is, where that can matter."""
+    """``priority 3`` of a sweep that is not over; empty for the default priority."""
     priority = sweep.lease.priority
     return f"priority {priority}" if priority and sweep.phase not in AT_REST else ""

@@ -1,61 +1,70 @@
-"""The table of trials, shared by the live view, ``status`` and the final report."""
+"""The table of trials, shared by the live view and the final report, and the styles of statuses and comparisons."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from orchestrator import units
 from orchestrator.report import words
-from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.report.summary import Speedup
+from orchestrator.report.trials import TrialRow, TrialTable
+from orchestrator.statistics import SpeedVerdict
+from orchestrator.terminal.layout import headed_table
+
+STATUS_STYLES = {
+    "measured": "green",
+    "running": "cyan",
+    "proposed": "dim",
+    "crashed": "red",
+    "timed_out": "red",
+    "host_oom": "red",
+}
+"""Style of a trial's status; others are yellow."""
+
+SPEED_STYLES: Mapping[SpeedVerdict, str] = {"faster": "green", "slower": "red", "tie": "dim"}
 
 
-def trial_table(state: SweepState, trials: Sequence[Trial], phases: Mapping[int, str] | None = None) -> RenderableType:
-    """``trials`` in the given order; what all their configurations share is said once, above the table.
+def status_text(status: str, doing: str = "") -> Text:
+    """The status of a trial, or what it is ``doing`` in its place, in the style of the status."""
+    return Text(doing or units.status_words(status), style=STATUS_STYLES.get(status, "yellow"))
+
+
+def versus_text(compared: Speedup | None) -> Text:
+    """``1.42x`` in green."""
+    return Text(words.versus(compared), style=SPEED_STYLES[compared.verdict] if compared else "dim")
+
+
+def render_trials(table: TrialTable, phases: Mapping[int, str] | None = None) -> RenderableType:
+    """The rows in their order; what all their configurations share is said once, above the table.
 
     ``phases`` says in words what running trials are doing.
     """
-    names = words.Names(trials)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True, header_style="bold", collapse_padding=True)
-    table.add_column("trial", no_wrap=True)
-    table.add_column("configuration", ratio=1)
-    table.add_column("state", no_wrap=True)
-    for heading in (state.sweep.workload.speed_unit, "spread", "speed-up", "memory"):
-        table.add_column(heading, no_wrap=True, justify="right")
-    for trial in trials:
-        table.add_row(
-            *_row(state, trial, names[trial], (phases or {}).get(trial.number)), style=_row_style(state, trial)
-        )
-    if not names.common:
-        return table
-    return Group(Text(f"every trial: {names.common}", style="dim", overflow="ellipsis", no_wrap=True), table)
+    grid = headed_table(expand=True)
+    grid.add_column("trial", no_wrap=True)
+    grid.add_column("configuration", ratio=1)
+    grid.add_column("state", no_wrap=True)
+    for heading in (table.unit, "spread", "speed-up", "memory"):
+        grid.add_column(heading, no_wrap=True, justify="right")
+    for row in table.rows:
+        doing = (phases or {}).get(row.number, "") if row.status == "running" else ""
+        grid.add_row(*_cells(row, doing), style="bold" if row.is_chosen else "")
+    if not table.common:
+        return grid
+    return Group(Text(f"every trial: {table.common}", style="dim", overflow="ellipsis", no_wrap=True), grid)
 
 
-def _row(state: SweepState, trial: Trial, name: str, phase: str | None) -> list[Text]:
-    measurement = trial.measurement
-    status = phase if phase and trial.is_running else units.status_words(trial.status)
-    cells = [Text(units.trial_id(trial.number)), Text(name), Text(status, style=units.status_style(trial.status))]
+def _cells(row: TrialRow, doing: str) -> list[Text]:
+    baseline, measurement = Text("baseline", style="blue"), row.measurement
+    cells = [Text(units.trial_id(row.number)), Text(row.name), status_text(row.status, doing)]
     if measurement is None:
-        return [*cells, Text(""), Text(""), Text("" if trial.number else "baseline", style="blue"), Text("")]
-    compared = words.versus_baseline(trial, state)
-    versus = (
-        Text(words.versus(compared), style=words.versus_style(compared))
-        if trial.number
-        else Text("baseline", style="blue")
-    )
+        return [*cells, Text(""), Text(""), Text("") if row.number else baseline, Text("")]
     return [
         *cells,
-        Text(units.rate(measurement.tokens_per_s_per_device)),
+        Text(units.rate(row.speed)),
         Text(words.spread(measurement), style="dim"),
-        versus,
+        versus_text(row.compared) if row.number else baseline,
         Text(words.peak_memory(measurement)),
     ]
-
-
-def _row_style(state: SweepState, trial: Trial) -> str:
-    shown = state.winner if state.verdict is not None else state.best
-    return "bold" if shown is not None and trial.number == shown.number else ""

@@ -1,4 +1,4 @@
-"""What MLflow is told about a proof: its checks, its verdict, promotions. As plain values, see tracking_content."""
+"""What MLflow is told about a proof as plain values: tags, metrics and notes of checks, verdict and promotions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orchestrator.sweep.values import Check, ConfirmationRun, GateRun, ProfileRu
 
 
 def check_prefix(check: Check | None) -> str:
-    """Before the name of the trial that is run again: ``confirm r1 ``; empty for the search's own trials."""
+    """``confirm r1 ``, the beginning of a check's run name; empty for the search's own trials."""
     match check:
         case None:
             return ""
@@ -24,7 +24,7 @@ def check_prefix(check: Check | None) -> str:
 
 
 def check_tags(check: Check | None) -> dict[str, str]:
-    """What it is of, besides what every trial has."""
+    """Tags of a check besides those of every trial: what it checks and how; empty for the search's own trials."""
     match check:
         case None:
             return {}
@@ -37,14 +37,14 @@ def check_tags(check: Check | None) -> dict[str, str]:
 
 
 def trial_series(trial: Trial) -> dict[str, Sequence[float]]:
-    """Of a gate run: loss and gradient norm of every step, for MLflow's charts to lay over one another."""
+    """Loss and gradient norm of every step of a gate run, for MLflow's charts; empty for other trials."""
     if trial.measurement is None or not isinstance(trial.check, GateRun):
         return {}
     return {"loss": trial.measurement.losses, "grad_norm": trial.measurement.grad_norms}
 
 
 def check_note(trial: Trial, name: str, unit: str) -> str:
-    """Markdown: what was measured of a check called ``name``."""
+    """What was measured of a check called ``name``, in Markdown."""
     if trial.measurement is None:
         return f"**{units.status_words(trial.status)}** — {name}\n\n{words.failure(trial)}".rstrip()
     if isinstance(trial.check, ConfirmationRun):
@@ -57,7 +57,7 @@ def check_note(trial: Trial, name: str, unit: str) -> str:
 
 
 def verdict_tags(state: SweepState) -> dict[str, str]:
-    """Of the sweep's run, once its proof has ended."""
+    """Tags of the sweep's run that tell its verdict; empty before there is one."""
     verdict = state.verdict
     if verdict is None:
         return {}
@@ -66,7 +66,7 @@ def verdict_tags(state: SweepState) -> dict[str, str]:
 
 
 def verdict_metrics(state: SweepState) -> dict[str, float]:
-    """Of the sweep's run: the speed-up as confirmation measured it, of the winner or the fastest finalist."""
+    """Metrics of the sweep's run: the confirmed speed-up of the winner, or of the fastest finalist."""
     verdict = state.verdict
     if verdict is None:
         return {}
@@ -80,7 +80,7 @@ def verdict_metrics(state: SweepState) -> dict[str, float]:
 
 
 def roles(state: SweepState) -> dict[int, dict[str, str]]:
-    """Per trial that the proof is about, the tags that say what it came to."""
+    """Number of each trial that the proof is about to the tags that say what came of it."""
     if state.proof is None:
         return {}
     tags = {number: {"tc.role": "finalist"} for number in state.proof.finalists}
@@ -94,6 +94,6 @@ def roles(state: SweepState) -> dict[int, dict[str, str]]:
 
 
 def promotion_tags(record: Mapping[str, str]) -> dict[str, str]:
-    """Of the sweep's run and of the trial's: where it is in production."""
+    """Tags of the sweep's and the trial's run that say where it is in production."""
     version = f"{record['name']} version {record['to_version']}"
     return {"tc.promoted": version if record["action"] == "promote" else f"rolled back to {version}"}

@@ -1,4 +1,4 @@
-"""What MLflow is told about a sweep, as plain values: names, params, tags, metrics, notes. Free of MLflow itself.
+"""What MLflow is told about a sweep as plain values: names, params, tags, metrics, notes.
 
 Every value follows from the ledger alone, so that a replay writes the same again.
 """
@@ -14,6 +14,7 @@ from orchestrator import units
 from orchestrator.report import words
 from orchestrator.report.artifacts import MAX_PARAM_CHARS, log_tail
 from orchestrator.report.findings import findings_lines, findings_metrics
+from orchestrator.report.trials import versus_baseline
 from orchestrator.space.naming import flat_params, short_name
 from orchestrator.statistics import relative_spread, tokens_per_s_per_device
 from orchestrator.sweep.events import SweepCreated, sweep_id
@@ -27,6 +28,7 @@ from trials.secrets import redact_all
 from trials.spec import LinearModel, LlamaModel, Model, ResNetModel
 
 OBJECTIVE = "tokens_per_s_per_device"
+"""Name of the metric that the search maximises."""
 
 
 BEST = f"best_{OBJECTIVE}"
@@ -65,7 +67,7 @@ def sweep_tags(created: SweepCreated) -> dict[str, str]:
 
 
 def trial_name(trial: Trial) -> str:
-    """``t014 dp2 z3 mbs4``, ``confirm r1 t004 dp2 mbs4``: the only thing MLflow's default tables show of a run."""
+    """``t014 dp2 z3 mbs4``, ``confirm r1 t004 dp2 mbs4``: all that MLflow's default tables show of a run."""
     of = units.trial_id(trial.check.of if trial.check else trial.number)
     return f"{check_prefix(trial.check)}{of} {short_name(trial.candidate)}"[:_MAX_RUN_NAME_CHARS]
 
@@ -115,7 +117,7 @@ def trial_params(trial: Trial) -> dict[str, str]:
 
 
 def trial_metrics(state: SweepState, trial: Trial) -> dict[str, float]:
-    """Single values with their units in the name; not-finite ones are left out."""
+    """Metrics of a trial's run with their units in the name; those that are not finite are left out."""
     values: dict[str, float | None] = {"device_s": trial.device_seconds}
     if isinstance(trial.outcome, StoppedEarly):
         values["step_time_at_least_s"] = trial.outcome.at_least_s
@@ -124,13 +126,13 @@ def trial_metrics(state: SweepState, trial: Trial) -> dict[str, float]:
         values |= _measured_metrics(trial.measurement)
         if trial.expected is not None:
             values["step_time_over_predicted"] = trial.measurement.step_time_s / trial.expected.step_time_s
-        compared = words.versus_baseline(trial, state) if trial.check is None else None
+        compared = versus_baseline(trial, state) if trial.check is None else None
         values["speedup"] = compared.ratio.value if compared else None
     return {key: float(value) for key, value in values.items() if value is not None and math.isfinite(value)}
 
 
 def expected_metrics(created: SweepCreated, trial: Trial) -> dict[str, float]:
-    """What was predicted of the trial, named as what is measured, with ``predicted_`` before it."""
+    """What was predicted of the trial, named as the measured metrics with ``predicted_`` before them."""
     found = trial.expected
     if found is None:
         return {}
@@ -174,7 +176,7 @@ def json_text(value: Any) -> str:
 
 
 def trial_note(state: SweepState, trial: Trial) -> str:
-    """Markdown; the first line is the result, the last one why the trial was made."""
+    """Note of a trial's run in Markdown: the result in its first line, why the trial was made in its last."""
     if trial.check is not None:
         return f"{check_note(trial, trial_name(trial), state.sweep.workload.speed_unit)}\n\nProposed: {trial.reason}."
     return "\n\n".join(part for part in (_result_note(state, trial), f"Proposed: {trial.reason}.") if part)
@@ -187,7 +189,7 @@ def _result_note(state: SweepState, trial: Trial) -> str:
             part for part in (f"**{units.status_words(trial.status)}** — {name}", words.failure(trial)) if part
         )
     speed = tokens_per_s_per_device(trial.measurement)
-    compared = words.versus_baseline(trial, state)
+    compared = versus_baseline(trial, state)
     against = (
         f", {words.versus(compared)} the baseline ({units.ratio_interval(compared.ratio.ci95)})" if compared else ""
     )

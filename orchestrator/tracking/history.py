@@ -21,7 +21,7 @@ from trials.spec import Candidate, Workload
 logger = logging.getLogger(__name__)
 
 MAX_SWEEPS = 50
-"""Looked at, the newest first."""
+"""Earlier sweeps that are looked at, the newest first."""
 _ENVIRONMENT = "tc.env."
 
 
@@ -32,7 +32,8 @@ def earlier_trials(tracker: Tracker, environment: Mapping[str, str], kind: str) 
 
     Args:
         environment: the fingerprint; see :data:`orchestrator.search.prediction.transfer.MEASURED_ON` for what has to
-        agree. kind: of model; trials of others teach nothing about it.
+            agree.
+        kind: the kind of model; trials of others teach nothing about it.
     """
     try:
         with tracker.reached():
@@ -70,7 +71,7 @@ def _kind(sweep: Any) -> str:
 
 
 def _trials_of(client: Any, experiment: str, sweep: str) -> Iterator[EarlierTrial]:
-    """Half of them the fastest, the others in order of their numbers: what is slow or too large teaches, too."""
+    """Trials of a sweep, half of them the fastest, half by number: what is slow or too large teaches, too."""
     runs = list(client.search_runs([experiment], f"tags.`tc.sweep_id` = '{sweep}'", max_results=1000))
     trials = [run for run in runs if run.data.tags.get("tc.kind") == "trial"]
     told = [run for run in trials if run.data.tags.get("tc.state") in ("measured", "oom")]
@@ -83,7 +84,7 @@ def _trials_of(client: Any, experiment: str, sweep: str) -> Iterator[EarlierTria
 
 
 def _trial(client: Any, run_id: str, sweep: str) -> EarlierTrial | None:
-    """From the record beside the run; None for one that is missing, damaged, or of another version."""
+    """A trial from the record beside its run; None where that is missing, damaged, or of another version."""
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(client.download_artifacts(run_id, "trial.json", folder))

@@ -1,4 +1,4 @@
-"""Which event of the ledger puts what into MLflow. Free of MLflow itself: it speaks to ``tracking_runs.Runs``."""
+"""Which event of the ledger puts what into MLflow, which it reaches by the protocol :class:`Runs`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from orchestrator.report import artifacts, series
 from orchestrator.report.artifacts import failed_logs, profile_paths
 from orchestrator.report.markdown import Attached, report_markdown
 from orchestrator.report.page.page import page_html
-from orchestrator.report.page.write import make_page
-from orchestrator.report.sources import Sources, rejected_csv
+from orchestrator.report.plots.gallery import gallery
+from orchestrator.report.report import make_short_report, read_report
+from orchestrator.report.sources import PlanFacts, Sources, rejected_csv
 from orchestrator.report.summary import summarize
 from orchestrator.sweep.events import (
     AttemptEnded,
@@ -83,7 +84,7 @@ def _project_created(runs: Runs, state: SweepState, sources: Sources) -> None:
         runs.put_text(run_id, sources.sweep_yaml, "sweep.yaml")
     if sources.plan is not None:
         runs.put_text(run_id, content.json_text(sources.plan), "plan.json")
-        runs.put_text(run_id, rejected_csv(sources.plan), "rejected.csv")
+        runs.put_text(run_id, rejected_csv(PlanFacts.from_document(sources.plan)), "rejected.csv")
     _save_views(runs, state, run_id)
 
 
@@ -120,7 +121,7 @@ def _project_proof(runs: Runs, event: ProofEvent, state: SweepState) -> None:
 
 
 def _note(runs: Runs, state: SweepState, run_id: str, plots: Sequence[str] = ()) -> str:
-    """The short story, leading to the report and showing some of its plots once they are there."""
+    """The note of the sweep's run: its report in short, with links and some plots once they are there."""
     attached = None
     if plots:
         tabs = {"The whole report": "artifacts/report.html", "All plots": "artifacts/plots"}
@@ -129,7 +130,7 @@ def _note(runs: Runs, state: SweepState, run_id: str, plots: Sequence[str] = ())
             links={what: runs.page(state, run_id, tab) for what, tab in tabs.items()},
             plots={name: artifact_path(run_id, f"plots/{name}.png") for name in shown},
         )
-    return report_markdown(state, summarize(state, runs.uri), attached)
+    return report_markdown(make_short_report(state, summarize(state, runs.uri)), attached)
 
 
 def _project_finished(runs: Runs, event: SweepFinished, state: SweepState, ledger: Ledger) -> None:
@@ -143,15 +144,15 @@ def _project_finished(runs: Runs, event: SweepFinished, state: SweepState, ledge
 
 
 def _put_report(runs: Runs, state: SweepState, run_id: str, ledger: Ledger) -> Sequence[str]:
-    """The result as text, and the page with its plots, also one by one, where they are wanted; the plots' names."""
+    """Write the report as text, and as a page with its plots where that is wanted; return the names of the plots."""
     summary = summarize(state, runs.uri)
-    runs.put_text(run_id, report_markdown(state, summary), "report.md")
+    runs.put_text(run_id, report_markdown(make_short_report(state, summary)), "report.md")
     runs.put_text(run_id, content.json_text(summary.to_json()), "summary.json")
     if not _wants_page(ledger):
         return ()
-    page = make_page(ledger, state, summary)
-    plots = page.gallery()
-    runs.put_text(run_id, page_html(page, plots), "report.html")
+    report = read_report(ledger, state, summary)
+    plots = gallery(report)
+    runs.put_text(run_id, page_html(report, plots), "report.html")
     for name, plot in plots.items():
         runs.put_bytes(run_id, plot.png(), f"plots/{name}.png")
     return list(plots)
@@ -222,21 +223,21 @@ def _put_files(runs: Runs, run_id: str, state: SweepState, trial: Trial, folder:
 
 
 def _compare_with(runs: Runs, state: SweepState, at_s: float) -> None:
-    """The speed-up of trials that were measured before the baseline."""
+    """Log the speed-up of trials that were measured before the baseline."""
     for trial in state.searched()[1:]:
         if trial.measurement and not trial.is_running:
             runs.log(_ensure_trial(runs, state, trial), at_s, metrics=content.trial_metrics(state, trial))
 
 
 def _run_status(outcome: Outcome | None) -> str:
-    """MLflow's word. A trial that was stopped early did not fail: it was not worth more time."""
+    """MLflow's status of a trial's run. A trial that was stopped early did not fail: it was not worth more time."""
     if isinstance(outcome, Measured):
         return "FINISHED"
     return "KILLED" if isinstance(outcome, StoppedEarly) else "FAILED"
 
 
 def _update_sweep(runs: Runs, event: AttemptEnded, state: SweepState, trial: Trial) -> None:
-    """The curve of the best so far over trial numbers; the note when the result changes."""
+    """Go on with the curve of the best speed over trial numbers; write the note anew when the result changes."""
     if state.best is None or state.best.measurement is None:
         return
     run_id = _ensure_sweep(runs, state)
@@ -247,19 +248,19 @@ def _update_sweep(runs: Runs, event: AttemptEnded, state: SweepState, trial: Tri
 
 
 class Runs(Protocol):
-    """The runs of a sweep. Writing the same twice changes nothing."""
+    """The runs of a sweep in MLflow. Writing the same twice changes nothing."""
 
     @property
     def uri(self) -> str:
-        """Of the store."""
+        """Tracking URI of the store."""
         ...
 
     def sweep_runs(self, state: SweepState) -> dict[str, str]:
-        """Run ids: ``sweep`` for the parent, the trial's number for a trial. What is created is added to it."""
+        """Run ids by ``sweep`` for the parent, by the trial's number for a trial. Runs that are created are added."""
         ...
 
     def create_run(self, state: SweepState, name: str, tags: Mapping[str, str], at_s: float) -> str:
-        """Its id."""
+        """Create a run; return its id."""
         ...
 
     def log(
@@ -271,7 +272,9 @@ class Runs(Protocol):
         params: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
         step: int = 0,
-    ) -> None: ...
+    ) -> None:
+        """Log a batch at one moment; ``step`` is that of the metrics."""
+        ...
 
     def log_series(self, run_id: str, at_s: float, series: Mapping[str, Sequence[float]]) -> None:
         """Metrics with a value per step, steps counted from 1; values that are not finite are left out."""
@@ -284,11 +287,11 @@ class Runs(Protocol):
     def put_file(self, run_id: str, path: Path, folder: str) -> None: ...
 
     def tag_experiment(self, state: SweepState, tags: Mapping[str, str]) -> None:
-        """The experiment that the sweep is in."""
+        """Tag the experiment that the sweep is in."""
         ...
 
     def with_role(self, state: SweepState, role: str) -> list[str]:
-        """Runs of the sweep whose tag ``tc.role`` says so."""
+        """Ids of the sweep's runs whose tag ``tc.role`` is this role."""
         ...
 
     def page(self, state: SweepState, run_id: str, tab: str) -> str:
@@ -296,7 +299,9 @@ class Runs(Protocol):
         ...
 
     def go_on(self, run_id: str) -> None:
-        """It is running again."""
+        """Mark a run that had ended as running again."""
         ...
 
-    def end(self, run_id: str, status: str, at_s: float) -> None: ...
+    def end(self, run_id: str, status: str, at_s: float) -> None:
+        """End a run with one of MLflow's statuses."""
+        ...

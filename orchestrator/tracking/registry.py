@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
 
 MAX_DESCRIPTION_CHARS = 5000
-"""What the registry's database keeps of one."""
+"""Characters of a description that the registry's database keeps."""
 _ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
-    """A version in the model registry."""
+    """A version of a registered model."""
 
     name: str
     version: str
@@ -57,7 +57,7 @@ class Registry:
         self.client.set_registered_model_alias(name, alias, version)
 
     def delete_alias(self, name: str, alias: str) -> None:
-        """Nothing happens where there is none."""
+        """Delete an alias; nothing happens where there is none."""
         self.client.delete_registered_model_alias(name, alias)
 
     def set_tag(self, name: str, version: str, key: str, value: str) -> None:
@@ -110,23 +110,23 @@ class Registry:
     # ---- registered models as such: names that only one can create, and that are gone when deleted ----
 
     def create_entry(self, name: str, tags: Mapping[str, str], description: str) -> bool:
-        """Whether it was created; False where there is one of this name already. Atomic."""
+        """Create a registered model in one step; return whether it was created, False where the name was taken."""
         return self._done(
             "RESOURCE_ALREADY_EXISTS", lambda: self.client.create_registered_model(name, dict(tags), description)
         )
 
     def entries(self, prefix: str) -> dict[str, dict[str, str]]:
-        """Tags of the registered models whose names begin so; there are few."""
+        """Name to tags of the registered models whose names begin with ``prefix``; there are few."""
         pattern = prefix.replace("'", "")
         found = self.client.search_registered_models(f"name LIKE '{pattern}%'", max_results=1000)
         return {model.name: dict(model.tags) for model in found if model.name.startswith(prefix)}
 
     def tag_entry(self, name: str, key: str, value: str) -> bool:
-        """Whether it is still there to be tagged."""
+        """Tag a registered model; return False where it is not there any more."""
         return self._done("RESOURCE_DOES_NOT_EXIST", lambda: self.client.set_registered_model_tag(name, key, value))
 
     def delete_entry(self, name: str) -> None:
-        """With its versions. Nothing happens where there is none."""
+        """Delete a registered model with its versions; nothing happens where there is none."""
         self._done("RESOURCE_DOES_NOT_EXIST", lambda: self.client.delete_registered_model(name))
 
     @staticmethod

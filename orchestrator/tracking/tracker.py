@@ -1,4 +1,4 @@
-"""Projection of the ledger into MLflow. It and the registry are the modules importing mlflow, and only when used.
+"""Writes the ledger of a sweep into MLflow. It and the registry import mlflow, and only when used.
 
 One experiment per model and hardware; a parent run per sweep; a child run per trial, with further attempts of a trial
 as tags. Runs are found again by their tags, metrics carry the events' own times, so writing an entry twice changes
@@ -74,7 +74,7 @@ class Tracker:
             self._mlflow()
 
     def client(self) -> MlflowClient:
-        """Connected, for readers."""
+        """The MLflow client, connected, for readers."""
         return self._mlflow()
 
     @contextmanager
@@ -108,7 +108,7 @@ class Tracker:
         return self.sweep_runs(state).get("sweep" if trial is None else str(trial))
 
     def recorded(self, state: SweepState) -> Recorded | None:
-        """Where the sweep is recorded."""
+        """Where MLflow holds the sweep; None where it does not."""
         run_id = self.find_run(state, None)
         return Recorded(experiment_id=self._experiment_id(state), run_id=run_id) if run_id else None
 
@@ -252,7 +252,7 @@ class Tracker:
 
 
 def _tags(tags: Mapping[str, str]) -> dict[str, str]:
-    """Fit for MLflow: no secrets, not too long."""
+    """Tags fit for MLflow: without secrets, not too long."""
     return {key: redact(value)[: content.MAX_TAG_CHARS] for key, value in tags.items()}
 
 
@@ -261,7 +261,7 @@ def _ms(at_s: float) -> int:
 
 
 def _check_openable(path: Path) -> None:
-    """MLflow itself would try for two minutes, in which nobody looks after the sweep.
+    """Refuse a database that cannot be opened; MLflow itself would try for two minutes, while the sweep waits.
 
     Raises:
         OSError: there is no database there, and none can be made.
@@ -284,6 +284,6 @@ _SETTINGS = {
 
 
 def apply_settings() -> None:
-    """Before the first import of mlflow, which reads some of them then; the user's own settings stand."""
+    """Set MLflow's environment variables, which it reads when first imported; those that the user set stay."""
     for variable, value in _SETTINGS.items():
         os.environ.setdefault(variable, value)

@@ -1,4 +1,4 @@
-"""Looking at sweeps in the browser: the MLflow server as a child process, until interrupted."""
+"""Runs the MLflow server as a child process until interrupted, to look at sweeps in the browser."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _COLUMNS = {
     "tags.`tc.state`": 110,
     "tags.`tc.failure`": 320,
 }
-"""In this order, with their widths in pixels."""
+"""Columns of the table in their order, with their widths in pixels."""
 _SECTION = "tune-cluster"
 _SECTIONS = [
     {

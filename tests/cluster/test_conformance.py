@@ -27,27 +27,33 @@ WITH_PROCESSES = [backend for backend in EVERY if backend.values[0] in MARKS]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The backends under test, each made when it is first asked for."""
-    found = {}
-
-    def make(name):
-        if name not in found:
-            found[name] = backends.MAKERS[name](tmp_path_factory.mktemp(name))
-        return found[name]
-
-    yield make
+    """Backends that tests share, by name, each made when it is first asked for."""
+    found = Made(tmp_path_factory)
+    yield found
     for backend in found.values():
         backend.cluster.close()
 
 
+class Made(dict):
+    def __init__(self, tmp_path_factory):
+        super().__init__()
+        self._folders = tmp_path_factory
+
+    def __missing__(self, name):
+        self[name] = backends.MAKERS[name](self._folders.mktemp(name))
+        return self[name]
+
+
 @pytest.fixture(params=EVERY)
 def backend(request, made):
-    return made(request.param)
+    return made[request.param]
 
 
 @pytest.fixture(params=EVERY)
-def fresh(request, tmp_path):
-    """A backend of the test's own, to be taken apart."""
+def fresh(request, made, tmp_path):
+    """A backend of the test's own, to be taken apart. A process has at most one Ray, so the shared one must go."""
+    if request.param in made:
+        made.pop(request.param).cluster.close()
     backend = backends.MAKERS[request.param](tmp_path)
     with backend.cluster:
         yield backend
@@ -56,7 +62,7 @@ def fresh(request, tmp_path):
 @pytest.fixture(params=WITH_PROCESSES)
 def processes(request, made):
     """The cluster of a backend that runs processes."""
-    return made(request.param).cluster
+    return made[request.param].cluster
 
 
 def obligations():
@@ -219,38 +225,6 @@ def test_poll_timeout(backend):
     assert 0.2 - 1e-3 <= backend.clock() - before_s < 60
 
 
-def test_release(fresh):
-    first, kept = fresh.nodes[0], fresh.nodes[1:]
-    gang = fresh.launch("endless", devices=fresh.cluster.topology.nodes[0].devices)
-    fresh.cluster.release(first)
-    assert fresh.nodes == kept
-    end = end_of(fresh.cluster, gang)
-    assert isinstance(end.outcome, GangLost)
-    assert end.outcome.evidence.message == f"node {first} was given back"
-    fresh.cluster.resize(len(kept) + 1)
-    assert fresh.wait(1.0) == []
-    assert fresh.nodes == kept
-    assert fresh.cluster.waiting != ""
-
-
-def test_resize(fresh):
-    names = fresh.nodes
-    fresh.cluster.resize(0, keep=names)
-    assert fresh.nodes == names
-    fresh.cluster.resize(0)
-    assert fresh.nodes == []
-    fresh.cluster.resize(len(names))
-    wait_until(lambda: fresh.cluster.poll(0.2) == [] and fresh.nodes == names, "the nodes to come back")
-    assert fresh.cluster.waiting == ""
-    assert isinstance(fresh.run("works").outcome, Measured)
-
-
-def test_close(fresh):
-    fresh.launch("endless")
-    fresh.cluster.close()
-    fresh.cluster.close()
-
-
 def test_ranks_meet(processes, pids):
     end = run(processes, "ok", spec={"pids": pids, "step_times_s": [[0.1, 0.4], [0.3, 0.1]]})
     assert living(pids) == []
@@ -357,3 +331,35 @@ def test_disjoint_processes(processes, tmp_path):
     assert isinstance(end_of(processes, third).outcome, Measured), "the failed gang's devices are free again"
     processes.kill(first.attempt_id, "done")
     assert isinstance(end_of(processes, first).outcome, GangLost)
+
+
+def test_release(fresh):
+    first, kept = fresh.nodes[0], fresh.nodes[1:]
+    gang = fresh.launch("endless", devices=fresh.cluster.topology.nodes[0].devices)
+    fresh.cluster.release(first)
+    assert fresh.nodes == kept
+    end = end_of(fresh.cluster, gang)
+    assert isinstance(end.outcome, GangLost)
+    assert end.outcome.evidence.message == f"node {first} was given back"
+    fresh.cluster.resize(len(kept) + 1)
+    assert fresh.wait(1.0) == []
+    assert fresh.nodes == kept
+    assert fresh.cluster.waiting != ""
+
+
+def test_resize(fresh):
+    names = fresh.nodes
+    fresh.cluster.resize(0, keep=names)
+    assert fresh.nodes == names
+    fresh.cluster.resize(0)
+    assert fresh.nodes == []
+    fresh.cluster.resize(len(names))
+    wait_until(lambda: fresh.cluster.poll(0.2) == [] and fresh.nodes == names, "the nodes to come back")
+    assert fresh.cluster.waiting == ""
+    assert isinstance(fresh.run("works").outcome, Measured)
+
+
+def test_close(fresh):
+    fresh.launch("endless")
+    fresh.cluster.close()
+    fresh.cluster.close()

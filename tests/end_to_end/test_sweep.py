@@ -19,7 +19,7 @@ from orchestrator.controller import controller
 from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, TrialProposed
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
-from orchestrator.terminal.report import LiveView
+from orchestrator.terminal.live import LiveView
 from tests.support import sweeps
 from tests.support.mlflow_store import new_store
 from trials.outcome import Measured

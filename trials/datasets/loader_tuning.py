@@ -29,7 +29,7 @@ _NEGLIGIBLE_SHARE = 0.02
 """Share of the step below which waiting for data does not matter."""
 
 Point = tuple[int, int]
-"""``num_workers`` and ``prefetch_factor``."""
+"""A loader's ``num_workers`` and ``prefetch_factor``."""
 
 
 def grid(max_workers: int) -> list[Point]:

@@ -85,7 +85,7 @@ class _Child:
     timed_out: bool = False
 
     def read(self) -> bool:
-        """Take in what there is; False at the end."""
+        """Take in what the child has written; False at its end."""
         piece = os.read(self.pipe, 1 << 16)
         self.text += piece
         return bool(piece)

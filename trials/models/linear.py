@@ -20,7 +20,7 @@ class Layer(nn.Linear):
 
 
 class LinearChain(TrainModel):
-    """Vectors ``[B, size]`` to vectors ``[B, size]``."""
+    """Maps vectors ``[B, size]`` to vectors ``[B, size]``."""
 
     def __init__(self, shape: LinearModel, chunk: Chunk) -> None:
         super().__init__()

@@ -150,7 +150,7 @@ def one_after_the_other(block: Block, x: Tensor, rope: Tensor) -> Tensor:
 
 
 class Llama(TrainModel):
-    """Tokens ``[B, S]`` to logits ``[B, S, V]``.
+    """Maps tokens ``[B, S]`` to logits ``[B, S, V]``.
 
     A virtual stage that is not the first takes hidden states ``[B, S, D]`` instead; one that is not the last gives
     them.

@@ -129,7 +129,7 @@ def place_in_stage(shape: ResNetModel, number: int) -> tuple[int, int]:
 
 
 class ResNet(TrainModel):
-    """Images ``[B, 3, H, W]`` to logits ``[B, K]``."""
+    """Maps images ``[B, 3, H, W]`` to logits ``[B, K]``."""
 
     def __init__(self, shape: ResNetModel, chunk: Chunk) -> None:
         super().__init__()

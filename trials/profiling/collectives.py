@@ -187,7 +187,7 @@ class _Keys:
 
     def __init__(self) -> None:
         self._storages: dict[int, StorageWeakRef] = {}
-        """Held so that no address is used again."""
+        """Every storage met, held so that no address is used again."""
         self._writes: dict[int, int] = {}
 
     def of(self, tensor: Tensor) -> TensorId:

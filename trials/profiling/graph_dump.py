@@ -24,7 +24,7 @@ _GRAPHS = {
     "aot_inference_graph": "inference",
 }
 MAX_GRAPHS = 100
-"""Files per rank: recompilations may have no end."""
+"""Most files per rank: recompilations may have no end."""
 
 
 class _Writer(logging.Handler):

@@ -38,7 +38,7 @@ class RecomputeMeter:
             tally.reset()
 
     def count_microbatch(self, _module: nn.Module, _args: Any) -> None:
-        """A hook: the model is about to run once more."""
+        """Count one more pass of the model; a forward pre-hook."""
         self._num_microbatches += 1
 
     def effects(self, num_steps: int) -> tuple[PatternEffect, ...]:

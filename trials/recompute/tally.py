@@ -43,7 +43,7 @@ class PatternTally:
 
     @contextlib.contextmanager
     def timing(self, device: torch.device) -> Iterator[None]:
-        """Count the time of what is inside."""
+        """Count the time that the body takes."""
         if device.type == "cuda":
             event: Any = torch.cuda.Event
             start, end = event(enable_timing=True), event(enable_timing=True)

@@ -39,13 +39,13 @@ class LossScaleState:
     num_finite: int
     """Finite steps since the scale last changed or an overflow."""
     num_overflowed: int
-    """Overflowing steps in a row."""
+    """Overflowing steps in a row up to now."""
     num_skipped: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphReport:
-    """What torch.compile did."""
+    """What torch.compile did in one rank."""
 
     num_graphs: int
     num_recompilations: int

@@ -45,7 +45,7 @@ class CollectiveCount:
     phase: str
     """``forward``, ``backward``, ``recompute`` (of activations in the backward pass) or ``step`` (outside of both)."""
     kind: str
-    """``all_gather``, ``all_reduce``, ``send``, ..."""
+    """Type of collective: ``all_gather``, ``all_reduce``, ``send``, ..."""
     axis: str
     """Mesh axes of its group, joined by underscores, like ``dp_shard``."""
     group_size: int
@@ -61,7 +61,7 @@ class Redundancy:
     module: str
     phase: str
     problem: str
-    """One sentence for people."""
+    """One sentence for people that says what is redundant."""
     num_calls: int
     num_bytes: int
 

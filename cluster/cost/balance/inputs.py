@@ -90,7 +90,6 @@ def problem_of(
     plain = measured[0]
     step_fixed_bytes, step_layer_bytes = _step_bytes(variants[0], model, on_cpu=on_cpu)
     schedule = "1f1b" if layout.pp == 1 else layout.schedule
-    ends = (0, 0 if schedule == "zbv" else -1)
     return BalanceProblem(
         num_layers=workload.num_layers,
         pp=layout.pp,
@@ -98,7 +97,7 @@ def problem_of(
         schedule=schedule,
         num_virtual_stages=layout.num_virtual_stages,
         layer_s=plain.layer_s,
-        head_s=float(max(0.0, plain.edge_s[ends[1]])),
+        head_s=float(max(0.0, plain.edge_s[0 if schedule == "zbv" else -1])),
         layer_bytes=plain.state_bytes,
         fixed_bytes=tuple(map(float, plain.fixed_bytes)),
         memory_limit_bytes=cluster.accelerator.usable_memory_bytes * memory_share,
@@ -106,16 +105,8 @@ def problem_of(
         step_fixed_bytes=tuple(map(float, step_fixed_bytes)),
         counts_chunks_alike=True,
         states=tuple(
-            LayerState(
-                name=policy.name,
-                activation_bytes=layer.activation_bytes,
-                extra_s=max(0.0, layer.layer_s - plain.layer_s),
-                transient_bytes=max(0.0, layer.transient_bytes) if policy != policies[0] else 0.0,
-                patterns=policy.patterns,
-                is_full=policy.is_full,
-                communication=policy.communication,
-            )
-            for policy, layer in zip(policies, measured, strict=True)
+            _state(policy, layer, plain, recomputes=number > 0)
+            for number, (policy, layer) in enumerate(zip(policies, measured, strict=True))
         ),
     )
 
@@ -155,6 +146,19 @@ class _Layer:
             state_bytes=state_bytes,
             fixed_bytes=rest - layers * state_bytes,
         )
+
+
+def _state(policy: RecomputePolicy, layer: _Layer, plain: _Layer, *, recomputes: bool) -> LayerState:
+    """The policy as a state of the balancer; ``plain`` are the costs without recompute."""
+    return LayerState(
+        name=policy.name,
+        activation_bytes=layer.activation_bytes,
+        extra_s=max(0.0, layer.layer_s - plain.layer_s),
+        transient_bytes=max(0.0, layer.transient_bytes) if recomputes else 0.0,
+        patterns=policy.patterns,
+        is_full=policy.is_full,
+        communication=policy.communication,
+    )
 
 
 def _one_more(x: CostInputs) -> CostInputs:

@@ -1,0 +1,1 @@
+"""Plots of a sweep, drawn with matplotlib from the values of a report."""

@@ -1,4 +1,4 @@
-"""Plots of the proof: rounds of the confirmation, what the loss gate trained. Call them inside ``figures.style()``."""
+"""Plots of the proof: rounds of the confirmation, what the loss gate trained. Call them inside ``style.style()``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from orchestrator import units
 from orchestrator.proof.trajectories import Curve
 from orchestrator.report.plots.style import BLUE, DIM, ORANGE, SERIES, VERMILION, add_axes, integer_steps, new_figure
 from orchestrator.report.proof import Finalist, GateCurves
-from orchestrator.report.verdict import percent
 from orchestrator.sweep.values import GateReport, RatioInterval
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ _GATE_HEIGHT_IN = 5.8
 
 
 def plot_rounds(found: Sequence[Finalist], title: str) -> Figure:
-    """Per finalist, its speed over the baseline's in every round; at the right, over all rounds."""
+    """The speed of each finalist over the baseline's in every round; at the right, over all rounds."""
     what = "speed over the baseline's, measured side by side in every round; right: over all rounds, 95 % interval"
     figure = new_figure(title, what, 3.1)
     axes = add_axes(figure, right_in=1.2)
@@ -60,7 +59,7 @@ def _axis_of_rounds(axes: Axes, num_rounds: int) -> None:
 
 
 def _side_labels(axes: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
-    """At the right edge, pushed apart where they would cover one another."""
+    """Draw labels at the right edge, pushed apart where they would cover one another."""
     low, high = axes.get_ylim()
     room = 0.065 * (high - low)
     at = low - room
@@ -140,12 +139,13 @@ def _gate_title(trial: int, report: GateReport | None) -> str:
     if report is None:
         return f"The loss gate has not judged {name} yet"
     if report.passed:
-        off = "" if report.loss_deviation is None else f": its loss is {percent(report.loss_deviation)} off"
-        return f"{name} trains the same{off}{f' where {percent(report.loss_tolerance)} may be' if off else ''}"
+        off = "" if report.loss_deviation is None else f": its loss is {units.percent(report.loss_deviation)} off"
+        return f"{name} trains the same{off}{f' where {units.percent(report.loss_tolerance)} may be' if off else ''}"
     for what, deviation, tolerance in (
         ("loss", report.loss_deviation, report.loss_tolerance),
         ("gradient norm", report.grad_norm_deviation, report.grad_norm_tolerance),
     ):
         if deviation is not None and deviation > tolerance:
-            return f"{name} does not train the same: {what} {percent(deviation)} off where {percent(tolerance)} may be"
+            off = f"{units.percent(deviation)} off where {units.percent(tolerance)} may be"
+            return f"{name} does not train the same: {what} {off}"
     return f"{name} does not train the same: {report.reasons[0] if report.reasons else 'outside the tolerance'}"

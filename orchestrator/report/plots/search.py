@@ -1,4 +1,4 @@
-"""Plots of the search: its history, memory against speed, knobs against speed. Call them inside ``figures.style()``."""
+"""Plots of the search: its history, memory against speed, knobs against speed. Call them inside ``style.style()``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_ERROR_BARS = 80
-"""With more trials than that, intervals are shown as bare points."""
+"""Number of trials above which points are drawn without their intervals."""
 _MIB = 1024**2
 _LABEL_BOX = {"boxstyle": "round,pad=0.12", "facecolor": PAPER, "edgecolor": "none", "alpha": 0.8}
 
@@ -115,7 +115,7 @@ def plot_pareto(points: Sequence[SpeedPoint], unit: str, limit_bytes: int | None
 
 
 def _label_front(axes: Axes, best: Sequence[SpeedPoint], memory: float) -> None:
-    """Names the points, from the fastest on, as far as they do not cover one another."""
+    """Label the points, from the fastest on, as far as the labels do not cover one another."""
     top = axes.get_ylim()[1]
     taken: list[float] = []
     for point in reversed(best):
@@ -127,7 +127,7 @@ def _label_front(axes: Axes, best: Sequence[SpeedPoint], memory: float) -> None:
 
 
 def _memory_limit(axes: Axes, limit_bytes: int | None, memory: float, largest: float) -> None:
-    """A line where it is near; words where it would leave the points in a corner."""
+    """Mark the memory limit: a line where it is near, words where a line would leave the points in a corner."""
     if limit_bytes is None:
         return
     if limit_bytes <= 2.5 * largest:
@@ -183,7 +183,7 @@ def plot_coordinates(found: ParallelCoordinates, unit: str) -> Figure:
 
 
 def _draw_lines(axes: Axes, found: ParallelCoordinates, low: float, high: float) -> None:
-    """Slow ones first, so that fast ones are seen; within a value, lines are spread by speed so that none hides."""
+    """Draw the lines, slow ones first so that fast ones are seen, spread within a value so that none hides another."""
     from matplotlib.collections import LineCollection
 
     order = sorted(range(len(found.lines)), key=lambda i: (found.speeds[i] is not None, found.speeds[i] or 0.0))
@@ -216,7 +216,7 @@ def _smooth(heights: Sequence[float]) -> Any:
 
 
 def fmt_value(value: str, max_chars: int = 12) -> str:
-    """Shortened to fit beside an axis."""
+    """A value shortened to fit beside an axis."""
     return value if len(value) <= max_chars else f"{value[: max_chars - 1]}…"
 
 

@@ -1,4 +1,4 @@
-"""Matplotlib set up for the review: one style, figures without global state, SVG for the page and PNG for MLflow.
+"""Matplotlib set up for reports: one style, figures without global state, SVG for the page and PNG for MLflow.
 
 Matplotlib is imported only when something is drawn: commands that draw nothing do not pay for it.
 """
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, DIM, LINE, PAPER = "#1b1f24", "#646b75", "#d8dbdf", "#fefefe"
-"""Text, secondary text, grid, background."""
+"""Colours of text, secondary text, grid and background."""
 BLUE, ORANGE, GREEN = "#0072b2", "#d55e00", "#009e73"
 VERMILION, PURPLE, YELLOW, SKY, GREY = "#cc3311", "#aa4499", "#b8860b", "#56b4e9", "#9aa0a8"
-"""Told apart by the colour-blind (after Okabe and Ito)."""
+"""Colours that the colour-blind can tell apart (after Okabe and Ito)."""
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY)
 RAMP = ("#dde318", "#7ad151", "#22a884", "#2a788e", "#414487", "#440154")
-"""From slow to fast: viridis."""
+"""Colours from slow to fast: viridis."""
 _DARK_RAMP = ("#5b4a8a", "#4f6fb0", "#2f9fa8", "#35b779", "#90d743", "#fde725")
 PALETTE = {
     "ink": (INK, "#e8eaed"),
@@ -46,7 +46,7 @@ _MAX_TITLE_CHARS = 110
 
 
 def style() -> AbstractContextManager[None]:
-    """The review's look, while inside."""
+    """A context in which matplotlib draws in the style of reports."""
     import matplotlib as mpl
 
     return mpl.rc_context(
@@ -97,7 +97,7 @@ def add_axes(
     bottom_in: float = 0.5,
     top_in: float = 0.62,
 ) -> Axes:
-    """The one pair of axes below the titles; margins in inches."""
+    """Axes below the titles of a new figure, with the given margins in inches."""
     width, height = figure.get_size_inches()
     box = (left_in / width, bottom_in / height, 1 - (left_in + right_in) / width, 1 - (bottom_in + top_in) / height)
     return figure.add_axes(box)

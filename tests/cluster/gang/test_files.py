@@ -8,7 +8,7 @@ import pytest
 
 from cluster.connect import connect
 from cluster.gang import files as attempt_files
-from cluster.gang.files import MAX_BYTES_PER_RANK, PIECE_BYTES, FilePiece, Homing, Receiver, pieces
+from cluster.gang.files import MAX_BYTES_PER_RANK, PIECE_BYTES, FilePiece, HomeMark, Receiver, pieces
 from cluster.gang.messages import RankSlot
 from cluster.request import ClusterRequest
 from tests.cluster.gangs import PRELOAD, run
@@ -103,16 +103,16 @@ def test_more_than_the_limit_is_not_taken(tmp_path, monkeypatch):
 
 
 def test_an_agent_knows_the_file_system_of_its_controller_by_the_mark(tmp_path):
-    homing = Homing(tmp_path / "home")
-    assert Homing.is_home(tmp_path / "home", homing.mark)
-    assert not Homing.is_home(tmp_path / "away", homing.mark)
-    next_one = Homing(tmp_path / "home")
-    assert [path.name for path in (tmp_path / "home").iterdir()] == [next_one.mark], "what a killed one left is gone"
+    mark = HomeMark(tmp_path / "home")
+    assert HomeMark.is_home(tmp_path / "home", mark.name)
+    assert not HomeMark.is_home(tmp_path / "away", mark.name)
+    next_one = HomeMark(tmp_path / "home")
+    assert [path.name for path in (tmp_path / "home").iterdir()] == [next_one.name], "what a killed one left is gone"
     next_one.close()
-    assert not Homing.is_home(tmp_path / "home", next_one.mark)
+    assert not HomeMark.is_home(tmp_path / "home", next_one.name)
 
 
-class Elsewhere(Homing):
+class Elsewhere(HomeMark):
     """Stands for a controller's file system that no agent sees."""
 
     def __init__(self, workdir):
@@ -123,7 +123,7 @@ class Elsewhere(Homing):
 @pytest.mark.slow
 @pytest.mark.ray
 def test_an_agent_on_another_file_system_sends_the_files_before_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.ray.backend.Homing", Elsewhere)
+    monkeypatch.setattr("cluster.ray.backend.HomeMark", Elsewhere)
     with connect(ClusterRequest(devices_per_node=2), workdir=tmp_path, preload=PRELOAD) as cluster:
         end = run(cluster, "tests.cluster.file_runner:write_files")
         assert isinstance(end.outcome, Measured)

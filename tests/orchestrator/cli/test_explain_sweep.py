@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from orchestrator.config.sweep import load_sweep
-from orchestrator.diagnosis import explain_sweep
+from orchestrator.diagnosis.explain import explain_sweep
 from orchestrator.planning.hardware.profiles import fingerprint
 from orchestrator.planning.hardware.request import known_topology
 from orchestrator.terminal.explain_sweep import render_sweep_explanation

@@ -7,8 +7,8 @@ import pytest
 
 from cluster.base import GangProgress
 from orchestrator.controller.early_stop import ALLOWANCE, EarlyStop, settled
-from orchestrator.report.highlights import cost
 from orchestrator.report.summary import summarize
+from orchestrator.report.verdict import cost
 from orchestrator.search.acquisition import expected_log_times
 from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.prediction.predictor import Predictor

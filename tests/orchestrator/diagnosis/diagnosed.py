@@ -5,7 +5,7 @@ from dataclasses import replace
 from cluster.hardware.accelerators import describe_topology
 from cluster.hardware.topology import uniform_topology
 from cluster.virtual.modelled import ModelledCost
-from orchestrator.diagnosis import Basis
+from orchestrator.diagnosis.explain import Basis
 from orchestrator.sweep.events import TrialProposed
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.values import ProfileRun

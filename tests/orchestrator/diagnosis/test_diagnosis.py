@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.diagnosis import Basis, explain_sweep
+from orchestrator.diagnosis.explain import Basis, explain_sweep
 from orchestrator.diagnosis.step_parts import ProfileOf, split
 from orchestrator.errors import ConfigError
 from orchestrator.planning.plan import make_plan
@@ -86,10 +86,10 @@ PLANTED = {
 def test_a_planted_bottleneck_is_named_with_the_knob_that_answers_it(kind):
     candidates, where, knob = PLANTED[kind]
     found = diagnosed(candidates, **where)
-    assert found.bottleneck.kind == kind, [(loss.kind, loss.share) for loss in found.losses]
-    assert knob in found.bottleneck.answer.changed
-    assert found.bottleneck.answer.gain > 1.05
-    assert found.bottleneck.answer.source == "modelled" and found.bottleneck.answer.trial is None
+    assert found.bottleneck.kind == kind, [(one.kind, one.share) for one in found.bottlenecks]
+    assert knob in found.bottleneck.remedy.changed
+    assert found.bottleneck.remedy.gain > 1.05
+    assert found.bottleneck.remedy.source == "modelled" and found.bottleneck.remedy.trial is None
     assert sum(part.seconds for part in found.parts.parts) == pytest.approx(found.parts.step_time_s)
     assert {part.source for part in found.parts.parts} == {"modelled"}
 
@@ -110,7 +110,7 @@ def test_waiting_for_data_is_named_from_the_clock_with_the_loaders_verdict():
 def test_on_unknown_hardware_forward_and_backward_are_not_split_and_nothing_is_named():
     taken = measured(0.1, breakdown=StepBreakdown(forward_s=0.05, backward_s=0.05))
     explained = explain_sweep(sweep([Candidate()], [taken]), basis([Candidate()], UNKNOWN))
-    assert [(part.name, part.source) for part in explained.parts(0)] == [("forward_backward", "measured")]
+    assert [(part.name, part.source) for part in explained.step_parts[0].parts] == [("forward_backward", "measured")]
     assert "no accelerator called 'Frobnicator 9000'" in explained.unmodelled
     assert explained.unmodelled in explained.baseline.parts.notes[0]
     assert explained.bottleneck is None
@@ -124,7 +124,7 @@ def test_a_profile_splits_what_the_clock_measured_even_on_unknown_hardware():
     expected = {"compute": 0.25, "communication": 0.5, "dispatch": 0.15, "optimizer": 0.1}
     assert {part.name: part.seconds for part in found.parts.parts} == pytest.approx(expected)
     assert found.parts.parts[0].source == "profiled"
-    assert (found.bottleneck.kind, found.losses[1].kind) == ("communication", "dispatch")
+    assert (found.bottleneck.kind, found.bottlenecks[1].kind) == ("communication", "dispatch")
 
 
 def test_profiled_ranks_that_compute_differently_are_an_imbalance():
@@ -153,8 +153,8 @@ def test_a_change_that_the_sweep_tried_is_told_as_measured_and_one_without_memor
     state = sweep(candidates, simulate(candidates, limit=60 * 10**9))
     found = explain_sweep(state, basis(candidates)).baseline
     assert found.bottleneck.kind == "memory"
-    assert (found.bottleneck.answer.source, found.bottleneck.answer.trial) == ("measured", 1)
-    assert found.bottleneck.answer.gain == pytest.approx(
+    assert (found.bottleneck.remedy.source, found.bottleneck.remedy.trial) == ("measured", 1)
+    assert found.bottleneck.remedy.gain == pytest.approx(
         state.trials[1].measurement.tokens_per_s_per_device / state.trials[0].measurement.tokens_per_s_per_device
     )
     assert any("t002 out of memory" in line for line in found.bottleneck.evidence)
@@ -183,7 +183,7 @@ def test_selective_recompute_is_as_the_runner_timed_it():
         1.0, breakdown=StepBreakdown(forward_s=0.5, backward_s=0.5), findings=Findings(recompute=(effect,))
     )
     explained = explain_sweep(sweep([Candidate()], [taken]), Basis())
-    parts = [(part.name, part.seconds, part.source) for part in explained.parts(0)]
+    parts = [(part.name, part.seconds, part.source) for part in explained.step_parts[0].parts]
     assert parts == [("recompute", 0.2, "measured"), ("forward_backward", 0.8, "measured")]
 
 
@@ -193,7 +193,7 @@ def test_workloads_that_are_no_decoders_are_explained_too():
     candidates = [Candidate(micro_batch_size=2048), Candidate(micro_batch_size=2048, precision=low)]
     found = diagnosed(candidates, workload=workload, topology=ONE_NODE)
     assert found.bottleneck.kind == "compute"
-    assert "precision" in found.bottleneck.answer.changed
+    assert "precision" in found.bottleneck.remedy.changed
 
 
 seconds = st.floats(0.0, 10.0)
@@ -237,4 +237,4 @@ def test_a_baseline_outside_of_the_space_is_answered_from_inside_of_it():
     inside = [llama(MANY_STAGES, micro_batch_size=size) for size in (1, 2)]
     found = diagnosed([outside, *inside]).bottleneck
     assert found.kind == "bubble"
-    assert set(found.answer.changed) == {"micro_batch_size", "full_batch"}
+    assert set(found.remedy.changed) == {"micro_batch_size", "full_batch"}

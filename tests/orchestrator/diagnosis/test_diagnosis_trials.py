@@ -9,7 +9,7 @@ import pytest
 from orchestrator.diagnosis.effects import main_effects
 from orchestrator.diagnosis.importance import importance
 from orchestrator.diagnosis.observations import tabulate
-from orchestrator.diagnosis.prediction_errors import hold_against
+from orchestrator.diagnosis.prediction_errors import compare_predictions
 from orchestrator.sweep.values import PredictedResult
 from tests.orchestrator.diagnosis.diagnosed import O1, sweep
 from tests.support.story import evidence, measured
@@ -102,7 +102,7 @@ def test_predictions_are_held_against_measurements_and_outliers_have_a_name():
     candidates += [Candidate(micro_batch_size=size, layout=zero3) for size in (1, 2)]
     took = [1.0, 0.9, 0.8, 0.7, 1.2, 1.0]
     expected = [expectation(s) for s in (1.0, 0.9, 0.8, 0.7)] + [expectation(0.6), expectation(0.5)]
-    found = hold_against(sweep(candidates, [measured(s) for s in took], expected=expected).searched())
+    found = compare_predictions(sweep(candidates, [measured(s) for s in took], expected=expected).searched())
     assert found.mape == pytest.approx((0.5 + 0.5) / 6)
     assert found.within_spread == pytest.approx(4 / 6)
     assert (found.outliers, set(found.in_common)) == ((4, 5), {"dp_shard 2", "zero_stage 3", "world_size 2"})
@@ -113,6 +113,6 @@ def test_predictions_are_held_against_measurements_and_outliers_have_a_name():
 def test_a_surprise_of_memory_is_counted_and_few_predictions_claim_nothing():
     candidates = [Candidate(), Candidate(micro_batch_size=2)]
     outcomes = [measured(1.0), OutOfMemory(evidence=evidence("no memory"))]
-    found = hold_against(sweep(candidates, outcomes, expected=[expectation(1.0), expectation(1.0)]).searched())
+    found = compare_predictions(sweep(candidates, outcomes, expected=[expectation(1.0), expectation(1.0)]).searched())
     assert (found.num_memory_surprises, found.rank_correlation, found.in_common) == (1, None, ())
-    assert hold_against(sweep(candidates, outcomes).searched()).mape is None
+    assert compare_predictions(sweep(candidates, outcomes).searched()).mape is None

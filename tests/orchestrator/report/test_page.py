@@ -6,26 +6,30 @@ import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from typing import get_args
 
 import pytest
 from click.testing import CliRunner
+from jinja2 import UndefinedError
 
 from configs import CONFIGS
 from orchestrator.cli.main import main
 from orchestrator.config.sweep import load_sweep
+from orchestrator.diagnosis.values import KnobImportance, Part, StepParts
 from orchestrator.planning.plan import make_plan, plan_document
-from orchestrator.report import proof, series
+from orchestrator.report import proof, series, words
 from orchestrator.report.markdown import report_markdown
-from orchestrator.report.page.page import Page, page_html
+from orchestrator.report.page.page import environment, page_html
 from orchestrator.report.plots import proof as plots_proof
 from orchestrator.report.plots import search, step_time, style
 from orchestrator.report.plots.gallery import gallery
-from orchestrator.report.plots.step_time import DrawnImportance, DrawnStep
+from orchestrator.report.report import Report, make_report
 from orchestrator.report.series import History, ParallelCoordinates, SpeedPoint
-from orchestrator.report.sources import Sources, rejected_csv
+from orchestrator.report.sources import PlanFacts, Sources, rejected_csv
 from orchestrator.report.summary import summarize
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.state import SweepState
 from orchestrator.terminal import report
 from orchestrator.terminal.live import render_live
 from tests.orchestrator.terminal.test_report import text
@@ -35,6 +39,10 @@ from tests.support.story import failures
 
 QUICKSTART = CONFIGS / "sweeps" / "quickstart.yaml"
 HOSTILE = '</title><script>alert(1)</script><img src=x onerror="alert(2)">$x_1$'
+
+
+def made(state: SweepState, **sources: object) -> Report:
+    return make_report(state, summarize(state, ""), sources=Sources(**sources))  # type: ignore[arg-type]
 
 
 class Checker(HTMLParser):
@@ -109,8 +117,9 @@ def lines(num_trials: int) -> ParallelCoordinates:
 def test_every_plot_draws_any_number_of_trials_and_stays_small(num_trials: int):
     """Warnings are errors here: of fonts, of empty legends, of limits that coincide."""
     found = many(num_trials)
-    steps = [DrawnStep(label=HOSTILE, step_time_s=0.1, parts=(("compute", 0.1),))] * min(num_trials, 2)
-    knobs = [DrawnImportance(knob=f"knob{i}", share=0.3, low=0.1, high=0.5) for i in range(min(num_trials, 30))]
+    step = StepParts(trial=1, step_time_s=0.1, parts=(Part("compute", 0.1, "measured"),))
+    steps = [(HOSTILE, step)] * min(num_trials, 2)
+    knobs = [KnobImportance(knobs=(f"knob{i}",), share=0.3, low=0.1, high=0.5) for i in range(min(num_trials, 30))]
     state = fold(proof_events())
     rounds = proof.finalists(state) if num_trials else []
     drawn = {
@@ -138,7 +147,7 @@ def test_the_same_plot_is_the_same_file():
 
 def test_titles_say_what_was_found():
     state = fold(proof_events())
-    shown = gallery(state, summarize(state, ""))
+    shown = gallery(made(state))
     assert list(shown) == ["history", "pareto", "parallel", "breakdown", "confirmation", "gate-t001"]
     assert "t001 is the fastest of 9 trials, 1.25x the baseline" in shown["history"].svg()
     assert "t001 1.25x, the winner; t002 1.01x, not shown faster" in shown["confirmation"].svg()
@@ -156,7 +165,7 @@ def test_the_front_holds_what_nothing_beats_in_both():
 @pytest.mark.parametrize("conclusion", ["confirmed", "keep", "unconfirmed"])
 def test_the_page_tells_the_verdict_first_and_holds_everything(conclusion):
     state = fold(proof_events(conclusion, is_promoted=True))
-    page = page_html(Page(state=state, summary=summarize(state, "")))
+    page = page_html(made(state))
     assert checked(page).scripts == 1
     verdict = re.search(r'<div class="verdict (\w+)"><b>(.*?)</b>', page)
     assert verdict is not None
@@ -179,31 +188,62 @@ def test_nothing_written_by_others_gets_through_as_markup():
     state = fold(story)
     plan = {"num_legal": 1, "product_size": 2, "num_duplicates": 0, "too_large": HOSTILE, "rejected": [
         {"rule": HOSTILE, "count": 1, "examples": [{"short_name": HOSTILE, "reason": HOSTILE}]}]}  # fmt: skip
-    page = page_html(Page(state=state, summary=summarize(state, ""), sources=Sources(plan=plan, sweep_yaml=HOSTILE)))
+    page = page_html(made(state, plan=plan, sweep_yaml=HOSTILE))
     assert checked(page).scripts == 1
     assert page.count("&lt;script&gt;") > 8
-    assert rejected_csv(plan).count("\n") == 2
+    assert rejected_csv(PlanFacts.from_document(plan)).count("\n") == 2
+
+
+def test_scripts_in_names_notes_and_log_tails_stay_text():
+    crashed = failures("boom")["crashed"]
+    evidence = replace(crashed.evidence, log_tail=(HOSTILE,), collateral=(HOSTILE,))
+    story = proof_events(search=[*speeds(0.1, 0.08), replace(crashed, evidence=evidence)])
+    story[0] = replace(story[0], sweep=HOSTILE)  # type: ignore[type-var]
+    told = next(i for i, event in enumerate(story) if event.kind == "verdict_reached")
+    verdict = story[told].verdict
+    gate = replace(verdict.gates[0], notes=(HOSTILE,), precision_class=HOSTILE)
+    evaluation = replace(verdict.evaluations[0], output_tail=(HOSTILE,))
+    story[told] = replace(story[told], verdict=replace(verdict, gates=(gate,), evaluations=(evaluation,)))
+    ended = next(i for i, event in enumerate(story) if event.kind == "evaluation_ended")
+    story[ended] = replace(story[ended], evaluation=evaluation)
+    page = page_html(made(fold(story)))
+    assert checked(page).scripts == 1
+    for place in ("<h1>", "<pre>", "t001: ", "--- errors of other ranks ---\n"):
+        assert f"{place}&lt;/title&gt;&lt;script&gt;" in page
+
+
+def test_what_a_template_prints_holds_no_control_characters():
+    assert environment().from_string("{{ name }}").render(name="a\x1b[31m<b>\x00") == "a&lt;b&gt;"
+
+
+def test_a_misspelt_name_in_a_template_is_an_error():
+    with pytest.raises(UndefinedError):
+        environment().from_string("{{ report.headlin }}").render(report=made(fold(proof_events())))
 
 
 def test_a_sweep_without_anything_measured_has_a_page_too():
     for outcomes in ([], [failures()["oom"]]):
         state = fold(events(outcomes, finished=False))
-        page = page_html(Page(state=state, summary=summarize(state, "")))
+        page = page_html(made(state))
         checked(page)
         assert "Nothing was measured." in page
 
 
 def test_terminal_and_note_tell_the_proof():
     state = fold(proof_events())
-    summary = summarize(state, "")
-    shown = text(report.render_report(state, summary), 140)
+    shown = text(report.render_report(made(state)), 140)
     assert "Confirmed: 1.25x the speed of your present configuration, and it trains the same: t001" in shown
     assert re.search(r"t002 +1.01x .* not shown faster", shown)
     assert re.search(r"t001 +passed: loss 0.04 % off \(1 % allowed\)", shown)
     assert len(re.findall(r"^ +t\d{3}  .*(measured|memory|infeasible|diverged|timed|crashed|lost)", shown, re.M)) == 9
-    lines = report_markdown(state, summary).splitlines()
+    lines = report_markdown(made(state)).splitlines()
     assert lines[0].startswith("**Confirmed: 1.25x")
     assert "- Confirmation of t002: 1.01x (1.01x – 1.01x), not shown faster" in lines  # noqa: RUF001
+
+
+def test_every_outcome_and_every_purpose_has_words():
+    assert set(words.FINALIST_WORDS) == set(get_args(words.FinalistOutcome))
+    assert set(words.PURPOSE_WORDS) == set(get_args(words.CommandPurpose))
 
 
 def test_while_it_is_being_confirmed_the_table_says_so():
@@ -215,7 +255,7 @@ def test_while_it_is_being_confirmed_the_table_says_so():
     assert "confirmation" in shown
     assert "the baseline again, round 2  started" in shown
     assert "8 of 9 trials" in shown
-    assert "Being confirmed." in text(report.render_report(state, summarize(state, "")), 200)
+    assert "Being confirmed." in text(report.render_report(made(state)), 200)
 
 
 def test_the_kept_plan_bounds_what_it_lists(monkeypatch):
@@ -227,7 +267,7 @@ def test_the_kept_plan_bounds_what_it_lists(monkeypatch):
 
 def test_what_is_not_drawn_costs_nothing():
     modules = "orchestrator.tracking.tracker, orchestrator.report.page.page"
-    code = f"import sys, {modules}; sys.exit('matplotlib' in sys.modules)"
+    code = f"import sys, {modules}; sys.exit(bool({{'matplotlib', 'jinja2'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

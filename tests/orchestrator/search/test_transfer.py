@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.config.sweep import load_sweep
 from orchestrator.controller import creation
-from orchestrator.report.highlights import cost
+from orchestrator.report.verdict import cost
 from orchestrator.search.prediction.transfer import EarlierTrial, from_document, same_hardware, to_document
 from orchestrator.sweep.events import AttemptEnded, SweepFinished
 from orchestrator.sweep.home import Home

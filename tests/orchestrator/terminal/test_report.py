@@ -9,7 +9,9 @@ from rich.console import Console, RenderableType
 from cluster.base import GangProgress
 from orchestrator.invocation import Invocation
 from orchestrator.report.markdown import report_markdown
-from orchestrator.report.page.page import Page, page_html
+from orchestrator.report.page.page import page_html
+from orchestrator.report.report import Report, make_report
+from orchestrator.report.sources import Sources
 from orchestrator.report.summary import summarize
 from orchestrator.sweep.documents import Recorded
 from orchestrator.sweep.events import Budget
@@ -29,12 +31,16 @@ def text(renderable: RenderableType, width: int = 100) -> str:
     return console.export_text()
 
 
-def full_report(sweep: SweepState, uri: str = "sqlite:////home/mlflow.db", **options: object) -> str:
-    return text(report.render_report(sweep, summarize(sweep, uri), **options))
+def made(sweep: SweepState, uri: str = "sqlite:////home/mlflow.db", **sources: object) -> Report:
+    return make_report(sweep, summarize(sweep, uri), sources=Sources(**sources))  # type: ignore[arg-type]
+
+
+def full_report(sweep: SweepState, width: int = 100) -> str:
+    return text(report.render_report(made(sweep)), width)
 
 
 def html(sweep: SweepState) -> str:
-    return page_html(Page(state=sweep, summary=summarize(sweep, "")))
+    return page_html(made(sweep))
 
 
 def progress(phase: str, step: int) -> GangProgress:
@@ -90,22 +96,22 @@ def test_nothing_measured_is_said():
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_rows_stay_on_one_line(width: int):
     sweep = state(all_kinds())
-    shown = text(report.render_report(sweep, summarize(sweep, "")), width)
+    shown = full_report(sweep, width)
     table = shown[shown.index("trial ") : shown.index("Not measured")].splitlines()
     assert len([line for line in table if line.strip()]) == 2 + len(sweep.trials)
     assert max(map(len, shown.splitlines())) <= width
 
 
 def test_long_sweeps_are_cut_but_keep_the_baseline():
-    shown = full_report(state(speeds(0.2, *(0.1 + 0.002 * i for i in range(30)))), max_trials=5)
+    shown = full_report(state(speeds(0.2, *(0.1 + 0.002 * i for i in range(30)))))
     assert re.search(r"t000 .* baseline", shown)
-    assert "25 more in MLflow" in shown
+    assert "10 more in MLflow" in shown
 
 
 def test_a_server_gets_a_deep_link():
-    shown = full_report(
-        state(speeds(0.1, 0.05)), "http://u:secret@host:5000", recorded=Recorded(experiment_id="3", run_id="abc")
-    ).replace("\n  ", "")
+    recorded = Recorded(experiment_id="3", run_id="abc")
+    sweep = made(state(speeds(0.1, 0.05)), "http://u:secret@host:5000", recorded=recorded)
+    shown = text(report.render_report(sweep)).replace("\n  ", "")
     assert "http://host:5000/#/experiments/3/runs/abc/artifacts/report.html?workflowType=machine_learning" in shown
     assert "secret" not in shown
 
@@ -183,7 +189,7 @@ def test_drawing_never_stops_a_sweep():
 
 def test_markdown_begins_with_the_result():
     sweep = state(speeds(0.1, 0.08))
-    lines = report_markdown(sweep, summarize(sweep, "")).splitlines()
+    lines = report_markdown(made(sweep)).splitlines()
     assert lines[0] == "**1.25x the speed of your present configuration: t001 at 3,200 tokens/s/p.**"
     assert any(line.startswith("| winner | t001 |") for line in lines)
 
@@ -205,9 +211,8 @@ FOUND_WORDS = (
 
 def test_findings_are_told_of_winner_and_baseline_everywhere():
     sweep = state([measured(0.1), measured(0.05, findings=FOUND)])
-    summary = summarize(sweep, "")
-    shown = " ".join(text(report.render_report(sweep, summary), 200).split())
-    page, markdown = html(sweep), report_markdown(sweep, summary)
+    shown = " ".join(full_report(sweep, 200).split())
+    page, markdown = html(sweep), report_markdown(made(sweep))
     for words in FOUND_WORDS:
         assert words in shown
         assert words in page
@@ -229,13 +234,12 @@ def test_samples_are_counted_where_they_are_no_sequences():
     story = events(speeds(0.1, 0.05))
     story[0] = replace(story[0], workload=workload)
     sweep = fold(story)
-    summary = summarize(sweep, "")
     shown = (
         full_report(sweep),
         html(sweep),
-        report_markdown(sweep, summary),
+        report_markdown(made(sweep)),
         text(render_live(sweep, {}, START_S)),
         trial_line(sweep, sweep.trials[1]),
     )
-    assert summary.to_json()["unit"] == "samples/s/p"
+    assert summarize(sweep, "").to_json()["unit"] == "samples/s/p"
     assert all("samples/s/p" in one and "tokens/s/p" not in one for one in shown)

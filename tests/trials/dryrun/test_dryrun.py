@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import os
 import signal
@@ -26,6 +27,8 @@ TOLERANCE = 0.02
 
 
 def _replies(requests: list[DryRunRequest], work: object = simulate, timeout_s: float = 120.0) -> list[Reply]:
+    # Loaders of other tests, if a child were to collect them, would raise there and keep the child's tensors alive.
+    gc.collect()
     replies = dict(run_children(requests, work, timeout_s=timeout_s, max_children=2))  # type: ignore[arg-type]
     return [replies[i] for i in range(len(requests))]
 

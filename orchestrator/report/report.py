@@ -1,0 +1,311 @@
+"""The report of a sweep as one value, made once from its state: what every renderer shows, and all that it reads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from orchestrator.diagnosis.values import Part, PartName, StepParts, SweepExplanation
+from orchestrator.errors import ConfigError
+from orchestrator.invocation import PLAIN, Invocation
+from orchestrator.mlflow_urls import sweep_links
+from orchestrator.report.artifacts import profile_files, sweep_params
+from orchestrator.report.findings import findings_lines
+from orchestrator.report.profile import ProfileTables
+from orchestrator.report.proof import GateCurves, ProofResult, gate_curves, proof_result
+from orchestrator.report.series import History, ParallelCoordinates, coordinates, history
+from orchestrator.report.sources import PlanFacts, Sources
+from orchestrator.report.summary import Summary, TrialResult
+from orchestrator.report.trials import Failures, TrialTable, by_speed, failures, make_trial_table
+from orchestrator.report.verdict import chosen_result, confidence, cost, details, headline, is_worth_it
+from orchestrator.report.words import CommandPurpose, promotion_words, value_words
+from orchestrator.space.naming import diff, short_name
+from orchestrator.statistics import Estimate
+from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.sweep.values import Conclusion
+from trials.codec import to_json
+from trials.outcome import Measurement
+
+logger = logging.getLogger(__name__)
+
+
+ShownRole = Literal["winner", "fastest", "baseline"]
+"""Why a trial is shown first; only what was shown to be faster is called the winner."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownTrial:
+    """A measured trial at the top of the report: the recommended one, or the baseline."""
+
+    role: ShownRole
+    number: int
+    configuration: str
+    """Short name of its candidate."""
+    speed: Estimate
+    """Speed in the summary's unit, with its 95 % interval."""
+    measurement: Measurement
+    step: StepParts
+    """Where its step time goes: as explained, else as its own clock divides it; no parts where neither is known."""
+    findings: tuple[str, ...]
+    """What its ranks found out besides times, a line each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedKnob:
+    """A knob that the recommended trial sets otherwise than the baseline; values as text."""
+
+    knob: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """How the trial shown beside the baseline differs from it."""
+
+    knobs: tuple[ChangedKnob, ...]
+    reason: str
+    """Why the search tried it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuledOut:
+    """Candidates not tried because a trial that ran out of memory needs no more than they do."""
+
+    witness: int
+    """The trial that ran out of memory."""
+    rules: Mapping[str, int]
+    """Rule to number of candidates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled:
+    """A trial that was run under the profiler."""
+
+    of: int
+    """The trial of the search that was run again."""
+    tables: ProfileTables
+    files: tuple[Path, ...]
+    """Paths of its files that lie on this host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextCommand:
+    """A command to go on with, whole, ready to be copied."""
+
+    purpose: CommandPurpose
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortReport:
+    """The result of a sweep, or where it stands, in short. Renderers choose what they show of it and how."""
+
+    summary: Summary
+    hardware: str
+    headline: str
+    """The result in one sentence."""
+    details: tuple[str, ...]
+    """Reasons of the verdict that the headline does not tell."""
+    confidence: str
+    """How sure the result is; empty where there is nothing to be sure of."""
+    cost: str
+    """Trials by outcome and the device time they took, in one line."""
+    conclusion: Conclusion | None
+    """What the proof came to; None without a verdict."""
+    is_faster: bool
+    """Whether something is shown to be faster than the baseline."""
+    shown: tuple[ShownTrial, ...]
+    """The winner or fastest, then the baseline, as far as measured; the baseline alone where nothing beat it."""
+    change: Change | None
+    """How the trial shown beside the baseline differs from it; None where only one of them is shown."""
+    proof: ProofResult
+    promotions: tuple[str, ...]
+    """What was promoted or rolled back, a sentence each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report(ShortReport):
+    """The result with all that it rests on: every trial, every failure, what lies beside the events."""
+
+    trials: TrialTable
+    """The search's trials, from fast to slow."""
+    failures: tuple[Failures, ...]
+    ruled_out: tuple[RuledOut, ...]
+    profiles: tuple[Profiled, ...]
+    explanation: SweepExplanation | None
+    """Why the trials are as fast as they are; None where that was not asked for, or nothing was measured."""
+    history: History
+    coordinates: ParallelCoordinates
+    gate_curves: tuple[GateCurves, ...]
+    plan: PlanFacts | None
+    memory_limit_bytes: int | None
+    """Device memory per rank; None where it is not known."""
+    workload: Mapping[str, str]
+    """The workload and the budget, flat."""
+    environment: Mapping[str, str]
+    """The fingerprint: results compare only where it is equal."""
+    sweep_yaml: str
+    """The sweep file as submitted; empty where it was not kept."""
+    is_recorded: bool
+    """Whether MLflow holds anything of the sweep."""
+    links: Mapping[str, str]
+    """Name to address of the sweep's pages on a tracking server."""
+    commands: tuple[NextCommand, ...]
+
+
+def make_short_report(state: SweepState, summary: Summary, explanation: SweepExplanation | None = None) -> ShortReport:
+    """The result alone, at a cost that hardly grows with the number of trials; ``summary`` is the state's."""
+    return ShortReport(
+        summary=summary,
+        hardware=state.sweep.hardware,
+        headline=headline(state, summary),
+        details=tuple(details(state)),
+        confidence=confidence(state, summary),
+        cost=cost(summary),
+        conclusion=state.verdict.conclusion if state.verdict else None,
+        is_faster=is_worth_it(state, summary),
+        shown=_shown(state, summary, explanation),
+        change=_change(state, summary),
+        proof=proof_result(state),
+        promotions=tuple(promotion_words(event.record) for event in state.promotions),
+    )
+
+
+def make_report(
+    state: SweepState,
+    summary: Summary,
+    *,
+    sources: Sources | None = None,
+    explanation: SweepExplanation | None = None,
+    invocation: Invocation = PLAIN,
+) -> Report:
+    """The report of a sweep in this state; ``summary`` is the state's.
+
+    Args:
+        sources: what lies beside the events; without it, the report is told by the events alone.
+        explanation: where the step time goes and which knobs matter, where that is to be shown.
+        invocation: how to write commands.
+    """
+    sources = sources or Sources()
+    order = [name for knob in explanation.importance.knobs for name in knob.knobs] if explanation else []
+    recorded, uri = sources.recorded, summary.tracking_uri
+    short = make_short_report(state, summary, explanation)
+    return Report(
+        **{field.name: getattr(short, field.name) for field in fields(short)},
+        trials=make_trial_table(state, by_speed(state)),
+        failures=tuple(failures(state)),
+        ruled_out=tuple(RuledOut(witness=event.witness, rules=event.rules) for event in summary.ruled_out),
+        profiles=_profiles(state, summary, sources.folder),
+        explanation=explanation,
+        history=history(state),
+        coordinates=coordinates(state, order),
+        gate_curves=tuple(gate_curves(state)),
+        plan=PlanFacts.from_document(sources.plan) if sources.plan else None,
+        memory_limit_bytes=sources.memory_limit_bytes,
+        workload=sweep_params(state.sweep),
+        environment=state.sweep.fingerprint,
+        sweep_yaml=sources.sweep_yaml,
+        is_recorded=recorded is not None,
+        links=sweep_links(uri, recorded.experiment_id, recorded.run_id, summary.sweep) if recorded else {},
+        commands=tuple(_commands(state, summary, invocation)),
+    )
+
+
+def read_report(ledger: Ledger, state: SweepState, summary: Summary, invocation: Invocation = PLAIN) -> Report:
+    """The report with all that the ledger and the files beside it tell; ``state`` is a fold of its events."""
+    return make_report(
+        state, summary, sources=Sources.of(ledger), explanation=_explain(ledger, state), invocation=invocation
+    )
+
+
+def _explain(ledger: Ledger, state: SweepState) -> SweepExplanation | None:
+    """The explanation of the sweep; None where that fails, for the report is worth having without it."""
+    from orchestrator.diagnosis.load import explain_ledger
+
+    try:
+        return explain_ledger(ledger, state=state)
+    except ConfigError:
+        return None  # nothing was measured
+    except Exception:
+        logger.warning("the report of %s goes without an explanation", state.sweep.sweep, exc_info=True)
+        return None
+
+
+def _shown(state: SweepState, summary: Summary, explanation: SweepExplanation | None) -> tuple[ShownTrial, ...]:
+    chosen = chosen_result(state, summary)
+    found = [_shown_trial("baseline", summary.baseline, explanation)] if summary.baseline else []
+    if chosen is None:
+        return tuple(found)
+    role: ShownRole = "winner" if is_worth_it(state, summary) else "fastest"
+    return (_shown_trial(role, chosen, explanation), *found)
+
+
+def _shown_trial(role: ShownRole, result: TrialResult, explanation: SweepExplanation | None) -> ShownTrial:
+    trial, measurement = result.trial, result.trial.measurement
+    assert measurement is not None, "only measured trials have a result"
+    explained = explanation.step_parts.get(trial.number) if explanation else None
+    return ShownTrial(
+        role=role,
+        number=trial.number,
+        configuration=short_name(trial.candidate),
+        speed=result.speed,
+        measurement=measurement,
+        step=explained if explained and explained.parts else _clock_parts(trial.number, measurement),
+        findings=tuple(findings_lines(measurement.findings)),
+    )
+
+
+def _clock_parts(number: int, measurement: Measurement) -> StepParts:
+    """The step as the trial's own clock divides it, scaled to the median step; those of no time are kept."""
+    clock: dict[PartName, float] = {
+        name.removesuffix("_s"): max(0.0, seconds) for name, seconds in to_json(measurement.breakdown).items()
+    }
+    step_time_s = measurement.step_time_s
+    if not any(seconds for name, seconds in clock.items() if name != "other"):
+        return StepParts(trial=number, step_time_s=step_time_s, parts=())  # nobody looked inside, as on simulated ones
+    if not clock["bubble"]:
+        del clock["bubble"]  # no pipeline
+    scale = step_time_s / sum(clock.values())
+    parts = tuple(Part(name, seconds * scale, "measured") for name, seconds in clock.items())
+    return StepParts(trial=number, step_time_s=step_time_s, parts=parts)
+
+
+def _change(state: SweepState, summary: Summary) -> Change | None:
+    chosen = chosen_result(state, summary)
+    if chosen is None or summary.baseline is None:
+        return None
+    changed = diff(chosen.trial.candidate, summary.baseline.trial.candidate)
+    knobs = (
+        ChangedKnob(knob=knob, before=value_words(old), after=value_words(new)) for knob, (old, new) in changed.items()
+    )
+    return Change(knobs=tuple(knobs), reason=chosen.trial.reason)
+
+
+def _profiles(state: SweepState, summary: Summary, folder: Path | None) -> tuple[Profiled, ...]:
+    def files(trial: Trial) -> tuple[Path, ...]:
+        return tuple(profile_files(folder, trial)) if folder else ()
+
+    return tuple(
+        Profiled(of=of, tables=tables, files=files(state.trials[tables.trial])) for of, tables in summary.profiles
+    )
+
+
+def _commands(state: SweepState, summary: Summary, invocation: Invocation) -> list[NextCommand]:
+    name, conclusion = summary.sweep, state.verdict.conclusion if state.verdict else None
+    words: dict[CommandPurpose, tuple[str, ...]] = {
+        "ui": ("ui", name),
+        "page": ("report", name, "--html"),
+        "explain": ("explain", name),
+    }
+    if conclusion != "keep":
+        words["confirm"] = ("confirm", name)
+    if conclusion in (None, "confirmed"):
+        words["promote" if conclusion else "force"] = ("promote", name, "--name", "NAME")
+    if state.promotions:
+        words["rollback"] = ("rollback", state.promotions[-1].record["name"])
+    return [NextCommand(purpose=purpose, command=invocation.command(*argv)) for purpose, argv in words.items()]

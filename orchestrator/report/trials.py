@@ -1,0 +1,131 @@
+"""The trials of a sweep as rows of a table, and what became of those that were not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from orchestrator.report import words
+from orchestrator.report.artifacts import log_tail
+from orchestrator.report.summary import ENDED, Speedup, speedup
+from orchestrator.space.naming import short_name
+from orchestrator.sweep.state import SweepState, Trial, TrialStatus
+from trials.outcome import Measurement, StoppedEarly
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRow:
+    """A trial in the table."""
+
+    number: int
+    name: str
+    """Short name of its candidate, without what all trials of the table share."""
+    status: TrialStatus
+    measurement: Measurement | None
+    compared: Speedup | None
+    """Against the baseline; None for the baseline itself, and where either was not measured."""
+    is_chosen: bool
+    """Whether it is the winner of the proof; before that, the fastest."""
+
+    @property
+    def speed(self) -> float:
+        """tokens/s/p; 0 where it was not measured."""
+        return self.measurement.tokens_per_s_per_device if self.measurement else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialTable:
+    """Trials with what their configurations share said once."""
+
+    rows: tuple[TrialRow, ...]
+    common: str
+    """What all configurations share; empty where nothing."""
+    unit: str
+    """Unit of the speeds."""
+
+    @property
+    def top_speed(self) -> float:
+        """The highest speed; 1 where nothing was measured."""
+        return max((row.speed for row in self.rows if row.measurement), default=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedTrial:
+    """A trial or check that ended without a measurement."""
+
+    number: int
+    configuration: str
+    evidence: str
+    """Why, in one line."""
+    log_tail: str
+    """The last lines of the failed rank's log; empty where there are none, and where it was stopped early."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failures:
+    """All trials and checks that ended in one way."""
+
+    status: TrialStatus
+    trials: tuple[FailedTrial, ...]
+
+
+def by_speed(state: SweepState) -> list[Trial]:
+    """The search's trials: measured ones from fast to slow, then the others in order of their numbers."""
+
+    def key(trial: Trial) -> tuple[float, int]:
+        return (-trial.measurement.tokens_per_s_per_device if trial.measurement else 0.0, trial.number)
+
+    return sorted(state.searched(), key=key)
+
+
+def versus_baseline(trial: Trial, state: SweepState) -> Speedup | None:
+    """How a trial compares with the baseline; None for the baseline, and where either was not measured."""
+    return speedup(trial, state.baseline) if trial.number != 0 else None
+
+
+def make_trial_table(state: SweepState, trials: Sequence[Trial]) -> TrialTable:
+    """The table of ``trials``, in the given order."""
+    chosen = state.winner if state.verdict is not None else state.best
+    names, common = _names(trials)
+    rows = (
+        TrialRow(
+            number=trial.number,
+            name=name,
+            status=trial.status,
+            measurement=trial.measurement,
+            compared=versus_baseline(trial, state),
+            is_chosen=chosen is not None and chosen.number == trial.number,
+        )
+        for trial, name in zip(trials, names, strict=True)
+    )
+    return TrialTable(rows=tuple(rows), common=common, unit=state.sweep.workload.speed_unit)
+
+
+def _names(trials: Iterable[Trial]) -> tuple[list[str], str]:
+    """Short names of the configurations without what all share, and that."""
+    names = [short_name(trial.candidate).split() for trial in trials]
+    if len(names) < 2:
+        return [" ".join(parts) or "as above" for parts in names], ""
+    shared = set(names[0]).intersection(*names[1:])
+    own = [" ".join(part for part in parts if part not in shared) or "as above" for parts in names]
+    return own, " ".join(part for part in names[0] if part in shared)
+
+
+def failures(state: SweepState) -> list[Failures]:
+    """Trials and checks without a measurement, by how they ended."""
+    found = []
+    for status in ENDED[1:]:
+        trials = tuple(_failed(trial) for trial in state.trials if trial.status == status)
+        if trials:
+            found.append(Failures(status=status, trials=trials))
+    return found
+
+
+def _failed(trial: Trial) -> FailedTrial:
+    tail = None if isinstance(trial.outcome, StoppedEarly) else log_tail(trial)
+    return FailedTrial(
+        number=trial.number,
+        configuration=short_name(trial.candidate),
+        evidence=words.failure(trial),
+        log_tail=tail or "",
+    )
