@@ -23,6 +23,11 @@ home_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 
 
+def program_options() -> tuple[str, ...]:
+    """Options of the whole program, as given to this command: another process is to have them, too."""
+    return ("--verbose",) if click.get_current_context().find_root().params.get("verbose") else ()
+
+
 def print_result(as_json: bool, body: Any, render: Callable[[], Any]) -> None:
     """Print ``body`` as JSON, or what ``render`` makes of it for people."""
     if as_json:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import click
 
-from orchestrator.cli.options import print_result
+from orchestrator.cli.options import print_result, program_options
 from orchestrator.errors import EXIT_CLUSTER_LOST, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER
 from orchestrator.invocation import Invocation
 
@@ -73,7 +73,7 @@ def submit_file(file: Path, home: Home, where: Where, *, as_json: bool) -> None:
     """Run the sweep of a file, or go on with it."""
     from orchestrator.commands.submit import submission_of_file
 
-    options = _program_options()
+    options = program_options()
     submission = submission_of_file(file, home, address=where.address, mode=where.mode, options=options)
     _run_submission(submission, follow=where.follow, as_json=as_json)
 
@@ -82,13 +82,9 @@ def resume_sweep(name: str, home: Home, where: Where, *, as_json: bool) -> None:
     """Go on with a sweep as its file said when it was submitted."""
     from orchestrator.commands.submit import submission_of_sweep
 
-    options = _program_options()
+    options = program_options()
     submission = submission_of_sweep(name, home, address=where.address, mode=where.mode, options=options)
     _run_submission(submission, follow=where.follow, as_json=as_json)
-
-
-def _program_options() -> tuple[str, ...]:
-    return ("--verbose",) if click.get_current_context().find_root().params.get("verbose") else ()
 
 
 def _run_submission(submission: Submission, *, follow: bool, as_json: bool) -> None:
