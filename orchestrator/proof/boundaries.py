@@ -17,7 +17,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtr, stdtrit
 
 Family = Literal["baseline", "finalists"]
 """Comparisons that hold together: every finalist with the baseline, or every finalist with every other."""
@@ -48,12 +47,16 @@ class Design:
 
 def critical_value(degrees: int, level: float) -> float:
     """Critical value of Student's t, two-sided."""
+    from scipy.special import stdtrit  # a third of a second, which commands without a proof need not wait for
+
     return -float(stdtrit(degrees, level / 2))
 
 
 @lru_cache(maxsize=128)
 def nominal_levels(design: Design, shape: float = SHAPE) -> tuple[float, ...]:
     """The level of every single comparison at each look, from the first to the last."""
+    from scipy.special import ndtr, stdtrit
+
     looks = np.arange(design.first_look, design.last_look + 1)
     if design.num_finalists < (2 if design.family == "finalists" else 1):
         return (ERROR_RATE,) * len(looks)

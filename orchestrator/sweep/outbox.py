@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 2.0, 120.0
 _TURN_S = 5.0
-"""After which a delivery that is not urgent gives way: the sweep has to be looked after."""
+"""A delivery that is not urgent gives way after this time: the sweep has to be looked after."""
 
 
 class Outbox:
@@ -66,8 +67,8 @@ class Outbox:
         seq, state = checkpoint.read(ledger)
         if seq > entry.seq:
             seq, state = 0, SweepState()
-        between = (earlier.event for earlier in ledger.entries(seq) if earlier.seq <= entry.seq)
-        return reduce(apply, between, state)
+        between = itertools.takewhile(lambda earlier: earlier.seq <= entry.seq, ledger.entries(seq))
+        return reduce(apply, (earlier.event for earlier in between), state)
 
     def _fail(self, error: Exception) -> None:
         if self._num_failures == 0:

@@ -85,7 +85,7 @@ class Lives(RuleBasedStateMachine):
         assert launched.keys() >= ended.keys() | self.world.gangs.keys()
         assert set(launched.values()) | set(ended.values()) <= {1}
         state = fold(events)
-        searched = state.searched()
+        searched = state.searched()  # checks run a candidate again
         assert len({trial.candidate for trial in searched}) == len(searched)
         assert len(state.running) <= self.knobs["max_concurrent"]
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.controller.observer import CHECKPOINT_PERIOD_S, Heartbeat
 from orchestrator.status.overview import detail
 from orchestrator.sweep import checkpoint
 from orchestrator.sweep.events import (
@@ -174,6 +175,19 @@ def test_only_blocks_with_news_are_written_again(tmp_path: Path, monkeypatch: py
         assert written == [[0, 1, 2, 3], [0, 3], [0, 3]], "one event is not worth a copy"
         keeper.tend(min_events=1)
         assert written[3:] == [[0]]
+
+
+def test_a_controller_writes_a_copy_now_and_then(tmp_path: Path) -> None:
+    events, now_s = list(story(random.Random(3), 150)), [0.0]
+    with Ledger(tmp_path) as ledger:
+        beat = Heartbeat(ledger, address=None, clock=lambda: now_s[0])
+        for event in events:
+            ledger.append(event)
+        beat.on_state(fold(events))
+        assert checkpoint.read(ledger)[0] == 0, "it has just begun"
+        now_s[0] += CHECKPOINT_PERIOD_S
+        beat.on_state(fold(events))
+        assert checkpoint.read(ledger) == (len(events), fold(events))
 
 
 def test_a_copy_by_other_code_and_a_ledger_without_any_are_read_event_by_event(
