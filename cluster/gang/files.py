@@ -99,7 +99,7 @@ def _pieces_of(path: Path, num_bytes: int, attempt_id: str, token: str) -> Itera
             )
 
 
-class Receiver:
+class FileReceiver:
     """Writes what comes home below ``workdir``. A file is there as a whole or not at all."""
 
     def __init__(self, workdir: Path) -> None:

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from cluster.base import ClusterError, GangEvent, GangLaunch
-from cluster.gang.files import FilePiece, HomeMark, Receiver
+from cluster.gang.files import FilePiece, FileReceiver, HomeMark
 from cluster.gang.messages import NodeEvent, StopGang, node_launch, single_node_env
 from cluster.gang.tracker import GangTracker
 from cluster.hardware.topology import Node, Topology, discover_node
@@ -82,7 +82,7 @@ class RayCluster:
         if admission is None:
             admission = Unlimited() if request.claim is None else RayAdmission(self._lease, request.policy)
         self._admission = admission
-        self._receiver = Receiver(self._workdir)
+        self._receiver = FileReceiver(self._workdir)
         self._home_mark = HomeMark(self._workdir)
         self._connection.callback(self._home_mark.close)
 

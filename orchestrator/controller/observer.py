@@ -19,8 +19,8 @@ from orchestrator.sweep.documents import (
     Document,
     HeldNodes,
     LiveProgress,
+    LiveRank,
     Mode,
-    RankProgress,
 )
 from orchestrator.sweep.ledger import Ledger, LedgerError
 from orchestrator.sweep.snapshot import Observer
@@ -68,7 +68,7 @@ class Heartbeat:
     def __init__(self, ledger: Ledger, *, address: str | None, clock: Callable[[], float] = time.time) -> None:
         self._ledger = ledger
         self._clock = clock
-        self._progress: dict[str, RankProgress] = {}
+        self._progress: dict[str, LiveRank] = {}
         self._lease: tuple[tuple[str, ...], str] | None = None
         self._written_at_s = 0.0
         self._keeper = CheckpointWriter(ledger)
@@ -87,7 +87,7 @@ class Heartbeat:
 
     def on_progress(self, trial: int, progress: GangProgress) -> None:
         at_s = self._clock()
-        self._progress[str(trial)] = RankProgress(
+        self._progress[str(trial)] = LiveRank(
             phase=progress.phase, step=progress.step, step_time_s=progress.step_time_s, at_s=at_s
         )
         if at_s - self._written_at_s >= PERIOD_S:

@@ -38,7 +38,7 @@ class DeliveryError(Exception):
     """The receiver did not take it; the message holds nothing secret."""
 
 
-class Receiver(Protocol):
+class NotificationReceiver(Protocol):
     """Who is told."""
 
     name: str
@@ -59,7 +59,7 @@ class Receiver(Protocol):
 class Delivery:
     """One delivery of everything behind the receiver's cursor, under way from the start."""
 
-    def __init__(self, folder: Path, receiver: Receiver, outbox: Outbox, section: NotifySection) -> None:
+    def __init__(self, folder: Path, receiver: NotificationReceiver, outbox: Outbox, section: NotifySection) -> None:
         """
         Args:
             folder: of the sweep; the thread opens the ledger there for itself.

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from orchestrator.config.notify import NotifySection
 from orchestrator.errors import ConfigError
 from orchestrator.notifications.content import may_be_told
-from orchestrator.notifications.delivery import Command, Delivery, Receiver, Webhook, webhook_url
+from orchestrator.notifications.delivery import Command, Delivery, NotificationReceiver, Webhook, webhook_url
 from orchestrator.processes import pause_s
 from orchestrator.sweep.ledger import Ledger, LedgerError
 from orchestrator.sweep.outbox import Outbox
@@ -49,7 +49,7 @@ class Notifier:
     """A projection that notifies the receivers of ``section``; see :mod:`orchestrator.controller.observer`."""
 
     def __init__(self, section: NotifySection, *, clock: Callable[[], float] = time.monotonic) -> None:
-        receivers: list[Receiver] = []
+        receivers: list[NotificationReceiver] = []
         if section.webhook_env is not None or section.webhook_file is not None:
             receivers.append(Webhook(section))
         if section.command is not None:
@@ -80,7 +80,7 @@ class Notifier:
 class _Courier:
     """Looks after the deliveries to one receiver, one after another."""
 
-    def __init__(self, receiver: Receiver, section: NotifySection, clock: Callable[[], float]) -> None:
+    def __init__(self, receiver: NotificationReceiver, section: NotifySection, clock: Callable[[], float]) -> None:
         self._receiver = receiver
         self._section = section
         self._clock = clock

@@ -90,7 +90,7 @@ class HeldNodes(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankProgress:
+class LiveRank:
     """What the slowest rank of a running trial was last seen doing."""
 
     phase: str = "starting"
@@ -106,7 +106,7 @@ class LiveProgress(Document):
     """How far the running trials are."""
 
     name: ClassVar[str] = "live"
-    trials: Mapping[str, RankProgress] = field(default_factory=dict)
+    trials: Mapping[str, LiveRank] = field(default_factory=dict)
     """By the trial's number."""
 
 

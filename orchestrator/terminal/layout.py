@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -37,3 +38,19 @@ def headed_table(**options: Any) -> Table:
 def titled_table(title: str) -> Table:
     """A table with its title at the left."""
     return Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+
+
+class NextCommands:
+    """A command a line with what it is for behind it, or above it where there is no room: never cut."""
+
+    def __init__(self, commands: Mapping[str, str]) -> None:
+        self._commands = commands
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = max(map(len, self._commands))
+        is_wide = width + 3 + max(map(len, self._commands.values())) <= options.max_width
+        for command, why in self._commands.items():
+            if is_wide:
+                yield Text.assemble(f"{command:<{width}}   ", (why, "dim"))
+            else:
+                yield Group(Text(f"{why}:", style="dim"), indented(Text(command, overflow="fold")))

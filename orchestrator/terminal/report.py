@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -17,7 +17,7 @@ from orchestrator.report import words
 from orchestrator.report.profile import MAX_OPERATORS, ProfileTables, ShownTable, file_lines, remarks, shown_tables
 from orchestrator.report.report import Change, Profiled, Report, ShownTrial
 from orchestrator.report.trials import FailedTrial
-from orchestrator.terminal.layout import headed_table, indented, label_grid, section
+from orchestrator.terminal.layout import NextCommands, headed_table, label_grid, section
 from orchestrator.terminal.proof import render_confirmation, render_gate
 from orchestrator.terminal.table import render_trials
 
@@ -183,19 +183,3 @@ def _profile_table(shown: ShownTable) -> Table:
     for row in shown.rows:
         table.add_row(*row)
     return table
-
-
-class NextCommands:
-    """A command a line with what it is for behind it, or above it where there is no room: never cut."""
-
-    def __init__(self, commands: Mapping[str, str]) -> None:
-        self._commands = commands
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = max(map(len, self._commands))
-        is_wide = width + 3 + max(map(len, self._commands.values())) <= options.max_width
-        for command, why in self._commands.items():
-            if is_wide:
-                yield Text.assemble(f"{command:<{width}}   ", (why, "dim"))
-            else:
-                yield Group(Text(f"{why}:", style="dim"), indented(Text(command, overflow="fold")))

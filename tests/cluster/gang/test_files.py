@@ -8,7 +8,7 @@ import pytest
 
 from cluster.connect import connect
 from cluster.gang import files as attempt_files
-from cluster.gang.files import MAX_BYTES_PER_RANK, PIECE_BYTES, FilePiece, HomeMark, Receiver, pieces
+from cluster.gang.files import MAX_BYTES_PER_RANK, PIECE_BYTES, FilePiece, FileReceiver, HomeMark, pieces
 from cluster.gang.messages import RankSlot
 from cluster.request import ClusterRequest
 from tests.cluster.gangs import PRELOAD, run
@@ -23,7 +23,7 @@ def sent(directory):
 
 
 def home_after(tmp_path, messages):
-    receiver = Receiver(tmp_path / "home")
+    receiver = FileReceiver(tmp_path / "home")
     for message in messages:
         receiver.take(message)
     folder = tmp_path / "home/a1" / FOLDER
@@ -84,7 +84,7 @@ def test_a_receiver_follows_no_link_and_completes_no_file_with_a_hole(tmp_path, 
     (home / "rank0.x").symlink_to(target)
     first = FilePiece(attempt_id="a1", token="token", name="rank0.x", offset=0, data=b"ab", is_last=False)
     late = FilePiece(attempt_id="a1", token="token", name="rank0.x", offset=4, data=b"ef", is_last=True)
-    receiver = Receiver(tmp_path / "home")
+    receiver = FileReceiver(tmp_path / "home")
     receiver.take(first)
     receiver.take(late)
     assert target.read_text() == "kept" and "a piece is missing" in caplog.text

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from orchestrator.sweep.documents import Controller, HeldNodes, LiveProgress, RankProgress, Tracking
+from orchestrator.sweep.documents import Controller, HeldNodes, LiveProgress, LiveRank, Tracking
 from orchestrator.sweep.events import ControllerStarted, SweepFinished
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home
@@ -224,7 +224,7 @@ def test_documents_come_back_as_they_were_and_lacking_keys_have_their_defaults(t
         for document in (
             Controller(host="head", pid=7, mode="ray job", job="tune-x", address="head:6379", started_at_s=3.0),
             HeldNodes(nodes=("n1", "n2"), waiting="one more is busy", at_s=4.0),
-            LiveProgress(trials={"5": RankProgress(phase="measuring", step=7, step_time_s=0.2, at_s=1.0)}),
+            LiveProgress(trials={"5": LiveRank(phase="measuring", step=7, step_time_s=0.2, at_s=1.0)}),
             Tracking(uri="http://host:5000"),
         ):
             document.put(ledger)
