@@ -28,7 +28,7 @@ STEPS = {
         '    deterministic: bool = False\n    """Only kernels that give the same bits in every run."""\n',
     ),
     "trials/kernels/settings.py": (
-        "        torch.set_float32_matmul_precision(kernels.matmul_precision)\n",
+        "        stack.enter_context(matmul_precision(kernels.matmul_precision))\n",
         "        stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())\n"
         "        torch.use_deterministic_algorithms(kernels.deterministic)\n",
     ),

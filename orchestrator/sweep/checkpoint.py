@@ -27,7 +27,8 @@ MIN_EVENTS = 256
 """New events that are worth another copy; fewer are quickly decoded."""
 
 CODE = (
-    *(f"orchestrator.sweep.{name}" for name in ("checkpoint", "events", "fold", "limits", "state", "values", "vector")),
+    *(f"orchestrator.sweep.{name}" for name in ("checkpoint", "events", "fold", "limits", "state", "values")),
+    "orchestrator.vector",
     *(
         f"trials.{name}"
         for name in ("codec", "outcome", "spec", "reports.findings", "reports.profile", "reports.rates")
