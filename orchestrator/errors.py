@@ -9,7 +9,7 @@ EXIT_FAILED = 1
 """The sweep failed, or what was asked for did: a drift was found, a server ended by itself. Python's own errors and
 Ray's core leave the same code."""
 EXIT_USER = 2
-"""The user's input or surroundings need mending. Also of a supervisor that gave up, and of a job without a code."""
+"""The user's input or environment needs mending. Also of a supervisor that gave up, and of a job without a code."""
 EXIT_CLUSTER_LOST = 75
 """The cluster of a supervised controller went away (EX_TEMPFAIL of sysexits.h): it is started again."""
 EXIT_INTERRUPTED = 130

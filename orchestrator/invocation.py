@@ -25,7 +25,7 @@ class Invocation:
 
     @classmethod
     def current(cls, home: Path) -> Self:
-        """As this process was called: by its path where it is not on PATH, and with ``--home`` where that matters."""
+        """How this process was called: by its path where it is not on PATH, and with ``--home`` where that matters."""
         is_on_path = shutil.which(PROGRAM) is not None or Path(sys.argv[0]).name != PROGRAM
         is_implied = str(home) in (str(DEFAULT_HOME), os.environ.get(HOME_VARIABLE))
         return cls(program=PROGRAM if is_on_path else sys.argv[0], options=() if is_implied else ("--home", str(home)))
@@ -36,7 +36,7 @@ class Invocation:
 
 
 PLAIN = Invocation()
-"""As the documents show it."""
+"""The program as the documents call it: by name, without options."""
 
 
 def user_name() -> str:

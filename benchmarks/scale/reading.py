@@ -81,12 +81,12 @@ def fill(home: Home, name: str, num_trials: int, *, seed: int = 0, copied: bool 
     into copies of the state. Without ``copied`` there is none, as in ledgers of old."""
     copying_s = 0.0
     with Ledger(home.sweep_folder(name)) as ledger:
-        keeper = CheckpointWriter(ledger)
+        writer = CheckpointWriter(ledger)
         for event in story(num_trials, name, seed):
             ledger.append(event)
             if copied:
                 before_s = time.process_time()
-                keeper.tend()
+                writer.tend()
                 copying_s += time.process_time() - before_s
         ledger.put_document("tracking", {"uri": None})
         ledger.put_document("spec", {"cluster": {"num_nodes": 2}})

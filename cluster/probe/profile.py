@@ -32,7 +32,7 @@ class NodeRates:
     all_reduce: Link | None = None
     """All-reduce over all devices of the node."""
     transfer: Link | None = None
-    """To and from the same device of another node, per device, all devices at once."""
+    """Transfer to and from the same device of another node, per device, all devices at once."""
     failure: str = ""
     """Why nothing was measured; empty where something was."""
 

@@ -1,6 +1,6 @@
 """Which of the sweeps that share a cluster may hold how many of its nodes. Pure and deterministic but for the protocol.
 
-Every sweep puts in a :class:`Claim` about once a second and is granted nodes by :func:`share`:
+Every sweep puts in a :class:`Claim` every second or two and is granted nodes by :func:`share`:
 
 1. Each gets its ``min_nodes`` or nothing, in this order: higher priority first; then who holds nodes already, so that
    equals never take a running sweep's last nodes; then the queue with the fewest nodes per weight; then who came first.

@@ -1,2 +1,2 @@
-"""Gangs on a Ray cluster, its lease and queue, and controllers as Ray Jobs: the only room that imports Ray. Imports all
-rooms below it but ``virtual``."""
+"""Gangs on a Ray cluster, its lease and queue, and controllers as Ray Jobs: the only room that imports Ray. Imports
+``node``, ``gang``, ``base``, ``queue``, ``request`` and ``hardware``."""

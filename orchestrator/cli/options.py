@@ -39,6 +39,6 @@ def print_result(as_json: bool, body: Any, render: Callable[[], Any]) -> None:
 
 
 def announce(links: dict[str, str], as_json: bool) -> None:
-    """Print what is where, at once: a command that goes on follows."""
+    """Print addresses by what is there, at once, since the command goes on."""
     click.echo(json.dumps(links) if as_json else "\n".join(f"{what:<12} {url}" for what, url in links.items()))
     sys.stdout.flush()

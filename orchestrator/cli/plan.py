@@ -73,7 +73,7 @@ def plan(file: Path, why: str | None, cluster: str | None, home: Path, as_json: 
 def dryrun(
     file: Path, trials: tuple[str, ...], all_legal: bool, limit: int, home: Path, as_json: bool, **options: Any
 ) -> None:
-    """Predict the memory, FLOPs and collectives of trials of FILE, on this machine, whatever the world's size.
+    """Estimate the memory, FLOPs and collectives of trials of FILE, on this machine, whatever the world's size.
 
     \b
     Examples:

@@ -121,7 +121,7 @@ def _answer(name: str, ledger: Ledger, number: int, trials: tuple[int, ...] = ()
     deadline_s = time.monotonic() + CLOSING_S
     seen = read_snapshot(ledger)
     while seen.is_held and seen.state.is_over and time.monotonic() < deadline_s:
-        time.sleep(0.2)  # its controller is about to leave, and takes up nothing any more
+        time.sleep(0.2)  # its controller is about to leave, and takes in nothing any more
         seen = read_snapshot(ledger, seen)
     state, is_controlled = seen.state, True
     with contextlib.suppress(SweepBusyError):

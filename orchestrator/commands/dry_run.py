@@ -155,17 +155,17 @@ class TrialChoices:
 
     @functools.cached_property
     def numbered(self) -> tuple[Candidate, ...]:
-        """As ``tune-cluster plan`` numbers them from 1: without those that earlier dry runs have ruled out."""
+        """Candidates as ``tune-cluster plan`` numbers them from 1: without those that earlier dry runs rule out."""
         return self._plan(load_estimates(self._spec, self.topology, DryRunCache(self._home.dry_runs))).candidates
 
     @functools.cached_property
     def unfiltered(self) -> tuple[Candidate, ...]:
-        """Those whose layouts this hardware has room for, whatever earlier dry runs said."""
+        """Candidates whose layouts this hardware has room for, whatever earlier dry runs said."""
         return self._plan().candidates
 
     @functools.cached_property
     def _by_name(self) -> dict[str, Candidate]:
-        """Also candidates too large for this hardware."""
+        """Candidates by their short names, those too large for this hardware included."""
         return {short_name(candidate): candidate for candidate in make_plan(self._spec).candidates}
 
     def find(self, name: str) -> Candidate:

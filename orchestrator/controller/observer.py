@@ -71,7 +71,7 @@ class Heartbeat:
         self._progress: dict[str, LiveRank] = {}
         self._lease: tuple[tuple[str, ...], str] | None = None
         self._written_at_s = 0.0
-        self._keeper = CheckpointWriter(ledger)
+        self._checkpoint = CheckpointWriter(ledger)
         self._kept_at_s = clock()
         job = os.environ.get(JOB_VARIABLE)
         mode: Mode = next((mode for mode in get_args(Mode) if mode == os.environ.get(MODE_VARIABLE)), "foreground")
@@ -108,6 +108,6 @@ class Heartbeat:
     def _keep_checkpoint(self) -> None:
         self._kept_at_s = self._clock()
         try:
-            self._keeper.tend()
+            self._checkpoint.tend()
         except LedgerError as error:
             logger.debug("no copy of the state is written: %s", error)

@@ -54,31 +54,31 @@ class Notifier:
             receivers.append(Webhook(section))
         if section.command is not None:
             receivers.append(Command(section.command))
-        self._couriers = [_Courier(receiver, section, clock) for receiver in receivers]
+        self._feeds = [_Feed(receiver, section, clock) for receiver in receivers]
 
     def sync(self, ledger: Ledger, state: SweepState) -> int:
         """Begin to deliver what is new, and look after deliveries under way; return how many events receivers have
         taken note of. Waits only when the sweep has come to rest, and then ``FLUSH_S`` at most."""
-        before = sum(courier.position(ledger) for courier in self._couriers)
+        before = sum(feed.position(ledger) for feed in self._feeds)
         is_at_rest = state.created is not None and state.status != "running"
-        for courier in self._couriers:
-            courier.tend(ledger, urgent=is_at_rest)
+        for feed in self._feeds:
+            feed.tend(ledger, urgent=is_at_rest)
         if is_at_rest:
             self._flush()
-        return sum(courier.position(ledger) for courier in self._couriers) - before
+        return sum(feed.position(ledger) for feed in self._feeds) - before
 
     def _flush(self) -> None:
         deadline_s = time.monotonic() + FLUSH_S
-        while any(courier.is_busy for courier in self._couriers) and time.monotonic() < deadline_s:
+        while any(feed.is_busy for feed in self._feeds) and time.monotonic() < deadline_s:
             time.sleep(0.02)
-            for courier in self._couriers:
-                courier.look()
-        for courier in self._couriers:
-            courier.end()
+            for feed in self._feeds:
+                feed.look()
+        for feed in self._feeds:
+            feed.end()
 
 
-class _Courier:
-    """Looks after the deliveries to one receiver, one after another."""
+class _Feed:
+    """Feeds one receiver: looks after its deliveries, one after another."""
 
     def __init__(self, receiver: NotificationReceiver, section: NotifySection, clock: Callable[[], float]) -> None:
         self._receiver = receiver

@@ -53,7 +53,7 @@ class Record:
     missing: tuple[str, ...] = ()
     """What was missing when it was forced."""
     sweep: str = ""
-    """Sweep of ``to_version``; so are the four fields that follow."""
+    """Sweep that ``to_version`` comes from; the four fields that follow are about that version, too."""
     sweep_id: str = ""
     trial: str = ""
     short_name: str = ""

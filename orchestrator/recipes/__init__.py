@@ -1,6 +1,6 @@
 """Recipes: a configuration rendered as other frameworks' own files, and read back.
 
-Knows the specification of trials only: nothing of sweeps or of what was measured.
+Knows the specification of trials and the knobs: nothing of sweeps or of what was measured.
 """
 
 from orchestrator.recipes.base import Export, Note, Parsed, Recipe

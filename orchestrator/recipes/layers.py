@@ -9,7 +9,7 @@ from trials.stages import all_chunks
 
 
 def present(draft: Draft) -> Counts:
-    """Layers of every chunk and stage."""
+    """Layers of the draft's candidate per chunk and stage."""
     return layers_of(draft.candidate.layout, draft.workload.num_layers)
 
 

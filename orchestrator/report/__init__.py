@@ -1,4 +1,4 @@
 """The result of a sweep as one value, its words, and what renders it: Markdown, plots, a page.
 
-Imports diagnosis and what lies below it: planning, proof, config, space and sweep.
+Imports diagnosis, proof, config, space and sweep.
 """

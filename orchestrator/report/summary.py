@@ -53,7 +53,7 @@ class Speedup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Where a sweep stands or how it ended."""
+    """Where a sweep stands or how it ended, in figures."""
 
     sweep: str
     state: SweepStatus

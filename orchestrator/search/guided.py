@@ -1,4 +1,7 @@
-"""The guided sampler on a sweep: turns its state into what was seen, and a proposal into a candidate with a reason."""
+"""The guided sampler on a sweep: turns its state into what was seen, and a proposal into a candidate with a reason.
+
+The *residual* is what corrects predictions by measurements: :mod:`orchestrator.search.prediction.gaussian_process`.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ MAX_LEARNED = 256
 MAX_BOUNDS = 128
 """Trials stopped early that the residual also learns from: the latest."""
 MAX_CALIBRATING = 256
-"""Measurements the coefficients are fitted to, some ten for each; what is left after that they cannot explain."""
+"""Measurements that move the coefficients, some ten for each; the residual corrects what is wrong after that."""
 MIN_MEASURED_TO_STOP = 4
 """Measurements before the search may stop by itself."""
 STOP_TOLERANCE = 0.01
 """What an improvement must promise, relative, for the search to go on."""
 
 MIN_KEPT = 384
-"""Candidates a round chooses from, at least; twice as many as run at the same time."""
+"""Candidates that a round chooses from, or twice as many as run at the same time if that is more."""
 
 
 @dataclass(slots=True, kw_only=True)

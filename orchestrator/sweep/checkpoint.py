@@ -84,7 +84,7 @@ class CheckpointWriter:
         self._write()
 
     def _write(self) -> None:
-        """Only blocks that events have changed since the copy before."""
+        """Write the header, and the blocks that events have changed since the copy before."""
         blocks, written = self._state.trials.blocks, self._written
         changed = [i for i, block in enumerate(blocks) if i >= len(written) or block is not written[i]]
         bodies = {i: _packed(blocks[i]) for i in changed}
@@ -112,14 +112,14 @@ def _lazy(size: int, packed: bytes) -> LazyBlock[Trial]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON; the codec does not know vectors and sets."""
+    """The value of a field as JSON; the codec does not know vectors and sets."""
     if isinstance(value, Vector):
         return [to_json(item) for item in value]
     return sorted(value) if isinstance(value, frozenset) else to_json(value)
 
 
 def _revived(hint: Any, value: Any) -> Any:
-    """Back from :func:`_plain`."""
+    """The value of a field of type ``hint``, back from :func:`_plain`."""
     origin = typing.get_origin(hint)
     if origin not in (Vector, frozenset):
         return from_json(hint, value)

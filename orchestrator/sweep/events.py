@@ -365,7 +365,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """Give everything back: no further command follows until the sweep is taken up again."""
+    """Give everything back: no further command follows until the sweep is resumed."""
 
     reason: str
 

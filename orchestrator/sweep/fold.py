@@ -184,7 +184,7 @@ def _apply_retried(state: SweepState, event: TrialsRetried) -> SweepState:
 
 
 def _without_proof(state: SweepState) -> tuple[int, ...]:
-    """Those that wait, but for checks of a proof that is over: nobody would look at them."""
+    """The trials that wait, without checks of a proof that is over: nobody would look at those."""
     over = ConfirmationRun | GateRun
     return tuple(number for number in state.waiting if not isinstance(state.trials[number].check, over))
 

@@ -78,7 +78,7 @@ class Snapshot:
     live: dict[int, GangProgress] = field(default_factory=dict)
     """What the slowest rank of each running trial was last seen doing."""
     requests: tuple[Request, ...] = ()
-    """Not yet taken in by the controller."""
+    """What people have asked for and the controller has not taken in yet."""
     is_virtual: bool = False
     """Whether it runs on no real cluster, so that there are no processes and no logs."""
     spec: Mapping[str, Any] | None = None

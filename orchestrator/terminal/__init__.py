@@ -1,1 +1,1 @@
-"""Shows plans, sweeps, reports and promotions on the terminal with rich; imports every room but `cli`."""
+"""Shows plans, sweeps, reports and promotions on the terminal with rich; may import every room but `cli`."""

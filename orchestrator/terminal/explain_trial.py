@@ -29,8 +29,8 @@ def render_explanation(explained: Explanation) -> RenderableType:
     parts: list[RenderableType] = [head, Text(short_name(trial.candidate)), _heading("Proposed"), _proposed(explained)]
     if explained.pending:
         parts += [_heading("Waits"), *_lines(explained.pending, "yellow")]
-    for story in explained.attempts:
-        parts += [_attempt_heading(story), *_attempt(story)]
+    for explanation in explained.attempts:
+        parts += [_attempt_heading(explanation), *_attempt(explanation)]
     if explained.proof:
         parts += [_heading("Proof"), *_lines(explained.proof)]
     if explained.ruled_out:
@@ -60,27 +60,27 @@ def _proposed(explained: Explanation) -> RenderableType:
     return indented(grid)
 
 
-def _attempt_heading(story: AttemptExplanation) -> Text:
-    outcome = story.attempt.outcome
+def _attempt_heading(explanation: AttemptExplanation) -> Text:
+    outcome = explanation.attempt.outcome
     kind = outcome.kind if outcome else "running"
-    return Text.assemble((f"\nAttempt {story.number} ", "bold"), status_text(kind))
+    return Text.assemble((f"\nAttempt {explanation.number} ", "bold"), status_text(kind))
 
 
-def _attempt(story: AttemptExplanation) -> Iterable[RenderableType]:
-    attempt, names = story.attempt, nodes_of(story.attempt)
+def _attempt(explanation: AttemptExplanation) -> Iterable[RenderableType]:
+    attempt, names = explanation.attempt, nodes_of(explanation.attempt)
     more = f" +{len(names) - MAX_NODES}" if len(names) > MAX_NODES else ""
     grid = label_grid("dim")
     devices = f"{count(len(attempt.ranks), 'rank')}, {count(attempt.num_devices, 'device')}"
     grid.add_row("on", Text(f"{' '.join(names[:MAX_NODES])}{more}: {devices}"))
     charged = f", {units.device_time(attempt.device_seconds)} charged" if attempt.outcome else " so far"
-    grid.add_row("took", Text(f"{units.duration(story.duration_s)}{charged}"))
-    if story.evidence:
-        for label, words in _evidence(story.evidence, is_blameless=story.is_blameless):
+    grid.add_row("took", Text(f"{units.duration(explanation.duration_s)}{charged}"))
+    if explanation.evidence:
+        for label, words in _evidence(explanation.evidence, is_blameless=explanation.is_blameless):
             grid.add_row(label, words)
-    for i, line in enumerate(story.consequences):
+    for i, line in enumerate(explanation.consequences):
         grid.add_row("so" if i == 0 else "", Text(line))
-    if attempt.outcome is None or story.evidence:
-        grid.add_row("logs", Text(str(story.folder), style="dim", overflow="fold"))
+    if attempt.outcome is None or explanation.evidence:
+        grid.add_row("logs", Text(str(explanation.folder), style="dim", overflow="fold"))
     yield indented(grid)
 
 

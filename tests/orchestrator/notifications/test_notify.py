@@ -256,10 +256,10 @@ def test_a_delivery_that_hangs_is_abandoned_and_does_not_touch_the_cursor_of_the
     notifier = Notifier(NotifySection(webhook_env="TEST_WEBHOOK", after_failures=1), clock=lambda: now_s[0])
     write(ledger, created(), *trial(0, FAULT))
     sync_until(notifier, ledger, lambda: len(webhook.paths) == 1)
-    hanging = notifier._couriers[0]._delivery
+    hanging = notifier._feeds[0]._delivery
     assert hanging is not None
     now_s[0] += notify.DELIVERY_LIMIT_S + 1.0
-    sync_until(notifier, ledger, lambda: not notifier._couriers[0].is_busy)
+    sync_until(notifier, ledger, lambda: not notifier._feeds[0].is_busy)
     assert "in time" in caplog.text
     now_s[0] += notify.LAST_RETRY_S
     write(ledger, *trial(1, FAULT))
@@ -306,7 +306,7 @@ def test_nothing_is_started_for_trials_that_go_well(webhook: Receiver, ledger: L
     notifier = Notifier(NotifySection(webhook_env="TEST_WEBHOOK"))
     write(ledger, created(), *trial(0, measured()), *trial(1, failures()["oom"]))
     assert notifier.sync(ledger, fold(ledger.events())) == 0
-    assert not any(courier.is_busy for courier in notifier._couriers)
+    assert not any(feed.is_busy for feed in notifier._feeds)
 
 
 def test_payload_holds_no_secret_of_a_failing_trial(

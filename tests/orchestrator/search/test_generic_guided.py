@@ -1,4 +1,4 @@
-"""Forecasts and guided proposals for workloads that are no decoders: by formula, and as dry runs counted."""
+"""Predictions and guided proposals for workloads that are no decoders: by formula, and as dry runs counted."""
 
 import json
 from pathlib import Path

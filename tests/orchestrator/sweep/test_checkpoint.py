@@ -75,12 +75,12 @@ def _launch(number: int, attempts: dict[int, int], outcome: Outcome, at_s: float
 
 def keep(ledger: Ledger, events: list[LedgerEvent], cuts: list[int], *, restarts: bool = False) -> None:
     """Append the events; make a copy of the state after each of ``cuts`` of them."""
-    keeper = checkpoint.CheckpointWriter(ledger)
+    writer = checkpoint.CheckpointWriter(ledger)
     for i, event in enumerate(events, 1):
         ledger.append(event)
         if i in cuts:
-            keeper.tend(min_events=1)
-            keeper = checkpoint.CheckpointWriter(ledger) if restarts else keeper
+            writer.tend(min_events=1)
+            writer = checkpoint.CheckpointWriter(ledger) if restarts else writer
 
 
 @pytest.fixture
@@ -169,11 +169,11 @@ def test_only_blocks_with_news_are_written_again(tmp_path: Path, monkeypatch: py
     events = long_story.events(long_story.speeds(*[0.1] * 3 * BLOCK_SIZE), finished=False)
     with Ledger(tmp_path) as ledger:
         keep(ledger, events, [len(events) - 6, len(events) - 3, len(events)], restarts=True)
-        keeper = checkpoint.CheckpointWriter(ledger)
+        writer = checkpoint.CheckpointWriter(ledger)
         ledger.append(SweepFinished(at_s=1e10, status="finished", reason="enough"))
-        keeper.tend()
+        writer.tend()
         assert written == [[0, 1, 2, 3], [0, 3], [0, 3]], "one event is not worth a copy"
-        keeper.tend(min_events=1)
+        writer.tend(min_events=1)
         assert written[3:] == [[0]]
 
 
