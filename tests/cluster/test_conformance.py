@@ -333,6 +333,7 @@ def test_disjoint_processes(processes, tmp_path):
     assert isinstance(end_of(processes, first).outcome, GangLost)
 
 
+@pytest.mark.representative("local", "simulated", "replay")  # Ray would start once more
 def test_release(fresh):
     first, kept = fresh.nodes[0], fresh.nodes[1:]
     gang = fresh.launch("endless", devices=fresh.cluster.topology.nodes[0].devices)
@@ -347,6 +348,7 @@ def test_release(fresh):
     assert fresh.cluster.waiting != ""
 
 
+@pytest.mark.representative("local", "simulated", "replay")  # Ray would start once more
 def test_resize(fresh):
     names = fresh.nodes
     fresh.cluster.resize(0, keep=names)
@@ -359,6 +361,7 @@ def test_resize(fresh):
     assert isinstance(fresh.run("works").outcome, Measured)
 
 
+@pytest.mark.representative("local", "simulated", "replay")  # Ray would start once more
 def test_close(fresh):
     fresh.launch("endless")
     fresh.cluster.close()

@@ -158,6 +158,7 @@ def name() -> str:
     return f"tune-cluster-test-{secrets.token_hex(4)}"
 
 
+@pytest.mark.exhaustive
 def test_a_job_is_submitted_once_attached_to_followed_and_followed_by_the_next(
     head: Head, jobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

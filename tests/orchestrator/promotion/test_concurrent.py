@@ -94,6 +94,7 @@ def production(home: Home) -> str:
     return found.version if found else ""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.fault
 def test_a_killed_promotion_is_settled_by_the_next_command(tmp_path: Path):
@@ -112,7 +113,6 @@ def test_a_killed_promotion_is_settled_by_the_next_command(tmp_path: Path):
     assert len(invariants(home)) == 1 + len(PROMOTING)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.fault
 def test_a_killed_rollback_is_settled_by_the_next_command(tmp_path: Path):
