@@ -136,7 +136,11 @@ def _plain_fields() -> dict[str, Any]:
 
 @functools.cache
 def _code_version() -> str:
+    """Digest of the code that this process runs."""
     found = hashlib.sha256()
     for name in CODE:
         found.update(Path(str(sys.modules[name].__file__)).read_bytes())
     return found.hexdigest()
+
+
+_code_version()  # now: later, an update may have put other files in the place of those that were imported

@@ -153,7 +153,7 @@ class Ledger:
                 (event.kind, body, self._epoch, self._epoch),
             )
         if cursor.rowcount != 1 or cursor.lastrowid is None:
-            raise FencedError(f"another controller has taken over the sweep in {self.folder}; this one ends")
+            raise self._fenced()
         entry = LedgerEntry(cursor.lastrowid, event)
         if self._recent and self._recent[-1].seq != entry.seq - 1:
             self._recent.clear()  # somebody else has written in between
@@ -179,6 +179,9 @@ class Ledger:
         if self._db.execute("UPDATE fence SET epoch = ? WHERE epoch < ?", (epoch, epoch)).rowcount != 1:
             raise FencedError(f"another controller has begun epoch {epoch} of the sweep in {self.folder} already")
         self._epoch = epoch
+
+    def _fenced(self) -> FencedError:
+        return FencedError(f"another controller has taken over the sweep in {self.folder}; this one ends")
 
     def ask(self, body: Any, *, by: str, at_s: float) -> int:
         """Leave a request for the controller; return its id. Needs no lock."""
@@ -243,8 +246,16 @@ class Ledger:
             return [body for (body,) in self._db.execute("SELECT body FROM checkpoint ORDER BY part")]
 
     def put_checkpoint(self, parts: Mapping[int, bytes], num_parts: int) -> None:
-        """Replace these parts, and keep ``num_parts`` in all; all of it happens or nothing."""
+        """Replace these parts, and keep ``num_parts`` in all; all of it happens or nothing.
+
+        Raises:
+            FencedError: another controller has begun a later epoch: its parts and these would not fit together.
+            LedgerError: the disk is full or read-only.
+        """
         with self._errors("write"), self._atomic(True):
+            (epoch,) = self._db.execute("SELECT epoch FROM fence").fetchone()
+            if self._epoch not in (None, epoch):
+                raise self._fenced()
             self._db.executemany("INSERT OR REPLACE INTO checkpoint VALUES (?, ?)", parts.items())
             self._db.execute("DELETE FROM checkpoint WHERE part >= ?", (num_parts,))
 

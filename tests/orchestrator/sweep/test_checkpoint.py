@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 import random
 import sqlite3
+import subprocess
+import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +30,7 @@ from orchestrator.sweep.events import (
 )
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home
-from orchestrator.sweep.ledger import Ledger
+from orchestrator.sweep.ledger import FencedError, Ledger
 from orchestrator.sweep.snapshot import read_snapshot
 from orchestrator.sweep.state import MAX_FASTEST, SweepState
 from orchestrator.vector import BLOCK_SIZE
@@ -206,6 +208,49 @@ def test_a_copy_by_other_code_and_a_ledger_without_any_are_read_event_by_event(
     with Ledger(tmp_path, read_only=True) as old:
         assert checkpoint.read(old) == (0, SweepState())
         assert read_snapshot(old).state == fold(events)
+
+
+KEEPS_LATE = """
+import sys
+from pathlib import Path
+
+from orchestrator.sweep import checkpoint
+from orchestrator.sweep.ledger import Ledger
+
+Path.read_bytes = lambda path: b"updated since"
+with Ledger(Path(sys.argv[1])) as ledger:
+    checkpoint.CheckpointWriter(ledger).tend(min_events=1)
+"""
+
+
+def test_a_copy_bears_the_version_of_the_code_that_made_it_also_where_that_was_updated_since(tmp_path: Path) -> None:
+    events = list(story(random.Random(4), 5))
+    with Ledger(tmp_path) as ledger:
+        for event in events:
+            ledger.append(event)
+        subprocess.run([sys.executable, "-c", KEEPS_LATE, tmp_path], check=True)
+        assert checkpoint.read(ledger)[0] == len(events)
+
+
+def test_a_controller_that_was_replaced_leaves_the_copy_of_its_successor_alone(tmp_path: Path) -> None:
+    events = list(story(random.Random(5), 2 * BLOCK_SIZE))
+    cut = len(events) // 2
+    epoch = max(event.epoch for event in events if isinstance(event, ControllerStarted)) + 1
+    with Ledger(tmp_path) as old, Ledger(tmp_path) as new:
+        replaced = checkpoint.CheckpointWriter(old)
+        for event in events[:cut]:
+            old.append(event)
+        replaced.tend(min_events=1)
+        new.append(ControllerStarted(at_s=1e6, epoch=epoch, pid=2, host="other"))
+        for event in events[cut:]:
+            if not isinstance(event, ControllerStarted):
+                new.append(event)
+        checkpoint.CheckpointWriter(new).tend(min_events=1)
+        kept = new.checkpoint()
+        with pytest.raises(FencedError, match="taken over"):
+            replaced.tend(min_events=1)
+        assert new.checkpoint() == kept
+        assert read_snapshot(new).state == fold(new.events())
 
 
 def test_the_version_covers_every_module_whose_types_a_state_is_made_of() -> None:
