@@ -12,6 +12,7 @@ from orchestrator.sweep.fold import blamed_node
 from orchestrator.sweep.ledger import LedgerEntry
 from orchestrator.sweep.requests import FAULTS
 from orchestrator.sweep.state import SweepState, describe_failure
+from orchestrator.sweep.values import FinishCause
 from trials.outcome import GangLost, Outcome
 from trials.secrets import redact_all
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_FAILURES = 5
 MAX_CHARS = 300
+BUDGET_WORDS = "the budget of "
+"""What reasons say of budgets, and of the search's share of one."""
 
 
 def may_be_told(event: LedgerEvent, on: Collection[str]) -> bool:
@@ -45,7 +48,7 @@ def notification(
     event = entry.event
     match event:
         case SweepFinished(status="finished"):
-            return "budget" if event.cause.is_budget else "finished"
+            return "budget" if _is_budget_spent(event) else "finished"
         case SweepFinished():
             return "cancelled" if event.status == "cancelled" else "failed"
         case SweepPaused():
@@ -57,6 +60,13 @@ def notification(
             return "repeated_failure" if is_last_straw or _quarantines(event, state) else None
         case _:
             return None
+
+
+def _is_budget_spent(event: SweepFinished) -> bool:
+    """Whether a budget ended the sweep; of one whose search ended before causes were kept, its reason tells."""
+    if event.cause is FinishCause.UNKNOWN:
+        return BUDGET_WORDS in event.reason
+    return event.cause.is_budget
 
 
 def is_fault(outcome: Outcome) -> bool:

@@ -129,6 +129,8 @@ def test_a_sweep_that_the_controller_ends_for_its_budget_is_told_as_budget() -> 
     end = SweepFinished(at_s=9.0, status=finish.status, reason=finish.reason, cause=finish.cause)
     assert told(*events, end)[-1] == "budget"
     assert told(*events, FINISHED)[-1] == "finished"
+    before_causes_were_kept = SweepFinished(at_s=9.0, status=finish.status, reason=finish.reason)
+    assert told(*events, before_causes_were_kept)[-1] == "budget"
     for status in ("failed", "cancelled"):
         assert told(*events, SweepFinished(at_s=9.0, status=status, reason="x"))[-1] == status  # type: ignore[arg-type]
     assert told(*events, SweepPaused(at_s=9.0, reason="x"))[-1] == "paused"
