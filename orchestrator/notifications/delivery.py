@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -211,7 +212,7 @@ def _post(url: str, body: dict[str, Any]) -> None:
         raise DeliveryError(
             f"the webhook cannot be reached: {getattr(error.reason, 'strerror', None) or 'no answer'}"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:  # whose texts may repeat the URL
         raise DeliveryError(f"the webhook does not answer: {type(error).__name__}") from None
 
 

@@ -12,6 +12,7 @@ import json
 import sys
 import typing
 import zlib
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import reduce
 from pathlib import Path
@@ -39,14 +40,20 @@ CODE = (
 
 
 def read(ledger: Ledger) -> tuple[int, SweepState]:
-    """The number of the last event in the copy, and the state after it; 0 and an empty state where there is none.
+    """The number of the last event in the copy, and the state after it; 0 and an empty state where there is none, or
+    where it is damaged.
 
     Raises:
         LedgerError: the ledger cannot be read.
     """
     parts = ledger.checkpoint()
-    if not parts:
+    try:
+        return _unpacked(parts) if parts else (0, SweepState())
+    except (ValueError, KeyError, TypeError):
         return 0, SweepState()
+
+
+def _unpacked(parts: Sequence[bytes]) -> tuple[int, SweepState]:
     header = json.loads(parts[0])
     if header["code"] != _code_version():
         return 0, SweepState()

@@ -85,6 +85,7 @@ def test_what_cannot_be_had_is_told_and_waited_for_as_long_as_somebody_listens(n
     assert words in heard[-1]
 
 
+@pytest.mark.exhaustive
 def test_an_excluded_node_is_not_held_and_another_takes_its_place(nodes, tmp_path):
     """The node excluded is the one that was leased first."""
     leases = []

@@ -153,6 +153,7 @@ def test_a_detached_sweep_is_followed_to_its_end_and_its_trials_launched_again(h
         assert words in refused.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.fault
 def test_a_detached_controller_survives_kill_and_pause_and_followers_come_and_go(home: Path, tmp_path: Path) -> None:

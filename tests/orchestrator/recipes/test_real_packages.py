@@ -57,6 +57,7 @@ def test_every_setting_written_is_one_that_the_package_has(package):
 
 
 @pytest.mark.slow
+@pytest.mark.representative("accelerate")
 @pytest.mark.parametrize("name", NEEDS)
 def test_the_real_package_accepts_every_export_and_reads_it_as_we_do(name, tmp_path):
     skip_without(*NEEDS[name])

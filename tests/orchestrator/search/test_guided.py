@@ -172,6 +172,7 @@ def test_it_stops_by_itself_when_asked_to_and_only_then():
     assert not make_search().is_converged(state)
 
 
+@pytest.mark.exhaustive
 def test_other_samplers_leave_out_what_an_out_of_memory_outcome_rules_out():
     big = next(c for c in CANDIDATES if isinstance(outcome_of(c), type(failures()["oom"])) and c.micro_batch_size == 1)
     events = [*start(), proposed(1, big), launched(1), ended(1, failures()["oom"])]

@@ -210,6 +210,17 @@ def test_a_copy_by_other_code_and_a_ledger_without_any_are_read_event_by_event(
         assert read_snapshot(old).state == fold(events)
 
 
+def test_a_copy_whose_header_is_damaged_is_read_event_by_event(tmp_path: Path) -> None:
+    events = list(story(random.Random(3), 20))
+    with Ledger(tmp_path) as ledger:
+        keep(ledger, events, [len(events)])
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
+        db.execute("UPDATE checkpoint SET body = substr(body, 1, 100) WHERE part = 0")
+    with Ledger(tmp_path, read_only=True) as damaged:
+        assert checkpoint.read(damaged) == (0, SweepState())
+        assert read_snapshot(damaged).state == fold(events)
+
+
 KEEPS_LATE = """
 import sys
 from pathlib import Path
