@@ -97,6 +97,7 @@ def test_a_sweep_measures_records_and_is_only_read_the_second_time(undisturbed):
     assert recorded_trials(undisturbed.home) == [(str(trial), "FINISHED") for trial in range(5)]
 
 
+@pytest.mark.exhaustive
 def test_small_gangs_run_side_by_side_on_disjoint_devices(tmp_path):
     file = sweeps.write(
         tmp_path,
@@ -256,6 +257,7 @@ class LosingCluster:
         self._inner.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.fault
 def test_a_cluster_that_loses_every_gang_stops_the_sweep_which_then_goes_on(tmp_path, monkeypatch):
     file, home = sweeps.write(tmp_path, budget={"max_trials": 3}), fresh_home(tmp_path)

@@ -112,7 +112,7 @@ def baseline() -> Result:
     return right(1)[Layout()]
 
 
-@pytest.mark.representative("_gradients_not_reduced", "_norms_not_summed_over_tp")
+@pytest.mark.representative("_norms_not_summed_over_tp")
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_gradient_norm_catches(bug: Callable[[], None], tmp_path: Path) -> None:
     layout = BUGS[bug]

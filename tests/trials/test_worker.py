@@ -19,6 +19,7 @@ from trials.worker import run_rank
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.exhaustive
 def test_a_fork_server_can_import_the_worker() -> None:
     """No threads, no CUDA context and no random numbers drawn at import; no warnings either."""
     code = """

@@ -114,6 +114,7 @@ def test_a_gang_spans_nodes(lease, pids):
     assert living(pids) == []
 
 
+@pytest.mark.exhaustive
 def test_a_probe_measures_both_nodes_and_the_network_between(lease):
     profile = probe(lease, at_s=0.0)
     assert [node.node for node in profile.measured] == [node.name for node in lease.topology.nodes]

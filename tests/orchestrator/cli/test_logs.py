@@ -175,6 +175,7 @@ def test_the_log_of_a_controller(tmp_path):
     assert (body["lines"], body["controller"]["pid"]) == (["up", "down"], 4242)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_logs_of_a_real_sweep_are_where_they_are_looked_for(tmp_path):
     file = sweeps.write(

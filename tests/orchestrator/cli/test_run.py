@@ -211,6 +211,7 @@ def test_what_ends_a_background_controller_at_once_is_shown(home: Path, tmp_path
         assert words in refused.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_failed_sweep_fails_its_follower(home: Path, tmp_path: Path) -> None:
     file = sweeps.write(tmp_path, runner="tests.no_such_module:run")
     done = command("submit", file, "--home", home, "--detach", "--follow", "--json")

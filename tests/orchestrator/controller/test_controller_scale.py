@@ -77,6 +77,7 @@ def test_a_long_sweep_costs_no_more_per_trial_and_is_proposed_again_from_its_led
         assert (suggestion.candidate, suggestion.reason) == (tried[number].candidate, tried[number].reason)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.fault
 def test_a_killed_controller_goes_on_without_a_duplicate(tmp_path):

@@ -100,6 +100,7 @@ def run_and_check(scenario, tmp_path, expected, *deaths):
     shutil.rmtree(folder)
 
 
+@pytest.mark.exhaustive
 def test_killed_again_while_going_on(tmp_path):
     expected, points = undisturbed()
     rng = random.Random(0)

@@ -29,6 +29,7 @@ def best_that_fits(model):
     return predictor.candidates[row], speeds[row]
 
 
+@pytest.mark.exhaustive
 def test_the_experts_steps_come_in_the_published_order_and_size(models):
     model = models[SMALL.name]
     steps = predicted_steps(model, SMALL.steps)

@@ -113,6 +113,7 @@ def test_a_killed_promotion_is_settled_by_the_next_command(tmp_path: Path):
     assert len(invariants(home)) == 1 + len(PROMOTING)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.fault
 def test_a_killed_rollback_is_settled_by_the_next_command(tmp_path: Path):

@@ -144,6 +144,7 @@ def test_a_fixed_scale_changes_nothing_but_the_range(tmp_path: Path) -> None:
         assert (state.scale, state.num_skipped) == (scale.initial, 0)
 
 
+@pytest.mark.representative("O1")
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", [O1_FP16, O2_FP16], ids=["O1", "O2"])
 def test_every_layout_skips_the_same_steps(precision: Precision, tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def test_a_stage_of_a_pipeline_sends_and_receives(tmp_path: Path) -> None:
     assert len(list((tmp_path / "profile").glob("rank*.trace.json.gz"))) == 2, "one rank of each stage"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_graph_mode_leaves_its_graphs_and_counts_the_same_collectives(tmp_path: Path) -> None:
     layout = Layout(tp=2, tp_engine="local")

@@ -105,7 +105,7 @@ def _late_for_the_totals() -> None:
         Pipeline.run = delayed
 
 
-@pytest.mark.representative("_slow_in_the_schedule")
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("neighbour", [_slow_in_the_schedule, _late_for_the_totals])
 def test_waiting_for_a_neighbour_is_bubble(neighbour: Callable[[], None], tmp_path: Path) -> None:
