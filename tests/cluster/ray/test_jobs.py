@@ -185,7 +185,8 @@ def test_a_job_is_submitted_once_attached_to_followed_and_followed_by_the_next(
         log += piece
         if str(words) in log:
             go.touch()
-    assert log.splitlines()[-2:] == [f"{words} a b; c {job_name}-1", "end"]
+    lines = log.splitlines()  # among them Ray's own, which says what it runs, sometimes late
+    assert f"{words} a b; c {job_name}-1" in lines and lines[-1] == "end"
     status = jobs.job_status(job)
     assert (status.state, status.exit_code) == ("failed", 3)
     assert "".join(jobs.job_logs(job)) == log

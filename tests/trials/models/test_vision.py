@@ -175,7 +175,7 @@ def test_compiled_runs_report_their_graphs() -> None:
     assert isinstance(compared, RankReport) and compared.findings.graph is not None
     # Comparing memory formats compiles the model for both; that is no recompilation of training.
     assert (compared.findings.graph.num_graphs, compared.findings.graph.num_recompilations) == (1, 0)
-    linear, blocks = (results(1)[name] for name in ("linear/blocks", "single/blocks/recompute"))
+    linear, blocks = (result_of(name) for name in ("linear/blocks", "single/blocks/recompute"))
     assert isinstance(linear, RankReport) and linear.findings.graph is not None
     # The first layer's input needs no gradient, the others' do.
     assert (linear.findings.graph.num_graphs, linear.findings.graph.num_recompilations) == (2, 1)
