@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from orchestrator import statistics
 from orchestrator.mlflow_urls import public_uri
+from orchestrator.report import words
 from orchestrator.report.profile import ProfileTables, profile_tables
 from orchestrator.space.naming import short_name
 from orchestrator.statistics import Estimate, Interval, SpeedVerdict
@@ -83,6 +84,10 @@ class Summary:
     """What confirmation and gate came to; None while they have not, or are off."""
     profiles: tuple[tuple[int, ProfileTables], ...] = ()
     """Trials run under the profiler, by number, with what their runs showed; in the order of the runs."""
+    disturbed: tuple[int, ...] = ()
+    """Numbers of the trials, checks among them, that were measured on a busy machine."""
+    most_disturbed: Trial | None = None
+    """The one of them whose machine was busiest."""
     unit: str = "tokens/s/p"
     """Unit of speeds: tokens/s/p, or samples/s/p for workloads whose samples are no sequences."""
 
@@ -108,6 +113,7 @@ class Summary:
             "saved_device_hours": self.saved_device_hours,
             "learned_from": {"trials": self.num_earlier_trials, "sweeps": self.num_earlier_sweeps},
             "tracking_uri": self.tracking_uri,
+            "disturbed": _disturbed_json(self),
             "proof": to_json(self.proof),
             "profiles": [
                 {**tables.to_json(), "trial": of, "recorded_as": tables.trial} for of, tables in self.profiles
@@ -141,6 +147,8 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
         winner=result(state.winner) if state.verdict and state.verdict.winner is not None else None,
         proof=state.verdict,
         profiles=_profiles(state),
+        disturbed=tuple(sorted(set(state.disturbed))),
+        most_disturbed=None if state.most_disturbed is None else state.trials[state.most_disturbed],
         unit=state.sweep.workload.speed_unit,
     )
 
@@ -148,6 +156,14 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
 def _profiles(state: SweepState) -> tuple[tuple[int, ProfileTables], ...]:
     runs = ((t.check.of, profile_tables(t)) for t in state.checks() if isinstance(t.check, ProfileRun))
     return tuple((of, tables) for of, tables in runs if tables is not None)
+
+
+def _disturbed_json(summary: Summary) -> dict[str, Any] | None:
+    """Trials measured on a busy machine, and what it was busy with at the worst; None where there are none."""
+    worst = summary.most_disturbed
+    if worst is None:
+        return None
+    return {"trials": list(summary.disturbed), "most": worst.number, "why": words.disturbed(worst.measurement)}
 
 
 def result(trial: Trial | None) -> TrialResult | None:
