@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from orchestrator import units
@@ -115,15 +116,21 @@ def _finalist(state: SweepState, found: Confirmation, number: int) -> Finalist:
 
 
 def caution(state: SweepState) -> str:
-    """What speaks against relying on the confirmation: rounds measured on a busy machine; empty where none was."""
+    """What speaks against relying on the result: rounds, or where there are none the two trials compared, that were
+    measured on a busy machine; empty where none was."""
     found = confirmation(state)
     rounds = found.complete if found is not None else ()
+    if not rounds:
+        shown = [trial for trial in (state.baseline, state.best) if trial is not None]
+        return _with_subject("the fastest or the baseline was", {one.number: one.measurement for one in shown})
     runs = {run.number: run.measurement for one in rounds for run in one.runs.values()}
-    busy = [one for one in rounds if any(words.disturbed(run.measurement) for run in one.runs.values())]
-    if not busy:
-        return ""
-    of = f"{len(busy)} of {units.count(len(rounds), 'round')} were" if len(rounds) > 1 else "its round was"
-    return words.busy_note(runs).replace(f"{words.BUSY_MARK} measured", f"{of} measured", 1)
+    busy = sum(any(words.disturbed(run.measurement) for run in one.runs.values()) for one in rounds)
+    return _with_subject(f"{busy} of {units.count(len(rounds), 'round')} {'was' if busy == 1 else 'were'}", runs)
+
+
+def _with_subject(subject: str, measured: Mapping[int, Measurement | None]) -> str:
+    note = words.busy_note(measured)
+    return f"{subject}{note.removeprefix(words.BUSY_MARK)}" if note else ""
 
 
 def gates(state: SweepState) -> list[GateReport]:

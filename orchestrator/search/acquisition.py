@@ -54,6 +54,8 @@ class Proposal:
     """Expected time."""
     log_std: float
     probability_fits: float
+    memory_shift: float = 0.0
+    """Mean of the error common to all memory predictions, as a logarithm: what the peaks seen so far have taught."""
 
 
 class ProposalRound:
@@ -77,6 +79,7 @@ class ProposalRound:
         self._incumbent = min(log_times.values(), default=None)
         self._rows = _shortlist(posterior, residual, _open_rows(posterior, seen), min(SHORTLIST_SIZE, 4 * keep))
         self._fits = probability_fits(posterior, seen, self._rows)
+        self._memory_shift = memory_shift(posterior, seen)[0]
         self._mean = posterior.log_time[self._rows] + residual.mean(self._rows)
         explained, self._variance = residual.explain(self._rows)
         self._is_left = np.ones(len(self._rows), dtype=bool)
@@ -97,6 +100,7 @@ class ProposalRound:
             time_s=float(np.exp(self._mean[best])),
             log_std=float(self._std[best]),
             probability_fits=float(self._fits[best]),
+            memory_shift=self._memory_shift,
         )
 
     def assume(self, row: int) -> bool:
@@ -187,13 +191,16 @@ def probability_fits(posterior: Posterior, seen: Seen, rows: NDArray[np.intp]) -
     """Probability that each of ``rows`` fits in memory, given which candidates did and which did not."""
     if posterior.log_memory is None:
         return np.ones(len(rows))
-    shift, shift_std = _memory_shift(posterior.log_memory, posterior, seen)
+    shift, shift_std = memory_shift(posterior, seen)
     spread = np.hypot(posterior.memory_std, shift_std)
     return normal_cdf(-(posterior.log_memory[rows] + shift) / spread)
 
 
-def _memory_shift(log_memory: Array, posterior: Posterior, seen: Seen) -> tuple[float, float]:
-    """Mean and standard deviation of the error common to all memory predictions, on a grid."""
+def memory_shift(posterior: Posterior, seen: Seen) -> tuple[float, float]:
+    """Mean and standard deviation of the error common to all memory predictions, on a grid; zero without any."""
+    log_memory = posterior.log_memory
+    if log_memory is None:
+        return 0.0, 0.0
     shift = np.linspace(-5, 5, 401) * posterior.memory_shift_std
     log_density = -0.5 * (shift / posterior.memory_shift_std) ** 2
     for row in seen.oom:

@@ -108,7 +108,7 @@ class GuidedSearch:
             PredictedResult(
                 step_time_s=found.time_s / float(self._predictor.inputs.world_size[found.index]),
                 log_spread=found.log_std,
-                peak_bytes=float(self._predictor.estimates.peak_bytes[found.index]),
+                peak_bytes=float(self._predictor.estimates.peak_bytes[found.index]) * math.exp(found.memory_shift),
                 probability_fits=found.probability_fits,
             ),
         )

@@ -78,7 +78,17 @@ def test_a_confirmation_with_disturbed_rounds_says_so_beside_the_verdict():
     state = fold(story(busy=(checks[0],)))
     proof = proof_result(state)
     rounds = len(proof.finalists[0].rounds)
-    assert proof.caution.startswith(f"1 of {rounds} rounds were measured on a busy machine; t{checks[0]:03d} most: ")
+    assert proof.caution.startswith(f"1 of {rounds} rounds was measured on a busy machine; t{checks[0]:03d} most: ")
     report = make_report(state, summarize(state, ""))
     assert proof.caution in shown(render_report(report)) and proof.caution in report_markdown(report)
     assert [one.is_disturbed for one in proof.finalists[0].rounds] == [True] + [False] * (rounds - 1)
+
+
+def test_without_a_confirmation_the_two_trials_compared_are_looked_at():
+    events = story(busy=(0,))
+    searched = [event for event in events if getattr(event, "trial", 0) in range(2)][:7]
+    state = fold(searched)
+    assert state.best is not None and proof_result(state).finalists == ()
+    assert (
+        proof_result(state).caution == f"the fastest or the baseline was measured on a busy machine; t000 most: {WORDS}"
+    )

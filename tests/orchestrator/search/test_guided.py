@@ -127,6 +127,23 @@ def test_the_best_is_found_within_few_trials_and_few_run_out_of_memory():
     assert [trial.status for trial in state.trials].count("oom") <= 4
 
 
+def test_memory_is_predicted_as_what_was_measured_has_taught():
+    """Where every trial takes half as much again as the cost model says, later predictions say so, too."""
+    estimates = Predictor(WORKLOAD, CANDIDATES, CLUSTER, features=flat_params).estimates.peak_bytes
+    peaks = dict(zip(CANDIDATES, estimates.tolist(), strict=True))
+
+    def taking(candidate, number):
+        changes = {"world_size": 16, "peak_reserved_bytes": (int(1.5 * peaks[candidate]),)}
+        return ended(number, measured(truth()[candidate][0], tokens_per_step=WORKLOAD.tokens_per_step, **changes))
+
+    events, search = [*start()[:-1], taking(BASELINE, 0)], make_search()
+    for number in range(1, 5):
+        suggestion = search.ask(number, fold(events))
+        ratio = suggestion.expected.peak_bytes / peaks[suggestion.candidate]
+        events += [proposed(number, suggestion.candidate), launched(number), taking(suggestion.candidate, number)]
+    assert 1.4 < ratio < 1.55
+
+
 def test_every_candidate_is_proposed_once_or_ruled_out_by_a_witness():
     few = CANDIDATES[::3]
     guide = GuidedSearch(Predictor(WORKLOAD, [*few, BASELINE], CLUSTER, features=flat_params))

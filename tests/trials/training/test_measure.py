@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +137,17 @@ def test_a_peak_can_be_forgotten_but_not_what_is_in_use() -> None:
     del passing
     memory.restart()
     assert 0.5 * kept.nbytes < memory.allocated_bytes() < 2 * kept.nbytes
+
+
+def test_pages_of_files_are_no_memory_of_the_model(tmp_path: Path) -> None:
+    """Code that is touched first and data that is mapped are the same whatever the candidate."""
+    file = tmp_path / "data"
+    file.write_bytes(bytes(64 << 20))
+    memory = PeakMemory(torch.device("cpu"))
+    kept = torch.ones(8 << 20)
+    mapped = torch.from_file(str(file), size=64 << 20, dtype=torch.uint8)
+    assert int(mapped.view(torch.int64).sum()) == 0
+    assert 0.9 * kept.nbytes < memory.allocated_bytes() < 1.5 * kept.nbytes
 
 
 def test_the_runner_refuses_an_attention_backend_the_cpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
