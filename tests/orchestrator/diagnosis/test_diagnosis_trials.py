@@ -10,6 +10,7 @@ from orchestrator.diagnosis.effects import main_effects
 from orchestrator.diagnosis.importance import importance
 from orchestrator.diagnosis.observations import tabulate
 from orchestrator.diagnosis.prediction_errors import compare_predictions
+from orchestrator.objective import Objective
 from orchestrator.sweep.values import PredictedResult
 from tests.orchestrator.diagnosis.diagnosed import O1, sweep
 from tests.support.story import evidence, measured
@@ -38,7 +39,7 @@ def planted(grid=FACTORIAL, noise=0.01, seed=0):
 
 
 def test_importance_finds_the_planted_knob_and_says_how_sure_it_is():
-    found = importance(tabulate(planted().searched()))
+    found = importance(tabulate(planted().searched(), Objective()))
     first = found.knobs[0]
     assert (first.knobs, found.num_trials) == (("precision",), 24)
     assert first.share > 0.7
@@ -50,14 +51,14 @@ def test_importance_finds_the_planted_knob_and_says_how_sure_it_is():
 
 
 def test_too_few_trials_are_said_to_be_too_few():
-    found = importance(tabulate(planted(FACTORIAL[::5]).searched()))
+    found = importance(tabulate(planted(FACTORIAL[::5]).searched(), Objective()))
     assert found.knobs == ()
     assert found.reason == "too few trials: 5, at least 10 would be needed for the 4 knobs that varied"
-    assert importance(tabulate([])).reason == "no knob varied over the trials"
+    assert importance(tabulate([], Objective())).reason == "no knob varied over the trials"
 
 
 def test_effects_come_from_pairs_that_differ_in_nothing_else():
-    effects = main_effects(tabulate(planted().searched()))
+    effects = main_effects(tabulate(planted().searched(), Objective()), Objective())
     first = effects[0]
     assert (first.knobs, first.before, first.after, first.num_pairs) == (("precision",), ("O0",), ("O1-bf16",), 12)
     assert first.ratio == pytest.approx(math.exp(LOG_GAIN), rel=0.02)
@@ -72,11 +73,13 @@ def test_without_pairs_a_regression_tells_what_the_trials_determine():
         (O1 if (mode == "block") != (workers == 2) else Precision(), size, mode, workers)
         for size, mode, workers in itertools.product((1, 2), ("off", "block"), (0, 2))
     ]
-    found = {effect.knobs[0]: effect for effect in main_effects(tabulate(planted(half).searched()))}
+    found = {
+        effect.knobs[0]: effect for effect in main_effects(tabulate(planted(half).searched(), Objective()), Objective())
+    }
     assert (found["precision"].num_pairs, found["micro_batch_size"].num_pairs) == (0, 4)
     assert found["precision"].low <= math.exp(LOG_GAIN) <= found["precision"].high
     assert found["precision"].after == ("O1-bf16",)
-    fewer = main_effects(tabulate(planted(half[:4]).searched()))
+    fewer = main_effects(tabulate(planted(half[:4]).searched(), Objective()), Objective())
     assert "precision" not in [effect.knobs[0] for effect in fewer], "four trials leave nothing to judge the fit by"
 
 
@@ -85,11 +88,11 @@ def test_trials_stopped_early_count_with_the_least_they_would_have_taken():
         step_times_s=(9.0,), at_least_s=9.0, incumbent=0, saved_device_seconds=1.0, evidence=evidence("slow")
     )
     candidates = [Candidate(micro_batch_size=size) for size in (1, 2)]
-    table = tabulate(sweep(candidates, [measured(1.0), slow]).searched())
+    table = tabulate(sweep(candidates, [measured(1.0), slow]).searched(), Objective())
     assert [round(math.exp(row.log_time), 6) for row in table.rows] == [1.0, 9.0]
     assert len(table.measured) == 1
     assert importance(table).num_bounds == 1
-    assert main_effects(table) == ()
+    assert main_effects(table, Objective()) == ()
 
 
 def expectation(step_s, peak=2e8, spread=0.05, fits=1.0):

@@ -102,8 +102,8 @@ def test_a_damaged_store_costs_only_what_could_be_learned(tmp_path, caplog):
 def test_what_is_learned_is_a_value_that_survives_json():
     known = EarlierTrial.of_outcome("s", WORKLOAD, Candidate(), measured(0.1))
     gone = EarlierTrial.of_outcome("s", WORKLOAD, Candidate(), failures()["oom"])
-    assert known.device_seconds == pytest.approx(0.1)
-    assert gone.device_seconds is None
+    assert known.step_time_s == pytest.approx(0.1)
+    assert gone.step_time_s is None
     assert all(EarlierTrial.of_outcome("s", WORKLOAD, Candidate(), failures()[name]) is None for name in ("crashed",))
     kept = EarlierTrials(trials=(known, gone))
     assert from_json(EarlierTrials, json.loads(json.dumps(to_json(kept)))) == kept
