@@ -190,7 +190,7 @@ class SearchSection(Section):
     )
     early_stop: EarlyStopFactor = Field(
         default=1.5,
-        description="End a trial whose first steps show that it takes this many times the device time of the best one; "
+        description="End a trial whose first steps show that it takes this many times as long as the best one, by the objective; "
         "off: measure every trial to its end.",
     )
 

@@ -73,9 +73,8 @@ def test_without_pairs_a_regression_tells_what_the_trials_determine():
         (O1 if (mode == "block") != (workers == 2) else Precision(), size, mode, workers)
         for size, mode, workers in itertools.product((1, 2), ("off", "block"), (0, 2))
     ]
-    found = {
-        effect.knobs[0]: effect for effect in main_effects(tabulate(planted(half).searched(), Objective()), Objective())
-    }
+    shown = main_effects(tabulate(planted(half).searched(), Objective()), Objective())
+    found = {effect.knobs[0]: effect for effect in shown}
     assert (found["precision"].num_pairs, found["micro_batch_size"].num_pairs) == (0, 4)
     assert found["precision"].low <= math.exp(LOG_GAIN) <= found["precision"].high
     assert found["precision"].after == ("O1-bf16",)
