@@ -8,6 +8,7 @@ import pytest
 
 from orchestrator.config.sweep import load_sweep
 from orchestrator.controller import creation
+from orchestrator.objective import Objective
 from orchestrator.planning.knowledge import EarlierTrials
 from orchestrator.report.verdict import cost
 from orchestrator.search.prediction.transfer import EarlierTrial, same_hardware
@@ -112,5 +113,5 @@ def test_what_is_learned_is_a_value_that_survives_json():
 
 
 def test_no_store_no_question(tmp_path):
-    assert creation.earlier(load_sweep(write(tmp_path, SWEEP)), {}, Home(tmp_path / "empty")) == ()
+    assert creation.earlier(load_sweep(write(tmp_path, SWEEP)), {}, Home(tmp_path / "empty"), Objective()) == ()
     assert not (tmp_path / "empty").exists()
