@@ -239,7 +239,7 @@ def test_terminal_and_note_tell_the_proof():
     assert len(re.findall(r"^ +t\d{3}  .*(measured|memory|infeasible|diverged|timed|crashed|lost)", shown, re.M)) == 9
     lines = report_markdown(made(state)).splitlines()
     assert lines[0].startswith("**Confirmed: 1.25x")
-    assert "- Confirmation of t002: 1.01x (1.01x – 1.01x), not shown faster" in lines  # noqa: RUF001
+    assert "- Confirmation of t002: 1.01x (1.00x – 1.01x), not shown faster" in lines  # noqa: RUF001
 
 
 def test_every_outcome_and_every_purpose_has_words():
