@@ -1,4 +1,4 @@
-"""A headline can be taken at its word: what is sure comes first, its figures are of one measurement, devices are told."""
+"""A headline can be taken at its word: what is sure comes first, figures belong together, devices are told."""
 
 import math
 import re
@@ -29,22 +29,25 @@ from tests.support.story import created, ended, launched, measured, proposed
 from trials.spec import Layout
 
 
-def proven(noise: float, num_devices: int = 2):
-    """A confirmed sweep whose rounds of t001 differ by a factor of ``exp(noise)`` either way, with its own verdict."""
+def proven(noise: float, slower: float = 1.0):
+    """A confirmed sweep whose rounds of t001 differ by a factor of ``exp(noise)`` either way, with its own verdict.
+
+    Steps take ``slower`` times as long there as in the search.
+    """
     story = proof_events()
     rounds = {e.trial: e.check for e in story if e.kind == "trial_proposed" and isinstance(e.check, ConfirmationRun)}
     for place, event in enumerate(story):
         check = rounds.get(event.trial) if event.kind == "attempt_ended" else None
         if check is not None and check.of == 1:
-            factor = math.exp(noise * (-1) ** (check.round // 2))
+            factor = slower * math.exp(noise * (-1) ** (check.round // 2))
             times = tuple(factor * time_s for time_s in event.outcome.measurement.step_times_s)
-            own = replace(event.outcome.measurement, step_times_s=times, world_size=num_devices)
+            own = replace(event.outcome.measurement, step_times_s=times)
             story[place] = replace(event, outcome=replace(event.outcome, measurement=own))
     found = confirmation(fold(story[: next(i for i, e in enumerate(story) if e.kind == "verdict_reached")]))
     overall = ratio_interval(found.judgement.against_baseline[1].ratio)
-    return fold(
-        [replace(e, verdict=replace(e.verdict, speedup=overall)) if e.kind == "verdict_reached" else e for e in story]
-    )
+    end = next(place for place, event in enumerate(story) if event.kind == "verdict_reached")
+    story[end] = replace(story[end], verdict=replace(story[end].verdict, speedup=overall))
+    return fold(story)
 
 
 def told(state):
@@ -62,7 +65,7 @@ def told(state):
 
 
 def test_a_wide_interval_is_told_by_its_lower_end_in_every_place():
-    state = proven(noise=0.13)
+    state = proven(noise=0.07)
     found = state.verdict.speedup
     assert units.is_wide(found) and found.low > 1.01
     value, low = f"{found.value:.2f}x", f"{math.floor(100 * found.low) / 100:.2f}x"
@@ -95,7 +98,7 @@ def test_ratios_never_claim_more_than_their_interval(value, low, high, shown, sh
 
 
 def test_figures_beside_a_ratio_are_those_it_is_made_of():
-    state = proven(noise=0.02)
+    state = proven(noise=0.02, slower=1.05)
     confirmed, speedup = summarize(state, "").confirmed, state.verdict.speedup
     ratio = confirmed.figures.tokens_per_s_per_device / confirmed.baseline.tokens_per_s_per_device
     assert ratio == pytest.approx(speedup.value) != pytest.approx(summarize(state, "").speedup.ratio.value)
@@ -115,7 +118,7 @@ def test_fewer_devices_than_the_baseline_are_told():
         story += [proposed(number, own), launched(number), ended(number, measured(0.1, world_size=num_devices))]
     state = fold(story)
     assert headline(state, summarize(state, "")).startswith(
-        "2.00x (1.97x – 2.03x) the speed per device of your present configuration on 1 device instead of 2: t001"  # noqa: RUF001
+        "2.00x (1.98x – 2.03x) the speed per device of your present configuration on 1 device instead of 2: t001"  # noqa: RUF001
     )
     for place in ("terminal", "note", "page"):
         shown = told(state)[place]
@@ -129,11 +132,8 @@ def test_fewer_devices_than_the_baseline_are_told():
 
 def test_costs_are_told_where_they_are_the_objective():
     priced = Objective(name="device_cost", devices_per_node=2, price_per_device_hour=3.0)
-    story = [
-        replace(event, objective=priced) if event.kind == "sweep_created" else event
-        for event in events(speeds(0.1, 0.08))
-    ]
-    shown = told(fold(story))["terminal"]
+    first, *others = events(speeds(0.1, 0.08))
+    shown = told(fold([replace(first, objective=priced), *others]))["terminal"]
     hours = 1e9 * 2 * 0.08 / 512 / 3600
     assert f"{units.rate(hours)} device-hours per 1e9 tokens, {units.rate(3 * hours)} in money" in shown
     assert "tokens/s/paid: tokens per second per device of the whole nodes" in shown
