@@ -54,12 +54,12 @@ def explain_sweep(state: SweepState, basis: Basis, *, trial: int | None = None) 
     asked = [t for t in (baseline, chosen) if t is not None]
     near = {t.number: _changes(t, state, basis) for t in asked}
     view, unmodelled = _view(state, basis, [c.candidate for found in near.values() for c in found])
-    table = tabulate(state.searched())
-    effects = main_effects(table)
+    table = tabulate(state.searched(), state.objective)
+    effects = main_effects(table, state.objective)
     diagnoser = _Diagnoser(state, basis, view, unmodelled, effects)
     return SweepExplanation(
         sweep=state.sweep.sweep,
-        unit=state.sweep.workload.speed_unit,
+        unit=state.unit,
         hardware=state.sweep.hardware,
         phase=state.status,
         step_parts={t.number: diagnoser.parts(t) for t in state.searched() if t.measurement is not None},
@@ -124,6 +124,7 @@ def _view(state: SweepState, basis: Basis, near: Sequence[Candidate]) -> tuple[M
             known.profile,
             estimates=known.estimates.by_candidate,
             earlier=known.earlier,
+            objective=state.objective,
         )
     except UnpredictableError as error:
         return None, str(error)

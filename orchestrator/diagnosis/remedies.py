@@ -11,7 +11,7 @@ from orchestrator.diagnosis.cost_view import ModelView
 from orchestrator.diagnosis.values import Kind, Remedy
 from orchestrator.space.large import without_effect
 from orchestrator.space.naming import diff
-from orchestrator.statistics import MIN_DIFFERENCE, compare
+from orchestrator.statistics import MIN_DIFFERENCE, Estimate, speed_ratio, verdict
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.units import num_bytes, status_words, trial_id
 from trials.outcome import OutOfMemory
@@ -74,6 +74,8 @@ class KnobChange:
     """Changed knobs that differ from the trial in every legal candidate."""
     trial: Trial | None
     """The sweep's trial of this candidate; None where it was not tried."""
+    ratio: Estimate | None
+    """Its measured score over the trial's; None where it was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +115,15 @@ def changes(trial: Trial, candidates: Sequence[Candidate], state: SweepState) ->
         changed = diff(candidate, trial.candidate)
         if any(changed.keys() <= knobs for knobs in allowed):
             other = tried.get(candidate.config_key)
-            found.append(KnobChange(candidate=candidate, changed=changed, forced=forced, trial=other))
+            ratio = _ratio(other, trial, state)
+            found.append(KnobChange(candidate=candidate, changed=changed, forced=forced, trial=other, ratio=ratio))
     return found
+
+
+def _ratio(other: Trial | None, trial: Trial, state: SweepState) -> Estimate | None:
+    if other is None or other.measurement is None or trial.measurement is None:
+        return None
+    return speed_ratio(other.measurement, trial.measurement, state.objective)
 
 
 def _forced(candidate: Candidate, candidates: Sequence[Candidate]) -> frozenset[str]:
@@ -147,7 +156,7 @@ def find_remedies(kind: Kind, trial: Trial, all_changes: Sequence[KnobChange], v
     ]
     rated = [(change, rated) for change in own if (rated := _rate(trial, change, view)) is not None]
     fitting = [(change, found) for change, found in rated if _fits(change, found)]
-    best = max((f for change, f in fitting if _is_faster(trial, change, f)), key=_score, default=None)
+    best = max((f for change, f in fitting if _is_faster(change, f)), key=_score, default=None)
     blocked = max((found for change, found in rated if _needs_memory(change, found)), key=_score, default=None)
     floor = best.gain if best is not None else 1.0
     nearest = max((found for _, found in fitting), key=_score, default=None)
@@ -159,12 +168,11 @@ def find_remedies(kind: Kind, trial: Trial, all_changes: Sequence[KnobChange], v
     )
 
 
-def _is_faster(trial: Trial, change: KnobChange, found: Remedy) -> bool:
+def _is_faster(change: KnobChange, found: Remedy) -> bool:
     """Whether a change is measured to be faster, or predicted so with enough certainty to be worth a trial."""
     if found.log_spread is not None:
         return math.log(found.gain) > max(SURE_SPREADS * found.log_spread, MIN_DIFFERENCE)
-    assert trial.measurement is not None and change.trial is not None and change.trial.measurement is not None
-    return compare(change.trial.measurement, trial.measurement) == "faster"
+    return change.ratio is not None and verdict(change.ratio) == "faster"
 
 
 def _rate(trial: Trial, change: KnobChange, view: ModelView | None) -> Remedy | None:
@@ -184,9 +192,8 @@ def _rate(trial: Trial, change: KnobChange, view: ModelView | None) -> Remedy | 
         probability_fits=fits,
         trial=change.trial.number if change.trial else None,
     )
-    if change.trial is not None and change.trial.measurement is not None:
-        speed, before = change.trial.measurement.tokens_per_s_per_device, trial.measurement.tokens_per_s_per_device
-        return replace(made, gain=speed / before)
+    if change.ratio is not None:
+        return replace(made, gain=change.ratio.value)
     if view is None or not view.tells_apart(trial.candidate, change.candidate):
         return None
     gain, log_spread = view.gain(trial.candidate, change.candidate)

@@ -12,6 +12,7 @@ import yaml
 
 from orchestrator import units
 from orchestrator.errors import ConfigError
+from orchestrator.objective import Objective
 from orchestrator.promotion.evidence import Chosen, evidence
 from orchestrator.recipes import export_all
 from orchestrator.space.naming import short_name
@@ -99,6 +100,7 @@ def version_tags(manifest: Manifest) -> dict[str, str]:
     ratio = ratio_of(facts)
     return {
         "tokens_per_s_per_device": f"{facts['tokens_per_s_per_device']:.6g}",
+        "objective": facts.get("objective", Objective().name),
         "speedup": f"{ratio.value:.4g}" if ratio else "unknown",
         "speedup_ci95": units.ratio_interval(ratio.ci95) if ratio else "unknown",
         "verdict": verdict_of(facts)[0],

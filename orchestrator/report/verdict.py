@@ -95,7 +95,7 @@ def is_worth_it(state: SweepState, summary: Summary) -> bool:
 def chosen_result(state: SweepState, summary: Summary) -> TrialResult | None:
     """What is shown beside the baseline: the confirmed winner, else the fastest; None where that is the baseline."""
     confirmed = state.winner if state.verdict is not None and is_worth_it(state, summary) else None
-    best = result(confirmed) if confirmed is not None else summary.best
+    best = result(confirmed, state.objective) if confirmed is not None else summary.best
     return best if best and best.trial.number != 0 else None
 
 
