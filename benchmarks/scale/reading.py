@@ -98,7 +98,7 @@ def timed(*arguments: str) -> dict[str, float]:
     walls, cpus = [], []
     for _ in range(REPEATS):
         began_s, before = time.perf_counter(), os.times()
-        command = [sys.executable, "-m", "orchestrator.cli.main", *arguments]
+        command = [sys.executable, "-m", "orchestrator", *arguments]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         after = os.times()
         walls.append(time.perf_counter() - began_s)

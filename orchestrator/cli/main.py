@@ -71,6 +71,3 @@ for _module in (plan, run, sweeps, control, registry, export):
     for _command in _module.COMMANDS:
         main.add_command(_command)
 
-
-if __name__ == "__main__":
-    main()
