@@ -90,6 +90,10 @@ class Summary:
     ruled_out: tuple[CandidatesPruned, ...]
     """Candidates not tried because a trial that ran out of memory needs no more than they do."""
     device_hours: float
+    duration_s: float
+    """Seconds from its creation to its end, or to now, pauses included."""
+    paused_s: float
+    """Seconds of these in which no controller was at work, or none held nodes."""
     saved_device_hours: float
     """Device-hours that trials stopped early would have taken besides, at least."""
     num_earlier_trials: int
@@ -129,6 +133,8 @@ class Summary:
             "trials": self.trials,
             "ruled_out": [{"witness": event.witness, "rules": dict(event.rules)} for event in self.ruled_out],
             "device_hours": self.device_hours,
+            "duration_s": self.duration_s,
+            "paused_s": self.paused_s,
             "saved_device_hours": self.saved_device_hours,
             "learned_from": {"trials": self.num_earlier_trials, "sweeps": self.num_earlier_sweeps},
             "tracking_uri": self.tracking_uri,
@@ -157,6 +163,8 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
         trials={**{status: counts.get(status, 0) for status in ENDED}, "total": state.num_searched},
         ruled_out=tuple(event for event in state.pruned if event.rules),
         device_hours=state.device_seconds / 3600,
+        duration_s=state.duration_s,
+        paused_s=state.paused_s,
         saved_device_hours=state.saved_device_seconds / 3600,
         num_earlier_trials=state.sweep.num_earlier_trials,
         num_earlier_sweeps=state.sweep.num_earlier_sweeps,

@@ -205,6 +205,8 @@ class SweepState:
     now_s: float = 0.0
     active_s: float = 0.0
     """Seconds during which some controller was at work and held nodes."""
+    ended_at_s: float | None = None
+    """When it finished, or was paused; None while it goes on."""
     device_seconds: float = 0.0
     """Device time charged so far, ended attempts only."""
     end_order: Vector[int] = field(default_factory=Vector)
@@ -247,6 +249,17 @@ class SweepState:
     def is_over(self) -> bool:
         """Whether no controller has anything to do."""
         return self.status in ("finished", "failed", "cancelled")
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first event to the end, or to now: whatever controllers came and went, pauses included."""
+        end_s = self.now_s if self.ended_at_s is None else self.ended_at_s
+        return max(0.0, end_s - self.sweep.at_s)
+
+    @property
+    def paused_s(self) -> float:
+        """Seconds of :attr:`duration_s` in which no controller was at work, or none held nodes."""
+        return max(0.0, self.duration_s - self.active_s)
 
     @property
     def budgeted_device_seconds(self) -> float:
