@@ -1,5 +1,5 @@
-"""How a sweep seen from outside is told in words: its controller, lease and budgets, and what its trials do; the same on
-the terminal and on the live page."""
+"""How a sweep seen from outside is told in words: its controller, lease and budgets, and what its trials do; the
+same on the terminal and on the live page."""
 
 from __future__ import annotations
 
