@@ -18,6 +18,7 @@ from orchestrator.report import words
 from orchestrator.report.proof import proof_result
 from orchestrator.report.trials import make_trial_table, versus_baseline
 from orchestrator.space.naming import short_name
+from orchestrator.status.words import eta_s, phase_words
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.sweep.values import ProfileRun
 from orchestrator.terminal.layout import indented
@@ -59,27 +60,6 @@ def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[Ren
             doing = phase_words(progress[number]) if number in progress else "started"
             parts.append(Text.assemble((f"{units.trial_id(number)}  {what}", "cyan"), f"  {doing}"))
     return parts
-
-
-def phase_words(progress: GangProgress) -> str:
-    """``warm-up 2``, ``measuring 5``."""
-    phase = "warm-up" if progress.phase == "warmup" else progress.phase
-    return f"{phase} {progress.step}" if progress.step else phase
-
-
-def eta_s(state: SweepState, now_s: float) -> float | None:
-    """Seconds the search has left at the pace so far, within every budget; None before the first trial has ended."""
-    budget, num_ended = state.sweep.budget, len(state.end_order)
-    if not num_ended or state.is_over or state.proof is not None:
-        return None
-    active_s = state.active_s + max(0.0, now_s - state.now_s)
-    num_total = min(budget.max_trials or state.sweep.num_legal + 1, state.sweep.num_legal + 1)
-    bounds = [active_s / num_ended * max(0, num_total - num_ended)]
-    if budget.wall_time_s is not None:
-        bounds.append(max(0.0, budget.wall_time_s - active_s))
-    if budget.device_hours is not None and state.device_seconds > 0:
-        bounds.append(active_s * max(0.0, budget.device_hours * 3600 / state.device_seconds - 1))
-    return min(bounds)
 
 
 class LiveView:

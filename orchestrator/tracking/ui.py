@@ -44,7 +44,7 @@ def serve(
     if uri.startswith(("http://", "https://")):
         raise ConfigError("the tracking URI names a running server", key="tracking.uri", remedy="Open it in a browser.")
     base = f"http://{host}:{port}"
-    _check_port(host, port)
+    check_port(host, port)
     if not _is_loopback(host):
         logger.warning("the MLflow server at %s asks for no password: who reaches it reads and changes results", base)
     with _server(_command(uri, host, port)) as server, interruptible():
@@ -57,15 +57,19 @@ def serve(
             return 0
 
 
-def _check_port(host: str, port: int) -> None:
-    """Refuse a taken port: another server would answer there in the place of ours."""
+def check_port(host: str, port: int) -> None:
+    """Refuse a taken port: another server would answer there in the place of ours.
+
+    Raises:
+        ConfigError: it is taken, or not this host's.
+    """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror}", remedy="Choose another with --port."
+                f"cannot listen on {host}:{port}: {error.strerror}", remedy="Choose another with --mlflow-port."
             ) from None
 
 
