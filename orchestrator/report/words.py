@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from orchestrator import units
+from orchestrator.objective import unit_legend
 from orchestrator.statistics import relative_spread
-from orchestrator.sweep.state import Trial, describe_failure
+from orchestrator.sweep.state import SweepState, Trial, describe_failure
 from orchestrator.sweep.values import Check, ConfirmationRun, Evaluation, GateReport, GateRun
 from trials.outcome import Measurement
 
 if TYPE_CHECKING:
+    from orchestrator.objective import Figures
     from orchestrator.report.proof import Finalist
+    from orchestrator.report.report import ShownTrial
     from orchestrator.report.summary import Speedup
 
 FinalistOutcome = Literal[
@@ -132,7 +135,50 @@ def spread(measurement: Measurement) -> str:
 
 
 def versus(compared: Speedup | None) -> str:
-    """``1.42x``; a difference inside the noise carries ``≈``."""
+    """``1.42x``, or ``≥ 1.06x`` where that is all that is sure; a difference inside the noise carries ``≈``."""
     if compared is None:
         return units.DASH
-    return f"{'≈' if compared.verdict == 'tie' else ''}{compared.ratio.value:.2f}x"
+    if compared.verdict == "tie":
+        return f"≈{compared.ratio.value:.2f}x"
+    return units.short_ratio(compared.ratio.value, compared.ratio.ci95)
+
+
+def figures(found: Figures, num_leased: int | None, per_device_unit: str) -> str:
+    """``step 195 ms, 10,529 tokens/s, 5,265 tokens/s/p, 2 of 2 devices``, and the cost where that is the objective."""
+    rate_unit = per_device_unit.removesuffix("/p")
+    devices = f"{found.num_devices} of {num_leased} devices" if num_leased else units.count(found.num_devices, "device")
+    parts = (
+        f"step {units.milliseconds(found.step_time_s)}",
+        f"{units.rate(found.tokens_per_s)} {rate_unit}",
+        f"{units.rate(found.tokens_per_s_per_device)} {per_device_unit}",
+        devices,
+        *([cost(found, rate_unit.removesuffix("/s"))] if found.shows_cost else []),
+    )
+    return ", ".join(parts)
+
+
+def trial_figures(state: SweepState, trial: Trial) -> str:
+    """:func:`figures` of a measured trial, as it was measured itself; empty where it was not."""
+    found = trial.measurement
+    if found is None:
+        return ""
+    made = state.objective.figures(found.tokens_per_step, found.step_time_s, found.world_size)
+    return figures(made, state.sweep.num_devices, state.sweep.workload.speed_unit)
+
+
+def measured_by(shown: Sequence[ShownTrial]) -> str:
+    """What measured the figures of the trials shown."""
+    return "measured by the confirmation" if any(one.is_confirmed for one in shown) else "measured by the search"
+
+
+def legend(measured: str, *all_units: str) -> str:
+    """What measured the figures, and what their units mean: ``measured by the search; tokens/s/p: tokens per second per
+    device (p: processor)``."""
+    return "; ".join((measured, *map(unit_legend, dict.fromkeys(all_units))))
+
+
+def cost(found: Figures, noun: str) -> str:
+    """``28.1 device-hours per 1e9 tokens``, and in money where a price is known."""
+    hours = f"{units.rate(1e9 * found.device_hours_per_token)} device-hours per 1e9 {noun}"
+    price = found.price_per_token
+    return hours if price is None else f"{hours}, {units.rate(1e9 * price)} in money"

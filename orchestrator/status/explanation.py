@@ -313,9 +313,7 @@ def _proof(state: SweepState, number: int) -> Iterator[str]:
     """What rounds, loss gate and evaluation came to for the trial of this number."""
     for one in proof_data.finalists(state):
         if one.trial == number:
-            speed = (
-                f"{one.overall.value:.2f}x the baseline ({units.ratio_interval(one.overall)}), " if one.overall else ""
-            )
+            speed = f"{units.ratio(one.overall.value, one.overall)} against the baseline, " if one.overall else ""
             yield f"measured again in {count(len(one.rounds), 'round')}: {speed}{finalist_words(one)}"
     yield from (f"loss gate {gate_words(report)}" for report in proof_data.gates(state) if report.trial == number)
     yield from (

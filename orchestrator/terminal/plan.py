@@ -12,6 +12,7 @@ from rich.text import Text
 
 from cluster.cost.balance.problem import Balance
 from orchestrator.commands.plan import PlannedFile
+from orchestrator.objective import unit_legend
 from orchestrator.planning.candidate import Why
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.predictions import PlanPredictions
@@ -45,6 +46,7 @@ def render_plan(plan: Plan) -> RenderableType:
     parts: list[RenderableType] = [_head(plan)]
     if plan.too_large:
         parts.append(Text(plan.too_large, style="yellow"))
+    parts += [Text(plan.devices)] if plan.devices else []
     parts += [baseline, Text(""), _candidates(plan)]
     if plan.balances:
         parts.append(Text(f"{len(plan.balances)} of them balanced by the cost model: layers and recompute per stage"))
@@ -124,7 +126,7 @@ def render_predictions(predictions: PlanPredictions) -> RenderableType:
         table.add_row(*_row(prediction, f"{speedup:.2f}x"))
     table.add_section()
     table.add_row(*_row(predictions.baseline, "baseline"))
-    return Group(head, table)
+    return Group(head, table, Text(unit_legend(predictions.baseline.unit), style="dim"))
 
 
 def _probed(predictions: PlanPredictions) -> str:

@@ -42,7 +42,7 @@ def _finalist(one: Finalist) -> list[Text]:
     more = "... " if len(one.rounds) > MAX_ROUNDS else ""
     return [
         Text(units.trial_id(one.trial)),
-        Text(f"{one.overall.value:.2f}x" if one.overall else units.DASH, style="bold"),
+        Text(units.short_ratio(one.overall.value, one.overall) if one.overall else units.DASH, style="bold"),
         Text(f"({units.ratio_interval(one.overall)})" if one.overall else "", style="dim"),
         Text(f"{more}{each}" if each else "no round yet", style="dim"),
         Text(finalist_words(one), style=OUTCOME_STYLES.get(one.outcome, "dim")),

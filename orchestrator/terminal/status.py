@@ -192,7 +192,8 @@ def best_words(state: SweepState) -> Text:
     """``1.42x t007``: the confirmed winner, before that the fastest; the baseline where nothing beat it."""
     verdict = state.verdict
     if verdict is not None and verdict.winner is not None and verdict.speedup is not None:
-        return Text.assemble((f"{verdict.speedup.value:.2f}x", "bold green"), f" {units.trial_id(verdict.winner)}")
+        shown = units.short_ratio(verdict.speedup.value, verdict.speedup)
+        return Text.assemble((shown, "bold green"), f" {units.trial_id(verdict.winner)}")
     best = state.baseline if verdict is not None and verdict.conclusion == "keep" else state.best
     if best is None:
         return Text(units.DASH, style="dim")

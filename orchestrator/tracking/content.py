@@ -190,9 +190,7 @@ def _result_note(state: SweepState, trial: Trial) -> str:
         )
     found = speed(trial.measurement, state.objective)
     compared = versus_baseline(trial, state)
-    against = (
-        f", {words.versus(compared)} the baseline ({units.ratio_interval(compared.ratio.ci95)})" if compared else ""
-    )
+    against = f", {units.ratio(compared.ratio.value, compared.ratio.ci95)} against the baseline" if compared else ""
     unit = state.unit
     head = f"**{units.rate(found.value)} {unit}**{against} — {name}\n\n95 % interval {units.interval(found.ci95)}"
     return "\n".join([head, "", *(f"- {line}" for line in findings_lines(trial.measurement.findings))]).rstrip()
