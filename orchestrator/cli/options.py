@@ -33,9 +33,9 @@ def print_result(as_json: bool, body: Any, render: Callable[[], Any]) -> None:
     if as_json:
         click.echo(json.dumps(body, indent=2))
         return
-    from rich.console import Console
+    from orchestrator.terminal.layout import print_for_people
 
-    Console().print(render())
+    print_for_people(render())
 
 
 def announce(links: dict[str, str], as_json: bool) -> None:

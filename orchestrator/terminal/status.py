@@ -20,10 +20,10 @@ from orchestrator.status.overview import Spent, budgets, failures, summary_of
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.snapshot import AT_REST, Snapshot
 from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
-from orchestrator.terminal.layout import headed_table, indented, label_grid
+from orchestrator.terminal.layout import indented, label_grid
 from orchestrator.terminal.live import phase_words
 from orchestrator.terminal.proof import render_confirmation
-from orchestrator.terminal.table import status_text, versus_text
+from orchestrator.terminal.table import Column, FittedTable, status_text, versus_text
 from orchestrator.text import plain
 from orchestrator.units import count
 
@@ -139,12 +139,14 @@ def _spent(spent: Spent) -> str:
 
 
 def _running(sweep: Snapshot) -> RenderableType:
-    table = headed_table(expand=True)
-    table.add_column("running", no_wrap=True)
-    table.add_column("configuration", ratio=2)
-    table.add_column("doing", no_wrap=True)
-    table.add_column("for", no_wrap=True, justify="right")
-    table.add_column("nodes", overflow="fold", ratio=1)
+    columns = (
+        Column(title="running"),
+        Column(title="configuration", min_width=20),
+        Column(title="doing"),
+        Column(title="for", priority=7, is_number=True),
+        Column(title="nodes", priority=6, min_width=12),
+    )
+    table = FittedTable(columns=columns)
     for trial in sweep.running:
         attempt, progress = trial.attempts[-1], sweep.live.get(trial.number)
         table.add_row(
@@ -195,14 +197,17 @@ def render_ps(sweeps: Sequence[Snapshot], home: Home) -> RenderableType:
     """One row per sweep; below, why some of them wait or have ended."""
     if not sweeps:
         return Text(f"no sweeps in {home.path}")
-    table = headed_table()
-    table.add_column("sweep", overflow="fold", min_width=8)
-    table.add_column("state", no_wrap=True)
-    for heading in ("done", "run", "wait"):
-        table.add_column(heading, no_wrap=True, justify="right")
-    table.add_column("best", no_wrap=True)
-    table.add_column("device-h", no_wrap=True, justify="right")
-    table.add_column("age", no_wrap=True, justify="right")
+    columns = (
+        Column(title="sweep", min_width=16),
+        Column(title="state"),
+        Column(title="done", priority=9, is_number=True),
+        Column(title="run", priority=6, is_number=True),
+        Column(title="wait", priority=5, is_number=True),
+        Column(title="best"),
+        Column(title="device-h", priority=7, is_number=True),
+        Column(title="age", priority=8, is_number=True),
+    )
+    table = FittedTable(columns=columns)
     for sweep in sweeps:
         table.add_row(*_row(sweep))
     notes = Table.grid(padding=(0, 2))
