@@ -43,7 +43,7 @@ def render_status(sweep: Snapshot, home: Home, invocation: Invocation) -> Render
     """One sweep in detail."""
     parts: list[RenderableType] = [_title(sweep)]
     if summary := summary_of(sweep, home):
-        parts += [Text(f"  {headline(sweep.state, summary)}"), Text(f"  {cost(summary)}", style="dim")]
+        parts += [indented(Text(headline(sweep.state, summary))), indented(Text(cost(summary), style="dim"))]
     grid = label_grid("dim")
     for label, value in (*_facts(sweep), *_links(sweep)):
         grid.add_row(label, value)
@@ -161,7 +161,8 @@ def _running(sweep: Snapshot) -> RenderableType:
 
 def _failure(trial: Trial, attempt: int, message: str, kind: str) -> RenderableType:
     again = f" attempt {attempt}" if len(trial.attempts) > 1 else ""
-    return Text.assemble(f"  {units.trial_id(trial.number)}{again}  ", status_text(kind), f"  {plain(message)}")
+    what = f"{units.trial_id(trial.number)}{again}  "
+    return indented(Text.assemble(what, status_text(kind), f"  {plain(message)}"))
 
 
 def _section(title: str) -> RenderableType:
@@ -198,12 +199,12 @@ def render_ps(sweeps: Sequence[Snapshot], home: Home) -> RenderableType:
     if not sweeps:
         return Text(f"no sweeps in {home.path}")
     columns = (
-        Column(title="sweep", min_width=16),
+        Column(title="sweep"),
         Column(title="state"),
         Column(title="done", priority=9, is_number=True),
         Column(title="run", priority=6, is_number=True),
         Column(title="wait", priority=5, is_number=True),
-        Column(title="best"),
+        Column(title="best", priority=95),
         Column(title="device-h", priority=7, is_number=True),
         Column(title="age", priority=8, is_number=True),
     )

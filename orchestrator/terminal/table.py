@@ -88,7 +88,7 @@ class FittedTable:
             more = min(max(0, spare), whole[i] - widths[i])
             widths[i] += more
             spare -= more
-            if spare < 0 and self.columns[i].min_width is not None:  # nothing can be left out any more
+            if spare < 0 and not self.columns[i].is_number:  # nothing can be left out any more
                 less = min(-spare, widths[i] - 1)
                 widths[i] -= less
                 spare += less
@@ -132,7 +132,7 @@ class FittedTable:
             wider = "a wider terminal" if console.is_terminal else f"COLUMNS={needed}"
             elsewhere = f"{'--json or ' if self.has_json else ''}{wider}"
             note = f"not shown at {console.width} columns ({elsewhere}): {', '.join(dict.fromkeys(names))}"
-            yield Text(note, style="dim", no_wrap=True, overflow="ellipsis")
+            yield Text(note, style="dim")
 
     def _line(self, cells: Sequence[Text], widths: Mapping[int, int], style: str, *, is_head: bool = False) -> Text:
         line = Text(style=style, no_wrap=True, overflow="crop")
