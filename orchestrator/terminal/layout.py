@@ -20,7 +20,8 @@ INDENT = 2
 
 def print_for_people(content: RenderableType) -> None:
     """Print on stdout: in the terminal's width, and into files and pipes in a fixed width, without colours and without
-    blanks at the ends of lines."""
+    blanks at the ends of lines. Strings stand as they are, whatever brackets they hold."""
+    content = Text(content) if isinstance(content, str) else content
     if sys.stdout.isatty():
         Console().print(content)
         return
