@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from orchestrator import units
 from orchestrator.report.proof import Finalist, ProofResult
 from orchestrator.report.words import FinalistOutcome, check_words, evaluation_words, finalist_words, gate_words
 from orchestrator.terminal.layout import label_grid
+from orchestrator.terminal.table import Column, FittedTable
 
 MAX_ROUNDS = 8
 """Rounds shown of a finalist, the last ones."""
@@ -27,10 +27,14 @@ def render_confirmation(proof: ProofResult) -> RenderableType | None:
     """A line per finalist: its speed over the baseline's over all rounds and in each. None without finalists."""
     if not proof.finalists:
         return None
-    grid = Table.grid(padding=(0, 2))
-    for name in ("trial", "speed-up", "interval", "rounds"):
-        grid.add_column(no_wrap=name != "rounds")
-    grid.add_column(overflow="fold", ratio=1)
+    columns = (
+        Column(title="", name="trial"),
+        Column(title="", name="speed-up", is_number=True),
+        Column(title="", name="interval", priority=9),
+        Column(title="", name="rounds", priority=8),
+        Column(title="", name="result", min_width=16),
+    )
+    grid = FittedTable(columns=columns)
     for one in proof.finalists:
         grid.add_row(*_finalist(one))
     running = f"running: {', '.join(map(check_words, proof.running))}" if proof.running else "more to come"

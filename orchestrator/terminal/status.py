@@ -30,9 +30,9 @@ from orchestrator.status.words import (
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.snapshot import AT_REST, Snapshot
 from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
-from orchestrator.terminal.layout import headed_table, indented, label_grid
+from orchestrator.terminal.layout import indented, label_grid
 from orchestrator.terminal.proof import render_confirmation
-from orchestrator.terminal.table import status_text, versus_text
+from orchestrator.terminal.table import Column, FittedTable, status_text, versus_text
 from orchestrator.text import plain
 
 
@@ -40,7 +40,7 @@ def render_status(sweep: Snapshot, home: Home, invocation: Invocation) -> Render
     """One sweep in detail."""
     parts: list[RenderableType] = [_title(sweep)]
     if summary := summary_of(sweep, home):
-        parts += [Text(f"  {headline(sweep.state, summary)}"), Text(f"  {cost(summary)}", style="dim")]
+        parts += [indented(Text(headline(sweep.state, summary))), indented(Text(cost(summary), style="dim"))]
     grid = label_grid("dim")
     for label, value in (*_facts(sweep), *_links(sweep)):
         grid.add_row(label, value)
@@ -102,12 +102,14 @@ def _links(sweep: Snapshot) -> list[tuple[str, Text]]:
 
 
 def _running(sweep: Snapshot) -> RenderableType:
-    table = headed_table(expand=True)
-    table.add_column("running", no_wrap=True)
-    table.add_column("configuration", ratio=2)
-    table.add_column("doing", no_wrap=True)
-    table.add_column("for", no_wrap=True, justify="right")
-    table.add_column("nodes", overflow="fold", ratio=1)
+    columns = (
+        Column(title="running"),
+        Column(title="configuration", min_width=20),
+        Column(title="doing"),
+        Column(title="for", priority=7, is_number=True),
+        Column(title="nodes", priority=6, min_width=12),
+    )
+    table = FittedTable(columns=columns)
     for trial in sweep.running:
         attempt, progress = trial.attempts[-1], sweep.live.get(trial.number)
         table.add_row(
@@ -122,7 +124,8 @@ def _running(sweep: Snapshot) -> RenderableType:
 
 def _failure(trial: Trial, attempt: int, message: str, kind: str) -> RenderableType:
     again = f" attempt {attempt}" if len(trial.attempts) > 1 else ""
-    return Text.assemble(f"  {units.trial_id(trial.number)}{again}  ", status_text(kind), f"  {plain(message)}")
+    what = f"{units.trial_id(trial.number)}{again}  "
+    return indented(Text.assemble(what, status_text(kind), f"  {plain(message)}"))
 
 
 def _section(title: str) -> RenderableType:
@@ -153,14 +156,17 @@ def render_ps(sweeps: Sequence[Snapshot], home: Home) -> RenderableType:
     """One row per sweep; below, why some of them wait or have ended."""
     if not sweeps:
         return Text(f"no sweeps in {home.path}")
-    table = headed_table()
-    table.add_column("sweep", overflow="fold", min_width=8)
-    table.add_column("state", no_wrap=True)
-    for heading in ("done", "run", "wait"):
-        table.add_column(heading, no_wrap=True, justify="right")
-    table.add_column("best", no_wrap=True)
-    table.add_column("device-h", no_wrap=True, justify="right")
-    table.add_column("age", no_wrap=True, justify="right")
+    columns = (
+        Column(title="sweep"),
+        Column(title="state"),
+        Column(title="done", priority=9, is_number=True),
+        Column(title="run", priority=6, is_number=True),
+        Column(title="wait", priority=5, is_number=True),
+        Column(title="best", priority=95),
+        Column(title="device-h", priority=7, is_number=True),
+        Column(title="age", priority=8, is_number=True),
+    )
+    table = FittedTable(columns=columns)
     for sweep in sweeps:
         table.add_row(*_row(sweep))
     notes = Table.grid(padding=(0, 2))
