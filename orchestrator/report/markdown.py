@@ -26,6 +26,8 @@ def report_markdown(report: ShortReport, attached: Attached | None = None) -> st
     lines = [f"**{report.headline}**", ""]
     if report.confidence:
         lines += [report.confidence + ".", ""]
+    if report.proof.caution:
+        lines += [report.proof.caution + ".", ""]
     if attached.links:
         lines += [" · ".join(f"[{what}]({url})" for what, url in attached.links.items()), ""]
     lines += [*(f"- {reason}" for reason in report.details), ""] if report.details else []

@@ -11,6 +11,7 @@ from orchestrator.statistics import relative_spread
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
 from orchestrator.sweep.values import Check, ConfirmationRun, Evaluation, GateReport, GateRun
 from trials.outcome import Measurement
+from trials.reports.disturbance import FOREIGN_CPU_LIMIT, STOLEN_LIMIT, Disturbance
 
 if TYPE_CHECKING:
     from orchestrator.objective import Figures
@@ -182,3 +183,41 @@ def cost(found: Figures, noun: str) -> str:
     hours = f"{units.rate(1e9 * found.device_hours_per_token)} device-hours per 1e9 {noun}"
     price = found.price_per_token
     return hours if price is None else f"{hours}, {units.rate(1e9 * price)} in money"
+
+
+BUSY_MARK = "!"
+"""Marks what was measured while the machine was busy with something else, or slowed down."""
+
+
+def disturbance_words(one: Disturbance) -> str:
+    """``others used 48 % of its processors (python 1.9)``: what disturbed a node, beginning with the most usual."""
+    parts = []
+    if one.foreign_cpu is not None and one.foreign_cpu >= FOREIGN_CPU_LIMIT:
+        names = f" ({', '.join(one.foreign_processes)})" if one.foreign_processes else ""
+        parts.append(f"others used {one.foreign_cpu:.0%} of its processors{names}")
+    if one.steal is not None and one.steal >= STOLEN_LIMIT:
+        parts.append(f"the hypervisor took {one.steal:.0%} of them")
+    if one.quota is not None and one.quota >= STOLEN_LIMIT:
+        parts.append(f"its quota stopped it for {one.quota:.0%} of the time")
+    if one.foreign_on_devices:
+        parts.append(f"others ran on its devices ({', '.join(one.foreign_on_devices[:3])})")
+    if one.throttled_by:
+        hot = f" at {one.highest_temperature_c:.0f} degrees" if one.highest_temperature_c is not None else ""
+        low = f", down to {one.lowest_clock:.0%}" if one.lowest_clock is not None else ""
+        parts.append(f"the devices' clocks were lowered ({', '.join(one.throttled_by)}{hot}{low})")
+    return "; ".join(parts)
+
+
+def disturbed(measurement: Measurement | None) -> str:
+    """What disturbed a measurement, on the node where it was worst; empty where nothing did."""
+    worst = measurement.disturbed_by if measurement else None
+    return disturbance_words(worst) if worst else ""
+
+
+def busy_note(measured: Mapping[int, Measurement | None]) -> str:
+    """A line that explains :data:`BUSY_MARK`, with the worst figures of all trials; empty where none was disturbed."""
+    worst = {number: one.disturbed_by for number, one in measured.items() if one is not None and one.disturbed_by}
+    if not worst:
+        return ""
+    most = max(worst, key=lambda number: worst[number].severity)
+    return f"{BUSY_MARK} measured on a busy machine; {units.trial_id(most)} most: {disturbance_words(worst[most])}"

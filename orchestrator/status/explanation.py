@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator import units
 from orchestrator.report import proof as proof_data
-from orchestrator.report.words import evaluation_words, finalist_words, gate_words
+from orchestrator.report.words import disturbed, evaluation_words, finalist_words, gate_words
 from orchestrator.space.naming import diff, short_name
 from orchestrator.sweep.events import AttemptEnded, LedgerEvent, TrialsRetried
 from orchestrator.sweep.fold import apply
@@ -334,4 +334,6 @@ def _measured_json(measurement: Measurement | None) -> dict[str, Any] | None:
         "step_time_s": measurement.step_time_s,
         "tokens_per_s_per_device": measurement.tokens_per_s_per_device,
         "peak_bytes": measurement.peak_bytes,
+        "disturbed": disturbed(measurement),
+        "nodes": to_json(measurement.disturbances),
     }

@@ -58,6 +58,8 @@ def _title(report: Report) -> RenderableType:
 def _result_panel(report: Report) -> RenderableType:
     lines: list[RenderableType] = [Text(report.headline, style="bold green" if report.is_faster else "bold")]
     lines += [Text(line, style="dim") for line in (*report.details, report.confidence) if line]
+    if report.proof.caution:
+        lines.append(Text(report.proof.caution, style="yellow"))
     grid = Table.grid(padding=(0, 2))
     for one in report.shown:
         grid.add_row(Text(one.role, style="dim"), Text(units.trial_id(one.number)), _result_cell(one, report))
