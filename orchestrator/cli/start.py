@@ -126,4 +126,31 @@ def _next_steps(file: Path, files: tuple[Path, ...]) -> str:
     return "\n".join([f"Written: {', '.join(str(path) for path in files)}. Put what you run today in, then:", *lines])
 
 
-COMMANDS = (init,)
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.option("--address", metavar="HOST:PORT", help="Look at this Ray cluster, too; default: RAY_ADDRESS, or FILE's.")
+@home_option
+@json_option
+def doctor(file: Path | None, address: str | None, home: Path, as_json: bool) -> None:
+    """Look at everything a sweep needs here: torch, devices, Ray, MLflow, disk, memory, limits, load.
+
+    Each line is ok, warn or fail, with what to do. Changes nothing, starts nothing, and ends by itself. Exit code 0: sweeps
+    can run; 1: something has to be mended first.
+
+    \b
+    Examples:
+      tune-cluster doctor
+      tune-cluster doctor sweep.yaml
+      tune-cluster doctor --address HOST:PORT --json
+    """
+    from orchestrator.commands.doctor import examine
+    from orchestrator.sweep.home import Home
+    from orchestrator.terminal.doctor import render_doctor
+
+    diagnosed = examine(Home(home), file=file, address=address)
+    print_result(as_json, diagnosed.to_json(), lambda: render_doctor(diagnosed))
+    if diagnosed.num_failed:
+        sys.exit(EXIT_FAILED)
+
+
+COMMANDS = (init, doctor)
