@@ -2,8 +2,8 @@
 
     python -m trials.torch_support        prints what it finds as JSON
 
-Nothing here pins a version: a vendor's container keeps its own build. Trials use parts of torch that are young, and some
-that are not public; these are looked for by name. Standard library only, until :func:`probe` imports torch.
+Nothing pins a version: a vendor's container keeps its own build. Trials use parts of torch that are young, some
+not public: these are looked for by name. Standard library only, until :func:`probe` imports torch.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def problem(version: str | None) -> str:
 
 
 REMEDY = (
-    f"Install torch {OLDEST[0]}.{OLDEST[1]} or newer (tested with {TESTED[0]}.{TESTED[1]}) where trials run, in the build "
-    "for the driver there; plan, report, promote and the like run with any torch or none."
+    f"Install torch {OLDEST[0]}.{OLDEST[1]} or newer (tested with {TESTED[0]}.{TESTED[1]}) where trials run, in the "
+    "build for the driver there; plan, report, promote and the like run with any torch or none."
 )
 
 
@@ -101,7 +101,8 @@ def probe() -> dict[str, Any]:
     import torch.distributed as dist
 
     has_gpu = torch.cuda.is_available()
-    nccl: Any = torch.cuda.nccl.version() if has_gpu and dist.is_nccl_available() else None
+    collectives: Any = torch.cuda.nccl  # its annotations lack the function
+    nccl: Any = collectives.version() if has_gpu and dist.is_nccl_available() else None
     return {
         "version": str(torch.__version__),
         "cuda": torch.version.cuda,

@@ -32,16 +32,16 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing to look at. ``look`` gives words for people, or raises :class:`Trouble`."""
+    """One thing to look at. ``look`` gives words for people, or raises :class:`TroubleError`."""
 
     subject: str
     look: Callable[[], str]
     deadline_s: float = 10.0
     level: Level = "fail"
-    """How bad it is where the check raises anything but a Trouble, or does not end."""
+    """How bad it is where the check raises anything else, or does not end."""
 
 
-class Trouble(Exception):
+class TroubleError(Exception):
     """Something is not as it should be: what, how bad that is, and what to do."""
 
     def __init__(self, words: str, remedy: str, level: Level = "warn") -> None:
@@ -73,13 +73,15 @@ def _started(check: Check) -> Future[str]:
 def _finding(check: Check, future: Future[str], until_s: float) -> Finding:
     try:
         words = future.result(max(0.1, until_s - time.monotonic()))
-    except Trouble as trouble:
+    except TroubleError as trouble:
         return Finding(
             subject=check.subject, level=trouble.level, words=redact(trouble.words), remedy=redact(trouble.remedy)
         )
     except TimeoutError:
         words = f"no answer within {check.deadline_s:g} s"
-        return Finding(subject=check.subject, level=check.level, words=words, remedy="Is what it asks overloaded or away?")
+        return Finding(
+            subject=check.subject, level=check.level, words=words, remedy="Is what it asks overloaded or away?"
+        )
     except Exception as error:
         words = redact(f"cannot be looked at: {str(error) or type(error).__name__}")
         return Finding(subject=check.subject, level=check.level, words=words, remedy="Mend what the message names.")

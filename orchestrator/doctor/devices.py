@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster.hardware.topology import cpu_model, num_usable_cores, visible_gpus
 from cluster.processes import python_module
-from orchestrator.doctor.check import Trouble
+from orchestrator.doctor.check import TroubleError
 from trials.torch_support import REMEDY, TESTED, installed_version, problem
 
 TORCH_S = 90.0
@@ -28,7 +28,7 @@ def _probe() -> Mapping[str, Any]:
     """What torch says of itself; asked once, whichever check comes first.
 
     Raises:
-        Trouble: it cannot be imported.
+        TroubleError: it cannot be imported.
     """
     with _asking:
         return _ask()
@@ -42,10 +42,12 @@ def _ask() -> Mapping[str, Any]:
             python_module("trials.torch_support"), capture_output=True, timeout=TORCH_S - 5, check=False
         )
     except subprocess.TimeoutExpired:
-        raise Trouble("importing torch takes over a minute", "Is the driver hung, or the disk slow?", "fail") from None
+        raise TroubleError(
+            "importing torch takes over a minute", "Is the driver hung, or the disk slow?", "fail"
+        ) from None
     if asked.returncode != 0:
         lines = asked.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {asked.returncode}"]
-        raise Trouble(f"torch cannot be imported: {lines[-1]}", REMEDY, "fail")
+        raise TroubleError(f"torch cannot be imported: {lines[-1]}", REMEDY, "fail")
     answer: dict[str, Any] = json.loads(asked.stdout.splitlines()[-1])
     return answer
 
@@ -54,14 +56,16 @@ def torch() -> str:
     """Which torch there is, and whether it has all that trials need."""
     version = installed_version()
     if known := problem(version):
-        raise Trouble(known, REMEDY, "fail")
+        raise TroubleError(known, REMEDY, "fail")
     found = _probe()
     build = f"CUDA {found['cuda']}" if found["cuda"] else f"ROCm {found['hip']}" if found["hip"] else "CPU only"
     words = f"{found['version']} ({build})"
     if missing := found["lacking"]:
-        raise Trouble(f"{words} lacks {', '.join(missing[:_LISTED])}, which trials need", REMEDY, "fail")
+        raise TroubleError(f"{words} lacks {', '.join(missing[:_LISTED])}, which trials need", REMEDY, "fail")
     if missing := found["lacking_for_dry_runs"]:
-        raise Trouble(f"{words}: trials run, `dryrun` does not: no {missing[0]}", "Plan without dry runs, or update torch.")
+        raise TroubleError(
+            f"{words}: trials run, `dryrun` does not: no {missing[0]}", "Plan without dry runs, or update torch."
+        )
     tested = ".".join(map(str, TESTED))
     return words if found["version"].startswith(tested) else f"{words}; tested with {tested}"
 
@@ -72,13 +76,13 @@ def devices() -> str:
     if not gpus:
         if Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi"):
             remedy = "Look at what nvidia-smi says; in a container: --gpus all."
-            raise Trouble("nvidia-smi lists no GPU, though there is a driver or a tool of it", remedy)
+            raise TroubleError("nvidia-smi lists no GPU, though there is a driver or a tool of it", remedy)
         return f"{num_usable_cores()} CPU cores ({cpu_model()}), no GPU"
     seen = _probe()["devices"]
     words = f"{len(gpus)} x {gpus[0][0]}, {gpus[0][1] / (1 << 30):.0f} GiB each"
     if len(seen) != len(gpus):
         remedy = "Install the build of torch for this driver (https://pytorch.org/get-started)."
-        raise Trouble(f"{words}; torch sees {len(seen)} of them", remedy, "fail")
+        raise TroubleError(f"{words}; torch sees {len(seen)} of them", remedy, "fail")
     return words
 
 
@@ -95,8 +99,12 @@ def collectives() -> str:
     found = _probe()
     if found["devices"]:
         if not found["nccl"]:
-            raise Trouble("this torch has no NCCL", "Install a build of torch with NCCL; trials of several GPUs need it.")
+            raise TroubleError(
+                "this torch has no NCCL", "Install a build of torch with NCCL; trials of several GPUs need it."
+            )
         return f"NCCL {found['nccl']}"
     if not found["gloo"]:
-        raise Trouble("this torch has no gloo", "Install a usual build of torch; ranks on CPUs meet through gloo.", "fail")
+        raise TroubleError(
+            "this torch has no gloo", "Install a usual build of torch; ranks on CPUs meet through gloo.", "fail"
+        )
     return "gloo"

@@ -11,7 +11,7 @@ from pathlib import Path
 from cluster.base import ClusterError
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.doctor import devices, host, services
-from orchestrator.doctor.check import Check, Trouble
+from orchestrator.doctor.check import Check, TroubleError
 from orchestrator.errors import ConfigError
 from orchestrator.planning.hardware.request import known_topology
 from orchestrator.sweep.home import Home
@@ -66,25 +66,24 @@ def checks(patient: Patient) -> list[Check]:
     """All others. A sweep that runs nowhere real needs neither torch nor devices."""
     is_virtual = patient.spec is not None and patient.spec.cluster.kind in ("simulated", "replay")
     needs_here = not is_virtual and patient.ray_address is None
-    on_ray = functools.partial(services.ray_cluster, patient.ray_address)
-    trials_here = [
-        Check(subject="torch", look=functools.partial(_elsewhere, devices.torch, needs_here), deadline_s=devices.TORCH_S),
-        Check(subject="devices", look=functools.partial(_elsewhere, devices.devices, needs_here), deadline_s=devices.TORCH_S),
-        Check(subject="driver", look=devices.driver, level="warn"),
-        Check(
-            subject="collectives",
-            look=functools.partial(_elsewhere, devices.collectives, needs_here),
-            deadline_s=devices.TORCH_S,
-        ),
-    ]
+    address, torch_s = patient.ray_address, devices.TORCH_S
+    of_trials = {"torch": devices.torch, "devices": devices.devices, "collectives": devices.collectives}
     return [
         *([Check(subject="file", look=functools.partial(_file, patient))] if patient.file is not None else []),
         Check(subject="Python", look=host.python),
         Check(subject="PYTHONPATH", look=host.search_path),
-        *trials_here,
+        *(
+            Check(subject=name, look=functools.partial(_elsewhere, look, needs_here), deadline_s=torch_s)
+            for name, look in of_trials.items()
+        ),
+        Check(subject="driver", look=devices.driver, level="warn"),
         Check(subject="Ray", look=functools.partial(services.ray_package, patient.needs_ray)),
-        Check(subject="Ray cluster", look=on_ray, deadline_s=services.RAY_S),
-        Check(subject="Ray jobs", look=functools.partial(services.ray_jobs, patient.ray_address), deadline_s=services.RAY_S),
+        Check(subject="Ray cluster", look=functools.partial(services.ray_cluster, address), deadline_s=services.RAY_S),
+        Check(
+            subject="Ray jobs",
+            look=functools.partial(services.ray_jobs, address),
+            deadline_s=services.RAY_S,
+        ),
         Check(
             subject="MLflow", look=functools.partial(services.store, patient.tracking_uri), deadline_s=services.STORE_S
         ),
@@ -101,9 +100,9 @@ def _elsewhere(look: Callable[[], str], needed: bool) -> str:
     """A check of what trials need: where they run on other hosts, what fails here is worth a warning only."""
     try:
         return look()
-    except Trouble as trouble:
+    except TroubleError as trouble:
         level = trouble.level if needed else "warn"
-        raise Trouble(trouble.words, trouble.remedy, level) from None
+        raise TroubleError(trouble.words, trouble.remedy, level) from None
 
 
 def _file(patient: Patient) -> str:
@@ -113,6 +112,6 @@ def _file(patient: Patient) -> str:
         spec = patient.spec or load_sweep(patient.file)
         topology = known_topology(spec, patient.home) if patient.ray_address is None else None
     except (ConfigError, ClusterError) as error:
-        raise Trouble(str(error), "tune-cluster plan FILE tells the same, and the plan.", "fail") from None
+        raise TroubleError(str(error), "tune-cluster plan FILE tells the same, and the plan.", "fail") from None
     where = f" on {topology.label}" if topology is not None else ""
     return f"{spec.name}, {spec.cluster.kind}{where}"

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from cluster.hardware.topology import num_usable_cores, read_or_empty, usable_memory_bytes
-from orchestrator.doctor.check import Trouble
+from orchestrator.doctor.check import TroubleError
 
 MIN_DISK_BYTES, LOW_DISK_BYTES = 200 << 20, 5 << 30
 """Free space of the home below which a sweep fails, and below which it may."""
@@ -29,7 +29,7 @@ def python() -> str:
     """The interpreter, and that our packages come from where they are installed."""
     version = platform.python_version()
     if not (3, 11) <= sys.version_info[:2] < (3, 14):
-        raise Trouble(f"Python {version}", "Use Python 3.11, 3.12 or 3.13.", "fail")
+        raise TroubleError(f"Python {version}", "Use Python 3.11, 3.12 or 3.13.", "fail")
     own = Path(__file__).resolve().parents[2]
     if own in (Path(entry).resolve() for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry):
         return f"{version}, {sys.executable}; tune-cluster from PYTHONPATH, {own}"
@@ -45,7 +45,7 @@ def search_path() -> str:
         found = [name for name in STRAY_MODULES if (folder / name).is_dir() or (folder / f"{name}.py").is_file()]
         if found:
             words = f"PYTHONPATH names {folder}, where {', '.join(found)} hides a package of tune-cluster"
-            raise Trouble(words, f"Take {entry or 'the empty entry'} out of PYTHONPATH.", "fail")
+            raise TroubleError(words, f"Take {entry or 'the empty entry'} out of PYTHONPATH.", "fail")
     return "PYTHONPATH hides none of our packages"
 
 
@@ -61,12 +61,12 @@ def home_disk(home: Path) -> str:
             os.fsync(file.fileno())
     except OSError as error:
         remedy = "Make it writable, or name another folder with --home."
-        raise Trouble(f"{folder} cannot be written: {error.strerror}", remedy, "fail") from None
+        raise TroubleError(f"{folder} cannot be written: {error.strerror}", remedy, "fail") from None
     free = shutil.disk_usage(folder).free
     words = f"{_size(free)} free for {home}"
     if free < LOW_DISK_BYTES:
         remedy = "Free some, or name a folder on another disk with --home."
-        raise Trouble(words, remedy, "fail" if free < MIN_DISK_BYTES else "warn")
+        raise TroubleError(words, remedy, "fail" if free < MIN_DISK_BYTES else "warn")
     return words
 
 
@@ -75,10 +75,12 @@ def shared_memory() -> str:
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
-        raise Trouble("there is no /dev/shm", "Mount one; data loaders with workers need it.") from None
+        raise TroubleError("there is no /dev/shm", "Mount one; data loaders with workers need it.") from None
     words = f"{_size(usage.free)} of {_size(usage.total)} free in /dev/shm"
     if usage.free < LOW_SHM_BYTES:
-        raise Trouble(words, "In a container: --shm-size=8g or --ipc=host; on Kubernetes an emptyDir of medium Memory.")
+        raise TroubleError(
+            words, "In a container: --shm-size=8g or --ipc=host; on Kubernetes an emptyDir of medium Memory."
+        )
     return words
 
 
@@ -88,7 +90,7 @@ def memory() -> str:
     free = min(int(available.get("MemAvailable", "0")) << 10, usable_memory_bytes())
     words = f"{_size(free)} of {_size(usable_memory_bytes())} available"
     if free < LOW_MEMORY_BYTES:
-        raise Trouble(words, "End other programs; every rank takes half a gigabyte and its model.")
+        raise TroubleError(words, "End other programs; every rank takes half a gigabyte and its model.")
     return words
 
 
@@ -100,7 +102,7 @@ def file_limits() -> str:
     if processes != resource.RLIM_INFINITY:
         words += f", {processes} processes"
     if soft < MIN_FILES:
-        raise Trouble(words, f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}, in the shell that submits.")
+        raise TroubleError(words, f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}, in the shell that submits.")
     return words
 
 
@@ -114,12 +116,12 @@ def ports() -> str:
             client.connect(server.getsockname())
         except OSError as error:
             remedy = "Allow connections over the loopback device; is `lo` up?"
-            raise Trouble(f"127.0.0.1 does not connect to itself: {error}", remedy, "fail") from None
+            raise TroubleError(f"127.0.0.1 does not connect to itself: {error}", remedy, "fail") from None
     try:
         socket.getaddrinfo(socket.gethostname(), None)
     except OSError:
         remedy = "Add this host's name to /etc/hosts; ranks on other nodes have to find it."
-        raise Trouble(f"the host's own name {socket.gethostname()!r} has no address", remedy) from None
+        raise TroubleError(f"the host's own name {socket.gethostname()!r} has no address", remedy) from None
     return f"loopback connects, {socket.gethostname()} has an address"
 
 
@@ -130,7 +132,7 @@ def clock() -> str:
     passed_s, passed_real_s = time.monotonic() - monotonic_s, time.time() - real_s
     if passed_s <= 0 or abs(passed_real_s - passed_s) > 0.05:
         words = f"in {passed_s:.2f} s of the monotonic clock the time of day went on by {passed_real_s:.2f} s"
-        raise Trouble(words, "Something sets the clock; let chrony or ntpd slew it.")
+        raise TroubleError(words, "Something sets the clock; let chrony or ntpd slew it.")
     return "monotonic clock and time of day agree"
 
 
@@ -145,7 +147,9 @@ def load() -> str:
     used = max(0.0, (after - before - (time.process_time() - own)) / passed_s)
     words = f"others use {used:.1f} of {cores} cores; {num_usable_cores()} may be used here"
     if used > BUSY * cores:
-        raise Trouble(words, "Wait, or end other programs: what is measured beside them is slower than it would be.")
+        raise TroubleError(
+            words, "Wait, or end other programs: what is measured beside them is slower than it would be."
+        )
     return words
 
 

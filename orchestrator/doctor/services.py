@@ -13,7 +13,7 @@ import urllib.request
 from importlib import metadata
 from pathlib import Path
 
-from orchestrator.doctor.check import Trouble
+from orchestrator.doctor.check import TroubleError
 
 RAY_S = 75.0
 """How long a Ray cluster may take to tell its nodes."""
@@ -29,7 +29,7 @@ def ray_package(needed: bool) -> str:
         return f"Ray {metadata.version('ray')}"
     except metadata.PackageNotFoundError:
         remedy = "pip install 'ray[default]', or use cluster: {kind: local}."
-        raise Trouble("Ray is not installed", remedy, "fail" if needed else "warn") from None
+        raise TroubleError("Ray is not installed", remedy, "fail" if needed else "warn") from None
 
 
 def ray_cluster(address: str | None) -> str:
@@ -42,7 +42,7 @@ def ray_cluster(address: str | None) -> str:
     try:
         hosts = survey(address, timeout_s=RAY_S - 10)
     except ClusterError as error:
-        raise Trouble(str(error), "Correct the address, or start the head; docs/service.md.", "fail") from None
+        raise TroubleError(str(error), "Correct the address, or start the head; docs/service.md.", "fail") from None
     gpus, cpus = sum(host.num_gpus for host in hosts), sum(host.num_cpus for host in hosts)
     kinds = ", ".join(sorted({host.accelerator for host in hosts if host.accelerator}))
     return f"{address}: {len(hosts)} nodes, {gpus} GPUs{f' ({kinds})' if kinds else ''}, {cpus} CPUs"
@@ -60,17 +60,17 @@ def ray_jobs(address: str | None) -> str:
         with urllib.request.urlopen(f"{url}/api/version", timeout=10) as answer:
             told = answer.headers.get("Date")
     except ClusterError as error:
-        raise Trouble(str(error), "Or submit with --foreground, which needs no dashboard.") from None
+        raise TroubleError(str(error), "Or submit with --foreground, which needs no dashboard.") from None
     except urllib.error.HTTPError as error:
         told = error.headers.get("Date")
     except OSError as error:
-        raise Trouble(f"the dashboard does not answer: {error}", "Or submit with --foreground.") from None
+        raise TroubleError(f"the dashboard does not answer: {error}", "Or submit with --foreground.") from None
     words = f"dashboard at {url}"
     if not told:
         return words
     skew_s = email.utils.parsedate_to_datetime(told).timestamp() - time.time()
     if abs(skew_s) > MAX_SKEW_S:
-        raise Trouble(f"{words}; its clock is {skew_s:+.0f} s off this one's", "Run chrony or ntpd on all hosts.")
+        raise TroubleError(f"{words}; its clock is {skew_s:+.0f} s off this one's", "Run chrony or ntpd on all hosts.")
     return f"{words}; its clock agrees with this one's"
 
 
@@ -79,7 +79,7 @@ def store(uri: str) -> str:
     try:
         version = metadata.version("mlflow")
     except metadata.PackageNotFoundError:
-        raise Trouble("MLflow is not installed", "pip install mlflow", "fail") from None
+        raise TroubleError("MLflow is not installed", "pip install mlflow", "fail") from None
     if uri.startswith(_SQLITE):
         return f"MLflow {version}, {_sqlite_store(Path(uri.removeprefix(_SQLITE)))}"
     try:
@@ -87,9 +87,11 @@ def store(uri: str) -> str:
             theirs = answer.read(100).decode(errors="replace").strip()
     except (OSError, ValueError) as error:
         remedy = "Start the server, or correct tracking.uri; a sweep runs meanwhile, and is recorded when it is back."
-        raise Trouble(f"the MLflow server {uri} does not answer: {error}", remedy) from None
+        raise TroubleError(f"the MLflow server {uri} does not answer: {error}", remedy) from None
     if theirs.split(".")[0] != version.split(".")[0]:
-        raise Trouble(f"the server is MLflow {theirs}, this client {version}", "Install the same major version on both.")
+        raise TroubleError(
+            f"the server is MLflow {theirs}, this client {version}", "Install the same major version on both."
+        )
     return f"MLflow {version}, server {theirs} at {uri}"
 
 
@@ -103,14 +105,14 @@ def _sqlite_store(path: Path) -> str:
             (num_runs,) = db.execute("SELECT count(*) FROM runs").fetchone()
     except sqlite3.Error as error:
         remedy = "Move the file away; `tune-cluster resume` and `retry` write what is missing into a new one."
-        raise Trouble(f"the store {path} cannot be read: {error}", remedy, "fail") from None
+        raise TroubleError(f"the store {path} cannot be read: {error}", remedy, "fail") from None
     newest, known = _revisions()
     if row and newest and row[0] not in known:
         remedy = "Install that version of MLflow, or name another store with tracking.uri."
-        raise Trouble(f"the store {path} was written by a newer MLflow than is installed", remedy, "fail")
+        raise TroubleError(f"the store {path} was written by a newer MLflow than is installed", remedy, "fail")
     if row and newest and row[0] != newest:
         remedy = f"Back it up, then: mlflow db upgrade {_SQLITE}{path}"
-        raise Trouble(f"the store {path} was written by an older MLflow than is installed", remedy, "fail")
+        raise TroubleError(f"the store {path} was written by an older MLflow than is installed", remedy, "fail")
     return f"store {path} with {num_runs:,} runs"
 
 
@@ -121,7 +123,8 @@ def _revisions() -> tuple[str | None, frozenset[str]]:
     folder = Path(found.origin).parent / "store/db_migrations/versions" if found and found.origin else None
     if folder is None or not folder.is_dir():
         return None, frozenset()
-    own, before = set(), set()
+    own: set[str] = set()
+    before: set[str] = set()
     for file in folder.glob("*.py"):
         for is_before, name in _REVISION.findall(file.read_text(encoding="utf-8")):
             (before if is_before else own).add(name)

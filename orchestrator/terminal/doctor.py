@@ -31,4 +31,3 @@ def _words(finding: Finding) -> Text:
         words.append("\n")
         words.append(finding.remedy, style="italic")
     return words
-
