@@ -99,7 +99,7 @@ def timed(*arguments: str) -> dict[str, float]:
     walls, cpus, peaks = [], [], []
     for _ in range(REPEATS):
         began_s = time.perf_counter()
-        command = [sys.executable, "-m", "orchestrator.cli.main", *arguments]
+        command = [sys.executable, "-m", "orchestrator", *arguments]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
             _, status, used = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)

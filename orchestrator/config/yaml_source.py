@@ -128,6 +128,7 @@ class _Builder:
             return self._build_mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
             return [self.build(item, (*path, i)) for i, item in enumerate(node.value)]
+        assert isinstance(node, yaml.ScalarNode), "YAML knows scalars, sequences and mappings"
         return self._scalar(node, path, line)
 
     def _scalar(self, node: yaml.ScalarNode, path: KeyPath, line: int) -> Any:

@@ -21,7 +21,7 @@ from orchestrator.search.prediction import model_families
 from orchestrator.search.prediction.gaussian_process import Residual, condition, learn
 from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.predictor import LOCAL_STD, Predictor, narrowed
-from orchestrator.sweep.state import Trial, device_seconds
+from orchestrator.sweep.state import Trial, weighted_step_s
 from trials.outcome import OutOfMemory
 from trials.spec import Candidate
 
@@ -49,7 +49,8 @@ class ModelView:
         self._profile = profile
         self._rows = {candidate.config_key: row for row, candidate in enumerate(predictor.candidates)}
         self._trials = [trial for trial in trials if trial.candidate.config_key in self._rows]
-        self._times_s = {self._row(t.candidate): device_seconds(t) for t in self._trials if t.measurement is not None}
+        measured = [trial for trial in self._trials if trial.measurement is not None]
+        self._times_s = {self._row(trial.candidate): weighted_step_s(trial, predictor.objective) for trial in measured}
 
     @property
     def limit_bytes(self) -> float:
@@ -86,7 +87,7 @@ class ModelView:
         return [float(load) for load in loads[: candidate.layout.pp]]
 
     def gain(self, trial: Candidate, other: Candidate) -> tuple[float, float]:
-        """Expected speed of ``other`` over ``trial`` in tokens/s/p, and the standard deviation of its logarithm."""
+        """Expected score of ``other`` over that of ``trial``, and the standard deviation of its logarithm."""
         here, there = self._row(trial), self._row(other)
         return float(np.exp(self._mean[here] - self._mean[there])), float(self._std[there])
 
@@ -130,12 +131,13 @@ class ModelView:
         if not rows.size:
             return Calibrated.of_prior(prior)
         x = self._predictor.inputs.take(rows)
-        times = np.log([self._known_s[row] for row in rows.tolist()])
+        device_s = self._predictor.inputs.world_size / self._predictor.weights
+        times = np.log([self._known_s[row] * float(device_s[row]) for row in rows.tolist()])
         return fit(prior, functools.partial(model_families.log_device_seconds, x), times)
 
     @functools.cached_property
     def _known_s(self) -> dict[int, float]:
-        """Device-seconds per step by row, of earlier sweeps' trials as well."""
+        """Weighted seconds per step by row, of earlier sweeps' trials as well."""
         return {**self._predictor.earlier_times_s, **self._times_s}
 
     @functools.cached_property
@@ -167,7 +169,7 @@ class ModelView:
 
     @functools.cached_property
     def _mean(self) -> Array:
-        """Mean of the log device-seconds per step, shape (num_candidates,)."""
+        """Mean of the log weighted seconds per step, shape (num_candidates,)."""
         rows: Rows = np.arange(len(self._predictor.candidates), dtype=np.intp)
         return np.asarray(self._posterior.log_time[rows] + self._residual.mean(rows))
 

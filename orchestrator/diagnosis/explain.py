@@ -61,14 +61,14 @@ def explain_sweep(state: SweepState, basis: Basis, *, trial: int | None = None) 
     searched = state.searched()
     kept = sample(searched, asked, state)
     legal = tuple(dict.fromkeys([*basis.candidates, *(t.candidate for t in searched)]))
-    near = {t.number: _changes(t, legal, searched, basis) for t in asked}
+    near = {t.number: _changes(t, legal, state, basis) for t in asked}
     view, unmodelled = _view(state, basis, kept, [c.candidate for found in near.values() for c in found])
-    table = tabulate(kept)
-    effects = main_effects(table)
+    table = tabulate(kept, state.objective)
+    effects = main_effects(table, state.objective)
     diagnoser = _Diagnoser(state, basis, view, unmodelled, effects, _varied(basis, kept))
     return SweepExplanation(
         sweep=state.sweep.sweep,
-        unit=state.sweep.workload.speed_unit,
+        unit=state.unit,
         hardware=state.sweep.hardware,
         phase=state.status,
         step_parts={t.number: diagnoser.parts(t) for t in _to_split(kept, asked, state) if t.measurement is not None},
@@ -122,10 +122,11 @@ def _measured(state: SweepState, number: int) -> Trial:
     return trial
 
 
-def _changes(trial: Trial, legal: Sequence[Candidate], tried: Sequence[Trial], basis: Basis) -> list[KnobChange]:
+def _changes(trial: Trial, legal: Sequence[Candidate], state: SweepState, basis: Basis) -> list[KnobChange]:
     """Legal changes of a trial: among the plan's candidates, those tried, and its neighbours in a space too large."""
     near = neighbours(basis.beyond, trial.candidate) if basis.beyond is not None else []
-    return changes(trial, tuple(dict.fromkeys([*legal, *near])) if near else legal, tried)
+    candidates = tuple(dict.fromkeys([*legal, *near])) if near else legal
+    return changes(trial, candidates, state.searched(), state.objective)
 
 
 def _view(
@@ -144,6 +145,7 @@ def _view(
             known.profile,
             estimates=known.estimates.by_candidate,
             earlier=known.earlier,
+            objective=state.objective,
         )
     except UnpredictableError as error:
         return None, str(error)
