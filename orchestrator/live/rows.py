@@ -87,7 +87,7 @@ def _row(trial: Trial, progress: GangProgress | None) -> Row:
         "devices": trial.candidate.layout.world_size,
         "reason": plain(trial.reason),
         "failure": _failure(trial),
-        **_progress(trial, progress),
+        **progress_cells(trial, progress),
         **(_measured(measurement) if measurement else {}),
         **_predicted(trial),
     }
@@ -100,7 +100,7 @@ def _failure(trial: Trial) -> str:
     return "" if trial.outcome is None or trial.measurement else plain(words.failure(trial))
 
 
-def _progress(trial: Trial, progress: GangProgress | None) -> Row:
+def progress_cells(trial: Trial, progress: GangProgress | None) -> Row:
     """What a running trial is doing; nothing for any other."""
     if not trial.is_running:
         return {}

@@ -28,7 +28,7 @@ const trials = liveTable("Trials", [
   { key: "devices", label: "devices", css: "num", value: row => row.devices, cell: row => `${row.devices}` },
   figure("memory", "memory"),
   figure("predicted", "predicted step", { down: false }),
-  figure("off", "measured / predicted"),
+  figure("off", "off by"),
 ], { sort: "speed", rowClass: row => row.doing ? "running" : row.is_chosen ? "best" : "" });
 
 const checks = liveTable("Checks", [
