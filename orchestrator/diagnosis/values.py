@@ -322,7 +322,7 @@ class SweepExplanation:
     phase: str
     """Where the sweep stands: ``running``, ``finished``, ..."""
     step_parts: Mapping[int, StepParts]
-    """Every measured trial of the search by number."""
+    """Measured trials of the search by number: all of them, or those that a report of a long sweep shows."""
     baseline: Diagnosis | None
     """Diagnosis of the baseline; None where it was not measured."""
     chosen: Diagnosis | None
@@ -337,6 +337,10 @@ class SweepExplanation:
     """Why the cost model says nothing; empty where it says something."""
     model_error: float | None = None
     """Typical error of the cost model after this sweep's trials, as a share: each trial predicted from the others."""
+    num_trials: int = 0
+    """Trials of the search."""
+    num_looked_at: int = 0
+    """Trials that importance, effects and the cost model's fit rest on: fewer where the sweep is long."""
 
     @property
     def diagnosed(self) -> Diagnosis | None:
@@ -363,4 +367,6 @@ class SweepExplanation:
             "limit_bytes": self.limit_bytes,
             "unmodelled": self.unmodelled,
             "model_error": self.model_error,
+            "num_trials": self.num_trials,
+            "num_looked_at": self.num_looked_at,
         }

@@ -10,6 +10,8 @@ from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.sweep.values import Verdict
 
 _MAX_REASON_CHARS = 110
+MIN_PAUSE_S = 5.0
+"""Shortest time without a controller, or without nodes, that is called a pause."""
 
 
 def headline(state: SweepState, summary: Summary) -> str:
@@ -95,19 +97,26 @@ def is_worth_it(state: SweepState, summary: Summary) -> bool:
 def chosen_result(state: SweepState, summary: Summary) -> TrialResult | None:
     """What is shown beside the baseline: the confirmed winner, else the fastest; None where that is the baseline."""
     confirmed = state.winner if state.verdict is not None and is_worth_it(state, summary) else None
-    best = result(confirmed) if confirmed is not None else summary.best
+    best = result(confirmed, state.objective) if confirmed is not None else summary.best
     return best if best and best.trial.number != 0 else None
 
 
 def cost(summary: Summary) -> str:
-    """Trials by outcome, the device time they took, and what was known before the first of them."""
+    """Trials by outcome, the device time they took, how long the sweep took, and what was known before the first."""
     counts = ", ".join(f"{summary.trials[s]} {units.status_words(s)}" for s in ENDED if summary.trials[s])
     total = units.count(summary.trials["total"], "trial")
     time = units.device_time(summary.device_hours * 3600)
     if summary.saved_device_hours:
         time = f"{time} and {units.device_time(summary.saved_device_hours * 3600)} saved by stopping early"
     learned = _learned_from(summary.num_earlier_trials, summary.num_earlier_sweeps)
-    return "; ".join(part for part in (f"{total}: {counts}" if counts else total, time, learned) if part)
+    parts = (f"{total}: {counts}" if counts else total, time, _took(summary), learned)
+    return "; ".join(part for part in parts if part)
+
+
+def _took(summary: Summary) -> str:
+    """``in 2 h 05 min, 20 min 10 s of them paused``: from the sweep's creation to its end, whoever ran it."""
+    paused = f", {units.duration(summary.paused_s)} of them paused" if summary.paused_s >= MIN_PAUSE_S else ""
+    return f"in {units.duration(summary.duration_s)}{paused}"
 
 
 def _learned_from(num_trials: int, num_sweeps: int) -> str:

@@ -140,9 +140,9 @@ def trial_line(state: SweepState, trial: Trial) -> str:
         result = units.status_words(trial.status)
         tail = f"  {words.failure(trial)}"
     else:
-        unit = state.sweep.workload.speed_unit
+        unit = state.unit
         best = state.best is not None and state.best.number == trial.number
-        result = f"{units.rate(measurement.tokens_per_s_per_device)} {unit} {words.spread(measurement)}"
+        result = f"{units.rate(state.score(trial))} {unit} {words.spread(measurement)}"
         if isinstance(trial.check, ProfileRun):
             result = "recorded"  # its times are no measurement
         compared = words.versus(versus_baseline(trial, state))
@@ -162,7 +162,7 @@ def _shown(state: SweepState) -> list[Trial]:
     if len(state.fastest) >= MAX_ROWS:
         return _fastest(state)
     ended = [trial for trial in state.searched() if _has_ended(trial)]
-    measured = sorted((t for t in ended if t.measurement), key=_speed, reverse=True)
+    measured = sorted((t for t in ended if t.measurement), key=state.score, reverse=True)
     failed = [trial for trial in reversed(ended) if not trial.measurement]
     keep = [*ended[:1], *measured, *failed]
     chosen = list(dict.fromkeys(trial.number for trial in keep))[:MAX_ROWS]
@@ -174,12 +174,7 @@ def _fastest(state: SweepState) -> list[Trial]:
     first = next(trial for trial in state.trials if trial.check is None and _has_ended(trial))
     numbers = list(dict.fromkeys((first.number, *(ranked.number for ranked in state.fastest))))[:MAX_ROWS]
     trials = [state.trials[number] for number in numbers]
-    return sorted(trials, key=lambda trial: (trial.measurement is None, -_speed(trial) if trial.measurement else 0.0))
-
-
-def _speed(trial: Trial) -> float:
-    assert trial.measurement is not None
-    return trial.measurement.tokens_per_s_per_device
+    return sorted(trials, key=lambda trial: (trial.measurement is None, -state.score(trial)))
 
 
 def _header(state: SweepState, now_s: float) -> RenderableType:
@@ -206,6 +201,6 @@ def _footer(state: SweepState, now_s: float) -> RenderableType:
         best = Text.assemble(
             ("best ", "bold"),
             (units.trial_id(state.best.number), "bold green"),
-            f"  {units.rate(_speed(state.best))} {state.sweep.workload.speed_unit}",
+            f"  {units.rate(state.score(state.best))} {state.unit}",
         )
     return Group(best, Text("  ·  ".join(parts), style="dim"))

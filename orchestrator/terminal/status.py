@@ -198,7 +198,7 @@ def best_words(state: SweepState) -> Text:
         return Text(units.DASH, style="dim")
     if best.number == 0:
         return Text("baseline", style="blue")
-    return Text.assemble(versus_text(speedup(best, state.baseline)), f" {units.trial_id(best.number)}")
+    return Text.assemble(versus_text(speedup(best, state.baseline, state.objective)), f" {units.trial_id(best.number)}")
 
 
 def _hours(sweep: Snapshot) -> str:

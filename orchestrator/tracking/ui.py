@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from cluster.processes import python_module
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import artifact_folder
 from orchestrator.processes import interruptible
@@ -80,7 +81,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _command(uri: str, host: str, port: int) -> list[str]:
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, "--host", host]
+    command = python_module("mlflow", "server", "--backend-store-uri", uri, "--host", host)
     command += ["--port", str(port), "--workers", "1"]
     artifacts = artifact_folder(uri)
     return [*command, "--artifacts-destination", str(artifacts)] if artifacts else command
@@ -94,7 +95,8 @@ def _server(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     """
     env = {name: value for name, value in os.environ.items() if not is_secret_name(name)}
     env |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    server = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
+    env["PYTHONSAFEPATH"] = "1"  # of what it starts in turn; that looks for modules in its folder besides
+    server = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True, cwd="/")
     try:
         yield server
     finally:
