@@ -117,7 +117,7 @@ class IndexLook:
 
 def _index_line(sweep: Snapshot, home: Home) -> dict[str, Any]:
     state, summary = sweep.state, summary_of(sweep, home)
-    compared = speedup(state.best, state.baseline)
+    compared = speedup(state.best, state.baseline, state.objective)
     limit = state.created.budget.max_trials if state.created else None
     age = "" if sweep.began_at_s is None else age_words(sweep.at_s - sweep.began_at_s)
     return {
