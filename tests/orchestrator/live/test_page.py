@@ -11,7 +11,8 @@ from orchestrator.sweep.events import TrialsRetried
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.requests import last_request
 from tests.orchestrator.live.conftest import Window, keep_log, serve
-from tests.support.cli_homes import LIVE, controller, keep, running
+from tests.support import sweeps
+from tests.support.cli_homes import LIVE, controller, keep, run, running
 from tests.support.story import ended, evidence, measured
 from trials.outcome import Crashed
 
@@ -116,6 +117,7 @@ def test_nothing_that_is_shown_is_taken_for_markup(browser, tmp_path):
             window.wait("td", HOSTILE)
 
 
+@pytest.mark.representative("light")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_shows_every_page_without_scrolling_sideways(browser, server, scheme):
     with Window(
@@ -163,3 +165,32 @@ def test_all_that_is_interactive_has_a_name(browser, server):
         for landmark in ("header", "nav[aria-label]", "main", "footer", "h1"):
             assert window.page.locator(landmark).count() == 1, landmark
         assert window.page.locator("#status").get_attribute("aria-live") == "polite"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_a_real_sweep_is_paused_resumed_and_seen_to_its_end_by_its_page_alone(browser, tmp_path):
+    """Real gangs on this host; resuming starts a controller in the background."""
+    file = sweeps.write(tmp_path, measure={"num_steps": 20, "max_steps": 20}, budget={"max_trials": 2})
+    home = Home(tmp_path / "home")
+    started = run("submit", file, "--detach", "--home", home.path)
+    assert started.exit_code == 0, started.output
+    with serve(home) as server, Window(browser, server, "/sweeps/tiny") as window:
+        window.page.set_default_timeout(120_000)
+        window.wait("#running td", "t000")
+        press(window, "pause")
+        window.wait("#phase", "paused")
+        press(window, "resume")
+        window.wait("#notice", "its controller is at work")
+        window.wait("#trials tr[data-number='0']", "measured")
+        window.wait("#phase", "finished")
+        assert window.page.locator("#history .point").count() == 2
+        window.page.locator("#trials a", has_text="t001").click()
+        window.wait("#logs", "rank 0 on")
+        window.wait("#steps figcaption", "every measured step")
+    assert {trial.status for trial in home.read("tiny").state.searched()} == {"measured"}
+
+
+def press(window, action):
+    window.page.locator(f"button[data-action={action}]").click()
+    window.page.locator("#ask-yes").click()
