@@ -15,7 +15,8 @@ from orchestrator import units
 from orchestrator.invocation import PLAIN, Invocation
 from orchestrator.promotion.diff import Difference
 from orchestrator.promotion.manifest import gate_words, speed_words, verdict_of
-from orchestrator.terminal.layout import headed_table, label_grid
+from orchestrator.terminal.layout import label_grid
+from orchestrator.terminal.table import Column, FittedTable
 from orchestrator.text import plain
 
 if TYPE_CHECKING:
@@ -83,11 +84,16 @@ def _evidence(recipe: Mapping[str, Any]) -> list[Text]:
 
 def render_history(found: Mapping[str, Any]) -> RenderableType:
     """The records of a name, the newest first; below, why they were made."""
-    table = headed_table()
-    for heading in ("#", "when", "version", "action"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("configuration", "from", "by"):
-        table.add_column(heading, overflow="fold")
+    columns = (
+        Column(title="#", is_number=True),
+        Column(title="when", priority=6),
+        Column(title="version"),
+        Column(title="action", priority=9),
+        Column(title="configuration", priority=8, min_width=20),
+        Column(title="from", priority=7, min_width=12),
+        Column(title="by", priority=5, min_width=8),
+    )
+    table = FittedTable(columns=columns)
     notes = label_grid()
     for record in found["records"]:
         table.add_row(*_row(record), style=_STATE_STYLES.get(record["state"], ""))
@@ -127,10 +133,8 @@ def _reasons(record: Mapping[str, Any]) -> str:
 
 def render_difference(found: Difference) -> RenderableType:
     """What differs, part by part."""
-    table = headed_table()
-    table.add_column("", no_wrap=True)
-    for label in (found.a, found.b):
-        table.add_column(label, overflow="fold")
+    sides = (Column(title=label, min_width=12) for label in (found.a, found.b))
+    table = FittedTable(columns=(Column(title="", name="part", min_width=12), *sides))
     for part, pairs in found.parts.items():
         table.add_row(Text(part, style="bold"), "", "" if pairs else Text("no difference", style="dim"))
         for name, (a, b) in pairs.items():

@@ -38,7 +38,8 @@ def plot_rounds(found: Sequence[Finalist], title: str) -> Figure:
         axes.plot(at, [ratio.value for ratio in one.rounds], "o", color=color, markersize=5, markeredgewidth=0)
         if one.overall is not None:
             _overall(axes, num_rounds + 0.85 + shift, one.overall, color)
-            labels.append((one.overall.value, f"{units.trial_id(one.trial)}  {one.overall.value:.2f}x", color))
+            shown = units.short_ratio(one.overall.value, one.overall)
+            labels.append((one.overall.value, f"{units.trial_id(one.trial)}  {shown}", color))
     _axis_of_rounds(axes, num_rounds)
     _side_labels(axes, labels)
     return figure
