@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.base import GangProgress
 from orchestrator import statistics, units
-from orchestrator.objective import Objective, legend
+from orchestrator.objective import Objective, unit_legend
 from orchestrator.report import words
 from orchestrator.report.trials import TrialRow, make_trial_table
 from orchestrator.space.naming import short_name
@@ -56,7 +56,7 @@ def trial_rows(sweep: Snapshot) -> tuple[dict[int, Row], dict[str, Any]]:
         rows[trial.number] = _row(trial, sweep) | {"check": words.check_words(trial.check)}
     about = {
         "unit": table.unit,
-        "legend": legend(table.unit),
+        "legend": unit_legend(table.unit),
         "common": table.common,
         "total": state.num_searched,
         "hidden": state.num_searched - len(shown),
