@@ -62,6 +62,7 @@ def explain_sweep(state: SweepState, basis: Basis, *, trial: int | None = None) 
         unit=state.sweep.workload.speed_unit,
         hardware=state.sweep.hardware,
         phase=state.status,
+        virtual=state.virtual,
         step_parts={t.number: diagnoser.parts(t) for t in state.searched() if t.measurement is not None},
         baseline=diagnoser.diagnosis(baseline, "baseline", near[baseline.number]) if baseline else None,
         chosen=diagnoser.diagnosis(chosen, role, near[chosen.number]) if chosen else None,

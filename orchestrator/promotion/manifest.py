@@ -14,6 +14,7 @@ from orchestrator import units
 from orchestrator.errors import ConfigError
 from orchestrator.promotion.evidence import Chosen, evidence
 from orchestrator.recipes import export_all
+from orchestrator.report.words import watermark, watermark_line
 from orchestrator.space.naming import short_name
 from orchestrator.statistics import Estimate, Interval
 from orchestrator.sweep.documents import SPEC, SweepFile
@@ -26,6 +27,8 @@ from trials.spec import Candidate, Workload
 
 JSON, YAML = "recipe.json", "recipe.yaml"
 SWEEP_AS_WRITTEN, SWEEP_WRITTEN_OUT = "sweep.yaml", "sweep.json"
+WATERMARK_TAG = "watermark"
+"""Tag of versions from clusters that do not exist."""
 FILE_TAG = "sha256/"
 """Prefix of a version's tags that hold the digests of its files."""
 
@@ -101,6 +104,7 @@ def version_tags(manifest: Manifest) -> dict[str, str]:
         "tokens_per_s_per_device": f"{facts['tokens_per_s_per_device']:.6g}",
         "speedup": f"{ratio.value:.4g}" if ratio else "unknown",
         "speedup_ci95": units.ratio_interval(ratio.ci95) if ratio else "unknown",
+        **({WATERMARK_TAG: watermark(facts["virtual"])} if facts.get("virtual") else {}),
         "verdict": verdict_of(facts)[0],
         "gate": gate_words(facts),
         "sweep": facts["sweep"],
@@ -131,6 +135,8 @@ def ratio_of(facts: Mapping[str, Any]) -> Estimate | None:
 def verdict_of(facts: Mapping[str, Any]) -> tuple[str, str]:
     """Verdict about the promoted trial: ``confirmed`` or ``not confirmed``, and why."""
     verdict = facts["verdict"]
+    if facts.get("virtual"):
+        return facts["virtual"], "nothing was measured, nothing is proven"
     if verdict is None:
         return "not confirmed", "it was not measured again"
     is_winner = verdict["winner"] == facts["trial"]
@@ -138,16 +144,20 @@ def verdict_of(facts: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def gate_words(facts: Mapping[str, Any]) -> str:
-    if facts["gate"] is None:
+    if facts["gate"] is None or facts.get("virtual"):
         return "not run"
-    return "passed" if facts["gate"]["report"]["passed"] else "failed"
+    report = facts["gate"]["report"]
+    if report["passed"]:
+        return "passed"
+    return "failed" if report["reasons"] else "could not be told"
 
 
 def speed_words(facts: Mapping[str, Any]) -> str:
     """``3,200 tokens/s/p, 1.42x the baseline (1.38x - 1.46x)``."""
     ratio = ratio_of(facts)
     against = f", {ratio.value:.2f}x the baseline ({units.ratio_interval(ratio.ci95)})" if ratio else ""
-    return f"{units.rate(facts['tokens_per_s_per_device'])} {facts['unit']}{against}"
+    mark = f"{watermark(facts['virtual'])} " if facts.get("virtual") else ""
+    return f"{mark}{units.rate(facts['tokens_per_s_per_device'])} {facts['unit']}{against}"
 
 
 def describe(manifest: Manifest) -> str:
@@ -162,7 +172,8 @@ def describe(manifest: Manifest) -> str:
     if facts["forced"]:
         lines.append(f"- **promoted by force**: {'; '.join(facts['missing'])}")
     body = yaml.safe_dump({"candidate": manifest.content["candidate"]}, sort_keys=False, allow_unicode=True)
-    text = "\n".join([head, "", *lines])
+    mark = [f"# {watermark_line(facts['virtual'])}", ""] if facts.get("virtual") else []
+    text = "\n".join([*mark, head, "", *lines])
     whole = f"{text}\n\n```yaml\n{body}```\n"
     return whole if len(whole) <= MAX_DESCRIPTION_CHARS else text
 

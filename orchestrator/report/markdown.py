@@ -23,7 +23,9 @@ class Attached:
 def report_markdown(report: ShortReport, attached: Attached | None = None) -> str:
     """The result; the first line is the verdict, the second how sure that is, the third leads on."""
     attached = attached or Attached()
-    lines = [f"**{report.headline}**", ""]
+    virtual = report.summary.virtual
+    lines = [f"# {words.watermark(virtual)}", ""] if virtual else []
+    lines += [f"**{report.headline}**", ""]
     if report.confidence:
         lines += [report.confidence + ".", ""]
     if attached.links:
@@ -56,7 +58,7 @@ def _facts(report: ShortReport) -> Iterator[str]:
         ratio = f"{one.overall.value:.2f}x ({units.ratio_interval(one.overall)})" if one.overall else "no round yet"
         yield f"- Confirmation of {units.trial_id(one.trial)}: {ratio}, {words.finalist_words(one)}"
     for gate in report.proof.gates:
-        judged = words.gate_words(gate) if gate.passed or not report.details else "failed"
+        judged = words.gate_words(gate) if gate.passed or not report.details else gate.answer
         yield f"- Loss gate of {units.trial_id(gate.trial)}: {judged}"
     for shown in report.shown:
         yield from (f"- {shown.role}: {line}" for line in shown.findings)

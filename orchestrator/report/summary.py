@@ -13,7 +13,7 @@ from orchestrator.space.naming import short_name
 from orchestrator.statistics import Estimate, Interval, SpeedVerdict
 from orchestrator.sweep.events import CandidatesPruned
 from orchestrator.sweep.state import SweepState, SweepStatus, Trial, TrialStatus
-from orchestrator.sweep.values import ProfileRun, Verdict
+from orchestrator.sweep.values import ProfileRun, Verdict, Virtual
 from trials.codec import to_json
 
 ENDED: tuple[TrialStatus, ...] = tuple(s for s in get_args(TrialStatus) if s not in ("proposed", "running"))
@@ -79,6 +79,8 @@ class Summary:
     """What confirmation and gate came to; None while they have not, or are off."""
     profiles: tuple[tuple[int, ProfileTables], ...] = ()
     """Trials run under the profiler, by number, with what their runs showed; in the order of the runs."""
+    virtual: Virtual | None = None
+    """How the numbers came about where nothing was measured, since the cluster does not exist."""
     unit: str = "tokens/s/p"
     """Unit of speeds: tokens/s/p, or samples/s/p for workloads whose samples are no sequences."""
 
@@ -90,6 +92,8 @@ class Summary:
             "state": self.state,
             "reason": self.reason,
             "unit": self.unit,
+            "measured": self.virtual is None,
+            "virtual": self.virtual,
             "winner": self.winner.to_json() if self.winner else None,
             "best": self.best.to_json() if self.best else None,
             "baseline": self.baseline.to_json() if self.baseline else None,
@@ -133,6 +137,7 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
         winner=result(state.winner) if state.verdict and state.verdict.winner is not None else None,
         proof=state.verdict,
         profiles=_profiles(state),
+        virtual=state.virtual,
         unit=state.sweep.workload.speed_unit,
     )
 

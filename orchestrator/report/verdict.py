@@ -4,10 +4,11 @@ nothing was confirmed; how sure that is, and what it cost."""
 from __future__ import annotations
 
 from orchestrator import units
+from orchestrator.report import words
 from orchestrator.report.summary import ENDED, Summary, TrialResult, result
 from orchestrator.space.naming import short_name
 from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.sweep.values import Verdict
+from orchestrator.sweep.values import Verdict, Virtual
 
 _MAX_REASON_CHARS = 110
 
@@ -15,6 +16,8 @@ _MAX_REASON_CHARS = 110
 def headline(state: SweepState, summary: Summary) -> str:
     """The result in one sentence."""
     verdict = state.verdict
+    if state.virtual is not None:
+        return _virtual_headline(state, summary, state.virtual)
     if verdict is None:
         return _search_headline(summary) + _proof_going_on(state)
     if verdict.conclusion == "confirmed" and verdict.winner is not None:
@@ -25,6 +28,23 @@ def headline(state: SweepState, summary: Summary) -> str:
     best = summary.best
     fastest = f" Fastest by now: {units.trial_id(best.trial.number)}." if best and best.trial.number else ""
     return f"Unconfirmed: {_short(verdict.reason)}{fastest}"
+
+
+def _virtual_headline(state: SweepState, summary: Summary, virtual: Virtual) -> str:
+    """What came out on a cluster that does not exist: never that anything is confirmed or faster."""
+    verdict, compared = state.verdict, summary.speedup
+    if verdict is not None and verdict.winner is not None:
+        ratio = verdict.speedup.value if verdict.speedup else None
+        return f"{words.predicted_words(virtual, ratio)}: {_named(state.trials[verdict.winner])}."
+    if verdict is not None and verdict.conclusion == "unconfirmed":
+        return f"{virtual.capitalize()}, not settled: {_short(verdict.reason)}"
+    if summary.best is None:
+        return f"{virtual.capitalize()}: no trial came to an end."
+    if compared is None:
+        return f"{virtual.capitalize()}: fastest is {_named(summary.best.trial)}; the baseline came to no figure."
+    if verdict is not None or compared.verdict != "faster":
+        return f"{virtual.capitalize()}: nothing comes out faster than your present configuration."
+    return f"{words.predicted_words(virtual, compared.ratio.value)}: {_named(summary.best.trial)}."
 
 
 def _short(reason: str) -> str:
@@ -76,6 +96,8 @@ def _proof_going_on(state: SweepState) -> str:
 def confidence(state: SweepState, summary: Summary) -> str:
     """How sure the result is, in a line; empty where there is nothing to be sure of."""
     verdict = state.verdict
+    if state.virtual is not None:
+        return words.watermark_line(state.virtual).rstrip(".")
     if verdict is not None and verdict.speedup is not None:
         interval = f"95 % interval of the speed-up: {units.ratio_interval(verdict.speedup)}"
         rounds = units.count(verdict.num_rounds, "round")
@@ -86,7 +108,10 @@ def confidence(state: SweepState, summary: Summary) -> str:
 
 
 def is_worth_it(state: SweepState, summary: Summary) -> bool:
-    """Whether something is shown to be faster: by the proof where there is one, else by the search."""
+    """Whether something is shown to be faster: by the proof where there is one, else by the search. A cluster that does
+    not exist shows nothing."""
+    if state.virtual is not None:
+        return False
     if state.verdict is not None:
         return state.verdict.conclusion == "confirmed"
     return summary.speedup is not None and summary.speedup.verdict == "faster"
@@ -94,7 +119,7 @@ def is_worth_it(state: SweepState, summary: Summary) -> bool:
 
 def chosen_result(state: SweepState, summary: Summary) -> TrialResult | None:
     """What is shown beside the baseline: the confirmed winner, else the fastest; None where that is the baseline."""
-    confirmed = state.winner if state.verdict is not None and is_worth_it(state, summary) else None
+    confirmed = state.winner if state.verdict is not None and state.verdict.winner is not None else None
     best = result(confirmed) if confirmed is not None else summary.best
     return best if best and best.trial.number != 0 else None
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from orchestrator import units
 from orchestrator.statistics import relative_spread
 from orchestrator.sweep.state import Trial, describe_failure
-from orchestrator.sweep.values import Check, ConfirmationRun, Evaluation, GateReport, GateRun
+from orchestrator.sweep.values import Check, ConfirmationRun, Evaluation, GateReport, GateRole, GateRun, Virtual
 from trials.outcome import Measurement
 
 if TYPE_CHECKING:
@@ -23,11 +23,13 @@ FinalistOutcome = Literal[
     "not_shown_yet",
     "tied",
     "trains_differently",
+    "not_judged",
     "failed_evaluation",
     "not_measured",
     "not_measured_yet",
 ]
-"""What came of a finalist: ``not_shown`` faster than the baseline, ``tied`` with the winner."""
+"""What came of a finalist: ``not_shown`` faster than the baseline, ``tied`` with the winner; ``not_judged``: whether it trains the same
+could not be told."""
 
 FINALIST_WORDS: Mapping[FinalistOutcome, str] = {
     "winner": "the winner",
@@ -37,10 +39,19 @@ FINALIST_WORDS: Mapping[FinalistOutcome, str] = {
     "not_shown_yet": "not shown yet",
     "tied": "cannot be told from {cause}",
     "trains_differently": "does not train the same",
+    "not_judged": "could not be told to train the same",
     "failed_evaluation": "failed your evaluation",
     "not_measured": "not measured again: {cause}",
     "not_measured_yet": "not measured yet",
 }
+
+GATE_ROLE_WORDS: Mapping[GateRole, str] = {
+    "reference": " in fp32",
+    "finalist_reference": " in fp32",
+    "twin": " with rounding errors",
+    "reference_twin": " in fp32 with rounding errors",
+}
+"""What follows the number of a trial that trains for the gate; nothing for a finalist or baseline as it is."""
 
 CommandPurpose = Literal["ui", "page", "explain", "confirm", "promote", "force", "rollback"]
 """What a command shown below a result is for; ``force`` is a promotion that is refused unless forced."""
@@ -56,6 +67,33 @@ PURPOSE_WORDS: Mapping[CommandPurpose, str] = {
 }
 
 
+WATERMARKS: Mapping[Virtual, str] = {"simulated": "SIMULATED", "replayed": "REPLAYED"}
+"""What stands on everything that is shown of a sweep on a cluster that does not exist."""
+_SOURCES: Mapping[Virtual, str] = {
+    "simulated": "the cost model",
+    "replayed": "a table of published measurements",
+}
+
+
+def watermark(virtual: Virtual | None) -> str:
+    """``SIMULATED`` or ``REPLAYED``; empty where trials are run."""
+    return WATERMARKS[virtual] if virtual else ""
+
+
+def watermark_line(virtual: Virtual | None) -> str:
+    """The watermark and what it means, a sentence; empty where trials are run."""
+    if virtual is None:
+        return ""
+    return f"{WATERMARKS[virtual]}: nothing was measured here and nothing is proven; all figures come from {_SOURCES[virtual]}."
+
+
+def predicted_words(virtual: Virtual, ratio: float | None) -> str:
+    """``Simulated: 1.80x the speed of your present configuration, predicted by the cost model``."""
+    what = f"{ratio:.2f}x the speed of" if ratio is not None else "faster than"
+    verb = "predicted by" if virtual == "simulated" else "read from"
+    return f"{virtual.capitalize()}: {what} your present configuration, {verb} {_SOURCES[virtual]}"
+
+
 def finalist_words(one: Finalist) -> str:
     """What came of a finalist: ``not shown faster``, ``cannot be told from t004``."""
     return FINALIST_WORDS[one.outcome].format(cause=one.cause)
@@ -63,8 +101,10 @@ def finalist_words(one: Finalist) -> str:
 
 def gate_words(report: GateReport) -> str:
     """``passed: loss 0.04 % off (1 % allowed), gradient norm 0.3 % off (10 % allowed)``, or why not."""
-    if not report.passed:
+    if report.answer == "failed":
         return f"failed: {'; '.join(report.reasons)}"
+    if report.answer == "inconclusive":
+        return f"could not be told: {'; '.join((*report.doubts, report.remedy)).rstrip('; ')}"
     pairs = (
         ("loss", report.loss_deviation, report.loss_tolerance),
         ("gradient norm", report.grad_norm_deviation, report.grad_norm_tolerance),
@@ -106,7 +146,7 @@ def check_words(check: Check | None) -> str:
         case ConfirmationRun():
             return f"{of} again, round {check.round + 1}"
         case GateRun():
-            return f"{of} in fp32 for the loss gate" if check.role.endswith("reference") else f"{of} for the loss gate"
+            return f"{of}{GATE_ROLE_WORDS.get(check.role, '')} for the loss gate"
         case _:
             return f"{of} with the profiler"
 

@@ -7,16 +7,25 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from cluster.hardware.topology import Device
-from orchestrator.sweep.values import Check, Evaluation, FinishCause, Hardware, PredictedResult, ProofSettings, Verdict
+from orchestrator.sweep.values import (
+    Check,
+    ClusterKind,
+    Evaluation,
+    FinishCause,
+    Hardware,
+    PredictedResult,
+    ProofSettings,
+    Verdict,
+    Virtual,
+    virtual_of,
+)
 from trials.codec import digest, to_json
 from trials.outcome import Outcome, StoppedEarly
 from trials.spec import Candidate, Layout, ProfileSpec, Workload
 
 Origin = Literal["baseline", "sampler", "check"]
 
-
 SweepEnd = Literal["finished", "failed", "cancelled"]
-
 
 Action = Literal["pause", "drain", "cancel"]
 """What people ask of a sweep: stop now and go on later; finish what runs, go on later; stop for good."""
@@ -63,6 +72,13 @@ class SweepCreated:
     profile: ProfileSpec = field(default_factory=ProfileSpec)
     devices: Hardware | None = None
     """What ``hardware`` names; None in ledgers of old, see :attr:`known_devices`."""
+    cluster_kind: ClusterKind | None = None
+    """None in ledgers of old, whose fingerprints tell whether the cluster was ``virtual``."""
+
+    @property
+    def virtual(self) -> Virtual | None:
+        """How the numbers came about where the cluster does not exist; None where trials are run."""
+        return virtual_of(self.cluster_kind, self.fingerprint)
 
     @property
     def known_devices(self) -> Hardware | None:
@@ -297,7 +313,6 @@ LedgerEvent = (
     | SweepPaused
     | SweepFinished
 )
-
 
 Event = LedgerEvent | Tick
 

@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args
 from cluster.hardware.topology import Device
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.events import Action, CandidatesPruned, Origin, Promoted, SweepCreated
-from orchestrator.sweep.values import Check, Evaluation, FinishCause, PredictedResult, Verdict
+from orchestrator.sweep.values import Check, Evaluation, FinishCause, PredictedResult, Verdict, Virtual
 from orchestrator.vector import Vector
 from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly
 from trials.spec import Candidate
@@ -221,6 +221,11 @@ class SweepState:
         if self.created is None:
             raise LookupError("the sweep has not been created yet")
         return self.created
+
+    @property
+    def virtual(self) -> Virtual | None:
+        """How the numbers came about where the cluster does not exist: nothing was measured, nothing is proven."""
+        return self.created.virtual if self.created else None
 
     @property
     def is_over(self) -> bool:

@@ -11,7 +11,7 @@ from orchestrator import units
 from orchestrator.space.naming import short_name
 from orchestrator.status.explanation import AttemptExplanation, Explanation
 from orchestrator.sweep.state import nodes_of
-from orchestrator.terminal.layout import indented, label_grid
+from orchestrator.terminal.layout import indented, label_grid, mark
 from orchestrator.terminal.table import status_text
 from orchestrator.text import plain
 from orchestrator.units import count, signal_name
@@ -26,7 +26,13 @@ def render_explanation(explained: Explanation) -> RenderableType:
     """What happened to the trial, from its proposal to what it ruled out."""
     trial = explained.trial
     head = Text.assemble((f"{explained.sweep} {units.trial_id(trial.number)} ", "bold"), status_text(trial.status))
-    parts: list[RenderableType] = [head, Text(short_name(trial.candidate)), _heading("Proposed"), _proposed(explained)]
+    parts: list[RenderableType] = [
+        *mark(explained.virtual),
+        head,
+        Text(short_name(trial.candidate)),
+        _heading("Proposed"),
+        _proposed(explained),
+    ]
     if explained.pending:
         parts += [_heading("Waits"), *_lines(explained.pending, "yellow")]
     for explanation in explained.attempts:

@@ -11,6 +11,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.report.words import watermark_line
+from orchestrator.sweep.values import Virtual
+
+
+def mark(virtual: Virtual | None) -> list[RenderableType]:
+    """The watermark of a sweep on a cluster that does not exist, above all that is shown of it; empty for others."""
+    word, colon, meaning = watermark_line(virtual).partition(":")
+    return [Text.assemble((word, "bold reverse yellow"), colon, meaning)] if virtual else []
+
 
 def section(heading: str, body: RenderableType) -> RenderableType:
     """A bold heading after an empty line, with its body indented below."""

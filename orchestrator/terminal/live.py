@@ -20,7 +20,7 @@ from orchestrator.report.trials import make_trial_table, versus_baseline
 from orchestrator.space.naming import short_name
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.sweep.values import ProfileRun
-from orchestrator.terminal.layout import indented
+from orchestrator.terminal.layout import indented, mark
 from orchestrator.terminal.proof import render_confirmation
 from orchestrator.terminal.table import render_trials
 
@@ -46,7 +46,15 @@ def render_live(
     hidden = state.num_searched - len(running) - len(shown)
     more = [Text(f"  ... and {hidden} more", style="dim")] if hidden else []
     told = [Text(f"waiting for nodes: {waiting}", style="yellow")] if waiting else []
-    return Group(_header(state, now_s), table, *more, *_checks(state, progress), *told, _footer(state, now_s))
+    return Group(
+        *mark(state.virtual),
+        _header(state, now_s),
+        table,
+        *more,
+        *_checks(state, progress),
+        *told,
+        _footer(state, now_s),
+    )
 
 
 def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[RenderableType]:
@@ -94,6 +102,7 @@ class LiveView:
         self._num_earlier = 0
         self._refreshed_at_s = 0.0
         self._waiting = ""
+        self._is_marked = False
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -143,6 +152,9 @@ class LiveView:
 
     def _announce(self) -> None:
         """One line per trial that ended since the last look; those of an earlier controller count as seen."""
+        if not self._is_marked and self._state.virtual is not None:
+            self._is_marked = True
+            self.console.print(words.watermark_line(self._state.virtual), highlight=False)
         if self._num_earlier:
             self.console.print(f"continuing after {self._num_earlier} trials", highlight=False)
             self._num_earlier = 0

@@ -11,6 +11,7 @@ from rich.text import Text
 from orchestrator import units
 from orchestrator.report.proof import Finalist, ProofResult
 from orchestrator.report.words import FinalistOutcome, check_words, evaluation_words, finalist_words, gate_words
+from orchestrator.sweep.values import GateAnswer
 from orchestrator.terminal.layout import label_grid
 
 MAX_ROUNDS = 8
@@ -20,7 +21,9 @@ OUTCOME_STYLES: Mapping[FinalistOutcome, str] = {
     "winner": "bold green",
     "faster": "green",
     "trains_differently": "red",
+    "not_judged": "yellow",
 }
+ANSWER_STYLES: Mapping[GateAnswer, str] = {"passed": "green", "failed": "red", "inconclusive": "yellow"}
 
 
 def render_confirmation(proof: ProofResult) -> RenderableType | None:
@@ -54,7 +57,7 @@ def render_gate(proof: ProofResult) -> RenderableType | None:
     grid = label_grid()
     for report in proof.gates:
         what = f"{gate_words(report)}; {report.num_steps} steps, {report.precision_class}".rstrip(" ,")
-        grid.add_row(Text(units.trial_id(report.trial)), Text(what, style="green" if report.passed else "red"))
+        grid.add_row(Text(units.trial_id(report.trial)), Text(what, style=ANSWER_STYLES[report.answer]))
         for note in report.notes:
             grid.add_row("", Text(note, style="dim"))
     for one in proof.evaluations:

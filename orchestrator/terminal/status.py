@@ -14,13 +14,13 @@ from orchestrator.mlflow_urls import public_uri, sweep_links
 from orchestrator.report.proof import proof_result
 from orchestrator.report.summary import speedup
 from orchestrator.report.verdict import cost, headline
-from orchestrator.report.words import check_words
+from orchestrator.report.words import check_words, watermark
 from orchestrator.space.naming import short_name
 from orchestrator.status.overview import Spent, budgets, failures, summary_of
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.snapshot import AT_REST, Snapshot
 from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
-from orchestrator.terminal.layout import headed_table, indented, label_grid
+from orchestrator.terminal.layout import headed_table, indented, label_grid, mark
 from orchestrator.terminal.live import phase_words
 from orchestrator.terminal.proof import render_confirmation
 from orchestrator.terminal.table import status_text, versus_text
@@ -41,7 +41,7 @@ BUDGET_WORDS = {
 
 def render_status(sweep: Snapshot, home: Home, invocation: Invocation) -> RenderableType:
     """One sweep in detail."""
-    parts: list[RenderableType] = [_title(sweep)]
+    parts: list[RenderableType] = [*mark(sweep.state.virtual), _title(sweep)]
     if summary := summary_of(sweep, home):
         parts += [Text(f"  {headline(sweep.state, summary)}"), Text(f"  {cost(summary)}", style="dim")]
     grid = label_grid("dim")
@@ -233,7 +233,7 @@ def _row(sweep: Snapshot) -> list[Text]:
 def best_words(state: SweepState) -> Text:
     """``1.42x t007``: the confirmed winner, before that the fastest; the baseline where nothing beat it."""
     verdict = state.verdict
-    if verdict is not None and verdict.winner is not None and verdict.speedup is not None:
+    if verdict is not None and verdict.winner is not None and verdict.speedup is not None and not state.virtual:
         return Text.assemble((f"{verdict.speedup.value:.2f}x", "bold green"), f" {units.trial_id(verdict.winner)}")
     best = state.baseline if verdict is not None and verdict.conclusion == "keep" else state.best
     if best is None:
@@ -259,7 +259,8 @@ def _hours(sweep: Snapshot) -> str:
 
 def _note(sweep: Snapshot) -> Text | None:
     """Who is at work on a sweep, and why it is where it is; None for one that has simply finished."""
-    reason = "" if sweep.phase == "finished" else plain(sweep.reason)
+    virtual = watermark(sweep.state.virtual)
+    reason = virtual if sweep.phase == "finished" else "; ".join(filter(None, (virtual, plain(sweep.reason))))
     parts = [part for part in (reason, queue_words(sweep)) if part]
     style = PHASE_STYLES.get(sweep.phase, "yellow")
     note = Text.assemble((sweep.phase, style), f": {'; '.join(parts)}") if parts else Text()
