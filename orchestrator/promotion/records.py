@@ -30,7 +30,8 @@ _ALL_RUNS = 3
 """MLflow's ``ViewType.ALL``: records that somebody deleted on a page are still part of the history."""
 
 Action = Literal["promote", "rollback", "external", "candidate"]
-"""Kinds of change; ``candidate``: a version was registered, and production stayed what it was; ``external``: the alias was moved past this program, whose next command found and recorded it."""
+"""Kinds of change; ``candidate``: a version was registered, and production stayed what it was;
+``external``: the alias was moved past this program, whose next command found and recorded it."""
 State = Literal["begun", "done", "void"]
 _STATES: dict[str, State] = {"RUNNING": "begun", "SCHEDULED": "begun", "FINISHED": "done"}
 

@@ -148,7 +148,7 @@ def _measure_again(state: SweepState, found: Confirmation) -> Command:
 def _gate(state: SweepState, proof: ProofState, found: Confirmation, spent: str) -> Command:
     """The fastest finalist that is shown faster and was not refused yet trains beside the baseline."""
     settings, reports = gate_settings(state), gate_reports(state)
-    undecided = _undecided(proof, reports, settings)
+    undecided = _undecided(reports, settings)
     finalist = next((number for number in shown_faster(found) if number not in undecided), None)
     if finalist is None:
         reason = _keep_reason(found, reports, proof.evaluations)
@@ -166,7 +166,7 @@ def _gate(state: SweepState, proof: ProofState, found: Confirmation, spent: str)
     return _conclude(found, "confirmed", finalist, _winner_reason(found, finalist), reports, proof.evaluations)
 
 
-def _undecided(proof: ProofState, reports: Sequence[GateReport], settings: GateSettings | None) -> set[int]:
+def _undecided(reports: Sequence[GateReport], settings: GateSettings | None) -> set[int]:
     """Finalists that the gate could not judge, and no evaluation of the user's will."""
     if settings is not None and settings.command:
         return set()

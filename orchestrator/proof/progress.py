@@ -165,7 +165,7 @@ def ratio_interval(ratio: Estimate) -> RatioInterval:
 
 
 def gate_settings(state: SweepState) -> GateSettings | None:
-    """How the gate of this sweep judges; None where it is off, and on clusters that do not exist, which train nothing."""
+    """How the gate of this sweep judges; None where it is off, and where the cluster does not exist: nothing trains."""
     return None if state.virtual is not None else state.sweep.proof.gate
 
 

@@ -28,8 +28,8 @@ FinalistOutcome = Literal[
     "not_measured",
     "not_measured_yet",
 ]
-"""What came of a finalist: ``not_shown`` faster than the baseline, ``tied`` with the winner; ``not_judged``: whether it trains the same
-could not be told."""
+"""What came of a finalist: ``not_shown`` faster than the baseline, ``tied`` with the winner; of one ``not_judged`` it
+could not be told whether it trains the same."""
 
 FINALIST_WORDS: Mapping[FinalistOutcome, str] = {
     "winner": "the winner",
@@ -84,7 +84,8 @@ def watermark_line(virtual: Virtual | None) -> str:
     """The watermark and what it means, a sentence; empty where trials are run."""
     if virtual is None:
         return ""
-    return f"{WATERMARKS[virtual]}: nothing was measured here and nothing is proven; all figures come from {_SOURCES[virtual]}."
+    meaning = f"nothing was measured here and nothing is proven; all figures come from {_SOURCES[virtual]}"
+    return f"{WATERMARKS[virtual]}: {meaning}."
 
 
 def predicted_words(virtual: Virtual, ratio: float | None) -> str:

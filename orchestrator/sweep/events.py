@@ -24,9 +24,7 @@ from trials.outcome import Outcome, StoppedEarly
 from trials.spec import Candidate, Layout, ProfileSpec, Workload
 
 Origin = Literal["baseline", "sampler", "check"]
-
 SweepEnd = Literal["finished", "failed", "cancelled"]
-
 Action = Literal["pause", "drain", "cancel"]
 """What people ask of a sweep: stop now and go on later; finish what runs, go on later; stop for good."""
 

@@ -9,7 +9,6 @@ from orchestrator.report import words
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.sweep.values import Check, ConfirmationRun, GateRole, GateRun, ProfileRun
 
-
 GATE_PREFIXES: Mapping[GateRole, str] = {
     "reference": "gate reference ",
     "finalist_reference": "gate reference ",
