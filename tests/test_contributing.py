@@ -154,7 +154,7 @@ def test_a_knob_added_by_the_steps_is_searched_trained_and_exported(tree):
     assert done.returncode == 0, done.stdout[-3000:]
 
     (tree / "walk.yaml").write_text(SWEEP)
-    planned = run(tree, "-m", "orchestrator.cli.main", "plan", "walk.yaml", "--json")
+    planned = run(tree, "-m", "orchestrator", "plan", "walk.yaml", "--json")
     assert planned.returncode == 0, planned.stderr
     names = [candidate["short_name"] for candidate in json.loads(planned.stdout)["candidates"]]
     assert sorted("deterministic" in name for name in names) == [False, True]

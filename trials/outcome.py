@@ -210,7 +210,7 @@ class TimedOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crashed:
-    """A rank raised, exited or was killed."""
+    """A rank raised, exited or was killed, or reported figures that cannot be true."""
 
     kind: ClassVar[str] = "crashed"
     consequence: ClassVar[Consequence] = "fault"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from cluster.gang.messages import RankFailure, RankPlace, RankResult, RankSuccess
+from cluster.gang.plausible import refusal
 from trials.outcome import (
     Crashed,
     Diverged,
@@ -140,16 +141,14 @@ def misplacement(places: Sequence[RankPlace]) -> Evidence | None:
 
 
 def _merge(successes: Sequence[RankSuccess]) -> Outcome:
-    """The gang's measurement from the reports of all ranks, in rank order; a failure where they contradict each
-    other."""
+    """The gang's measurement from the reports of all ranks, in rank order; a failure where they cannot be true."""
     places = [success.place for success in successes if success.place is not None]
     if (evidence := misplacement(places)) is not None:
         return GangLost(evidence=evidence)
     reports = [success.report for success in successes]
+    if (refused := refusal(reports)) is not None:
+        return refused
     first = reports[0]
-    if len({(len(r.step_times_s), r.world_size, r.tokens_per_step) for r in reports}) != 1:
-        message = f"the ranks disagree on the number of steps: {[len(r.step_times_s) for r in reports]}"
-        return Crashed(evidence=Evidence(message=message))
     slowest = max(reports, key=lambda report: sum(report.step_times_s))
     return Measured(
         measurement=Measurement(

@@ -19,6 +19,7 @@ from cluster.gang.messages import (
     StopGang,
 )
 from cluster.gang.outcome import fold
+from cluster.gang.plausible import is_step_time
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,7 +118,7 @@ class GangTracker:
                 token=event.token,
                 phase=slowest.phase,
                 step=slowest.step,
-                step_time_s=slowest.step_time_s,
+                step_time_s=slowest.step_time_s if is_step_time(slowest.step_time_s) else None,
             )
         ]
 

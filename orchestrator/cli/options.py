@@ -34,11 +34,18 @@ def print_result(as_json: bool, body: Any, render: Callable[[], Any]) -> None:
         click.echo(json.dumps(body, indent=2))
         return
     from rich.console import Console
+    from rich.text import Text
 
-    Console().print(render())
+    rendered = render()
+    Console().print(Text(rendered) if isinstance(rendered, str) else rendered)
 
 
 def announce(links: dict[str, str], as_json: bool) -> None:
     """Print addresses by what is there, at once, since the command goes on."""
-    click.echo(json.dumps(links) if as_json else "\n".join(f"{what:<12} {url}" for what, url in links.items()))
+    lines = [json.dumps(links)] if as_json else [f"{what:<12} {url}" for what, url in links.items()]
+    for line in lines:
+        click.echo(line)
     sys.stdout.flush()
+
+
+CLUSTER_HELP = "A described cluster in the place of a real one: dgx-h100 or another of configs/clusters, or ./mine.yaml."

@@ -7,13 +7,13 @@ process, which reads the file once, too.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from cluster.processes import python_module
 from orchestrator.commands import background, supervisor
 from orchestrator.config.sweep import SweepSpec, check_same, load_sweep
 from orchestrator.errors import EXIT_USER, ConfigError
@@ -68,7 +68,7 @@ class Submission:
         address = ["--address", self.address] if self.address and self.mode != "ray job" else []
         home = ["--home", str(self.home.path.absolute())]
         return [
-            *(sys.executable, "-m", "orchestrator.cli.main", *self.options),
+            *python_module("orchestrator", *self.options),
             *(self.verb, self.target, *home, "--foreground", *address, *extra),
         ]
 

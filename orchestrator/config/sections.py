@@ -118,6 +118,9 @@ class ClusterSection(Section):
     isolation: Literal["node", "device"] = Field(
         default="node", description="node: a trial has its nodes to itself; device: small trials share a node."
     )
+    price_per_device_hour: Positive | None = Field(
+        default=None, description="Money in any currency, to show costs in; null: they are shown in device-hours."
+    )
     exclude_nodes: list[str] = Field(default=[], description="Names of leased nodes that no trial may use.")
     exclude_slow_nodes: bool = Field(
         default=False, description="Leave out nodes that `tune-cluster probe` found slow, or could not measure."

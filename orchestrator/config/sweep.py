@@ -9,6 +9,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from cluster.base import Deadlines
+from cluster.hardware.topology import Topology
 from orchestrator.config.knobs import BaselineSection, SpaceSection
 from orchestrator.config.notify import NotifySection
 from orchestrator.config.profile import ProfileSection
@@ -27,6 +28,7 @@ from orchestrator.config.validation import refuse_secrets, to_config_error
 from orchestrator.config.workload import MODEL_SECTIONS, WorkloadSection
 from orchestrator.config.yaml_source import KeyPath, YamlSource, dotted, read_yaml
 from orchestrator.errors import ConfigError
+from orchestrator.objective import Objective, ObjectiveName
 from orchestrator.space.knobs.canonical import build_candidate
 from orchestrator.space.knobs.sections import Section, fault
 from orchestrator.space.replay import ReplayError, ReplaySpace, replay_space
@@ -50,6 +52,11 @@ class SweepSpec(Section):
     cluster: ClusterSection = Field(default=ClusterSection(), description="Where trials run.")
     space: SpaceSection = Field(description="What may be changed.")
     baseline: BaselineSection = Field(default=BaselineSection(), description="What is used today; always trial 0.")
+    objective: ObjectiveName = Field(
+        default=Objective().name,
+        description="What counts as faster, see docs/objective.md: tokens per second and device used, the time of a "
+        "step, or what the nodes cost per token.",
+    )
     search: SearchSection = Field(default=SearchSection(), description="In what order candidates are tried.")
     measure: MeasureSection = Field(default=MeasureSection(), description="How a trial is measured.")
     budget: BudgetSection = Field(default=BudgetSection(), description="When to stop.")
@@ -145,6 +152,16 @@ class SweepSpec(Section):
             forbid=tuple(pattern.accepted() for pattern in self.space.forbid),
             require=tuple(pattern.accepted() for pattern in self.space.require),
             world_size=self.space.world_size,
+            num_whole_nodes=None if self.space.world_size is not None else self.cluster.nodes[0],
+        )
+
+    def to_objective(self, topology: Topology | None) -> Objective:
+        """What counts as faster on these nodes; where they are not known, on those of the file."""
+        devices = topology.nodes[0].num_devices if topology else self.cluster.devices_per_node or 1
+        return Objective(
+            name=self.objective,
+            devices_per_node=devices,
+            price_per_device_hour=self.cluster.price_per_device_hour,
         )
 
     def to_workload(self) -> Workload:
@@ -191,6 +208,8 @@ class SweepSpec(Section):
     def spec_hash(self) -> str:
         """SHA-256 of :meth:`to_json` without what may change later; equal for files that mean the same."""
         content = {key: value for key, value in self.to_json().items() if key != "notify"}
+        if self.objective == Objective().name:
+            del content["objective"]  # sweeps of old, which had no choice, are known by the same hash
         cluster = {key: value for key, value in content["cluster"].items() if key not in OPERATIONAL}
         return digest({**content, "cluster": cluster, "search": content["search"] | REMOVED})
 

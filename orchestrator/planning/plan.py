@@ -185,7 +185,7 @@ def _balance(
     from orchestrator.planning.balancing import balance_layouts
 
     workload = spec.to_workload()
-    found = balance_layouts(candidates, workload, topology)
+    found = balance_layouts(candidates, workload, topology, spec.to_objective(topology))
     legal = {c: b for c, b in found.balances.items() if not check(c, workload, topology, spec.filters)}
     return legal, found.problem
 

@@ -12,6 +12,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.proof.progress import checks, gate_runs
 from orchestrator.report import words
 from orchestrator.report.summary import interval_json, result, speedup
+from orchestrator.statistics import tokens_per_s_per_device
 from orchestrator.sweep.events import sweep_id
 from orchestrator.sweep.state import SweepState, Trial, find_trial
 from orchestrator.sweep.values import ConfirmationRun, GateReport, Verdict
@@ -146,16 +147,18 @@ def gate_of(verdict: Verdict, number: int) -> GateReport | None:
 def evidence(state: SweepState, chosen: Chosen) -> dict[str, Any]:
     """What was measured of the trial, as JSON values: enough to judge it, and to compare with later."""
     trial = chosen.trial
-    measured, compared = result(trial), speedup(trial, state.baseline)
-    assert measured is not None, "only measured trials are chosen"
+    measured, compared = result(trial, state.objective), speedup(trial, state.baseline, state.objective)
+    assert measured is not None and trial.measurement is not None, "only measured trials are chosen"
     return {
         "sweep": state.sweep.sweep,
         "sweep_id": sweep_id(state.sweep),
         "virtual": state.virtual,
         "trial": trial.number,
-        "tokens_per_s_per_device": measured.speed.value,
+        "tokens_per_s_per_device": measured.figures.tokens_per_s_per_device,
+        "objective": state.objective.name,
+        "figures": measured.figures.to_json(),
         "unit": state.sweep.workload.speed_unit,
-        "ci95": interval_json(measured.speed.ci95),
+        "ci95": interval_json(tokens_per_s_per_device(trial.measurement).ci95),
         "speedup": compared.to_json() if compared else None,
         "verdict": to_json(state.verdict),
         "confirmation": _confirmation(state, trial.number),

@@ -9,7 +9,6 @@ from orchestrator.promotion.manifest import Manifest, ratio_of
 from orchestrator.promotion.records import Record
 from orchestrator.sweep.requests import asker
 from orchestrator.tracking.registry import Registered
-from trials.codec import digest
 
 PRODUCTION, PREVIOUS, CANDIDATE = "production", "previous", "candidate"
 """Aliases: what is in use, what was before, and what was registered to be looked at."""
@@ -45,7 +44,7 @@ def promotion_of(name: str, manifest: Manifest, reason: str, past: Past) -> Reco
         short_name=manifest.content["short_name"],
         speedup=f"{ratio.value:.2f}x" if ratio else "",
         recipe_sha256=manifest.sha256,
-        files_sha256=digest(manifest.file_digests),
+        files_sha256=manifest.files_sha256,
     )
 
 

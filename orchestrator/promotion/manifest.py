@@ -12,15 +12,16 @@ import yaml
 
 from orchestrator import units
 from orchestrator.errors import ConfigError
+from orchestrator.objective import Objective
 from orchestrator.promotion.evidence import Chosen, evidence
 from orchestrator.recipes import export_all
-from orchestrator.report.words import watermark, watermark_line
 from orchestrator.space.naming import short_name
 from orchestrator.statistics import Estimate, Interval
 from orchestrator.sweep.documents import SPEC, SweepFile
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState
 from orchestrator.tracking.registry import MAX_DESCRIPTION_CHARS, Registered
+from orchestrator.virtual import watermark, watermark_line
 from trials.codec import CodecError, digest, from_json, to_json
 from trials.secrets import redact, redact_all
 from trials.spec import Candidate, Workload
@@ -29,8 +30,8 @@ JSON, YAML = "recipe.json", "recipe.yaml"
 SWEEP_AS_WRITTEN, SWEEP_WRITTEN_OUT = "sweep.yaml", "sweep.json"
 WATERMARK_TAG = "watermark"
 """Tag of versions from clusters that do not exist."""
-FILE_TAG = "sha256/"
-"""Prefix of a version's tags that hold the digests of its files."""
+FILES = "files.json"
+"""List of a version's other files with their digests; the version's tag ``files_sha256`` is the digest of the list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,19 +41,20 @@ class Manifest:
     content: Mapping[str, Any]
     """Content of ``recipe.json``."""
     files: Mapping[str, str]
-    """Texts to be stored, by their paths."""
+    """Texts to be stored, by their paths; the list of them among them."""
 
     @property
     def sha256(self) -> str:
         return digest(self.content)
 
     @property
-    def file_digests(self) -> dict[str, str]:
-        return {path: sha256_of(text.encode()) for path, text in sorted(self.files.items())}
+    def files_sha256(self) -> str:
+        return digest(list_files({path: text.encode() for path, text in self.files.items()}))
 
 
-def sha256_of(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def list_files(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Path to SHA-256 of every file of a version, sorted, without the file that holds this list."""
+    return {path: hashlib.sha256(content).hexdigest() for path, content in sorted(files.items()) if path != FILES}
 
 
 def build_manifest(ledger: Ledger, state: SweepState, chosen: Chosen) -> Manifest:
@@ -73,7 +75,9 @@ def build_manifest(ledger: Ledger, state: SweepState, chosen: Chosen) -> Manifes
         **_sweep_files(ledger),
         **_exports(candidate, workload),
     }
-    return Manifest(content=content, files={path: redact(text) for path, text in files.items()})
+    files = {path: redact(text) for path, text in files.items()}
+    listed = list_files({path: text.encode() for path, text in files.items()})
+    return Manifest(content=content, files=files | {FILES: json.dumps(listed, indent=1) + "\n"})
 
 
 def _sweep_files(ledger: Ledger) -> dict[str, str]:
@@ -102,6 +106,7 @@ def version_tags(manifest: Manifest) -> dict[str, str]:
     ratio = ratio_of(facts)
     return {
         "tokens_per_s_per_device": f"{facts['tokens_per_s_per_device']:.6g}",
+        "objective": facts.get("objective", Objective().name),
         "speedup": f"{ratio.value:.4g}" if ratio else "unknown",
         "speedup_ci95": units.ratio_interval(ratio.ci95) if ratio else "unknown",
         **({WATERMARK_TAG: watermark(facts["virtual"])} if facts.get("virtual") else {}),
@@ -115,8 +120,7 @@ def version_tags(manifest: Manifest) -> dict[str, str]:
         "hardware": facts["hardware"],
         "forced": str(facts["forced"]).lower(),
         "recipe_sha256": manifest.sha256,
-        "files_sha256": digest(manifest.file_digests),
-        **{f"{FILE_TAG}{path}": sha256 for path, sha256 in manifest.file_digests.items()},
+        "files_sha256": manifest.files_sha256,
     }
 
 
@@ -196,16 +200,26 @@ def check_content(content: Mapping[str, Any], registered: Registered) -> Candida
 
 
 def check_files(registered: Registered, files: Mapping[str, bytes]) -> None:
-    """Check that the files of a version are those it was registered with.
+    """Check that the files of a version are those it was registered with, through the digest of their list.
 
     Raises:
         ConfigError: they are not.
     """
-    wanted = {tag.removeprefix(FILE_TAG): sha256 for tag, sha256 in registered.tags.items() if tag.startswith(FILE_TAG)}
-    found = {path: sha256_of(content) for path, content in files.items()}
-    odd = sorted(path for path in {*wanted, *found} if wanted.get(path) != found.get(path))
-    if odd:
-        raise altered(f"{registered.name} version {registered.version}", f"{', '.join(odd[:5])} differs")
+    found = list_files(files)
+    listed = _listed(files)
+    if digest(found) == registered.tags.get("files_sha256") and listed in (None, found):
+        return
+    odd = sorted(path for path in {*(listed or {}), *found} if (listed or {}).get(path) != found.get(path))
+    what = ", ".join(odd[:5]) if listed and odd else "the list of its files"
+    raise altered(f"{registered.name} version {registered.version}", f"{what} differs")
+
+
+def _listed(files: Mapping[str, bytes]) -> dict[str, str] | None:
+    """The digests as the list among the files gives them, which the registry's tag vouches for; None without one."""
+    try:
+        return dict(json.loads(files[FILES])) if FILES in files else None
+    except (ValueError, TypeError):
+        return {}
 
 
 def altered(where: str, why: str) -> ConfigError:

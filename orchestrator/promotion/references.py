@@ -129,14 +129,14 @@ def describe(reference: str, home: Home, tracking_uri: str | None) -> VersionDes
 def _of_trial(sweep: str, trial: str, home: Home) -> VersionDescription:
     state = home.read(sweep, begun=True).state
     found = find_trial(state, trial, sweep)
-    measured, verdict = result(found), state.verdict
+    measured, verdict = result(found, state.objective), state.verdict
     return VersionDescription(
         label=f"{sweep}:t{found.number:03d}",
         candidate=found.candidate,
         workload=state.sweep.workload,
         hardware=state.sweep.hardware,
         fingerprint=state.sweep.fingerprint,
-        speed=measured.speed.value if measured else None,
+        speed=measured.figures.tokens_per_s_per_device if measured else None,
         unit=state.sweep.workload.speed_unit,
         verdict="confirmed" if verdict and verdict.winner == found.number else "not confirmed",
     )

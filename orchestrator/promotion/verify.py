@@ -47,6 +47,8 @@ from trials.spec import Candidate, Workload
 FOLDER = EXPERIMENT = "verifications"
 DEFAULT_ROUNDS = 3
 DEFAULT_TOLERANCE = 0.05
+KEPT = ("workload", "cluster", "objective", "measure", "runner")
+"""Keys of the promoted sweep's file that are measured again as they were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +143,7 @@ def verification_specs(promoted: Version, tracker: Tracker, num_rounds: int, at_
         )
     if promoted.spec["cluster"].get("kind") == "replay":
         raise ConfigError(f"{promoted.label} comes from a table of measurements", remedy="It cannot be measured again.")
-    kept = {key: value for key, value in promoted.spec.items() if key in ("workload", "cluster", "measure", "runner")}
+    kept = {key: value for key, value in promoted.spec.items() if key in KEPT}
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(at_s))
     name = re.sub(r"[^a-z0-9._-]", "-", promoted.registered.name[:28])
     return [
@@ -150,7 +152,7 @@ def verification_specs(promoted: Version, tracker: Tracker, num_rounds: int, at_
             "name": f"verify-{name}-v{promoted.registered.version}-{stamp}-r{number}",
             "deadlines": promoted.spec.get("deadlines", {}),
             "baseline": baseline_section(promoted.candidate),
-            "space": {},
+            "space": {"world_size": [promoted.candidate.layout.world_size]},
             "search": {"sampler": "grid", "early_stop": "off"},
             "budget": {"max_trials": 1},
             "confirm": "off",

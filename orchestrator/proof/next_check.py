@@ -22,6 +22,7 @@ from orchestrator.proof.progress import (
     checks,
     confirm_settings,
     confirmation,
+    fastest_finalist,
     gate_reports,
     gate_roles,
     gate_run,
@@ -30,7 +31,7 @@ from orchestrator.proof.progress import (
     is_open,
     ratio_interval,
 )
-from orchestrator.statistics import tokens_per_s_per_device
+from orchestrator.statistics import speed
 from orchestrator.sweep.events import ChooseFinalists, Command, Conclude, Evaluate, Finish, ProposeCheck
 from orchestrator.sweep.limits import spent_budget
 from orchestrator.sweep.state import ProofState, SweepState, Trial, describe_failure
@@ -92,12 +93,12 @@ def choose_finalists(state: SweepState) -> tuple[int, ...]:
     baseline = state.trials[BASELINE].measurement
     if baseline is None:
         return ()
-    bar = baseline.tokens_per_s_per_device
+    bar = state.objective.score(baseline)
     bounds: dict[int, tuple[float, float]] = {}
     for trial in state.searched():
         if trial.number != BASELINE and trial.measurement is not None:
-            speed = tokens_per_s_per_device(trial.measurement)
-            bounds[trial.number] = (speed.ci95.high if speed.ci95 else speed.value, speed.value)
+            found = speed(trial.measurement, state.objective)
+            bounds[trial.number] = (found.ci95.high if found.ci95 else found.value, found.value)
     hopeful = [number for number, (upper, _) in bounds.items() if upper > bar]
     chosen = sorted(hopeful, key=lambda n: (-bounds[n][0], n))[: confirm_settings(state).num_finalists]
     return tuple(sorted(chosen, key=lambda n: (-bounds[n][1], n)))
@@ -256,7 +257,7 @@ def _conclude(
     evaluations: Sequence[Evaluation] = (),
 ) -> Conclude:
     judgement = found.judgement
-    shown = winner if winner is not None else _fastest(found)
+    shown = winner if winner is not None else fastest_finalist(found)
     compared = judgement.against_baseline.get(shown) if shown is not None else None
     return Conclude(
         verdict=Verdict(
@@ -270,11 +271,6 @@ def _conclude(
             evaluations=tuple(evaluations),
         )
     )
-
-
-def _fastest(found: Confirmation) -> int | None:
-    compared = found.judgement.against_baseline
-    return max(compared, key=lambda n: compared[n].ratio.value, default=None)
 
 
 def _winner_reason(found: Confirmation, winner: int) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import geometric_mean
 from typing import assert_never
 
+from orchestrator.objective import Objective
 from orchestrator.proof.confirmation import Judgement, judge, order
 from orchestrator.proof.loss_gate import (
     UNFINISHED,
@@ -45,10 +47,14 @@ class Round:
     runs: dict[int, Trial] = field(default_factory=dict)
     """Measured runs, by the finalist or baseline they measured again."""
 
+    def scores(self, objective: Objective) -> dict[int, float]:
+        """How good each was."""
+        return {of: objective.score(run.measurement) for of, run in self.runs.items() if run.measurement}
+
     @property
-    def speeds(self) -> dict[int, float]:
-        """Speed of each in tokens/s/p."""
-        return {of: run.measurement.tokens_per_s_per_device for of, run in self.runs.items() if run.measurement}
+    def has_baseline(self) -> bool:
+        """Whether the baseline was measured in it."""
+        return BASELINE in self.runs and self.runs[BASELINE].measurement is not None
 
     @property
     def is_comparable(self) -> bool:
@@ -102,7 +108,7 @@ def confirmation(state: SweepState) -> Confirmation | None:
 
     def judged(of: list[Round]) -> Judgement:
         return judge(
-            [one.speeds for one in of],
+            [one.scores(state.objective) for one in of],
             baseline=BASELINE,
             finalists=finalists,
             min_rounds=settings.min_rounds,
@@ -110,7 +116,7 @@ def confirmation(state: SweepState) -> Confirmation | None:
         )
 
     last = rounds[-1] if rounds else None
-    before = [one for one in rounds[:-1] if BASELINE in one.speeds and one.is_comparable]
+    before = [one for one in rounds[:-1] if one.has_baseline and one.is_comparable]
     if last is not None:
         wanted = () if _is_gate_begun(state, proof) else order(judged(before).to_measure, last.number)
         missing = tuple(number for number in wanted if number not in last.runs)
@@ -124,7 +130,7 @@ def confirmation(state: SweepState) -> Confirmation | None:
                 missing=missing,
                 judgement=judged(before),
             )
-        before += [last] if BASELINE in last.speeds and last.is_comparable else []
+        before += [last] if last.has_baseline and last.is_comparable else []
     judgement = judged(before)
     return Confirmation(
         finalists=finalists,
@@ -156,6 +162,24 @@ def _rounds(state: SweepState, proof: ProofState) -> tuple[list[Round], dict[int
             elif isinstance(trial.outcome, Failure) and not is_open(state, trial):
                 failed[check.of] = describe_failure(trial.outcome) or trial.status
     return [rounds[number] for number in sorted(rounds)], failed
+
+
+def fastest_finalist(found: Confirmation) -> int | None:
+    """The finalist with the highest ratio, of those still in; None where none was measured beside the baseline."""
+    compared = found.judgement.against_baseline
+    return max(compared, key=lambda n: compared[n].ratio.value, default=None)
+
+
+def confirmed_step_times(found: Confirmation, number: int) -> tuple[float, float] | None:
+    """Step times in seconds of trial ``number`` and of the baseline, as the rounds that both were measured in have
+    them: geometric means of runs, so that they are in the ratio that the verdict tells. None without such a round."""
+    rounds = [one.runs for one in found.complete if number in one.runs]
+    pairs = [(runs[number].measurement, runs[BASELINE].measurement) for runs in rounds]
+    times = [(own.step_time_s, base.step_time_s) for own, base in pairs if own is not None and base is not None]
+    if not times:
+        return None
+    own_s, base_s = zip(*times, strict=True)
+    return geometric_mean(own_s), geometric_mean(base_s)
 
 
 def ratio_interval(ratio: Estimate) -> RatioInterval:

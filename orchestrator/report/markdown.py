@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from orchestrator import units
 from orchestrator.report import words
 from orchestrator.report.report import ShortReport
+from orchestrator.virtual import watermark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,7 @@ def report_markdown(report: ShortReport, attached: Attached | None = None) -> st
     """The result; the first line is the verdict, the second how sure that is, the third leads on."""
     attached = attached or Attached()
     virtual = report.summary.virtual
-    lines = [f"# {words.watermark(virtual)}", ""] if virtual else []
+    lines = [f"# {watermark(virtual)}", ""] if virtual else []
     lines += [f"**{report.headline}**", ""]
     if report.confidence:
         lines += [report.confidence + ".", ""]

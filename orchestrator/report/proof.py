@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator import units
+from orchestrator.objective import Objective
 from orchestrator.proof.loss_gate import LossComparison, deviations
 from orchestrator.proof.progress import (
     BASELINE,
@@ -101,7 +102,7 @@ def _finalist(state: SweepState, found: Confirmation, number: int) -> Finalist:
     return Finalist(
         trial=number,
         configuration=short_name(state.trials[number].candidate),
-        rounds=tuple(_round_ratios(found, number)),
+        rounds=tuple(_round_ratios(found, number, state.objective)),
         overall=_overall(found, number),
         outcome=outcome,
         cause=cause,
@@ -144,13 +145,13 @@ def _settings(state: SweepState) -> GateSettings:
     return state.sweep.proof.gate or GateSettings()
 
 
-def _round_ratios(found: Confirmation, finalist: int) -> list[RoundRatio]:
+def _round_ratios(found: Confirmation, finalist: int, objective: Objective) -> list[RoundRatio]:
     ratios = []
     for one in found.complete:
         run, base = one.runs.get(finalist), one.runs.get(BASELINE)
         if run is None or base is None or run.measurement is None or base.measurement is None:
             continue
-        ratio = speed_ratio(run.measurement, base.measurement)
+        ratio = speed_ratio(run.measurement, base.measurement, objective)
         low, high = (ratio.ci95.low, ratio.ci95.high) if ratio.ci95 else (ratio.value, ratio.value)
         ratios.append(RoundRatio(round=one.number, value=ratio.value, low=low, high=high))
     return ratios

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from orchestrator.objective import Objective
 from orchestrator.report.words import value_words
 from orchestrator.space.naming import flat_params
-from orchestrator.statistics import tokens_per_s_per_device
+from orchestrator.statistics import speed as speed_of
 from orchestrator.sweep.state import SweepState, Trial
 from trials.outcome import StoppedEarly
 
@@ -21,7 +22,7 @@ class SpeedPoint:
 
     trial: int
     speed: float
-    """Speed in tokens/s/p."""
+    """Score by the sweep's objective, like tokens/s/p."""
     low: float
     high: float
     """95 % interval of the speed; the speed itself where that is unknown."""
@@ -58,7 +59,7 @@ class History:
 def history(state: SweepState) -> History:
     """The history of the search, from its trials that have ended."""
     ended = [trial for trial in state.searched() if trial.outcome is not None]
-    measured = tuple(point for trial in ended if (point := speed_point(trial)))
+    measured = tuple(point for trial in ended if (point := speed_point(trial, state.objective)))
     stopped = tuple(trial.number for trial in ended if isinstance(trial.outcome, StoppedEarly))
     failed = tuple(trial.number for trial in ended if not trial.measurement and trial.number not in set(stopped))
     baseline = state.baseline.measurement if state.baseline else None
@@ -66,16 +67,16 @@ def history(state: SweepState) -> History:
         measured=measured,
         stopped=stopped,
         failed=failed,
-        baseline=baseline.tokens_per_s_per_device if baseline else None,
+        baseline=state.objective.score(baseline) if baseline else None,
         best=max(measured, key=lambda point: (point.speed, -point.trial), default=None),
     )
 
 
-def speed_point(trial: Trial) -> SpeedPoint | None:
+def speed_point(trial: Trial, objective: Objective) -> SpeedPoint | None:
     """The trial as a point; None where it was not measured."""
     if trial.measurement is None:
         return None
-    speed = tokens_per_s_per_device(trial.measurement)
+    speed = speed_of(trial.measurement, objective)
     return SpeedPoint(
         trial=trial.number,
         speed=speed.value,
@@ -121,7 +122,7 @@ def coordinates(state: SweepState, order: Sequence[str] = ()) -> ParallelCoordin
         knobs=knobs,
         values=tuple(tuple(map(value_words, distinct[name])) for name in knobs),
         lines=tuple(tuple(distinct[name].index(one[name]) for name in knobs) for one in params),
-        speeds=tuple(t.measurement.tokens_per_s_per_device if t.measurement else None for t in trials),
+        speeds=tuple(state.objective.score(t.measurement) if t.measurement else None for t in trials),
     )
 
 

@@ -27,10 +27,8 @@ class TrialRow:
     is_chosen: bool
     """Whether it is the winner of the proof; before that, the fastest."""
 
-    @property
-    def speed(self) -> float:
-        """tokens/s/p; 0 where it was not measured."""
-        return self.measurement.tokens_per_s_per_device if self.measurement else 0.0
+    speed: float
+    """Score by the sweep's objective, like tokens/s/p; 0 where it was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +68,13 @@ class Failures:
 
 
 def by_speed(state: SweepState) -> list[Trial]:
-    """The search's trials: measured ones from fast to slow, then the others in order of their numbers."""
-
-    def key(trial: Trial) -> tuple[float, int]:
-        return (-trial.measurement.tokens_per_s_per_device if trial.measurement else 0.0, trial.number)
-
-    return sorted(state.searched(), key=key)
+    """The search's trials: measured ones, the best first, then the others in order of their numbers."""
+    return sorted(state.searched(), key=lambda trial: (-state.score(trial), trial.number))
 
 
 def versus_baseline(trial: Trial, state: SweepState) -> Speedup | None:
     """How a trial compares with the baseline; None for the baseline, and where either was not measured."""
-    return speedup(trial, state.baseline) if trial.number != 0 else None
+    return speedup(trial, state.baseline, state.objective) if trial.number != 0 else None
 
 
 def make_trial_table(state: SweepState, trials: Sequence[Trial]) -> TrialTable:
@@ -94,11 +88,12 @@ def make_trial_table(state: SweepState, trials: Sequence[Trial]) -> TrialTable:
             status=trial.status,
             measurement=trial.measurement,
             compared=versus_baseline(trial, state),
+            speed=state.score(trial),
             is_chosen=chosen is not None and chosen.number == trial.number,
         )
         for trial, name in zip(trials, names, strict=True)
     )
-    return TrialTable(rows=tuple(rows), common=common, unit=state.sweep.workload.speed_unit)
+    return TrialTable(rows=tuple(rows), common=common, unit=state.unit)
 
 
 def _names(trials: Iterable[Trial]) -> tuple[list[str], str]:

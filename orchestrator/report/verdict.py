@@ -4,13 +4,15 @@ nothing was confirmed; how sure that is, and what it cost."""
 from __future__ import annotations
 
 from orchestrator import units
-from orchestrator.report import words
 from orchestrator.report.summary import ENDED, Summary, TrialResult, result
 from orchestrator.space.naming import short_name
 from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.sweep.values import Verdict, Virtual
+from orchestrator.sweep.values import Verdict
+from orchestrator.virtual import Virtual, predicted_words, watermark_line
 
 _MAX_REASON_CHARS = 110
+MIN_PAUSE_S = 5.0
+"""Shortest time without a controller, or without nodes, that is called a pause."""
 
 
 def headline(state: SweepState, summary: Summary) -> str:
@@ -35,7 +37,7 @@ def _virtual_headline(state: SweepState, summary: Summary, virtual: Virtual) -> 
     verdict, compared = state.verdict, summary.speedup
     if verdict is not None and verdict.winner is not None:
         ratio = verdict.speedup.value if verdict.speedup else None
-        return f"{words.predicted_words(virtual, ratio)}: {_named(state.trials[verdict.winner])}."
+        return f"{predicted_words(virtual, ratio)}: {_named(state.trials[verdict.winner])}."
     if verdict is not None and verdict.conclusion == "unconfirmed":
         return f"{virtual.capitalize()}, not settled: {_short(verdict.reason)}"
     if summary.best is None:
@@ -44,7 +46,7 @@ def _virtual_headline(state: SweepState, summary: Summary, virtual: Virtual) -> 
         return f"{virtual.capitalize()}: fastest is {_named(summary.best.trial)}; the baseline came to no figure."
     if verdict is not None or compared.verdict != "faster":
         return f"{virtual.capitalize()}: nothing comes out faster than your present configuration."
-    return f"{words.predicted_words(virtual, compared.ratio.value)}: {_named(summary.best.trial)}."
+    return f"{predicted_words(virtual, compared.ratio.value)}: {_named(summary.best.trial)}."
 
 
 def _short(reason: str) -> str:
@@ -97,7 +99,7 @@ def confidence(state: SweepState, summary: Summary) -> str:
     """How sure the result is, in a line; empty where there is nothing to be sure of."""
     verdict = state.verdict
     if state.virtual is not None:
-        return words.watermark_line(state.virtual).rstrip(".")
+        return watermark_line(state.virtual).rstrip(".")
     if verdict is not None and verdict.speedup is not None:
         interval = f"95 % interval of the speed-up: {units.ratio_interval(verdict.speedup)}"
         rounds = units.count(verdict.num_rounds, "round")
@@ -120,19 +122,26 @@ def is_worth_it(state: SweepState, summary: Summary) -> bool:
 def chosen_result(state: SweepState, summary: Summary) -> TrialResult | None:
     """What is shown beside the baseline: the confirmed winner, else the fastest; None where that is the baseline."""
     confirmed = state.winner if state.verdict is not None and state.verdict.winner is not None else None
-    best = result(confirmed) if confirmed is not None else summary.best
+    best = result(confirmed, state.objective) if confirmed is not None else summary.best
     return best if best and best.trial.number != 0 else None
 
 
 def cost(summary: Summary) -> str:
-    """Trials by outcome, the device time they took, and what was known before the first of them."""
+    """Trials by outcome, the device time they took, how long the sweep took, and what was known before the first."""
     counts = ", ".join(f"{summary.trials[s]} {units.status_words(s)}" for s in ENDED if summary.trials[s])
     total = units.count(summary.trials["total"], "trial")
     time = units.device_time(summary.device_hours * 3600)
     if summary.saved_device_hours:
         time = f"{time} and {units.device_time(summary.saved_device_hours * 3600)} saved by stopping early"
     learned = _learned_from(summary.num_earlier_trials, summary.num_earlier_sweeps)
-    return "; ".join(part for part in (f"{total}: {counts}" if counts else total, time, learned) if part)
+    parts = (f"{total}: {counts}" if counts else total, time, _took(summary), learned)
+    return "; ".join(part for part in parts if part)
+
+
+def _took(summary: Summary) -> str:
+    """``in 2 h 05 min, 20 min 10 s of them paused``: from the sweep's creation to its end, whoever ran it."""
+    paused = f", {units.duration(summary.paused_s)} of them paused" if summary.paused_s >= MIN_PAUSE_S else ""
+    return f"in {units.duration(summary.duration_s)}{paused}"
 
 
 def _learned_from(num_trials: int, num_sweeps: int) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from orchestrator import units
 from orchestrator.statistics import relative_spread
 from orchestrator.sweep.state import Trial, describe_failure
-from orchestrator.sweep.values import Check, ConfirmationRun, Evaluation, GateReport, GateRole, GateRun, Virtual
+from orchestrator.sweep.values import Check, ConfirmationRun, Evaluation, GateReport, GateRole, GateRun
 from trials.outcome import Measurement
 
 if TYPE_CHECKING:
@@ -65,34 +65,6 @@ PURPOSE_WORDS: Mapping[CommandPurpose, str] = {
     "force": "refused unless forced: not confirmed",
     "rollback": "back to the one before",
 }
-
-
-WATERMARKS: Mapping[Virtual, str] = {"simulated": "SIMULATED", "replayed": "REPLAYED"}
-"""What stands on everything that is shown of a sweep on a cluster that does not exist."""
-_SOURCES: Mapping[Virtual, str] = {
-    "simulated": "the cost model",
-    "replayed": "a table of published measurements",
-}
-
-
-def watermark(virtual: Virtual | None) -> str:
-    """``SIMULATED`` or ``REPLAYED``; empty where trials are run."""
-    return WATERMARKS[virtual] if virtual else ""
-
-
-def watermark_line(virtual: Virtual | None) -> str:
-    """The watermark and what it means, a sentence; empty where trials are run."""
-    if virtual is None:
-        return ""
-    meaning = f"nothing was measured here and nothing is proven; all figures come from {_SOURCES[virtual]}"
-    return f"{WATERMARKS[virtual]}: {meaning}."
-
-
-def predicted_words(virtual: Virtual, ratio: float | None) -> str:
-    """``Simulated: 1.80x the speed of your present configuration, predicted by the cost model``."""
-    what = f"{ratio:.2f}x the speed of" if ratio is not None else "faster than"
-    verb = "predicted by" if virtual == "simulated" else "read from"
-    return f"{virtual.capitalize()}: {what} your present configuration, {verb} {_SOURCES[virtual]}"
 
 
 def finalist_words(one: Finalist) -> str:

@@ -31,6 +31,9 @@ class Case:
         return self.candidate.layout
 
 
+WORLD_SIZE = "world-size"
+"""Id of the rule on how many devices are used."""
+
 Check = Callable[[Case], str | None]
 Pattern = Mapping[str, tuple[Any, ...]]
 _KNOBS = {knob.name: knob for knob in KNOBS}
@@ -64,6 +67,8 @@ class Filters:
     require: tuple[Pattern, ...] = ()
     world_size: tuple[int, ...] | None = None
     """Allowed world sizes; None allows all."""
+    num_whole_nodes: int | None = None
+    """Number of nodes whose devices have to be used all; None: fewer devices are allowed."""
 
 
 def _of_runner(rule: legality.LegalityRule) -> Rule:
@@ -143,7 +148,9 @@ def rules_for(filters: Filters | None) -> tuple[Rule, ...]:
 
 def _filter_rules(filters: Filters) -> Iterable[Rule]:
     if filters.world_size is not None:
-        yield Rule(id="world-size", reads="layout", check=_allowed_world_size(filters.world_size))
+        yield Rule(id=WORLD_SIZE, reads="layout", check=_allowed_world_size(filters.world_size))
+    elif filters.num_whole_nodes is not None:
+        yield Rule(id=WORLD_SIZE, reads="layout", check=_whole_lease(filters.num_whole_nodes))
     for i, pattern in enumerate(filters.forbid):
         yield Rule(id=f"forbid.{i}", reads="candidate", check=_forbidden(pattern))
     for i, pattern in enumerate(filters.require):
@@ -156,6 +163,20 @@ def _allowed_world_size(allowed: tuple[int, ...]) -> Check:
         return None if size in allowed else f"world_size {size} is not among {', '.join(map(str, allowed))}"
 
     return check
+
+
+def _whole_lease(num_nodes: int) -> Check:
+    def check(case: Case) -> str | None:
+        if case.topology is None or case.layout.world_size == (whole := lease_size(case.topology, num_nodes)):
+            return None
+        return f"uses {case.layout.world_size} of {whole} devices, and space.world_size does not name that number"
+
+    return check
+
+
+def lease_size(topology: Topology, num_nodes: int) -> int:
+    """Number of devices of the first nodes of a lease, those that are always held."""
+    return sum(node.num_devices for node in topology.nodes[:num_nodes])
 
 
 def _forbidden(pattern: Pattern) -> Check:

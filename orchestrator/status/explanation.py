@@ -19,9 +19,9 @@ from orchestrator.sweep.home import Home, attempt_folder
 from orchestrator.sweep.limits import failure, spent_budget
 from orchestrator.sweep.snapshot import AT_REST, Snapshot
 from orchestrator.sweep.state import Attempt, SweepState, Trial, find_trial, nodes_of, nodes_to_avoid
-from orchestrator.sweep.values import Virtual
 from orchestrator.text import plain
 from orchestrator.units import count, signal_name
+from orchestrator.virtual import Virtual
 from trials.codec import to_json
 from trials.outcome import (
     Crashed,

@@ -151,6 +151,7 @@ def _apply_started(state: SweepState, event: ControllerStarted) -> SweepState:
         finish_reason="" if status == "running" else state.finish_reason,
         asked=state.asked if state.asked == "cancel" or event.is_restart else None,
         nodes=None,
+        ended_at_s=None if status == "running" else state.ended_at_s,
     )
 
 
@@ -164,7 +165,15 @@ def _apply_asked(state: SweepState, event: Asked) -> SweepState:
 def _apply_end(state: SweepState, event: SweepPaused | SweepFinished) -> SweepState:
     status: SweepStatus = "paused" if isinstance(event, SweepPaused) else event.status
     cause = event.cause if isinstance(event, SweepFinished) else None
-    return replace(state, status=status, finish_reason=event.reason, finish_cause=cause, asked=None, nodes=())
+    return replace(
+        state,
+        status=status,
+        finish_reason=event.reason,
+        finish_cause=cause,
+        asked=None,
+        nodes=(),
+        ended_at_s=event.at_s,
+    )
 
 
 def _apply_retried(state: SweepState, event: TrialsRetried) -> SweepState:
@@ -201,7 +210,9 @@ def _apply_checks_asked(state: SweepState, event: ChecksAsked) -> SweepState:
 
 def _opened(state: SweepState) -> SweepState:
     """A sweep that is over goes on."""
-    return replace(state, status="running", finish_reason="", finish_cause=None) if state.is_over else state
+    if not state.is_over:
+        return state
+    return replace(state, status="running", finish_reason="", finish_cause=None, ended_at_s=None)
 
 
 def is_retriable(state: SweepState, number: int) -> bool:
@@ -346,6 +357,6 @@ def _rank(state: SweepState, trial: Trial) -> SweepState:
     """The state in which a trial that has just ended has its place among the fastest, if it deserves one."""
     if trial.check is not None or trial.measurement is None:
         return state
-    ranked = RankedTrial(number=trial.number, tokens_per_s_per_device=trial.measurement.tokens_per_s_per_device)
-    fastest = sorted((*state.fastest, ranked), key=lambda one: (-one.tokens_per_s_per_device, one.number))
+    ranked = RankedTrial(number=trial.number, score=state.objective.score(trial.measurement))
+    fastest = sorted((*state.fastest, ranked), key=lambda one: one.key)
     return replace(state, fastest=tuple(fastest[:MAX_FASTEST]))

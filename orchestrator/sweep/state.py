@@ -25,9 +25,11 @@ from typing import Any, Literal, get_args
 
 from cluster.hardware.topology import Device
 from orchestrator.errors import ConfigError
+from orchestrator.objective import Objective
 from orchestrator.sweep.events import Action, CandidatesPruned, Origin, Promoted, SweepCreated
-from orchestrator.sweep.values import Check, Evaluation, FinishCause, PredictedResult, Verdict, Virtual
+from orchestrator.sweep.values import Check, Evaluation, FinishCause, PredictedResult, Verdict
 from orchestrator.vector import Vector
+from orchestrator.virtual import Virtual
 from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly
 from trials.spec import Candidate
 
@@ -140,10 +142,16 @@ class ProofState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedTrial:
-    """A measured trial and its speed, so that comparing needs no other trial."""
+    """A measured trial and its score, so that comparing needs no other trial."""
 
     number: int
-    tokens_per_s_per_device: float
+    score: float
+    """By the sweep's objective."""
+
+    @property
+    def key(self) -> tuple[float, int]:
+        """Sorts the best first, the lower number first on a tie."""
+        return -self.score, self.number
 
 
 MAX_FAILURES, MAX_FASTEST = 5, 12
@@ -181,7 +189,7 @@ class SweepState:
     running: frozenset[int] = frozenset()
     """Numbers of the trials that run."""
     fastest: tuple[RankedTrial, ...] = ()
-    """The measured trials with the highest tokens/s/p, checks left out, the lower number first on a tie;
+    """The measured trials with the highest scores, checks left out, the lower number first on a tie;
     :data:`MAX_FASTEST` at most."""
     pruned: Vector[CandidatesPruned] = field(default_factory=Vector)
     exhausted: str = ""
@@ -198,6 +206,8 @@ class SweepState:
     now_s: float = 0.0
     active_s: float = 0.0
     """Seconds during which some controller was at work and held nodes."""
+    ended_at_s: float | None = None
+    """When it finished, or was paused; None while it goes on."""
     device_seconds: float = 0.0
     """Device time charged so far, ended attempts only."""
     end_order: Vector[int] = field(default_factory=Vector)
@@ -228,9 +238,34 @@ class SweepState:
         return self.created.virtual if self.created else None
 
     @property
+    def objective(self) -> Objective:
+        """What counts as faster."""
+        return self.created.objective if self.created else Objective()
+
+    @property
+    def unit(self) -> str:
+        """Unit of scores: tokens/s/p with the default objective."""
+        return self.objective.unit(self.sweep.workload.speed_unit)
+
+    def score(self, trial: Trial) -> float:
+        """How good a measured trial is by the objective; 0 where it was not measured."""
+        return self.objective.score(trial.measurement) if trial.measurement else 0.0
+
+    @property
     def is_over(self) -> bool:
         """Whether no controller has anything to do."""
         return self.status in ("finished", "failed", "cancelled")
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first event to the end, or to now: whatever controllers came and went, pauses included."""
+        end_s = self.now_s if self.ended_at_s is None else self.ended_at_s
+        return max(0.0, end_s - self.sweep.at_s)
+
+    @property
+    def paused_s(self) -> float:
+        """Seconds of :attr:`duration_s` in which no controller was at work, or none held nodes."""
+        return max(0.0, self.duration_s - self.active_s)
 
     @property
     def budgeted_device_seconds(self) -> float:
@@ -282,7 +317,7 @@ class SweepState:
 
     @property
     def best(self) -> Trial | None:
-        """The measured trial with the highest tokens/s/p; the lower number on a tie."""
+        """The measured trial with the highest score; the lower number on a tie."""
         return None if self.best_trial is None else self.trials[self.best_trial]
 
     @property
@@ -315,10 +350,10 @@ def nodes_to_avoid(trial: Trial) -> tuple[str, ...]:
     return tuple(dict.fromkeys(node for node in blamed if node))
 
 
-def device_seconds(trial: Trial) -> float:
-    """Device time of one step of a measured trial."""
+def weighted_step_s(trial: Trial, objective: Objective) -> float:
+    """Step time of a measured trial times the objective's weight, in seconds: the less, the better."""
     assert trial.measurement is not None
-    return trial.measurement.step_time_s * trial.measurement.world_size
+    return trial.measurement.step_time_s * objective.weight(trial.measurement.world_size)
 
 
 def find_trial(state: SweepState, text: str, sweep: str) -> Trial:

@@ -7,7 +7,6 @@ The search never learns from checks, and they do not count as its trials.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar, Literal, Self
@@ -74,21 +73,6 @@ class Hardware:
         it is no such label."""
         match = re.fullmatch(r"(\d+)x(\d+) (.+)", label)
         return match and cls(num_nodes=int(match[1]), devices_per_node=int(match[2]), device_name=match[3])
-
-
-ClusterKind = Literal["ray", "local", "simulated", "replay"]
-Virtual = Literal["simulated", "replayed"]
-"""How a sweep on a cluster that does not exist came to its numbers: by the cost model, or from a table of published
-measurements. Nothing was measured by it, and nothing is proven."""
-
-
-def virtual_of(kind: ClusterKind | None, fingerprint: Mapping[str, str]) -> Virtual | None:
-    """What a sweep on a cluster of this kind is; None where trials are run. Old ledgers do not tell the kind, but their
-    fingerprints whether the cluster was ``virtual``."""
-    if kind is None:
-        return "simulated" if "virtual" in fingerprint else None
-    found: dict[ClusterKind, Virtual] = {"simulated": "simulated", "replay": "replayed"}
-    return found.get(kind)
 
 
 GateRole = Literal["baseline", "twin", "finalist", "reference", "finalist_reference", "reference_twin"]

@@ -57,9 +57,19 @@ def render_sweep_explanation(explained: SweepExplanation) -> RenderableType:
         section("Where the step time goes", _parts(explained)),
     ]
     sections.append(section("What holds it back", _diagnoses(explained)))
-    sections.append(section("Which knob matters", _knobs(explained.importance, explained.effects)))
+    sections.append(
+        section("Which knob matters", Group(_knobs(explained.importance, explained.effects), *_left_out(explained)))
+    )
     sections.append(section("Expected and measured", _predictions(explained.predictions)))
     return Group(*sections)
+
+
+def _left_out(explained: SweepExplanation) -> list[RenderableType]:
+    """That the sweep is too long to look at every trial, where it is."""
+    if explained.num_looked_at >= explained.num_trials:
+        return []
+    numbers = f"{explained.num_looked_at:,} of {explained.num_trials:,} trials"
+    return [Text(f"from {numbers}: those most like the ones above, and some of all others", style="dim")]
 
 
 def _parts(explained: SweepExplanation) -> RenderableType:

@@ -11,8 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.report.words import watermark_line
-from orchestrator.sweep.values import Virtual
+from orchestrator.virtual import Virtual, watermark_line
 
 
 def mark(virtual: Virtual | None) -> list[RenderableType]:

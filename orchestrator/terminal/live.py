@@ -18,11 +18,13 @@ from orchestrator.report import words
 from orchestrator.report.proof import proof_result
 from orchestrator.report.trials import make_trial_table, versus_baseline
 from orchestrator.space.naming import short_name
+from orchestrator.status.words import eta_s, phase_words
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.sweep.values import ProfileRun
 from orchestrator.terminal.layout import indented, mark
 from orchestrator.terminal.proof import render_confirmation
 from orchestrator.terminal.table import render_trials
+from orchestrator.virtual import watermark_line
 
 logger = logging.getLogger(__name__)
 
@@ -67,27 +69,6 @@ def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[Ren
             doing = phase_words(progress[number]) if number in progress else "started"
             parts.append(Text.assemble((f"{units.trial_id(number)}  {what}", "cyan"), f"  {doing}"))
     return parts
-
-
-def phase_words(progress: GangProgress) -> str:
-    """``warm-up 2``, ``measuring 5``."""
-    phase = "warm-up" if progress.phase == "warmup" else progress.phase
-    return f"{phase} {progress.step}" if progress.step else phase
-
-
-def eta_s(state: SweepState, now_s: float) -> float | None:
-    """Seconds the search has left at the pace so far, within every budget; None before the first trial has ended."""
-    budget, num_ended = state.sweep.budget, len(state.end_order)
-    if not num_ended or state.is_over or state.proof is not None:
-        return None
-    active_s = state.active_s + max(0.0, now_s - state.now_s)
-    num_total = min(budget.max_trials or state.sweep.num_legal + 1, state.sweep.num_legal + 1)
-    bounds = [active_s / num_ended * max(0, num_total - num_ended)]
-    if budget.wall_time_s is not None:
-        bounds.append(max(0.0, budget.wall_time_s - active_s))
-    if budget.device_hours is not None and state.device_seconds > 0:
-        bounds.append(active_s * max(0.0, budget.device_hours * 3600 / state.device_seconds - 1))
-    return min(bounds)
 
 
 class LiveView:
@@ -154,7 +135,7 @@ class LiveView:
         """One line per trial that ended since the last look; those of an earlier controller count as seen."""
         if not self._is_marked and self._state.virtual is not None:
             self._is_marked = True
-            self.console.print(words.watermark_line(self._state.virtual), highlight=False)
+            self.console.print(watermark_line(self._state.virtual), highlight=False)
         if self._num_earlier:
             self.console.print(f"continuing after {self._num_earlier} trials", highlight=False)
             self._num_earlier = 0
@@ -172,9 +153,9 @@ def trial_line(state: SweepState, trial: Trial) -> str:
         result = units.status_words(trial.status)
         tail = f"  {words.failure(trial)}"
     else:
-        unit = state.sweep.workload.speed_unit
+        unit = state.unit
         best = state.best is not None and state.best.number == trial.number
-        result = f"{units.rate(measurement.tokens_per_s_per_device)} {unit} {words.spread(measurement)}"
+        result = f"{units.rate(state.score(trial))} {unit} {words.spread(measurement)}"
         if isinstance(trial.check, ProfileRun):
             result = "recorded"  # its times are no measurement
         compared = words.versus(versus_baseline(trial, state))
@@ -194,7 +175,7 @@ def _shown(state: SweepState) -> list[Trial]:
     if len(state.fastest) >= MAX_ROWS:
         return _fastest(state)
     ended = [trial for trial in state.searched() if _has_ended(trial)]
-    measured = sorted((t for t in ended if t.measurement), key=_speed, reverse=True)
+    measured = sorted((t for t in ended if t.measurement), key=state.score, reverse=True)
     failed = [trial for trial in reversed(ended) if not trial.measurement]
     keep = [*ended[:1], *measured, *failed]
     chosen = list(dict.fromkeys(trial.number for trial in keep))[:MAX_ROWS]
@@ -206,12 +187,7 @@ def _fastest(state: SweepState) -> list[Trial]:
     first = next(trial for trial in state.trials if trial.check is None and _has_ended(trial))
     numbers = list(dict.fromkeys((first.number, *(ranked.number for ranked in state.fastest))))[:MAX_ROWS]
     trials = [state.trials[number] for number in numbers]
-    return sorted(trials, key=lambda trial: (trial.measurement is None, -_speed(trial) if trial.measurement else 0.0))
-
-
-def _speed(trial: Trial) -> float:
-    assert trial.measurement is not None
-    return trial.measurement.tokens_per_s_per_device
+    return sorted(trials, key=lambda trial: (trial.measurement is None, -state.score(trial)))
 
 
 def _header(state: SweepState, now_s: float) -> RenderableType:
@@ -238,6 +214,6 @@ def _footer(state: SweepState, now_s: float) -> RenderableType:
         best = Text.assemble(
             ("best ", "bold"),
             (units.trial_id(state.best.number), "bold green"),
-            f"  {units.rate(_speed(state.best))} {state.sweep.workload.speed_unit}",
+            f"  {units.rate(state.score(state.best))} {state.unit}",
         )
     return Group(best, Text("  ·  ".join(parts), style="dim"))

@@ -120,7 +120,7 @@ def render_predictions(predictions: PlanPredictions) -> RenderableType:
     table.add_column("time, mostly")
     table.add_column("memory, mostly")
     for prediction in predictions.top[:MAX_PREDICTIONS]:
-        speedup = prediction.tokens_per_s_per_device / predictions.baseline.tokens_per_s_per_device
+        speedup = prediction.score / predictions.baseline.score
         table.add_row(*_row(prediction, f"{speedup:.2f}x"))
     table.add_section()
     table.add_row(*_row(predictions.baseline, "baseline"))
@@ -170,7 +170,7 @@ def _row(prediction: Prediction, speedup: str) -> tuple[str, ...]:
     return (
         "" if prediction.number is None else str(prediction.number),
         short_name(prediction.candidate),
-        rate(prediction.tokens_per_s_per_device),
+        rate(prediction.score),
         speedup,
         milliseconds(prediction.step_s),
         num_bytes(prediction.peak_bytes) + ("" if prediction.fits else " (too much)"),
@@ -180,7 +180,7 @@ def _row(prediction: Prediction, speedup: str) -> tuple[str, ...]:
 
 
 def _terms(prediction: Prediction) -> RenderableType:
-    speed = f"{rate(prediction.tokens_per_s_per_device)} {prediction.unit}"
+    speed = f"{rate(prediction.score)} {prediction.unit}"
     head = Text(
         f"expected {speed}, within a factor of {math.exp(prediction.log_spread):.2f} two times out of three; "
         f"{num_bytes(prediction.peak_bytes)} of {num_bytes(prediction.limit_bytes)} on stage "

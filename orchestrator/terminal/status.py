@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -14,29 +14,27 @@ from orchestrator.mlflow_urls import public_uri, sweep_links
 from orchestrator.report.proof import proof_result
 from orchestrator.report.summary import speedup
 from orchestrator.report.verdict import cost, headline
-from orchestrator.report.words import check_words, watermark
+from orchestrator.report.words import check_words
 from orchestrator.space.naming import short_name
-from orchestrator.status.overview import Spent, budgets, failures, summary_of
+from orchestrator.status.overview import budgets, failures, summary_of
+from orchestrator.status.words import (
+    BUDGET_WORDS,
+    age_words,
+    controller_words,
+    lease_words,
+    node_names,
+    phase_words,
+    queue_words,
+    spent_words,
+)
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.snapshot import AT_REST, Snapshot
 from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
 from orchestrator.terminal.layout import headed_table, indented, label_grid, mark
-from orchestrator.terminal.live import phase_words
 from orchestrator.terminal.proof import render_confirmation
 from orchestrator.terminal.table import status_text, versus_text
 from orchestrator.text import plain
-from orchestrator.units import count
-
-MAX_NODES = 8
-"""Node names shown in one line."""
-
-
-BUDGET_WORDS = {
-    "trials": "trials",
-    "device_hours": "device-hours",
-    "wall_time_s": "wall time",
-    "consecutive_failures": "failures in a row",
-}
+from orchestrator.virtual import watermark
 
 
 def render_status(sweep: Snapshot, home: Home, invocation: Invocation) -> RenderableType:
@@ -72,16 +70,16 @@ def _title(sweep: Snapshot) -> Text:
 
 def _facts(sweep: Snapshot) -> list[tuple[str, Text]]:
     state = sweep.state
-    facts = [("controller", Text(_controller(sweep))), ("lease", Text(_lease(sweep)))]
+    facts = [("controller", Text(controller_words(sweep))), ("lease", Text(lease_words(sweep)))]
     if queue := queue_words(sweep):
         facts.append(("queue", Text(queue)))
-    facts += [(BUDGET_WORDS[spent.name], Text(_spent(spent))) for spent in budgets(sweep)]
+    facts += [(BUDGET_WORDS[spent.name], Text(spent_words(spent))) for spent in budgets(sweep)]
     if state.waiting:
-        facts.append(("waiting", Text(_names(units.trial_id(number) for number in state.waiting), style="yellow")))
+        facts.append(("waiting", Text(node_names(units.trial_id(number) for number in state.waiting), style="yellow")))
     if state.quarantined:
-        facts.append(("quarantined", Text(_names(sorted(state.quarantined)), style="red")))
+        facts.append(("quarantined", Text(node_names(sorted(state.quarantined)), style="red")))
     if strikes := {node: count for node, count in state.strikes.items() if node not in state.quarantined}:
-        facts.append(("strikes", Text(_names(f"{node} {count}" for node, count in strikes.items()))))
+        facts.append(("strikes", Text(node_names(f"{node} {count}" for node, count in strikes.items()))))
     for request in sweep.requests:
         since = age_words(sweep.at_s - request.at_s)
         facts.append(
@@ -104,40 +102,6 @@ def _links(sweep: Snapshot) -> list[tuple[str, Text]]:
     return [(what, Text(url, style=f"link {url}")) for what, url in links.items()]
 
 
-def _controller(sweep: Snapshot) -> str:
-    controller = sweep.controller
-    if not sweep.is_held:
-        where = f"; the last one was process {controller.pid} on {controller.host}" if controller else ""
-        return f"none at work{where}"
-    if controller is None:
-        return "at work"
-    what = f"Ray job {controller.job}" if controller.job else controller.mode
-    at = f", {plain(controller.address)}" if controller.address else ""
-    since = f", for {age_words(sweep.at_s - controller.started_at_s)}" if controller.started_at_s else ""
-    return f"{what}, process {controller.pid} on {controller.host}{at}{since}"
-
-
-def _lease(sweep: Snapshot) -> str:
-    lease = sweep.lease
-    if not sweep.is_held:
-        return "none"
-    held = f"{len(lease.nodes)} of {count(lease.wanted, 'node')}" if lease.wanted else count(len(lease.nodes), "node")
-    names = f": {_names(lease.nodes)}" if lease.nodes else ""
-    waiting = f"; {plain(lease.waiting)}" if lease.waiting and sweep.phase != "waiting" else ""
-    return f"{held}{names}{waiting}"
-
-
-def _spent(spent: Spent) -> str:
-    def words(value: float) -> str:
-        if spent.name == "wall_time_s":
-            return units.duration(value)
-        return f"{value:.2f}" if spent.name == "device_hours" else f"{value:g}"
-
-    return (
-        f"{words(spent.used)} of {words(spent.limit)}" if spent.limit is not None else f"{words(spent.used)}, no limit"
-    )
-
-
 def _running(sweep: Snapshot) -> RenderableType:
     table = headed_table(expand=True)
     table.add_column("running", no_wrap=True)
@@ -152,7 +116,7 @@ def _running(sweep: Snapshot) -> RenderableType:
             Text(check_words(trial.check) or short_name(trial.candidate)),
             Text(phase_words(progress) if progress else "started"),
             Text(age_words(sweep.at_present.now_s - attempt.launched_at_s)),
-            Text(_names(nodes_of(attempt))),
+            Text(node_names(nodes_of(attempt))),
         )
     return table
 
@@ -164,11 +128,6 @@ def _failure(trial: Trial, attempt: int, message: str, kind: str) -> RenderableT
 
 def _section(title: str) -> RenderableType:
     return Text(f"\n{title}", style="bold")
-
-
-def _names(names: Iterable[str]) -> str:
-    shown = list(names)
-    return " ".join(shown[:MAX_NODES]) + (f" +{len(shown) - MAX_NODES}" if len(shown) > MAX_NODES else "")
 
 
 def _hint(sweep: Snapshot, invocation: Invocation) -> str:
@@ -240,15 +199,7 @@ def best_words(state: SweepState) -> Text:
         return Text(units.DASH, style="dim")
     if best.number == 0:
         return Text("baseline", style="blue")
-    return Text.assemble(versus_text(speedup(best, state.baseline)), f" {units.trial_id(best.number)}")
-
-
-def age_words(seconds: float) -> str:
-    """``45 s``, ``12 min``, ``5 h``, ``3 d``."""
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
+    return Text.assemble(versus_text(speedup(best, state.baseline, state.objective)), f" {units.trial_id(best.number)}")
 
 
 def _hours(sweep: Snapshot) -> str:
@@ -277,9 +228,3 @@ def _at_work(sweep: Snapshot) -> str:
     return "controller: " + (
         f"Ray job {controller.job}" if controller.job else f"process {controller.pid} on {controller.host}"
     )
-
-
-def queue_words(sweep: Snapshot) -> str:
-    """``priority 3`` of a sweep that is not over; empty for the default priority."""
-    priority = sweep.lease.priority
-    return f"priority {priority}" if priority and sweep.phase not in AT_REST else ""

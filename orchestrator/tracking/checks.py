@@ -51,12 +51,12 @@ def trial_series(trial: Trial) -> dict[str, Sequence[float]]:
     return {"loss": trial.measurement.losses, "grad_norm": trial.measurement.grad_norms}
 
 
-def check_note(trial: Trial, name: str, unit: str) -> str:
+def check_note(trial: Trial, name: str, score: float, unit: str) -> str:
     """What was measured of a check called ``name``, in Markdown."""
     if trial.measurement is None:
         return f"**{units.status_words(trial.status)}** — {name}\n\n{words.failure(trial)}".rstrip()
     if isinstance(trial.check, ConfirmationRun):
-        return f"**{units.rate(trial.measurement.tokens_per_s_per_device)} {unit}** — {name}"
+        return f"**{units.rate(score)} {unit}** — {name}"
     if isinstance(trial.check, GateRun):
         return (
             f"**{len(trial.measurement.losses)} steps trained**, last loss {trial.measurement.losses[-1]:.4g} — {name}"

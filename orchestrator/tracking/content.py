@@ -16,11 +16,12 @@ from orchestrator.report.artifacts import MAX_PARAM_CHARS, log_tail
 from orchestrator.report.findings import findings_lines, findings_metrics
 from orchestrator.report.trials import versus_baseline
 from orchestrator.space.naming import flat_params, short_name
-from orchestrator.statistics import relative_spread, tokens_per_s_per_device
+from orchestrator.statistics import relative_spread, speed, tokens_per_s_per_device
 from orchestrator.sweep.events import SweepCreated, sweep_id
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
 from orchestrator.sweep.values import ProfileRun
 from orchestrator.tracking.checks import check_note, check_prefix, check_tags
+from orchestrator.virtual import watermark, watermark_line
 from trials.codec import to_json
 from trials.outcome import Measured, Measurement, Outcome, StoppedEarly
 from trials.reports.findings import Findings
@@ -28,7 +29,7 @@ from trials.secrets import redact_all
 from trials.spec import LinearModel, LlamaModel, Model, ResNetModel
 
 OBJECTIVE = "tokens_per_s_per_device"
-"""Name of the metric that the search maximises."""
+"""Name of the metric that the search maximises by default."""
 
 
 BEST = f"best_{OBJECTIVE}"
@@ -178,10 +179,10 @@ def json_text(value: Any) -> str:
 def trial_note(state: SweepState, trial: Trial) -> str:
     """Note of a trial's run in Markdown: the result in its first line, why the trial was made in its last."""
     if trial.check is not None:
-        result = check_note(trial, trial_name(trial), state.sweep.workload.speed_unit)
+        result = check_note(trial, trial_name(trial), state.score(trial), state.unit)
     else:
         result = _result_note(state, trial)
-    parts = (words.watermark_line(state.virtual), result, f"Proposed: {trial.reason}.")
+    parts = (watermark_line(state.virtual), result, f"Proposed: {trial.reason}.")
     return "\n\n".join(part for part in parts if part)
 
 
@@ -191,13 +192,13 @@ def _result_note(state: SweepState, trial: Trial) -> str:
         return "\n\n".join(
             part for part in (f"**{units.status_words(trial.status)}** — {name}", words.failure(trial)) if part
         )
-    speed = tokens_per_s_per_device(trial.measurement)
+    found = speed(trial.measurement, state.objective)
     compared = versus_baseline(trial, state)
     against = (
         f", {words.versus(compared)} the baseline ({units.ratio_interval(compared.ratio.ci95)})" if compared else ""
     )
-    unit = state.sweep.workload.speed_unit
-    head = f"**{units.rate(speed.value)} {unit}**{against} — {name}\n\n95 % interval {units.interval(speed.ci95)}"
+    unit = state.unit
+    head = f"**{units.rate(found.value)} {unit}**{against} — {name}\n\n95 % interval {units.interval(found.ci95)}"
     return "\n".join([head, "", *(f"- {line}" for line in findings_lines(trial.measurement.findings))]).rstrip()
 
 
@@ -206,7 +207,7 @@ def _common_tags(created: SweepCreated) -> dict[str, str]:
         "tc.sweep": created.sweep,
         "tc.sweep_id": sweep_id(created),
         "tc.hardware": created.hardware,
-        **({"tc.watermark": words.watermark(created.virtual)} if created.virtual else {}),
+        **({"tc.watermark": watermark(created.virtual)} if created.virtual else {}),
         "mlflow.source.name": "tune-cluster",
         "mlflow.source.type": "LOCAL",
     }
@@ -219,14 +220,14 @@ def _ended_words(outcome: Any) -> str:
 
 
 def _measured_metrics(measurement: Measurement) -> dict[str, float | None]:
-    speed = tokens_per_s_per_device(measurement)
+    found = tokens_per_s_per_device(measurement)
     breakdown: dict[str, float] = to_json(measurement.breakdown)
     return {
         **findings_metrics(measurement.findings),
-        OBJECTIVE: speed.value,
+        OBJECTIVE: found.value,
         "samples_per_s_per_device": measurement.samples_per_s_per_device or None,
-        f"{OBJECTIVE}_ci95_low": speed.ci95.low if speed.ci95 else None,
-        f"{OBJECTIVE}_ci95_high": speed.ci95.high if speed.ci95 else None,
+        f"{OBJECTIVE}_ci95_low": found.ci95.low if found.ci95 else None,
+        f"{OBJECTIVE}_ci95_high": found.ci95.high if found.ci95 else None,
         "step_time_s": measurement.step_time_s,
         "step_time_spread": relative_spread(measurement.step_times_s),
         **breakdown,

@@ -38,6 +38,7 @@ FULL = {
         "device": "cpu",
         "device_memory": "2GiB",
         "isolation": "device",
+        "price_per_device_hour": 2.5,
         "exclude_nodes": ["node-7"],
         "exclude_slow_nodes": True,
     },
@@ -122,6 +123,7 @@ FULL = {
         "cudnn_benchmark": {"first": 1, "last": 10},
         "memory_format": "nhwc",
     },
+    "objective": "device_cost",
     "search": {"sampler": "guided", "seed": 1, "max_concurrent": 2, "stop_when_converged": True}
     | {"patience": 5, "transfer": False, "early_stop": 2.0},
     "measure": {

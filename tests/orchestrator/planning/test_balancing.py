@@ -16,6 +16,7 @@ from cluster.cost.candidates import inputs_of
 from cluster.cost.estimate import cost_model
 from cluster.hardware.accelerators import load_cluster
 from orchestrator.cli.main import main
+from orchestrator.objective import Objective
 from orchestrator.planning.balancing import balance_layouts, balanced, with_balance
 from orchestrator.space.knobs.layer_choices import even_split
 from tests.support.sweep_files import write
@@ -193,5 +194,5 @@ def test_what_cannot_be_balanced_is_said(tmp_path):
 
 
 def test_without_hardware_nothing_is_balanced():
-    found = balance_layouts((), WORKLOAD, None)
+    found = balance_layouts((), WORKLOAD, None, Objective())
     assert not found.balances and found.problem

@@ -37,6 +37,8 @@ def test_the_json_form_is_complete():
         "unit": "tokens/s/p",
         "device_hours": pytest.approx(9 / 3600),
         "saved_device_hours": 0,
+            "duration_s": 100.0,
+            "paused_s": 0.0,
         "learned_from": {"trials": 0, "sweeps": 0},
         "tracking_uri": "sqlite:////home/mlflow.db",
         "proof": None,
