@@ -20,14 +20,16 @@ from orchestrator.statistics import Estimate, Interval
 from orchestrator.sweep.documents import SPEC, SweepFile
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState
+from orchestrator.sweep.values import GateReport, Verdict
 from orchestrator.tracking.registry import MAX_DESCRIPTION_CHARS, Registered
 from orchestrator.virtual import watermark, watermark_line
-from trials.codec import CodecError, digest, from_json, to_json
+from trials.codec import digest, from_json, to_json
 from trials.secrets import redact, redact_all
 from trials.spec import Candidate, Workload
 
 JSON, YAML = "recipe.json", "recipe.yaml"
 SWEEP_AS_WRITTEN, SWEEP_WRITTEN_OUT = "sweep.yaml", "sweep.json"
+AGAIN = "Promote the sweep again."
 WATERMARK_TAG = "watermark"
 """Tag of versions from clusters that do not exist."""
 FILES = "files.json"
@@ -182,21 +184,86 @@ def describe(manifest: Manifest) -> str:
     return whole if len(whole) <= MAX_DESCRIPTION_CHARS else text
 
 
+def check_origin(registered: Registered, files: Mapping[str, bytes]) -> None:
+    """Check that the version was registered by this program.
+
+    Raises:
+        ConfigError: it was not, or the tags that tell so are gone.
+    """
+    if JSON not in files and not {"recipe_sha256", "files_sha256"} <= set(registered.tags):
+        remedy = "Name another version, or promote the sweep again."
+        raise ConfigError(f"{label_of(registered)} was not registered by tune-cluster", remedy=remedy)
+
+
+def parsed(registered: Registered, files: Mapping[str, bytes]) -> Mapping[str, Any]:
+    """Content of the version's ``recipe.json``, of the form that :func:`build_manifest` gives it.
+
+    Raises:
+        ConfigError: it has another.
+    """
+    try:
+        content: Mapping[str, Any] = json.loads(files[JSON])
+        facts = content["evidence"]
+        from_json(_Facts, {name: facts[name] for name in _Facts.__annotations__})
+        for kind, value in ((Candidate, content["candidate"]), (Workload, content["workload"])):
+            from_json(kind, value)
+        if facts["gate"] is not None:
+            from_json(GateReport, facts["gate"]["report"])
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        why = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error).split(";")[0]
+        raise ConfigError(f"{label_of(registered)} holds no valid manifest: {why}", remedy=AGAIN) from None
+    return content
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Facts:
+    """What every evidence holds, for checking its form; see :func:`orchestrator.promotion.evidence.evidence`."""
+
+    sweep: str
+    sweep_id: str
+    trial: int
+    tokens_per_s_per_device: float
+    unit: str
+    speedup: dict[str, Any] | None
+    verdict: Verdict | None
+    confirmation: tuple[dict[str, Any], ...]
+    gate: dict[str, Any] | None
+    training: dict[str, Any]
+    forced: bool
+    missing: tuple[str, ...]
+    hardware: str
+    fingerprint: dict[str, str]
+
+
 def check_content(content: Mapping[str, Any], registered: Registered) -> Candidate:
     """The manifest's candidate, after checking that manifest, key and registry agree.
 
     Raises:
         ConfigError: they do not.
     """
-    where = f"{registered.name} version {registered.version}"
-    try:
-        candidate: Candidate = from_json(Candidate, content["candidate"])
-    except (KeyError, CodecError) as error:
-        raise ConfigError(f"{where} holds no valid manifest: {error}", remedy="Promote the sweep again.") from None
+    candidate: Candidate = from_json(Candidate, content["candidate"])
     keys = {candidate.config_key, content.get("config_key"), registered.tags.get("config_key")}
     if len(keys) != 1 or digest(content) != registered.tags.get("recipe_sha256"):
-        raise altered(where, "its manifest does not match the key it was registered with")
+        raise altered(label_of(registered), "its manifest does not match the key it was registered with")
+    mark = watermark(content["evidence"].get("virtual"))
+    if registered.tags.get(WATERMARK_TAG, "") != mark:
+        raise altered(label_of(registered), f"its tag {WATERMARK_TAG} should be {mark or 'absent'}")
     return candidate
+
+
+def check_record(registered: Registered, record_tags: Mapping[str, str]) -> None:
+    """Check the version's digests against those that the record of its registration holds, a second witness.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    for name in ("recipe_sha256", "files_sha256"):
+        if registered.tags.get(name) != record_tags.get(f"tc.{name}"):
+            raise altered(label_of(registered), f"its {name} is not that of the record of its promotion")
+
+
+def label_of(registered: Registered) -> str:
+    return f"{registered.name} version {registered.version}"
 
 
 def check_files(registered: Registered, files: Mapping[str, bytes]) -> None:
@@ -211,7 +278,7 @@ def check_files(registered: Registered, files: Mapping[str, bytes]) -> None:
         return
     odd = sorted(path for path in {*(listed or {}), *found} if (listed or {}).get(path) != found.get(path))
     what = ", ".join(odd[:5]) if listed and odd else "the list of its files"
-    raise altered(f"{registered.name} version {registered.version}", f"{what} differs")
+    raise altered(label_of(registered), f"{what} differs")
 
 
 def _listed(files: Mapping[str, bytes]) -> dict[str, str] | None:

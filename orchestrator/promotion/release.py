@@ -23,13 +23,15 @@ from orchestrator.promotion.history import (
     rollback_to,
 )
 from orchestrator.promotion.lock import RegistryLock
-from orchestrator.promotion.manifest import WATERMARK_TAG, Manifest, check_files, describe, version_tags
+from orchestrator.promotion.manifest import WATERMARK_TAG, Manifest, describe, label_of, version_tags
 from orchestrator.promotion.records import RECIPE_FOLDER, Record, Records, chain
+from orchestrator.promotion.references import checked
 from orchestrator.sweep.home import check_name
 from orchestrator.sweep.requests import asker
 from orchestrator.tracking.registry import Registered, Registry
 from orchestrator.tracking.tracker import Tracker
 
+NEVER = "It never goes to production."
 NONE = "none"
 """Word for nothing in production, as people write it."""
 
@@ -129,10 +131,9 @@ class Releases:
             return ReleaseChange(record=self._complete(record, step))
 
     def _check_may_be_used(self, registered: Registered) -> None:
-        where = f"{registered.name} version {registered.version}"
-        if mark := registered.tags.get(WATERMARK_TAG):
-            raise ConfigError(f"{where} is {mark}: nothing was measured", remedy="It never goes to production.")
         self.check(registered)
+        if mark := registered.tags.get(WATERMARK_TAG):
+            raise ConfigError(f"{label_of(registered)} is {mark}: nothing was measured", remedy=NEVER)
 
     def check(self, registered: Registered) -> None:
         """Check that the files of the version are those it was registered with.
@@ -140,12 +141,7 @@ class Releases:
         Raises:
             ConfigError: they are not.
         """
-        try:
-            files = self.registry.read_files(registered)
-        except LookupError as error:
-            where = f"{registered.name} version {registered.version}"
-            raise ConfigError(f"{where} cannot be read: {error}", remedy="Promote the sweep again.") from None
-        check_files(registered, files)
+        checked(self.registry, registered)
 
     def _holds(self, registered: Registered, manifest: Manifest) -> bool:
         """Whether the version is this manifest, with its files as they were registered."""
