@@ -133,12 +133,11 @@ def confidence(state: SweepState, summary: Summary) -> str:
     if state.virtual is not None:
         return watermark_line(state.virtual).rstrip(".")
     if verdict is not None and verdict.speedup is not None:
-        rounds = f"{units.count(verdict.num_rounds, 'round')} of measuring it again beside the baseline"
-        about = f"95 % interval, from {rounds}"
-        if verdict.conclusion != "confirmed":
-            of = f" of {units.trial_id(confirmed.trial)}" if confirmed else ""
-            about = f"speed-up{of}: {units.ratio(verdict.speedup.value, verdict.speedup)}, {about}"
-        return about
+        rounds = f"from {units.count(verdict.num_rounds, 'round')} of measuring it again beside the baseline"
+        if verdict.conclusion == "confirmed":
+            return f"95 % interval, {rounds}"
+        of = f" of {units.trial_id(confirmed.trial)}" if confirmed else ""
+        return f"speed-up{of}: {units.ratio(verdict.speedup.value, verdict.speedup)}, {rounds}"
     if summary.speedup and summary.best and summary.best.trial.number != 0:
         return "95 % interval, from the steps of one run each, as the search measured them"
     return ""

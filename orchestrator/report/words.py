@@ -173,11 +173,8 @@ def figures(found: Figures, num_leased: int | None, per_device_unit: str) -> str
 
 def trial_figures(state: SweepState, trial: Trial) -> str:
     """:func:`figures` of a measured trial, as it was measured itself; empty where it was not."""
-    found = trial.measurement
-    if found is None:
-        return ""
-    made = state.objective.figures(found.tokens_per_step, found.step_time_s, found.world_size)
-    return figures(made, state.sweep.num_devices, state.sweep.workload.speed_unit)
+    found = state.figures(trial)
+    return figures(found, state.sweep.num_devices, state.sweep.workload.speed_unit) if found else ""
 
 
 def measured_by(shown: Sequence[ShownTrial]) -> str:

@@ -64,10 +64,8 @@ def _proposed(explained: Explanation) -> RenderableType:
         )
         grid.add_row("expected", Text(f"{words}, {memory}"))
     if measured:
-        words = f"step {units.milliseconds(measured.step_time_s)}, peak {units.num_bytes(measured.peak_bytes)}"
         ratio = f"; {explained.surprise:.2f} times the expected step" if explained.surprise is not None else ""
-        speed = f"{units.rate(measured.tokens_per_s_per_device)} {explained.unit}"
-        grid.add_row("measured", Text(f"{words}, {speed}{ratio}"))
+        grid.add_row("measured", Text(f"{explained.figures}, peak {units.num_bytes(measured.peak_bytes)}{ratio}"))
         if why := disturbed(measured):
             grid.add_row("disturbed", Text(why, style="yellow"))
     return indented(grid)

@@ -35,17 +35,22 @@ def render_report(report: Report) -> RenderableType:
     if report.change is not None:
         parts.append(section(words.change_heading(is_faster=report.is_faster), _changes(report.change)))
     sections = {
-        "Where the step time goes": _step_times(report.shown),
+        f"Where the step time goes{_in_the_search(report)}": _step_times(report.shown),
         "Found out": _findings(report.shown),
         "Confirmation (speed over the baseline's, measured again side by side)": render_confirmation(report.proof),
         "Loss gate": render_gate(report.proof),
-        f"Trials ({report.cost})": _trials(report),
+        f"Trials{_in_the_search(report)} ({report.cost})": _trials(report),
         "Not measured": _failures(report),
         "Profile": render_profiles(report.profiles),
         "Recorded": _recorded(report),
         "Next": _next(report),
     }
     return Group(*parts, *(section(heading, body) for heading, body in sections.items() if body is not None))
+
+
+def _in_the_search(report: Report) -> str:
+    """What tells figures of the search from those of the confirmation above them; empty where there are none."""
+    return ", as the search measured it" if any(one.is_confirmed for one in report.shown) else ""
 
 
 def _title(report: Report) -> RenderableType:
@@ -64,10 +69,9 @@ def _result_panel(report: Report) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     for one in report.shown:
         grid.add_row(Text(one.role, style="dim"), Text(units.trial_id(one.number)), _result_cell(one, report))
-    if report.shown:
-        grid.add_row("", "", Text(report.legend, style="dim"))
     style = "green" if report.is_faster else "dim"
-    return Panel(Group(*lines, Text(""), grid), box=box.ROUNDED, border_style=style, padding=(0, 1))
+    legend = [Text(report.legend, style="dim")] if report.shown else []
+    return Panel(Group(*lines, Text(""), grid, *legend), box=box.ROUNDED, border_style=style, padding=(0, 1))
 
 
 def _result_cell(one: ShownTrial, report: Report) -> Text:
