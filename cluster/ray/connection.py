@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -17,9 +18,11 @@ from uuid import uuid4
 import ray
 import ray._private.ray_constants
 import ray._private.worker
+from ray.job_config import JobConfig
 
 from cluster.base import ClusterError
 from cluster.hardware.topology import Node
+from cluster.node.cpu_load import CONTROLLER_VARIABLE
 from cluster.node.guardian import LEASE_VARIABLE, Guardian
 from cluster.ray.settings import environment, first_line, fresh_token, require_listener
 
@@ -31,6 +34,14 @@ CALL_TIMEOUT_S = 10.0
 """How long an answer of Ray may take."""
 OBJECT_STORE_BYTES = 80 << 20
 """Size of a private Ray's object store, close to the minimum: nothing large travels through Ray."""
+
+
+class _OwnPath(JobConfig):
+    """What Ray's workers are told of a driver: not its folder, which is the user's and which Ray would otherwise have
+    them import from before all others."""
+
+    def _runtime_env_has_working_dir(self) -> bool:
+        return True  # Ray asks this only to decide whether workers get the driver's folders
 
 
 class UnreachableError(RuntimeError):
@@ -84,7 +95,8 @@ def private_ray(node: Node) -> Iterator[None]:
     try:
         with settings(changes), loopback_only(), _quiet():
             try:
-                with environment({LEASE_VARIABLE: lease}):  # only while Ray starts: what else we start is not its own
+                own = {LEASE_VARIABLE: lease, CONTROLLER_VARIABLE: str(os.getpid())}
+                with environment(own):  # only while Ray starts: what else we start is not its own
                     _start_ray(node, folder / "r")  # Ray opens its folder to everybody: not what lies beside it
             except Exception as error:
                 raise ClusterError(f"cannot start a private Ray on this host: {first_line(error)}") from error
@@ -105,6 +117,7 @@ def _start_ray(node: Node, folder: Path) -> None:
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
+        job_config=_OwnPath(),
         object_store_memory=OBJECT_STORE_BYTES,
         _temp_dir=str(folder),
     )
@@ -117,7 +130,7 @@ def remote_ray(address: str) -> Iterator[None]:
     remedy = "is the head running, is this host one of its nodes, is RAY_AUTH_TOKEN_PATH its token file?"
     with _quiet():
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, job_config=_OwnPath())
         except Exception as error:  # Ray raises anything from ConnectionError to RuntimeError
             raise ClusterError(f"cannot join the Ray cluster at {address}: {first_line(error)}; {remedy}") from None
         if not _asks_for_a_token():

@@ -154,6 +154,11 @@ class RayLease:
         self._problem = reason
         logger.warning("%s", reason)
 
+    @property
+    def usable(self) -> frozenset[str]:
+        """Ids of the nodes that could be leased, whoever holds them now."""
+        return frozenset(node["NodeID"] for node in self._usable())
+
     def ready_now(self, slot: NodeSlot) -> None:
         slot.is_ready = True
         self._is_shape_fixed = True

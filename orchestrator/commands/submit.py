@@ -7,13 +7,13 @@ process, which reads the file once, too.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from cluster.processes import python_module
 from orchestrator.commands import background, supervisor
 from orchestrator.config.sweep import SweepSpec, check_same, load_sweep
 from orchestrator.errors import EXIT_USER, ConfigError
@@ -21,6 +21,7 @@ from orchestrator.sweep.documents import Controller
 from orchestrator.sweep.home import Home, is_at_work
 from orchestrator.sweep.ledger import LedgerError
 from orchestrator.text import Follower
+from trials.torch_support import REMEDY, installed_version, problem
 
 if TYPE_CHECKING:
     from cluster.ray.jobs import JobHandle
@@ -68,7 +69,7 @@ class Submission:
         address = ["--address", self.address] if self.address and self.mode != "ray job" else []
         home = ["--home", str(self.home.path.absolute())]
         return [
-            *(sys.executable, "-m", "orchestrator.cli.main", *self.options),
+            *python_module("orchestrator", *self.options),
             *(self.verb, self.target, *home, "--foreground", *address, *extra),
         ]
 
@@ -125,6 +126,8 @@ def submission_of_file(
         check_same(state.sweep, spec)
         is_over = state.is_over
     where = choose_address(spec, address)
+    if not is_over:
+        _require_torch(spec, where)
     return Submission(
         verb="submit",
         target=str(file.absolute()),
@@ -148,6 +151,8 @@ def submission_of_sweep(
     sweep = home.read(name, begun=True)
     state, spec = sweep.state, SweepSpec.from_json(sweep.spec or {})
     where = choose_address(spec, address)
+    if not state.is_over:
+        _require_torch(spec, where)
     return Submission(
         verb="resume",
         target=name,
@@ -164,6 +169,16 @@ def _mode(asked: Mode | None, address: str | None, *, is_over: bool) -> Mode:
     if is_over:
         return "foreground"
     return asked or ("foreground" if address is None else "ray job")
+
+
+def _require_torch(spec: SweepSpec, address: str | None) -> None:
+    """Refuse a sweep whose trials would run on this host, with a torch that they cannot run with.
+
+    Raises:
+        ConfigError: torch is missing or too old.
+    """
+    if address is None and spec.cluster.kind in ("local", "ray") and (known := problem(installed_version())):
+        raise ConfigError(known, key="cluster", remedy=REMEDY)
 
 
 def choose_address(spec: SweepSpec, given: str | None) -> str | None:

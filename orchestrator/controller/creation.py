@@ -46,16 +46,19 @@ class PlannedSweep:
     plan: Plan
 
 
-def plan_ahead(spec: SweepSpec, home: Home) -> PlannedSweep | None:
+def plan_ahead(spec: SweepSpec, home: Home, *, address: str | None = None) -> PlannedSweep | None:
     """The plan of a new sweep before it has its cluster, so that what cannot work is refused before anything starts.
 
     Where only the cluster knows its nodes there is no plan yet: then the file is merely checked, and None returned.
+
+    Args:
+        address: the Ray cluster's, in place of the one in the file.
 
     Raises:
         ConfigError: the baseline cannot run, or no candidate is legal.
         ClusterError: this host cannot give what is asked for.
     """
-    topology = known_topology(spec, home)
+    topology = known_topology(spec, home, address=address)
     if topology is None or spec.cluster.kind == "ray":  # Ray names the nodes, also those of this host
         check_plan(spec, topology, _counted(spec, topology, home))
         return None
@@ -181,6 +184,7 @@ def _created(
         num_legal=len(plan.candidates),
         hardware=topology.label,
         devices=Hardware.of(topology),
+        cluster_kind=spec.cluster.kind,
         fingerprint=prints,
         num_earlier_trials=len(known.earlier),
         num_earlier_sweeps=num_sweeps(known.earlier),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +21,15 @@ from orchestrator.search.prediction import model_families
 from orchestrator.search.prediction.gaussian_process import Residual, condition, learn
 from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.predictor import LOCAL_STD, Predictor, narrowed
-from orchestrator.sweep.state import SweepState, Trial, weighted_step_s
+from orchestrator.sweep.state import Trial, weighted_step_s
 from trials.outcome import OutOfMemory
 from trials.spec import Candidate
 
 MIN_FOR_ERROR = 4
 """Trials from which on leaving one out tells the error of predictions."""
+
+ROWS_AT_ONCE = 1024
+"""Rows whose covariances with all measured trials are held at a time."""
 
 Rows = NDArray[np.intp]
 """Rows of candidates among the predictor's, shape (num_rows,)."""
@@ -36,14 +40,15 @@ class ModelView:
 
     Args:
         predictor: of these candidates, as :func:`orchestrator.search.prediction.prediction.make_predictor` makes it.
+        trials: those of the sweep that the model learns from.
         profile: what a probe measured of the nodes; the one that the predictor was made with.
     """
 
-    def __init__(self, predictor: Predictor, state: SweepState, profile: Profile | None = None) -> None:
+    def __init__(self, predictor: Predictor, trials: Sequence[Trial], profile: Profile | None = None) -> None:
         self._predictor = predictor
         self._profile = profile
         self._rows = {candidate.config_key: row for row, candidate in enumerate(predictor.candidates)}
-        self._trials = [trial for trial in state.searched() if trial.candidate.config_key in self._rows]
+        self._trials = [trial for trial in trials if trial.candidate.config_key in self._rows]
         measured = [trial for trial in self._trials if trial.measurement is not None]
         self._times_s = {self._row(trial.candidate): weighted_step_s(trial, predictor.objective) for trial in measured}
 
@@ -95,7 +100,7 @@ class ModelView:
 
     def probability_fits(self, candidate: Candidate) -> float:
         """Probability that the candidate fits into memory, given which trials did and which did not."""
-        return float(probability_fits(self._posterior, self._seen, np.array([self._row(candidate)], dtype=np.intp))[0])
+        return float(self._fits[self._row(candidate)])
 
     def tells_apart(self, one: Candidate, other: Candidate) -> bool:
         """Whether the model, or what trials taught it, expects a difference at all."""
@@ -110,11 +115,9 @@ class ModelView:
         if len(rows) < MIN_FOR_ERROR:
             return None
         errors = np.log([self._times_s[row] for row in rows.tolist()]) - self._posterior.log_time[rows]
-        misses = []
-        for i in range(len(rows)):
-            others = np.delete(np.arange(len(rows)), i)
-            left = condition(self._posterior.error, rows[others], errors[others], self._residual.scale)
-            misses.append(abs(float(np.expm1(errors[i] - left.mean(rows[i : i + 1])[0]))))
+        kept = condition(self._posterior.error, rows, errors, self._residual.scale)
+        own = (kept.inverse_factor**2).sum(axis=0)  # the diagonal of the inverse covariance
+        misses = np.abs(np.expm1(kept.weights / own))  # what each trial misses its prediction from the others by
         return float(np.median(misses))
 
     @functools.cached_property
@@ -153,6 +156,11 @@ class ModelView:
         )
 
     @functools.cached_property
+    def _fits(self) -> Array:
+        """Probability of fitting into memory, shape (num_candidates,)."""
+        return probability_fits(self._posterior, self._seen, np.arange(len(self._predictor.candidates), dtype=np.intp))
+
+    @functools.cached_property
     def _residual(self) -> Residual:
         """What the trials teach about the errors of the cost model."""
         rows = np.array(sorted(self._known_s), dtype=np.intp)
@@ -168,7 +176,9 @@ class ModelView:
     @functools.cached_property
     def _std(self) -> Array:
         """Standard deviation of the same, shape (num_candidates,)."""
-        return self._residual.std(np.arange(len(self._predictor.candidates), dtype=np.intp))
+        rows: Rows = np.arange(len(self._predictor.candidates), dtype=np.intp)
+        parts = [self._residual.std(rows[i : i + ROWS_AT_ONCE]) for i in range(0, len(rows), ROWS_AT_ONCE)]
+        return np.concatenate(parts)
 
     def _row(self, candidate: Candidate) -> int:
         return self._rows[candidate.config_key]

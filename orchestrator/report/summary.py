@@ -10,12 +10,14 @@ from orchestrator import statistics
 from orchestrator.mlflow_urls import public_uri
 from orchestrator.objective import Figures, Objective, ObjectiveName
 from orchestrator.proof.progress import BASELINE, confirmation, confirmed_step_times, fastest_finalist
+from orchestrator.report import words
 from orchestrator.report.profile import ProfileTables, profile_tables
 from orchestrator.space.naming import short_name
 from orchestrator.statistics import Estimate, Interval, SpeedVerdict
 from orchestrator.sweep.events import CandidatesPruned
 from orchestrator.sweep.state import SweepState, SweepStatus, Trial, TrialStatus
 from orchestrator.sweep.values import ProfileRun, Verdict
+from orchestrator.virtual import Virtual
 from trials.codec import to_json
 
 ENDED: tuple[TrialStatus, ...] = tuple(s for s in get_args(TrialStatus) if s not in ("proposed", "running"))
@@ -90,6 +92,10 @@ class Summary:
     ruled_out: tuple[CandidatesPruned, ...]
     """Candidates not tried because a trial that ran out of memory needs no more than they do."""
     device_hours: float
+    duration_s: float
+    """Seconds from its creation to its end, or to now, pauses included."""
+    paused_s: float
+    """Seconds of these in which no controller was at work, or none held nodes."""
     saved_device_hours: float
     """Device-hours that trials stopped early would have taken besides, at least."""
     num_earlier_trials: int
@@ -102,7 +108,13 @@ class Summary:
     """What confirmation and gate came to; None while they have not, or are off."""
     profiles: tuple[tuple[int, ProfileTables], ...] = ()
     """Trials run under the profiler, by number, with what their runs showed; in the order of the runs."""
+    virtual: Virtual | None = None
+    """How the numbers came about where nothing was measured, since the cluster does not exist."""
     objective: ObjectiveName = "tokens_per_s_per_device"
+    disturbed: tuple[int, ...] = ()
+    """Numbers of the trials, checks among them, that were measured on a busy machine."""
+    most_disturbed: Trial | None = None
+    """The one of them whose machine was busiest."""
     unit: str = "tokens/s/p"
     """Unit of scores, like tokens/s/p, or samples/s/p for workloads whose samples are no sequences."""
     num_leased: int | None = None
@@ -119,6 +131,8 @@ class Summary:
             "reason": self.reason,
             "objective": self.objective,
             "unit": self.unit,
+            "measured": self.virtual is None,
+            "virtual": self.virtual,
             "num_leased_devices": self.num_leased,
             "winner": self.winner.to_json() if self.winner else None,
             "best": self.best.to_json() if self.best else None,
@@ -129,9 +143,12 @@ class Summary:
             "trials": self.trials,
             "ruled_out": [{"witness": event.witness, "rules": dict(event.rules)} for event in self.ruled_out],
             "device_hours": self.device_hours,
+            "duration_s": self.duration_s,
+            "paused_s": self.paused_s,
             "saved_device_hours": self.saved_device_hours,
             "learned_from": {"trials": self.num_earlier_trials, "sweeps": self.num_earlier_sweeps},
             "tracking_uri": self.tracking_uri,
+            "disturbed": _disturbed_json(self),
             "proof": to_json(self.proof),
             "confirmed": self.confirmed.to_json() if self.confirmed else None,
             "profiles": [
@@ -157,6 +174,8 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
         trials={**{status: counts.get(status, 0) for status in ENDED}, "total": state.num_searched},
         ruled_out=tuple(event for event in state.pruned if event.rules),
         device_hours=state.device_seconds / 3600,
+        duration_s=state.duration_s,
+        paused_s=state.paused_s,
         saved_device_hours=state.saved_device_seconds / 3600,
         num_earlier_trials=state.sweep.num_earlier_trials,
         num_earlier_sweeps=state.sweep.num_earlier_sweeps,
@@ -164,16 +183,27 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
         winner=result(state.winner, state.objective) if state.verdict and state.verdict.winner is not None else None,
         proof=state.verdict,
         profiles=_profiles(state),
+        virtual=state.virtual,
         objective=state.objective.name,
         unit=state.unit,
         num_leased=state.sweep.num_devices,
         confirmed=confirmed_figures(state),
+        disturbed=tuple(sorted(set(state.disturbed))),
+        most_disturbed=None if state.most_disturbed is None else state.trials[state.most_disturbed],
     )
 
 
 def _profiles(state: SweepState) -> tuple[tuple[int, ProfileTables], ...]:
     runs = ((t.check.of, profile_tables(t)) for t in state.checks() if isinstance(t.check, ProfileRun))
     return tuple((of, tables) for of, tables in runs if tables is not None)
+
+
+def _disturbed_json(summary: Summary) -> dict[str, Any] | None:
+    """Trials measured on a busy machine, and what it was busy with at the worst; None where there are none."""
+    worst = summary.most_disturbed
+    if worst is None:
+        return None
+    return {"trials": list(summary.disturbed), "most": worst.number, "why": words.disturbed(worst.measurement)}
 
 
 def confirmed_figures(state: SweepState) -> ConfirmedFigures | None:

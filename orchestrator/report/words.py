@@ -9,8 +9,9 @@ from orchestrator import units
 from orchestrator.objective import unit_legend
 from orchestrator.statistics import relative_spread
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
-from orchestrator.sweep.values import Check, ConfirmationRun, Evaluation, GateReport, GateRun
+from orchestrator.sweep.values import Check, ConfirmationRun, Evaluation, GateReport, GateRole, GateRun
 from trials.outcome import Measurement
+from trials.reports.disturbance import FOREIGN_CPU_LIMIT, STOLEN_LIMIT, Disturbance
 
 if TYPE_CHECKING:
     from orchestrator.objective import Figures
@@ -26,11 +27,13 @@ FinalistOutcome = Literal[
     "not_shown_yet",
     "tied",
     "trains_differently",
+    "not_judged",
     "failed_evaluation",
     "not_measured",
     "not_measured_yet",
 ]
-"""What came of a finalist: ``not_shown`` faster than the baseline, ``tied`` with the winner."""
+"""What came of a finalist: ``not_shown`` faster than the baseline, ``tied`` with the winner; of one ``not_judged`` it
+could not be told whether it trains the same."""
 
 FINALIST_WORDS: Mapping[FinalistOutcome, str] = {
     "winner": "the winner",
@@ -40,10 +43,19 @@ FINALIST_WORDS: Mapping[FinalistOutcome, str] = {
     "not_shown_yet": "not shown yet",
     "tied": "cannot be told from {cause}",
     "trains_differently": "does not train the same",
+    "not_judged": "could not be told to train the same",
     "failed_evaluation": "failed your evaluation",
     "not_measured": "not measured again: {cause}",
     "not_measured_yet": "not measured yet",
 }
+
+GATE_ROLE_WORDS: Mapping[GateRole, str] = {
+    "reference": " in fp32",
+    "finalist_reference": " in fp32",
+    "twin": " with rounding errors",
+    "reference_twin": " in fp32 with rounding errors",
+}
+"""What follows the number of a trial that trains for the gate; nothing for a finalist or baseline as it is."""
 
 CommandPurpose = Literal["ui", "page", "explain", "confirm", "promote", "force", "rollback"]
 """What a command shown below a result is for; ``force`` is a promotion that is refused unless forced."""
@@ -66,8 +78,10 @@ def finalist_words(one: Finalist) -> str:
 
 def gate_words(report: GateReport) -> str:
     """``passed: loss 0.04 % off (1 % allowed), gradient norm 0.3 % off (10 % allowed)``, or why not."""
-    if not report.passed:
+    if report.answer == "failed":
         return f"failed: {'; '.join(report.reasons)}"
+    if report.answer == "inconclusive":
+        return f"could not be told: {'; '.join((*report.doubts, report.remedy)).rstrip('; ')}"
     pairs = (
         ("loss", report.loss_deviation, report.loss_tolerance),
         ("gradient norm", report.grad_norm_deviation, report.grad_norm_tolerance),
@@ -109,7 +123,7 @@ def check_words(check: Check | None) -> str:
         case ConfirmationRun():
             return f"{of} again, round {check.round + 1}"
         case GateRun():
-            return f"{of} in fp32 for the loss gate" if check.role.endswith("reference") else f"{of} for the loss gate"
+            return f"{of}{GATE_ROLE_WORDS.get(check.role, '')} for the loss gate"
         case _:
             return f"{of} with the profiler"
 
@@ -179,3 +193,41 @@ def cost(found: Figures, noun: str) -> str:
     hours = f"{units.rate(1e9 * found.device_hours_per_token)} device-hours per 1e9 {noun}"
     price = found.price_per_token
     return hours if price is None else f"{hours}, {units.rate(1e9 * price)} in money"
+
+
+BUSY_MARK = "!"
+"""Marks what was measured while the machine was busy with something else, or slowed down."""
+
+
+def disturbance_words(one: Disturbance) -> str:
+    """``others used 48 % of its processors (python 1.9)``: what disturbed a node, beginning with the most usual."""
+    parts = []
+    if one.foreign_cpu is not None and one.foreign_cpu >= FOREIGN_CPU_LIMIT:
+        names = f" ({', '.join(one.foreign_processes)})" if one.foreign_processes else ""
+        parts.append(f"others used {one.foreign_cpu:.0%} of its processors{names}")
+    if one.steal is not None and one.steal >= STOLEN_LIMIT:
+        parts.append(f"the hypervisor took {one.steal:.0%} of them")
+    if one.quota is not None and one.quota >= STOLEN_LIMIT:
+        parts.append(f"its quota stopped it for {one.quota:.0%} of the time")
+    if one.foreign_on_devices:
+        parts.append(f"others ran on its devices ({', '.join(one.foreign_on_devices[:3])})")
+    if one.throttled_by:
+        hot = f" at {one.highest_temperature_c:.0f} degrees" if one.highest_temperature_c is not None else ""
+        low = f", down to {one.lowest_clock:.0%}" if one.lowest_clock is not None else ""
+        parts.append(f"the devices' clocks were lowered ({', '.join(one.throttled_by)}{hot}{low})")
+    return "; ".join(parts)
+
+
+def disturbed(measurement: Measurement | None) -> str:
+    """What disturbed a measurement, on the node where it was worst; empty where nothing did."""
+    worst = measurement.disturbed_by if measurement else None
+    return disturbance_words(worst) if worst else ""
+
+
+def busy_note(measured: Mapping[int, Measurement | None]) -> str:
+    """A line that explains :data:`BUSY_MARK`, with the worst figures of all trials; empty where none was disturbed."""
+    worst = {number: one.disturbed_by for number, one in measured.items() if one is not None and one.disturbed_by}
+    if not worst:
+        return ""
+    most = max(worst, key=lambda number: worst[number].severity)
+    return f"{BUSY_MARK} measured on a busy machine; {units.trial_id(most)} most: {disturbance_words(worst[most])}"

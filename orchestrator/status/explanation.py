@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator import units
 from orchestrator.report import proof as proof_data
-from orchestrator.report.words import evaluation_words, finalist_words, gate_words, trial_figures
+from orchestrator.report.words import disturbed, evaluation_words, finalist_words, gate_words, trial_figures
 from orchestrator.space.naming import diff, short_name
 from orchestrator.sweep.events import AttemptEnded, LedgerEvent, TrialsRetried
 from orchestrator.sweep.fold import apply
@@ -21,6 +21,7 @@ from orchestrator.sweep.snapshot import AT_REST, Snapshot
 from orchestrator.sweep.state import Attempt, SweepState, Trial, find_trial, nodes_of, nodes_to_avoid
 from orchestrator.text import plain
 from orchestrator.units import count, signal_name
+from orchestrator.virtual import Virtual
 from trials.codec import to_json
 from trials.outcome import (
     Crashed,
@@ -86,6 +87,8 @@ class Explanation:
     """Everything there is to say about one trial."""
 
     sweep: str
+    virtual: Virtual | None
+    """How its numbers came about where nothing was measured, since the cluster does not exist."""
     figures: str
     """How fast it was, in words; empty where it was not measured."""
     trial: Trial
@@ -116,6 +119,7 @@ class Explanation:
         trial = self.trial
         return {
             "sweep": self.sweep,
+            "virtual": self.virtual,
             "trial": trial.number,
             "state": trial.status,
             "short_name": short_name(trial.candidate),
@@ -146,6 +150,7 @@ def explain(name: str, text: str, home: Home) -> Explanation:
     ruled_out = [event.rules for event in state.pruned if event.witness == trial.number]
     return Explanation(
         sweep=sweep.name,
+        virtual=state.virtual,
         figures=trial_figures(state, trial),
         trial=trial,
         changed=diff(trial.candidate, state.trials[0].candidate),
@@ -334,4 +339,6 @@ def _measured_json(measurement: Measurement | None) -> dict[str, Any] | None:
         "step_time_s": measurement.step_time_s,
         "tokens_per_s_per_device": measurement.tokens_per_s_per_device,
         "peak_bytes": measurement.peak_bytes,
+        "disturbed": disturbed(measurement),
+        "nodes": to_json(measurement.disturbances),
     }

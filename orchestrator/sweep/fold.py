@@ -42,7 +42,7 @@ from orchestrator.sweep.state import (
 )
 from orchestrator.sweep.values import ConfirmationRun, GateRun, ProfileRun
 from orchestrator.vector import Vector
-from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Outcome, StoppedEarly, TimedOut
+from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly, TimedOut
 
 TrialEvent = TrialProposed | AttemptLaunched | AttemptStopped | AttemptEnded
 Asking = Asked | TrialsRetried | ChecksAsked
@@ -151,6 +151,7 @@ def _apply_started(state: SweepState, event: ControllerStarted) -> SweepState:
         finish_reason="" if status == "running" else state.finish_reason,
         asked=state.asked if state.asked == "cancel" or event.is_restart else None,
         nodes=None,
+        ended_at_s=None if status == "running" else state.ended_at_s,
     )
 
 
@@ -164,7 +165,15 @@ def _apply_asked(state: SweepState, event: Asked) -> SweepState:
 def _apply_end(state: SweepState, event: SweepPaused | SweepFinished) -> SweepState:
     status: SweepStatus = "paused" if isinstance(event, SweepPaused) else event.status
     cause = event.cause if isinstance(event, SweepFinished) else None
-    return replace(state, status=status, finish_reason=event.reason, finish_cause=cause, asked=None, nodes=())
+    return replace(
+        state,
+        status=status,
+        finish_reason=event.reason,
+        finish_cause=cause,
+        asked=None,
+        nodes=(),
+        ended_at_s=event.at_s,
+    )
 
 
 def _apply_retried(state: SweepState, event: TrialsRetried) -> SweepState:
@@ -201,7 +210,9 @@ def _apply_checks_asked(state: SweepState, event: ChecksAsked) -> SweepState:
 
 def _opened(state: SweepState) -> SweepState:
     """A sweep that is over goes on."""
-    return replace(state, status="running", finish_reason="", finish_cause=None) if state.is_over else state
+    if not state.is_over:
+        return state
+    return replace(state, status="running", finish_reason="", finish_cause=None, ended_at_s=None)
 
 
 def is_retriable(state: SweepState, number: int) -> bool:
@@ -286,15 +297,28 @@ def _with_trial(state: SweepState, before: Trial, trial: Trial) -> SweepState:
 
 
 def _note_outcome(state: SweepState, trial: Trial, outcome: Outcome) -> SweepState:
-    """Take down what people ask for at every look: the latest failures, and what stopping early has saved."""
+    """Take down what people ask for at every look: busy machines, the latest failures, what stopping early saved."""
     if isinstance(outcome, Measured):
-        return state
+        return _note_disturbance(state, trial.number, outcome.measurement)
     failure = (trial.number, len(trial.attempts) - 1)
     saved = outcome.saved_device_seconds if isinstance(outcome, StoppedEarly) and trial.check is None else 0.0
     return replace(
         state,
         last_failures=(failure, *state.last_failures)[:MAX_FAILURES],
         saved_device_seconds=state.saved_device_seconds + saved,
+    )
+
+
+def _note_disturbance(state: SweepState, number: int, measurement: Measurement) -> SweepState:
+    worst = measurement.disturbed_by
+    if worst is None:
+        return state
+    before = None if state.most_disturbed is None else state.trials[state.most_disturbed].measurement
+    is_most = before is None or before.disturbed_by is None or worst.severity > before.disturbed_by.severity
+    return replace(
+        state,
+        disturbed=state.disturbed.append(number),
+        most_disturbed=number if is_most else state.most_disturbed,
     )
 
 

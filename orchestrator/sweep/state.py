@@ -29,6 +29,7 @@ from orchestrator.objective import Figures, Objective
 from orchestrator.sweep.events import Action, CandidatesPruned, Origin, Promoted, SweepCreated
 from orchestrator.sweep.values import Check, Evaluation, FinishCause, PredictedResult, Verdict
 from orchestrator.vector import Vector
+from orchestrator.virtual import Virtual
 from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly
 from trials.spec import Candidate
 
@@ -205,6 +206,8 @@ class SweepState:
     now_s: float = 0.0
     active_s: float = 0.0
     """Seconds during which some controller was at work and held nodes."""
+    ended_at_s: float | None = None
+    """When it finished, or was paused; None while it goes on."""
     device_seconds: float = 0.0
     """Device time charged so far, ended attempts only."""
     end_order: Vector[int] = field(default_factory=Vector)
@@ -213,6 +216,10 @@ class SweepState:
     """Number of trials per status, checks left out; statuses that no trial has now may be missing or 0."""
     saved_device_seconds: float = 0.0
     """Device time that trials stopped early would have taken besides, at least."""
+    disturbed: Vector[int] = field(default_factory=Vector)
+    """Numbers of the trials, checks among them, that were measured on a busy machine; in the order of their ends."""
+    most_disturbed: int | None = None
+    """The one of them whose machine was busiest."""
     last_failures: tuple[tuple[int, int], ...] = ()
     """(trial, attempt) of the latest attempts that ended unmeasured, the latest first; :data:`MAX_FAILURES` at most."""
     judged_from: int = 0
@@ -228,6 +235,11 @@ class SweepState:
         if self.created is None:
             raise LookupError("the sweep has not been created yet")
         return self.created
+
+    @property
+    def virtual(self) -> Virtual | None:
+        """How the numbers came about where the cluster does not exist: nothing was measured, nothing is proven."""
+        return self.created.virtual if self.created else None
 
     @property
     def objective(self) -> Objective:
@@ -254,6 +266,17 @@ class SweepState:
     def is_over(self) -> bool:
         """Whether no controller has anything to do."""
         return self.status in ("finished", "failed", "cancelled")
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first event to the end, or to now: whatever controllers came and went, pauses included."""
+        end_s = self.now_s if self.ended_at_s is None else self.ended_at_s
+        return max(0.0, end_s - self.sweep.at_s)
+
+    @property
+    def paused_s(self) -> float:
+        """Seconds of :attr:`duration_s` in which no controller was at work, or none held nodes."""
+        return max(0.0, self.duration_s - self.active_s)
 
     @property
     def budgeted_device_seconds(self) -> float:

@@ -19,11 +19,13 @@ from orchestrator.report import words
 from orchestrator.report.proof import proof_result
 from orchestrator.report.trials import make_trial_table, versus_baseline
 from orchestrator.space.naming import short_name
+from orchestrator.status.words import eta_s, phase_words
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.sweep.values import ProfileRun
-from orchestrator.terminal.layout import indented
+from orchestrator.terminal.layout import indented, mark
 from orchestrator.terminal.proof import render_confirmation
 from orchestrator.terminal.table import render_trials
+from orchestrator.virtual import watermark_line
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,15 @@ def render_live(
     hidden = state.num_searched - len(running) - len(shown)
     more = [Text(f"  ... and {hidden} more", style="dim")] if hidden else []
     told = [Text(f"waiting for nodes: {waiting}", style="yellow")] if waiting else []
-    return Group(_header(state, now_s), table, *more, *_checks(state, progress), *told, _footer(state, now_s))
+    return Group(
+        *mark(state.virtual),
+        _header(state, now_s),
+        table,
+        *more,
+        *_checks(state, progress),
+        *told,
+        _footer(state, now_s),
+    )
 
 
 def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[RenderableType]:
@@ -62,27 +72,6 @@ def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[Ren
     return parts
 
 
-def phase_words(progress: GangProgress) -> str:
-    """``warm-up 2``, ``measuring 5``."""
-    phase = "warm-up" if progress.phase == "warmup" else progress.phase
-    return f"{phase} {progress.step}" if progress.step else phase
-
-
-def eta_s(state: SweepState, now_s: float) -> float | None:
-    """Seconds the search has left at the pace so far, within every budget; None before the first trial has ended."""
-    budget, num_ended = state.sweep.budget, len(state.end_order)
-    if not num_ended or state.is_over or state.proof is not None:
-        return None
-    active_s = state.active_s + max(0.0, now_s - state.now_s)
-    num_total = min(budget.max_trials or state.sweep.num_legal + 1, state.sweep.num_legal + 1)
-    bounds = [active_s / num_ended * max(0, num_total - num_ended)]
-    if budget.wall_time_s is not None:
-        bounds.append(max(0.0, budget.wall_time_s - active_s))
-    if budget.device_hours is not None and state.device_seconds > 0:
-        bounds.append(active_s * max(0.0, budget.device_hours * 3600 / state.device_seconds - 1))
-    return min(bounds)
-
-
 class LiveView:
     """Shows a sweep on stderr from the first :meth:`on_state` to the end of the ``with`` block. Never raises."""
 
@@ -95,6 +84,7 @@ class LiveView:
         self._num_earlier = 0
         self._refreshed_at_s = 0.0
         self._waiting = ""
+        self._is_marked = False
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -144,6 +134,9 @@ class LiveView:
 
     def _announce(self) -> None:
         """One line per trial that ended since the last look; those of an earlier controller count as seen."""
+        if not self._is_marked and self._state.virtual is not None:
+            self._is_marked = True
+            self.console.print(watermark_line(self._state.virtual), highlight=False)
         if self._num_earlier:
             self.console.print(f"continuing after {self._num_earlier} trials", highlight=False)
             self._num_earlier = 0

@@ -138,7 +138,7 @@ def _project_finished(runs: Runs, event: SweepFinished, state: SweepState, ledge
     _save_views(runs, state, run_id)
     plots = _put_report(runs, state, run_id, ledger)
     tags = {_NOTE: _note(runs, state, run_id, plots), "tc.state": event.status, "tc.reason": event.reason}
-    runs.log(run_id, event.at_s, tags=tags)
+    runs.log(run_id, event.at_s, tags=tags, metrics={"duration_s": state.duration_s, "paused_s": state.paused_s})
     ends: dict[SweepEnd, str] = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
     runs.end(run_id, ends[event.status], event.at_s)
 

@@ -21,6 +21,7 @@ from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.terminal.live import LiveView
 from tests.support import sweeps
+from tests.support.cli_homes import run
 from tests.support.mlflow_store import new_store
 from trials.outcome import Measured
 
@@ -146,6 +147,27 @@ def test_every_kind_of_failure_has_its_outcome_and_the_sweep_goes_on(tmp_path):
     assert found[4, "none"].evidence.exit_code == -signal.SIGKILL
     assert found[4, "none"].evidence.rank == 1
     assert eventually_gone(str(tmp_path)) == []
+
+
+def test_impossible_figures_are_a_fault_that_nobody_can_promote(tmp_path):
+    """Negative and zero step times: neither measured, nor explained into a traceback, nor promoted by force."""
+    file = sweeps.write(
+        tmp_path,
+        runner="tests.support.lying_runner:run_rank",
+        space={"dp_replicate": [2], "micro_batch_size": [1, 2, 4]},
+        budget={"max_trials": 3},
+    )
+    home = fresh_home(tmp_path)
+    result = submit(file, home)
+    found = {trial.candidate.micro_batch_size: trial.outcome for trial in result.state.trials}
+    assert {size: outcome.kind for size, outcome in found.items()} == {1: "measured", 2: "crashed", 4: "crashed"}
+    assert "reported step_times_s[1] = -0.1" in found[2].evidence.message
+    assert "reported step_times_s[0] = 0.0" in found[4].evidence.message
+    explained = run("explain", "tiny", "--home", home)
+    assert explained.exit_code == 0, explained.output
+    for trial in result.state.trials[1:]:
+        refused = run("promote", "tiny", "--trial", f"t{trial.number:03d}", "--force", "--name", "lie", "--home", home)
+        assert refused.exit_code == 2 and "was not measured" in refused.stderr
 
 
 @pytest.mark.exhaustive

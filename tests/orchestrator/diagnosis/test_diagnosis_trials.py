@@ -1,18 +1,25 @@
 """What all trials together tell: importance and effect of planted knobs, predictions held against measurements."""
 
+import io
 import itertools
 import math
 import random
 
+import numpy as np
 import pytest
+from rich.console import Console
 
 from orchestrator.diagnosis.effects import main_effects
+from orchestrator.diagnosis.explain import Basis, _view, explain_sweep
 from orchestrator.diagnosis.importance import importance
 from orchestrator.diagnosis.observations import tabulate
 from orchestrator.diagnosis.prediction_errors import compare_predictions
+from orchestrator.diagnosis.sample import MAX_TRIALS, sample
 from orchestrator.objective import Objective
+from orchestrator.search.prediction.gaussian_process import condition
 from orchestrator.sweep.values import PredictedResult
-from tests.orchestrator.diagnosis.diagnosed import O1, sweep
+from orchestrator.terminal.explain_sweep import render_sweep_explanation
+from tests.orchestrator.diagnosis.diagnosed import O1, basis, llama, simulate, sweep
 from tests.support.story import evidence, measured
 from trials.outcome import OutOfMemory, StoppedEarly
 from trials.spec import Candidate, Kernels, Layout, Loader, Precision
@@ -36,6 +43,10 @@ def planted(grid=FACTORIAL, noise=0.01, seed=0):
     ]
     speeds = [LOG_GAIN * (c.precision == O1) + 0.1 * math.log2(c.micro_batch_size) for c in candidates]
     return sweep(candidates, [measured(math.exp(rng.gauss(0, noise) - speed)) for speed in speeds])
+
+
+def predictions(state):
+    return compare_predictions(state.searched(), state.searched())
 
 
 def test_importance_finds_the_planted_knob_and_says_how_sure_it_is():
@@ -104,7 +115,7 @@ def test_predictions_are_held_against_measurements_and_outliers_have_a_name():
     candidates += [Candidate(micro_batch_size=size, layout=zero3) for size in (1, 2)]
     took = [1.0, 0.9, 0.8, 0.7, 1.2, 1.0]
     expected = [expectation(s) for s in (1.0, 0.9, 0.8, 0.7)] + [expectation(0.6), expectation(0.5)]
-    found = compare_predictions(sweep(candidates, [measured(s) for s in took], expected=expected).searched())
+    found = predictions(sweep(candidates, [measured(s) for s in took], expected=expected))
     assert found.mape == pytest.approx((0.5 + 0.5) / 6)
     assert found.within_spread == pytest.approx(4 / 6)
     assert (found.outliers, set(found.in_common)) == ((4, 5), {"dp_shard 2", "zero_stage 3", "world_size 2"})
@@ -115,6 +126,47 @@ def test_predictions_are_held_against_measurements_and_outliers_have_a_name():
 def test_a_surprise_of_memory_is_counted_and_few_predictions_claim_nothing():
     candidates = [Candidate(), Candidate(micro_batch_size=2)]
     outcomes = [measured(1.0), OutOfMemory(evidence=evidence("no memory"))]
-    found = compare_predictions(sweep(candidates, outcomes, expected=[expectation(1.0), expectation(1.0)]).searched())
+    found = predictions(sweep(candidates, outcomes, expected=[expectation(1.0), expectation(1.0)]))
     assert (found.num_memory_surprises, found.rank_correlation, found.in_common) == (1, None, ())
-    assert compare_predictions(sweep(candidates, outcomes).searched()).mape is None
+    assert predictions(sweep(candidates, outcomes)).mape is None
+
+
+LONG = list(itertools.product((Precision(), O1), (1, 2, 4), ("off", "block"), range(120)))
+
+
+def test_of_a_long_sweep_a_sample_is_looked_at_that_shows_what_single_knobs_did():
+    state = planted(LONG, noise=0.3)
+    kept = sample(state.searched(), [state.baseline, state.best], state)
+    assert MAX_TRIALS / 2 < len(kept) <= MAX_TRIALS + 20
+    numbers = [trial.number for trial in kept]
+    assert numbers == sorted(set(numbers)) and {0, state.best.number} <= set(numbers)
+    effect = {effect.knobs: effect for effect in main_effects(tabulate(kept, Objective()), Objective())}[("precision",)]
+    assert effect.num_pairs > 100, "the sample keeps pairs that differ in nothing else"
+    assert effect.low < math.exp(LOG_GAIN) < effect.high
+    few = planted().searched()
+    assert sample(few, few[:1], planted()) == few
+
+
+@pytest.mark.exhaustive
+def test_the_explanation_of_a_long_sweep_says_that_it_rests_on_a_sample():
+    state = planted(LONG, noise=0.3)
+    explained = explain_sweep(state, Basis())
+    assert explained.num_trials == len(LONG) > explained.num_looked_at == explained.importance.num_trials
+    assert {explained.baseline.trial, explained.chosen.trial} <= set(explained.step_parts)
+    shown = Console(record=True, width=80, file=io.StringIO())
+    shown.print(render_sweep_explanation(explained))
+    assert f"{explained.num_looked_at:,} of {len(LONG):,} trials" in shown.export_text()
+
+
+def test_leaving_each_trial_out_is_worked_out_at_once():
+    candidates = [llama(Layout(dp_shard=8, zero_stage=3), micro_batch_size=n) for n in range(1, 9)]
+    state = sweep(candidates, simulate(candidates))
+    view, _ = _view(state, basis(candidates), state.searched(), [])
+    rows = np.arange(len(candidates))
+    errors = np.log([trial.measurement.step_time_s * 8 for trial in state.searched()]) - view._posterior.log_time[rows]
+    misses = []
+    for left_out in rows:
+        others = rows[rows != left_out]
+        kept = condition(view._posterior.error, others, errors[others], view._residual.scale)
+        misses.append(abs(math.expm1(errors[left_out] - kept.mean(rows[left_out : left_out + 1])[0])))
+    assert view.error == pytest.approx(np.median(misses), rel=1e-3)

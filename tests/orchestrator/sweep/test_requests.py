@@ -3,6 +3,8 @@
 import pytest
 
 from orchestrator.controller.step import decide
+from orchestrator.report.summary import summarize
+from orchestrator.report.verdict import cost
 from orchestrator.sweep.events import (
     Asked,
     Budget,
@@ -33,8 +35,8 @@ def asked(action, request=1):
     return Asked(at_s=4.0, request=request, action=action, by="eve@host")
 
 
-def started(epoch=2):
-    return ControllerStarted(at_s=9.0, epoch=epoch, pid=1, host="host")
+def started(epoch=2, at_s=9.0):
+    return ControllerStarted(at_s=at_s, epoch=epoch, pid=1, host="host")
 
 
 def whole(trial, outcome):
@@ -87,6 +89,21 @@ def test_time_without_nodes_or_controller_is_not_charged():
     assert active_s(held, none, Tick(at_s=60.0)) == 3.0
     assert active_s(held, none, LeaseChanged(at_s=50.0, nodes=("host",)), Tick(at_s=51.0)) == 4.0
     assert active_s(held, SweepPaused(at_s=2.0, reason=""), Tick(at_s=99.0)) == 2.0
+
+
+def test_a_sweep_lasts_from_its_creation_to_its_end_whoever_ran_it():
+    held = LeaseChanged(at_s=1.0, nodes=("host",))
+    first = [created(at_s=0.0), started(at_s=0.0), held, SweepPaused(at_s=11.0, reason="paused")]
+    paused = fold([*first, Tick(at_s=50.0)])
+    assert (paused.duration_s, paused.paused_s) == (11.0, 0.0)
+    again = [started(2, at_s=100.0), LeaseChanged(at_s=101.0, nodes=("host",))]
+    finished = SweepFinished(at_s=111.0, status="finished", reason="done")
+    over = fold([*first, *again, finished, Tick(at_s=500.0)])
+    assert (over.duration_s, over.paused_s) == (111.0, 89.0)
+    assert cost(summarize(over, "")) == "0 trials; 0.0 device-seconds; in 1 min 51 s, 1 min 29 s of them paused"
+    opened = TrialsRetried(at_s=500.0, request=1, trials=(0,), by="eve")
+    tried = [proposed(0, at_s=2.0), launched(0), ended(0, FAILED["crashed"], at_s=3.0)]
+    assert fold([*first[:3], *tried, finished, opened, Tick(at_s=510.0)]).duration_s == 510.0
 
 
 def test_nothing_undoes_a_cancellation():
