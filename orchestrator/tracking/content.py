@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from orchestrator import units
+from orchestrator.mlflow_urls import PAGE
 from orchestrator.report import words
 from orchestrator.report.artifacts import MAX_PARAM_CHARS, log_tail
 from orchestrator.report.findings import findings_lines
@@ -37,12 +38,11 @@ def experiment_name(created: SweepCreated) -> str:
     return re.sub(r"\s+", " ", re.sub(r"[^A-Za-z0-9 ._-]", " ", name)).strip()
 
 
-def experiment_note(created: SweepCreated) -> str:
+def experiment_note() -> str:
     """Description of the experiment in Markdown: what lies in it and how to read it."""
     return (
-        f"Sweeps of {_model_name(created.workload.model)} on {created.hardware} by tune-cluster: a run per sweep, with "
-        "its trials and checks as child runs. The verdict: open a sweep's run, Artifacts, `report.html`. The trials as "
-        "a table or as charts: the saved views in the menu above the run table."
+        "A run per sweep, with its trials and checks as child runs. Verdict: the sweep's run, *Artifacts*, "
+        f"`{PAGE}`. Trials as a table or as charts: the saved views in the menu above the run table."
     )
 
 

@@ -30,8 +30,12 @@ SCORES: Mapping[ObjectiveName, str] = {
 """The metric that holds the score of each objective: what the search maximises."""
 SEARCH_SPEEDUP = "search_speedup"
 """Speed over the baseline's as the search measured both, once each."""
+REMEASURED_SPEEDUP = "remeasured_speedup"
+"""A finalist's speed over the baseline's, measured again side by side, whatever the verdict."""
 CONFIRMED_SPEEDUP = "confirmed_speedup"
-"""Speed over the baseline's, measured again side by side."""
+"""The same of the winner that the verdict confirms, and of nothing else."""
+RETRACTED = {f"{CONFIRMED_SPEEDUP}{end}": math.nan for end in ("", "_low", "_high")}
+"""What takes the place of a confirmed speed-up that a later verdict takes back; MLflow forgets no metric."""
 
 _MS, _GIB, _MIN = 1e3, 2.0**30, 60.0
 _CURVE_DIGITS = 6
@@ -72,9 +76,9 @@ def _measured(measurement: Measurement) -> dict[str, float | None]:
         "mfu": measurement.mfu,
         "final_loss": measurement.losses[-1] if measurement.losses else None,
         "num_measured_steps": len(measurement.step_times_s),
-        "num_skipped_steps": measurement.num_skipped_steps,
-        "compile_s": measurement.compile_s,
-        **{f"parts/{name.removesuffix('_s')}_ms": seconds * _MS for name, seconds in parts.items()},
+        "num_skipped_steps": measurement.num_skipped_steps or None,
+        "compile_s": measurement.compile_s or None,
+        **{f"parts/{name.removesuffix('_s')}_ms": seconds * _MS or None for name, seconds in parts.items()},
         **{f"found/{name}": value for name, value in findings_metrics(measurement.findings).items()},
     }
 
@@ -102,17 +106,19 @@ def trial_curves(trial: Trial) -> dict[str, dict[int, float]]:
     Step times begin after the warm-up; a trial that was stopped early has those that were seen.
     """
     if isinstance(trial.outcome, StoppedEarly):
-        return _drawn({"step/time_ms": _numbered([s * _MS for s in trial.outcome.step_times_s], first=2)})
+        return _drawn({"curve/step_time_ms": _numbered([s * _MS for s in trial.outcome.step_times_s], first=2)})
     found = trial.measurement
     if found is None:
         return {}
     curves = {
-        "step/loss": _numbered(found.losses),
-        "step/grad_norm": _numbered(found.grad_norms),
-        "step/memory_gib": _numbered(size / _GIB for size in found.step_memory_bytes),
+        "curve/loss": _numbered(found.losses),
+        "curve/grad_norm": _numbered(found.grad_norms),
+        "curve/memory_gib": _numbered(size / _GIB for size in found.step_memory_bytes),
     }
     if not isinstance(trial.check, ProfileRun):
-        curves["step/time_ms"] = _numbered((s * _MS for s in found.step_times_s), first=1 + found.num_warmup_steps)
+        curves["curve/step_time_ms"] = _numbered(
+            (s * _MS for s in found.step_times_s), first=1 + found.num_warmup_steps
+        )
     return _drawn(curves)
 
 
@@ -129,16 +135,22 @@ def _drawn(curves: Mapping[str, Mapping[int, float]]) -> dict[str, dict[int, flo
 
 
 def verdict_metrics(state: SweepState) -> dict[str, float]:
-    """Figures of the sweep's run: the confirmed speed-up of the winner, or of the fastest finalist."""
+    """Figures of the sweep's run: the speed-up of the winner, or of the fastest finalist where none is confirmed."""
     verdict = state.verdict
     if verdict is None:
         return {}
-    return _told({"confirmation_rounds": verdict.num_rounds, **_confirmed(verdict.speedup)})
+    name = REMEASURED_SPEEDUP if verdict.winner is None else CONFIRMED_SPEEDUP
+    return _told({"confirmation_rounds": verdict.num_rounds, **_speedup(name, verdict.speedup)})
 
 
 def finalist_metrics(state: SweepState) -> dict[int, dict[str, float]]:
-    """Number of each finalist that was measured again to its confirmed speed-up."""
-    return {one.trial: _told(_confirmed(one.overall)) for one in finalists(state) if one.overall is not None}
+    """Number of each finalist that was measured again to its speed-up; the winner's is confirmed besides."""
+    if state.verdict is None:
+        return {}
+    found = {one.trial: _speedup(REMEASURED_SPEEDUP, one.overall) for one in finalists(state)}
+    if (winner := state.verdict.winner) is not None:
+        found[winner] = {**found.get(winner, {}), **_speedup(CONFIRMED_SPEEDUP, state.verdict.speedup)}
+    return {number: _told(values) for number, values in found.items()}
 
 
 def best_metrics(state: SweepState) -> dict[str, float]:
@@ -162,13 +174,13 @@ def cost_metrics(state: SweepState) -> dict[str, float]:
     )
 
 
-def _confirmed(found: RatioInterval | None) -> dict[str, float | None]:
+def _speedup(name: str, found: RatioInterval | None) -> dict[str, float | None]:
     if found is None:
         return {}
     return {
-        CONFIRMED_SPEEDUP: found.value,
-        f"{CONFIRMED_SPEEDUP}_low": found.low,
-        f"{CONFIRMED_SPEEDUP}_high": found.high,
+        name: found.value,
+        f"{name}_low": found.low,
+        f"{name}_high": found.high,
     }
 
 

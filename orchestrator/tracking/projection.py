@@ -86,7 +86,7 @@ def _project_created(runs: Runs, state: SweepState, ledger: Ledger) -> None:
     if sources.plan is not None:
         runs.put_text(run_id, content.json_text(sources.plan), "plan.json")
         runs.put_text(run_id, rejected_csv(PlanFacts.from_document(sources.plan)), "rejected.csv")
-    runs.tag_experiment(state, {_NOTE: content.experiment_note(state.sweep)})
+    runs.tag_experiment(state, {_NOTE: content.experiment_note()})
     runs.put_text(run_id, page_html(read_report(ledger, state, summarize(state, runs.uri)), {}), PAGE)
     _save_views(runs, state, run_id)
 
@@ -110,17 +110,27 @@ def _project_paused(runs: Runs, event: SweepPaused, state: SweepState) -> None:
 
 
 def _project_proof(runs: Runs, event: ProofEvent, state: SweepState) -> None:
-    """Roles as tags of the trials' runs; the verdict as tags and metrics of the sweep's."""
+    """Roles and speed-ups of the trials' runs; the verdict as tags and metrics of the sweep's."""
     known, run_id = runs.sweep_runs(state), _ensure_sweep(runs, state)
-    roles, confirmed = checks.proof_tags(state), metrics.finalist_metrics(state) if state.verdict else {}
+    winner = state.verdict.winner if state.verdict else None
     for former in runs.with_role(state, "winner"):
-        if former not in {known.get(str(number)) for number in roles}:
+        if former != known.get(str(winner)):
             runs.log(former, event.at_s, tags={"tc.role": "finalist"})
-    for number, tags in roles.items():
+            _retract(runs, former, event.at_s)
+    if winner is None:
+        _retract(runs, run_id, event.at_s)
+    speedups = metrics.finalist_metrics(state)
+    for number, tags in checks.proof_tags(state).items():
         if str(number) in known:
-            runs.log(known[str(number)], event.at_s, tags=tags, metrics=confirmed.get(number))
+            runs.log(known[str(number)], event.at_s, tags=tags, metrics=speedups.get(number))
     tags = {**checks.verdict_tags(state), _NOTE: _note(runs, state, run_id)}
     runs.log(run_id, event.at_s, metrics=metrics.verdict_metrics(state), tags=tags)
+
+
+def _retract(runs: Runs, run_id: str, at_s: float) -> None:
+    """Take a confirmed speed-up back that was logged before this moment."""
+    if runs.has_logged(run_id, metrics.CONFIRMED_SPEEDUP, before_s=at_s):
+        runs.log(run_id, at_s, metrics=metrics.RETRACTED)
 
 
 def _note(runs: Runs, state: SweepState, run_id: str, plots: Sequence[str] = ()) -> str:
@@ -281,6 +291,10 @@ class Runs(Protocol):
         curves: Mapping[str, Mapping[int, float]] | None = None,
     ) -> None:
         """Log a batch at one moment; ``step`` is that of the metrics. Curves have a value per step."""
+        ...
+
+    def has_logged(self, run_id: str, metric: str, *, before_s: float) -> bool:
+        """Whether the last value of the metric is from before this moment; False where there is none."""
         ...
 
     def put_text(self, run_id: str, text: str, artifact: str) -> None: ...

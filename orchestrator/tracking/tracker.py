@@ -146,6 +146,10 @@ class Tracker:
         for start in range(room, len(points), _MAX_BATCH):
             self._mlflow().log_batch(run_id, points[start : start + _MAX_BATCH], synchronous=True)
 
+    def has_logged(self, run_id: str, metric: str, *, before_s: float) -> bool:
+        history = self._mlflow().get_metric_history(run_id, metric)
+        return bool(history) and max(point.timestamp for point in history) < _ms(before_s)
+
     def put_text(self, run_id: str, text: str, artifact: str) -> None:
         self._mlflow().log_text(run_id, redact(text), artifact)
 

@@ -13,18 +13,19 @@ from typing import Any
 
 from orchestrator.mlflow_urls import charts_view, table_view
 from orchestrator.sweep.events import SweepCreated
-from orchestrator.tracking.metrics import CONFIRMED_SPEEDUP, PER_DEVICE, SCORES, SEARCH_SPEEDUP
+from orchestrator.tracking.metrics import CONFIRMED_SPEEDUP, PER_DEVICE, REMEASURED_SPEEDUP, SCORES, SEARCH_SPEEDUP
 
 TAG_PREFIX = "mlflow.sharedViewState."
 _COLUMNS = {
-    "tags.`tc.role`": 90,
-    f"metrics.`{PER_DEVICE}`": 180,
-    f"metrics.`{SEARCH_SPEEDUP}`": 135,
-    f"metrics.`{CONFIRMED_SPEEDUP}`": 150,
-    "metrics.`step_time_ms`": 115,
+    "tags.`tc.role`": 85,
+    "tags.`tc.outcome`": 110,
+    f"metrics.`{PER_DEVICE}`": 175,
+    "metrics.`step_time_ms`": 110,
     "metrics.`num_devices`": 105,
-    "metrics.`peak_memory_gib`": 145,
-    "tags.`tc.outcome`": 115,
+    f"metrics.`{SEARCH_SPEEDUP}`": 125,
+    f"metrics.`{REMEASURED_SPEEDUP}`": 155,
+    f"metrics.`{CONFIRMED_SPEEDUP}`": 150,
+    "metrics.`peak_memory_gib`": 140,
     "tags.`tc.gate`": 80,
     "tags.`tc.outcome_reason`": 320,
 }
@@ -53,8 +54,8 @@ def view_tags(created: SweepCreated, run_id: str, knobs: Sequence[str]) -> dict[
     """
     sweep, at_ms = created.sweep, round(1000 * created.at_s)
     score = SCORES[created.objective.name]
-    role, *others = _COLUMNS.items()
-    columns = dict([role, (f"metrics.`{score}`", 180), *others])
+    role, outcome, *others = _COLUMNS.items()
+    columns = dict([role, outcome, (f"metrics.`{score}`", 175), *others])
     facets = {
         "searchFilter": f"tags.`mlflow.parentRunId` = '{run_id}' AND tags.`tc.kind` = 'trial'",
         "orderByKey": f"metrics.`{score}`",
@@ -85,9 +86,9 @@ def _charts(knobs: Sequence[str], score: str) -> list[dict[str, Any]]:
         _chart("parallel", "PARALLEL", "Knobs against speed", **lines),
         _chart("pareto", "SCATTER", "Memory against speed", xaxis=memory, yaxis=speed),
         _chart("speed", "BAR", score, metricKey=speed["key"]),
-        _curve("step/time_ms", "Step time in ms, step by step"),
-        _curve("step/loss", "Loss"),
-        _curve("step/memory_gib", "Peak memory of the step in GiB"),
+        _curve("curve/step_time_ms", "Step time in ms, step by step"),
+        _curve("curve/loss", "Loss"),
+        _curve("curve/memory_gib", "Peak memory of the step in GiB"),
     ]
 
 

@@ -1,5 +1,6 @@
 import json
 import logging
+import math
 import re
 import socket
 import subprocess
@@ -153,7 +154,7 @@ def test_a_trial_that_was_stopped_early_is_a_result_with_its_reason(ledger: Ledg
     run = recording.trials[1]
     tags = run.data.tags
     assert (run.info.status, tags["tc.outcome"], tags["tc.outcome_reason"]) == ("FINISHED", "stopped_early", why)
-    assert curve(recording, run, "step/time_ms") == {2: 300, 3: 310}
+    assert curve(recording, run, "curve/step_time_ms") == {2: 300, 3: 310}
     assert run.data.tags["mlflow.note.content"].startswith("**stopped early**")
     assert (run.data.metrics["step_time_at_least_ms"], run.data.metrics["saved_device_min"]) == (240, 0.03333)
 
@@ -201,7 +202,7 @@ def test_checks_are_runs_of_their_own_and_the_verdict_is_on_the_parent(ledger: L
     assert "tokens_per_s_per_device" not in profile.data.metrics
     measurement = state.trials[-2].measurement
     assert measurement is not None
-    assert curve(recording, gate, "step/loss") == {
+    assert curve(recording, gate, "curve/loss") == {
         i: float(f"{loss:.6g}") for i, loss in enumerate(measurement.losses, 1)
     }
     (sweep,) = recording.sweeps
@@ -211,8 +212,11 @@ def test_checks_are_runs_of_their_own_and_the_verdict_is_on_the_parent(ledger: L
     assert (metrics["num_trials"], metrics["num_checks"]) == (len(recording.trials), len(recording.checks))
     roles = [run.data.tags["tc.role"] for run in recording.trials]
     assert roles == ["baseline", "winner", "finalist", *["trial"] * (len(roles) - 3)]
-    confirmed = [run.data.metrics.get("confirmed_speedup") for run in recording.trials]
-    assert [value is not None for value in confirmed] == [False, True, True, *[False] * (len(roles) - 3)]
+    again, confirmed = (
+        [run.data.tags["tc.trial"] for run in recording.trials if name in run.data.metrics]
+        for name in ("remeasured_speedup", "confirmed_speedup")
+    )
+    assert (again, confirmed) == (["1", "2"], ["1"])
     assert recording.trials[1].data.tags["tc.gate"] == "passed"
     history = recording.client.get_metric_history(sweep.info.run_id, "best_tokens_per_s_per_device")
     assert max(metric.step for metric in history) < len(recording.trials)
@@ -240,6 +244,9 @@ def test_a_later_proof_takes_the_role_of_the_winner_away(ledger: Ledger, uri: st
     ]
     recording, _ = synced(ledger, uri, [*story, *again])
     assert [run.data.tags.get("tc.role") for run in recording.trials[:3]] == ["baseline", "finalist", "finalist"]
+    of_the_trial, of_the_sweep = (run.data.metrics for run in (recording.trials[1], recording.sweeps[0]))
+    assert math.isnan(of_the_trial["confirmed_speedup"]) and math.isnan(of_the_sweep["confirmed_speedup"])
+    assert of_the_trial["remeasured_speedup"] == pytest.approx(1.25, rel=0.05)
     assert recording.sweeps[0].info.status == "KILLED"
 
 
@@ -264,8 +271,8 @@ def test_the_run_table_opens_with_its_columns_order_and_charts(ledger: Ledger, u
         saved = json.loads(experiment.tags[f"mlflow.sharedViewState.{view[1]}"])
         shown = json.loads(saved["state"])
         assert saved["name"] == f"story: {what}"
-        assert shown["selectedColumns"][:2] == ["tags.`tc.role`", shown["orderByKey"]]
-        assert shown["orderByKey"] == "metrics.`tokens_per_s_per_device`"
+        assert shown["selectedColumns"][:2] == ["tags.`tc.role`", "tags.`tc.outcome`"]
+        assert shown["selectedColumns"][2] == shown["orderByKey"] == "metrics.`tokens_per_s_per_device`"
         found = recording.client.search_runs([experiment.experiment_id], shown["searchFilter"])
         assert {run.info.run_id for run in found} == {run.info.run_id for run in recording.trials}
     charts = {chart["type"]: chart for chart in shown["compareRunCharts"]}
@@ -412,7 +419,7 @@ def test_findings_become_metrics_and_one_artifact(ledger: Ledger, uri: str, tmp_
     assert (told["tuned_num_workers"], told["loader_tuning_s"]) == (2, 3)
     assert (told["kernel_cache_hit_rate"], told["nhwc_ms"]) == (0.75, 30)
     assert metrics["samples_per_s"] == pytest.approx(metrics["num_devices"] * 8 / 0.05)
-    assert "parts/bubble_ms" in metrics
+    assert "parts/forward_ms" in metrics
     assert set(findings_metrics(Findings())) == set()
     assert "matches nothing" in content.trial_note(state, state.trials[1])
 
