@@ -183,29 +183,35 @@ def render_trials(table: TrialTable, phases: Mapping[int, str] | None = None) ->
 
     ``phases`` says in words what running trials are doing.
     """
-    grid = FittedTable(
-        columns=[
-            Column(title="trial"),
-            Column(title="configuration", min_width=24),
-            Column(title="state", priority=8),
-            Column(title=table.unit, is_number=True),
-            Column(title="spread", priority=2, is_number=True, style="dim"),
-            Column(title="speed-up", priority=7, is_number=True),
-            Column(title="memory", priority=3, is_number=True),
-        ],
-        has_json=phases is None,
-    )
+    has_sizes = len({row.candidate.layout.world_size for row in table.rows}) > 1
+    grid = FittedTable(columns=_trial_columns(table.unit, has_sizes=has_sizes), has_json=phases is None)
     for row in table.rows:
         doing = (phases or {}).get(row.number, "") if row.status == "running" else ""
-        grid.add_row(*_cells(row, doing), style="bold" if row.is_chosen else "")
+        sizes = [Text(str(row.candidate.layout.world_size))] if has_sizes else []
+        grid.add_row(*_cells(row, doing, sizes), style="bold" if row.is_chosen else "")
     if not table.common:
         return grid
     return Group(Text(f"every trial: {table.common}", style="dim", overflow="ellipsis", no_wrap=True), grid)
 
 
-def _cells(row: TrialRow, doing: str) -> list[Text]:
+def _trial_columns(unit: str, *, has_sizes: bool) -> list[Column]:
+    """``has_sizes``: whether trials use different numbers of devices, which is then shown."""
+    return [
+        Column(title="trial"),
+        Column(title="configuration", min_width=24),
+        *([Column(title="devices", priority=6, is_number=True)] if has_sizes else []),
+        Column(title="state", priority=8),
+        Column(title=unit, is_number=True),
+        Column(title="spread", priority=1, is_number=True, style="dim"),
+        Column(title="speed-up", priority=7, is_number=True),
+        Column(title="memory", priority=3, is_number=True),
+        Column(title="step", priority=2, is_number=True, style="dim"),
+    ]
+
+
+def _cells(row: TrialRow, doing: str, sizes: list[Text]) -> list[Text]:
     baseline, measurement = Text("baseline", style="blue"), row.measurement
-    cells = [Text(units.trial_id(row.number)), Text(row.name), status_text(row.status, doing)]
+    cells = [Text(units.trial_id(row.number)), Text(row.name), *sizes, status_text(row.status, doing)]
     if measurement is None:
         return [*cells, Text(""), Text(""), Text("") if row.number else baseline, Text("")]
     return [
@@ -214,4 +220,5 @@ def _cells(row: TrialRow, doing: str) -> list[Text]:
         Text(words.spread(measurement)),
         versus_text(row.compared) if row.number else baseline,
         Text(words.peak_memory(measurement)),
+        Text(units.milliseconds(measurement.step_time_s)),
     ]
