@@ -10,6 +10,7 @@ from orchestrator.invocation import Invocation
 from orchestrator.report import words
 from orchestrator.report.proof import Finalist, ProofResult
 from orchestrator.report.report import ShortReport, ShownTrial, make_short_report
+from orchestrator.report.summary import Summary
 from orchestrator.report.words import CommandPurpose
 from orchestrator.space.naming import short_name
 from orchestrator.status.overview import budgets, summary_of
@@ -136,16 +137,17 @@ def _result(report: ShortReport, *, is_over: bool) -> dict[str, Any]:
         "confidence": report.confidence,
         "cost": report.cost,
         "conclusion": report.conclusion or ("faster" if report.is_faster else ""),
-        "shown": [_shown(one, report.summary.unit) for one in report.shown],
+        "shown": [_shown(one, report.summary) for one in report.shown],
         "change": [[knob.knob, knob.before, knob.after] for knob in report.change.knobs] if report.change else [],
         "why": plain(report.change.reason) if report.change else "",
         "promotions": list(report.promotions),
     }
 
 
-def _shown(one: ShownTrial, unit: str) -> dict[str, Any]:
-    measurement = one.measurement
-    total = one.speed.value * measurement.world_size
+def _shown(one: ShownTrial, summary: Summary) -> dict[str, Any]:
+    measurement, unit = one.measurement, summary.unit
+    rate = "/".join(unit.split("/")[:2])
+    total = measurement.tokens_per_step / measurement.step_time_s
     return {
         "role": one.role,
         "number": one.number,
@@ -153,8 +155,10 @@ def _shown(one: ShownTrial, unit: str) -> dict[str, Any]:
         "name": one.configuration,
         "speed": f"{units.rate(one.speed.value)} {unit}",
         "interval": units.interval(one.speed.ci95),
-        "total": f"{units.rate(total)} {unit.removesuffix('/p')}",
-        "devices": units.count(measurement.world_size, "device"),
+        "total": f"{units.rate(total)} {rate}",
+        "devices": f"{measurement.world_size} of {summary.num_leased}"
+        if summary.num_leased
+        else str(measurement.world_size),
         "step_time": units.milliseconds(measurement.step_time_s),
         "memory": words.peak_memory(measurement),
     }

@@ -150,7 +150,7 @@ def gate_words(facts: Mapping[str, Any]) -> str:
 def speed_words(facts: Mapping[str, Any]) -> str:
     """``3,200 tokens/s/p, 1.42x the baseline (1.38x - 1.46x)``."""
     ratio = ratio_of(facts)
-    against = f", {ratio.value:.2f}x the baseline ({units.ratio_interval(ratio.ci95)})" if ratio else ""
+    against = f", {units.ratio(ratio.value, ratio.ci95)} against the baseline" if ratio else ""
     return f"{units.rate(facts['tokens_per_s_per_device'])} {facts['unit']}{against}"
 
 

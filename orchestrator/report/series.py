@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from orchestrator import units
 from orchestrator.objective import Objective
+from orchestrator.report.summary import Speedup, speedup
 from orchestrator.report.words import value_words
 from orchestrator.space.naming import flat_params, short_name
 from orchestrator.statistics import speed as speed_of
@@ -45,6 +46,8 @@ class History:
     baseline: float | None
     """Speed of the baseline; None where it was not measured."""
     best: SpeedPoint | None
+    compared: Speedup | None = None
+    """How the best compares with the baseline; None where either was not measured."""
 
     @property
     def num_trials(self) -> int:
@@ -72,6 +75,7 @@ def history(state: SweepState) -> History:
         failed=failed,
         baseline=state.objective.score(baseline) if baseline else None,
         best=max(measured, key=lambda point: (point.speed, -point.trial), default=None),
+        compared=speedup(state.best, state.baseline, state.objective),
     )
 
 

@@ -51,6 +51,11 @@ class TrialTable:
     """Unit of the speeds."""
 
     @property
+    def busy_note(self) -> str:
+        """What the mark of trials that were measured on a busy machine means; empty where none has it."""
+        return words.busy_note({row.number: row.measurement for row in self.rows})
+
+    @property
     def top_speed(self) -> float:
         """The highest speed; 1 where nothing was measured."""
         return max((row.speed for row in self.rows if row.measurement), default=1.0)

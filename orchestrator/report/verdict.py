@@ -4,10 +4,11 @@ nothing was confirmed; how sure that is, and what it cost."""
 from __future__ import annotations
 
 from orchestrator import units
+from orchestrator.objective import GAINS
 from orchestrator.report.summary import ENDED, Summary, TrialResult, result
 from orchestrator.space.naming import short_name
 from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.sweep.values import Verdict
+from orchestrator.sweep.values import RatioInterval, Verdict
 
 _MAX_REASON_CHARS = 110
 MIN_PAUSE_S = 5.0
@@ -18,10 +19,12 @@ def headline(state: SweepState, summary: Summary) -> str:
     """The result in one sentence."""
     verdict = state.verdict
     if verdict is None:
-        return _search_headline(summary) + _proof_going_on(state)
+        return _search_headline(state, summary) + _proof_going_on(state)
     if verdict.conclusion == "confirmed" and verdict.winner is not None:
-        speed = f"{verdict.speedup.value:.2f}x the speed of" if verdict.speedup else "faster than"
-        return f"Confirmed: {speed} your present configuration{_same(verdict)}: {_named(state.trials[verdict.winner])}."
+        winner = state.trials[verdict.winner]
+        speed = f"{_gain(state, winner, verdict.speedup)} of" if verdict.speedup else "faster than"
+        here = f"your present configuration{_devices(state, winner)}"
+        return f"Confirmed: {speed} {here}{_same(verdict)}: {_named(winner)}."
     if verdict.conclusion == "keep":
         return f"Keep what you have: {_short(verdict.reason)}"
     best = summary.best
@@ -50,11 +53,31 @@ def _same(verdict: Verdict) -> str:
     return ", and it trains the same" if judged and judged[-1].passed else ""
 
 
+def _gain(state: SweepState, trial: Trial, found: RatioInterval) -> str:
+    """``3.06x (2.98x – 3.14x) the speed``: of what it is a ratio depends on whether equally many devices are used."""  # noqa: RUF002
+    return f"{units.ratio(found.value, found)} {_gained(state, trial)}"
+
+
+def _gained(state: SweepState, trial: Trial) -> str:
+    is_same = state.baseline is not None and _num_devices(state.baseline) == _num_devices(trial)
+    return "the speed" if is_same else GAINS[state.objective.name]
+
+
+def _devices(state: SweepState, trial: Trial) -> str:
+    """`` on 1 device instead of 2``; empty where equally many are used."""
+    before, after = _num_devices(state.trials[0]), _num_devices(trial)
+    return "" if before == after else f" on {units.count(after, 'device')} instead of {before}"
+
+
+def _num_devices(trial: Trial) -> int:
+    return trial.candidate.layout.world_size
+
+
 def _named(trial: Trial) -> str:
     return f"{units.trial_id(trial.number)}, {short_name(trial.candidate)}"
 
 
-def _search_headline(summary: Summary) -> str:
+def _search_headline(state: SweepState, summary: Summary) -> str:
     best, compared = summary.best, summary.speedup
     if best is None:
         return "Nothing was measured."
@@ -62,7 +85,8 @@ def _search_headline(summary: Summary) -> str:
     if compared is None:
         return f"Fastest: {winner}; the baseline was not measured."
     if compared.verdict == "faster":
-        return f"{compared.ratio.value:.2f}x the speed of your present configuration: {winner}."
+        gain = f"{units.ratio(compared.ratio.value, compared.ratio.ci95)} {_gained(state, best.trial)}"
+        return f"{gain} of your present configuration{_devices(state, best.trial)}: {winner}."
     if best.trial.number == 0:
         return f"Keep what you have: nothing measured is faster than your present configuration ({winner})."
     return f"Keep what you have: {winner} does not differ from your present configuration by more than the noise."
@@ -77,13 +101,16 @@ def _proof_going_on(state: SweepState) -> str:
 
 def confidence(state: SweepState, summary: Summary) -> str:
     """How sure the result is, in a line; empty where there is nothing to be sure of."""
-    verdict = state.verdict
+    verdict, confirmed = state.verdict, summary.confirmed
     if verdict is not None and verdict.speedup is not None:
-        interval = f"95 % interval of the speed-up: {units.ratio_interval(verdict.speedup)}"
-        rounds = units.count(verdict.num_rounds, "round")
-        return f"{interval}, in {rounds} of measuring it again; below, what the search measured"
+        rounds = f"{units.count(verdict.num_rounds, 'round')} of measuring it again beside the baseline"
+        about = f"95 % interval, from {rounds}"
+        if verdict.conclusion != "confirmed":
+            of = f" of {units.trial_id(confirmed.trial)}" if confirmed else ""
+            about = f"speed-up{of}: {units.ratio(verdict.speedup.value, verdict.speedup)}, {about}"
+        return about
     if summary.speedup and summary.best and summary.best.trial.number != 0:
-        return f"95 % confidence: {units.ratio_interval(summary.speedup.ratio.ci95)}"
+        return "95 % interval, from the steps of one run each, as the search measured them"
     return ""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator import units
 from orchestrator.report import proof as proof_data
-from orchestrator.report.words import evaluation_words, finalist_words, gate_words
+from orchestrator.report.words import disturbed, evaluation_words, finalist_words, gate_words
 from orchestrator.space.naming import diff, short_name
 from orchestrator.sweep.events import AttemptEnded, LedgerEvent, TrialsRetried
 from orchestrator.sweep.fold import apply
@@ -313,9 +313,7 @@ def _proof(state: SweepState, number: int) -> Iterator[str]:
     """What rounds, loss gate and evaluation came to for the trial of this number."""
     for one in proof_data.finalists(state):
         if one.trial == number:
-            speed = (
-                f"{one.overall.value:.2f}x the baseline ({units.ratio_interval(one.overall)}), " if one.overall else ""
-            )
+            speed = f"{units.ratio(one.overall.value, one.overall)} against the baseline, " if one.overall else ""
             yield f"measured again in {count(len(one.rounds), 'round')}: {speed}{finalist_words(one)}"
     yield from (f"loss gate {gate_words(report)}" for report in proof_data.gates(state) if report.trial == number)
     yield from (
@@ -336,4 +334,6 @@ def _measured_json(measurement: Measurement | None) -> dict[str, Any] | None:
         "step_time_s": measurement.step_time_s,
         "tokens_per_s_per_device": measurement.tokens_per_s_per_device,
         "peak_bytes": measurement.peak_bytes,
+        "disturbed": disturbed(measurement),
+        "nodes": to_json(measurement.disturbances),
     }

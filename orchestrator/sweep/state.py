@@ -215,6 +215,10 @@ class SweepState:
     """Number of trials per status, checks left out; statuses that no trial has now may be missing or 0."""
     saved_device_seconds: float = 0.0
     """Device time that trials stopped early would have taken besides, at least."""
+    disturbed: Vector[int] = field(default_factory=Vector)
+    """Numbers of the trials, checks among them, that were measured on a busy machine; in the order of their ends."""
+    most_disturbed: int | None = None
+    """The one of them whose machine was busiest."""
     last_failures: tuple[tuple[int, int], ...] = ()
     """(trial, attempt) of the latest attempts that ended unmeasured, the latest first; :data:`MAX_FAILURES` at most."""
     judged_from: int = 0

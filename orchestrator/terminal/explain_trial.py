@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from orchestrator import units
+from orchestrator.report.words import disturbed
 from orchestrator.space.naming import short_name
 from orchestrator.space.notation import spelled
 from orchestrator.status.explanation import AttemptExplanation, Explanation
@@ -67,6 +68,8 @@ def _proposed(explained: Explanation) -> RenderableType:
         ratio = f"; {explained.surprise:.2f} times the expected step" if explained.surprise is not None else ""
         speed = f"{units.rate(measured.tokens_per_s_per_device)} {explained.unit}"
         grid.add_row("measured", Text(f"{words}, {speed}{ratio}"))
+        if why := disturbed(measured):
+            grid.add_row("disturbed", Text(why, style="yellow"))
     return indented(grid)
 
 

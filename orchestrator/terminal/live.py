@@ -14,6 +14,7 @@ from rich.text import Text
 
 from cluster.base import GangProgress
 from orchestrator import units
+from orchestrator.objective import unit_legend
 from orchestrator.report import words
 from orchestrator.report.proof import proof_result
 from orchestrator.report.trials import make_trial_table, versus_baseline
@@ -142,7 +143,8 @@ def trial_line(state: SweepState, trial: Trial) -> str:
     else:
         unit = state.unit
         best = state.best is not None and state.best.number == trial.number
-        result = f"{units.rate(state.score(trial))} {unit} {words.spread(measurement)}"
+        step = f"step {units.milliseconds(measurement.step_time_s)}"
+        result = f"{step}, {units.rate(state.score(trial))} {unit} {words.spread(measurement)}"
         if isinstance(trial.check, ProfileRun):
             result = "recorded"  # its times are no measurement
         compared = words.versus(versus_baseline(trial, state))
@@ -201,6 +203,7 @@ def _footer(state: SweepState, now_s: float) -> RenderableType:
         best = Text.assemble(
             ("best ", "bold"),
             (units.trial_id(state.best.number), "bold green"),
-            f"  {units.rate(state.score(state.best))} {state.unit}",
+            f"  {words.trial_figures(state, state.best)}",
         )
-    return Group(best, Text("  ·  ".join(parts), style="dim"))
+    legend = [Text(unit_legend(state.unit), style="dim")] if state.best else []
+    return Group(best, *legend, Text("  ·  ".join(parts), style="dim"))

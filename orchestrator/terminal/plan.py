@@ -10,6 +10,7 @@ from rich.text import Text
 
 from cluster.cost.balance.problem import Balance
 from orchestrator.commands.plan import PlannedFile
+from orchestrator.objective import unit_legend
 from orchestrator.planning.candidate import Why
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.predictions import PlanPredictions
@@ -45,6 +46,7 @@ def render_plan(plan: Plan, *, is_ranked: bool = False) -> RenderableType:
     parts: list[RenderableType] = [_head(plan)]
     if plan.too_large:
         parts.append(Text(plan.too_large, style="yellow"))
+    parts += [Text(plan.devices)] if plan.devices else []
     if not is_ranked:
         parts.append(_baseline(plan))
     if not is_ranked or _has_memory(plan):
@@ -135,7 +137,8 @@ def render_predictions(predictions: PlanPredictions) -> RenderableType:
     table.add_section()
     table.add_row(*_row(predictions.baseline, "baseline"))
     shown = (*predictions.top[:MAX_PREDICTIONS], predictions.baseline)
-    return Group(head, Text(""), table, render_legend(legend(prediction.candidate for prediction in shown)))
+    explained = render_legend(legend(prediction.candidate for prediction in shown))
+    return Group(head, Text(""), table, Text(unit_legend(predictions.baseline.unit), style="dim"), explained)
 
 
 def _ranking_columns(unit: str) -> tuple[Column, ...]:

@@ -9,7 +9,14 @@ from rich.text import Text
 
 from orchestrator import units
 from orchestrator.report.proof import Finalist, ProofResult
-from orchestrator.report.words import FinalistOutcome, check_words, evaluation_words, finalist_words, gate_words
+from orchestrator.report.words import (
+    BUSY_MARK,
+    FinalistOutcome,
+    check_words,
+    evaluation_words,
+    finalist_words,
+    gate_words,
+)
 from orchestrator.terminal.layout import label_grid
 from orchestrator.terminal.table import Column, FittedTable
 
@@ -38,15 +45,18 @@ def render_confirmation(proof: ProofResult) -> RenderableType | None:
     for one in proof.finalists:
         grid.add_row(*_finalist(one))
     running = f"running: {', '.join(map(check_words, proof.running))}" if proof.running else "more to come"
-    return Group(grid, *([Text(running, style="cyan")] if proof.is_going_on else []))
+    parts: list[RenderableType] = [grid]
+    if proof.caution:
+        parts.append(Text(f"{BUSY_MARK} {proof.caution}", style="yellow"))
+    return Group(*parts, *([Text(running, style="cyan")] if proof.is_going_on else []))
 
 
 def _finalist(one: Finalist) -> list[Text]:
-    each = " ".join(f"{ratio.value:.2f}" for ratio in one.rounds[-MAX_ROUNDS:])
+    each = " ".join(f"{ratio.value:.2f}{BUSY_MARK if ratio.is_disturbed else ''}" for ratio in one.rounds[-MAX_ROUNDS:])
     more = "... " if len(one.rounds) > MAX_ROUNDS else ""
     return [
         Text(units.trial_id(one.trial)),
-        Text(f"{one.overall.value:.2f}x" if one.overall else units.DASH, style="bold"),
+        Text(units.short_ratio(one.overall.value, one.overall) if one.overall else units.DASH, style="bold"),
         Text(f"({units.ratio_interval(one.overall)})" if one.overall else "", style="dim"),
         Text(f"{more}{each}" if each else "no round yet", style="dim"),
         Text(finalist_words(one), style=OUTCOME_STYLES.get(one.outcome, "dim")),

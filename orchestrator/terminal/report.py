@@ -58,20 +58,19 @@ def _title(report: Report) -> RenderableType:
 def _result_panel(report: Report) -> RenderableType:
     lines: list[RenderableType] = [Text(report.headline, style="bold green" if report.is_faster else "bold")]
     lines += [Text(line, style="dim") for line in (*report.details, report.confidence) if line]
+    if report.proof.caution:
+        lines.append(Text(report.proof.caution, style="yellow"))
     grid = Table.grid(padding=(0, 2))
     for one in report.shown:
-        grid.add_row(Text(one.role, style="dim"), *_result_cells(one, report.summary.unit))
+        grid.add_row(Text(one.role, style="dim"), Text(units.trial_id(one.number)), _result_cell(one, report))
+    if report.shown:
+        grid.add_row("", "", Text(report.legend, style="dim"))
     style = "green" if report.is_faster else "dim"
     return Panel(Group(*lines, Text(""), grid), box=box.ROUNDED, border_style=style, padding=(0, 1))
 
 
-def _result_cells(one: ShownTrial, unit: str) -> list[Text]:
-    return [
-        Text(units.trial_id(one.number)),
-        Text(one.configuration),
-        Text(f"{units.rate(one.speed.value)} {unit}", style="bold"),
-        Text(f"({units.interval(one.speed.ci95)})", style="dim"),
-    ]
+def _result_cell(one: ShownTrial, report: Report) -> Text:
+    return Text.assemble(one.configuration, "\n", (report.figures[one.role], "bold"))
 
 
 def _changes(change: Change) -> RenderableType:

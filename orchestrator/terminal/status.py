@@ -11,6 +11,7 @@ from rich.text import Text
 from orchestrator import units
 from orchestrator.invocation import Invocation
 from orchestrator.mlflow_urls import public_uri, sweep_links
+from orchestrator.report import words
 from orchestrator.report.proof import proof_result
 from orchestrator.report.summary import speedup
 from orchestrator.report.verdict import cost, headline
@@ -41,6 +42,9 @@ def render_status(sweep: Snapshot, home: Home, invocation: Invocation) -> Render
     parts: list[RenderableType] = [_title(sweep)]
     if summary := summary_of(sweep, home):
         parts += [indented(Text(headline(sweep.state, summary))), indented(Text(cost(summary), style="dim"))]
+        if (worst := summary.most_disturbed) is not None:
+            note = words.busy_note({worst.number: worst.measurement}).removeprefix(words.BUSY_MARK)
+            parts.append(indented(Text(f"{units.count(len(summary.disturbed), 'trial')}{note}", style="yellow")))
     grid = label_grid("dim")
     for label, value in (*_facts(sweep), *_links(sweep)):
         grid.add_row(label, value)
@@ -198,7 +202,8 @@ def best_words(state: SweepState) -> Text:
     """``1.42x t007``: the confirmed winner, before that the fastest; the baseline where nothing beat it."""
     verdict = state.verdict
     if verdict is not None and verdict.winner is not None and verdict.speedup is not None:
-        return Text.assemble((f"{verdict.speedup.value:.2f}x", "bold green"), f" {units.trial_id(verdict.winner)}")
+        shown = units.short_ratio(verdict.speedup.value, verdict.speedup)
+        return Text.assemble((shown, "bold green"), f" {units.trial_id(verdict.winner)}")
     best = state.baseline if verdict is not None and verdict.conclusion == "keep" else state.best
     if best is None:
         return Text(units.DASH, style="dim")

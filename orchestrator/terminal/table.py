@@ -189,9 +189,12 @@ def render_trials(table: TrialTable, phases: Mapping[int, str] | None = None) ->
         doing = (phases or {}).get(row.number, "") if row.status == "running" else ""
         sizes = [Text(str(row.candidate.layout.world_size))] if has_sizes else []
         grid.add_row(*_cells(row, doing, sizes), style="bold" if row.is_chosen else "")
-    if not table.common:
-        return grid
-    return Group(Text(f"every trial: {table.common}", style="dim", overflow="ellipsis", no_wrap=True), grid)
+    parts: list[RenderableType] = [grid]
+    if table.common:
+        parts.insert(0, Text(f"every trial: {table.common}", style="dim", overflow="ellipsis", no_wrap=True))
+    if table.busy_note:
+        parts.append(Text(table.busy_note, style="yellow"))
+    return Group(*parts)
 
 
 def _trial_columns(unit: str, *, has_sizes: bool) -> list[Column]:
@@ -212,6 +215,8 @@ def _trial_columns(unit: str, *, has_sizes: bool) -> list[Column]:
 def _cells(row: TrialRow, doing: str, sizes: list[Text]) -> list[Text]:
     baseline, measurement = Text("baseline", style="blue"), row.measurement
     cells = [Text(units.trial_id(row.number)), Text(row.name), *sizes, status_text(row.status, doing)]
+    if measurement is not None and measurement.disturbed_by:
+        cells[-1].append(f" {words.BUSY_MARK}", style="yellow")
     if measurement is None:
         return [*cells, Text(""), Text(""), Text("") if row.number else baseline, Text("")]
     return [

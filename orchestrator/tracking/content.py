@@ -97,6 +97,7 @@ def attempt_tags(trial: Trial) -> dict[str, str]:
         "tc.attempt_token": attempt.token,
         "tc.nodes": ", ".join(dict.fromkeys(device.node for device in attempt.ranks)),
         **_why_not_measured(attempt.outcome),
+        **({"tc.disturbed": why} if (why := words.disturbed(trial.measurement)) else {}),
         **lost,
     }
 
@@ -190,9 +191,7 @@ def _result_note(state: SweepState, trial: Trial) -> str:
         )
     found = speed(trial.measurement, state.objective)
     compared = versus_baseline(trial, state)
-    against = (
-        f", {words.versus(compared)} the baseline ({units.ratio_interval(compared.ratio.ci95)})" if compared else ""
-    )
+    against = f", {units.ratio(compared.ratio.value, compared.ratio.ci95)} against the baseline" if compared else ""
     unit = state.unit
     head = f"**{units.rate(found.value)} {unit}**{against} — {name}\n\n95 % interval {units.interval(found.ci95)}"
     return "\n".join([head, "", *(f"- {line}" for line in findings_lines(trial.measurement.findings))]).rstrip()
@@ -232,5 +231,20 @@ def _measured_metrics(measurement: Measurement) -> dict[str, float | None]:
         "final_loss": measurement.losses[-1] if measurement.losses else None,
         "num_skipped_steps": measurement.num_skipped_steps,
         "compile_s": measurement.compile_s,
+        **_disturbance_metrics(measurement),
         "num_measured_steps": len(measurement.step_times_s),
+    }
+
+
+def _disturbance_metrics(measurement: Measurement) -> dict[str, float | None]:
+    """What else the most disturbed node did; shares of its processors' time."""
+    if not measurement.disturbances:
+        return {}
+    worst = measurement.disturbances[0]
+    return {
+        "foreign_cpu_share": worst.foreign_cpu,
+        "steal_share": worst.steal,
+        "cpu_pressure_share": worst.pressure,
+        "lowest_device_clock_share": worst.lowest_clock,
+        "highest_device_temperature_c": worst.highest_temperature_c,
     }

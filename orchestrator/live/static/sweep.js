@@ -24,11 +24,12 @@ const trials = liveTable("Trials", [
   figure("versus", "speed-up"),
   figure("step_time", "step", { down: false }),
   { key: "spread", label: "spread", css: "num dim", value: row => row.spread && parseFloat(row.spread.slice(2)), cell: row => row.spread ?? "", down: false },
-  figure("total", "all devices"),
+  figure("total", "all devices", { css: "num total" }),
+  figure("each", "per device", { css: "num each" }),
   { key: "devices", label: "devices", css: "num", value: row => row.devices, cell: row => `${row.devices}` },
   figure("memory", "memory"),
   figure("predicted", "predicted step", { down: false }),
-  figure("off", "measured / predicted"),
+  figure("off", "off by"),
 ], { sort: "speed", rowClass: row => row.doing ? "running" : row.is_chosen ? "best" : "" });
 
 const checks = liveTable("Checks", [
@@ -54,10 +55,10 @@ const result = found => {
   if (!found) return;
   section.className = `verdict ${found.conclusion}`;
   const rows = found.shown.map(one => [[one.role, "dim"], [trialLink(sweep, one.number, one.id), "keep"], [h("code", {}, one.name)],
-    [h("strong", {}, one.step_time), "num"], [one.speed, "num"], [one.interval, "num dim"], [`${one.total} on ${one.devices}`, "num"], [one.memory, "num dim"]]);
+    [h("strong", {}, one.step_time), "num"], [one.speed, "num"], [one.interval, "num dim"], [one.total, "num"], [one.devices, "num"], [one.memory, "num dim"]]);
   section.replaceChildren(...[h("b", {}, found.headline), ...found.details.map(line => h("p", { class: "dim" }, line)),
     found.confidence && h("p", { class: "dim" }, found.confidence),
-    rows.length && table("The best and the baseline", [["role"], ["trial"], ["configuration"], ["step", "num"], ["speed", "num"], ["95 % interval", "num"], ["all devices", "num"], ["memory", "num"]], rows),
+    rows.length && table("The best and the baseline", [["role"], ["trial"], ["configuration"], ["step", "num"], ["speed", "num"], ["95 % interval", "num"], ["all devices", "num"], ["devices", "num"], ["memory", "num"]], rows),
     found.change.length && h("p", {}, "Changed: ", found.change.map(([knob, before, after], i) => [i ? "; " : "", h("code", {}, knob), ` ${before} → ${after}`])),
     found.why && h("p", { class: "dim" }, `tried because: ${found.why}`), h("p", { class: "dim" }, found.cost),
     ...found.promotions.map(line => h("p", {}, line))].filter(Boolean));
@@ -119,8 +120,10 @@ const tables = (parts, names) => {
   checks.update(news.filter(row => row.check), gone);
   at("trials").hidden = trials.size() === 0;
   at("checks").hidden = checks.size() === 0;
-  const { common, unit, hidden, hidden_checks } = parts.table ?? {};
-  say(at("common"), [`speed in ${unit}: tokens, or samples, per second and device`, common && `every trial: ${common}`,
+  const { common, unit, legend, hidden, hidden_checks } = parts.table ?? {};
+  trials.element.classList.toggle("no-each", unit?.endsWith("/p"));
+  trials.element.classList.toggle("no-total", unit?.endsWith("/s"));
+  say(at("common"), [`speed in ${legend}`, common && `every trial: ${common}`,
     hidden ? `${hidden} trials between are left out` : ""].filter(Boolean).join("; "));
   say(at("more-checks"), hidden_checks ? `${hidden_checks} earlier ones are left out` : "");
   charts(rowsOf(parts).filter(row => !row.check), unit);

@@ -47,7 +47,8 @@ def plot_rounds(found: Sequence[Finalist], title: str) -> Figure:
         )
         if one.overall is not None:
             _overall(axes, num_rounds + 0.85 + shift, one.overall, color, f"{name}  {one.configuration}")
-            labels.append((one.overall.value, f"{units.trial_id(one.trial)}  {one.overall.value:.2f}x", color))
+            shown = units.short_ratio(one.overall.value, one.overall)
+            labels.append((one.overall.value, f"{name}  {shown}", color))
     _axis_of_rounds(axes, num_rounds)
     side_labels(axes, labels)
     return figure

@@ -26,6 +26,7 @@ from orchestrator.report.plots.style import (
     new_figure,
 )
 from orchestrator.report.series import History, ParallelCoordinates, SpeedPoint, front
+from orchestrator.report.words import versus
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,7 +94,7 @@ def _history_title(found: History) -> str:
     if found.best.trial == 0:
         return f"No trial of {found.num_trials} measured faster than the baseline"
     speed = f"{units.trial_id(found.best.trial)} is the fastest of {found.num_trials} trials"
-    times = f", {found.best.speed / found.baseline:.2f}x the baseline" if found.baseline else ""
+    times = f", {versus(found.compared)} the baseline" if found.compared else ""
     since = ended - found.best.trial
     return f"{speed}{times}" + (f"; {since} tried since" if since else "; found last")
 

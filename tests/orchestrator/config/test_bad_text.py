@@ -64,6 +64,7 @@ def _key_paths(lines):
         ("name: x\nseed: !!timestamp abc\n", 2, "'abc' is no timestamp"),
         ("name: x\nseed: !!binary é\n", 2, "is no binary"),
         ("name: x\nseed: !!nonsense 1\n", 2, "is no nonsense"),
+        ("name: x\nseed: !!set abc\n", 2, "is no set"),
         ("name: x\nseed: 0x" + "f" * 5000, 2, "a number of 5002 characters is too large"),
         ("name: x\n0x" + "f" * 50 + ": 1\n", 2, "a key must be text, got '0xfff"),
         ('name: x\ntext: "\\ud800"\n', 2, "half of a character"),
@@ -204,7 +205,7 @@ def test_any_scalar_anywhere_loads_or_is_refused_cleanly(tmp_path, path, scalar)
 
 
 @pytest.mark.exhaustive
-@settings(MANY_IN_ONE_FOLDER, max_examples=5000)
+@settings(MANY_IN_ONE_FOLDER, max_examples=1500)
 @given(path=st.sampled_from(ALL_PATHS), scalar=TAGGED)
 def test_thousands_of_scalars_load_or_are_refused_cleanly(tmp_path, path, scalar):
     _check_tagged(tmp_path, path, scalar)

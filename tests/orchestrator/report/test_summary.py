@@ -39,6 +39,7 @@ def test_the_json_form_is_complete():
         "saved_device_hours": 0,
         "duration_s": 100.0,
         "paused_s": 0.0,
+        "disturbed": None,
         "learned_from": {"trials": 0, "sweeps": 0},
         "tracking_uri": "sqlite:////home/mlflow.db",
         "proof": None,
