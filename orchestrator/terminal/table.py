@@ -84,14 +84,15 @@ class FittedTable:
                 shown.remove(optional.pop())
         spare = room - _line_width(least[i] for i in shown)
         widths = {i: least[i] for i in shown}
-        for i in sorted(shown, key=lambda i: (-self.columns[i].priority, i)):
+        ordered = sorted(shown, key=lambda i: (-self.columns[i].priority, i))
+        for i in ordered:
             more = min(max(0, spare), whole[i] - widths[i])
             widths[i] += more
             spare -= more
-            if spare < 0 and not self.columns[i].is_number:  # nothing can be left out any more
-                less = min(-spare, widths[i] - 1)
-                widths[i] -= less
-                spare += less
+        for i in reversed(ordered):  # no column can be left out any more
+            less = 0 if self.columns[i].is_number else min(max(0, -spare), widths[i] - 1)
+            widths[i] -= less
+            spare += less
         return widths
 
     def _whole_width(self) -> int:
