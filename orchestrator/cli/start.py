@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from orchestrator.cli.options import CLUSTER_HELP, json_option, print_result
+from orchestrator.cli.options import CLUSTER_HELP, home_option, json_option, print_result
+from orchestrator.errors import EXIT_FAILED
 
 if TYPE_CHECKING:
     from orchestrator.commands.init import Questions
