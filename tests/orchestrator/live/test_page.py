@@ -34,10 +34,10 @@ def test_the_page_follows_a_sweep_and_steers_it(browser, server, home):
         page = window.page
         window.wait("#phase", "running")
         window.wait("#trials tr[data-number='5']", "measuring 7, 200 ms")
-        assert "1.25x the speed" in window.text("#verdict")
+        window.wait("#verdict", "1.25x")
         assert order(page)[:3] == ["t001", "t000", "t002"]
         ledger.append(ended(5, measured(0.05, world_size=2), at_s=time.time()))
-        window.wait("#verdict", "2.00x the speed")
+        window.wait("#verdict b", "t005 at")
         window.wait("#status", "6 of 40 trials done; best so far t005")
         assert order(page)[:2] == ["t005", "t001"]
         assert page.locator("#history .point").count() == 4
@@ -124,7 +124,7 @@ def test_a_phone_shows_every_page_without_scrolling_sideways(browser, server, sc
         browser, server, viewport={"width": 390, "height": 844}, color_scheme=scheme, reduced_motion="reduce"
     ) as window:
         page = window.page
-        window.wait("td", "Confirmed: 1.25x")
+        window.wait("td", "Confirmed:")
         for path, place, text in (
             ("/", "td", "busy"),
             ("/sweeps/proven", "#confirmation", "the winner"),
