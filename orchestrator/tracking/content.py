@@ -200,6 +200,7 @@ def _result_note(state: SweepState, trial: Trial) -> str:
 def _common_tags(created: SweepCreated) -> dict[str, str]:
     return {
         "tc.sweep": created.sweep,
+        "tc.page": f"tune-cluster ui {created.sweep}",
         "tc.sweep_id": sweep_id(created),
         "tc.hardware": created.hardware,
         "mlflow.source.name": "tune-cluster",

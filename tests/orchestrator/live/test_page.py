@@ -1,18 +1,20 @@
 """The pages in a browser: they follow the sweep, sort, ask before they act, and never take text for markup."""
 
 import re
+import subprocess
 import time
 from dataclasses import replace
 
 import pytest
 
+from cluster.processes import python_module
 from orchestrator.invocation import user_name
 from orchestrator.sweep.events import TrialsRetried
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.requests import last_request
 from tests.orchestrator.live.conftest import Window, keep_log, serve
 from tests.support import sweeps
-from tests.support.cli_homes import LIVE, controller, keep, run, running
+from tests.support.cli_homes import LIVE, controller, keep, running
 from tests.support.story import ended, evidence, measured
 from trials.outcome import Crashed
 
@@ -173,8 +175,8 @@ def test_a_real_sweep_is_paused_resumed_and_seen_to_its_end_by_its_page_alone(br
     """Real gangs on this host; resuming starts a controller in the background."""
     file = sweeps.write(tmp_path, measure={"num_steps": 20, "max_steps": 20}, budget={"max_trials": 2})
     home = Home(tmp_path / "home")
-    started = run("submit", file, "--detach", "--home", home.path)
-    assert started.exit_code == 0, started.output
+    command = python_module("orchestrator", "submit", str(file), "--detach", "--home", str(home.path))
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
     with serve(home) as server, Window(browser, server, "/sweeps/tiny") as window:
         window.page.set_default_timeout(120_000)
         window.wait("#running td", "t000")
