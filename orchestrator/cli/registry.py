@@ -91,6 +91,7 @@ def ui(
 @click.option("--name", required=True, help="Name of the registered configuration, e.g. llama-quickstart.")
 @click.option("--trial", help="Promote this trial (3 or t003) instead of the confirmed winner.")
 @click.option("--force", is_flag=True, help="Promote whatever was measured, also without proof; recorded as forced.")
+@click.option("--candidate", is_flag=True, help="Only register it, alias candidate; the one way for simulated sweeps.")
 @_change_options
 @home_option
 @json_option
@@ -99,6 +100,7 @@ def promote(
     name: str,
     trial: str | None,
     force: bool,
+    candidate: bool,
     reason: str,
     expect_current: str | None,
     home: Path,
@@ -120,7 +122,14 @@ def promote(
     from orchestrator.terminal import promotion
 
     promoted = commands.promote(
-        name, Home(home), sweep=sweep, trial=trial, reason=reason, expect_current=expect_current, force=force
+        name,
+        Home(home),
+        sweep=sweep,
+        trial=trial,
+        reason=reason,
+        expect_current=expect_current,
+        force=force,
+        is_candidate=candidate,
     )
     print_result(as_json, promoted, lambda: promotion.render_promotion(promoted, Invocation.current(home)))
 

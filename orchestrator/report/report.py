@@ -321,10 +321,12 @@ def _commands(state: SweepState, summary: Summary, invocation: Invocation) -> li
         "page": ("report", name, "--html"),
         "explain": ("explain", name),
     }
-    if conclusion != "keep":
+    if conclusion not in ("keep", "rehearsed"):
         words["confirm"] = ("confirm", name)
     if conclusion in (None, "confirmed"):
         words["promote" if conclusion else "force"] = ("promote", name, "--name", "NAME")
+    if state.virtual is not None:  # nothing to confirm, nothing for production
+        words = {purpose: argv for purpose, argv in words.items() if purpose not in ("confirm", "promote", "force")}
     if state.promotions:
         words["rollback"] = ("rollback", state.promotions[-1].record["name"])
     return [NextCommand(purpose=purpose, command=invocation.command(*argv)) for purpose, argv in words.items()]

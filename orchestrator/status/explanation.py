@@ -21,6 +21,7 @@ from orchestrator.sweep.snapshot import AT_REST, Snapshot
 from orchestrator.sweep.state import Attempt, SweepState, Trial, find_trial, nodes_of, nodes_to_avoid
 from orchestrator.text import plain
 from orchestrator.units import count, signal_name
+from orchestrator.virtual import Virtual
 from trials.codec import to_json
 from trials.outcome import (
     Crashed,
@@ -88,6 +89,8 @@ class Explanation:
     sweep: str
     unit: str
     """Unit of speeds, such as ``tokens/s/p``."""
+    virtual: Virtual | None
+    """How its numbers came about where nothing was measured, since the cluster does not exist."""
     trial: Trial
     changed: Mapping[str, tuple[Any, Any]]
     """Knobs in which it differs from the baseline: (baseline's value, its value)."""
@@ -116,6 +119,7 @@ class Explanation:
         trial = self.trial
         return {
             "sweep": self.sweep,
+            "virtual": self.virtual,
             "trial": trial.number,
             "state": trial.status,
             "short_name": short_name(trial.candidate),
@@ -147,6 +151,7 @@ def explain(name: str, text: str, home: Home) -> Explanation:
     return Explanation(
         sweep=sweep.name,
         unit=state.sweep.workload.speed_unit,
+        virtual=state.virtual,
         trial=trial,
         changed=diff(trial.candidate, state.trials[0].candidate),
         pending=_why_pending(sweep, trial),

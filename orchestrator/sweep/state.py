@@ -29,6 +29,7 @@ from orchestrator.objective import Objective
 from orchestrator.sweep.events import Action, CandidatesPruned, Origin, Promoted, SweepCreated
 from orchestrator.sweep.values import Check, Evaluation, FinishCause, PredictedResult, Verdict
 from orchestrator.vector import Vector
+from orchestrator.virtual import Virtual
 from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly
 from trials.spec import Candidate
 
@@ -234,6 +235,11 @@ class SweepState:
         if self.created is None:
             raise LookupError("the sweep has not been created yet")
         return self.created
+
+    @property
+    def virtual(self) -> Virtual | None:
+        """How the numbers came about where the cluster does not exist: nothing was measured, nothing is proven."""
+        return self.created.virtual if self.created else None
 
     @property
     def objective(self) -> Objective:

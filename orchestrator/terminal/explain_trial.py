@@ -13,7 +13,7 @@ from orchestrator.space.naming import short_name
 from orchestrator.space.notation import spelled
 from orchestrator.status.explanation import AttemptExplanation, Explanation
 from orchestrator.sweep.state import Trial, nodes_of
-from orchestrator.terminal.layout import indented, label_grid
+from orchestrator.terminal.layout import indented, label_grid, mark
 from orchestrator.terminal.table import status_text
 from orchestrator.text import plain
 from orchestrator.units import count, signal_name
@@ -28,7 +28,7 @@ def render_explanation(explained: Explanation) -> RenderableType:
     """What happened to the trial, from its proposal to what it ruled out."""
     trial = explained.trial
     head = Text.assemble((f"{explained.sweep} {units.trial_id(trial.number)} ", "bold"), status_text(trial.status))
-    parts: list[RenderableType] = [head, Text(short_name(trial.candidate)), _spelled(trial)]
+    parts: list[RenderableType] = [*mark(explained.virtual), head, Text(short_name(trial.candidate)), _spelled(trial)]
     parts += [_heading("Proposed"), _proposed(explained)]
     if explained.pending:
         parts += [_heading("Waits"), *_lines(explained.pending, "yellow")]

@@ -15,7 +15,7 @@ from orchestrator import units
 from orchestrator.invocation import PLAIN, Invocation
 from orchestrator.promotion.diff import Difference
 from orchestrator.promotion.manifest import gate_words, speed_words, verdict_of
-from orchestrator.terminal.layout import label_grid
+from orchestrator.terminal.layout import label_grid, mark
 from orchestrator.terminal.table import Column, FittedTable
 from orchestrator.text import plain
 
@@ -28,13 +28,13 @@ _STATE_WORDS = {"begun": "not ended: the next promote or rollback settles it", "
 
 def render_promotion(promoted: Mapping[str, Any], invocation: Invocation = PLAIN) -> RenderableType:
     """The outcome of a promotion, from its JSON form."""
-    where = f"{promoted['name']}@production"
+    where = f"{promoted['name']}@{promoted['alias']}"
     if not promoted["is_new"]:
         first = Text(f"{where} is this configuration already (version {promoted['version']}).")
     else:
         first = Text(f"{where} is now version {promoted['version']}.", style="bold green")
     lines = [first, *_evidence(promoted["recipe"])]
-    if promoted["previous_version"] and promoted["is_new"]:
+    if promoted["previous_version"] and promoted["is_new"] and promoted["alias"] == "production":
         lines.append(_way_back(promoted, invocation))
     lines.append(Text(invocation.command("show", where)))
     return Group(*lines)
@@ -62,8 +62,9 @@ def render_recipe(shown: Mapping[str, Any]) -> RenderableType:
     """A registered configuration: where it stands, why, and the configuration itself as YAML."""
     aliases = " ".join(f"@{alias}" for alias in shown["aliases"])
     title = Text.assemble((f"{shown['name']} version {shown['version']}", "bold"), (f"  {aliases}", "green"))
+    marked = mark(shown["evidence"].get("virtual"))
     body = yaml.safe_dump({"candidate": shown["candidate"]}, sort_keys=False)
-    lines = [title, *_evidence(shown)]
+    lines = [*marked, title, *_evidence(shown)]
     if verified := shown.get("verified"):
         lines.append(Text(f"last verified {verified['at']}: {verified['result']}"))
     return Group(*lines, Text(""), Text(body.rstrip()))
@@ -77,7 +78,7 @@ def _evidence(recipe: Mapping[str, Any]) -> list[Text]:
         Text(": ".join(verdict_of(facts))),
         Text(f"loss gate: {gate_words(facts)}"),
     ]
-    if facts["forced"]:
+    if facts["forced"] and not facts.get("virtual"):
         lines.append(Text(f"promoted by force: {'; '.join(facts['missing'])}", style="yellow"))
     return lines
 

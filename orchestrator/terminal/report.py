@@ -18,7 +18,7 @@ from orchestrator.report import words
 from orchestrator.report.profile import MAX_OPERATORS, ProfileTables, ShownTable, file_lines, remarks, shown_tables
 from orchestrator.report.report import Change, Profiled, Report, ShownTrial
 from orchestrator.report.trials import FailedTrial
-from orchestrator.terminal.layout import NextCommands, indented, label_grid, render_legend, section
+from orchestrator.terminal.layout import NextCommands, indented, label_grid, mark, render_legend, section
 from orchestrator.terminal.proof import render_confirmation, render_gate
 from orchestrator.terminal.table import ALWAYS, EXTRA, Column, FittedTable, render_trials
 
@@ -31,7 +31,7 @@ STATE_STYLES = {"finished": "green", "failed": "red", "running": "cyan"}
 
 def render_report(report: Report) -> RenderableType:
     """The whole result: winner against baseline, what changed, trials by speed, failures, where to look next."""
-    parts: list[RenderableType] = [_title(report), _result_panel(report)]
+    parts: list[RenderableType] = [*mark(report.summary.virtual), _title(report), _result_panel(report)]
     if report.change is not None:
         parts.append(section(words.change_heading(is_faster=report.is_faster), _changes(report.change)))
     sections = {
@@ -57,7 +57,8 @@ def _title(report: Report) -> RenderableType:
 
 def _result_panel(report: Report) -> RenderableType:
     lines: list[RenderableType] = [Text(report.headline, style="bold green" if report.is_faster else "bold")]
-    lines += [Text(line, style="dim") for line in (*report.details, report.confidence) if line]
+    told = () if report.summary.virtual else (report.confidence,)  # the watermark says it
+    lines += [Text(line, style="dim") for line in (*report.details, *told) if line]
     if report.proof.caution:
         lines.append(Text(report.proof.caution, style="yellow"))
     grid = Table.grid(padding=(0, 2))

@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from orchestrator import units
 from orchestrator.report import words
 from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.sweep.values import Check, ConfirmationRun, GateRun, ProfileRun
+from orchestrator.sweep.values import Check, ConfirmationRun, GateRole, GateRun, ProfileRun
+
+GATE_PREFIXES: Mapping[GateRole, str] = {
+    "reference": "gate reference ",
+    "finalist_reference": "gate reference ",
+    "twin": "gate twin ",
+    "reference_twin": "gate reference twin ",
+}
+"""Beginnings of the names of gate runs other than those of a finalist or baseline as it is."""
 
 
 def check_prefix(check: Check | None) -> str:
@@ -18,7 +26,7 @@ def check_prefix(check: Check | None) -> str:
         case ConfirmationRun():
             return f"confirm r{check.round + 1} "
         case GateRun():
-            return "gate reference " if check.role.endswith("reference") else "gate "
+            return GATE_PREFIXES.get(check.role, "gate ")
         case ProfileRun():
             return "profile "
 
@@ -87,7 +95,7 @@ def roles(state: SweepState) -> dict[int, dict[str, str]]:
     if state.verdict is not None and state.verdict.winner is not None:
         tags[state.verdict.winner] = {"tc.role": "winner"}
     for report in state.verdict.gates if state.verdict else ():
-        tags.setdefault(report.trial, {})["tc.gate"] = "passed" if report.passed else "failed"
+        tags.setdefault(report.trial, {})["tc.gate"] = report.answer
     for one in state.proof.evaluations:
         tags.setdefault(one.trial, {})["tc.evaluation"] = "passed" if one.passed else "failed"
     return tags

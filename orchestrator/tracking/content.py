@@ -21,6 +21,7 @@ from orchestrator.sweep.events import SweepCreated, sweep_id
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
 from orchestrator.sweep.values import ProfileRun
 from orchestrator.tracking.checks import check_note, check_prefix, check_tags
+from orchestrator.virtual import watermark, watermark_line
 from trials.codec import to_json
 from trials.outcome import Measured, Measurement, Outcome, StoppedEarly
 from trials.reports.findings import Findings
@@ -179,8 +180,11 @@ def json_text(value: Any) -> str:
 def trial_note(state: SweepState, trial: Trial) -> str:
     """Note of a trial's run in Markdown: the result in its first line, why the trial was made in its last."""
     if trial.check is not None:
-        return f"{check_note(trial, trial_name(trial), state.score(trial), state.unit)}\n\nProposed: {trial.reason}."
-    return "\n\n".join(part for part in (_result_note(state, trial), f"Proposed: {trial.reason}.") if part)
+        result = check_note(trial, trial_name(trial), state.score(trial), state.unit)
+    else:
+        result = _result_note(state, trial)
+    parts = (watermark_line(state.virtual), result, f"Proposed: {trial.reason}.")
+    return "\n\n".join(part for part in parts if part)
 
 
 def _result_note(state: SweepState, trial: Trial) -> str:
@@ -203,6 +207,7 @@ def _common_tags(created: SweepCreated) -> dict[str, str]:
         "tc.page": f"tune-cluster ui {created.sweep}",
         "tc.sweep_id": sweep_id(created),
         "tc.hardware": created.hardware,
+        **({"tc.watermark": watermark(created.virtual)} if created.virtual else {}),
         "mlflow.source.name": "tune-cluster",
         "mlflow.source.type": "LOCAL",
     }

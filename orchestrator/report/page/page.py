@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator import units
+from orchestrator import units, virtual
 from orchestrator.errors import ConfigError
 from orchestrator.report import profile, words
 from orchestrator.report.plots.gallery import Plot, gallery
@@ -44,6 +44,7 @@ def environment() -> Environment:
         "shown_tables": profile.shown_tables,
         "units": units,
         "words": words,
+        "virtual": virtual,
     }
     return found
 

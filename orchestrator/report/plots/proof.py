@@ -97,10 +97,20 @@ def _gate_subtitle(found: GateCurves, num_steps: int) -> str:
 
 
 def _draw_losses(axes: Axes, found: GateCurves) -> None:
-    looks = {"baseline": (ORANGE, "-"), "reference": (DIM, (0, (2, 2))), "finalist": (BLUE, "-")}
-    names = {"baseline": "baseline", "reference": "fp32 reference", "finalist": units.trial_id(found.trial)}
+    looks = {
+        "baseline": (ORANGE, "-"),
+        "twin": (ORANGE, (0, (1, 2))),
+        "reference": (DIM, (0, (2, 2))),
+        "finalist": (BLUE, "-"),
+    }
+    names = {
+        "baseline": "baseline",
+        "twin": "its twin",
+        "reference": "fp32 reference",
+        "finalist": units.trial_id(found.trial),
+    }
     labels = []
-    for role in ("baseline", "reference", "finalist"):
+    for role in ("baseline", "twin", "reference", "finalist"):
         run = found.runs.get(role)
         if run is None:
             continue
@@ -118,6 +128,8 @@ def _draw_deviations(axes: Axes, curve: Curve, name: str) -> None:
     steps = range(1, len(curve.limits) + 1)
     axes.fill_between(steps, 0.0, curve.limits, color=BLUE, alpha=0.1, linewidth=0, step="mid")
     axes.step(steps, curve.limits, where="mid", color=VERMILION, linewidth=1.0)
+    if curve.twin:  # how far rounding alone takes it
+        axes.step(steps, curve.twin, where="mid", color=ORANGE, linewidth=1.0, linestyle=(0, (1, 2)))
     values = [math.nan if value is None else value for value in curve.deviations]
     axes.plot(steps, values, "o-", color=BLUE, linewidth=1.3, markersize=3, markeredgewidth=0)
     pairs = zip(values, curve.limits, strict=True)
@@ -142,6 +154,8 @@ def _gate_title(trial: int, report: GateReport | None) -> str:
     if report.passed:
         off = "" if report.loss_deviation is None else f": its loss is {units.percent(report.loss_deviation)} off"
         return f"{name} trains the same{off}{f' where {units.percent(report.loss_tolerance)} may be' if off else ''}"
+    if report.answer == "inconclusive":
+        return f"Whether {name} trains the same could not be told"
     for what, deviation, tolerance in (
         ("loss", report.loss_deviation, report.loss_tolerance),
         ("gradient norm", report.grad_norm_deviation, report.grad_norm_tolerance),
