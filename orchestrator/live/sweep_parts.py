@@ -30,6 +30,7 @@ from orchestrator.sweep.requests import FAULTS, RETRIABLE
 from orchestrator.sweep.snapshot import Phase, Snapshot
 from orchestrator.sweep.state import Trial, nodes_of
 from orchestrator.text import plain
+from orchestrator.virtual import watermark, watermark_line
 
 ALLOWED: Mapping[Phase, tuple[str, ...]] = {
     "waiting": ("cancel",),
@@ -52,6 +53,8 @@ def heading(sweep: Snapshot) -> dict[str, Any]:
     return {
         "sweep": sweep.name,
         "hardware": state.created.hardware if state.created else "",
+        "mark": watermark(state.virtual),
+        "watermark": watermark_line(state.virtual),
         "phase": sweep.phase,
         "reason": plain(sweep.reason),
         "status": status_line(sweep),
@@ -134,7 +137,8 @@ def _result(report: ShortReport, *, is_over: bool) -> dict[str, Any]:
     return {
         "headline": "Nothing has been measured yet." if is_early else report.headline,
         "details": list(report.details),
-        "confidence": report.confidence,
+        "confidence": "" if report.summary.virtual else report.confidence,  # the watermark says it
+        "caution": report.proof.caution,
         "legend": report.legend,
         "cost": report.cost,
         "conclusion": report.conclusion or ("faster" if report.is_faster else ""),

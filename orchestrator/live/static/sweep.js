@@ -46,7 +46,7 @@ const heading = head => {
   at("phase").className = `phase ${MOODS[head.phase] ?? ""}`;
   say(at("hardware"), head.hardware && `on ${head.hardware}`);
   say(at("status"), head.status);
-  document.title = `${head.sweep}: ${head.phase}`;
+  document.title = `${head.mark ? `${head.mark} ` : ""}${head.sweep}: ${head.phase}`;
   buttons(head);
 };
 
@@ -58,7 +58,7 @@ const result = found => {
   const rows = found.shown.map(one => [[one.role, "dim"], [trialLink(sweep, one.number, one.id), "keep"], [h("code", {}, one.name)],
     [[h("strong", {}, one.step_time), busy(one)], "num"], [one.total, "num"], [one.each, "num"], [one.devices, "num"], [one.memory, "num dim"]]);
   section.replaceChildren(...[h("b", {}, found.headline), ...found.details.map(line => h("p", { class: "dim" }, line)),
-    found.confidence && h("p", { class: "dim" }, found.confidence),
+    found.confidence && h("p", { class: "dim" }, found.confidence), found.caution && h("p", { class: "doubt" }, found.caution),
     rows.length && table("The best and the baseline", [["role"], ["trial"], ["configuration"], ["step", "num"], ["all devices", "num"], ["per device", "num"], ["devices", "num"], ["memory", "num"]], rows), found.legend && h("p", { class: "dim" }, found.legend),
     found.change.length && h("p", {}, "Changed: ", found.change.map(([knob, before, after], i) => [i ? "; " : "", h("code", {}, knob), ` ${before} → ${after}`])),
     found.why && h("p", { class: "dim" }, `tried because: ${found.why}`), h("p", { class: "dim" }, found.cost),

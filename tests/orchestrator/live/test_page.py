@@ -13,7 +13,7 @@ from orchestrator.sweep.events import TrialsRetried
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.requests import last_request
 from tests.orchestrator.live.conftest import Window, keep_log, serve
-from tests.support import sweeps
+from tests.support import sweeps, virtual_sweeps
 from tests.support.cli_homes import LIVE, controller, keep, running
 from tests.support.story import ended, evidence, measured
 from trials.outcome import Crashed
@@ -196,3 +196,20 @@ def test_a_real_sweep_is_paused_resumed_and_seen_to_its_end_by_its_page_alone(br
 def press(window, action):
     window.page.locator(f"button[data-action={action}]").click()
     window.page.locator("#ask-yes").click()
+
+
+@pytest.mark.exhaustive
+def test_what_was_only_simulated_says_so_on_every_page(browser, tmp_path):
+    home = virtual_sweeps.home(tmp_path)
+    virtual_sweeps.submit(tmp_path, virtual_sweeps.SWEEP)
+    with serve(home) as server, Window(browser, server) as window:
+        window.wait("td small", "SIMULATED")
+        window.page.locator("td a", has_text="first").click()
+        window.wait("#watermark", "nothing was measured here and nothing is proven")
+        window.wait("#predictions figcaption", "as predicted")
+        assert window.page.title().startswith("SIMULATED first")
+        window.page.locator("#trials a", has_text="t001").click()
+        window.wait("#watermark", "SIMULATED")
+        window.wait("#attempts", "told to the search")
+        window.page.emulate_media(media="print")
+        assert window.page.locator("#watermark").is_visible()
