@@ -175,6 +175,7 @@ def _result_note(state: SweepState, trial: Trial) -> str:
 def _common_tags(created: SweepCreated) -> dict[str, str]:
     return {
         "tc.sweep": created.sweep,
+        "tc.page": f"tune-cluster ui {created.sweep}",
         "tc.sweep_id": sweep_id(created),
         "tc.hardware": created.hardware,
         **({"tc.watermark": watermark(created.virtual)} if created.virtual else {}),
