@@ -96,6 +96,8 @@ def driver() -> str:
 
 def collectives() -> str:
     """NCCL among GPUs, gloo among cores."""
+    if installed_version() is None:
+        raise TroubleError("nobody knows without torch", REMEDY, "fail")
     found = _probe()
     if found["devices"]:
         if not found["nccl"]:

@@ -42,7 +42,7 @@ def ray_cluster(address: str | None) -> str:
     try:
         hosts = survey(address, timeout_s=RAY_S - 10)
     except ClusterError as error:
-        raise TroubleError(str(error), "Correct the address, or start the head; docs/service.md.", "fail") from None
+        raise TroubleError(str(error), "docs/service.md tells how to start one.", "fail") from None
     gpus, cpus = sum(host.num_gpus for host in hosts), sum(host.num_cpus for host in hosts)
     kinds = ", ".join(sorted({host.accelerator for host in hosts if host.accelerator}))
     return f"{address}: {len(hosts)} nodes, {gpus} GPUs{f' ({kinds})' if kinds else ''}, {cpus} CPUs"

@@ -107,7 +107,7 @@ def version_tags(manifest: Manifest) -> dict[str, str]:
     facts = manifest.content["evidence"]
     ratio = ratio_of(facts)
     return {
-        "tokens_per_s_per_device": f"{facts['tokens_per_s_per_device']:.6g}",
+        "tokens_per_s_per_device": f"{units.rounded(facts['tokens_per_s_per_device']):.10g}",
         "objective": facts.get("objective", Objective().name),
         "speedup": f"{ratio.value:.4g}" if ratio else "unknown",
         "speedup_ci95": units.ratio_interval(ratio.ci95) if ratio else "unknown",

@@ -40,6 +40,7 @@ def report_markdown(report: ShortReport, attached: Attached | None = None) -> st
         lines += ["", f"![{name}]({url})"]
     summary = report.summary
     reason = f": {summary.reason}" if summary.reason else ""
+    lines += ["", f"Live page: `tune-cluster ui {summary.sweep}`, where the sweep is kept"]
     return "\n".join([*lines, "", f"{report.hardware} · {summary.state}{reason} · {report.cost}"])
 
 

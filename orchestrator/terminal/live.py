@@ -75,8 +75,13 @@ def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[Ren
 class LiveView:
     """Shows a sweep on stderr from the first :meth:`on_state` to the end of the ``with`` block. Never raises."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, opening: str = "") -> None:
+        """
+        Args:
+            opening: printed once, when the sweep is there.
+        """
         self.console = console or Console(stderr=True)
+        self._opening = opening
         self._live: Live | None = None
         self._state = SweepState()
         self._progress: dict[int, GangProgress] = {}
@@ -99,6 +104,9 @@ class LiveView:
 
     def on_state(self, state: SweepState) -> None:
         before, self._state = self._state, state
+        if self._opening and state.created is not None:
+            self.console.print(self._opening, style="dim", highlight=False, markup=False, soft_wrap=True)
+            self._opening = ""
         stopped = before.running - state.running
         if before.created is not None:
             self._unannounced += dict.fromkeys((*state.end_order.since(len(before.end_order)), *sorted(stopped)))

@@ -20,6 +20,7 @@ from orchestrator.terminal.table import Column, FittedTable
 from orchestrator.text import plain
 
 if TYPE_CHECKING:
+    from orchestrator.promotion.drift import DriftFinding
     from orchestrator.promotion.verify import Verification
 
 _STATE_STYLES = {"begun": "yellow", "void": "dim"}
@@ -144,17 +145,21 @@ def render_difference(found: Difference) -> RenderableType:
 
 
 def render_verification(found: Verification) -> RenderableType:
-    """What was looked at, and whether it has drifted."""
-    title = Text.assemble(
-        (f"{found.name} version {found.version}: ", "bold"), (found.result, "red" if found.drifted else "green")
-    )
+    """What was looked at, what has drifted, and what could not be told."""
+    style = {"no_drift": "green", "drift": "red", "could_not_verify": "yellow"}[found.answer]
+    title = Text.assemble((f"{found.name} version {found.version}: ", "bold"), (plain(found.result), style))
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold", ratio=1)
     for one in found.findings:
-        mark = Text("ok", style="green") if not one.is_drift else Text("drift", style="red")
-        if one.is_drift and one.kind in found.ignored:
-            mark = Text("ignored", style="dim")
-        grid.add_row(one.kind, mark, Text(plain(one.text)))
+        grid.add_row(one.kind.replace("_", "-"), _finding_mark(one, found), Text(plain(one.text)))
     return Group(title, grid)
+
+
+def _finding_mark(one: DriftFinding, found: Verification) -> Text:
+    if not (one.is_drift or one.is_open):
+        return Text("ok", style="green")
+    if one.kind in found.ignored:
+        return Text("ignored", style="dim")
+    return Text("drift", style="red") if one.is_drift else Text("unclear", style="yellow")
