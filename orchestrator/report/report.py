@@ -182,7 +182,9 @@ def make_short_report(state: SweepState, summary: Summary, explanation: SweepExp
         is_faster=is_worth_it(state, summary),
         shown=shown,
         figures={one.role: figures(one.figures, summary.num_leased, unit) for one in shown},
-        legend=legend(measured_by(shown), unit, summary.unit) if shown else "",
+        legend=legend(measured_by(is_confirmed=any(one.is_confirmed for one in shown)), unit, summary.unit)
+        if shown
+        else "",
         change=_change(state, summary),
         proof=proof_result(state),
         promotions=tuple(promotion_words(event.record) for event in state.promotions),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from orchestrator import units
@@ -16,7 +16,6 @@ from trials.reports.disturbance import FOREIGN_CPU_LIMIT, STOLEN_LIMIT, Disturba
 if TYPE_CHECKING:
     from orchestrator.objective import Figures
     from orchestrator.report.proof import Finalist
-    from orchestrator.report.report import ShownTrial
     from orchestrator.report.summary import Speedup
 
 FinalistOutcome = Literal[
@@ -177,9 +176,9 @@ def trial_figures(state: SweepState, trial: Trial) -> str:
     return figures(found, state.sweep.num_devices, state.sweep.workload.speed_unit) if found else ""
 
 
-def measured_by(shown: Sequence[ShownTrial]) -> str:
+def measured_by(*, is_confirmed: bool) -> str:
     """What measured the figures of the trials shown."""
-    return "measured by the confirmation" if any(one.is_confirmed for one in shown) else "measured by the search"
+    return "measured by the confirmation" if is_confirmed else "measured by the search"
 
 
 def legend(measured: str, *all_units: str) -> str:
