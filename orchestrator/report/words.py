@@ -176,11 +176,6 @@ def trial_figures(state: SweepState, trial: Trial) -> str:
     return figures(found, state.sweep.num_devices, state.sweep.workload.speed_unit) if found else ""
 
 
-def measured_by(*, is_confirmed: bool) -> str:
-    """What measured the figures of the trials shown."""
-    return "measured by the confirmation" if is_confirmed else "measured by the search"
-
-
 def legend(measured: str, *all_units: str) -> str:
     """What measured the figures, and what their units mean: ``measured by the search; tokens/s/p: tokens per second per
     device (p: processor)``."""
