@@ -59,7 +59,9 @@ def trial_names(ctx: click.Context) -> list[str]:
     ledger = _home(ctx) / "sweeps" / sweep / _LEDGER
     if not ledger.is_file():
         return []
-    with contextlib.closing(sqlite3.connect(f"{ledger.resolve().as_uri()}?mode=ro", uri=True, timeout=_TIMEOUT_S)) as db:
+    with contextlib.closing(
+        sqlite3.connect(f"{ledger.resolve().as_uri()}?mode=ro", uri=True, timeout=_TIMEOUT_S)
+    ) as db:
         (count,) = db.execute(COUNT_TRIALS).fetchone()
     return ["baseline", "best", "winner", *(f"t{number:03d}" for number in range(min(count, _MAX_TRIALS)))]
 

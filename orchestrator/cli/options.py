@@ -48,4 +48,6 @@ def announce(links: dict[str, str], as_json: bool) -> None:
     sys.stdout.flush()
 
 
-CLUSTER_HELP = "A described cluster in the place of a real one: dgx-h100 or another of configs/clusters, or ./mine.yaml."
+CLUSTER_HELP = (
+    "A described cluster in the place of a real one: dgx-h100 or another of configs/clusters, or ./mine.yaml."
+)

@@ -103,9 +103,7 @@ def write_draft(text: str, file: Path, *, force: bool) -> None:
         trial.unlink(missing_ok=True)
 
 
-def _lines(
-    name: str, model: DraftedModel, machine: DraftedMachine, choices: Choices, max_trials: int
-) -> Iterator[str]:
+def _lines(name: str, model: DraftedModel, machine: DraftedMachine, choices: Choices, max_trials: int) -> Iterator[str]:
     workload, size = choices.workload, model.num_parameters
     yield from _comment(f"{name}: {model.source}{f', {_count(size)} weights' if size else ''}, on {machine.label}.")
     if model.differences:

@@ -96,7 +96,9 @@ def _server(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     env = {name: value for name, value in os.environ.items() if not is_secret_name(name)}
     env |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     env["PYTHONSAFEPATH"] = "1"  # of what it starts in turn; that looks for modules in its folder besides
-    server = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True, cwd="/")
+    server = subprocess.Popen(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True, cwd="/"
+    )
     try:
         yield server
     finally:
