@@ -54,7 +54,7 @@ def proof_tags(state: SweepState) -> dict[int, dict[str, str]]:
     if state.verdict is not None and state.verdict.winner is not None:
         tags[state.verdict.winner] = {"tc.role": "winner"}
     for report in state.verdict.gates if state.verdict else ():
-        tags.setdefault(report.trial, {})["tc.gate"] = "passed" if report.passed else "failed"
+        tags.setdefault(report.trial, {})["tc.gate"] = report.answer
     for one in state.proof.evaluations:
         tags.setdefault(one.trial, {})["tc.evaluation"] = "passed" if one.passed else "failed"
     return tags

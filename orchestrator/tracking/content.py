@@ -20,6 +20,7 @@ from orchestrator.statistics import speed
 from orchestrator.sweep.events import SweepCreated, sweep_id
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
 from orchestrator.tracking.checks import check_note, role_tags
+from orchestrator.virtual import watermark, watermark_line
 from trials.codec import to_json
 from trials.outcome import Measured, Outcome
 from trials.reports.findings import Findings
@@ -96,6 +97,7 @@ def attempt_tags(trial: Trial) -> dict[str, str]:
         "tc.attempt_token": attempt.token,
         "tc.nodes": ", ".join(dict.fromkeys(device.node for device in attempt.ranks)),
         **_outcome_tags(attempt.outcome),
+        **({"tc.disturbed": why} if (why := words.disturbed(trial.measurement)) else {}),
         **lost,
     }
 
@@ -149,8 +151,11 @@ def trial_note(state: SweepState, trial: Trial) -> str:
     """Note of a trial's run in Markdown: the result in its first line, why the trial was made in its last."""
     if trial.check is not None:
         name = f"{words.check_words(trial.check)}, `{short_name(trial.candidate)}`"
-        return f"{check_note(trial, name, state.score(trial), state.unit)}\n\nProposed: {trial.reason}."
-    return "\n\n".join(part for part in (_result_note(state, trial), f"Proposed: {trial.reason}.") if part)
+        result = check_note(trial, name, state.score(trial), state.unit)
+    else:
+        result = _result_note(state, trial)
+    parts = (watermark_line(state.virtual), result, f"Proposed: {trial.reason}.")
+    return "\n\n".join(part for part in parts if part)
 
 
 def _result_note(state: SweepState, trial: Trial) -> str:
@@ -161,9 +166,7 @@ def _result_note(state: SweepState, trial: Trial) -> str:
         )
     found = speed(trial.measurement, state.objective)
     compared = versus_baseline(trial, state)
-    against = (
-        f", {words.versus(compared)} the baseline ({units.ratio_interval(compared.ratio.ci95)})" if compared else ""
-    )
+    against = f", {units.ratio(compared.ratio.value, compared.ratio.ci95)} against the baseline" if compared else ""
     unit = state.unit
     head = f"**{units.rate(found.value)} {unit}**{against} — {name}\n\n95 % interval {units.interval(found.ci95)}"
     return "\n".join([head, "", *(f"- {line}" for line in findings_lines(trial.measurement.findings))]).rstrip()
@@ -172,8 +175,10 @@ def _result_note(state: SweepState, trial: Trial) -> str:
 def _common_tags(created: SweepCreated) -> dict[str, str]:
     return {
         "tc.sweep": created.sweep,
+        "tc.page": f"tune-cluster ui {created.sweep}",
         "tc.sweep_id": sweep_id(created),
         "tc.hardware": created.hardware,
+        **({"tc.watermark": watermark(created.virtual)} if created.virtual else {}),
         "mlflow.source.name": "tune-cluster",
         "mlflow.source.type": "LOCAL",
     }

@@ -34,6 +34,8 @@ REMEASURED_SPEEDUP = "remeasured_speedup"
 """A finalist's speed over the baseline's, measured again side by side, whatever the verdict."""
 CONFIRMED_SPEEDUP = "confirmed_speedup"
 """The same of the winner that the verdict confirms, and of nothing else."""
+REHEARSED_SPEEDUP = "rehearsed_speedup"
+"""What stands for all of these where the cluster does not exist, and nothing was measured."""
 RETRACTED = {f"{CONFIRMED_SPEEDUP}{end}": math.nan for end in ("", "_low", "_high")}
 """What takes the place of a confirmed speed-up that a later verdict takes back; MLflow forgets no metric."""
 
@@ -79,7 +81,22 @@ def _measured(measurement: Measurement) -> dict[str, float | None]:
         "num_skipped_steps": measurement.num_skipped_steps or None,
         "compile_s": measurement.compile_s or None,
         **{f"parts/{name.removesuffix('_s')}_ms": seconds * _MS or None for name, seconds in parts.items()},
+        **_disturbance(measurement),
         **{f"found/{name}": value for name, value in findings_metrics(measurement.findings).items()},
+    }
+
+
+def _disturbance(measurement: Measurement) -> dict[str, float | None]:
+    """What else the most disturbed node did; shares of its processors' time."""
+    if not measurement.disturbances:
+        return {}
+    worst = measurement.disturbances[0]
+    return {
+        "busy/foreign_cpu_share": worst.foreign_cpu,
+        "busy/steal_share": worst.steal,
+        "busy/cpu_pressure_share": worst.pressure,
+        "busy/lowest_device_clock_share": worst.lowest_clock,
+        "busy/highest_device_temperature_c": worst.highest_temperature_c,
     }
 
 
@@ -140,6 +157,7 @@ def verdict_metrics(state: SweepState) -> dict[str, float]:
     if verdict is None:
         return {}
     name = REMEASURED_SPEEDUP if verdict.winner is None else CONFIRMED_SPEEDUP
+    name = REHEARSED_SPEEDUP if state.virtual else name
     return _told({"confirmation_rounds": verdict.num_rounds, **_speedup(name, verdict.speedup)})
 
 
@@ -147,8 +165,9 @@ def finalist_metrics(state: SweepState) -> dict[int, dict[str, float]]:
     """Number of each finalist that was measured again to its speed-up; the winner's is confirmed besides."""
     if state.verdict is None:
         return {}
-    found = {one.trial: _speedup(REMEASURED_SPEEDUP, one.overall) for one in finalists(state)}
-    if (winner := state.verdict.winner) is not None:
+    again = REHEARSED_SPEEDUP if state.virtual else REMEASURED_SPEEDUP
+    found = {one.trial: _speedup(again, one.overall) for one in finalists(state)}
+    if (winner := state.verdict.winner) is not None and state.virtual is None:
         found[winner] = {**found.get(winner, {}), **_speedup(CONFIRMED_SPEEDUP, state.verdict.speedup)}
     return {number: _told(values) for number, values in found.items()}
 
