@@ -84,6 +84,8 @@ def ui(
         announce=tell,
         tell=lambda words: click.echo(words, err=True),
     )
+    again = Invocation.current(home).command("ui", *([sweep] if sweep else []))
+    click.echo(f"no longer served; sweeps go on. To see it again: {again}", err=True)
 
 
 @click.command()

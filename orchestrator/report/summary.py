@@ -194,8 +194,13 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
 
 
 def _profiles(state: SweepState) -> tuple[tuple[int, ProfileTables], ...]:
-    runs = ((t.check.of, profile_tables(t)) for t in state.checks() if isinstance(t.check, ProfileRun))
-    return tuple((of, tables) for of, tables in runs if tables is not None)
+    runs = ((t.check.of, t) for t in state.checks() if isinstance(t.check, ProfileRun))
+    found = ((of, profile_tables(run, _step_s(state.trials[of]))) for of, run in runs)
+    return tuple((of, tables) for of, tables in found if tables is not None)
+
+
+def _step_s(trial: Trial) -> float | None:
+    return trial.measurement.step_time_s if trial.measurement else None
 
 
 def _disturbed_json(summary: Summary) -> dict[str, Any] | None:

@@ -57,10 +57,16 @@ GATE_ROLE_WORDS: Mapping[GateRole, str] = {
 }
 """What follows the number of a trial that trains for the gate; nothing for a finalist or baseline as it is."""
 
-CommandPurpose = Literal["ui", "page", "explain", "confirm", "promote", "force", "rollback"]
+CommandPurpose = Literal[
+    "logs", "story", "retry", "delete", "ui", "page", "explain", "confirm", "promote", "force", "rollback"
+]
 """What a command shown below a result is for; ``force`` is a promotion that is refused unless forced."""
 
 PURPOSE_WORDS: Mapping[CommandPurpose, str] = {
+    "logs": "what the failing ranks wrote",
+    "story": "what happened to it, and what follows",
+    "retry": "launch what failed again, once the cause is mended",
+    "delete": "remove it: nothing was measured",
     "ui": "look at every trial in the browser",
     "page": "one page to keep or to send",
     "explain": "the bottleneck, and what answers it",

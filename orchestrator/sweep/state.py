@@ -367,6 +367,15 @@ def weighted_step_s(trial: Trial, objective: Objective) -> float:
     return trial.measurement.step_time_s * objective.weight(trial.measurement.world_size)
 
 
+TRIAL_WORDS = ("baseline", "best", "winner")
+"""Words for trials, besides their numbers."""
+
+
+def is_trial(text: str) -> bool:
+    """Whether ``text`` could mean a trial of some sweep: ``3``, ``t003``, or one of :data:`TRIAL_WORDS`."""
+    return text in TRIAL_WORDS or re.fullmatch(r"[tT]?\d{1,9}", text) is not None
+
+
 def find_trial(state: SweepState, text: str, sweep: str) -> Trial:
     """The trial that ``text`` means: ``3``, ``t003``, ``baseline``, ``best`` or ``winner``.
 

@@ -97,8 +97,9 @@ class LiveView:
             self._live.start()
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         if self._live:
+            self._live.transient = kind is not KeyboardInterrupt  # whoever goes away keeps what was seen last
             self._live.stop()
             self._live = None
 

@@ -191,6 +191,17 @@ def render_profiles(profiles: Sequence[Profiled]) -> RenderableType | None:
     return Group(*parts[:-1]) if parts else None
 
 
+def render_profiled(report: Report, number: int) -> RenderableType:
+    """The last profile of one trial alone, or why there is none."""
+    mine = [one for one in report.profiles if one.of == number]
+    if not mine:
+        name = report.summary.sweep
+        words = f"there is no profile of {units.trial_id(number)}; `status {name}` tells what failed last"
+        return Text(words, style="yellow")
+    heading = Text.assemble((f"{report.summary.sweep} {units.trial_id(number)}", "bold"), ", profiled")
+    return Group(heading, Text(""), render_profile(mine[-1].tables, mine[-1].files))
+
+
 def _profile_table(shown: ShownTable) -> FittedTable:
     """The first words and the first number always; of the others, the last go first."""
     table = FittedTable(

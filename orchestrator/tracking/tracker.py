@@ -118,6 +118,10 @@ class Tracker:
             self._runs[identity] = self._search_runs(self._experiment_id(state), identity)
         return self._runs[identity]
 
+    def runs_in(self, experiment_id: str, state: SweepState) -> list[str]:
+        """Every run that the sweep has in this experiment."""
+        return list(self._search_runs(experiment_id, events.sweep_id(state.sweep)).values())
+
     def create_run(self, state: SweepState, name: str, tags: Mapping[str, str], at_s: float) -> str:
         run = self._mlflow().create_run(self._experiment_id(state), _ms(at_s), _tags(tags), run_name=name)
         return str(run.info.run_id)
