@@ -31,6 +31,11 @@ def status_words(status: str) -> str:
     return STATUS_WORDS.get(status, status)
 
 
+def rounded(value: float, digits: int = 4) -> float:
+    """The value with so many significant digits."""
+    return float(f"{value:.{digits}g}")
+
+
 def rate(value: float) -> str:
     """A speed with at least three significant digits: ``15,234``, ``98.7``."""
     if value >= 1000:

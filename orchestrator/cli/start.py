@@ -146,7 +146,7 @@ def doctor(file: Path | None, address: str | None, home: Path, as_json: bool) ->
     """
     from orchestrator.commands.doctor import examine
     from orchestrator.sweep.home import Home
-    from orchestrator.terminal.doctor import render_doctor
+    from orchestrator.terminal.probe import render_doctor
 
     diagnosed = examine(Home(home), file=file, address=address)
     print_result(as_json, diagnosed.to_json(), lambda: render_doctor(diagnosed))

@@ -18,6 +18,7 @@ from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import FILE_NAME, LedgerError
 from orchestrator.sweep.snapshot import AT_REST, Snapshot
 from orchestrator.text import plain
+from orchestrator.virtual import watermark
 
 Links = Callable[[Snapshot], Mapping[str, str]]
 """Finds the pages of a sweep in MLflow, by what they show."""
@@ -122,6 +123,7 @@ def _index_line(sweep: Snapshot, home: Home) -> dict[str, Any]:
     age = "" if sweep.began_at_s is None else age_words(sweep.at_s - sweep.began_at_s)
     return {
         "name": sweep.name,
+        "mark": watermark(state.virtual),
         "phase": sweep.phase,
         "reason": plain(sweep.reason),
         "headline": headline(state, summary) if summary and (compared or state.is_over) else "",

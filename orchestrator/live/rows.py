@@ -50,13 +50,16 @@ def trial_rows(sweep: Snapshot) -> tuple[dict[int, Row], dict[str, Any]]:
     for row, trial in zip(table.rows, shown, strict=True):
         cells = _row(trial, sweep)
         rows[trial.number] = cells | _compared(row)
-        rows[trial.number] |= {"role": _role(row, finalists, chosen), "is_chosen": row.is_chosen, "name": row.name}
+        rows[trial.number] |= {"role": _role(row, finalists, chosen), "is_chosen": row.is_chosen}
+        rows[trial.number] |= {"name": row.name, "spelled": row.spelled}
     checks = state.checks()[-MAX_CHECKS:]
     for trial in checks:
         rows[trial.number] = _row(trial, sweep) | {"check": words.check_words(trial.check)}
     about = {
         "unit": table.unit,
         "legend": unit_legend(table.unit),
+        "signs": [list(sign) for sign in table.legend],
+        "busy_note": table.busy_note,
         "common": table.common,
         "total": state.num_searched,
         "hidden": state.num_searched - len(shown),
@@ -128,6 +131,7 @@ def _measured(measurement: Measurement, objective: Objective) -> Row:
         "total": _figure(total, units.rate(total)),
         "each": _figure(each, units.rate(each)),
         "spread": words.spread(measurement),
+        "busy": words.disturbed(measurement),
         "step_time": _figure(measurement.step_time_s, units.milliseconds(measurement.step_time_s)),
         "memory": _figure(measurement.peak_bytes, words.peak_memory(measurement)),
     }

@@ -14,7 +14,8 @@ from orchestrator.statistics import Interval
 from orchestrator.sweep.requests import asker
 from orchestrator.tracking.registry import Registered
 
-PRODUCTION, PREVIOUS = "production", "previous"
+PRODUCTION, PREVIOUS, CANDIDATE = "production", "previous", "candidate"
+"""Aliases: what is in use, what was before, and what was registered to be looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +50,11 @@ def promotion_of(name: str, manifest: Manifest, reason: str, past: Past) -> Reco
         recipe_sha256=manifest.sha256,
         files_sha256=manifest.files_sha256,
     )
+
+
+def candidate_of(name: str, manifest: Manifest, reason: str, past: Past) -> Record:
+    """The record of registering ``manifest`` without putting it into production."""
+    return replace(promotion_of(name, manifest, reason, past), action="candidate", from_version="")
 
 
 def rollback_to(target: Registered, reason: str, past: Past) -> Record:

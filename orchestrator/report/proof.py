@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from orchestrator import units
 from orchestrator.objective import Objective
-from orchestrator.proof.loss_gate import LossComparison, deviations, trajectory
+from orchestrator.proof.loss_gate import LossComparison, deviations
 from orchestrator.proof.progress import (
     BASELINE,
     Confirmation,
     confirmation,
     gate_report,
-    gate_roles,
     gate_runs,
+    gate_trajectories,
     ratio_interval,
 )
 from orchestrator.report import words
@@ -129,6 +129,8 @@ def caution(state: SweepState) -> str:
 
 def gates(state: SweepState) -> list[GateReport]:
     """Reports of the loss gate: those of the verdict; before there is one, those that the gate runs come to."""
+    if state.virtual is not None:
+        return []  # of ledgers written while virtual clusters had a gate
     if state.verdict is not None:
         return list(state.verdict.gates)
     numbers = state.proof.finalists if state.proof else ()
@@ -144,7 +146,7 @@ def evaluations(state: SweepState) -> list[Evaluation]:
 def gate_curves(state: SweepState) -> list[GateCurves]:
     """What was trained for each finalist that the gate has trained."""
     found = []
-    for number in state.proof.finalists if state.proof else ():
+    for number in state.proof.finalists if state.proof and state.virtual is None else ():
         trials = gate_runs(state, number)
         runs = {role: trial.measurement for role, trial in trials.items() if trial.measurement is not None}
         if "finalist" in runs:
@@ -153,12 +155,8 @@ def gate_curves(state: SweepState) -> list[GateCurves]:
 
 
 def _comparison(state: SweepState, finalist: int) -> LossComparison | None:
-    trials = gate_runs(state, finalist)
-    of = {role: trajectory(t.measurement, t.candidate) for role, t in trials.items() if t.measurement is not None}
-    if "baseline" not in of or "finalist" not in of:
-        return None
-    reference = of.get("reference") if "reference" in gate_roles(state, finalist) else None
-    return deviations(of["baseline"], of["finalist"], reference, _settings(state), state.sweep.workload)
+    found = gate_trajectories(state, finalist)
+    return None if found is None else deviations(found, _settings(state), state.sweep.workload)
 
 
 def _settings(state: SweepState) -> GateSettings:
@@ -190,8 +188,11 @@ def _outcome(state: SweepState, found: Confirmation, finalist: int) -> tuple[Fin
         return "not_measured", found.failed[finalist]
     if verdict is not None and verdict.winner == finalist:
         return "winner", ""
-    if any(report.trial == finalist and not report.passed for report in gates(state)):
+    answers = {report.trial: report.answer for report in gates(state)}
+    if answers.get(finalist) == "failed":
         return "trains_differently", ""
+    if answers.get(finalist) == "inconclusive" and not evaluations(state):
+        return "not_judged", ""
     if any(one.trial == finalist and not one.passed for one in evaluations(state)):
         return "failed_evaluation", ""
     if verdict is not None and verdict.winner is not None and finalist in verdict.tied_with:

@@ -28,6 +28,7 @@ from orchestrator.statistics import Estimate
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.sweep.values import Conclusion
+from orchestrator.units import trial_id
 from trials.codec import to_json
 from trials.outcome import Measurement
 
@@ -225,7 +226,7 @@ def make_report(
         sweep_yaml=sources.sweep_yaml,
         is_recorded=recorded is not None,
         links=sweep_links(uri, recorded.experiment_id, recorded.run_id, summary.sweep) if recorded else {},
-        commands=tuple(_commands(state, summary, invocation)),
+        commands=tuple(_commands(state, invocation)),
     )
 
 
@@ -314,17 +315,36 @@ def _profiles(state: SweepState, summary: Summary, folder: Path | None) -> tuple
     )
 
 
-def _commands(state: SweepState, summary: Summary, invocation: Invocation) -> list[NextCommand]:
-    name, conclusion = summary.sweep, state.verdict.conclusion if state.verdict else None
-    words: dict[CommandPurpose, tuple[str, ...]] = {
-        "ui": ("ui", name),
-        "page": ("report", name, "--html"),
-        "explain": ("explain", name),
-    }
-    if conclusion != "keep":
+def _commands(state: SweepState, invocation: Invocation) -> list[NextCommand]:
+    words = _failed_commands(state) if state.status == "failed" else _result_commands(state)
+    return [NextCommand(purpose=purpose, command=invocation.command(*argv)) for purpose, argv in words.items()]
+
+
+def _failed_commands(state: SweepState) -> dict[CommandPurpose, tuple[str, ...]]:
+    """What a sweep that failed asks for: what went wrong first, then how to go on."""
+    name = state.sweep.sweep
+    words: dict[CommandPurpose, tuple[str, ...]] = {}
+    if state.last_failures:
+        trial = trial_id(state.last_failures[0][0])
+        words |= {"logs": ("logs", name, trial), "story": ("explain", name, trial)}
+    words["retry"] = ("retry", name, "--failed")
+    if state.best is None:
+        words["delete"] = ("delete", name)
+    return words
+
+
+def _result_commands(state: SweepState) -> dict[CommandPurpose, tuple[str, ...]]:
+    name, conclusion = state.sweep.sweep, state.verdict.conclusion if state.verdict else None
+    words: dict[CommandPurpose, tuple[str, ...]] = {"ui": ("ui", name), "page": ("report", name, "--html")}
+    if state.best is None:
+        return words  # there is nothing to explain, to confirm or to promote
+    words["explain"] = ("explain", name)
+    if conclusion not in ("keep", "rehearsed"):
         words["confirm"] = ("confirm", name)
     if conclusion in (None, "confirmed"):
         words["promote" if conclusion else "force"] = ("promote", name, "--name", "NAME")
+    if state.virtual is not None:  # nothing to confirm, nothing for production
+        words = {purpose: argv for purpose, argv in words.items() if purpose not in ("confirm", "promote", "force")}
     if state.promotions:
         words["rollback"] = ("rollback", state.promotions[-1].record["name"])
-    return [NextCommand(purpose=purpose, command=invocation.command(*argv)) for purpose, argv in words.items()]
+    return words

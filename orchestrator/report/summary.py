@@ -17,6 +17,7 @@ from orchestrator.statistics import Estimate, Interval, SpeedVerdict
 from orchestrator.sweep.events import CandidatesPruned
 from orchestrator.sweep.state import SweepState, SweepStatus, Trial, TrialStatus
 from orchestrator.sweep.values import ProfileRun, Verdict
+from orchestrator.virtual import Virtual
 from trials.codec import to_json
 
 ENDED: tuple[TrialStatus, ...] = tuple(s for s in get_args(TrialStatus) if s not in ("proposed", "running"))
@@ -107,6 +108,8 @@ class Summary:
     """What confirmation and gate came to; None while they have not, or are off."""
     profiles: tuple[tuple[int, ProfileTables], ...] = ()
     """Trials run under the profiler, by number, with what their runs showed; in the order of the runs."""
+    virtual: Virtual | None = None
+    """How the numbers came about where nothing was measured, since the cluster does not exist."""
     objective: ObjectiveName = "tokens_per_s_per_device"
     disturbed: tuple[int, ...] = ()
     """Numbers of the trials, checks among them, that were measured on a busy machine."""
@@ -128,6 +131,8 @@ class Summary:
             "reason": self.reason,
             "objective": self.objective,
             "unit": self.unit,
+            "measured": self.virtual is None,
+            "virtual": self.virtual,
             "num_leased_devices": self.num_leased,
             "winner": self.winner.to_json() if self.winner else None,
             "best": self.best.to_json() if self.best else None,
@@ -178,6 +183,7 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
         winner=result(state.winner, state.objective) if state.verdict and state.verdict.winner is not None else None,
         proof=state.verdict,
         profiles=_profiles(state),
+        virtual=state.virtual,
         objective=state.objective.name,
         unit=state.unit,
         num_leased=state.sweep.num_devices,
@@ -188,8 +194,13 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
 
 
 def _profiles(state: SweepState) -> tuple[tuple[int, ProfileTables], ...]:
-    runs = ((t.check.of, profile_tables(t)) for t in state.checks() if isinstance(t.check, ProfileRun))
-    return tuple((of, tables) for of, tables in runs if tables is not None)
+    runs = ((t.check.of, t) for t in state.checks() if isinstance(t.check, ProfileRun))
+    found = ((of, profile_tables(run, _step_s(state.trials[of]))) for of, run in runs)
+    return tuple((of, tables) for of, tables in found if tables is not None)
+
+
+def _step_s(trial: Trial) -> float | None:
+    return trial.measurement.step_time_s if trial.measurement else None
 
 
 def _disturbed_json(summary: Summary) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from orchestrator import units
 from orchestrator.objective import unit_legend
 from orchestrator.statistics import relative_spread
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
-from orchestrator.sweep.values import Check, ConfirmationRun, Evaluation, GateReport, GateRun
+from orchestrator.sweep.values import Check, ConfirmationRun, Evaluation, GateReport, GateRole, GateRun
 from trials.outcome import Measurement
 from trials.reports.disturbance import FOREIGN_CPU_LIMIT, STOLEN_LIMIT, Disturbance
 
@@ -27,11 +27,13 @@ FinalistOutcome = Literal[
     "not_shown_yet",
     "tied",
     "trains_differently",
+    "not_judged",
     "failed_evaluation",
     "not_measured",
     "not_measured_yet",
 ]
-"""What came of a finalist: ``not_shown`` faster than the baseline, ``tied`` with the winner."""
+"""What came of a finalist: ``not_shown`` faster than the baseline, ``tied`` with the winner; of one ``not_judged`` it
+could not be told whether it trains the same."""
 
 FINALIST_WORDS: Mapping[FinalistOutcome, str] = {
     "winner": "the winner",
@@ -41,15 +43,30 @@ FINALIST_WORDS: Mapping[FinalistOutcome, str] = {
     "not_shown_yet": "not shown yet",
     "tied": "cannot be told from {cause}",
     "trains_differently": "does not train the same",
+    "not_judged": "could not be told to train the same",
     "failed_evaluation": "failed your evaluation",
     "not_measured": "not measured again: {cause}",
     "not_measured_yet": "not measured yet",
 }
 
-CommandPurpose = Literal["ui", "page", "explain", "confirm", "promote", "force", "rollback"]
+GATE_ROLE_WORDS: Mapping[GateRole, str] = {
+    "reference": " in fp32",
+    "finalist_reference": " in fp32",
+    "twin": " with rounding errors",
+    "reference_twin": " in fp32 with rounding errors",
+}
+"""What follows the number of a trial that trains for the gate; nothing for a finalist or baseline as it is."""
+
+CommandPurpose = Literal[
+    "logs", "story", "retry", "delete", "ui", "page", "explain", "confirm", "promote", "force", "rollback"
+]
 """What a command shown below a result is for; ``force`` is a promotion that is refused unless forced."""
 
 PURPOSE_WORDS: Mapping[CommandPurpose, str] = {
+    "logs": "what the failing ranks wrote",
+    "story": "what happened to it, and what follows",
+    "retry": "launch what failed again, once the cause is mended",
+    "delete": "remove it: nothing was measured",
     "ui": "look at every trial in the browser",
     "page": "one page to keep or to send",
     "explain": "the bottleneck, and what answers it",
@@ -67,8 +84,10 @@ def finalist_words(one: Finalist) -> str:
 
 def gate_words(report: GateReport) -> str:
     """``passed: loss 0.04 % off (1 % allowed), gradient norm 0.3 % off (10 % allowed)``, or why not."""
-    if not report.passed:
+    if report.answer == "failed":
         return f"failed: {'; '.join(report.reasons)}"
+    if report.answer == "inconclusive":
+        return f"could not be told: {'; '.join((*report.doubts, report.remedy)).rstrip('; ')}"
     pairs = (
         ("loss", report.loss_deviation, report.loss_tolerance),
         ("gradient norm", report.grad_norm_deviation, report.grad_norm_tolerance),
@@ -110,7 +129,7 @@ def check_words(check: Check | None) -> str:
         case ConfirmationRun():
             return f"{of} again, round {check.round + 1}"
         case GateRun():
-            return f"{of} in fp32 for the loss gate" if check.role.endswith("reference") else f"{of} for the loss gate"
+            return f"{of}{GATE_ROLE_WORDS.get(check.role, '')} for the loss gate"
         case _:
             return f"{of} with the profiler"
 
@@ -160,11 +179,8 @@ def figures(found: Figures, num_leased: int | None, per_device_unit: str) -> str
 
 def trial_figures(state: SweepState, trial: Trial) -> str:
     """:func:`figures` of a measured trial, as it was measured itself; empty where it was not."""
-    found = trial.measurement
-    if found is None:
-        return ""
-    made = state.objective.figures(found.tokens_per_step, found.step_time_s, found.world_size)
-    return figures(made, state.sweep.num_devices, state.sweep.workload.speed_unit)
+    found = state.figures(trial)
+    return figures(found, state.sweep.num_devices, state.sweep.workload.speed_unit) if found else ""
 
 
 def measured_by(shown: Sequence[ShownTrial]) -> str:

@@ -124,7 +124,7 @@ NOTATION: tuple[Sign, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class NamePart:
     """A sign with its values."""
 
     sign: Sign
@@ -145,7 +145,7 @@ def _filled(text: str, values: Mapping[str, object]) -> str:
     return re.sub(_VALUE, lambda found: str(values[found[1]]), text)
 
 
-Word = tuple[Part, ...]
+Word = tuple[NamePart, ...]
 """A word of a name: ``tp2sp`` is ``tp2`` and ``sp``."""
 
 
@@ -157,7 +157,7 @@ def word_text(word: Word) -> str:
 def words_of(candidate: Candidate) -> Iterator[Word]:
     """The words of a candidate's name, in order."""
     yield from _layout_words(candidate.layout)
-    yield (Part(MICRO_BATCH, {"N": candidate.micro_batch_size}),)
+    yield (NamePart(MICRO_BATCH, {"N": candidate.micro_batch_size}),)
     if candidate.recompute != Recompute():
         yield tuple(_recompute_parts(candidate))
     yield tuple(_precision_parts(candidate.precision))
@@ -187,66 +187,69 @@ def notation_table() -> str:
 
 def _layout_words(layout: Layout) -> Iterator[Word]:
     if layout.pp > 1:
-        yield (Part(PP, {"N": layout.pp}),)
+        yield (NamePart(PP, {"N": layout.pp}),)
         has_chunks = layout.num_virtual_stages > 1 and layout.schedule != "zbv"
-        chunks = (Part(CHUNKS, {"N": layout.num_virtual_stages}),) if has_chunks else ()
-        yield (Part(SCHEDULES[layout.schedule], {}), *chunks)
+        chunks = (NamePart(CHUNKS, {"N": layout.num_virtual_stages}),) if has_chunks else ()
+        yield (NamePart(SCHEDULES[layout.schedule], {}), *chunks)
         if (split := stage_layers_text(layout)) != "even":
-            yield (Part(STAGE_LAYERS, {"A,B": split}),)
+            yield (NamePart(STAGE_LAYERS, {"A,B": split}),)
     if layout.dp_replicate > 1 or layout.world_size == 1 or layout.replicate_with == "fsdp2":
-        engine = (Part(WITH_FSDP2, {}),) if layout.replicate_with == "fsdp2" else ()
-        yield (Part(REPLICAS, {"N": layout.dp_replicate}), *engine)
+        engine = (NamePart(WITH_FSDP2, {}),) if layout.replicate_with == "fsdp2" else ()
+        yield (NamePart(REPLICAS, {"N": layout.dp_replicate}), *engine)
     if layout.dp_shard > 1:
-        yield (Part(SHARDS, {"S": layout.zero_stage, "N": layout.dp_shard}),)
+        yield (NamePart(SHARDS, {"S": layout.zero_stage, "N": layout.dp_shard}),)
     if layout.shard_embedding:
-        yield (Part(EMBEDDING, {}),)
+        yield (NamePart(EMBEDDING, {}),)
     if layout.cp > 1:
-        yield (Part(CONTEXT, {"N": layout.cp}), *((Part(ULYSSES, {}),) if layout.cp_method == "ulysses" else ()))
+        yield (
+            NamePart(CONTEXT, {"N": layout.cp}),
+            *((NamePart(ULYSSES, {}),) if layout.cp_method == "ulysses" else ()),
+        )
     if layout.tp > 1:
         flags = {SEQUENCE: layout.sequence_parallel, LOCAL: layout.tp_engine == "local", COPIES: layout.num_copies > 1}
-        suffixes = (Part(sign, {"N": layout.num_copies}) for sign, is_on in flags.items() if is_on)
-        yield (Part(TENSOR, {"N": layout.tp}), *suffixes)
+        suffixes = (NamePart(sign, {"N": layout.num_copies}) for sign, is_on in flags.items() if is_on)
+        yield (NamePart(TENSOR, {"N": layout.tp}), *suffixes)
 
 
-def _recompute_parts(candidate: Candidate) -> Iterator[Part]:
+def _recompute_parts(candidate: Candidate) -> Iterator[NamePart]:
     for named in recompute_text(candidate.recompute, candidate.layout).split(" "):
         what, _, number = named.rpartition(":")
         if what in ("full", "comm"):
-            yield Part(FULL if what == "full" else COMMUNICATION, {"N": number})
+            yield NamePart(FULL if what == "full" else COMMUNICATION, {"N": number})
         else:
-            yield Part(SELECTIVE, {"PATTERN": what.removeprefix("~"), "N": number})
+            yield NamePart(SELECTIVE, {"PATTERN": what.removeprefix("~"), "N": number})
 
 
-def _precision_parts(precision: Precision) -> Iterator[Part]:
+def _precision_parts(precision: Precision) -> Iterator[NamePart]:
     lists, scale = lists_text(precision), loss_scale_text(precision)
     number_format = precision_text(precision).partition("-")[2].removesuffix(scale).removesuffix(lists)
-    yield Part(PRECISIONS[precision.level], {"TYPE": number_format})
+    yield NamePart(PRECISIONS[precision.level], {"TYPE": number_format})
     if precision.level != "O0" and lists:
-        yield Part(LISTS, {"+A-B": lists})
+        yield NamePart(LISTS, {"+A-B": lists})
     if precision.level != "O0" and scale:
-        yield Part(LOSS_SCALE, {"ID": scale.removeprefix("~")})
+        yield NamePart(LOSS_SCALE, {"ID": scale.removeprefix("~")})
 
 
 def _loader_words(loader: Loader) -> Iterator[Word]:
     if loader.num_workers:
-        ahead = (Part(PREFETCH, {"N": loader.prefetch_factor}),) if loader.prefetch_factor != 2 else ()
-        yield (Part(WORKERS, {"N": loader.num_workers}), *ahead)
+        ahead = (NamePart(PREFETCH, {"N": loader.prefetch_factor}),) if loader.prefetch_factor != 2 else ()
+        yield (NamePart(WORKERS, {"N": loader.num_workers}), *ahead)
     if loader.tuning is not None:
-        yield (Part(TUNED, {"HOW": plain(loader.tuning)}),)
+        yield (NamePart(TUNED, {"HOW": plain(loader.tuning)}),)
     flags = {PINNED: loader.pin_memory, KEPT: loader.persistent_workers, FULL_BATCH: loader.full_batch}
-    yield from ((Part(sign, {}),) for sign, is_on in flags.items() if is_on)
+    yield from ((NamePart(sign, {}),) for sign, is_on in flags.items() if is_on)
 
 
 def _kernel_words(kernels: Kernels) -> Iterator[Word]:
     default = Kernels()
     if kernels.compile != "off":
-        mode = (Part(COMPILE_MODE, {"MODE": kernels.compile_mode}),)
-        backend = (Part(BACKEND, {"NAME": kernels.backend}),)
+        mode = (NamePart(COMPILE_MODE, {"MODE": kernels.compile_mode}),)
+        backend = (NamePart(BACKEND, {"NAME": kernels.backend}),)
         yield (
-            Part(COMPILED[kernels.compile], {}),
+            NamePart(COMPILED[kernels.compile], {}),
             *(mode if kernels.compile_mode != default.compile_mode else ()),
             *(backend if kernels.backend != default.backend else ()),
         )
     for sign, value_of in KERNELS.items():
         if (value := value_of(kernels)) is not None:
-            yield (Part(sign, dict.fromkeys(re.findall(_VALUE, sign.text), value)),)
+            yield (NamePart(sign, dict.fromkeys(re.findall(_VALUE, sign.text), value)),)

@@ -22,7 +22,7 @@ from orchestrator.diagnosis.values import (
     Remedy,
     SweepExplanation,
 )
-from orchestrator.terminal.layout import indented, label_grid, section
+from orchestrator.terminal.layout import indented, label_grid, mark, section
 from orchestrator.terminal.table import Column, FittedTable
 
 MAX_KNOBS = 8
@@ -50,7 +50,11 @@ SOURCE_MARKS = {"measured": "", "profiled": "p", "modelled": "~"}
 def render_sweep_explanation(explained: SweepExplanation) -> RenderableType:
     """All sections, for a terminal of 80 columns or more."""
     head = Text.assemble((explained.sweep, "bold"), f" on {explained.hardware}: {explained.phase}")
-    sections: list[RenderableType] = [head, section("Where the step time goes", _parts(explained))]
+    sections: list[RenderableType] = [
+        *mark(explained.virtual),
+        head,
+        section("Where the step time goes", _parts(explained)),
+    ]
     sections.append(section("What holds it back", _diagnoses(explained)))
     sections.append(
         section("Which knob matters", Group(_knobs(explained.importance, explained.effects), *_left_out(explained)))

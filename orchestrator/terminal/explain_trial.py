@@ -13,7 +13,7 @@ from orchestrator.space.naming import short_name
 from orchestrator.space.notation import spelled
 from orchestrator.status.explanation import AttemptExplanation, Explanation
 from orchestrator.sweep.state import Trial, nodes_of
-from orchestrator.terminal.layout import indented, label_grid
+from orchestrator.terminal.layout import indented, label_grid, mark
 from orchestrator.terminal.table import status_text
 from orchestrator.text import plain
 from orchestrator.units import count, signal_name
@@ -28,7 +28,7 @@ def render_explanation(explained: Explanation) -> RenderableType:
     """What happened to the trial, from its proposal to what it ruled out."""
     trial = explained.trial
     head = Text.assemble((f"{explained.sweep} {units.trial_id(trial.number)} ", "bold"), status_text(trial.status))
-    parts: list[RenderableType] = [head, Text(short_name(trial.candidate)), _spelled(trial)]
+    parts: list[RenderableType] = [*mark(explained.virtual), head, Text(short_name(trial.candidate)), _spelled(trial)]
     parts += [_heading("Proposed"), _proposed(explained)]
     if explained.pending:
         parts += [_heading("Waits"), *_lines(explained.pending, "yellow")]
@@ -64,10 +64,8 @@ def _proposed(explained: Explanation) -> RenderableType:
         )
         grid.add_row("expected", Text(f"{words}, {memory}"))
     if measured:
-        words = f"step {units.milliseconds(measured.step_time_s)}, peak {units.num_bytes(measured.peak_bytes)}"
         ratio = f"; {explained.surprise:.2f} times the expected step" if explained.surprise is not None else ""
-        speed = f"{units.rate(measured.tokens_per_s_per_device)} {explained.unit}"
-        grid.add_row("measured", Text(f"{words}, {speed}{ratio}"))
+        grid.add_row("measured", Text(f"{explained.figures}, peak {units.num_bytes(measured.peak_bytes)}{ratio}"))
         if why := disturbed(measured):
             grid.add_row("disturbed", Text(why, style="yellow"))
     return indented(grid)

@@ -12,6 +12,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.virtual import Virtual, watermark_line
+
 PIPED_WIDTH = 100
 """Characters of a line where the output is no terminal and COLUMNS says nothing else."""
 INDENT = 2
@@ -30,6 +32,12 @@ def print_for_people(content: RenderableType) -> None:
         console.print(content)
     for line in captured.get().splitlines():
         sys.stdout.write(f"{line.rstrip()}\n")
+
+
+def mark(virtual: Virtual | None) -> list[RenderableType]:
+    """The watermark of a sweep on a cluster that does not exist, above all that is shown of it; empty for others."""
+    word, colon, meaning = watermark_line(virtual).partition(":")
+    return [Text.assemble((word, "bold reverse yellow"), colon, meaning)] if virtual else []
 
 
 def section(heading: str, body: RenderableType) -> RenderableType:

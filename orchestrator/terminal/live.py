@@ -22,9 +22,10 @@ from orchestrator.space.naming import short_name
 from orchestrator.status.words import eta_s, phase_words
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.sweep.values import ProfileRun
-from orchestrator.terminal.layout import indented
+from orchestrator.terminal.layout import indented, mark
 from orchestrator.terminal.proof import render_confirmation
 from orchestrator.terminal.table import render_trials
+from orchestrator.virtual import watermark_line
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,15 @@ def render_live(
     hidden = state.num_searched - len(running) - len(shown)
     more = [Text(f"  ... and {hidden} more", style="dim")] if hidden else []
     told = [Text(f"waiting for nodes: {waiting}", style="yellow")] if waiting else []
-    return Group(_header(state, now_s), table, *more, *_checks(state, progress), *told, _footer(state, now_s))
+    return Group(
+        *mark(state.virtual),
+        _header(state, now_s),
+        table,
+        *more,
+        *_checks(state, progress),
+        *told,
+        _footer(state, now_s),
+    )
 
 
 def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[RenderableType]:
@@ -66,8 +75,13 @@ def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[Ren
 class LiveView:
     """Shows a sweep on stderr from the first :meth:`on_state` to the end of the ``with`` block. Never raises."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, opening: str = "") -> None:
+        """
+        Args:
+            opening: printed once, when the sweep is there.
+        """
         self.console = console or Console(stderr=True)
+        self._opening = opening
         self._live: Live | None = None
         self._state = SweepState()
         self._progress: dict[int, GangProgress] = {}
@@ -75,6 +89,7 @@ class LiveView:
         self._num_earlier = 0
         self._refreshed_at_s = 0.0
         self._waiting = ""
+        self._is_marked = False
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -82,13 +97,17 @@ class LiveView:
             self._live.start()
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         if self._live:
+            self._live.transient = kind is not KeyboardInterrupt  # whoever goes away keeps what was seen last
             self._live.stop()
             self._live = None
 
     def on_state(self, state: SweepState) -> None:
         before, self._state = self._state, state
+        if self._opening and state.created is not None:
+            self.console.print(self._opening, style="dim", highlight=False, markup=False, soft_wrap=True)
+            self._opening = ""
         stopped = before.running - state.running
         if before.created is not None:
             self._unannounced += dict.fromkeys((*state.end_order.since(len(before.end_order)), *sorted(stopped)))
@@ -124,6 +143,9 @@ class LiveView:
 
     def _announce(self) -> None:
         """One line per trial that ended since the last look; those of an earlier controller count as seen."""
+        if not self._is_marked and self._state.virtual is not None:
+            self._is_marked = True
+            self.console.print(watermark_line(self._state.virtual), highlight=False)
         if self._num_earlier:
             self.console.print(f"continuing after {self._num_earlier} trials", highlight=False)
             self._num_earlier = 0

@@ -1,4 +1,4 @@
-"""What a probe measured of the nodes and the network, on the terminal."""
+"""What a probe measured of the nodes and the network, and what the doctor found of this host, on the terminal."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 from cluster.probe.probe import Progress as Report
 from cluster.probe.profile import SLOW_DEVIATIONS, SLOW_RATIO, Network, NodeRates, Profile, SlowFigure
 from orchestrator import units
+from orchestrator.commands.doctor import Diagnosed
 from orchestrator.commands.probe import Probed
+from orchestrator.doctor.check import Finding
 from orchestrator.terminal.table import Column, FittedTable
 
 FORMATS = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16"}
 COPIES = {"device": "copy", "to_device": "to device", "from_device": "from device"}
+FINDING_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 MAX_NODES = 32
 """Nodes shown; slow ones come first, and JSON has all."""
 _NODE = Column(title="node", min_width=12)
@@ -142,3 +147,25 @@ def _scaled(value: float, scale: float) -> str:
     """A value with three digits, or with all before the point."""
     scaled = value / scale
     return f"{scaled:,.0f}" if scaled >= 100 else f"{scaled:.3g}"
+
+
+def render_doctor(diagnosed: Diagnosed) -> RenderableType:
+    """All findings and the verdict."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in diagnosed.findings:
+        table.add_row(
+            Text(finding.level, style=FINDING_STYLES[finding.level]), Text(finding.subject), _finding_words(finding)
+        )
+    style = "bold red" if diagnosed.num_failed else "bold green"
+    return Group(table, Padding(Text(diagnosed.verdict, style=style), (1, 0, 0, 0)))
+
+
+def _finding_words(finding: Finding) -> Text:
+    words = Text(finding.words)
+    if finding.remedy:
+        words.append("\n")
+        words.append(finding.remedy, style="italic")
+    return words

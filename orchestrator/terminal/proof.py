@@ -17,6 +17,7 @@ from orchestrator.report.words import (
     finalist_words,
     gate_words,
 )
+from orchestrator.sweep.values import GateAnswer
 from orchestrator.terminal.layout import label_grid
 from orchestrator.terminal.table import Column, FittedTable
 
@@ -27,7 +28,9 @@ OUTCOME_STYLES: Mapping[FinalistOutcome, str] = {
     "winner": "bold green",
     "faster": "green",
     "trains_differently": "red",
+    "not_judged": "yellow",
 }
+ANSWER_STYLES: Mapping[GateAnswer, str] = {"passed": "green", "failed": "red", "inconclusive": "yellow"}
 
 
 def render_confirmation(proof: ProofResult) -> RenderableType | None:
@@ -68,7 +71,7 @@ def render_gate(proof: ProofResult) -> RenderableType | None:
     grid = label_grid()
     for report in proof.gates:
         what = f"{gate_words(report)}; {report.num_steps} steps, {report.precision_class}".rstrip(" ,")
-        grid.add_row(Text(units.trial_id(report.trial)), Text(what, style="green" if report.passed else "red"))
+        grid.add_row(Text(units.trial_id(report.trial)), Text(what, style=ANSWER_STYLES[report.answer]))
         for note in report.notes:
             grid.add_row("", Text(note, style="dim"))
     for one in proof.evaluations:

@@ -18,7 +18,7 @@ from orchestrator.report import words
 from orchestrator.report.profile import MAX_OPERATORS, ProfileTables, ShownTable, file_lines, remarks, shown_tables
 from orchestrator.report.report import Change, Profiled, Report, ShownTrial
 from orchestrator.report.trials import FailedTrial
-from orchestrator.terminal.layout import NextCommands, indented, label_grid, render_legend, section
+from orchestrator.terminal.layout import NextCommands, indented, label_grid, mark, render_legend, section
 from orchestrator.terminal.proof import render_confirmation, render_gate
 from orchestrator.terminal.table import ALWAYS, EXTRA, Column, FittedTable, render_trials
 
@@ -31,21 +31,26 @@ STATE_STYLES = {"finished": "green", "failed": "red", "running": "cyan"}
 
 def render_report(report: Report) -> RenderableType:
     """The whole result: winner against baseline, what changed, trials by speed, failures, where to look next."""
-    parts: list[RenderableType] = [_title(report), _result_panel(report)]
+    parts: list[RenderableType] = [*mark(report.summary.virtual), _title(report), _result_panel(report)]
     if report.change is not None:
         parts.append(section(words.change_heading(is_faster=report.is_faster), _changes(report.change)))
     sections = {
-        "Where the step time goes": _step_times(report.shown),
+        f"Where the step time goes{_in_the_search(report)}": _step_times(report.shown),
         "Found out": _findings(report.shown),
         "Confirmation (speed over the baseline's, measured again side by side)": render_confirmation(report.proof),
         "Loss gate": render_gate(report.proof),
-        f"Trials ({report.cost})": _trials(report),
+        f"Trials{_in_the_search(report)} ({report.cost})": _trials(report),
         "Not measured": _failures(report),
         "Profile": render_profiles(report.profiles),
         "Recorded": _recorded(report),
         "Next": _next(report),
     }
     return Group(*parts, *(section(heading, body) for heading, body in sections.items() if body is not None))
+
+
+def _in_the_search(report: Report) -> str:
+    """What tells figures of the search from those of the confirmation above them; empty where there are none."""
+    return ", as the search measured it" if any(one.is_confirmed for one in report.shown) else ""
 
 
 def _title(report: Report) -> RenderableType:
@@ -57,16 +62,16 @@ def _title(report: Report) -> RenderableType:
 
 def _result_panel(report: Report) -> RenderableType:
     lines: list[RenderableType] = [Text(report.headline, style="bold green" if report.is_faster else "bold")]
-    lines += [Text(line, style="dim") for line in (*report.details, report.confidence) if line]
+    told = () if report.summary.virtual else (report.confidence,)  # the watermark says it
+    lines += [Text(line, style="dim") for line in (*report.details, *told) if line]
     if report.proof.caution:
         lines.append(Text(report.proof.caution, style="yellow"))
     grid = Table.grid(padding=(0, 2))
     for one in report.shown:
         grid.add_row(Text(one.role, style="dim"), Text(units.trial_id(one.number)), _result_cell(one, report))
-    if report.shown:
-        grid.add_row("", "", Text(report.legend, style="dim"))
     style = "green" if report.is_faster else "dim"
-    return Panel(Group(*lines, Text(""), grid), box=box.ROUNDED, border_style=style, padding=(0, 1))
+    legend = [Text(report.legend, style="dim")] if report.shown else []
+    return Panel(Group(*lines, Text(""), grid, *legend), box=box.ROUNDED, border_style=style, padding=(0, 1))
 
 
 def _result_cell(one: ShownTrial, report: Report) -> Text:
@@ -184,6 +189,17 @@ def render_profiles(profiles: Sequence[Profiled]) -> RenderableType | None:
         heading = f"{units.trial_id(one.of)}, recorded as {units.trial_id(one.tables.trial)}"
         parts += [Text(heading, style="bold cyan"), render_profile(one.tables, one.files), Text("")]
     return Group(*parts[:-1]) if parts else None
+
+
+def render_profiled(report: Report, number: int) -> RenderableType:
+    """The last profile of one trial alone, or why there is none."""
+    mine = [one for one in report.profiles if one.of == number]
+    if not mine:
+        name = report.summary.sweep
+        words = f"there is no profile of {units.trial_id(number)}; `status {name}` tells what failed last"
+        return Text(words, style="yellow")
+    heading = Text.assemble((f"{report.summary.sweep} {units.trial_id(number)}", "bold"), ", profiled")
+    return Group(heading, Text(""), render_profile(mine[-1].tables, mine[-1].files))
 
 
 def _profile_table(shown: ShownTable) -> FittedTable:

@@ -31,15 +31,16 @@ from orchestrator.status.words import (
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.snapshot import AT_REST, Snapshot
 from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
-from orchestrator.terminal.layout import indented, label_grid
+from orchestrator.terminal.layout import indented, label_grid, mark
 from orchestrator.terminal.proof import render_confirmation
 from orchestrator.terminal.table import Column, FittedTable, status_text, versus_text
 from orchestrator.text import plain
+from orchestrator.virtual import watermark
 
 
 def render_status(sweep: Snapshot, home: Home, invocation: Invocation) -> RenderableType:
     """One sweep in detail."""
-    parts: list[RenderableType] = [_title(sweep)]
+    parts: list[RenderableType] = [*mark(sweep.state.virtual), _title(sweep)]
     if summary := summary_of(sweep, home):
         parts += [indented(Text(headline(sweep.state, summary))), indented(Text(cost(summary), style="dim"))]
         if (worst := summary.most_disturbed) is not None:
@@ -201,7 +202,7 @@ def _row(sweep: Snapshot) -> list[Text]:
 def best_words(state: SweepState) -> Text:
     """``1.42x t007``: the confirmed winner, before that the fastest; the baseline where nothing beat it."""
     verdict = state.verdict
-    if verdict is not None and verdict.winner is not None and verdict.speedup is not None:
+    if verdict is not None and verdict.winner is not None and verdict.speedup is not None and not state.virtual:
         shown = units.short_ratio(verdict.speedup.value, verdict.speedup)
         return Text.assemble((shown, "bold green"), f" {units.trial_id(verdict.winner)}")
     best = state.baseline if verdict is not None and verdict.conclusion == "keep" else state.best
@@ -220,7 +221,8 @@ def _hours(sweep: Snapshot) -> str:
 
 def _note(sweep: Snapshot) -> Text | None:
     """Who is at work on a sweep, and why it is where it is; None for one that has simply finished."""
-    reason = "" if sweep.phase == "finished" else plain(sweep.reason)
+    virtual = watermark(sweep.state.virtual)
+    reason = virtual if sweep.phase == "finished" else "; ".join(filter(None, (virtual, plain(sweep.reason))))
     parts = [part for part in (reason, queue_words(sweep)) if part]
     style = PHASE_STYLES.get(sweep.phase, "yellow")
     note = Text.assemble((sweep.phase, style), f": {'; '.join(parts)}") if parts else Text()

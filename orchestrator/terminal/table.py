@@ -84,14 +84,15 @@ class FittedTable:
                 shown.remove(optional.pop())
         spare = room - _line_width(least[i] for i in shown)
         widths = {i: least[i] for i in shown}
-        for i in sorted(shown, key=lambda i: (-self.columns[i].priority, i)):
+        ordered = sorted(shown, key=lambda i: (-self.columns[i].priority, i))
+        for i in ordered:
             more = min(max(0, spare), whole[i] - widths[i])
             widths[i] += more
             spare -= more
-            if spare < 0 and not self.columns[i].is_number:  # nothing can be left out any more
-                less = min(-spare, widths[i] - 1)
-                widths[i] -= less
-                spare += less
+        for i in reversed(ordered):  # no column can be left out any more
+            less = 0 if self.columns[i].is_number else min(max(0, -spare), widths[i] - 1)
+            widths[i] -= less
+            spare += less
         return widths
 
     def _whole_width(self) -> int:
@@ -183,21 +184,12 @@ def render_trials(table: TrialTable, phases: Mapping[int, str] | None = None) ->
 
     ``phases`` says in words what running trials are doing.
     """
-    grid = FittedTable(
-        columns=[
-            Column(title="trial"),
-            Column(title="configuration", min_width=24),
-            Column(title="state", priority=8),
-            Column(title=table.unit, is_number=True),
-            Column(title="spread", priority=2, is_number=True, style="dim"),
-            Column(title="speed-up", priority=7, is_number=True),
-            Column(title="memory", priority=3, is_number=True),
-        ],
-        has_json=phases is None,
-    )
+    has_sizes = len({row.candidate.layout.world_size for row in table.rows}) > 1
+    grid = FittedTable(columns=_trial_columns(table.unit, has_sizes=has_sizes), has_json=phases is None)
     for row in table.rows:
         doing = (phases or {}).get(row.number, "") if row.status == "running" else ""
-        grid.add_row(*_cells(row, doing), style="bold" if row.is_chosen else "")
+        sizes = [Text(str(row.candidate.layout.world_size))] if has_sizes else []
+        grid.add_row(*_cells(row, doing, sizes), style="bold" if row.is_chosen else "")
     parts: list[RenderableType] = [grid]
     if table.common:
         parts.insert(0, Text(f"every trial: {table.common}", style="dim", overflow="ellipsis", no_wrap=True))
@@ -206,9 +198,24 @@ def render_trials(table: TrialTable, phases: Mapping[int, str] | None = None) ->
     return Group(*parts)
 
 
-def _cells(row: TrialRow, doing: str) -> list[Text]:
+def _trial_columns(unit: str, *, has_sizes: bool) -> list[Column]:
+    """``has_sizes``: whether trials use different numbers of devices, which is then shown."""
+    return [
+        Column(title="trial"),
+        Column(title="configuration", min_width=24),
+        *([Column(title="devices", priority=6, is_number=True)] if has_sizes else []),
+        Column(title="state", priority=8),
+        Column(title=unit, is_number=True),
+        Column(title="spread", priority=1, is_number=True, style="dim"),
+        Column(title="speed-up", priority=7, is_number=True),
+        Column(title="memory", priority=3, is_number=True),
+        Column(title="step", priority=2, is_number=True, style="dim"),
+    ]
+
+
+def _cells(row: TrialRow, doing: str, sizes: list[Text]) -> list[Text]:
     baseline, measurement = Text("baseline", style="blue"), row.measurement
-    cells = [Text(units.trial_id(row.number)), Text(row.name), status_text(row.status, doing)]
+    cells = [Text(units.trial_id(row.number)), Text(row.name), *sizes, status_text(row.status, doing)]
     if measurement is not None and measurement.disturbed_by:
         cells[-1].append(f" {words.BUSY_MARK}", style="yellow")
     if measurement is None:
@@ -219,4 +226,5 @@ def _cells(row: TrialRow, doing: str) -> list[Text]:
         Text(words.spread(measurement)),
         versus_text(row.compared) if row.number else baseline,
         Text(words.peak_memory(measurement)),
+        Text(units.milliseconds(measurement.step_time_s)),
     ]

@@ -60,9 +60,9 @@ def test_shown_commands_can_be_typed_as_they_stand(monkeypatch):
 
 def test_the_report_tells_winner_changes_failures_and_what_to_do_next():
     shown = full_report(state(all_kinds()))
-    assert "1.25x the speed of your present configuration: t001 at 3,200 tokens/s/p" in shown
-    assert re.search(r"winner +t001 .* 3,200 tokens/s/p", shown)
-    assert re.search(r"baseline +t000 .* 2,560 tokens/s/p", shown)
+    assert "1.25x (1.23x – 1.27x) the speed of your present configuration: t001 at 3,200 tokens/s/p" in shown  # noqa: RUF001
+    assert re.search(r"winner +t001 [^\n]*\n[^\n]*step 80 ms, 6,400 tokens/s, 3,200 tokens/s/p, 2 of 2 devices", shown)
+    assert re.search(r"baseline +t000 [^\n]*\n[^\n]*step 100 ms, 5,120 tokens/s, 2,560 tokens/s/p", shown)
     assert re.search(r"dp_replicate +2 +→ +1", shown)
     assert re.search(r"zero_stage +0 +→ +2", shown)
     assert re.search(r"out of memory +t003\n +rank 0 on host: boom", shown)
@@ -121,7 +121,7 @@ def test_live_shows_phase_budget_and_what_is_left():
     assert sweep.trials[3].is_running
     shown = text(render_live(sweep, {3: progress("measuring", 5)}, sweep.now_s + 2.0))
     assert re.search(r"t003 .*measuring 5", shown)
-    assert "best t001  3,200 tokens/s/p" in shown
+    assert "best t001  step 80 ms, 6,400 tokens/s, 3,200 tokens/s/p, 2 of 2 devices" in shown
     assert "3 of 6 trials" in shown
     assert re.search(r"about \d+ s left", shown)
 
@@ -190,7 +190,7 @@ def test_drawing_never_stops_a_sweep():
 def test_markdown_begins_with_the_result():
     sweep = state(speeds(0.1, 0.08))
     lines = report_markdown(made(sweep)).splitlines()
-    assert lines[0] == "**1.25x the speed of your present configuration: t001 at 3,200 tokens/s/p.**"
+    assert lines[0] == "**1.25x (1.23x – 1.27x) the speed of your present configuration: t001 at 3,200 tokens/s/p.**"  # noqa: RUF001
     assert any(line.startswith("| winner | t001 |") for line in lines)
 
 
