@@ -108,7 +108,7 @@ def outside():
 
 
 def install_wheel(folder):
-    """A wheel of this tree in an environment that has all other packages of this one; returns its folder of programs."""
+    """A wheel of this tree, in an environment with the other packages of this one; returns its folder of programs."""
     source, environment, others = folder / "source", folder / "venv", folder / "others"
     for name in ("orchestrator", "cluster", "trials", "configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
