@@ -12,7 +12,6 @@ from tests.support import long_story
 from tests.support.cli_homes import keep, run
 from tests.support.sweep_files import SIMULATED, write
 
-
 ONE_DEVICE = {
     **SIMULATED,
     "cluster": {"kind": "simulated", "num_nodes": 1, "devices_per_node": 1, "simulation": {"accelerator": "a100-80"}},
@@ -84,6 +83,7 @@ def test_a_sweep_whose_ledger_cannot_be_read_can_be_removed(tmp_path):
     assert "an unreadable ledger" in removed.stdout
 
 
+@pytest.mark.representative("True")
 @pytest.mark.parametrize("has_measured", [False, True])
 def test_only_what_measured_nothing_is_replaced(tmp_path, has_measured):
     file = write(tmp_path, {**ONE_DEVICE, "name": "story"})
