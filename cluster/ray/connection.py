@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -21,6 +22,7 @@ from ray.job_config import JobConfig
 
 from cluster.base import ClusterError
 from cluster.hardware.topology import Node
+from cluster.node.cpu_load import CONTROLLER_VARIABLE
 from cluster.node.guardian import LEASE_VARIABLE, Guardian
 from cluster.processes import process_info
 from cluster.ray.settings import environment, first_line, fresh_token, require_listener
@@ -113,7 +115,8 @@ def private_ray(node: Node) -> Iterator[PrivateHead]:
     try:
         with settings(changes), loopback_only(), _quiet():
             try:
-                with environment({LEASE_VARIABLE: lease}):  # only while Ray starts: what else we start is not its own
+                own = {LEASE_VARIABLE: lease, CONTROLLER_VARIABLE: str(os.getpid())}
+                with environment(own):  # only while Ray starts: what else we start is not its own
                     _start_ray(node, folder / "r")  # Ray opens its folder to everybody: not what lies beside it
             except Exception as error:
                 raise ClusterError(f"cannot start a private Ray on this host: {first_line(error)}") from error

@@ -1,4 +1,4 @@
-"""What the shell offers after Tab: commands and options as click does it, and names of sweeps, trials, examples and more.
+"""What the shell offers after Tab: commands and options as click does it, and names of sweeps, trials, examples.
 
 A program that is asked at every Tab imports next to nothing, and says nothing where it cannot know.
 """
@@ -27,7 +27,7 @@ _TIMEOUT_S = 0.5
 Finder = Callable[[click.Context], Iterable[str]]
 
 
-class CompletedName(click.ParamType):
+class CompletedName(click.ParamType[str]):
     """Any text, for which the shell offers what ``find`` knows."""
 
     name = "text"
@@ -53,7 +53,8 @@ def sweep_names(ctx: click.Context) -> list[str]:
 
 def trial_names(ctx: click.Context) -> list[str]:
     """Names of the trials of the sweep that is named before them."""
-    sweep = ctx.params.get("sweep")
+    typed = os.environ.get("COMP_WORDS", "").split()  # where the line cannot be parsed yet, as after an option
+    sweep = ctx.params.get("sweep") or next((name for name in sweep_names(ctx) if name in typed), None)
     if not isinstance(sweep, str) or "/" in sweep:
         return []
     ledger = _home(ctx) / "sweeps" / sweep / _LEDGER

@@ -182,7 +182,9 @@ def _controlled(submission: Submission, *, is_restart: bool) -> SweepResult:
         address=submission.address,
         is_restart=is_restart,
     )
-    with interruptible(), LiveView() as view:
+    command = Invocation.current(submission.home.path).command("ui", submission.name)
+    opening = "" if is_restart or submission.is_over else f"in the browser, from another terminal: {command}"
+    with interruptible(), LiveView(opening=opening) as view:
         require_mark(submission.home, submission.name)
         if MODE_VARIABLE in os.environ:  # all that it prints is a log already
             return run(observer=view)
@@ -266,6 +268,7 @@ def _next_steps(submission: Submission, started: StartedSubmission) -> str:
     }[started.mode]
     next_steps = {
         program.command("watch", name): "follow it",
+        program.command("ui", name): "follow it in the browser",
         program.command("logs", name): "what its controller writes",
         program.command("pause", name): "stop it; `resume` goes on",
     }

@@ -22,6 +22,7 @@ from orchestrator.sweep.home import Home, is_at_work
 from orchestrator.sweep.ledger import LedgerError
 from orchestrator.sweep.state import SweepState
 from orchestrator.text import Follower
+from trials.torch_support import REMEDY, installed_version, problem
 
 if TYPE_CHECKING:
     from cluster.ray.jobs import JobHandle
@@ -137,6 +138,8 @@ def submission_of_file(
         _check_same(state, spec)
         is_over = state.is_over
     where = choose_address(spec, address)
+    if not is_over:
+        _require_torch(spec, where)
     return Submission(
         verb="submit",
         target=str(file.absolute()),
@@ -170,6 +173,8 @@ def submission_of_sweep(
     sweep = home.read(name, begun=True)
     state, spec = sweep.state, SweepSpec.from_json(sweep.spec or {})
     where = choose_address(spec, address)
+    if not state.is_over:
+        _require_torch(spec, where)
     return Submission(
         verb="resume",
         target=name,
@@ -186,6 +191,16 @@ def _mode(asked: Mode | None, address: str | None, *, is_over: bool) -> Mode:
     if is_over:
         return "foreground"
     return asked or ("foreground" if address is None else "ray job")
+
+
+def _require_torch(spec: SweepSpec, address: str | None) -> None:
+    """Refuse a sweep whose trials would run on this host, with a torch that they cannot run with.
+
+    Raises:
+        ConfigError: torch is missing or too old.
+    """
+    if address is None and spec.cluster.kind in ("local", "ray") and (known := problem(installed_version())):
+        raise ConfigError(known, key="cluster", remedy=REMEDY)
 
 
 def choose_address(spec: SweepSpec, given: str | None) -> str | None:

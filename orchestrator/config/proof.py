@@ -39,6 +39,11 @@ class ConfirmSection(Switchable):
         description="Share of device_hours and wall_time that the search leaves over for confirmation and gate.",
     )
 
+    always: bool = Field(
+        default=ConfirmSettings().always,
+        description="Measure the fastest trials again even where none may be faster than the baseline.",
+    )
+
     @model_validator(mode="after")
     def _ordered(self) -> ConfirmSection:
         if self.max_rounds < self.min_rounds:
@@ -51,6 +56,7 @@ class ConfirmSection(Switchable):
             min_rounds=self.min_rounds,
             max_rounds=self.max_rounds,
             budget_share=self.budget_share,
+            always=self.always,
         )
 
 

@@ -149,11 +149,13 @@ class SweepSpec(Section):
     @property
     def filters(self) -> Filters:
         """The user's restrictions."""
+        least, most = self.cluster.nodes
         return Filters(
             forbid=tuple(pattern.accepted() for pattern in self.space.forbid),
             require=tuple(pattern.accepted() for pattern in self.space.require),
             world_size=self.space.world_size,
-            num_whole_nodes=None if self.space.world_size is not None else self.cluster.nodes[0],
+            whole_lease=self.space.world_size is None,
+            min_nodes=least if least < most else None,
         )
 
     def to_objective(self, topology: Topology | None) -> Objective:

@@ -184,6 +184,7 @@ def _created(
         num_legal=len(plan.candidates),
         hardware=topology.label,
         devices=Hardware.of(topology),
+        cluster_kind=spec.cluster.kind,
         fingerprint=prints,
         num_earlier_trials=len(known.earlier),
         num_earlier_sweeps=num_sweeps(known.earlier),

@@ -71,6 +71,7 @@ def explain_sweep(state: SweepState, basis: Basis, *, trial: int | None = None) 
         unit=state.unit,
         hardware=state.sweep.hardware,
         phase=state.status,
+        virtual=state.virtual,
         step_parts={t.number: diagnoser.parts(t) for t in _to_split(kept, asked, state) if t.measurement is not None},
         baseline=diagnoser.diagnosis(baseline, "baseline", near[baseline.number]) if baseline else None,
         chosen=diagnoser.diagnosis(chosen, role, near[chosen.number]) if chosen else None,

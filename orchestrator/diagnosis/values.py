@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from orchestrator.virtual import Virtual
 from trials.spec import Candidate
 
 PartName = Literal[
@@ -321,6 +322,8 @@ class SweepExplanation:
     hardware: str
     phase: str
     """Where the sweep stands: ``running``, ``finished``, ..."""
+    virtual: Virtual | None
+    """How the numbers came about where nothing was measured, since the cluster does not exist."""
     step_parts: Mapping[int, StepParts]
     """Measured trials of the search by number: all of them, or those that a report of a long sweep shows."""
     baseline: Diagnosis | None
@@ -356,6 +359,8 @@ class SweepExplanation:
         return {
             "sweep": self.sweep,
             "state": self.phase,
+            "measured": self.virtual is None,
+            "virtual": self.virtual,
             "hardware": self.hardware,
             "unit": self.unit,
             "baseline": self.baseline.to_json() if self.baseline else None,

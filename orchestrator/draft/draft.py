@@ -125,8 +125,6 @@ def _lines(name: str, model: DraftedModel, machine: DraftedMachine, choices: Cho
     yield f"baseline: {_flow(choices.baseline)}"
     yield from ("", "space: # what may be changed; every knob is in docs/knobs.md")
     yield from (f"  {key}: {_value(value)}" for key, value in choices.space.items())
-    if machine.topology.num_devices > 1:
-        yield f"  world_size: {machine.topology.num_devices} # every trial uses all devices"
     if limits := _deadlines(choices):
         yield f"deadlines: {_flow(limits)} # large models take their time"
     yield f"budget: {_flow({'max_trials': max_trials})}"

@@ -29,8 +29,9 @@ _MAX_TAG_CHARS = 5000
 _ALL_RUNS = 3
 """MLflow's ``ViewType.ALL``: records that somebody deleted on a page are still part of the history."""
 
-Action = Literal["promote", "rollback", "external"]
-"""Kinds of change; ``external``: the alias was moved past this program, whose next command found and recorded it."""
+Action = Literal["promote", "rollback", "external", "candidate"]
+"""Kinds of change; ``candidate``: a version was registered, and production stayed what it was;
+``external``: the alias was moved past this program, whose next command found and recorded it."""
 State = Literal["begun", "done", "void"]
 _STATES: dict[str, State] = {"RUNNING": "begun", "SCHEDULED": "begun", "FINISHED": "done"}
 
@@ -189,8 +190,8 @@ class Records:
 
 
 def chain(records: list[Record]) -> list[Record]:
-    """The changes that came about, in order."""
-    return [record for record in records if record.state == "done"]
+    """The changes of production that came about, in order."""
+    return [record for record in records if record.state == "done" and record.action != "candidate"]
 
 
 def fit(tags: Mapping[str, str]) -> dict[str, str]:
@@ -222,7 +223,8 @@ def _arrow(record: Record) -> str:
 
 
 def _markdown(record: Record) -> str:
-    head = f"**{record.name}@production {_arrow(record)}** — {record.action} by {record.by}"
+    alias = "candidate" if record.action == "candidate" else "production"
+    head = f"**{record.name}@{alias} {_arrow(record)}** — {record.action} by {record.by}"
     facts = {
         "reason": record.reason,
         "configuration": record.short_name and f"`{record.short_name}`, {record.speedup}",

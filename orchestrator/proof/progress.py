@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 from typing import assert_never
 
 from orchestrator.objective import Objective
 from orchestrator.proof.confirmation import Judgement, judge, order
-from orchestrator.proof.loss_gate import failed_gate, judge_gate, needs_reference, trajectory
+from orchestrator.proof.loss_gate import (
+    UNFINISHED,
+    GateTrajectories,
+    exact_deviations,
+    failed_gate,
+    judge_gate,
+    needs_reference,
+    rounding,
+    trajectory,
+    undecided_gate,
+)
+from orchestrator.proof.tolerances import ROUNDING
 from orchestrator.statistics import Estimate
 from orchestrator.sweep.state import ProofState, SweepState, Trial, describe_failure
 from orchestrator.sweep.values import (
@@ -22,7 +33,7 @@ from orchestrator.sweep.values import (
     ProfileRun,
     RatioInterval,
 )
-from trials.outcome import Failure
+from trials.outcome import Failure, GangLost, TimedOut
 
 BASELINE = 0
 """Number of the trial everything is compared with."""
@@ -58,7 +69,8 @@ class Confirmation:
     """How far the confirmation of a proof has come, and what it shows."""
 
     finalists: tuple[int, ...]
-    """Finalists still in, the fastest of the search first: neither failed, nor refused by gate or evaluation."""
+    """Finalists still in, the fastest of the search first: neither failed, nor refused by gate or evaluation.
+    Those that the gate could not judge are still in."""
     failed: dict[int, str]
     """Why a run was not measured, by its finalist or baseline."""
     complete: tuple[Round, ...]
@@ -89,7 +101,8 @@ def confirmation(state: SweepState) -> Confirmation | None:
         return None
     settings = confirm_settings(state)
     rounds, failed = _rounds(state, proof)
-    refused = {report.trial for report in gate_reports(state) if not report.passed}
+    reports = proof.verdict.gates if proof.verdict else gate_reports(state)
+    refused = {report.trial for report in reports if report.answer == "failed"}
     refused |= {evaluation.trial for evaluation in proof.evaluations if not evaluation.passed}
     finalists = tuple(number for number in proof.finalists if number not in failed and number not in refused)
 
@@ -175,31 +188,88 @@ def ratio_interval(ratio: Estimate) -> RatioInterval:
     return RatioInterval(value=ratio.value, low=ci95.low if ci95 else None, high=ci95.high if ci95 else None)
 
 
+def gate_settings(state: SweepState) -> GateSettings | None:
+    """How the gate of this sweep judges; None where it is off, and where the cluster does not exist: nothing trains."""
+    return None if state.virtual is not None else state.sweep.proof.gate
+
+
 def gate_runs(state: SweepState, finalist: int) -> dict[GateRole, Trial]:
-    """The last proof's gate runs that judge ``finalist``; the baseline's runs serve all finalists."""
+    """The last proof's gate runs that judge ``finalist``; the baseline's runs serve all finalists that they fit."""
     found: dict[GateRole, Trial] = {}
     if state.proof is None:
         return found
     for trial in checks(state, state.proof):
         check = trial.check
-        if isinstance(check, GateRun) and (check.role in ("baseline", "reference") or check.of == finalist):
+        if isinstance(check, GateRun) and check == gate_run(state, finalist, check.role):
             found[check.role] = trial
     return found
 
 
+def gate_run(state: SweepState, finalist: int, role: GateRole) -> GateRun:
+    """The run in which ``role`` trains to judge ``finalist``."""
+    baseline, candidate = state.trials[BASELINE].candidate, state.trials[finalist].candidate
+    match role:
+        case "finalist" | "finalist_reference":
+            return GateRun(of=finalist, role=role)
+        case "baseline" | "reference":
+            return GateRun(of=BASELINE, role=role)
+        case "twin":
+            return GateRun(of=BASELINE, role=role, perturbation=rounding(baseline, candidate))
+        case "reference_twin":
+            return GateRun(of=BASELINE, role=role, perturbation=ROUNDING["float32"])
+        case _:
+            assert_never(role)
+
+
 def gate_roles(state: SweepState, finalist: int) -> tuple[GateRole, ...]:
-    """Roles that have to train for the gate to judge ``finalist``, in order."""
+    """Roles that have to train for the gate to judge ``finalist``, in order, as far as they are known by now.
+
+    Where the reference trains, the baseline is its twin. The twin of what is judged in fp32 trains only where something
+    is beyond the limits of fp32: otherwise there is nothing that rounding could explain.
+    """
+    roles = _certain_roles(state, finalist)
+    settings, found = gate_settings(state), gate_trajectories(state, finalist)
+    exact = exact_deviations(found, settings, state.sweep.workload) if settings and found else None
+    is_beyond = exact is not None and (exact.loss.beyond or exact.grad_norm.beyond)
+    return (*roles, "reference_twin") if is_beyond else roles
+
+
+def _certain_roles(state: SweepState, finalist: int) -> tuple[GateRole, ...]:
+    """Roles that train whatever comes of it, but for the twin, which takes the place of a reference that failed."""
     baseline, candidate = state.trials[BASELINE].candidate, state.trials[finalist].candidate
     is_coarse = candidate.precision.level != "O0"
-    needed = needs_reference(baseline, candidate) or (is_coarse and baseline.precision.level != "O0")
-    reference: tuple[GateRole, ...] = ("reference",) if needed else ()
-    exact: tuple[GateRole, ...] = ("finalist_reference",) if is_coarse else ()
-    return ("baseline", *reference, "finalist", *exact)
+    has_reference = needs_reference(baseline, candidate) or (is_coarse and baseline.precision.level != "O0")
+    has_twin = not has_reference or _has_failed(state, gate_runs(state, finalist).get("reference"))
+    trained: dict[GateRole, bool] = {
+        "baseline": True,
+        "reference": has_reference,
+        "twin": has_twin,
+        "finalist": True,
+        "finalist_reference": is_coarse,
+    }
+    return tuple(role for role, is_trained in trained.items() if is_trained)
+
+
+def _has_failed(state: SweepState, run: Trial | None) -> bool:
+    return run is not None and isinstance(run.outcome, Failure) and not is_open(state, run)
+
+
+def gate_trajectories(state: SweepState, finalist: int) -> GateTrajectories | None:
+    """What has been trained to judge ``finalist``; None before the baseline and itself have."""
+    runs, roles = gate_runs(state, finalist), (*_certain_roles(state, finalist), "reference_twin")
+    of = {
+        role: trajectory(run.measurement, run.candidate)
+        for role, run in runs.items()
+        if run.measurement is not None and role in roles
+    }
+    if "baseline" not in of or "finalist" not in of:
+        return None
+    return GateTrajectories(**of)
 
 
 def gate_reports(state: SweepState) -> tuple[GateReport, ...]:
     """Reports on the finalists of the last proof whose gate runs are there, in their order."""
-    settings = state.sweep.proof.gate
+    settings = gate_settings(state)
     if state.proof is None or settings is None:
         return ()
     reports = (gate_report(state, finalist, settings) for finalist in state.proof.finalists)
@@ -208,41 +278,40 @@ def gate_reports(state: SweepState) -> tuple[GateReport, ...]:
 
 def gate_report(state: SweepState, finalist: int, settings: GateSettings) -> GateReport | None:
     """What the gate says about ``finalist``; None while its runs are not there."""
-    runs = gate_runs(state, finalist)
-    roles = gate_roles(state, finalist)
+    roles, runs = gate_roles(state, finalist), gate_runs(state, finalist)
     if any(role not in runs or runs[role].outcome is None or is_open(state, runs[role]) for role in roles):
         return None
-    for role in roles:
-        run = runs[role]
-        match role:
-            case "finalist" | "baseline":
-                if run.measurement is None:
-                    why = describe_failure(run.outcome) or run.status
-                    return failed_gate(finalist, settings, f"the {role}'s run for the gate failed: {why}")
-            case "reference" | "finalist_reference":
-                pass  # they may not fit in fp32: the gate does without
-            case _:
-                assert_never(role)
-    of = {role: trajectory(run.measurement, run.candidate) for role, run in runs.items() if run.measurement}
-    reference = of.get("reference") if "reference" in roles else None
-    is_exact = reference is not None or runs["baseline"].candidate.precision.level == "O0"
-    report = judge_gate(
-        finalist,
-        of["baseline"],
-        of["finalist"],
-        reference,
-        settings,
-        state.sweep.workload,
-        finalist_reference=of.get("finalist_reference") if is_exact else None,
-    )
-    if "finalist_reference" not in roles:
-        return report
-    if "finalist_reference" in of:
-        note = "its layout was judged in float32 besides"
-    else:
+    for role in ("baseline", "finalist"):  # the others may not fit, or be lost: the gate does without
+        if runs[role].measurement is None:
+            return _unmeasured_report(finalist, role, runs[role], settings)
+    found = gate_trajectories(state, finalist)
+    assert found is not None, "baseline and finalist were measured"
+    report = judge_gate(finalist, found, settings, state.sweep.workload)
+    return replace(report, notes=(*report.notes, *_role_notes(runs, roles)))
+
+
+def _unmeasured_report(finalist: int, role: GateRole, run: Trial, settings: GateSettings) -> GateReport:
+    """A run that was ended from outside tells nothing about what it trains; one that failed by itself is a failure."""
+    why = describe_failure(run.outcome) or run.status
+    if isinstance(run.outcome, TimedOut | GangLost):
+        how = "met its deadline" if isinstance(run.outcome, TimedOut) else "was lost"
+        return undecided_gate(finalist, settings, f"the {role}'s run for the gate {how}: {why}", UNFINISHED)
+    return failed_gate(finalist, settings, f"the {role}'s run for the gate failed: {why}")
+
+
+def _role_notes(runs: Mapping[GateRole, Trial], roles: Collection[GateRole]) -> Iterator[str]:
+    for role in ("twin", "reference_twin"):
+        if role in roles and runs[role].measurement is None:
+            why = describe_failure(runs[role].outcome) or runs[role].status
+            yield f"what rounding alone does was not measured: {why}"
+    if "finalist_reference" in roles:
         exact = runs["finalist_reference"]
-        note = f"its layout was not judged in float32: {describe_failure(exact.outcome) or exact.status}"
-    return replace(report, notes=(*report.notes, note))
+        why = describe_failure(exact.outcome) or exact.status
+        yield (
+            "its layout was judged in float32 besides"
+            if exact.measurement
+            else f"its layout was not judged in float32: {why}"
+        )
 
 
 def is_open(state: SweepState, run: Trial) -> bool:

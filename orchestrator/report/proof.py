@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 from orchestrator import units
 from orchestrator.objective import Objective
-from orchestrator.proof.loss_gate import LossComparison, deviations, trajectory
+from orchestrator.proof.loss_gate import LossComparison, deviations
 from orchestrator.proof.progress import (
     BASELINE,
     Confirmation,
     confirmation,
     gate_report,
-    gate_roles,
     gate_runs,
+    gate_trajectories,
     ratio_interval,
 )
+from orchestrator.report import words
 from orchestrator.report.words import FinalistOutcome
 from orchestrator.space.naming import short_name
 from orchestrator.statistics import speed_ratio
@@ -32,6 +33,8 @@ class RoundRatio:
     value: float
     low: float
     high: float
+    is_disturbed: bool = False
+    """Whether the machine was busy with something else while it, or the baseline, was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,8 @@ class ProofResult:
     """Checks that run now."""
     is_going_on: bool
     """Whether there is more to come."""
+    caution: str = ""
+    """What speaks against relying on it: rounds measured on a busy machine."""
 
 
 def proof_result(state: SweepState) -> ProofResult:
@@ -74,6 +79,7 @@ def proof_result(state: SweepState) -> ProofResult:
         evaluations=tuple(evaluations(state)),
         running=tuple(check for check in checks if check is not None),
         is_going_on=not state.is_over and state.verdict is None,
+        caution=caution(state),
     )
 
 
@@ -109,8 +115,22 @@ def _finalist(state: SweepState, found: Confirmation, number: int) -> Finalist:
     )
 
 
+def caution(state: SweepState) -> str:
+    """What speaks against relying on the confirmation: rounds measured on a busy machine; empty where none was."""
+    found = confirmation(state)
+    rounds = found.complete if found is not None else ()
+    runs = {run.number: run.measurement for one in rounds for run in one.runs.values()}
+    busy = [one for one in rounds if any(words.disturbed(run.measurement) for run in one.runs.values())]
+    if not busy:
+        return ""
+    of = f"{len(busy)} of {units.count(len(rounds), 'round')} were" if len(rounds) > 1 else "its round was"
+    return words.busy_note(runs).replace(f"{words.BUSY_MARK} measured", f"{of} measured", 1)
+
+
 def gates(state: SweepState) -> list[GateReport]:
     """Reports of the loss gate: those of the verdict; before there is one, those that the gate runs come to."""
+    if state.virtual is not None:
+        return []  # of ledgers written while virtual clusters had a gate
     if state.verdict is not None:
         return list(state.verdict.gates)
     numbers = state.proof.finalists if state.proof else ()
@@ -126,7 +146,7 @@ def evaluations(state: SweepState) -> list[Evaluation]:
 def gate_curves(state: SweepState) -> list[GateCurves]:
     """What was trained for each finalist that the gate has trained."""
     found = []
-    for number in state.proof.finalists if state.proof else ():
+    for number in state.proof.finalists if state.proof and state.virtual is None else ():
         trials = gate_runs(state, number)
         runs = {role: trial.measurement for role, trial in trials.items() if trial.measurement is not None}
         if "finalist" in runs:
@@ -135,12 +155,8 @@ def gate_curves(state: SweepState) -> list[GateCurves]:
 
 
 def _comparison(state: SweepState, finalist: int) -> LossComparison | None:
-    trials = gate_runs(state, finalist)
-    of = {role: trajectory(t.measurement, t.candidate) for role, t in trials.items() if t.measurement is not None}
-    if "baseline" not in of or "finalist" not in of:
-        return None
-    reference = of.get("reference") if "reference" in gate_roles(state, finalist) else None
-    return deviations(of["baseline"], of["finalist"], reference, _settings(state), state.sweep.workload)
+    found = gate_trajectories(state, finalist)
+    return None if found is None else deviations(found, _settings(state), state.sweep.workload)
 
 
 def _settings(state: SweepState) -> GateSettings:
@@ -155,7 +171,8 @@ def _round_ratios(found: Confirmation, finalist: int, objective: Objective) -> l
             continue
         ratio = speed_ratio(run.measurement, base.measurement, objective)
         low, high = (ratio.ci95.low, ratio.ci95.high) if ratio.ci95 else (ratio.value, ratio.value)
-        ratios.append(RoundRatio(round=one.number, value=ratio.value, low=low, high=high))
+        is_disturbed = any(found.disturbed_by for found in (run.measurement, base.measurement))
+        ratios.append(RoundRatio(round=one.number, value=ratio.value, low=low, high=high, is_disturbed=is_disturbed))
     return ratios
 
 
@@ -171,8 +188,11 @@ def _outcome(state: SweepState, found: Confirmation, finalist: int) -> tuple[Fin
         return "not_measured", found.failed[finalist]
     if verdict is not None and verdict.winner == finalist:
         return "winner", ""
-    if any(report.trial == finalist and not report.passed for report in gates(state)):
+    answers = {report.trial: report.answer for report in gates(state)}
+    if answers.get(finalist) == "failed":
         return "trains_differently", ""
+    if answers.get(finalist) == "inconclusive" and not evaluations(state):
+        return "not_judged", ""
     if any(one.trial == finalist and not one.passed for one in evaluations(state)):
         return "failed_evaluation", ""
     if verdict is not None and verdict.winner is not None and finalist in verdict.tied_with:

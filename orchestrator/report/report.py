@@ -12,6 +12,7 @@ from orchestrator.diagnosis.values import Part, PartName, StepParts, SweepExplan
 from orchestrator.errors import ConfigError
 from orchestrator.invocation import PLAIN, Invocation
 from orchestrator.mlflow_urls import sweep_links
+from orchestrator.objective import Figures
 from orchestrator.report.artifacts import profile_files, sweep_params
 from orchestrator.report.findings import findings_lines
 from orchestrator.report.profile import ProfileTables
@@ -21,7 +22,7 @@ from orchestrator.report.sources import PlanFacts, Sources
 from orchestrator.report.summary import Summary, TrialResult
 from orchestrator.report.trials import Failures, TrialTable, by_speed, failures, make_trial_table
 from orchestrator.report.verdict import chosen_result, confidence, cost, details, headline, is_worth_it
-from orchestrator.report.words import CommandPurpose, promotion_words, value_words
+from orchestrator.report.words import CommandPurpose, figures, legend, measured_by, promotion_words, value_words
 from orchestrator.space.naming import diff, short_name
 from orchestrator.statistics import Estimate
 from orchestrator.sweep.ledger import Ledger
@@ -47,8 +48,13 @@ class ShownTrial:
     configuration: str
     """Short name of its candidate."""
     speed: Estimate
-    """Speed in the summary's unit, with its 95 % interval."""
+    """Speed in the summary's unit, with its 95 % interval, as the search measured it."""
+    figures: Figures
+    """How fast it is in every unit: after a confirmation as its rounds measured it, else as the search did."""
+    is_confirmed: bool
+    """Whether the figures are those of a confirmation, which belong to the verdict's ratio."""
     measurement: Measurement
+    """What the search measured."""
     step: StepParts
     """Where its step time goes: as explained, else as its own clock divides it; no parts where neither is known."""
     findings: tuple[str, ...]
@@ -124,6 +130,10 @@ class ShortReport:
     """The winner or fastest, then the baseline, as far as measured; the baseline alone where nothing beat it."""
     change: Change | None
     """How the trial shown beside the baseline differs from it; None where only one of them is shown."""
+    figures: Mapping[str, str]
+    """Role of each trial shown to its figures, in words."""
+    legend: str
+    """What measured the figures, and what their units mean; empty where nothing is shown."""
     proof: ProofResult
     promotions: tuple[str, ...]
     """What was promoted or rolled back, a sentence each."""
@@ -161,6 +171,7 @@ class Report(ShortReport):
 
 def make_short_report(state: SweepState, summary: Summary, explanation: SweepExplanation | None = None) -> ShortReport:
     """The result alone, at a cost that hardly grows with the number of trials; ``summary`` is the state's."""
+    shown, unit = _shown(state, summary, explanation), state.sweep.workload.speed_unit
     return ShortReport(
         summary=summary,
         hardware=state.sweep.hardware,
@@ -170,7 +181,9 @@ def make_short_report(state: SweepState, summary: Summary, explanation: SweepExp
         cost=cost(summary),
         conclusion=state.verdict.conclusion if state.verdict else None,
         is_faster=is_worth_it(state, summary),
-        shown=_shown(state, summary, explanation),
+        shown=shown,
+        figures={one.role: figures(one.figures, summary.num_leased, unit) for one in shown},
+        legend=legend(measured_by(shown), unit, summary.unit) if shown else "",
         change=_change(state, summary),
         proof=proof_result(state),
         promotions=tuple(promotion_words(event.record) for event in state.promotions),
@@ -238,15 +251,19 @@ def _explain(ledger: Ledger, state: SweepState) -> SweepExplanation | None:
 
 
 def _shown(state: SweepState, summary: Summary, explanation: SweepExplanation | None) -> tuple[ShownTrial, ...]:
-    chosen = chosen_result(state, summary)
-    found = [_shown_trial("baseline", summary.baseline, explanation)] if summary.baseline else []
+    chosen, confirmed = chosen_result(state, summary), summary.confirmed
+    pair = confirmed if confirmed and chosen and chosen.trial.number == confirmed.trial else None
+    own = pair.baseline if pair else None
+    found = [_shown_trial("baseline", summary.baseline, own, explanation)] if summary.baseline else []
     if chosen is None:
         return tuple(found)
     role: ShownRole = "winner" if is_worth_it(state, summary) else "fastest"
-    return (_shown_trial(role, chosen, explanation), *found)
+    return (_shown_trial(role, chosen, pair.figures if pair else None, explanation), *found)
 
 
-def _shown_trial(role: ShownRole, result: TrialResult, explanation: SweepExplanation | None) -> ShownTrial:
+def _shown_trial(
+    role: ShownRole, result: TrialResult, confirmed: Figures | None, explanation: SweepExplanation | None
+) -> ShownTrial:
     trial, measurement = result.trial, result.trial.measurement
     assert measurement is not None, "only measured trials have a result"
     explained = explanation.step_parts.get(trial.number) if explanation else None
@@ -255,6 +272,8 @@ def _shown_trial(role: ShownRole, result: TrialResult, explanation: SweepExplana
         number=trial.number,
         configuration=short_name(trial.candidate),
         speed=result.speed,
+        figures=confirmed or result.figures,
+        is_confirmed=confirmed is not None,
         measurement=measurement,
         step=explained if explained and explained.parts else _clock_parts(trial.number, measurement),
         findings=tuple(findings_lines(measurement.findings)),
@@ -320,10 +339,12 @@ def _result_commands(state: SweepState) -> dict[CommandPurpose, tuple[str, ...]]
     if state.best is None:
         return words  # there is nothing to explain, to confirm or to promote
     words["explain"] = ("explain", name)
-    if conclusion != "keep":
+    if conclusion not in ("keep", "rehearsed"):
         words["confirm"] = ("confirm", name)
     if conclusion in (None, "confirmed"):
         words["promote" if conclusion else "force"] = ("promote", name, "--name", "NAME")
+    if state.virtual is not None:  # nothing to confirm, nothing for production
+        words = {purpose: argv for purpose, argv in words.items() if purpose not in ("confirm", "promote", "force")}
     if state.promotions:
         words["rollback"] = ("rollback", state.promotions[-1].record["name"])
     return words

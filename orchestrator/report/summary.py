@@ -10,12 +10,14 @@ from orchestrator import statistics
 from orchestrator.mlflow_urls import public_uri
 from orchestrator.objective import Figures, Objective, ObjectiveName
 from orchestrator.proof.progress import BASELINE, confirmation, confirmed_step_times, fastest_finalist
+from orchestrator.report import words
 from orchestrator.report.profile import ProfileTables, profile_tables
 from orchestrator.space.naming import short_name
 from orchestrator.statistics import Estimate, Interval, SpeedVerdict
 from orchestrator.sweep.events import CandidatesPruned
 from orchestrator.sweep.state import SweepState, SweepStatus, Trial, TrialStatus
 from orchestrator.sweep.values import ProfileRun, Verdict
+from orchestrator.virtual import Virtual
 from trials.codec import to_json
 
 ENDED: tuple[TrialStatus, ...] = tuple(s for s in get_args(TrialStatus) if s not in ("proposed", "running"))
@@ -106,7 +108,13 @@ class Summary:
     """What confirmation and gate came to; None while they have not, or are off."""
     profiles: tuple[tuple[int, ProfileTables], ...] = ()
     """Trials run under the profiler, by number, with what their runs showed; in the order of the runs."""
+    virtual: Virtual | None = None
+    """How the numbers came about where nothing was measured, since the cluster does not exist."""
     objective: ObjectiveName = "tokens_per_s_per_device"
+    disturbed: tuple[int, ...] = ()
+    """Numbers of the trials, checks among them, that were measured on a busy machine."""
+    most_disturbed: Trial | None = None
+    """The one of them whose machine was busiest."""
     unit: str = "tokens/s/p"
     """Unit of scores, like tokens/s/p, or samples/s/p for workloads whose samples are no sequences."""
     num_leased: int | None = None
@@ -123,6 +131,8 @@ class Summary:
             "reason": self.reason,
             "objective": self.objective,
             "unit": self.unit,
+            "measured": self.virtual is None,
+            "virtual": self.virtual,
             "num_leased_devices": self.num_leased,
             "winner": self.winner.to_json() if self.winner else None,
             "best": self.best.to_json() if self.best else None,
@@ -138,6 +148,7 @@ class Summary:
             "saved_device_hours": self.saved_device_hours,
             "learned_from": {"trials": self.num_earlier_trials, "sweeps": self.num_earlier_sweeps},
             "tracking_uri": self.tracking_uri,
+            "disturbed": _disturbed_json(self),
             "proof": to_json(self.proof),
             "confirmed": self.confirmed.to_json() if self.confirmed else None,
             "profiles": [
@@ -172,10 +183,13 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
         winner=result(state.winner, state.objective) if state.verdict and state.verdict.winner is not None else None,
         proof=state.verdict,
         profiles=_profiles(state),
+        virtual=state.virtual,
         objective=state.objective.name,
         unit=state.unit,
         num_leased=state.sweep.num_devices,
         confirmed=confirmed_figures(state),
+        disturbed=tuple(sorted(set(state.disturbed))),
+        most_disturbed=None if state.most_disturbed is None else state.trials[state.most_disturbed],
     )
 
 
@@ -187,6 +201,14 @@ def _profiles(state: SweepState) -> tuple[tuple[int, ProfileTables], ...]:
 
 def _step_s(trial: Trial) -> float | None:
     return trial.measurement.step_time_s if trial.measurement else None
+
+
+def _disturbed_json(summary: Summary) -> dict[str, Any] | None:
+    """Trials measured on a busy machine, and what it was busy with at the worst; None where there are none."""
+    worst = summary.most_disturbed
+    if worst is None:
+        return None
+    return {"trials": list(summary.disturbed), "most": worst.number, "why": words.disturbed(worst.measurement)}
 
 
 def confirmed_figures(state: SweepState) -> ConfirmedFigures | None:

@@ -9,16 +9,13 @@ from typing import ClassVar, Literal
 from cluster.hardware.topology import Device
 from orchestrator.objective import Objective
 from orchestrator.sweep.values import Check, Evaluation, FinishCause, Hardware, PredictedResult, ProofSettings, Verdict
+from orchestrator.virtual import ClusterKind, Virtual, virtual_of
 from trials.codec import digest, to_json
 from trials.outcome import Outcome, StoppedEarly
 from trials.spec import Candidate, Layout, ProfileSpec, Workload
 
 Origin = Literal["baseline", "sampler", "check"]
-
-
 SweepEnd = Literal["finished", "failed", "cancelled"]
-
-
 Action = Literal["pause", "drain", "cancel"]
 """What people ask of a sweep: stop now and go on later; finish what runs, go on later; stop for good."""
 
@@ -66,6 +63,13 @@ class SweepCreated:
     """What ``hardware`` names; None in ledgers of old, see :attr:`known_devices`."""
     objective: Objective = field(default_factory=Objective)
     """What counts as faster; ledgers written before there was a choice have the default."""
+    cluster_kind: ClusterKind | None = None
+    """None in ledgers of old, whose fingerprints tell whether the cluster was ``virtual``."""
+
+    @property
+    def virtual(self) -> Virtual | None:
+        """How the numbers came about where the cluster does not exist; None where trials are run."""
+        return virtual_of(self.cluster_kind, self.fingerprint)
 
     @property
     def known_devices(self) -> Hardware | None:
@@ -306,7 +310,6 @@ LedgerEvent = (
     | SweepPaused
     | SweepFinished
 )
-
 
 Event = LedgerEvent | Tick
 

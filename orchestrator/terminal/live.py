@@ -14,6 +14,7 @@ from rich.text import Text
 
 from cluster.base import GangProgress
 from orchestrator import units
+from orchestrator.objective import unit_legend
 from orchestrator.report import words
 from orchestrator.report.proof import proof_result
 from orchestrator.report.trials import make_trial_table, versus_baseline
@@ -21,9 +22,10 @@ from orchestrator.space.naming import short_name
 from orchestrator.status.words import eta_s, phase_words
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.sweep.values import ProfileRun
-from orchestrator.terminal.layout import indented
+from orchestrator.terminal.layout import indented, mark
 from orchestrator.terminal.proof import render_confirmation
 from orchestrator.terminal.table import render_trials
+from orchestrator.virtual import watermark_line
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,15 @@ def render_live(
     hidden = state.num_searched - len(running) - len(shown)
     more = [Text(f"  ... and {hidden} more", style="dim")] if hidden else []
     told = [Text(f"waiting for nodes: {waiting}", style="yellow")] if waiting else []
-    return Group(_header(state, now_s), table, *more, *_checks(state, progress), *told, _footer(state, now_s))
+    return Group(
+        *mark(state.virtual),
+        _header(state, now_s),
+        table,
+        *more,
+        *_checks(state, progress),
+        *told,
+        _footer(state, now_s),
+    )
 
 
 def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[RenderableType]:
@@ -65,8 +75,13 @@ def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[Ren
 class LiveView:
     """Shows a sweep on stderr from the first :meth:`on_state` to the end of the ``with`` block. Never raises."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, opening: str = "") -> None:
+        """
+        Args:
+            opening: printed once, when the sweep is there.
+        """
         self.console = console or Console(stderr=True)
+        self._opening = opening
         self._live: Live | None = None
         self._state = SweepState()
         self._progress: dict[int, GangProgress] = {}
@@ -74,6 +89,7 @@ class LiveView:
         self._num_earlier = 0
         self._refreshed_at_s = 0.0
         self._waiting = ""
+        self._is_marked = False
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -89,6 +105,9 @@ class LiveView:
 
     def on_state(self, state: SweepState) -> None:
         before, self._state = self._state, state
+        if self._opening and state.created is not None:
+            self.console.print(self._opening, style="dim", highlight=False, markup=False, soft_wrap=True)
+            self._opening = ""
         stopped = before.running - state.running
         if before.created is not None:
             self._unannounced += dict.fromkeys((*state.end_order.since(len(before.end_order)), *sorted(stopped)))
@@ -124,6 +143,9 @@ class LiveView:
 
     def _announce(self) -> None:
         """One line per trial that ended since the last look; those of an earlier controller count as seen."""
+        if not self._is_marked and self._state.virtual is not None:
+            self._is_marked = True
+            self.console.print(watermark_line(self._state.virtual), highlight=False)
         if self._num_earlier:
             self.console.print(f"continuing after {self._num_earlier} trials", highlight=False)
             self._num_earlier = 0
@@ -143,7 +165,8 @@ def trial_line(state: SweepState, trial: Trial) -> str:
     else:
         unit = state.unit
         best = state.best is not None and state.best.number == trial.number
-        result = f"{units.rate(state.score(trial))} {unit} {words.spread(measurement)}"
+        step = f"step {units.milliseconds(measurement.step_time_s)}"
+        result = f"{step}, {units.rate(state.score(trial))} {unit} {words.spread(measurement)}"
         if isinstance(trial.check, ProfileRun):
             result = "recorded"  # its times are no measurement
         compared = words.versus(versus_baseline(trial, state))
@@ -202,6 +225,7 @@ def _footer(state: SweepState, now_s: float) -> RenderableType:
         best = Text.assemble(
             ("best ", "bold"),
             (units.trial_id(state.best.number), "bold green"),
-            f"  {units.rate(state.score(state.best))} {state.unit}",
+            f"  {words.trial_figures(state, state.best)}",
         )
-    return Group(best, Text("  ·  ".join(parts), style="dim"))
+    legend = [Text(unit_legend(state.unit), style="dim")] if state.best else []
+    return Group(best, *legend, Text("  ·  ".join(parts), style="dim"))

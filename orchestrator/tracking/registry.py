@@ -98,6 +98,21 @@ class Registry:
             files = (path for path in sorted(root.rglob("*")) if path.is_file())
             return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
 
+    def run_tags(self, run_id: str) -> dict[str, str]:
+        """Tags of a run.
+
+        Raises:
+            LookupError: it is not there.
+        """
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return dict(self.client.get_run(run_id).data.tags)
+        except MlflowException as error:
+            if error.error_code in _ABSENT:
+                raise LookupError(f"its run {run_id} is not there") from None
+            raise
+
     def ensure_experiment(self, name: str, location: str | None) -> str:
         """The id of the experiment, created where it is missing."""
         found = self.client.get_experiment_by_name(name)

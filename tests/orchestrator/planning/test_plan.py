@@ -100,6 +100,7 @@ def test_json(tmp_path):
 def test_a_large_space_is_counted_without_building_its_illegal_part(tmp_path):
     numbers = list(range(1, 51))
     space = {"dp_replicate": numbers, "dp_shard": numbers, "micro_batch_size": numbers, "zero_stage": 3}
+    space["world_size"] = list(range(1, 65))
     plan = make_plan(load_sweep(write(tmp_path, {**SMALL, "space": space})), topology(8, 8))
     assert plan.product_size == 50**3
     assert len(plan.candidates) == sum(
