@@ -20,7 +20,8 @@ class Past:
 
     last: Record | None
     """The last record that came about."""
-    num_records: int
+    last_number: int
+    """Number of the last record, void ones counted; 0 where there is none."""
     carried: Record | None = None
     """A change that was found interrupted, and has just been carried to its end."""
 
@@ -67,25 +68,33 @@ def found_moved(name: str, found: Registered | None, past: Past) -> Record:
 
 def _to(target: Registered, past: Past) -> Record:
     tags = target.tags
-    speedup = tags.get("speedup", "unknown")
+    trial = tags.get("trial", "")
     return replace(
         _blank(target.name, past),
         to_version=target.version,
-        speedup="" if speedup == "unknown" else f"{float(speedup):.2f}x",
+        speedup=_ratio_words(tags.get("speedup", "")),
         forced=tags.get("forced") == "true",
         sweep=tags.get("sweep", ""),
         sweep_id=tags.get("sweep_id", ""),
-        trial=tags.get("trial", ""),
+        trial=trial if trial.isdigit() else "",
         short_name=tags.get("short_name", ""),
         recipe_sha256=tags.get("recipe_sha256", ""),
         files_sha256=tags.get("files_sha256", ""),
     )
 
 
+def _ratio_words(text: str) -> str:
+    """``1.25x`` of a version's tag; empty where it is unknown, or somebody wrote something else there."""
+    try:
+        return f"{float(text):.2f}x"
+    except ValueError:
+        return ""
+
+
 def _blank(name: str, past: Past) -> Record:
     return Record(
         name=name,
-        number=past.num_records + 1,
+        number=past.last_number + 1,
         action="promote",
         from_version=past.current,
         to_version="",
