@@ -152,8 +152,8 @@ def _described(request: ClusterRequest) -> Topology | None:
         return _simulated_topology(request, request.simulation)
     if request.replay is not None:
         return _replayed(request.replay).topology
-    if request.kind == "ray" and request.address is not None:
-        return None
+    if request.kind == "ray" and (request.address is not None or request.min_nodes > 1):
+        return None  # several nodes are a cluster's, whose address may still be given
     try:
         return Topology(nodes=(_discover(request),))
     except DeviceError as error:
@@ -208,7 +208,7 @@ def _replayed(replay: Replay) -> Cluster:
 def _discover(request: ClusterRequest) -> Node:
     if request.min_nodes != 1:
         raise ClusterError(
-            f"{request.min_nodes} nodes are asked for, but this host is one; give the address of a Ray cluster"
+            f"{request.min_nodes} nodes are asked for, but this host is one; --address takes a Ray cluster's"
         )
     return discover_node(
         device=request.device,

@@ -7,6 +7,7 @@ import ctypes
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Container
 from dataclasses import dataclass
@@ -19,6 +20,13 @@ _HUGE_PAGE_BYTES = 2 << 20
 _SETTLE_S = 0.002
 """Pause before looking again whether processes that were sent SIGKILL are gone."""
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def python_module(module: str, *arguments: str) -> list[str]:
+    """The command line that runs ``module`` in another interpreter like this one, as ``python -m`` does, but safely:
+    nothing is imported from the folder in which it is started, which is the user's and may hold files that are called
+    like our packages or like those of the standard library."""
+    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def _prctl(option: int, value: int) -> None:

@@ -21,18 +21,24 @@ class Invocation:
     """What to type for this program, and the options every command needs."""
 
     program: str = PROGRAM
+    """As the shell takes it."""
     options: tuple[str, ...] = ()
 
     @classmethod
     def current(cls, home: Path) -> Self:
         """How this process was called: by its path where it is not on PATH, and with ``--home`` where that matters."""
-        is_on_path = shutil.which(PROGRAM) is not None or Path(sys.argv[0]).name != PROGRAM
+        path = Path(sys.argv[0])
+        is_module = path.name == "__main__.py" and path.parent == Path(__file__).parent
+        own = [sys.executable, "-m", __package__ or ""] if is_module else [sys.argv[0]]
+        is_on_path = shutil.which(PROGRAM) is not None or (not is_module and path.name != PROGRAM)
         is_implied = str(home) in (str(DEFAULT_HOME), os.environ.get(HOME_VARIABLE))
-        return cls(program=PROGRAM if is_on_path else sys.argv[0], options=() if is_implied else ("--home", str(home)))
+        return cls(
+            program=PROGRAM if is_on_path else shlex.join(own), options=() if is_implied else ("--home", str(home))
+        )
 
     def command(self, *words: str) -> str:
         """One line for the shell."""
-        return " ".join([shlex.quote(self.program), *words, *(shlex.quote(option) for option in self.options)])
+        return " ".join([self.program, *words, *(shlex.quote(option) for option in self.options)])
 
 
 PLAIN = Invocation()

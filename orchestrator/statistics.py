@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from orchestrator.objective import Objective
 from trials.outcome import Measurement
 
 SpeedVerdict = Literal["faster", "slower", "tie"]
@@ -59,30 +60,36 @@ def median(samples: Sequence[float]) -> Estimate:
     return Estimate(float(np.median(samples)), _central95(draws) if draws is not None else None)
 
 
-def tokens_per_s_per_device(measurement: Measurement) -> Estimate:
-    """Speed in tokens/s/p, the objective of the search, with its interval."""
+def speed(measurement: Measurement, objective: Objective) -> Estimate:
+    """The score of a measurement with its interval; with the default objective, tokens/s/p."""
     step_time_s = median(measurement.step_times_s)
-    tokens_per_device = measurement.tokens_per_step / measurement.world_size
+    weighted_tokens = measurement.tokens_per_step / objective.weight(measurement.world_size)
     ci95 = step_time_s.ci95
     return Estimate(
-        measurement.tokens_per_s_per_device,
-        Interval(tokens_per_device / ci95.high, tokens_per_device / ci95.low) if ci95 else None,
+        objective.score(measurement),
+        Interval(weighted_tokens / ci95.high, weighted_tokens / ci95.low) if ci95 else None,
     )
 
 
-def speed_ratio(a: Measurement, b: Measurement) -> Estimate:
-    """How many times faster ``a`` is than ``b`` in tokens/s/p, resampling both independently."""
-    value = a.tokens_per_s_per_device / b.tokens_per_s_per_device
+def tokens_per_s_per_device(measurement: Measurement) -> Estimate:
+    """Speed in tokens/s/p with its interval, whatever the sweep's objective is."""
+    return speed(measurement, Objective())
+
+
+def speed_ratio(a: Measurement, b: Measurement, objective: Objective) -> Estimate:
+    """How many times the score of ``b`` that of ``a`` is, resampling both independently."""
+    value = objective.score(a) / objective.score(b)
     draws_a, draws_b = _median_draws(a.step_times_s, 0), _median_draws(b.step_times_s, 1)
     if draws_a is None or draws_b is None:
         return Estimate(value, None)
-    scale = (a.tokens_per_step / a.world_size) / (b.tokens_per_step / b.world_size)
+    scale = objective.score_of(a.tokens_per_step, 1.0, a.world_size)
+    scale /= objective.score_of(b.tokens_per_step, 1.0, b.world_size)
     return Estimate(value, _central95(scale * draws_b / draws_a))
 
 
-def compare(a: Measurement, b: Measurement) -> SpeedVerdict:
+def compare(a: Measurement, b: Measurement, objective: Objective) -> SpeedVerdict:
     """Whether ``a`` is faster than ``b``; a difference inside the noise is a tie."""
-    return verdict(speed_ratio(a, b))
+    return verdict(speed_ratio(a, b, objective))
 
 
 def verdict(ratio: Estimate) -> SpeedVerdict:

@@ -82,6 +82,11 @@ class Follower:
         self._rest = rest[-_BLOCK_BYTES:]
         return [_shown(line.decode("utf-8", errors="replace")) for line in complete]
 
+    @property
+    def at(self) -> int:
+        """Byte after the last complete line."""
+        return self._at - len(self._rest)
+
     def last_line(self) -> list[str]:
         """The unfinished line after the last line feed; empty where there is none."""
         rest, self._rest = self._rest, b""

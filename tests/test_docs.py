@@ -2,12 +2,24 @@
 
 import re
 import shlex
+import shutil
+import subprocess
+from typing import get_args
 
 import pytest
+import yaml
 
+from orchestrator import errors
 from orchestrator.cli.main import main
+from orchestrator.config.queue_policy import load_policy
+from orchestrator.config.sweep import load_sweep
+from orchestrator.errors import ConfigError
 from orchestrator.space.knobs import KNOB_NAMES
+from orchestrator.space.rules import RULES
+from orchestrator.sweep.home import Home
+from orchestrator.sweep.values import FinishCause
 from tests.support import ROOT
+from trials import outcome
 
 DOCUMENTS = [
     ROOT / "README.md",
@@ -29,12 +41,18 @@ def test_the_readme_shows_the_quickstart_as_it_is():
     assert f"```yaml\n{shown}```" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def blocks(document, *languages):
+    """The fenced blocks of these languages."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return [block for language, block in found if language in languages]
+
+
 def shown_commands(document):
-    """Words after `tune-cluster` of every command in a `sh` block."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    words = [shlex.split(line.removeprefix("$ "), comments=True) for line in lines]
-    return [line[1:] for line in words if line[:1] == ["tune-cluster"]]
+    """Words after `tune-cluster` of every command in a block, also where something stands before it."""
+    lines = [line for block in blocks(document, "sh", "console") for line in block.replace("\\\n", " ").splitlines()]
+    commands = [line for line in lines if re.match(r"(\$ |.*-- |\w+=\S+ )?tune-cluster [a-z]", line)]
+    words = [shlex.split(line, comments=True) for line in commands]
+    return [line[line.index("tune-cluster") + 1 :] for line in words if "tune-cluster" in line]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -63,3 +81,71 @@ def test_every_knob_has_its_section():
     assert set(sections) == set(KNOB_NAMES)
     frameworks = "| Megatron-LM | torchtitan | DeepSpeed | MindFormers | PaddleNLP | Accelerate |"
     assert [name for name, body in sections.items() if frameworks not in body] == []
+
+
+QUICKSTART = ROOT / "configs" / "sweeps" / "quickstart.yaml"
+YAML_BLOCKS = [
+    pytest.param(block, id=f"{document.name}-{number}")
+    for document in DOCUMENTS
+    for number, block in enumerate(blocks(document, "yaml"))
+]
+
+
+@pytest.mark.parametrize("block", YAML_BLOCKS)
+def test_shown_yaml_is_accepted(block, tmp_path):
+    """A sweep, some sections of one (put into the quickstart), or the queue's policy; that meant to be wrong is."""
+    given = yaml.safe_load(block)
+    file = tmp_path / "shown.yaml"
+    if "quotas" in given:
+        (tmp_path / "queue.yaml").write_text(block, encoding="utf-8")
+        assert load_policy(Home(tmp_path)).quotas == given["quotas"]
+        return
+    if "name" not in given:
+        base = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
+        base["workload"]["model"] = str(ROOT / "configs" / "models" / "llama-tiny.yaml")
+        file.write_text(yaml.safe_dump({**base, **given}), encoding="utf-8")
+    else:
+        file.write_text(block.replace("../models/", f"{ROOT}/configs/models/"), encoding="utf-8")
+    if "max_trails" in block:
+        with pytest.raises(ConfigError, match="max_trails"):
+            load_sweep(file)
+    else:
+        load_sweep(file)
+
+
+def told_ids():
+    """Every word by which the program says that something did not go as wished."""
+    yield from (rule.id for rule in RULES)
+    yield from FinishCause
+    yield from (kind.kind for kind in get_args(outcome.Failure))
+    yield from get_args(outcome.LossCause)
+    yield from (str(value) for name, value in vars(errors).items() if name.startswith("EXIT_"))
+
+
+def test_troubleshooting_tells_the_remedy_of_everything():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"^\|.*\|$", text, re.MULTILINE)]
+    remedies = {name: row[2] for row in rows if len(row) == 3 for name in re.findall(r"[\w.-]+", row[0])}
+    assert [name for name in told_ids() if not remedies.get(name)] == []
+
+
+def test_the_script_for_slurm_is_sound():
+    script = ROOT / "docs" / "operation" / "slurm.sbatch"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    checker = shutil.which("shellcheck")
+    if checker is not None:
+        subprocess.run([checker, str(script)], check=True)
+
+
+def test_the_cluster_for_kuberay_is_complete():
+    """Every mount has its volume in all pods, and those with GPUs ask Ray and Kubernetes for as many."""
+    spec = yaml.safe_load((ROOT / "docs" / "operation" / "raycluster.yaml").read_text(encoding="utf-8"))["spec"]
+    groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+    for pod, (container,) in ((group["template"]["spec"], group["template"]["spec"]["containers"]) for group in groups):
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    for group in groups:
+        (container,) = group["template"]["spec"]["containers"]
+        asked = container["resources"]["limits"].get("nvidia.com/gpu", "0")
+        assert group["rayStartParams"]["num-gpus"] == asked
+    assert spec["authOptions"] == {"mode": "token"}

@@ -76,6 +76,8 @@ class RankReport:
     """Seconds of the first step beyond a normal one when graph mode is on."""
     samples_per_step: int = 0
     """Samples (sequences, images) of the global batch."""
+    step_memory_bytes: tuple[int, ...] = ()
+    """Peak of every step, from the first warm-up step on; empty if not known."""
     findings: Findings = field(default_factory=Findings)
 
 
@@ -99,6 +101,8 @@ class Measurement:
     num_skipped_steps: int = 0
     compile_s: float = 0.0
     samples_per_step: int = 0
+    step_memory_bytes: tuple[int, ...] = ()
+    """Peak of every step on the fullest rank of that step, from the first warm-up step on; empty if not known."""
     findings: Findings = field(default_factory=Findings)
     """What the runner found out besides; recompute effects are those of the rank where they are largest."""
     places: tuple[str, ...] = ()

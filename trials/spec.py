@@ -361,3 +361,6 @@ class TrialSpec:
     """Device memory a rank may use beyond what the idle process holds; ``None`` leaves it to the device."""
     profile: ProfileSpec | None = None
     """If set, the run is recorded, and its times are not a measurement."""
+    perturbation: float = 0.0
+    """How far every initial weight is off, relative to it and at most: a run that differs from another by nothing but
+    this shows how far rounding alone takes the training apart."""

@@ -20,7 +20,8 @@ from typing import Any
 
 from benchmarks.loss_gate.bugs import BUGS, Bug, loss_scale_left_in, no_master_weights
 from benchmarks.loss_gate.runs import CLASSES, HOOKS, NUM_STEPS, WORKLOADS, spec_of, train, variants
-from orchestrator.proof.loss_gate import Curve, LossComparison, Trajectory, deviations, judge_gate
+from orchestrator.proof.loss_gate import Curve, GateTrajectories, LossComparison, Trajectory, deviations, judge_gate
+from orchestrator.proof.tolerances import ROUNDING
 from orchestrator.sweep.values import GateSettings
 from tests.trials.test_sensitivity import BUGS as LAYOUT_BUGS
 from trials.spec import TrialSpec, Workload
@@ -43,7 +44,10 @@ class Largest:
     loss: list[float]
     grad_norm: list[float]
     share_of_limit: float
-    num_refused: int
+    times_twin: float
+    """Largest loss in multiples of how far the twin has been off, where it is beyond a tenth of its limit."""
+    answers: dict[str, int]
+    """How often the gate gave each answer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +57,7 @@ class Caught:
     bug: str
     class_name: str
     compared_with: str
-    passed: bool
+    answer: str
     how: str
     """Which quantity shows it first, in which step, at how many times its limit; or why it did not train."""
     share_of_limit: float
@@ -68,50 +72,67 @@ def legitimate(workload: str, seeds: Iterable[int], only: Iterable[str] = CLASSE
     for class_name in dict.fromkeys((EXACT, *only)):
         todo = [(seed, *one) for seed in seeds for one in variants(_seeded(workload, seed), class_name)]
         runs = train([spec for *_, spec in todo], HOOKS.get(class_name))
+        own, of_exact = _twins(workload, seeds, class_name, class_name), _twins(workload, seeds, EXACT, class_name)
         plain: dict[int, Trajectory] = {}
-        pairs: dict[str, list[tuple[Trajectory, Trajectory]]] = defaultdict(list)
+        pairs: dict[str, list[GateTrajectories]] = defaultdict(list)
         for (seed, name, _), run in zip(todo, runs, strict=True):
             if isinstance(run, str):
                 print(f"{workload} {class_name} {name} seed {seed}: {run}", file=sys.stderr)
                 continue
             first = plain.setdefault(seed, run)
             if first is not run:
-                pairs[class_name].append((first, run))
+                pairs[class_name].append(GateTrajectories(baseline=first, finalist=run, twin=own[seed]))
             if exact.setdefault(seed, run) is not first:
-                pairs[EXACT].append((exact[seed], run))
+                pairs[EXACT].append(GateTrajectories(baseline=exact[seed], finalist=run, twin=of_exact[seed]))
         for compared_with in sorted(pairs):
             found = _largest(workload, class_name, compared_with, pairs[compared_with])
             _tell(found)
             yield found
 
 
+def _twins(workload: str, seeds: Iterable[int], class_name: str, coarser: str) -> dict[int, Trajectory]:
+    """Seed to the plain run of ``class_name`` with initial weights off by the rounding errors of ``coarser``."""
+    of = {seed: spec_of(_seeded(workload, seed), class_name) for seed in seeds}
+    specs = [dataclasses.replace(spec, perturbation=ROUNDING[coarser]) for spec in of.values()]
+    runs = dict(zip(of, train(specs, HOOKS.get(class_name)), strict=True))
+    return {seed: run for seed, run in runs.items() if isinstance(run, Trajectory)}
+
+
 def _seeded(workload: str, seed: int) -> Workload:
     return dataclasses.replace(WORKLOADS[workload], seed=seed)
 
 
-def _largest(workload: str, class_name: str, against: str, pairs: list[tuple[Trajectory, Trajectory]]) -> Largest:
+def _largest(workload: str, class_name: str, against: str, pairs: list[GateTrajectories]) -> Largest:
     loss, norm = [0.0] * NUM_STEPS, [0.0] * NUM_STEPS
-    share, num_refused = 0.0, 0
-    for expected, run in pairs:
-        found = deviations(expected, run, None, GATE, WORKLOADS[workload])
+    share, times, answers = 0.0, 0.0, dict.fromkeys(("passed", "failed", "inconclusive"), 0)
+    for runs in pairs:
+        expected = runs.expected
+        found = deviations(runs, GATE, WORKLOADS[workload])
         for curve, largest in ((found.loss, loss), (found.grad_norm, norm)):
             until = (expected.spike or NUM_STEPS + 1) - 1
             for i, deviation in enumerate(curve.deviations):
                 if deviation is not None and i < until:
                     largest[i] = max(largest[i], deviation)
         share = max(share, _share(found))
-        num_refused += not judge_gate(1, expected, run, None, GATE, WORKLOADS[workload]).passed
+        times = max(times, _times_twin(found.loss))
+        answers[judge_gate(1, runs, GATE, WORKLOADS[workload]).answer] += 1
     return Largest(
         workload=workload,
         class_name=class_name,
         compared_with=against,
         num_runs=len(pairs),
-        num_spikes=sum(expected.spike is not None for expected, _ in pairs),
+        num_spikes=sum(runs.expected.spike is not None for runs in pairs),
         loss=loss,
         grad_norm=norm,
         share_of_limit=share,
-        num_refused=num_refused,
+        times_twin=times,
+        answers=answers,
     )
+
+
+def _times_twin(curve: Curve) -> float:
+    triples = zip(curve.deviations, curve.limits, curve.twin, strict=True)
+    return max((off / twin for off, limit, twin in triples if off is not None and twin and off > limit / 10), default=0)
 
 
 def _share(found: LossComparison) -> float:
@@ -127,11 +148,14 @@ def caught(seed: int) -> Iterator[Caught]:
     """Every bug in every class: a wrong finalist against the right baseline of its class, and against fp32."""
     workload = _seeded("tiny", seed)
     right = dict(zip(BUGGY_CLASSES, train([spec_of(workload, name) for name in BUGGY_CLASSES]), strict=True))
+    of = [(name, against) for name in BUGGY_CLASSES for against in dict.fromkeys((name, EXACT))]
+    perturbed = (dataclasses.replace(spec_of(workload, b), perturbation=ROUNDING[a]) for a, b in of)
+    twins = dict(zip(of, train(list(perturbed)), strict=True))
     for bug in (*LAYOUT_BUGS, *BUGS):
         specs = {name: _with(bug, workload, name) for name in BUGGY_CLASSES if _means_something(bug, name)}
         for class_name, run in zip(specs, train(list(specs.values()), bug), strict=True):
             for against in dict.fromkeys((class_name, EXACT)):
-                found = _judged(bug, class_name, against, right[against], run)
+                found = _judged(bug, class_name, against, right[against], twins[class_name, against], run)
                 _tell(found)
                 yield found
 
@@ -147,16 +171,19 @@ def _with(bug: Bug, workload: Workload, class_name: str) -> TrialSpec:
     return spec_of(workload, class_name, layout=layout, num_microbatches=2 if bug in BUGS else layout.pp)
 
 
-def _judged(bug: Bug, class_name: str, against: str, expected: Trajectory | str, run: Trajectory | str) -> Caught:
-    assert isinstance(expected, Trajectory), expected
+def _judged(
+    bug: Bug, class_name: str, against: str, expected: Trajectory | str, twin: Trajectory | str, run: Trajectory | str
+) -> Caught:
+    assert isinstance(expected, Trajectory) and isinstance(twin, Trajectory), (expected, twin)
     fields: dict[str, Any] = {"bug": bug.__name__.strip("_"), "class_name": class_name, "compared_with": against}
     if isinstance(run, str):
-        return Caught(**fields, passed=False, how=run, share_of_limit=math.inf)
-    report = judge_gate(1, expected, run, None, GATE)
-    found = deviations(expected, run, None, GATE)
-    shown = [(curve.beyond[0], name) for name, curve in _named(found) if curve.beyond and not curve.is_within]
+        return Caught(**fields, answer="failed", how=run, share_of_limit=math.inf)
+    runs = GateTrajectories(baseline=expected, finalist=run, twin=twin)
+    report = judge_gate(1, runs, GATE)
+    found = deviations(runs, GATE)
+    shown = [(curve.contradictions[0], name) for name, curve in _named(found) if curve.contradictions]
     how = "{1}, step {0}".format(*min(shown)) if shown else ""
-    return Caught(**fields, passed=report.passed, how=how, share_of_limit=_share(found))
+    return Caught(**fields, answer=report.answer, how=how, share_of_limit=_share(found))
 
 
 def _named(found: LossComparison) -> tuple[tuple[str, Curve], ...]:
@@ -199,7 +226,9 @@ def _cell(row: Caught | None) -> str:
     if row is None:
         return ""
     share = f"{row.share_of_limit:.2g}" if row.share_of_limit < 100 else f"{row.share_of_limit:.0f}"
-    return f"**passes**, {share}" if row.passed else f"{row.how}, {share}"
+    if row.answer == "passed":
+        return f"**passes**, {share}"
+    return f"{'*inconclusive*, ' if row.answer == 'inconclusive' else ''}{row.how}, {share}"
 
 
 def _table(lines: list[list[str]]) -> str:

@@ -178,7 +178,7 @@ def other_weights() -> None:
     from trials.training import build
 
     init = build.init_parameters
-    build.init_parameters = lambda model, seed, shards: init(model, seed + 1, shards)
+    build.init_parameters = lambda model, seed, *rest: init(model, seed + 1, *rest)
 
 
 def _with_attention(wrap: Callable[[Any], Any]) -> None:

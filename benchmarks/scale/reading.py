@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.scale.wide import fill_wide
 from cluster.hardware.topology import Device, cpu_model
 from orchestrator.sweep.checkpoint import CheckpointWriter
 from orchestrator.sweep.events import (
@@ -94,16 +95,20 @@ def fill(home: Home, name: str, num_trials: int, *, seed: int = 0, copied: bool 
 
 
 def timed(*arguments: str) -> dict[str, float]:
-    """Least wall-clock and CPU seconds of the command, over some repetitions."""
-    walls, cpus = [], []
+    """Least wall-clock and CPU seconds of the command, over some repetitions, and its largest resident memory."""
+    walls, cpus, peaks = [], [], []
     for _ in range(REPEATS):
-        began_s, before = time.perf_counter(), os.times()
-        command = [sys.executable, "-m", "orchestrator.cli.main", *arguments]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        after = os.times()
+        began_s = time.perf_counter()
+        command = [sys.executable, "-m", "orchestrator", *arguments]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command)
         walls.append(time.perf_counter() - began_s)
-        cpus.append(after.children_user + after.children_system - before.children_user - before.children_system)
-    return {"wall_s": min(walls), "cpu_s": min(cpus)}
+        cpus.append(used.ru_utime + used.ru_stime)
+        peaks.append(used.ru_maxrss / 2**10)
+    return {"wall_s": min(walls), "cpu_s": min(cpus), "peak_mib": max(peaks)}
 
 
 def measure(num_trials: int, num_sweeps: int, folder: Path) -> dict[str, Any]:
@@ -112,6 +117,7 @@ def measure(num_trials: int, num_sweeps: int, folder: Path) -> dict[str, Any]:
     made = [fill(home, f"long-{i}", num_trials, seed=i) for i in range(num_sweeps)]
     fill(home, "short", 1)
     fill(Home(folder / "old"), "old", num_trials, copied=False)
+    fill_wide(Home(folder / "wide"), "wide", num_trials, folder)
     at = ("--home", str(folder))
     return {
         "ledger_mib": made[0][0].stat().st_size / 2**20,
@@ -121,6 +127,7 @@ def measure(num_trials: int, num_sweeps: int, folder: Path) -> dict[str, Any]:
         "status --json": timed("status", "long-0", "--json", *at),
         "status without a copy": timed("status", "old", "--home", str(folder / "old")),
         "explain TRIAL": timed("explain", "long-0", "t003", *at),
+        "explain SWEEP": timed("explain", "wide", "--home", str(folder / "wide")),
         f"ps of {num_sweeps + 1} sweeps": timed("ps", *at),
         **looking_again(home, "long-0"),
     }
@@ -140,8 +147,11 @@ def looking_again(home: Home, name: str) -> dict[str, dict[str, float]]:
 def table(found: dict[str, Any]) -> str:
     """Markdown: one row per thing read."""
     rows: Sequence[tuple[str, Any]] = [(what, cost) for what, cost in found.items() if isinstance(cost, dict)]
-    lines = ["| what | wall s | CPU s |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| {what} | {cost['wall_s']:.3f} | {cost['cpu_s']:.3f} |" for what, cost in rows)])
+    lines = ["| what | wall s | CPU s | peak MiB |", "|---|---|---|---|"]
+    for what, cost in rows:
+        peak = f"{cost['peak_mib']:.0f}" if "peak_mib" in cost else ""
+        lines.append(f"| {what} | {cost['wall_s']:.3f} | {cost['cpu_s']:.3f} | {peak} |")
+    return "\n".join(lines)
 
 
 def main() -> None:

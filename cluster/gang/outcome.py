@@ -169,6 +169,7 @@ def _merge(successes: Sequence[RankSuccess], disturbances: Sequence[Disturbance]
             num_skipped_steps=first.num_skipped_steps,
             compile_s=max(report.compile_s for report in reports),
             samples_per_step=first.samples_per_step,
+            step_memory_bytes=tuple(max(sizes) for sizes in zip(*(r.step_memory_bytes for r in reports), strict=False)),
             findings=merge_findings([report.findings for report in reports]),
             places=tuple(f"{place.node}/{place.device}" for place in places),
             disturbances=most_disturbed(disturbances),

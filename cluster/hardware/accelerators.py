@@ -102,24 +102,34 @@ def find_accelerator(device_name: str) -> Accelerator:
 
 
 def load_cluster(name: str) -> ClusterDescription:
-    """The cluster described in ``configs/clusters/<name>.yaml``.
+    """The cluster described in ``configs/clusters/<name>.yaml``, or in a file of the user's, like ``./mine.yaml``.
 
     Raises:
         CatalogueError: there is no such file, or its accelerator is unknown.
     """
-    path = CONFIGS / "clusters" / f"{name}.yaml"
+    is_file = "/" in name or name.endswith((".yaml", ".yml"))
+    path = Path(name) if is_file else CONFIGS / "clusters" / f"{name}.yaml"
     if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in path.parent.glob("*.yaml")))
-        raise CatalogueError(f"no cluster called {name!r}; there are {known}")
+        raise CatalogueError(
+            f"no cluster {'file' if is_file else 'called'} {name!r}; there are {', '.join(clusters())}"
+        )
     data = _read(path, {"accelerator", "num_nodes"}, {"devices_per_node", "network_bytes_per_s", "sources"})
-    accelerator = find_accelerator(data["accelerator"])
+    for key in ("num_nodes", "devices_per_node"):
+        if not isinstance(size := data.get(key, 1), int) or isinstance(size, bool) or size < 1:
+            raise CatalogueError(f"{path.name}: {key} is {str(size)[:40]!r}, no number of them")
+    accelerator = find_accelerator(str(data["accelerator"]))
     return ClusterDescription(
-        name=name,
+        name=path.stem,
         accelerator=accelerator,
         num_nodes=int(data["num_nodes"]),
         devices_per_node=int(data.get("devices_per_node", accelerator.devices_per_node)),
         network_bytes_per_s=float(data.get("network_bytes_per_s", accelerator.network_bytes_per_s)),
     )
+
+
+def clusters() -> tuple[str, ...]:
+    """Names of the clusters that are described in ``configs/clusters``."""
+    return tuple(sorted(path.stem for path in (CONFIGS / "clusters").glob("*.yaml")))
 
 
 def describe_topology(topology: Topology) -> ClusterDescription:
@@ -172,7 +182,12 @@ def _accelerator(path: Path) -> Accelerator:
 
 
 def _read(path: Path, required: set[str], optional: set[str]) -> Any:
-    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark is not None else ""
+        raise CatalogueError(f"{path}{line}: {str(error).splitlines()[0]}") from None
     if not isinstance(data, dict):
         raise CatalogueError(f"{path.name}: not a mapping")
     if missing := required - set(data):

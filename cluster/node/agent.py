@@ -10,7 +10,6 @@ import os
 import selectors
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -20,9 +19,10 @@ from pathlib import Path
 from cluster.base import ClusterError
 from cluster.gang.messages import Beat, Lines, NodeEvent, NodeGone, NodeLaunch, RankFailure, StopGang, line
 from cluster.node.guardian import SELF_CLEANING_VARIABLE
+from cluster.processes import python_module
 from trials.codec import from_json
 from trials.files import make_private_folder
-from trials.secrets import for_ranks
+from trials.secrets import for_ranks, redact
 
 logger = logging.getLogger(__name__)
 
@@ -151,18 +151,12 @@ class Agent:
 
     def _start_fork_server(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [
-            sys.executable,
-            "-m",
-            "cluster.node.fork_server",
-            str(theirs.fileno()),
-            json.dumps(self._search_path),
-        ]
+        arguments = [str(theirs.fileno()), json.dumps(self._search_path), *self._preload]
         environment = {"OPENBLAS_NUM_THREADS": "1", **for_ranks(os.environ), **self._env, SELF_CLEANING_VARIABLE: "1"}
         make_private_folder(self._log_path.parent)
         with theirs, self._log_path.open("ab") as log:
             self._fork_server = subprocess.Popen(
-                [*command, *self._preload],
+                python_module("cluster.node.fork_server", *arguments),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -183,7 +177,9 @@ class Agent:
         if not message:
             self._fork_server.kill()
             self._fork_server.wait()
-            raise ClusterError(f"the fork server on {self._node} does not start; see {self._log_path}")
+            self._control.close()
+            why = last_words(self._log_path) or "it says nothing"
+            raise ClusterError(f"the fork server on {self._node} does not start: {why} ({self._log_path})")
         for problem in json.loads(message)["problems"]:
             logger.warning("fork server on %s: %s", self._node, problem)
 
@@ -229,6 +225,12 @@ class Agent:
         attempt = self._attempts.pop(attempt_id)
         self._selector.unregister(attempt.connection)
         attempt.connection.close()
+
+
+def last_words(log: Path) -> str:
+    """The last line of a log that says anything, without secrets; empty where there is none."""
+    lines = [text for text in log.read_text(encoding="utf-8", errors="replace").splitlines() if text.strip()]
+    return redact(lines[-1].strip())[:400] if lines else ""
 
 
 def _end(connection: socket.socket) -> None:

@@ -116,8 +116,11 @@ def _run(launch: NodeLaunch, slot: RankSlot, pipe: int) -> int:
 
 
 def resolve(runner: str) -> Runner:
-    """The function that ``module:function`` names."""
+    """The function that ``module:function`` names. One of the user's may lie in the folder where the sweep was
+    submitted, which only ranks look into, and after all other places."""
     module, _, function = runner.partition(":")
+    if module.partition(".")[0] != "trials":
+        sys.path.append(str(Path.cwd()))
     found: Runner = getattr(importlib.import_module(module), function)
     return found
 

@@ -27,11 +27,11 @@ from cluster.node.agent import PRELOAD
 from cluster.queue.share import Admission, Unlimited
 from cluster.ray.agent import NodeDescription, NodeOrder
 from cluster.ray.agents import CLOSE_TIMEOUT_S, AgentReply, Agents
-from cluster.ray.connection import private_ray, remote_ray
+from cluster.ray.connection import PrivateHead, private_ray, remote_ray
 from cluster.ray.lease import LeaseStatus, NodeSlot, RayLease
 from cluster.ray.nodes import Wanted
 from cluster.ray.queue import RayAdmission
-from cluster.ray.settings import first_line
+from cluster.ray.settings import first_line, last_line
 
 if TYPE_CHECKING:
     from cluster.request import ClusterRequest
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Category = Literal["lost", "preempted"]
+MAX_UNABLE = 5
+"""Nodes on which agents may fail to start, one after another, before it is taken to be the same on all others."""
 
 
 class RayCluster:
@@ -74,11 +76,15 @@ class RayCluster:
         self._pending: list[GangEvent] = []
         self._topology = Topology(nodes=())
         self._is_begun = False
+        self._has_joined = False
+        """Whether any agent has ever started."""
+        self._unable: set[str] = set()
+        """Ids of the nodes on which the agent ended with an error of its own."""
         self._connection = contextlib.ExitStack()
         if ray.is_initialized():
             raise ClusterError("this process is connected to a Ray already; close that connection first")
-        wanted, label = self._connect(request), request.claim.sweep if request.claim else uuid4().hex[:8]
-        self._lease = RayLease(wanted, label, most=request.max_nodes)
+        (wanted, head), label = self._connect(request), request.claim.sweep if request.claim else uuid4().hex[:8]
+        self._lease = RayLease(wanted, label, most=request.max_nodes, head=head)
         if admission is None:
             admission = Unlimited() if request.claim is None else RayAdmission(self._lease, request.policy)
         self._admission = admission
@@ -176,15 +182,16 @@ class RayCluster:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _connect(self, request: ClusterRequest) -> Wanted:
-        devices_per_node = request.devices_per_node
+    def _connect(self, request: ClusterRequest) -> tuple[Wanted, PrivateHead | None]:
+        """What to ask for, and the head where it is our own."""
+        devices_per_node, head = request.devices_per_node, None
         if request.address is None:
             node = discover_node(device=request.device, num_devices=devices_per_node)
             devices_per_node = node.num_devices
-            self._connection.enter_context(private_ray(node))
+            head = self._connection.enter_context(private_ray(node))
         else:
             self._connection.enter_context(remote_ray(request.address))
-        return Wanted(device=request.device, devices_per_node=devices_per_node)
+        return Wanted(device=request.device, devices_per_node=devices_per_node), head
 
     def _tend(self) -> None:
         """Have the lease grow and shrink, and let go of nodes that Ray says are gone."""
@@ -241,6 +248,7 @@ class RayCluster:
             self._lease.leave_out(slot.node_id)
             self._start_over(slot)
             return
+        self._has_joined = True
         self._lease.ready_now(slot)
         self._lost.pop(slot.name, None)  # it only had not been heard
         self._agents.listen(slot)
@@ -249,10 +257,24 @@ class RayCluster:
     def _fail(self, slot: NodeSlot, error: Exception) -> None:
         """Take in that a call failed: the agent may be gone."""
         if not slot.is_ready:
-            self._avoid(slot, f"the agent does not start on node {slot.name}: {first_line(error)}")
+            reason = f"the agent does not start on node {slot.name}: {last_line(error)}"
+            if isinstance(error, RayActorError) and error.actor_init_failed:
+                self._unable.add(slot.node_id)
+                self._require_an_able_node(reason)
+            self._avoid(slot, reason)
             return
         is_preempted = isinstance(error, RayActorError) and error.preempted
         self._lose(slot, f"{type(error).__name__}: {first_line(error)}", "preempted" if is_preempted else "lost")
+
+    def _require_an_able_node(self, reason: str) -> None:
+        """Give up where agents fail by errors of their own on every node that could be leased, or on many, and none has
+        ever started: it would be the same in an hour.
+
+        Raises:
+            ClusterError: they do.
+        """
+        if not self._has_joined and (len(self._unable) >= MAX_UNABLE or self._lease.usable <= self._unable):
+            raise ClusterError(reason)
 
     def _lose(self, slot: NodeSlot, reason: str, category: Category) -> None:
         """Take the node out of service; its agent is killed in case it only cannot be heard."""

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from cluster.base import ClusterError
+from cluster.processes import python_module
 from cluster.ray.settings import require_listener
 
 ANSWER_TIMEOUT_S = 30.0
@@ -49,7 +50,7 @@ def dashboard_url(address: str) -> str:
 
 def _ask(address: str) -> tuple[str, str]:
     """Addresses of the head and of its dashboard; the latter is empty where there is none."""
-    argv = [sys.executable, "-m", "cluster.ray.head", address]
+    argv = python_module("cluster.ray.head", address)
     try:
         asked = subprocess.run(argv, capture_output=True, timeout=ANSWER_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

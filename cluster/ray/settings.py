@@ -54,6 +54,11 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def last_line(error: Exception) -> str:
+    """The last line of the error's message, which names the cause where Ray repeats a traceback of another process."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+
+
 def first_line(error: Exception) -> str:
     """The first line of the error's message; its type's name where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

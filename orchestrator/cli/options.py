@@ -33,12 +33,17 @@ def print_result(as_json: bool, body: Any, render: Callable[[], Any]) -> None:
     if as_json:
         click.echo(json.dumps(body, indent=2))
         return
-    from rich.console import Console
+    from orchestrator.terminal.layout import print_for_people
 
-    Console().print(render())
+    print_for_people(render())
 
 
 def announce(links: dict[str, str], as_json: bool) -> None:
     """Print addresses by what is there, at once, since the command goes on."""
-    click.echo(json.dumps(links) if as_json else "\n".join(f"{what:<12} {url}" for what, url in links.items()))
+    lines = [json.dumps(links)] if as_json else [f"{what:<12} {url}" for what, url in links.items()]
+    for line in lines:
+        click.echo(line)
     sys.stdout.flush()
+
+
+CLUSTER_HELP = "A described cluster in the place of a real one: dgx-h100, another of configs/clusters, or ./mine.yaml."

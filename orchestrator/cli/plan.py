@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from orchestrator.cli.options import home_option, json_option, print_result
+from orchestrator.cli.options import CLUSTER_HELP, home_option, json_option, print_result
 from orchestrator.errors import EXIT_USER
 from trials.dryrun.estimate import FRAGMENTATION
 
@@ -16,7 +16,7 @@ from trials.dryrun.estimate import FRAGMENTATION
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--why", metavar="CANDIDATE", help="Explain one: a number or name of the plan, baseline, or '{tp: 2}'.")
-@click.option("--cluster", metavar="NAME", help="Plan for a cluster of configs/clusters, like dgx-h100.")
+@click.option("--cluster", metavar="NAME|FILE", help=CLUSTER_HELP)
 @home_option
 @json_option
 def plan(file: Path, why: str | None, cluster: str | None, home: Path, as_json: bool) -> None:

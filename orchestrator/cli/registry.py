@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,30 +28,64 @@ def _change_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return _reason_option(_expect_option(command))
 
 
+_port = click.IntRange(1, 65535)
+
+
 @click.command()
 @click.argument("sweep", required=False)
-@click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True, help="Port on this host.")
+@click.option("--port", type=_port, help="Port of the page on this host.  [default: 5080, or any that is free]")
+@click.option("--page-only", is_flag=True, help="Serve the page without MLflow.")
+@click.option("--mlflow-port", type=_port, help="Port of MLflow.  [default: 5000, or the next that is free]")
 @click.option(
-    "--host",
+    "--mlflow-host",
     default="127.0.0.1",
     show_default=True,
-    help="Address to serve at. The server asks for no password: whoever reaches it changes what it holds.",
+    help="Address to serve MLflow at. It asks for no password: whoever reaches it changes what it holds.",
 )
 @home_option
 @json_option
-def ui(sweep: str | None, port: int, host: str, home: Path, as_json: bool) -> None:
-    """Open the MLflow UI on the sweeps' store until interrupted; to this host only, unless told otherwise.
+def ui(
+    sweep: str | None,
+    port: int | None,
+    page_only: bool,
+    mlflow_port: int | None,
+    mlflow_host: str,
+    home: Path,
+    as_json: bool,
+) -> None:
+    """Show SWEEP in the browser while it runs and afterwards, and serve MLflow beside it, until interrupted.
+
+    The page follows the sweep: trials, best so far, confirmation, logs of every rank; its buttons pause, drain, cancel,
+    resume and retry. It answers on this host only, to whoever opens the printed address. Without SWEEP it lists all
+    sweeps. MLflow keeps them.
 
     \b
-    Example:
+    Examples:
       tune-cluster ui quickstart
+      tune-cluster ui quickstart --page-only --port 8000
     """
-    from orchestrator.commands.ui import serve_ui
+    from orchestrator.live.serve import Served, serve
     from orchestrator.sweep.home import Home
 
-    if serve_ui(Home(home), sweep, host=host, port=port, announce=lambda links: announce(links, as_json)):
-        click.echo("error: the MLflow server ended by itself; its own message stands above", err=True)
-        sys.exit(EXIT_FAILED)
+    what = Served(sweep=sweep, port=port, with_mlflow=not page_only, mlflow_host=mlflow_host, mlflow_port=mlflow_port)
+    found: dict[str, str] = {}
+
+    def tell(links: Mapping[str, str], is_last: bool) -> None:
+        found.update(links)
+        if not as_json:
+            announce(dict(links), as_json=False)
+        elif is_last:
+            announce(found, as_json=True)
+
+    serve(
+        Home(home),
+        what,
+        invocation=Invocation.current(home),
+        announce=tell,
+        tell=lambda words: click.echo(words, err=True),
+    )
+    again = Invocation.current(home).command("ui", *([sweep] if sweep else []))
+    click.echo(f"no longer served; sweeps go on. To see it again: {again}", err=True)
 
 
 @click.command()
@@ -59,6 +93,7 @@ def ui(sweep: str | None, port: int, host: str, home: Path, as_json: bool) -> No
 @click.option("--name", required=True, help="Name of the registered configuration, e.g. llama-quickstart.")
 @click.option("--trial", help="Promote this trial (3 or t003) instead of the confirmed winner.")
 @click.option("--force", is_flag=True, help="Promote whatever was measured, also without proof; recorded as forced.")
+@click.option("--candidate", is_flag=True, help="Only register it, alias candidate; the one way for simulated sweeps.")
 @_change_options
 @home_option
 @json_option
@@ -67,6 +102,7 @@ def promote(
     name: str,
     trial: str | None,
     force: bool,
+    candidate: bool,
     reason: str,
     expect_current: str | None,
     home: Path,
@@ -88,7 +124,14 @@ def promote(
     from orchestrator.terminal import promotion
 
     promoted = commands.promote(
-        name, Home(home), sweep=sweep, trial=trial, reason=reason, expect_current=expect_current, force=force
+        name,
+        Home(home),
+        sweep=sweep,
+        trial=trial,
+        reason=reason,
+        expect_current=expect_current,
+        force=force,
+        is_candidate=candidate,
     )
     print_result(as_json, promoted, lambda: promotion.render_promotion(promoted, Invocation.current(home)))
 

@@ -48,7 +48,7 @@ def plan_file(file: Path, home: Home, *, why: str | None = None, cluster: str | 
 
     Args:
         why: the candidate to explain, see :func:`orchestrator.planning.candidate.find`.
-        cluster: name of a cluster description to plan for instead of the file's own cluster.
+        cluster: name or file of a cluster description to plan for instead of the file's own cluster.
 
     Raises:
         ConfigError: the file, the candidate, or a cluster that is not described.
@@ -67,7 +67,7 @@ def plan_file(file: Path, home: Home, *, why: str | None = None, cluster: str | 
 
 
 def described_topology(name: str) -> Topology:
-    """The nodes of a cluster in ``configs/clusters``.
+    """The nodes of a cluster in ``configs/clusters``, or in a file like those.
 
     Raises:
         ConfigError: there is no such description.
@@ -75,7 +75,7 @@ def described_topology(name: str) -> Topology:
     try:
         described = load_cluster(name)
     except CatalogueError as error:
-        raise ConfigError(str(error), key="--cluster", remedy="Name one of those.") from None
+        raise ConfigError(str(error), key="--cluster", remedy="Name one of those, or a file like them.") from None
     return uniform_topology(
         described.num_nodes,
         described.devices_per_node,

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.processes import die_with_parent
+from cluster.processes import die_with_parent, python_module
 from orchestrator.errors import EXIT_CLUSTER_LOST, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER
 from orchestrator.sweep.ledger import Ledger, LedgerError
 from orchestrator.sweep.snapshot import read_snapshot
@@ -53,7 +53,7 @@ def command(argv: Sequence[str], *, home: Path, sweep: str, address: str | None,
     """
     where = ["--on-cluster"] if on_cluster else ["--address", address] if address else []
     return [
-        *(sys.executable, "-m", "orchestrator.commands.supervisor"),
+        *python_module("orchestrator.commands.supervisor"),
         *("--home", str(home.absolute()), "--sweep", sweep, *where, "--", *argv),
     ]
 

@@ -11,7 +11,10 @@ from orchestrator.config.scalars import Size
 from orchestrator.space.knobs import KNOB_NAMES, KNOBS
 from orchestrator.space.knobs.sections import OneOrMany, Section, fault
 
-_WORLD_SIZE = "Allowed numbers of ranks, pp x dp_replicate x dp_shard x cp x tp; left out: any that fits."
+_WORLD_SIZE = (
+    "Allowed numbers of ranks, pp x dp_replicate x dp_shard x cp x tp; left out: the whole lease, or the part of it "
+    "that is always held (cluster.min_nodes)."
+)
 
 
 def _choices(value_type: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationInfo, WithJsonSchema
 
-from orchestrator.space.knobs.sections import fault
+from orchestrator.space.knobs.sections import fault, show
 from orchestrator.sweep.home import NAME_PATTERN
 
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -22,18 +22,31 @@ _BYTES = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
+MAX_DURATION_S = 36500 * 86400.0
+"""A hundred years: the system's clocks and timers take no much longer ones."""
+MAX_SIZE_BYTES = 2**63 - 1
+
+
 def _parse_duration(value: Any) -> float:
     match = _DURATION.fullmatch(value) if isinstance(value, str) else None
     if match is None or float(match[1]) == 0:
-        raise fault(None, f"expected a duration with its unit, got {value!r}", 'Write it like "90s", "10m" or "2h".')
-    return float(match[1]) * _SECONDS[match[2]]
+        raise fault(
+            None, f"expected a duration with its unit, got {show(value)}", 'Write it like "90s", "10m" or "2h".'
+        )
+    seconds = float(match[1]) * _SECONDS[match[2]]
+    if seconds > MAX_DURATION_S:
+        raise fault(None, f"{show(value)} is out of range", "Use at most 36500d.")
+    return seconds
 
 
 def _parse_size(value: Any) -> int:
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if match is None or float(match[1]) == 0:
-        raise fault(None, f"expected a size with its unit, got {value!r}", 'Write it like "512MiB" or "80GB".')
-    return int(float(match[1]) * _BYTES[match[2]])
+        raise fault(None, f"expected a size with its unit, got {show(value)}", 'Write it like "512MiB" or "80GB".')
+    size = float(match[1]) * _BYTES[match[2]]
+    if size > MAX_SIZE_BYTES:
+        raise fault(None, f"{show(value)} is out of range", "Use at most 8000000TiB.")
+    return int(size)
 
 
 Duration = Annotated[

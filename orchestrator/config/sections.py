@@ -118,6 +118,9 @@ class ClusterSection(Section):
     isolation: Literal["node", "device"] = Field(
         default="node", description="node: a trial has its nodes to itself; device: small trials share a node."
     )
+    price_per_device_hour: Positive | None = Field(
+        default=None, description="Money in any currency, to show costs in; null: they are shown in device-hours."
+    )
     exclude_nodes: list[str] = Field(default=[], description="Names of leased nodes that no trial may use.")
     exclude_slow_nodes: bool = Field(
         default=False, description="Leave out nodes that `tune-cluster probe` found slow, or could not measure."
@@ -187,8 +190,8 @@ class SearchSection(Section):
     )
     early_stop: EarlyStopFactor = Field(
         default=1.5,
-        description="End a trial whose first steps show that it takes this many times the device time of the best one; "
-        "off: measure every trial to its end.",
+        description="End a trial whose first steps show that it takes this many times as long as the best one, by the "
+        "objective; off: measure every trial to its end.",
     )
 
     @model_validator(mode="after")

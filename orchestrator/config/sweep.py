@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -9,6 +10,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from cluster.base import Deadlines
+from cluster.hardware.topology import Topology
 from orchestrator.config.knobs import BaselineSection, SpaceSection
 from orchestrator.config.notify import NotifySection
 from orchestrator.config.profile import ProfileSection
@@ -27,6 +29,7 @@ from orchestrator.config.validation import refuse_secrets, to_config_error
 from orchestrator.config.workload import MODEL_SECTIONS, WorkloadSection
 from orchestrator.config.yaml_source import KeyPath, YamlSource, dotted, read_yaml
 from orchestrator.errors import ConfigError
+from orchestrator.objective import Objective, ObjectiveName
 from orchestrator.space.knobs.canonical import build_candidate
 from orchestrator.space.knobs.sections import Section, fault
 from orchestrator.space.replay import ReplayError, ReplaySpace, replay_space
@@ -50,6 +53,11 @@ class SweepSpec(Section):
     cluster: ClusterSection = Field(default=ClusterSection(), description="Where trials run.")
     space: SpaceSection = Field(description="What may be changed.")
     baseline: BaselineSection = Field(default=BaselineSection(), description="What is used today; always trial 0.")
+    objective: ObjectiveName = Field(
+        default=Objective().name,
+        description="What counts as faster, see docs/objective.md: tokens per second and device used, the time of a "
+        "step, or what the nodes cost per token.",
+    )
     search: SearchSection = Field(default=SearchSection(), description="In what order candidates are tried.")
     measure: MeasureSection = Field(default=MeasureSection(), description="How a trial is measured.")
     budget: BudgetSection = Field(default=BudgetSection(), description="When to stop.")
@@ -141,10 +149,22 @@ class SweepSpec(Section):
     @property
     def filters(self) -> Filters:
         """The user's restrictions."""
+        least, most = self.cluster.nodes
         return Filters(
             forbid=tuple(pattern.accepted() for pattern in self.space.forbid),
             require=tuple(pattern.accepted() for pattern in self.space.require),
             world_size=self.space.world_size,
+            whole_lease=self.space.world_size is None,
+            min_nodes=least if least < most else None,
+        )
+
+    def to_objective(self, topology: Topology | None) -> Objective:
+        """What counts as faster on these nodes; where they are not known, on those of the file."""
+        devices = topology.nodes[0].num_devices if topology else self.cluster.devices_per_node or 1
+        return Objective(
+            name=self.objective,
+            devices_per_node=devices,
+            price_per_device_hour=self.cluster.price_per_device_hour,
         )
 
     def to_workload(self) -> Workload:
@@ -191,12 +211,17 @@ class SweepSpec(Section):
     def spec_hash(self) -> str:
         """SHA-256 of :meth:`to_json` without what may change later; equal for files that mean the same."""
         content = {key: value for key, value in self.to_json().items() if key != "notify"}
+        if self.objective == Objective().name:
+            del content["objective"]  # sweeps of old, which had no choice, are known by the same hash
         cluster = {key: value for key, value in content["cluster"].items() if key not in OPERATIONAL}
         return digest({**content, "cluster": cluster, "search": content["search"] | REMOVED})
 
 
-def load_sweep(path: str | Path) -> SweepSpec:
-    """Read and check a sweep file.
+def load_sweep(path: str | Path, *, address: str | None = None) -> SweepSpec:
+    """Read and check a sweep file, and on this host the data and programs that it names.
+
+    Args:
+        address: the Ray cluster's as given on the command line; what runs there may lie there only.
 
     Raises:
         ConfigError: for anything wrong with the file, the model file or the training text it names.
@@ -204,11 +229,20 @@ def load_sweep(path: str | Path) -> SweepSpec:
     source = _read(path)
     data = _with_model(source)
     try:
-        spec = SweepSpec.model_validate(data, context={"folder": source.file.parent})
+        context = {"folder": source.file.parent, "is_remote": _is_remote(data, address)}
+        spec = SweepSpec.model_validate(data, context=context)
     except ValidationError as error:
         raise to_config_error(error, source, SweepSpec) from None
     spec._source = source
     return spec
+
+
+def _is_remote(data: Mapping[str, Any], address: str | None) -> bool:
+    """Whether the sweep is to run on a Ray cluster that other hosts belong to."""
+    cluster = data.get("cluster")
+    if not isinstance(cluster, Mapping) or cluster.get("kind") != "ray":
+        return False
+    return (address or os.environ.get("RAY_ADDRESS") or cluster.get("address")) not in (None, "", "local")
 
 
 def _read(path: str | Path) -> YamlSource:

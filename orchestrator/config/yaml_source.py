@@ -15,6 +15,8 @@ MAX_FILE_BYTES = 256 * 1024
 MAX_NODES = 20_000
 """Nodes after aliases are expanded; a file of nested aliases ("billion laughs") goes far beyond."""
 MAX_DEPTH = 40
+MAX_INT_BITS = 1000
+"""Size of a whole number; beyond it, Python neither makes a float of it nor writes it out."""
 
 KeyPath = tuple[str | int, ...]
 
@@ -69,7 +71,7 @@ def parse_yaml(text: str, file: Path) -> YamlSource:
         builder = _Builder(file=file, loader=loader)
         data = builder.build(node, ())
     except yaml.YAMLError as error:
-        raise _syntax_error(file, error) from None
+        raise _syntax_error(file, text, error) from None
     except RecursionError:
         raise _too_deep(file, 1) from None
     return YamlSource(file=file, data=data, lines=builder.lines, text=text)
@@ -126,10 +128,26 @@ class _Builder:
             return self._build_mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
             return [self.build(item, (*path, i)) for i, item in enumerate(node.value)]
+        assert isinstance(node, yaml.ScalarNode), "YAML knows scalars, sequences and mappings"
+        return self._scalar(node, path, line)
+
+    def _scalar(self, node: yaml.ScalarNode, path: KeyPath, line: int) -> Any:
+        """The plain value; whatever PyYAML's constructors raise is the file's fault: they trust tags and digits."""
+
+        def refused(message: str, remedy: str) -> ConfigError:
+            return ConfigError(message, file=self.file, line=line, key=dotted(path), remedy=remedy)
+
         try:
-            return self.loader.construct_object(node)
-        except (ValueError, OverflowError) as error:
-            raise ConfigError(str(error), file=self.file, line=line, key=dotted(path), remedy="Quote text.") from None
+            value = self.loader.construct_object(node, deep=True)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise refused(_unreadable(node, error), "Quote text, and leave tags (!!) out.") from None
+        if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
+            raise refused(f"a number of {len(node.value)} characters is too large", "Write a smaller number.")
+        if isinstance(value, str) and not _is_text(value):
+            raise refused("the text holds half of a character (\\ud800 to \\udfff)", "Write the character itself.")
+        return value
 
     def _build_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         self._refuse_duplicates(node, path)
@@ -157,9 +175,9 @@ class _Builder:
             first_lines[key] = line
 
     def _key(self, node: yaml.Node, path: KeyPath) -> str:
-        if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:str":
+        if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:str" and _is_text(node.value):
             return str(node.value)
-        shown = repr(node.value) if isinstance(node, yaml.ScalarNode) else "a list or mapping"
+        shown = _shortened(node.value) if isinstance(node, yaml.ScalarNode) else "a list or mapping"
         raise ConfigError(
             f"a key must be text, got {shown}",
             file=self.file,
@@ -181,15 +199,33 @@ class _Builder:
             )
 
 
+def _unreadable(node: yaml.ScalarNode, error: Exception) -> str:
+    """Why a scalar has no value, such as ``'maybe' is no bool``; the error's own words where they say more."""
+    kind = str(node.tag).rpartition(":")[2]
+    told = str(error) if type(error) is ValueError and "invalid literal" not in str(error) else ""
+    return f"{_shortened(node.value)} is no {kind}" + (f": {told}" if told else "")
+
+
+def _is_text(text: str) -> bool:
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _shortened(text: str) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
 def _too_deep(file: Path, line: int) -> ConfigError:
     return ConfigError(
         f"nested deeper than {MAX_DEPTH} levels", file=file, line=line, remedy="Check brackets and aliases."
     )
 
 
-def _syntax_error(file: Path, error: yaml.YAMLError) -> ConfigError:
+def _syntax_error(file: Path, text: str, error: yaml.YAMLError) -> ConfigError:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     line = mark.line + 1 if mark is not None else 1
+    if isinstance(error, yaml.reader.ReaderError):  # a character that no YAML may hold, which has no mark
+        line = text[: error.position].count("\n") + 1
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "the text cannot be parsed"
     remedy = "Check indentation, quotes and brackets near this line."
     if "\\t" in problem:

@@ -58,7 +58,7 @@ def submit(
     """
     ahead = None
     if spec.name not in home.sweeps():
-        ahead = plan_ahead(spec, home)
+        ahead = plan_ahead(spec, home, address=address)
     elif (result := _result_if_over(spec, home)) is not None:
         return result
     return _Controller(spec, home, observer, address=address, is_restart=is_restart, ahead=ahead).run()

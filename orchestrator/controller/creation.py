@@ -10,6 +10,7 @@ from pathlib import Path
 from cluster.hardware.topology import Topology
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.errors import ConfigError
+from orchestrator.objective import Objective
 from orchestrator.planning.dryrun.cache import DryRunCache
 from orchestrator.planning.dryrun.estimates import DryRunEstimates, load_estimates
 from orchestrator.planning.hardware.profiles import fingerprint, load_profile
@@ -45,16 +46,19 @@ class PlannedSweep:
     plan: Plan
 
 
-def plan_ahead(spec: SweepSpec, home: Home) -> PlannedSweep | None:
+def plan_ahead(spec: SweepSpec, home: Home, *, address: str | None = None) -> PlannedSweep | None:
     """The plan of a new sweep before it has its cluster, so that what cannot work is refused before anything starts.
 
     Where only the cluster knows its nodes there is no plan yet: then the file is merely checked, and None returned.
+
+    Args:
+        address: the Ray cluster's, in place of the one in the file.
 
     Raises:
         ConfigError: the baseline cannot run, or no candidate is legal.
         ClusterError: this host cannot give what is asked for.
     """
-    topology = known_topology(spec, home)
+    topology = known_topology(spec, home, address=address)
     if topology is None or spec.cluster.kind == "ray":  # Ray names the nodes, also those of this host
         check_plan(spec, topology, _counted(spec, topology, home))
         return None
@@ -81,7 +85,7 @@ def create(
     known = PriorKnowledge(
         estimates=planned.estimates,
         profile=load_profile(spec, topology, home),
-        earlier=earlier(spec, prints, home),
+        earlier=earlier(spec, prints, home, spec.to_objective(topology)),
     )
     known.keep(ledger)
     ledger.put_document(PLAN, plan_document(planned.plan))
@@ -114,7 +118,14 @@ def make_search(spec: SweepSpec, plan: Plan, topology: Topology | None, known: P
     guide = None
     if spec.search.sampler == "guided":
         try:
-            predictor = plan_predictor(plan, spec.to_workload(), topology, known.profile, earlier=known.earlier)
+            predictor = plan_predictor(
+                plan,
+                spec.to_workload(),
+                topology,
+                known.profile,
+                earlier=known.earlier,
+                objective=spec.to_objective(topology),
+            )
             guide = GuidedSearch(predictor)
         except UnpredictableError as error:
             logger.warning("the guided sampler falls back to tpe: %s", error)
@@ -129,7 +140,7 @@ def make_search(spec: SweepSpec, plan: Plan, topology: Topology | None, known: P
     )
 
 
-def earlier(spec: SweepSpec, prints: dict[str, str], home: Home) -> tuple[EarlierTrial, ...]:
+def earlier(spec: SweepSpec, prints: dict[str, str], home: Home, objective: Objective) -> tuple[EarlierTrial, ...]:
     """Trials of other sweeps from which the guided sampler may learn before its own first one.
 
     Args:
@@ -140,7 +151,7 @@ def earlier(spec: SweepSpec, prints: dict[str, str], home: Home) -> tuple[Earlie
     if spec.tracking.uri is None and not home.has_store:
         return ()
     uri = spec.tracking.uri or home.default_tracking_uri
-    return earlier_trials(Tracker(uri), prints, spec.to_workload().model.kind)
+    return earlier_trials(Tracker(uri), prints, spec.to_workload().model.kind, objective)
 
 
 def _planned(spec: SweepSpec, topology: Topology, home: Home) -> PlannedSweep:
@@ -173,12 +184,14 @@ def _created(
         num_legal=len(plan.candidates),
         hardware=topology.label,
         devices=Hardware.of(topology),
+        cluster_kind=spec.cluster.kind,
         fingerprint=prints,
         num_earlier_trials=len(known.earlier),
         num_earlier_sweeps=num_sweeps(known.earlier),
         proof=spec.proof,
         profiled=() if spec.profile is None else tuple(str(name) for name in spec.profile.trials),
         profile=ProfileSpec() if spec.profile is None else spec.profile.to_spec(),
+        objective=spec.to_objective(topology),
     )
 
 

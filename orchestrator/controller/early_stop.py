@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.base import GangProgress
-from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.objective import TIMES, Objective
+from orchestrator.sweep.state import SweepState, Trial, weighted_step_s
 from trials.outcome import Evidence, GangLost, Outcome, StoppedEarly
 from trials.spec import Protocol
 
@@ -27,7 +28,7 @@ class EarlyStop:
     """
 
     factor: float
-    """Device time per step over the best trial's, from which on a trial is stopped."""
+    """Step time, weighted by the objective, over the best trial's, from which on a trial is stopped."""
     protocol: Protocol
     """How trials are measured: how many steps a trial that is stopped would still have taken."""
 
@@ -41,15 +42,16 @@ class EarlyStop:
         if len(times_s) < MIN_STEPS or num_due < 1:
             return None
         at_least_s = min(times_s) * (1 - ALLOWANCE)
-        best_s = best.measurement.step_time_s * best.measurement.world_size
-        if at_least_s * trial.candidate.layout.world_size <= self.factor * best_s:
+        weight = state.objective.weight(trial.candidate.layout.world_size)
+        best_s = weighted_step_s(best, state.objective)
+        if at_least_s * weight <= self.factor * best_s:
             return None
         return StoppedEarly(
             step_times_s=times_s,
             at_least_s=at_least_s,
             incumbent=best.number,
             saved_device_seconds=num_due * statistics.median(times_s) * trial.attempts[-1].num_devices,
-            evidence=Evidence(message=_reason(trial, times_s, best.number, best_s)),
+            evidence=Evidence(message=_reason(times_s, min(times_s) * weight / best_s, best.number, state.objective)),
         )
 
     def _num_steps_due(self, last: GangProgress) -> int:
@@ -75,7 +77,6 @@ def _settled_times_s(trial: Trial, progress: Sequence[GangProgress]) -> tuple[fl
     )
 
 
-def _reason(trial: Trial, times_s: Sequence[float], incumbent: int, best_s: float) -> str:
-    ratio = min(times_s) * trial.candidate.layout.world_size / best_s
+def _reason(times_s: Sequence[float], ratio: float, incumbent: int, objective: Objective) -> str:
     shown = f"{len(times_s)} steps of {min(times_s):.4g} s or more"
-    return f"stopped after {shown}: {ratio:.2f} times the device time per step of t{incumbent:03d}, the best so far"
+    return f"stopped after {shown}: {ratio:.2f} times the {TIMES[objective.name]} of t{incumbent:03d}, the best so far"

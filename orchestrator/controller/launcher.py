@@ -65,6 +65,7 @@ class _GangBuilder:
             device=self.device,
             memory_limit_bytes=self.spec.cluster.device_memory_bytes,
             profile=trial.check.profile if isinstance(trial.check, ProfileRun) else None,
+            perturbation=trial.check.perturbation if isinstance(trial.check, GateRun) else 0.0,
         )
         return GangLaunch(
             attempt_id=attempt_id,

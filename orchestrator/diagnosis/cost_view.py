@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +21,15 @@ from orchestrator.search.prediction import model_families
 from orchestrator.search.prediction.gaussian_process import Residual, condition, learn
 from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.predictor import LOCAL_STD, Predictor, narrowed
-from orchestrator.sweep.state import SweepState, Trial, device_seconds
+from orchestrator.sweep.state import Trial, weighted_step_s
 from trials.outcome import OutOfMemory
 from trials.spec import Candidate
 
 MIN_FOR_ERROR = 4
 """Trials from which on leaving one out tells the error of predictions."""
+
+ROWS_AT_ONCE = 1024
+"""Rows whose covariances with all measured trials are held at a time."""
 
 Rows = NDArray[np.intp]
 """Rows of candidates among the predictor's, shape (num_rows,)."""
@@ -36,15 +40,17 @@ class ModelView:
 
     Args:
         predictor: of these candidates, as :func:`orchestrator.search.prediction.prediction.make_predictor` makes it.
+        trials: those of the sweep that the model learns from.
         profile: what a probe measured of the nodes; the one that the predictor was made with.
     """
 
-    def __init__(self, predictor: Predictor, state: SweepState, profile: Profile | None = None) -> None:
+    def __init__(self, predictor: Predictor, trials: Sequence[Trial], profile: Profile | None = None) -> None:
         self._predictor = predictor
         self._profile = profile
         self._rows = {candidate.config_key: row for row, candidate in enumerate(predictor.candidates)}
-        self._trials = [trial for trial in state.searched() if trial.candidate.config_key in self._rows]
-        self._times_s = {self._row(t.candidate): device_seconds(t) for t in self._trials if t.measurement is not None}
+        self._trials = [trial for trial in trials if trial.candidate.config_key in self._rows]
+        measured = [trial for trial in self._trials if trial.measurement is not None]
+        self._times_s = {self._row(trial.candidate): weighted_step_s(trial, predictor.objective) for trial in measured}
 
     @property
     def limit_bytes(self) -> float:
@@ -81,7 +87,7 @@ class ModelView:
         return [float(load) for load in loads[: candidate.layout.pp]]
 
     def gain(self, trial: Candidate, other: Candidate) -> tuple[float, float]:
-        """Expected speed of ``other`` over ``trial`` in tokens/s/p, and the standard deviation of its logarithm."""
+        """Expected score of ``other`` over that of ``trial``, and the standard deviation of its logarithm."""
         here, there = self._row(trial), self._row(other)
         return float(np.exp(self._mean[here] - self._mean[there])), float(self._std[there])
 
@@ -94,7 +100,7 @@ class ModelView:
 
     def probability_fits(self, candidate: Candidate) -> float:
         """Probability that the candidate fits into memory, given which trials did and which did not."""
-        return float(probability_fits(self._posterior, self._seen, np.array([self._row(candidate)], dtype=np.intp))[0])
+        return float(self._fits[self._row(candidate)])
 
     def tells_apart(self, one: Candidate, other: Candidate) -> bool:
         """Whether the model, or what trials taught it, expects a difference at all."""
@@ -109,11 +115,9 @@ class ModelView:
         if len(rows) < MIN_FOR_ERROR:
             return None
         errors = np.log([self._times_s[row] for row in rows.tolist()]) - self._posterior.log_time[rows]
-        misses = []
-        for i in range(len(rows)):
-            others = np.delete(np.arange(len(rows)), i)
-            left = condition(self._posterior.error, rows[others], errors[others], self._residual.scale)
-            misses.append(abs(float(np.expm1(errors[i] - left.mean(rows[i : i + 1])[0]))))
+        kept = condition(self._posterior.error, rows, errors, self._residual.scale)
+        own = (kept.inverse_factor**2).sum(axis=0)  # the diagonal of the inverse covariance
+        misses = np.abs(np.expm1(kept.weights / own))  # what each trial misses its prediction from the others by
         return float(np.median(misses))
 
     @functools.cached_property
@@ -127,12 +131,13 @@ class ModelView:
         if not rows.size:
             return Calibrated.of_prior(prior)
         x = self._predictor.inputs.take(rows)
-        times = np.log([self._known_s[row] for row in rows.tolist()])
+        device_s = self._predictor.inputs.world_size / self._predictor.weights
+        times = np.log([self._known_s[row] * float(device_s[row]) for row in rows.tolist()])
         return fit(prior, functools.partial(model_families.log_device_seconds, x), times)
 
     @functools.cached_property
     def _known_s(self) -> dict[int, float]:
-        """Device-seconds per step by row, of earlier sweeps' trials as well."""
+        """Weighted seconds per step by row, of earlier sweeps' trials as well."""
         return {**self._predictor.earlier_times_s, **self._times_s}
 
     @functools.cached_property
@@ -151,6 +156,11 @@ class ModelView:
         )
 
     @functools.cached_property
+    def _fits(self) -> Array:
+        """Probability of fitting into memory, shape (num_candidates,)."""
+        return probability_fits(self._posterior, self._seen, np.arange(len(self._predictor.candidates), dtype=np.intp))
+
+    @functools.cached_property
     def _residual(self) -> Residual:
         """What the trials teach about the errors of the cost model."""
         rows = np.array(sorted(self._known_s), dtype=np.intp)
@@ -159,14 +169,16 @@ class ModelView:
 
     @functools.cached_property
     def _mean(self) -> Array:
-        """Mean of the log device-seconds per step, shape (num_candidates,)."""
+        """Mean of the log weighted seconds per step, shape (num_candidates,)."""
         rows: Rows = np.arange(len(self._predictor.candidates), dtype=np.intp)
         return np.asarray(self._posterior.log_time[rows] + self._residual.mean(rows))
 
     @functools.cached_property
     def _std(self) -> Array:
         """Standard deviation of the same, shape (num_candidates,)."""
-        return self._residual.std(np.arange(len(self._predictor.candidates), dtype=np.intp))
+        rows: Rows = np.arange(len(self._predictor.candidates), dtype=np.intp)
+        parts = [self._residual.std(rows[i : i + ROWS_AT_ONCE]) for i in range(0, len(rows), ROWS_AT_ONCE)]
+        return np.concatenate(parts)
 
     def _row(self, candidate: Candidate) -> int:
         return self._rows[candidate.config_key]

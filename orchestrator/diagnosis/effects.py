@@ -15,6 +15,7 @@ from scipy import stats
 from orchestrator import statistics
 from orchestrator.diagnosis.observations import Observation, Table
 from orchestrator.diagnosis.values import KnobEffect
+from orchestrator.objective import Objective
 
 Array = NDArray[np.float64]
 Value = tuple[Any, ...]
@@ -28,7 +29,7 @@ MAX_RELATIVE_ERROR = 1.0
 """Standard error of a log ratio above which the regression's estimate is not shown."""
 
 
-def main_effects(table: Table) -> tuple[KnobEffect, ...]:
+def main_effects(table: Table, objective: Objective) -> tuple[KnobEffect, ...]:
     """For each knob, the effect of its most frequent value against each other one.
 
     Effects whose interval excludes no difference come first, then the others; the largest first. Trials that were
@@ -39,7 +40,7 @@ def main_effects(table: Table) -> tuple[KnobEffect, ...]:
         effect
         for index in range(len(table.knobs))
         for reference, other in _contrasts(table.measured, index)
-        if (effect := _effect(table, index, reference, other, regression)) is not None
+        if (effect := _effect(table, index, reference, other, regression, objective)) is not None
     ]
     return tuple(sorted(found, key=lambda effect: (not effect.is_shown, -effect.ratio)))
 
@@ -51,9 +52,11 @@ def _contrasts(rows: Sequence[Observation], index: int) -> list[tuple[Value, Val
     return [(reference, value) for value, _ in others]
 
 
-def _effect(table: Table, index: int, one: Value, other: Value, regression: _Regression | None) -> KnobEffect | None:
+def _effect(
+    table: Table, index: int, one: Value, other: Value, regression: _Regression | None, objective: Objective
+) -> KnobEffect | None:
     pairs = _pairs(table.measured, index, one, other)
-    estimate = _paired_ratio(pairs) if pairs else None
+    estimate = _paired_ratio(pairs, objective) if pairs else None
     if estimate is None and regression is not None:
         estimate = regression.contrast(index, one, other)
     if estimate is None:
@@ -81,7 +84,7 @@ def _pairs(rows: Sequence[Observation], index: int, one: Value, other: Value) ->
     return [(found[one], found[other]) for found in alike.values() if one in found and other in found]
 
 
-def _paired_ratio(pairs: Sequence[tuple[Observation, Observation]]) -> LogRatio:
+def _paired_ratio(pairs: Sequence[tuple[Observation, Observation]], objective: Objective) -> LogRatio:
     """Mean log ratio of speeds with Student's interval; for a single pair, the interval from the noise of its steps."""
     logs = np.array([one.log_time - other.log_time for one, other in pairs])
     mean = float(logs.mean())
@@ -90,7 +93,7 @@ def _paired_ratio(pairs: Sequence[tuple[Observation, Observation]]) -> LogRatio:
         return mean, mean - half, mean + half
     (one, other), *_ = pairs
     assert one.measurement is not None and other.measurement is not None
-    ci95 = statistics.speed_ratio(other.measurement, one.measurement).ci95
+    ci95 = statistics.speed_ratio(other.measurement, one.measurement, objective).ci95
     return (mean, math.log(ci95.low), math.log(ci95.high)) if ci95 else (mean, None, None)
 
 

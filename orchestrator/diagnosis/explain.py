@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.hardware.topology import Topology
@@ -12,6 +12,7 @@ from orchestrator.diagnosis.effects import main_effects
 from orchestrator.diagnosis.observations import Table, tabulate
 from orchestrator.diagnosis.prediction_errors import compare_predictions
 from orchestrator.diagnosis.remedies import KnobChange, changes
+from orchestrator.diagnosis.sample import sample, spread
 from orchestrator.diagnosis.step_parts import ProfileOf, profiles_of, split
 from orchestrator.diagnosis.values import Diagnosis, Importance, KnobEffect, StepParts, SweepExplanation
 from orchestrator.errors import ConfigError
@@ -24,6 +25,11 @@ from orchestrator.space.neighbours import neighbours
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.units import status_words, trial_id
 from trials.spec import Candidate
+
+MAX_SPLIT = 200
+"""Trials from which on only those are taken apart that are shown."""
+MAX_LISTED = 5000
+"""Candidates looked through for knobs that vary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,26 +58,40 @@ def explain_sweep(state: SweepState, basis: Basis, *, trial: int | None = None) 
     """
     baseline, chosen, role = diagnosed_trials(state, trial)
     asked = [t for t in (baseline, chosen) if t is not None]
-    near = {t.number: _changes(t, state, basis) for t in asked}
-    view, unmodelled = _view(state, basis, [c.candidate for found in near.values() for c in found])
-    table = tabulate(state.searched())
-    effects = main_effects(table)
-    diagnoser = _Diagnoser(state, basis, view, unmodelled, effects)
+    searched = state.searched()
+    kept = sample(searched, asked, state)
+    legal = tuple(dict.fromkeys([*basis.candidates, *(t.candidate for t in searched)]))
+    near = {t.number: _changes(t, legal, state, basis) for t in asked}
+    view, unmodelled = _view(state, basis, kept, [c.candidate for found in near.values() for c in found])
+    table = tabulate(kept, state.objective)
+    effects = main_effects(table, state.objective)
+    diagnoser = _Diagnoser(state, basis, view, unmodelled, effects, _varied(basis, kept))
     return SweepExplanation(
         sweep=state.sweep.sweep,
-        unit=state.sweep.workload.speed_unit,
+        unit=state.unit,
         hardware=state.sweep.hardware,
         phase=state.status,
-        step_parts={t.number: diagnoser.parts(t) for t in state.searched() if t.measurement is not None},
+        virtual=state.virtual,
+        step_parts={t.number: diagnoser.parts(t) for t in _to_split(kept, asked, state) if t.measurement is not None},
         baseline=diagnoser.diagnosis(baseline, "baseline", near[baseline.number]) if baseline else None,
         chosen=diagnoser.diagnosis(chosen, role, near[chosen.number]) if chosen else None,
         importance=_importance(table),
         effects=effects,
-        predictions=compare_predictions(state.searched()),
+        predictions=compare_predictions(searched, kept),
         limit_bytes=diagnoser.limit_bytes,
         unmodelled=unmodelled,
         model_error=view.error if view else None,
+        num_trials=len(searched),
+        num_looked_at=len(kept),
     )
+
+
+def _to_split(kept: Sequence[Trial], asked: Sequence[Trial], state: SweepState) -> Iterable[Trial]:
+    """Trials whose step time is taken apart: of a long sweep, those that a report shows."""
+    if len(kept) <= MAX_SPLIT:
+        return kept
+    shown = {trial.number for trial in asked} | {one.number for one in state.fastest}
+    return [trial for trial in kept if trial.number in shown]
 
 
 def diagnosed_trials(state: SweepState, asked: int | None) -> tuple[Trial | None, Trial | None, str]:
@@ -103,16 +123,18 @@ def _measured(state: SweepState, number: int) -> Trial:
     return trial
 
 
-def _changes(trial: Trial, state: SweepState, basis: Basis) -> list[KnobChange]:
+def _changes(trial: Trial, legal: Sequence[Candidate], state: SweepState, basis: Basis) -> list[KnobChange]:
     """Legal changes of a trial: among the plan's candidates, those tried, and its neighbours in a space too large."""
     near = neighbours(basis.beyond, trial.candidate) if basis.beyond is not None else []
-    tried = (other.candidate for other in state.searched())
-    return changes(trial, tuple(dict.fromkeys([*basis.candidates, *tried, *near])), state)
+    candidates = tuple(dict.fromkeys([*legal, *near])) if near else legal
+    return changes(trial, candidates, state.searched(), state.objective)
 
 
-def _view(state: SweepState, basis: Basis, near: Sequence[Candidate]) -> tuple[ModelView | None, str]:
-    """The cost model for the sweep's trials and the candidates ``near`` them; else None and why there is none."""
-    candidates = tuple(dict.fromkeys([*(trial.candidate for trial in state.searched()), *near]))
+def _view(
+    state: SweepState, basis: Basis, kept: Sequence[Trial], near: Sequence[Candidate]
+) -> tuple[ModelView | None, str]:
+    """The cost model for the trials ``kept`` and the candidates ``near`` them; else None and why there is none."""
+    candidates = tuple(dict.fromkeys([*(trial.candidate for trial in kept), *near]))
     known = basis.knowledge
     if basis.topology is None or not candidates:
         return None, basis.problem or "the hardware is not known"
@@ -124,10 +146,11 @@ def _view(state: SweepState, basis: Basis, near: Sequence[Candidate]) -> tuple[M
             known.profile,
             estimates=known.estimates.by_candidate,
             earlier=known.earlier,
+            objective=state.objective,
         )
     except UnpredictableError as error:
         return None, str(error)
-    return ModelView(predictor, state, known.profile), ""
+    return ModelView(predictor, kept, known.profile), ""
 
 
 def _importance(table: Table) -> Importance:
@@ -140,13 +163,19 @@ class _Diagnoser:
     """Diagnoses trials of one sweep."""
 
     def __init__(
-        self, state: SweepState, basis: Basis, view: ModelView | None, unmodelled: str, effects: Sequence[KnobEffect]
+        self,
+        state: SweepState,
+        basis: Basis,
+        view: ModelView | None,
+        unmodelled: str,
+        effects: Sequence[KnobEffect],
+        varied: frozenset[str],
     ) -> None:
         self._state, self._basis, self._view = state, basis, view
         self._unmodelled = unmodelled
         self._effects = effects
         self._profiles: Mapping[int, ProfileOf] = profiles_of(state)
-        self._varied = basis.varied if basis.varied is not None else _varied(basis, state)
+        self._varied = varied
 
     def parts(self, trial: Trial) -> StepParts:
         return split(trial, self._terms_s(trial), self._unmodelled, self._profiles.get(trial.number))
@@ -179,11 +208,12 @@ class _Diagnoser:
         return float(min(node.device_memory_bytes for node in topology.nodes)) if topology else None
 
 
-def _varied(basis: Basis, state: SweepState) -> frozenset[str]:
-    """Knobs in which the candidates differ."""
-    candidates = [*basis.candidates, *(trial.candidate for trial in state.searched())]
+def _varied(basis: Basis, kept: Sequence[Trial]) -> frozenset[str]:
+    """Knobs with more than one value in the space, or in which candidates and trials differ."""
+    if basis.varied is not None:
+        return basis.varied
     seen: dict[str, set[str]] = {}
-    for candidate in candidates:
+    for candidate in [*spread(basis.candidates, MAX_LISTED), *(trial.candidate for trial in kept)]:
         for name, value in flat_params(candidate).items():
             seen.setdefault(name, set()).add(str(value))
     return frozenset(name for name, values in seen.items() if len(values) > 1)

@@ -26,6 +26,9 @@ MIN_PER_KNOB = 2
 NUM_TREES = 16
 NUM_DRAWS = 40
 """Draws of the bootstrap; each grows a forest of its own."""
+MAX_ROWS, NUM_LARGE_DRAWS = 250, 8
+"""Trials of a draw at most, and draws from more trials than that: a forest's cost grows faster than its rows. Draws of
+fewer trials differ more, so that the intervals are wider than they would have to be."""
 
 Setting = tuple[dict[str, Any], dict[str, BaseDistribution]]
 
@@ -38,7 +41,8 @@ def importance(table: Table) -> Importance:
     trials = _trials(table)
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # it tells of every study
     rng = np.random.default_rng(0)
-    draws = [_shares([trials[i] for i in rng.integers(len(trials), size=len(trials))], i) for i in range(NUM_DRAWS)]
+    size, num_draws = (len(trials), NUM_DRAWS) if len(trials) <= MAX_ROWS else (MAX_ROWS, NUM_LARGE_DRAWS)
+    draws = [_shares([trials[i] for i in rng.integers(len(trials), size=size)], i) for i in range(num_draws)]
     by_knob = np.array([[draw.get(_name(i), 0.0) for i in range(len(table.knobs))] for draw in draws])
     low, high = np.percentile(by_knob, (2.5, 97.5), axis=0)
     middle = by_knob.mean(axis=0)

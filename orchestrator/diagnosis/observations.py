@@ -1,4 +1,4 @@
-"""The sweep's trials as a table for statistics: values of the knobs that vary, and the device time of a step."""
+"""The sweep's trials as a table for statistics: values of the knobs that vary, and the weighted time of a step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.objective import Objective
 from orchestrator.space.naming import flat_params
-from orchestrator.sweep.state import Trial
+from orchestrator.sweep.state import Trial, weighted_step_s
 from trials.outcome import Measurement, StoppedEarly
 
 IMPLIED = ("world_size",)
@@ -23,7 +24,7 @@ class Observation:
     values: tuple[tuple[Any, ...], ...]
     """Values of each group of the table's knobs, in their order."""
     log_time: float
-    """Logarithm of the device-seconds of a step."""
+    """Logarithm of the step time in seconds, times the objective's weight."""
     measurement: Measurement | None
     """None where it was stopped early, and would have taken at least that long."""
 
@@ -42,9 +43,9 @@ class Table:
         return tuple(row for row in self.rows if row.measurement is not None)
 
 
-def tabulate(trials: Iterable[Trial]) -> Table:
+def tabulate(trials: Iterable[Trial], objective: Objective) -> Table:
     """The table of the search's trials that were measured or stopped early."""
-    seen = [(trial, seconds) for trial in trials if trial.check is None and (seconds := _device_seconds(trial))]
+    seen = [(trial, seconds) for trial in trials if trial.check is None and (seconds := _weighted_s(trial, objective))]
     params = [flat_params(trial.candidate) for trial, _ in seen]
     names = [name for name in (params[0] if params else ()) if len({str(p[name]) for p in params}) > 1]
     groups = _aliases(names, params)
@@ -60,11 +61,11 @@ def tabulate(trials: Iterable[Trial]) -> Table:
     return Table(knobs=groups, rows=rows)
 
 
-def _device_seconds(trial: Trial) -> float | None:
+def _weighted_s(trial: Trial, objective: Objective) -> float | None:
     if trial.measurement is not None:
-        return trial.measurement.step_time_s * trial.measurement.world_size
-    outcome = trial.outcome
-    return outcome.at_least_s * trial.candidate.layout.world_size if isinstance(outcome, StoppedEarly) else None
+        return weighted_step_s(trial, objective)
+    outcome, weight = trial.outcome, objective.weight(trial.candidate.layout.world_size)
+    return outcome.at_least_s * weight if isinstance(outcome, StoppedEarly) else None
 
 
 def _aliases(names: Sequence[str], params: Sequence[dict[str, Any]]) -> tuple[tuple[str, ...], ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from scipy import stats
 
@@ -21,9 +21,12 @@ MIN_OFF = 0.05
 """Relative error below which no trial is an outlier."""
 
 
-def compare_predictions(trials: Iterable[Trial]) -> Predictions:
-    """Predictions of the search's own trials against their measurements, in order of their numbers."""
-    trials = list(trials)
+def compare_predictions(trials: Sequence[Trial], kept: Sequence[Trial]) -> Predictions:
+    """Predictions of the search's own trials against their measurements, in order of their numbers.
+
+    Args:
+        kept: those that the outliers are compared with.
+    """
     found = tuple(predicted for trial in trials if (predicted := _predicted(trial)))
     by_number = {trial.number: trial for trial in trials}
     outliers = _outliers(found)
@@ -37,7 +40,7 @@ def compare_predictions(trials: Iterable[Trial]) -> Predictions:
         rank_correlation=_rank_correlation(found),
         within_spread=statistics.fmean(abs(_spreads_off(p)) <= OUTLIER_SPREADS for p in found) if found else None,
         outliers=tuple(p.trial for p in outliers),
-        in_common=_in_common([by_number[p.trial] for p in outliers], [by_number[p.trial] for p in found]),
+        in_common=_in_common([by_number[p.trial] for p in outliers], [t for t in kept if _predicted(t)]),
         num_memory_surprises=sum(
             isinstance(t.outcome, OutOfMemory) and t.expected is not None and t.expected.probability_fits > 0.5
             for t in trials

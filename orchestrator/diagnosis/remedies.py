@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.diagnosis.cost_view import ModelView
+from orchestrator.diagnosis.sample import num_parts, spread
 from orchestrator.diagnosis.values import Kind, Remedy
+from orchestrator.objective import Objective
 from orchestrator.space.large import without_effect
 from orchestrator.space.naming import diff
-from orchestrator.statistics import MIN_DIFFERENCE, compare
-from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.statistics import MIN_DIFFERENCE, Estimate, speed_ratio, verdict
+from orchestrator.sweep.state import Trial
 from orchestrator.units import num_bytes, status_words, trial_id
 from trials.outcome import OutOfMemory
 from trials.spec import Candidate, LlamaModel, ResNetModel, Workload
@@ -53,6 +55,8 @@ HELPFUL_KNOBS: Mapping[Kind, tuple[str, ...]] = {
 
 MAX_PARTS = 3
 """Parts of a candidate (layout, precision, loader, ...) in which a change may differ from it."""
+MAX_NEAR = 2000
+"""Candidates that changes of a trial are looked for among."""
 MAX_LOOKED_AT = 1000
 """Candidates looked at to find knobs that must change."""
 PENALTY = 0.02
@@ -74,6 +78,8 @@ class KnobChange:
     """Changed knobs that differ from the trial in every legal candidate."""
     trial: Trial | None
     """The sweep's trial of this candidate; None where it was not tried."""
+    ratio: Estimate | None
+    """Its measured score over the trial's; None where it was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,28 +104,52 @@ def applicable(kind: Kind, candidate: Candidate, workload: Workload) -> tuple[st
     return tuple(knob for knob in HELPFUL_KNOBS[kind] if knob not in pointless | without_effect(candidate))
 
 
-def changes(trial: Trial, candidates: Sequence[Candidate], state: SweepState) -> list[KnobChange]:
+def changes(
+    trial: Trial, candidates: Sequence[Candidate], tried: Sequence[Trial], objective: Objective
+) -> list[KnobChange]:
     """Candidates that differ from the trial's only in knobs that help against one kind of bottleneck.
 
     Knobs that no candidate sets as the trial does may differ besides: a baseline may lie outside of the space.
+
+    Args:
+        candidates: legal ones, those of ``tried`` among them.
+        tried: trials of the sweep, whose measurements tell more than predictions do.
     """
-    tried = {other.candidate.config_key: other for other in state.searched()}
+    by_candidate = {other.candidate: other for other in tried}
     forced = _forced(trial.candidate, candidates)
     allowed = [_closure(knobs) | forced for knobs in HELPFUL_KNOBS.values()]
     found = []
-    for candidate in candidates:
-        if candidate == trial.candidate or _num_parts(candidate, trial.candidate) > MAX_PARTS:
-            continue
+    for candidate in _near(trial.candidate, candidates, by_candidate):
         changed = diff(candidate, trial.candidate)
         if any(changed.keys() <= knobs for knobs in allowed):
-            other = tried.get(candidate.config_key)
-            found.append(KnobChange(candidate=candidate, changed=changed, forced=forced, trial=other))
+            other = by_candidate.get(candidate)
+            ratio = _ratio(other, trial, objective)
+            found.append(KnobChange(candidate=candidate, changed=changed, forced=forced, trial=other, ratio=ratio))
     return found
+
+
+def _ratio(other: Trial | None, trial: Trial, objective: Objective) -> Estimate | None:
+    if other is None or other.measurement is None or trial.measurement is None:
+        return None
+    return speed_ratio(other.measurement, trial.measurement, objective)
+
+
+def _near(
+    candidate: Candidate, candidates: Sequence[Candidate], tried: Mapping[Candidate, Trial]
+) -> Sequence[Candidate]:
+    """Candidates that differ in few parts. Of more than :data:`MAX_NEAR`, those that were tried and those that differ
+    in the fewest parts, in the order in which they stand."""
+    parts = {other: n for other in candidates if 0 < (n := num_parts(other, candidate)) <= MAX_PARTS}
+    if len(parts) <= MAX_NEAR:
+        return tuple(parts)
+    order = sorted(parts, key=lambda other: (parts[other], other not in tried))
+    kept = set(order[:MAX_NEAR])
+    return tuple(other for other in parts if other in kept)
 
 
 def _forced(candidate: Candidate, candidates: Sequence[Candidate]) -> frozenset[str]:
     """Knobs that no other candidate sets as this one does, as far as an evenly spaced sample of them tells."""
-    others = [other for other in candidates[:: 1 + len(candidates) // MAX_LOOKED_AT] if other != candidate]
+    others = [other for other in spread(candidates, MAX_LOOKED_AT) if other != candidate]
     if not others:
         return frozenset()
     return frozenset.intersection(*(frozenset(diff(other, candidate)) for other in others))
@@ -129,12 +159,6 @@ def _closure(knobs: Sequence[str]) -> frozenset[str]:
     """The knobs, and those that may have to change with them."""
     implied = frozenset[str]().union(*(IMPLIED.get(knob, frozenset()) for knob in knobs))
     return frozenset(knobs) | implied | FOLLOWING
-
-
-def _num_parts(one: Candidate, other: Candidate) -> int:
-    """Number of parts in which two candidates differ: cheap, unlike comparing knob by knob."""
-    names = ("layout", "micro_batch_size", "recompute", "precision", "loader", "kernels")
-    return sum(getattr(one, name) != getattr(other, name) for name in names)
 
 
 def find_remedies(kind: Kind, trial: Trial, all_changes: Sequence[KnobChange], view: ModelView | None) -> Remedies:
@@ -147,7 +171,7 @@ def find_remedies(kind: Kind, trial: Trial, all_changes: Sequence[KnobChange], v
     ]
     rated = [(change, rated) for change in own if (rated := _rate(trial, change, view)) is not None]
     fitting = [(change, found) for change, found in rated if _fits(change, found)]
-    best = max((f for change, f in fitting if _is_faster(trial, change, f)), key=_score, default=None)
+    best = max((f for change, f in fitting if _is_faster(change, f)), key=_score, default=None)
     blocked = max((found for change, found in rated if _needs_memory(change, found)), key=_score, default=None)
     floor = best.gain if best is not None else 1.0
     nearest = max((found for _, found in fitting), key=_score, default=None)
@@ -159,12 +183,11 @@ def find_remedies(kind: Kind, trial: Trial, all_changes: Sequence[KnobChange], v
     )
 
 
-def _is_faster(trial: Trial, change: KnobChange, found: Remedy) -> bool:
+def _is_faster(change: KnobChange, found: Remedy) -> bool:
     """Whether a change is measured to be faster, or predicted so with enough certainty to be worth a trial."""
     if found.log_spread is not None:
         return math.log(found.gain) > max(SURE_SPREADS * found.log_spread, MIN_DIFFERENCE)
-    assert trial.measurement is not None and change.trial is not None and change.trial.measurement is not None
-    return compare(change.trial.measurement, trial.measurement) == "faster"
+    return change.ratio is not None and verdict(change.ratio) == "faster"
 
 
 def _rate(trial: Trial, change: KnobChange, view: ModelView | None) -> Remedy | None:
@@ -184,9 +207,8 @@ def _rate(trial: Trial, change: KnobChange, view: ModelView | None) -> Remedy | 
         probability_fits=fits,
         trial=change.trial.number if change.trial else None,
     )
-    if change.trial is not None and change.trial.measurement is not None:
-        speed, before = change.trial.measurement.tokens_per_s_per_device, trial.measurement.tokens_per_s_per_device
-        return replace(made, gain=speed / before)
+    if change.ratio is not None:
+        return replace(made, gain=change.ratio.value)
     if view is None or not view.tells_apart(trial.candidate, change.candidate):
         return None
     gain, log_spread = view.gain(trial.candidate, change.candidate)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from orchestrator.virtual import Virtual
 from trials.spec import Candidate
 
 PartName = Literal[
@@ -321,8 +322,10 @@ class SweepExplanation:
     hardware: str
     phase: str
     """Where the sweep stands: ``running``, ``finished``, ..."""
+    virtual: Virtual | None
+    """How the numbers came about where nothing was measured, since the cluster does not exist."""
     step_parts: Mapping[int, StepParts]
-    """Every measured trial of the search by number."""
+    """Measured trials of the search by number: all of them, or those that a report of a long sweep shows."""
     baseline: Diagnosis | None
     """Diagnosis of the baseline; None where it was not measured."""
     chosen: Diagnosis | None
@@ -337,6 +340,10 @@ class SweepExplanation:
     """Why the cost model says nothing; empty where it says something."""
     model_error: float | None = None
     """Typical error of the cost model after this sweep's trials, as a share: each trial predicted from the others."""
+    num_trials: int = 0
+    """Trials of the search."""
+    num_looked_at: int = 0
+    """Trials that importance, effects and the cost model's fit rest on: fewer where the sweep is long."""
 
     @property
     def diagnosed(self) -> Diagnosis | None:
@@ -352,6 +359,8 @@ class SweepExplanation:
         return {
             "sweep": self.sweep,
             "state": self.phase,
+            "measured": self.virtual is None,
+            "virtual": self.virtual,
             "hardware": self.hardware,
             "unit": self.unit,
             "baseline": self.baseline.to_json() if self.baseline else None,
@@ -363,4 +372,6 @@ class SweepExplanation:
             "limit_bytes": self.limit_bytes,
             "unmodelled": self.unmodelled,
             "model_error": self.model_error,
+            "num_trials": self.num_trials,
+            "num_looked_at": self.num_looked_at,
         }

@@ -17,6 +17,7 @@ from cluster.cost.candidates import inputs_of
 from cluster.cost.estimate import CostModel, cost_model
 from cluster.hardware.accelerators import CatalogueError, ClusterDescription, describe_topology
 from cluster.hardware.topology import Topology
+from orchestrator.objective import Objective
 from orchestrator.search.prediction import model_families
 from orchestrator.space.knobs.layer_choices import even_split, layers_of, resolve_recompute
 from trials.spec import Candidate, LlamaModel, Recompute, Workload
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 MEMORY_SHARES = (1.0, 0.9, 0.8)
 """Shares of the usable memory to fill: how far the cost model may be trusted is only known after trials."""
 MAX_LAYOUTS = 24
-"""Layouts balanced at most; of more, those that the cost model expects to be fastest."""
+"""Layouts balanced at most; of more, those that the cost model expects to be best by the objective."""
 TIME_LIMIT_S = 120.0
 """Limit per layout; most take tenths of a second. So long that a plan does not depend on how busy the machine is."""
 MAX_CORRECTIONS = 3
@@ -44,7 +45,9 @@ class Balanced:
 
 
 @functools.lru_cache(maxsize=4)
-def balance_layouts(candidates: tuple[Candidate, ...], workload: Workload, topology: Topology | None) -> Balanced:
+def balance_layouts(
+    candidates: tuple[Candidate, ...], workload: Workload, topology: Topology | None, objective: Objective
+) -> Balanced:
     """Balance every layout, micro-batch size and so on of ``candidates``: one new candidate per share of the memory.
 
     Uses only the kinds of recompute that ``candidates`` use in the same layout. By the cost model all new candidates
@@ -57,7 +60,7 @@ def balance_layouts(candidates: tuple[Candidate, ...], workload: Workload, topol
     try:
         cluster = describe_topology(topology)
         recomputes = _recomputes_by_frame(candidates, workload)
-        frames = _most_promising(list(recomputes), workload, cluster)
+        frames = _most_promising(list(recomputes), workload, cluster, objective)
     except (CatalogueError, NotImplementedError) as error:
         return Balanced(problem=str(error))
     found: dict[Candidate, Balance] = {}
@@ -96,13 +99,15 @@ def _frame(candidate: Candidate, workload: Workload) -> Candidate:
     return replace(candidate, layout=layout, recompute=Recompute())
 
 
-def _most_promising(frames: list[Candidate], workload: Workload, cluster: ClusterDescription) -> list[Candidate]:
+def _most_promising(
+    frames: list[Candidate], workload: Workload, cluster: ClusterDescription, objective: Objective
+) -> list[Candidate]:
     if len(frames) <= MAX_LAYOUTS:
         return frames
     logger.info("balancing the %d most promising of %d layouts", MAX_LAYOUTS, len(frames))
     x = inputs_of([(workload, frame) for frame in frames], cluster)
-    device_s = _model().estimate(x).step_s * x.world_size
-    return [frames[row] for row in np.argsort(device_s, kind="stable")[:MAX_LAYOUTS]]
+    weighted_s = _model().estimate(x).step_s * objective.weights(x.world_size)
+    return [frames[row] for row in np.argsort(weighted_s, kind="stable")[:MAX_LAYOUTS]]
 
 
 @functools.cache

@@ -72,7 +72,10 @@ def explain(text: str, plan: Plan, spec: SweepSpec, topology: Topology | None, p
     else:
         try:
             estimates = plan.estimates.by_candidate
-            predictor = make_predictor(workload, (candidate,), topology, profile, estimates=estimates)
+            objective = spec.to_objective(topology)
+            predictor = make_predictor(
+                workload, (candidate,), topology, profile, estimates=estimates, objective=objective
+            )
             predicted = predict(predictor, 0, workload)
         except UnpredictableError as error:
             reason = str(error)

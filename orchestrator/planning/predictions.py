@@ -12,6 +12,7 @@ from cluster.cost.calibrate import OUT_OF_MEMORY_THRESHOLD
 from cluster.hardware.topology import Topology
 from cluster.probe.profile import Profile
 from orchestrator.config.sweep import SweepSpec
+from orchestrator.objective import Objective
 from orchestrator.planning.plan import Plan
 from orchestrator.search.prediction.prediction import Prediction, make_predictor, predict
 from orchestrator.search.prediction.predictor import Predictor
@@ -30,7 +31,7 @@ class PlanPredictions:
     """Name of the device in the catalogue."""
     baseline: Prediction
     top: tuple[Prediction, ...]
-    """The fastest candidates that are expected to fit, fastest first."""
+    """The best candidates, by the objective, that are expected to fit, the best first."""
     num_fitting: int
     num_candidates: int
     num_trials: int
@@ -61,12 +62,19 @@ def plan_predictor(
     profile: Profile | None = None,
     *,
     earlier: Sequence[EarlierTrial] = (),
+    objective: Objective | None = None,
 ) -> Predictor:
     """:func:`make_predictor` for the plan's candidates, and after them the baseline where it is none of them."""
     others = () if plan.baseline in set(plan.candidates) else (plan.baseline,)
     candidates = (*plan.candidates, *others)
     return make_predictor(
-        workload, candidates, topology, profile, estimates=plan.estimates.by_candidate, earlier=earlier
+        workload,
+        candidates,
+        topology,
+        profile,
+        estimates=plan.estimates.by_candidate,
+        earlier=earlier,
+        objective=objective,
     )
 
 
@@ -79,11 +87,12 @@ def predict_plan(
         UnpredictableError: as :func:`make_predictor`.
     """
     workload = spec.to_workload()
-    predictor = plan_predictor(plan, workload, topology, profile)
+    predictor = plan_predictor(plan, workload, topology, profile, objective=spec.to_objective(topology))
     num_candidates = len(plan.candidates)
     device_s = predictor.estimates.step_s * predictor.inputs.world_size
+    weighted_s = predictor.estimates.step_s * predictor.weights
     fits = predictor.probability_fits >= 1 - OUT_OF_MEMORY_THRESHOLD
-    ranked = [int(row) for row in np.argsort(device_s[:num_candidates], kind="stable") if fits[row]]
+    ranked = [int(row) for row in np.argsort(weighted_s[:num_candidates], kind="stable") if fits[row]]
     base = predictor.candidates.index(plan.baseline)
     num_trials = min(spec.budget.max_trials, num_candidates + (base >= num_candidates))
     spent = predictor.trial_device_seconds(device_s)[[base, *(r for r in ranked if r != base)][:num_trials]]

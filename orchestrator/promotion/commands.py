@@ -11,9 +11,9 @@ from typing import Any
 from orchestrator.errors import ConfigError
 from orchestrator.promotion.diff import Difference, compare
 from orchestrator.promotion.evidence import choose
-from orchestrator.promotion.history import PRODUCTION
+from orchestrator.promotion.history import CANDIDATE, PRODUCTION
 from orchestrator.promotion.manifest import build_manifest
-from orchestrator.promotion.records import Record, Records, chain
+from orchestrator.promotion.records import Record, Records, chain, gaps
 from orchestrator.promotion.references import describe, read, store
 from orchestrator.promotion.release import NONE, ReleaseChange, Releases
 from orchestrator.sweep.documents import tracking_uri as tracking_uri_of
@@ -41,9 +41,13 @@ def promote(
     reason: str = "",
     expect_current: str | None = None,
     force: bool = False,
+    is_candidate: bool = False,
     on_step: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Put the confirmed winner of ``sweep``, or a trial of it, into production under ``name``.
+
+    Args:
+        is_candidate: only register it, with the alias ``candidate``, proven or not.
 
     Raises:
         ConfigError: it is not proven and not forced, or another version is in production than expected.
@@ -53,19 +57,25 @@ def promote(
     _check_expectation(expect_current)
     with home.open(sweep, read_only=False) as ledger:
         tracker = Tracker(tracking_uri_of(ledger, home))
-        choose(read_snapshot(ledger).state, trial, force=force)  # refuse before anything is waited for
+        choose(
+            read_snapshot(ledger).state, trial, force=force, is_candidate=is_candidate
+        )  # refuse before anything is waited for
         with _held(ledger):
             state = read_snapshot(ledger).state
-            chosen = choose(state, trial, force=force)
+            chosen = choose(state, trial, force=force, is_candidate=is_candidate)
             manifest = build_manifest(ledger, state, chosen)
             with tracker.reached():
                 _bring_up_to_date(tracker, ledger, state, chosen.trial.number)
         with tracker.reached():
             releases = Releases(tracker, on_step)
-            change = releases.promote(name, manifest, reason=reason, expect_current=expect_current)
+            if is_candidate:
+                change = releases.propose(name, manifest, reason=reason)
+            else:
+                change = releases.promote(name, manifest, reason=reason, expect_current=expect_current)
             _note_in_ledgers(home, tracker, releases, name)
     return {
         **_change_json(change),
+        "alias": CANDIDATE if is_candidate else PRODUCTION,
         "forced": chosen.forced,
         "missing": list(chosen.missing),
         "trial": chosen.trial.number,
@@ -112,12 +122,13 @@ def history(name: str, home: Home, *, tracking_uri: str | None = None) -> dict[s
     if not records and found is None:
         raise ConfigError(f"nothing was ever promoted as {name}", remedy=f"tune-cluster promote SWEEP --name {name}")
     current = found.version if found else None
-    last = max(chain(records), key=lambda record: record.number, default=None)
+    last = next(reversed(chain(records)), None)
     return {
         "name": name,
         "production": current,
         "is_settled": (last.to_version if last else "") == (current or "")
         and not any(record.state == "begun" for record in records),
+        "gaps": [record.number for record in gaps(records)],
         "records": [record.to_json() for record in reversed(records)],
     }
 

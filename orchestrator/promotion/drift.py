@@ -13,7 +13,7 @@ from scipy.special import stdtrit
 
 from orchestrator import units
 from orchestrator.promotion.diff import differing
-from orchestrator.proof.loss_gate import Trajectory, judge_gate
+from orchestrator.proof.loss_gate import GateTrajectories, Trajectory, judge_gate
 from orchestrator.statistics import Estimate, Interval
 from orchestrator.sweep.values import GateSettings
 from trials.codec import from_json
@@ -147,7 +147,11 @@ def loss(then: Mapping[str, Any], now: Mapping[str, Any], settings: GateSettings
         loss_tolerance=settings.loss_tolerance,
         grad_norm_tolerance=settings.grad_norm_tolerance,
     )
-    report = judge_gate(0, _trajectory(then), _trajectory(now), None, gate, workload)
+    runs = GateTrajectories(baseline=_trajectory(then), finalist=_trajectory(now))
+    report = judge_gate(0, runs, gate, workload)
+    if report.answer == "inconclusive":
+        doubts = "; ".join(report.doubts).replace("the baseline's", "the promoted one's")
+        return DriftFinding(kind="loss", is_drift=False, text=f"could not be told: {doubts}")
     if report.passed:
         deviation = f"{report.loss_deviation:.2g}" if report.loss_deviation is not None else "unknown"
         return DriftFinding(kind="loss", is_drift=False, text=f"the same in {num_steps} steps (within {deviation})")

@@ -11,7 +11,8 @@ from orchestrator import units
 from orchestrator.errors import ConfigError
 from orchestrator.proof.progress import checks, gate_runs
 from orchestrator.report import words
-from orchestrator.report.summary import interval_json, result, speedup
+from orchestrator.report.summary import confirmed_figures, interval_json, result, speedup
+from orchestrator.statistics import tokens_per_s_per_device
 from orchestrator.sweep.events import sweep_id
 from orchestrator.sweep.state import SweepState, Trial, find_trial
 from orchestrator.sweep.values import ConfirmationRun, GateReport, Verdict
@@ -33,14 +34,23 @@ class Chosen:
         return bool(self.missing)
 
 
-def choose(state: SweepState, trial: str | None, *, force: bool) -> Chosen:
+def choose(state: SweepState, trial: str | None, *, force: bool, is_candidate: bool = False) -> Chosen:
     """The confirmed winner of a sweep, or the trial that was named.
+
+    Args:
+        is_candidate: it is to be registered only, not to go to production: nothing needs to be proven.
 
     Raises:
         ConfigError: there is no such trial, it was not measured or is a check; or, without force, it is not the
-            confirmed winner, or has not passed the loss gate.
+            confirmed winner, or has not passed the loss gate. Whatever the force: the cluster does not exist.
     """
     name = state.sweep.sweep
+    if state.virtual is not None and not is_candidate:
+        raise ConfigError(
+            f"{name} is {state.virtual}: nothing was measured, so nothing of it goes to production, by force neither",
+            remedy="Submit it on a cluster that exists. --candidate registers the configuration under the alias"
+            " candidate, marked as what it is.",
+        )
     chosen = find_trial(state, trial, name) if trial is not None else state.winner
     if chosen is None:
         raise ConfigError(f"sweep {name} measured nothing", remedy=f"See why: tune-cluster report {name}")
@@ -53,7 +63,7 @@ def choose(state: SweepState, trial: str | None, *, force: bool) -> Chosen:
             f"{units.trial_id(chosen.number)} of {name} was not measured ({why})", remedy="Choose another trial."
         )
     found = Chosen(trial=chosen, missing=_missing(state, chosen), remedy=_remedy(state, chosen))
-    if found.missing and not force:
+    if found.missing and not force and not is_candidate:
         subject = f"{units.trial_id(chosen.number)} of {name} cannot go to production: "
         raise ConfigError(subject + "; ".join(found.missing), remedy=found.remedy)
     return found
@@ -63,14 +73,15 @@ def _missing(state: SweepState, chosen: Trial) -> tuple[str, ...]:
     """What is missing for a promotion without force: sentences without full stops."""
     missing = [] if state.is_over else [f"the sweep is {state.status}, its proof may still come"]
     verdict = state.verdict
+    if state.virtual is not None:
+        return (*missing, f"the sweep is {state.virtual}: nothing was measured, nothing is proven")
     if chosen.number == 0:
         why = f" ({verdict.reason})" if verdict and verdict.conclusion == "keep" else ""
         return (*missing, f"it is the present configuration{why}")
     if verdict is None:
         return (*missing, "it was not measured again, interleaved with the baseline", _gate_missing(None))
     if verdict.winner == chosen.number:
-        report = gate_of(verdict, chosen.number)
-        return tuple(missing) if report is not None and report.passed else (*missing, _gate_missing(report))
+        return (*missing, *_gate_doubt(verdict, chosen.number))
     if verdict.conclusion != "confirmed" and not _is_judged(state, chosen):
         return (*missing, "the last proof of the sweep was not about it", _gate_missing(None))
     return (*missing, _not_the_winner(verdict, chosen.number), *_gate_doubt(verdict, chosen.number))
@@ -89,18 +100,24 @@ def _not_the_winner(verdict: Verdict, number: int) -> str:
             return f"the confirmed winner is {units.trial_id(verdict.winner)}{tied}"
         case "keep":
             return f"it is not shown to be faster than what you have ({verdict.reason})"
-        case "unconfirmed":
+        case "unconfirmed" | "rehearsed":
             return f"the confirmation was not settled ({verdict.reason})"
 
 
 def _gate_doubt(verdict: Verdict, number: int) -> tuple[str, ...]:
+    """What the loss gate has against it; an evaluation of the user's that passed settles what the gate could not."""
     report = gate_of(verdict, number)
-    return () if report is not None and report.passed else (_gate_missing(report),)
+    is_settled = any(one.trial == number and one.passed for one in verdict.evaluations)
+    if report is not None and (report.passed or (report.answer == "inconclusive" and is_settled)):
+        return ()
+    return (_gate_missing(report),)
 
 
 def _gate_missing(report: GateReport | None) -> str:
     if report is None:
         return "the loss gate did not look whether it trains the same model"
+    if report.answer == "inconclusive":
+        return f"the loss gate could not tell whether it trains the same model: {report.objections[0]}"
     if not report.precision_class:
         return f"it failed in the loss gate: {report.reasons[0]}"
     return f"the loss gate found that it does not train the same model: {report.reasons[0]}"
@@ -113,8 +130,10 @@ def _remedy(state: SweepState, chosen: Trial) -> str:
         return f"Wait for it: tune-cluster status {name}. {force}"
     report = gate_of(verdict, chosen.number) if verdict else None
     is_refuted = verdict is not None and verdict.conclusion == "keep" and _is_judged(state, chosen)
-    if chosen.number == 0 or is_refuted or (report is not None and not report.passed):
+    if chosen.number == 0 or is_refuted or (report is not None and report.answer == "failed"):
         return f"Keep what you have. {force}"
+    if report is not None and report.answer == "inconclusive":
+        return f"{report.remedy}. {force}" if report.remedy else force
     if verdict is not None and verdict.winner == chosen.number:
         return f"Submit the sweep under another name with `gate:` on. {force}"
     return f"Prove it: tune-cluster confirm {name} {units.trial_id(chosen.number)}. {force}"
@@ -128,15 +147,18 @@ def gate_of(verdict: Verdict, number: int) -> GateReport | None:
 def evidence(state: SweepState, chosen: Chosen) -> dict[str, Any]:
     """What was measured of the trial, as JSON values: enough to judge it, and to compare with later."""
     trial = chosen.trial
-    measured, compared = result(trial), speedup(trial, state.baseline)
-    assert measured is not None, "only measured trials are chosen"
+    measured, compared = result(trial, state.objective), speedup(trial, state.baseline, state.objective)
+    assert measured is not None and trial.measurement is not None, "only measured trials are chosen"
     return {
         "sweep": state.sweep.sweep,
         "sweep_id": sweep_id(state.sweep),
+        "virtual": state.virtual,
         "trial": trial.number,
-        "tokens_per_s_per_device": measured.speed.value,
+        "tokens_per_s_per_device": measured.figures.tokens_per_s_per_device,
+        "objective": state.objective.name,
+        "confirmed": _confirmed(state, trial.number),
         "unit": state.sweep.workload.speed_unit,
-        "ci95": interval_json(measured.speed.ci95),
+        "ci95": interval_json(tokens_per_s_per_device(trial.measurement).ci95),
         "speedup": compared.to_json() if compared else None,
         "verdict": to_json(state.verdict),
         "confirmation": _confirmation(state, trial.number),
@@ -147,6 +169,12 @@ def evidence(state: SweepState, chosen: Chosen) -> dict[str, Any]:
         "hardware": state.sweep.hardware,
         "fingerprint": dict(state.sweep.fingerprint),
     }
+
+
+def _confirmed(state: SweepState, number: int) -> dict[str, Any] | None:
+    """What the last proof measured of the trial and the baseline, which is what its ratio is made of; None without."""
+    found = confirmed_figures(state)
+    return found.to_json() if found is not None and found.trial == number else None
 
 
 def _confirmation(state: SweepState, number: int) -> list[dict[str, Any]]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from orchestrator import units
 from orchestrator.promotion.manifest import Manifest, ratio_of
 from orchestrator.promotion.records import Record
+from orchestrator.statistics import Interval
 from orchestrator.sweep.requests import asker
 from orchestrator.tracking.registry import Registered
-from trials.codec import digest
 
-PRODUCTION, PREVIOUS = "production", "previous"
+PRODUCTION, PREVIOUS, CANDIDATE = "production", "previous", "candidate"
+"""Aliases: what is in use, what was before, and what was registered to be looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +24,8 @@ class Past:
 
     last: Record | None
     """The last record that came about."""
-    num_records: int
+    last_number: int
+    """Number of the last record, void ones counted; 0 where there is none."""
     carried: Record | None = None
     """A change that was found interrupted, and has just been carried to its end."""
 
@@ -42,10 +47,15 @@ def promotion_of(name: str, manifest: Manifest, reason: str, past: Past) -> Reco
         sweep_id=facts["sweep_id"],
         trial=str(facts["trial"]),
         short_name=manifest.content["short_name"],
-        speedup=f"{ratio.value:.2f}x" if ratio else "",
+        speedup=units.short_ratio(ratio.value, ratio.ci95) if ratio else "",
         recipe_sha256=manifest.sha256,
-        files_sha256=digest(manifest.file_digests),
+        files_sha256=manifest.files_sha256,
     )
+
+
+def candidate_of(name: str, manifest: Manifest, reason: str, past: Past) -> Record:
+    """The record of registering ``manifest`` without putting it into production."""
+    return replace(promotion_of(name, manifest, reason, past), action="candidate", from_version="")
 
 
 def rollback_to(target: Registered, reason: str, past: Past) -> Record:
@@ -62,25 +72,36 @@ def found_moved(name: str, found: Registered | None, past: Past) -> Record:
 
 def _to(target: Registered, past: Past) -> Record:
     tags = target.tags
-    speedup = tags.get("speedup", "unknown")
+    trial = tags.get("trial", "")
     return replace(
         _blank(target.name, past),
         to_version=target.version,
-        speedup="" if speedup == "unknown" else f"{float(speedup):.2f}x",
+        speedup=_speedup_words(tags),
         forced=tags.get("forced") == "true",
         sweep=tags.get("sweep", ""),
         sweep_id=tags.get("sweep_id", ""),
-        trial=tags.get("trial", ""),
+        trial=trial if trial.isdigit() else "",
         short_name=tags.get("short_name", ""),
         recipe_sha256=tags.get("recipe_sha256", ""),
         files_sha256=tags.get("files_sha256", ""),
     )
 
 
+def _speedup_words(tags: Mapping[str, str]) -> str:
+    """The speed-up that a version's tags tell, like ``1.42x``; empty where they tell none, or somebody altered them."""
+    try:
+        value, *ends = [
+            float(part) for part in (tags.get("speedup", ""), *re.findall(r"[\d.]+", tags.get("speedup_ci95", "")))
+        ]
+    except ValueError:
+        return ""
+    return units.short_ratio(value, Interval(ends[0], ends[1]) if len(ends) == 2 else None)
+
+
 def _blank(name: str, past: Past) -> Record:
     return Record(
         name=name,
-        number=past.num_records + 1,
+        number=past.last_number + 1,
         action="promote",
         from_version=past.current,
         to_version="",

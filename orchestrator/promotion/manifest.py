@@ -12,6 +12,7 @@ import yaml
 
 from orchestrator import units
 from orchestrator.errors import ConfigError
+from orchestrator.objective import Objective
 from orchestrator.promotion.evidence import Chosen, evidence
 from orchestrator.recipes import export_all
 from orchestrator.space.naming import short_name
@@ -19,15 +20,20 @@ from orchestrator.statistics import Estimate, Interval
 from orchestrator.sweep.documents import SPEC, SweepFile
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState
+from orchestrator.sweep.values import GateReport, Verdict
 from orchestrator.tracking.registry import MAX_DESCRIPTION_CHARS, Registered
-from trials.codec import CodecError, digest, from_json, to_json
+from orchestrator.virtual import watermark, watermark_line
+from trials.codec import digest, from_json, to_json
 from trials.secrets import redact, redact_all
 from trials.spec import Candidate, Workload
 
 JSON, YAML = "recipe.json", "recipe.yaml"
 SWEEP_AS_WRITTEN, SWEEP_WRITTEN_OUT = "sweep.yaml", "sweep.json"
-FILE_TAG = "sha256/"
-"""Prefix of a version's tags that hold the digests of its files."""
+AGAIN = "Promote the sweep again."
+WATERMARK_TAG = "watermark"
+"""Tag of versions from clusters that do not exist."""
+FILES = "files.json"
+"""List of a version's other files with their digests; the version's tag ``files_sha256`` is the digest of the list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,19 +43,20 @@ class Manifest:
     content: Mapping[str, Any]
     """Content of ``recipe.json``."""
     files: Mapping[str, str]
-    """Texts to be stored, by their paths."""
+    """Texts to be stored, by their paths; the list of them among them."""
 
     @property
     def sha256(self) -> str:
         return digest(self.content)
 
     @property
-    def file_digests(self) -> dict[str, str]:
-        return {path: sha256_of(text.encode()) for path, text in sorted(self.files.items())}
+    def files_sha256(self) -> str:
+        return digest(list_files({path: text.encode() for path, text in self.files.items()}))
 
 
-def sha256_of(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def list_files(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Path to SHA-256 of every file of a version, sorted, without the file that holds this list."""
+    return {path: hashlib.sha256(content).hexdigest() for path, content in sorted(files.items()) if path != FILES}
 
 
 def build_manifest(ledger: Ledger, state: SweepState, chosen: Chosen) -> Manifest:
@@ -70,7 +77,9 @@ def build_manifest(ledger: Ledger, state: SweepState, chosen: Chosen) -> Manifes
         **_sweep_files(ledger),
         **_exports(candidate, workload),
     }
-    return Manifest(content=content, files={path: redact(text) for path, text in files.items()})
+    files = {path: redact(text) for path, text in files.items()}
+    listed = list_files({path: text.encode() for path, text in files.items()})
+    return Manifest(content=content, files=files | {FILES: json.dumps(listed, indent=1) + "\n"})
 
 
 def _sweep_files(ledger: Ledger) -> dict[str, str]:
@@ -98,9 +107,11 @@ def version_tags(manifest: Manifest) -> dict[str, str]:
     facts = manifest.content["evidence"]
     ratio = ratio_of(facts)
     return {
-        "tokens_per_s_per_device": f"{facts['tokens_per_s_per_device']:.6g}",
+        "tokens_per_s_per_device": f"{units.rounded(facts['tokens_per_s_per_device']):.10g}",
+        "objective": facts.get("objective", Objective().name),
         "speedup": f"{ratio.value:.4g}" if ratio else "unknown",
         "speedup_ci95": units.ratio_interval(ratio.ci95) if ratio else "unknown",
+        **({WATERMARK_TAG: watermark(facts["virtual"])} if facts.get("virtual") else {}),
         "verdict": verdict_of(facts)[0],
         "gate": gate_words(facts),
         "sweep": facts["sweep"],
@@ -111,8 +122,7 @@ def version_tags(manifest: Manifest) -> dict[str, str]:
         "hardware": facts["hardware"],
         "forced": str(facts["forced"]).lower(),
         "recipe_sha256": manifest.sha256,
-        "files_sha256": digest(manifest.file_digests),
-        **{f"{FILE_TAG}{path}": sha256 for path, sha256 in manifest.file_digests.items()},
+        "files_sha256": manifest.files_sha256,
     }
 
 
@@ -131,6 +141,8 @@ def ratio_of(facts: Mapping[str, Any]) -> Estimate | None:
 def verdict_of(facts: Mapping[str, Any]) -> tuple[str, str]:
     """Verdict about the promoted trial: ``confirmed`` or ``not confirmed``, and why."""
     verdict = facts["verdict"]
+    if facts.get("virtual"):
+        return facts["virtual"], "nothing was measured, nothing is proven"
     if verdict is None:
         return "not confirmed", "it was not measured again"
     is_winner = verdict["winner"] == facts["trial"]
@@ -138,16 +150,24 @@ def verdict_of(facts: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def gate_words(facts: Mapping[str, Any]) -> str:
-    if facts["gate"] is None:
+    if facts["gate"] is None or facts.get("virtual"):
         return "not run"
-    return "passed" if facts["gate"]["report"]["passed"] else "failed"
+    report = facts["gate"]["report"]
+    if report["passed"]:
+        return "passed"
+    return "failed" if report["reasons"] else "could not be told"
 
 
 def speed_words(facts: Mapping[str, Any]) -> str:
-    """``3,200 tokens/s/p, 1.42x the baseline (1.38x - 1.46x)``."""
-    ratio = ratio_of(facts)
-    against = f", {ratio.value:.2f}x the baseline ({units.ratio_interval(ratio.ci95)})" if ratio else ""
-    return f"{units.rate(facts['tokens_per_s_per_device'])} {facts['unit']}{against}"
+    """``3,200 tokens/s/p, 1.42x (1.38x – 1.46x) against the baseline``: both from the confirmation where it won."""  # noqa: RUF002
+    ratio, speed = ratio_of(facts), facts["tokens_per_s_per_device"]
+    if facts.get("confirmed") and (facts["verdict"] or {}).get("winner") == facts["trial"]:
+        speed = facts["confirmed"]["figures"]["tokens_per_s_per_device"]
+    objective = facts.get("objective", Objective().name)
+    by = "" if objective == Objective().name else f" by {objective.replace('_', ' ')}"
+    against = f", {units.ratio(ratio.value, ratio.ci95)} against the baseline{by}" if ratio else ""
+    mark = f"{watermark(facts['virtual'])} " if facts.get("virtual") else ""
+    return f"{mark}{units.rate(speed)} {facts['unit']}{against}"
 
 
 def describe(manifest: Manifest) -> str:
@@ -162,9 +182,61 @@ def describe(manifest: Manifest) -> str:
     if facts["forced"]:
         lines.append(f"- **promoted by force**: {'; '.join(facts['missing'])}")
     body = yaml.safe_dump({"candidate": manifest.content["candidate"]}, sort_keys=False, allow_unicode=True)
-    text = "\n".join([head, "", *lines])
+    mark = [f"# {watermark_line(facts['virtual'])}", ""] if facts.get("virtual") else []
+    text = "\n".join([*mark, head, "", *lines])
     whole = f"{text}\n\n```yaml\n{body}```\n"
     return whole if len(whole) <= MAX_DESCRIPTION_CHARS else text
+
+
+def check_origin(registered: Registered, files: Mapping[str, bytes]) -> None:
+    """Check that the version was registered by this program.
+
+    Raises:
+        ConfigError: it was not, or the tags that tell so are gone.
+    """
+    if JSON not in files and not {"recipe_sha256", "files_sha256"} <= set(registered.tags):
+        remedy = "Name another version, or promote the sweep again."
+        raise ConfigError(f"{label_of(registered)} was not registered by tune-cluster", remedy=remedy)
+
+
+def parsed(registered: Registered, files: Mapping[str, bytes]) -> Mapping[str, Any]:
+    """Content of the version's ``recipe.json``, of the form that :func:`build_manifest` gives it.
+
+    Raises:
+        ConfigError: it has another.
+    """
+    try:
+        content: Mapping[str, Any] = json.loads(files[JSON])
+        facts = content["evidence"]
+        from_json(_Facts, {name: facts[name] for name in _Facts.__annotations__})
+        for kind, value in ((Candidate, content["candidate"]), (Workload, content["workload"])):
+            from_json(kind, value)
+        if facts["gate"] is not None:
+            from_json(GateReport, facts["gate"]["report"])
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        why = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error).split(";")[0]
+        raise ConfigError(f"{label_of(registered)} holds no valid manifest: {why}", remedy=AGAIN) from None
+    return content
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Facts:
+    """What every evidence holds, for checking its form; see :func:`orchestrator.promotion.evidence.evidence`."""
+
+    sweep: str
+    sweep_id: str
+    trial: int
+    tokens_per_s_per_device: float
+    unit: str
+    speedup: dict[str, Any] | None
+    verdict: Verdict | None
+    confirmation: tuple[dict[str, Any], ...]
+    gate: dict[str, Any] | None
+    training: dict[str, Any]
+    forced: bool
+    missing: tuple[str, ...]
+    hardware: str
+    fingerprint: dict[str, str]
 
 
 def check_content(content: Mapping[str, Any], registered: Registered) -> Candidate:
@@ -173,28 +245,52 @@ def check_content(content: Mapping[str, Any], registered: Registered) -> Candida
     Raises:
         ConfigError: they do not.
     """
-    where = f"{registered.name} version {registered.version}"
-    try:
-        candidate: Candidate = from_json(Candidate, content["candidate"])
-    except (KeyError, CodecError) as error:
-        raise ConfigError(f"{where} holds no valid manifest: {error}", remedy="Promote the sweep again.") from None
+    candidate: Candidate = from_json(Candidate, content["candidate"])
     keys = {candidate.config_key, content.get("config_key"), registered.tags.get("config_key")}
     if len(keys) != 1 or digest(content) != registered.tags.get("recipe_sha256"):
-        raise altered(where, "its manifest does not match the key it was registered with")
+        raise altered(label_of(registered), "its manifest does not match the key it was registered with")
+    mark = watermark(content["evidence"].get("virtual"))
+    if registered.tags.get(WATERMARK_TAG, "") != mark:
+        raise altered(label_of(registered), f"its tag {WATERMARK_TAG} should be {mark or 'absent'}")
     return candidate
 
 
+def check_record(registered: Registered, record_tags: Mapping[str, str]) -> None:
+    """Check the version's digests against those that the record of its registration holds, a second witness.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    for name in ("recipe_sha256", "files_sha256"):
+        if registered.tags.get(name) != record_tags.get(f"tc.{name}"):
+            raise altered(label_of(registered), f"its {name} is not that of the record of its promotion")
+
+
+def label_of(registered: Registered) -> str:
+    return f"{registered.name} version {registered.version}"
+
+
 def check_files(registered: Registered, files: Mapping[str, bytes]) -> None:
-    """Check that the files of a version are those it was registered with.
+    """Check that the files of a version are those it was registered with, through the digest of their list.
 
     Raises:
         ConfigError: they are not.
     """
-    wanted = {tag.removeprefix(FILE_TAG): sha256 for tag, sha256 in registered.tags.items() if tag.startswith(FILE_TAG)}
-    found = {path: sha256_of(content) for path, content in files.items()}
-    odd = sorted(path for path in {*wanted, *found} if wanted.get(path) != found.get(path))
-    if odd:
-        raise altered(f"{registered.name} version {registered.version}", f"{', '.join(odd[:5])} differs")
+    found = list_files(files)
+    listed = _listed(files)
+    if digest(found) == registered.tags.get("files_sha256") and listed in (None, found):
+        return
+    odd = sorted(path for path in {*(listed or {}), *found} if (listed or {}).get(path) != found.get(path))
+    what = ", ".join(odd[:5]) if listed and odd else "the list of its files"
+    raise altered(label_of(registered), f"{what} differs")
+
+
+def _listed(files: Mapping[str, bytes]) -> dict[str, str] | None:
+    """The digests as the list among the files gives them, which the registry's tag vouches for; None without one."""
+    try:
+        return dict(json.loads(files[FILES])) if FILES in files else None
+    except (ValueError, TypeError):
+        return {}
 
 
 def altered(where: str, why: str) -> ConfigError:

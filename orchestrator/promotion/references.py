@@ -10,7 +10,17 @@ from typing import Any
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import check_tracking_uri
 from orchestrator.promotion.history import PRODUCTION
-from orchestrator.promotion.manifest import JSON, SWEEP_WRITTEN_OUT, check_content, check_files, verdict_of
+from orchestrator.promotion.manifest import (
+    AGAIN,
+    SWEEP_WRITTEN_OUT,
+    check_content,
+    check_files,
+    check_origin,
+    check_record,
+    label_of,
+    parsed,
+    verdict_of,
+)
 from orchestrator.report.summary import result
 from orchestrator.sweep.home import Home, check_name
 from orchestrator.sweep.state import find_trial
@@ -32,7 +42,7 @@ class Version:
 
     @property
     def label(self) -> str:
-        return f"{self.registered.name} version {self.registered.version}"
+        return label_of(self.registered)
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON form of ``show --json``."""
@@ -92,13 +102,25 @@ def read(tracker: Tracker, reference: str) -> Version:
         found = registry.find(name, version=which) if which.isdigit() else registry.find(name, alias=which)
         if found is None:
             raise ConfigError(f"the registry has no {name}@{which}", remedy="Promote a sweep first, or name a version.")
-        try:
-            files = registry.read_files(found)
-            manifest: dict[str, Any] = json.loads(files[JSON])
-        except (LookupError, ValueError) as error:
-            raise ConfigError(f"{name}@{which} cannot be read: {error}", remedy="Promote the sweep again.") from None
-    candidate = check_content(manifest, found)
+        return checked(registry, found)
+
+
+def checked(registry: Registry, found: Registered) -> Version:
+    """The version with its files, after checking that they are those it was registered with, and of the right form.
+
+    Raises:
+        ConfigError: they are not, or cannot be read.
+    """
+    try:
+        files = registry.read_files(found)
+        record_tags = registry.run_tags(found.run_id)
+    except LookupError as error:
+        raise ConfigError(f"{label_of(found)} cannot be read: {error}", remedy=AGAIN) from None
+    check_origin(found, files)
     check_files(found, files)
+    manifest = parsed(found, files)
+    candidate = check_content(manifest, found)
+    check_record(found, record_tags)
     spec = json.loads(files[SWEEP_WRITTEN_OUT]) if SWEEP_WRITTEN_OUT in files else None
     return Version(registered=found, manifest=manifest, candidate=candidate, spec=spec)
 
@@ -129,14 +151,14 @@ def describe(reference: str, home: Home, tracking_uri: str | None) -> VersionDes
 def _of_trial(sweep: str, trial: str, home: Home) -> VersionDescription:
     state = home.read(sweep, begun=True).state
     found = find_trial(state, trial, sweep)
-    measured, verdict = result(found), state.verdict
+    measured, verdict = result(found, state.objective), state.verdict
     return VersionDescription(
         label=f"{sweep}:t{found.number:03d}",
         candidate=found.candidate,
         workload=state.sweep.workload,
         hardware=state.sweep.hardware,
         fingerprint=state.sweep.fingerprint,
-        speed=measured.speed.value if measured else None,
+        speed=measured.figures.tokens_per_s_per_device if measured else None,
         unit=state.sweep.workload.speed_unit,
         verdict="confirmed" if verdict and verdict.winner == found.number else "not confirmed",
     )

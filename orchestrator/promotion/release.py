@@ -12,15 +12,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from orchestrator.errors import ConfigError
-from orchestrator.promotion.history import PREVIOUS, PRODUCTION, Past, found_moved, promotion_of, rollback_to
+from orchestrator.promotion.history import (
+    CANDIDATE,
+    PREVIOUS,
+    PRODUCTION,
+    Past,
+    candidate_of,
+    found_moved,
+    promotion_of,
+    rollback_to,
+)
 from orchestrator.promotion.lock import RegistryLock
-from orchestrator.promotion.manifest import Manifest, check_files, describe, version_tags
+from orchestrator.promotion.manifest import WATERMARK_TAG, Manifest, describe, label_of, version_tags
 from orchestrator.promotion.records import RECIPE_FOLDER, Record, Records, chain
+from orchestrator.promotion.references import checked
 from orchestrator.sweep.home import check_name
 from orchestrator.sweep.requests import asker
 from orchestrator.tracking.registry import Registered, Registry
 from orchestrator.tracking.tracker import Tracker
 
+NEVER = "It never goes to production."
 NONE = "none"
 """Word for nothing in production, as people write it."""
 
@@ -63,15 +74,37 @@ class Releases:
             if past.last is not None and current is not None and self._holds(current, manifest):
                 return ReleaseChange(record=past.last, is_new=False)
             step("begin")
-            record = self.records.begin(promotion_of(name, manifest, reason, past))
-            step("files")
-            self.records.put_files(record, manifest.files)
-            step("version")
-            tags = version_tags(manifest) | {"record": record.record_id, "promoted_by": record.by}
-            made = self.registry.create_version(name, record.record_id, RECIPE_FOLDER, tags, describe(manifest))
-            step("number")
-            record = self.records.lead_to(record, made.version)
+            record = self._registered(promotion_of(name, manifest, reason, past), manifest, step)
             return ReleaseChange(record=self._complete(record, step))
+
+    def propose(self, name: str, manifest: Manifest, *, reason: str = "") -> ReleaseChange:
+        """Register ``manifest`` as a version with the alias ``candidate``; production stays what it is.
+
+        Raises:
+            ConfigError: others hold the name for too long.
+        """
+        check_name(name, "registered name")
+        with self._changing(name, None) as (step, past):
+            found = self.registry.find(name, alias=CANDIDATE)
+            if found is not None and self._holds(found, manifest):
+                records = self.records.of(name)
+                made = next((one for one in reversed(records) if one.to_version == found.version), None)
+                if made is not None:
+                    return ReleaseChange(record=made, is_new=False)
+            step("begin")
+            record = self._registered(candidate_of(name, manifest, reason, past), manifest, step)
+            return ReleaseChange(record=self._complete(record, step))
+
+    def _registered(self, wanted: Record, manifest: Manifest, step: Callable[[str], None]) -> Record:
+        """Write the record down, and make the version that it leads to."""
+        record = self.records.begin(wanted)
+        step("files")
+        self.records.put_files(record, manifest.files)
+        step("version")
+        tags = version_tags(manifest) | {"record": record.record_id, "promoted_by": record.by}
+        made = self.registry.create_version(record.name, record.record_id, RECIPE_FOLDER, tags, describe(manifest))
+        step("number")
+        return self.records.lead_to(record, made.version)
 
     def roll_back(
         self, name: str, *, to: str | None = None, reason: str = "", expect_current: str | None = None
@@ -92,10 +125,15 @@ class Releases:
                 raise ConfigError(f"{name} {what}", remedy=f"See which there are: tune-cluster history {name}")
             if past.current == found.version:
                 raise ConfigError(f"{name}@production is version {target} already", remedy="There is nothing to do.")
-            self.check(found)
+            self._check_may_be_used(found)
             step("begin")
             record = self.records.begin(rollback_to(found, reason, past))
             return ReleaseChange(record=self._complete(record, step))
+
+    def _check_may_be_used(self, registered: Registered) -> None:
+        self.check(registered)
+        if mark := registered.tags.get(WATERMARK_TAG):
+            raise ConfigError(f"{label_of(registered)} is {mark}: nothing was measured", remedy=NEVER)
 
     def check(self, registered: Registered) -> None:
         """Check that the files of the version are those it was registered with.
@@ -103,12 +141,7 @@ class Releases:
         Raises:
             ConfigError: they are not.
         """
-        try:
-            files = self.registry.read_files(registered)
-        except LookupError as error:
-            where = f"{registered.name} version {registered.version}"
-            raise ConfigError(f"{where} cannot be read: {error}", remedy="Promote the sweep again.") from None
-        check_files(registered, files)
+        checked(self.registry, registered)
 
     def _holds(self, registered: Registered, manifest: Manifest) -> bool:
         """Whether the version is this manifest, with its files as they were registered."""
@@ -148,6 +181,11 @@ class Releases:
 
     def _complete(self, record: Record, step: Callable[[str], None], note: str = "") -> Record:
         """Point the aliases as the record says, and end it."""
+        if record.action == "candidate":
+            step("candidate")
+            self._point(record.name, CANDIDATE, record.to_version)
+            step("finish")
+            return self.records.finish(record, note=note)
         step("previous")
         self._point(record.name, PREVIOUS, record.from_version)
         step("production")
@@ -156,7 +194,8 @@ class Releases:
         return self.records.finish(record, note=note)
 
     def _point(self, name: str, alias: str, version: str) -> None:
-        if version:
+        """Point the alias at the version; take it away where there is none, or somebody deleted it."""
+        if version and self.registry.find(name, version=version):
             self.registry.set_alias(name, alias, version)
         elif self.registry.find(name, alias=alias):
             self.registry.delete_alias(name, alias)
@@ -180,8 +219,9 @@ class Releases:
     def _past(self, name: str) -> tuple[Past, list[Record]]:
         """The history of a name, and its records that were begun and left."""
         records = self.records.of(name)
-        last = max(chain(records), key=lambda record: record.number, default=None)
-        return Past(last=last, num_records=len(records)), [record for record in records if record.state == "begun"]
+        done, last_number = chain(records), max((record.number for record in records), default=0)
+        past = Past(last=done[-1] if done else None, last_number=last_number)
+        return past, [record for record in records if record.state == "begun"]
 
     def _carry_on(self, begun: Record, past: Past, step: Callable[[str], None]) -> None:
         made = self._made(begun)
@@ -190,7 +230,8 @@ class Releases:
             return
         found = self.registry.find(begun.name, alias=PRODUCTION)
         actual = found.version if found else ""
-        if begun.from_version != past.current or actual not in (begun.from_version, made.version):
+        is_overtaken = begun.from_version != past.current or actual not in (begun.from_version, made.version)
+        if is_overtaken and begun.action != "candidate":
             self.records.void(begun, f"interrupted, and production is {actual or NONE} by now")
             return
         try:

@@ -123,7 +123,8 @@ def _sweeps(spec: dict[str, Any], candidate: Candidate, folder: Path) -> list[di
     num_rounds = spec["confirm"]["min_rounds"]
     if _loaded(folder, spec).baseline_candidate != candidate:
         return [spec]
-    alone = {"baseline": baseline_section(candidate), "space": {}, "confirm": "off", "budget": {"max_trials": 1}}
+    space = {"world_size": [candidate.layout.world_size]}
+    alone = {"baseline": baseline_section(candidate), "space": space, "confirm": "off", "budget": {"max_trials": 1}}
     return [{**spec, **alone, "name": f"{spec['name']}-r{number}"} for number in range(1, num_rounds + 1)]
 
 

@@ -8,12 +8,12 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cluster.processes import python_module
 from orchestrator.proof.evaluation_process import KILL_S, Ending, EvaluationOrder
 from orchestrator.proof.loss_gate import trajectory
 from orchestrator.proof.progress import BASELINE, gate_report, gate_runs
@@ -109,7 +109,7 @@ class EvaluationProcess:
 
 def _start_process(order: EvaluationOrder) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "orchestrator.proof.evaluation_process"],
+        python_module("orchestrator.proof.evaluation_process"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is for the sweep

@@ -3,7 +3,8 @@
 ::
 
     search ended --> finalists chosen --> rounds of confirmation --> gate --> user's evaluation --> verdict --> profiles
-                                          ^        | undecided       | failed: the next finalist that is shown faster
+                                          ^        | undecided       | failed, or cannot be told and nobody evaluates:
+                                          |        |                 | the next finalist that is shown faster
                                           +--------+                 +--> gate
 
 Nothing is confirmed that was not measured again, interleaved with the baseline on the same nodes, after it had been
@@ -21,13 +22,16 @@ from orchestrator.proof.progress import (
     checks,
     confirm_settings,
     confirmation,
+    fastest_finalist,
     gate_reports,
     gate_roles,
+    gate_run,
     gate_runs,
+    gate_settings,
     is_open,
     ratio_interval,
 )
-from orchestrator.statistics import tokens_per_s_per_device
+from orchestrator.statistics import speed
 from orchestrator.sweep.events import ChooseFinalists, Command, Conclude, Evaluate, Finish, ProposeCheck
 from orchestrator.sweep.limits import spent_budget
 from orchestrator.sweep.state import ProofState, SweepState, Trial, describe_failure
@@ -40,6 +44,7 @@ from orchestrator.sweep.values import (
     GateReport,
     GateRole,
     GateRun,
+    GateSettings,
     ProfileRun,
     Verdict,
 )
@@ -91,12 +96,12 @@ def choose_finalists(state: SweepState) -> tuple[int, ...]:
     baseline = state.trials[BASELINE].measurement
     if baseline is None:
         return ()
-    bar = baseline.tokens_per_s_per_device
+    bar = state.objective.score(baseline)
     bounds: dict[int, tuple[float, float]] = {}
     for trial in state.searched():
         if trial.number != BASELINE and trial.measurement is not None:
-            speed = tokens_per_s_per_device(trial.measurement)
-            bounds[trial.number] = (speed.ci95.high if speed.ci95 else speed.value, speed.value)
+            found = speed(trial.measurement, state.objective)
+            bounds[trial.number] = (found.ci95.high if found.ci95 else found.value, found.value)
     always = confirm_settings(state).always
     hopeful = [number for number, (upper, _) in bounds.items() if upper > bar or always]
     chosen = sorted(hopeful, key=lambda n: (-bounds[n][0], n))[: confirm_settings(state).num_finalists]
@@ -147,11 +152,12 @@ def _measure_again(state: SweepState, found: Confirmation) -> Command:
 
 def _gate(state: SweepState, proof: ProofState, found: Confirmation, spent: str) -> Command:
     """The fastest finalist that is shown faster and was not refused yet trains beside the baseline."""
-    settings, reports = state.sweep.proof.gate, gate_reports(state)
-    finalist = next(iter(shown_faster(found)), None)
+    settings, reports = gate_settings(state), gate_reports(state)
+    undecided = _undecided(reports, settings)
+    finalist = next((number for number in shown_faster(found) if number not in undecided), None)
     if finalist is None:
         reason = _keep_reason(found, reports, proof.evaluations)
-        conclusion: Conclusion = "unconfirmed" if _is_one_lost(state, proof) else "keep"
+        conclusion: Conclusion = "unconfirmed" if undecided or _is_one_lost(state, proof) else "keep"
         return _conclude(found, conclusion, None, reason, reports, proof.evaluations)
     if settings is not None:
         if all(report.trial != finalist for report in reports):
@@ -160,7 +166,16 @@ def _gate(state: SweepState, proof: ProofState, found: Confirmation, spent: str)
             return _train_for_gate(state, finalist)
         if settings.command and evaluation_of(proof, finalist) is None:
             return Evaluate(trial=finalist)
+    if state.virtual is not None:
+        return _conclude(found, "rehearsed", finalist, _rehearsed_reason(found, finalist))
     return _conclude(found, "confirmed", finalist, _winner_reason(found, finalist), reports, proof.evaluations)
+
+
+def _undecided(reports: Sequence[GateReport], settings: GateSettings | None) -> set[int]:
+    """Finalists that the gate could not judge, and no evaluation of the user's will."""
+    if settings is not None and settings.command:
+        return set()
+    return {report.trial for report in reports if report.answer == "inconclusive"}
 
 
 def _is_one_lost(state: SweepState, proof: ProofState) -> bool:
@@ -174,6 +189,8 @@ def _is_one_lost(state: SweepState, proof: ProofState) -> bool:
 
 def _gate_reason(report: GateReport) -> str:
     """Sentence for a report that did not pass: a run that failed shows nothing about what the model learns."""
+    if report.answer == "inconclusive":
+        return "is faster, but whether it trains the same model could not be told"
     return "does not train the same model" if report.precision_class else "failed in the loss gate"
 
 
@@ -192,17 +209,24 @@ def evaluation_of(proof: ProofState, finalist: int) -> Evaluation | None:
 def _train_for_gate(state: SweepState, finalist: int) -> Command:
     runs = gate_runs(state, finalist)
     role: GateRole = next(role for role in gate_roles(state, finalist) if role not in runs)
-    of = BASELINE if role in ("baseline", "reference") else finalist
-    who = "the baseline" if of == BASELINE else f"t{finalist:03d}"
-    who = f"{who} in fp32" if role.endswith("reference") else who
-    return _propose(state, GateRun(of=of, role=role), f"losses of {who} for the gate")
+    run = gate_run(state, finalist, role)
+    who = "the baseline" if run.of == BASELINE else f"t{finalist:03d}"
+    who += " in fp32" if role.endswith("reference") else ""
+    who += " with initial weights off by rounding errors" if run.perturbation else ""
+    return _propose(state, run, f"losses of {who} for the gate")
 
 
 def _propose(state: SweepState, check: Check, reason: str) -> ProposeCheck:
     candidate = state.trials[check.of].candidate
-    if isinstance(check, GateRun) and check.role.endswith("reference"):
+    if isinstance(check, GateRun) and _is_exact(state, check):
         candidate = reference_candidate(candidate, state.sweep.workload)
     return ProposeCheck(trial=len(state.trials), check=check, candidate=candidate, reason=reason)
+
+
+def _is_exact(state: SweepState, check: GateRun) -> bool:
+    """Whether the run is in fp32 whatever it checks: the references, and the twin of one."""
+    is_twin = check.role == "reference_twin" and state.trials[BASELINE].candidate.precision.level != "O0"
+    return is_twin or check.role.endswith("reference")
 
 
 def _to_be_profiled(state: SweepState) -> Iterator[int]:
@@ -237,7 +261,7 @@ def _conclude(
     evaluations: Sequence[Evaluation] = (),
 ) -> Conclude:
     judgement = found.judgement
-    shown = winner if winner is not None else _fastest(found)
+    shown = winner if winner is not None else fastest_finalist(found)
     compared = judgement.against_baseline.get(shown) if shown is not None else None
     return Conclude(
         verdict=Verdict(
@@ -253,11 +277,6 @@ def _conclude(
     )
 
 
-def _fastest(found: Confirmation) -> int | None:
-    compared = found.judgement.against_baseline
-    return max(compared, key=lambda n: compared[n].ratio.value, default=None)
-
-
 def _winner_reason(found: Confirmation, winner: int) -> str:
     tied = found.judgement.tied_with_leader if winner == found.judgement.leader else ()
     reason = f"t{winner:03d} is faster than the baseline in {len(found.complete)} rounds"
@@ -266,8 +285,14 @@ def _winner_reason(found: Confirmation, winner: int) -> str:
     return f"{reason}; it cannot be told from {' '.join(f't{n:03d}' for n in tied)}"
 
 
+def _rehearsed_reason(found: Confirmation, winner: int) -> str:
+    return f"t{winner:03d} came out faster than the baseline in {len(found.complete)} rounds, none of them measured"
+
+
 def _keep_reason(found: Confirmation, reports: Sequence[GateReport], evaluations: Sequence[Evaluation]) -> str:
-    refused = [f"t{r.trial:03d} {_gate_reason(r)}: {r.reasons[0]}" for r in reports if not r.passed]
+    evaluated = {one.trial for one in evaluations}
+    not_passed = [r for r in reports if not r.passed and not (r.answer == "inconclusive" and r.trial in evaluated)]
+    refused = [f"t{r.trial:03d} {_gate_reason(r)}: {r.objections[0]}" for r in not_passed]
     refused += [f"t{e.trial:03d} failed your evaluation" for e in evaluations if not e.passed]
     refused += [f"t{n:03d} failed when it was measured again: {why}" for n, why in found.failed.items()]
     if not found.finalists:

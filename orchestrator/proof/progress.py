@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from statistics import geometric_mean
 from typing import assert_never
 
+from orchestrator.objective import Objective
 from orchestrator.proof.confirmation import Judgement, judge, order
-from orchestrator.proof.loss_gate import failed_gate, judge_gate, needs_reference, trajectory
+from orchestrator.proof.loss_gate import (
+    UNFINISHED,
+    GateTrajectories,
+    exact_deviations,
+    failed_gate,
+    judge_gate,
+    needs_reference,
+    rounding,
+    trajectory,
+    undecided_gate,
+)
+from orchestrator.proof.tolerances import ROUNDING
 from orchestrator.statistics import Estimate
 from orchestrator.sweep.state import ProofState, SweepState, Trial, describe_failure
 from orchestrator.sweep.values import (
@@ -20,7 +33,7 @@ from orchestrator.sweep.values import (
     ProfileRun,
     RatioInterval,
 )
-from trials.outcome import Failure
+from trials.outcome import Failure, GangLost, TimedOut
 
 BASELINE = 0
 """Number of the trial everything is compared with."""
@@ -34,10 +47,14 @@ class Round:
     runs: dict[int, Trial] = field(default_factory=dict)
     """Measured runs, by the finalist or baseline they measured again."""
 
+    def scores(self, objective: Objective) -> dict[int, float]:
+        """How good each was."""
+        return {of: objective.score(run.measurement) for of, run in self.runs.items() if run.measurement}
+
     @property
-    def speeds(self) -> dict[int, float]:
-        """Speed of each in tokens/s/p."""
-        return {of: run.measurement.tokens_per_s_per_device for of, run in self.runs.items() if run.measurement}
+    def has_baseline(self) -> bool:
+        """Whether the baseline was measured in it."""
+        return BASELINE in self.runs and self.runs[BASELINE].measurement is not None
 
     @property
     def is_comparable(self) -> bool:
@@ -52,7 +69,8 @@ class Confirmation:
     """How far the confirmation of a proof has come, and what it shows."""
 
     finalists: tuple[int, ...]
-    """Finalists still in, the fastest of the search first: neither failed, nor refused by gate or evaluation."""
+    """Finalists still in, the fastest of the search first: neither failed, nor refused by gate or evaluation.
+    Those that the gate could not judge are still in."""
     failed: dict[int, str]
     """Why a run was not measured, by its finalist or baseline."""
     complete: tuple[Round, ...]
@@ -83,13 +101,14 @@ def confirmation(state: SweepState) -> Confirmation | None:
         return None
     settings = confirm_settings(state)
     rounds, failed = _rounds(state, proof)
-    refused = {report.trial for report in gate_reports(state) if not report.passed}
+    reports = proof.verdict.gates if proof.verdict else gate_reports(state)
+    refused = {report.trial for report in reports if report.answer == "failed"}
     refused |= {evaluation.trial for evaluation in proof.evaluations if not evaluation.passed}
     finalists = tuple(number for number in proof.finalists if number not in failed and number not in refused)
 
     def judged(of: list[Round]) -> Judgement:
         return judge(
-            [one.speeds for one in of],
+            [one.scores(state.objective) for one in of],
             baseline=BASELINE,
             finalists=finalists,
             min_rounds=settings.min_rounds,
@@ -97,7 +116,7 @@ def confirmation(state: SweepState) -> Confirmation | None:
         )
 
     last = rounds[-1] if rounds else None
-    before = [one for one in rounds[:-1] if BASELINE in one.speeds and one.is_comparable]
+    before = [one for one in rounds[:-1] if one.has_baseline and one.is_comparable]
     if last is not None:
         wanted = () if _is_gate_begun(state, proof) else order(judged(before).to_measure, last.number)
         missing = tuple(number for number in wanted if number not in last.runs)
@@ -111,7 +130,7 @@ def confirmation(state: SweepState) -> Confirmation | None:
                 missing=missing,
                 judgement=judged(before),
             )
-        before += [last] if BASELINE in last.speeds and last.is_comparable else []
+        before += [last] if last.has_baseline and last.is_comparable else []
     judgement = judged(before)
     return Confirmation(
         finalists=finalists,
@@ -145,37 +164,112 @@ def _rounds(state: SweepState, proof: ProofState) -> tuple[list[Round], dict[int
     return [rounds[number] for number in sorted(rounds)], failed
 
 
+def fastest_finalist(found: Confirmation) -> int | None:
+    """The finalist with the highest ratio, of those still in; None where none was measured beside the baseline."""
+    compared = found.judgement.against_baseline
+    return max(compared, key=lambda n: compared[n].ratio.value, default=None)
+
+
+def confirmed_step_times(found: Confirmation, number: int) -> tuple[float, float] | None:
+    """Step times in seconds of trial ``number`` and of the baseline, as the rounds that both were measured in have
+    them: geometric means of runs, so that they are in the ratio that the verdict tells. None without such a round."""
+    rounds = [one.runs for one in found.complete if number in one.runs]
+    pairs = [(runs[number].measurement, runs[BASELINE].measurement) for runs in rounds]
+    times = [(own.step_time_s, base.step_time_s) for own, base in pairs if own is not None and base is not None]
+    if not times:
+        return None
+    own_s, base_s = zip(*times, strict=True)
+    return geometric_mean(own_s), geometric_mean(base_s)
+
+
 def ratio_interval(ratio: Estimate) -> RatioInterval:
     """The ratio in the form that the verdict keeps."""
     ci95 = ratio.ci95
     return RatioInterval(value=ratio.value, low=ci95.low if ci95 else None, high=ci95.high if ci95 else None)
 
 
+def gate_settings(state: SweepState) -> GateSettings | None:
+    """How the gate of this sweep judges; None where it is off, and where the cluster does not exist: nothing trains."""
+    return None if state.virtual is not None else state.sweep.proof.gate
+
+
 def gate_runs(state: SweepState, finalist: int) -> dict[GateRole, Trial]:
-    """The last proof's gate runs that judge ``finalist``; the baseline's runs serve all finalists."""
+    """The last proof's gate runs that judge ``finalist``; the baseline's runs serve all finalists that they fit."""
     found: dict[GateRole, Trial] = {}
     if state.proof is None:
         return found
     for trial in checks(state, state.proof):
         check = trial.check
-        if isinstance(check, GateRun) and (check.role in ("baseline", "reference") or check.of == finalist):
+        if isinstance(check, GateRun) and check == gate_run(state, finalist, check.role):
             found[check.role] = trial
     return found
 
 
+def gate_run(state: SweepState, finalist: int, role: GateRole) -> GateRun:
+    """The run in which ``role`` trains to judge ``finalist``."""
+    baseline, candidate = state.trials[BASELINE].candidate, state.trials[finalist].candidate
+    match role:
+        case "finalist" | "finalist_reference":
+            return GateRun(of=finalist, role=role)
+        case "baseline" | "reference":
+            return GateRun(of=BASELINE, role=role)
+        case "twin":
+            return GateRun(of=BASELINE, role=role, perturbation=rounding(baseline, candidate))
+        case "reference_twin":
+            return GateRun(of=BASELINE, role=role, perturbation=ROUNDING["float32"])
+        case _:
+            assert_never(role)
+
+
 def gate_roles(state: SweepState, finalist: int) -> tuple[GateRole, ...]:
-    """Roles that have to train for the gate to judge ``finalist``, in order."""
+    """Roles that have to train for the gate to judge ``finalist``, in order, as far as they are known by now.
+
+    Where the reference trains, the baseline is its twin. The twin of what is judged in fp32 trains only where something
+    is beyond the limits of fp32: otherwise there is nothing that rounding could explain.
+    """
+    roles = _certain_roles(state, finalist)
+    settings, found = gate_settings(state), gate_trajectories(state, finalist)
+    exact = exact_deviations(found, settings, state.sweep.workload) if settings and found else None
+    is_beyond = exact is not None and (exact.loss.beyond or exact.grad_norm.beyond)
+    return (*roles, "reference_twin") if is_beyond else roles
+
+
+def _certain_roles(state: SweepState, finalist: int) -> tuple[GateRole, ...]:
+    """Roles that train whatever comes of it, but for the twin, which takes the place of a reference that failed."""
     baseline, candidate = state.trials[BASELINE].candidate, state.trials[finalist].candidate
     is_coarse = candidate.precision.level != "O0"
-    needed = needs_reference(baseline, candidate) or (is_coarse and baseline.precision.level != "O0")
-    reference: tuple[GateRole, ...] = ("reference",) if needed else ()
-    exact: tuple[GateRole, ...] = ("finalist_reference",) if is_coarse else ()
-    return ("baseline", *reference, "finalist", *exact)
+    has_reference = needs_reference(baseline, candidate) or (is_coarse and baseline.precision.level != "O0")
+    has_twin = not has_reference or _has_failed(state, gate_runs(state, finalist).get("reference"))
+    trained: dict[GateRole, bool] = {
+        "baseline": True,
+        "reference": has_reference,
+        "twin": has_twin,
+        "finalist": True,
+        "finalist_reference": is_coarse,
+    }
+    return tuple(role for role, is_trained in trained.items() if is_trained)
+
+
+def _has_failed(state: SweepState, run: Trial | None) -> bool:
+    return run is not None and isinstance(run.outcome, Failure) and not is_open(state, run)
+
+
+def gate_trajectories(state: SweepState, finalist: int) -> GateTrajectories | None:
+    """What has been trained to judge ``finalist``; None before the baseline and itself have."""
+    runs, roles = gate_runs(state, finalist), (*_certain_roles(state, finalist), "reference_twin")
+    of = {
+        role: trajectory(run.measurement, run.candidate)
+        for role, run in runs.items()
+        if run.measurement is not None and role in roles
+    }
+    if "baseline" not in of or "finalist" not in of:
+        return None
+    return GateTrajectories(**of)
 
 
 def gate_reports(state: SweepState) -> tuple[GateReport, ...]:
     """Reports on the finalists of the last proof whose gate runs are there, in their order."""
-    settings = state.sweep.proof.gate
+    settings = gate_settings(state)
     if state.proof is None or settings is None:
         return ()
     reports = (gate_report(state, finalist, settings) for finalist in state.proof.finalists)
@@ -184,41 +278,40 @@ def gate_reports(state: SweepState) -> tuple[GateReport, ...]:
 
 def gate_report(state: SweepState, finalist: int, settings: GateSettings) -> GateReport | None:
     """What the gate says about ``finalist``; None while its runs are not there."""
-    runs = gate_runs(state, finalist)
-    roles = gate_roles(state, finalist)
+    roles, runs = gate_roles(state, finalist), gate_runs(state, finalist)
     if any(role not in runs or runs[role].outcome is None or is_open(state, runs[role]) for role in roles):
         return None
-    for role in roles:
-        run = runs[role]
-        match role:
-            case "finalist" | "baseline":
-                if run.measurement is None:
-                    why = describe_failure(run.outcome) or run.status
-                    return failed_gate(finalist, settings, f"the {role}'s run for the gate failed: {why}")
-            case "reference" | "finalist_reference":
-                pass  # they may not fit in fp32: the gate does without
-            case _:
-                assert_never(role)
-    of = {role: trajectory(run.measurement, run.candidate) for role, run in runs.items() if run.measurement}
-    reference = of.get("reference") if "reference" in roles else None
-    is_exact = reference is not None or runs["baseline"].candidate.precision.level == "O0"
-    report = judge_gate(
-        finalist,
-        of["baseline"],
-        of["finalist"],
-        reference,
-        settings,
-        state.sweep.workload,
-        finalist_reference=of.get("finalist_reference") if is_exact else None,
-    )
-    if "finalist_reference" not in roles:
-        return report
-    if "finalist_reference" in of:
-        note = "its layout was judged in float32 besides"
-    else:
+    for role in ("baseline", "finalist"):  # the others may not fit, or be lost: the gate does without
+        if runs[role].measurement is None:
+            return _unmeasured_report(finalist, role, runs[role], settings)
+    found = gate_trajectories(state, finalist)
+    assert found is not None, "baseline and finalist were measured"
+    report = judge_gate(finalist, found, settings, state.sweep.workload)
+    return replace(report, notes=(*report.notes, *_role_notes(runs, roles)))
+
+
+def _unmeasured_report(finalist: int, role: GateRole, run: Trial, settings: GateSettings) -> GateReport:
+    """A run that was ended from outside tells nothing about what it trains; one that failed by itself is a failure."""
+    why = describe_failure(run.outcome) or run.status
+    if isinstance(run.outcome, TimedOut | GangLost):
+        how = "met its deadline" if isinstance(run.outcome, TimedOut) else "was lost"
+        return undecided_gate(finalist, settings, f"the {role}'s run for the gate {how}: {why}", UNFINISHED)
+    return failed_gate(finalist, settings, f"the {role}'s run for the gate failed: {why}")
+
+
+def _role_notes(runs: Mapping[GateRole, Trial], roles: Collection[GateRole]) -> Iterator[str]:
+    for role in ("twin", "reference_twin"):
+        if role in roles and runs[role].measurement is None:
+            why = describe_failure(runs[role].outcome) or runs[role].status
+            yield f"what rounding alone does was not measured: {why}"
+    if "finalist_reference" in roles:
         exact = runs["finalist_reference"]
-        note = f"its layout was not judged in float32: {describe_failure(exact.outcome) or exact.status}"
-    return replace(report, notes=(*report.notes, note))
+        why = describe_failure(exact.outcome) or exact.status
+        yield (
+            "its layout was judged in float32 besides"
+            if exact.measurement
+            else f"its layout was not judged in float32: {why}"
+        )
 
 
 def is_open(state: SweepState, run: Trial) -> bool:

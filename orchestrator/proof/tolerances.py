@@ -71,6 +71,18 @@ ERRORS: dict[str, Limits] = {
     "float16 O2": _limits(1e-4, 5e-5, 2e-3, 4e-4),
 }
 """How far training in a class may lie from exact arithmetic. Two runs may lie apart by the sum of theirs."""
+ROUNDING: dict[str, float] = {
+    "float32": 2.0**-20,
+    "float32 high": 2.0**-10,
+    "float32 medium": 2.0**-7,
+    "bfloat16 O1": 2.0**-7,
+    "bfloat16 O2": 2.0**-7,
+    "float16 O1": 2.0**-10,
+    "float16 O2": 2.0**-10,
+}
+"""How far the initial weights of a twin are off, by class: by the machine epsilon of what the factors of products are
+rounded to; in float32 by 8 of it, as sums of 64 products are: layouts and kernels differ by the order in which they
+sum. By one of it, twins of a ResNet were measured to part later than memory formats do."""
 BATCH_NORM_FACTOR = 20.0
 """How much further apart runs of models with batch norm may lie: it amplifies rounding."""
 OTHER_BATCH_NORM = Limits(

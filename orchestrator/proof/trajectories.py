@@ -16,14 +16,22 @@ from orchestrator.proof.tolerances import LOSS_MOST, Tolerance, class_name
 from trials.outcome import Measurement
 from trials.spec import Candidate, Precision
 
-BASELINE_FACTOR = 2.0
-"""A finalist may lie this many times as far from the reference as the baseline does, where that is more."""
+NOISE_FACTOR = 4.0
+"""Up to this many times as far off as the twin has been is no evidence: two equal trainings differ by chance, and the
+losses of legitimate ones were measured to lie up to 2.5 times as far off as the twin's."""
+NORM_NOISE_FACTOR = 10.0
+"""The same for gradient norms after the first step, where single batches amplify errors: up to 7 times was measured."""
 SPIKE_FACTOR = 3.0
 """A gradient norm this many times the median of those before is a spike."""
 LOSS_AFTER_SPIKE = 2 * LOSS_MOST
 """Limit of the loss from a spike on, at least."""
+LEAD = 2
+"""Steps by which a run whose rounding errors are some times the twin's may be unstable before it: errors grow tenfold
+and more from step to step then."""
+MIN_TOLD_SHARE = 0.5
+"""Share of the steps that have to tell something."""
 EXCUSED_SHARE = 0.5
-"""Share of the steps whose gradient norms may be beyond their limits; the first may not."""
+"""Share of the steps whose gradient norms may contradict before that refutes; the first may not. Fewer are a doubt."""
 _SPIKE_WINDOW = 5
 _FLOOR = 0.01
 """Share of the largest value: deviations of values below it are relative to it."""
@@ -92,13 +100,17 @@ def trajectory(measurement: Measurement, candidate: Candidate) -> Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One quantity: how far two runs lie apart, and how far they may. Both relative; element i is step i + 1."""
+    """One quantity: how far two runs lie apart, and how far they may. All relative; element i is step i + 1."""
 
     deviations: tuple[float | None, ...]
     """Relative deviation by step; None where nothing can be compared: the update was skipped, or a value is void."""
     limits: tuple[float, ...]
+    twin: tuple[float, ...] = ()
+    """How far the twin has been off up to each step: all that this workload can tell. Empty without a twin."""
+    noise: tuple[float, ...] = ()
+    """How far a run may be off without being evidence, since the twin is almost as far; empty without a twin."""
     num_excused: int = 0
-    """Steps that may be beyond their limits, the first one that can be compared excepted."""
+    """Steps whose contradictions do not refute, the first one that can be compared excepted."""
 
     @property
     def beyond(self) -> tuple[int, ...]:
@@ -106,19 +118,64 @@ class Curve:
         return tuple(step for step, share in self._shares().items() if share > 1.0)
 
     @property
-    def decisive(self) -> int | None:
-        """The step whose deviation and limit decide: within it everything is; None where no step can be compared."""
-        shares = self._shares()
-        if not shares:
-            return None
-        first, *others = shares
-        others.sort(key=lambda step: -shares[step])
-        return max([first, *others[self.num_excused : self.num_excused + 1]], key=lambda step: shares[step])
+    def unstable_from(self) -> int | None:
+        """First step in which rounding alone takes the twin beyond the limit; None where it never does."""
+        pairs = enumerate(zip(self.twin, self.limits, strict=False), start=1)
+        return next((step for step, (off, limit) in pairs if off > limit), None)
 
     @property
-    def is_within(self) -> bool:
-        decisive = self.decisive
-        return decisive is not None and decisive not in self.beyond
+    def silent(self) -> frozenset[int]:
+        """Steps that tell nothing: there the twin is beyond the limit, or a run that rounds otherwise may be by now.
+        In the first step weights are equal, so that nothing has grown yet."""
+        ahead = [self.twin[min(i + LEAD, len(self.twin) - 1) if i else 0] for i in range(len(self.twin))]
+        pairs = enumerate(zip(ahead, self.limits, strict=False), start=1)
+        return frozenset(step for step, (off, limit) in pairs if off > limit)
+
+    @property
+    def is_chaotic(self) -> bool:
+        """Whether rounding alone takes so many steps beyond their limits that only the first can refute a run."""
+        return bool(self.silent) and len(self.told) < MIN_TOLD_SHARE * len(self.limits)
+
+    @property
+    def told(self) -> tuple[int, ...]:
+        """Steps that tell something."""
+        return tuple(step for step in self._shares() if step not in self.silent)
+
+    @property
+    def contradictions(self) -> tuple[int, ...]:
+        """Steps beyond their limits whose deviation is not the noise of this workload."""
+        return tuple(step for step in self._unlike_twin if step not in self.silent)
+
+    @property
+    def wild(self) -> tuple[int, ...]:
+        """Steps that tell nothing, where the run is further off than the noise of this workload all the same."""
+        ahead = {
+            step: self.noise[min(step - 1 + LEAD, len(self.noise) - 1)] if self.noise else 0.0 for step in self.silent
+        }
+        return tuple(
+            step for step in self._unlike_twin if step in ahead and (self.deviations[step - 1] or 0) > ahead[step]
+        )
+
+    @property
+    def is_refuted(self) -> bool:
+        """Whether this quantity shows that another model is trained."""
+        found = self.contradictions
+        if self.is_chaotic:
+            return found[:1] == (1,)
+        return bool(found) and (found[0] == self.told[0] or len(found) > self.num_excused)
+
+    @property
+    def decisive(self) -> int | None:
+        """The step that tells most against the run, or where nothing does, lies next to its limit; None where no step
+        can be compared."""
+        shares = self._shares()
+        usual = [step for step in self.told if shares[step] <= 1.0]
+        return max(self.contradictions or usual or shares, key=lambda step: shares[step], default=None)
+
+    @property
+    def _unlike_twin(self) -> list[int]:
+        deviations = {step: self.deviations[step - 1] or 0.0 for step in self.beyond}
+        return [step for step, off in deviations.items() if not self.noise or off > self.noise[step - 1]]
 
     def at(self, step: int | None) -> tuple[float | None, float]:
         """Deviation and limit of this step."""
@@ -130,44 +187,54 @@ class Curve:
         return {step: value / max(limit, _TINY) for step, (value, limit) in pairs if value is not None}
 
 
-def loss_curve(expected: Trajectory, run: Trajectory, limits: Tolerance, baseline: Trajectory | None) -> Curve:
+def loss_curve(
+    expected: Trajectory, run: Trajectory, limits: Tolerance, twin: Trajectory | None, *, is_strict: bool = False
+) -> Curve:
     """Losses of ``run`` against ``expected``.
 
-    ``baseline``: the run that may lie apart from ``expected``, too, where that is a reference.
+    Args:
+        twin: a run that differs from ``expected`` by rounding errors only.
+        is_strict: whether beyond the limit is beyond, however far the twin is off.
     """
     values, nothing = expected.losses, frozenset[int]()
     allowed = _allowed(limits, len(values))
-    if baseline is not None:
-        largest_yet = itertools.accumulate(_relative(values, baseline.losses, nothing), _larger)
-        allowed = [max(limit, BASELINE_FACTOR * (own or 0.0)) for limit, own in zip(allowed, largest_yet, strict=True)]
-    if expected.spike is not None:
+    if twin is None and expected.spike is not None:
         start = expected.spike - 1
         allowed[start:] = [max(limit, LOSS_AFTER_SPIKE) for limit in allowed[start:]]
+    yet = () if twin is None else _largest_yet(_relative(values, twin.losses, nothing))
     return Curve(
         deviations=_relative(values, run.losses, nothing),
         limits=_with_delays(allowed, values, expected, run),
+        twin=yet,
+        noise=() if is_strict else tuple(NOISE_FACTOR * off for off in yet),
     )
 
 
-def norm_curve(expected: Trajectory, run: Trajectory, limits: Tolerance, baseline: Trajectory | None) -> Curve:
+def norm_curve(
+    expected: Trajectory, run: Trajectory, limits: Tolerance, twin: Trajectory | None, *, is_strict: bool = False
+) -> Curve:
     """Gradient norms of ``run`` against ``expected``, as :func:`loss_curve`.
 
-    In single steps they may be far off in equal training, where some batch is one that the model is sensitive to; after
-    a spike they say nothing.
+    In single steps they may be far off in equal training, where some batch is one that the model is sensitive to.
+    Without a twin to show from where on, they are taken to say nothing after a spike.
     """
     values = expected.grad_norms
-    wild = frozenset() if expected.spike is None else frozenset(range(expected.spike, len(values) + 1))
-    void = expected.skipped | wild
-    allowed = _allowed(limits, len(values))
-    if baseline is not None:
-        own = _relative(values, baseline.grad_norms, void | baseline.skipped)
-        allowed = [max(limit, BASELINE_FACTOR * (off or 0.0)) for limit, off in zip(allowed, own, strict=True)]
+    is_unstable = twin is None and expected.spike is not None
+    void = expected.skipped | (frozenset(range(expected.spike or 0, len(values) + 1)) if is_unstable else frozenset())
     found = _relative(values, run.grad_norms, void | run.skipped)
+    yet = () if twin is None else _largest_yet(_relative(values, twin.grad_norms, void | twin.skipped))
+    factors = [NOISE_FACTOR, *itertools.repeat(NORM_NOISE_FACTOR, len(yet))]
     return Curve(
         deviations=found,
-        limits=_with_delays(allowed, values, expected, run),
+        limits=_with_delays(_allowed(limits, len(values)), values, expected, run),
+        twin=yet,
+        noise=() if is_strict else tuple(factor * off for factor, off in zip(factors, yet, strict=False)),
         num_excused=int(EXCUSED_SHARE * (len(found) - found.count(None))),
     )
+
+
+def _largest_yet(deviations: Sequence[float | None]) -> tuple[float, ...]:
+    return tuple(itertools.accumulate((off or 0.0 for off in deviations), max))
 
 
 def _relative(expected: Sequence[float], values: Sequence[float], void: AbstractSet[int]) -> tuple[float | None, ...]:
@@ -185,10 +252,6 @@ def _floor(values: Sequence[float]) -> float:
 
 def _allowed(limits: Tolerance, num_steps: int) -> list[float]:
     return [limits.at(step) for step in range(1, num_steps + 1)]
-
-
-def _larger(one: float | None, other: float | None) -> float | None:
-    return max(one or 0.0, other or 0.0)
 
 
 def _with_delays(

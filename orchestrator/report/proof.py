@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from orchestrator import units
-from orchestrator.proof.loss_gate import LossComparison, deviations, trajectory
+from orchestrator.objective import Objective
+from orchestrator.proof.loss_gate import LossComparison, deviations
 from orchestrator.proof.progress import (
     BASELINE,
     Confirmation,
     confirmation,
     gate_report,
-    gate_roles,
     gate_runs,
+    gate_trajectories,
     ratio_interval,
 )
 from orchestrator.report import words
@@ -108,7 +109,7 @@ def _finalist(state: SweepState, found: Confirmation, number: int) -> Finalist:
     return Finalist(
         trial=number,
         configuration=short_name(state.trials[number].candidate),
-        rounds=tuple(_round_ratios(found, number)),
+        rounds=tuple(_round_ratios(found, number, state.objective)),
         overall=_overall(found, number),
         outcome=outcome,
         cause=cause,
@@ -135,6 +136,8 @@ def _with_subject(subject: str, measured: Mapping[int, Measurement | None]) -> s
 
 def gates(state: SweepState) -> list[GateReport]:
     """Reports of the loss gate: those of the verdict; before there is one, those that the gate runs come to."""
+    if state.virtual is not None:
+        return []  # of ledgers written while virtual clusters had a gate
     if state.verdict is not None:
         return list(state.verdict.gates)
     numbers = state.proof.finalists if state.proof else ()
@@ -150,7 +153,7 @@ def evaluations(state: SweepState) -> list[Evaluation]:
 def gate_curves(state: SweepState) -> list[GateCurves]:
     """What was trained for each finalist that the gate has trained."""
     found = []
-    for number in state.proof.finalists if state.proof else ():
+    for number in state.proof.finalists if state.proof and state.virtual is None else ():
         trials = gate_runs(state, number)
         runs = {role: trial.measurement for role, trial in trials.items() if trial.measurement is not None}
         if "finalist" in runs:
@@ -159,25 +162,21 @@ def gate_curves(state: SweepState) -> list[GateCurves]:
 
 
 def _comparison(state: SweepState, finalist: int) -> LossComparison | None:
-    trials = gate_runs(state, finalist)
-    of = {role: trajectory(t.measurement, t.candidate) for role, t in trials.items() if t.measurement is not None}
-    if "baseline" not in of or "finalist" not in of:
-        return None
-    reference = of.get("reference") if "reference" in gate_roles(state, finalist) else None
-    return deviations(of["baseline"], of["finalist"], reference, _settings(state), state.sweep.workload)
+    found = gate_trajectories(state, finalist)
+    return None if found is None else deviations(found, _settings(state), state.sweep.workload)
 
 
 def _settings(state: SweepState) -> GateSettings:
     return state.sweep.proof.gate or GateSettings()
 
 
-def _round_ratios(found: Confirmation, finalist: int) -> list[RoundRatio]:
+def _round_ratios(found: Confirmation, finalist: int, objective: Objective) -> list[RoundRatio]:
     ratios = []
     for one in found.complete:
         run, base = one.runs.get(finalist), one.runs.get(BASELINE)
         if run is None or base is None or run.measurement is None or base.measurement is None:
             continue
-        ratio = speed_ratio(run.measurement, base.measurement)
+        ratio = speed_ratio(run.measurement, base.measurement, objective)
         low, high = (ratio.ci95.low, ratio.ci95.high) if ratio.ci95 else (ratio.value, ratio.value)
         is_disturbed = any(found.disturbed_by for found in (run.measurement, base.measurement))
         ratios.append(RoundRatio(round=one.number, value=ratio.value, low=low, high=high, is_disturbed=is_disturbed))
@@ -196,8 +195,11 @@ def _outcome(state: SweepState, found: Confirmation, finalist: int) -> tuple[Fin
         return "not_measured", found.failed[finalist]
     if verdict is not None and verdict.winner == finalist:
         return "winner", ""
-    if any(report.trial == finalist and not report.passed for report in gates(state)):
+    answers = {report.trial: report.answer for report in gates(state)}
+    if answers.get(finalist) == "failed":
         return "trains_differently", ""
+    if answers.get(finalist) == "inconclusive" and not evaluations(state):
+        return "not_judged", ""
     if any(one.trial == finalist and not one.passed for one in evaluations(state)):
         return "failed_evaluation", ""
     if verdict is not None and verdict.winner is not None and finalist in verdict.tied_with:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from orchestrator import units
+from orchestrator.objective import Objective
+from orchestrator.report.summary import Speedup, speedup
 from orchestrator.report.words import value_words
-from orchestrator.space.naming import flat_params
-from orchestrator.statistics import tokens_per_s_per_device
+from orchestrator.space.naming import flat_params, short_name
+from orchestrator.statistics import speed as speed_of
 from orchestrator.sweep.state import SweepState, Trial
 from trials.outcome import StoppedEarly
 
@@ -21,12 +24,14 @@ class SpeedPoint:
 
     trial: int
     speed: float
-    """Speed in tokens/s/p."""
+    """Score by the sweep's objective, like tokens/s/p."""
     low: float
     high: float
     """95 % interval of the speed; the speed itself where that is unknown."""
     peak_bytes: int
     """Largest peak of allocated memory over ranks."""
+    name: str = ""
+    """Short name of its candidate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +46,8 @@ class History:
     baseline: float | None
     """Speed of the baseline; None where it was not measured."""
     best: SpeedPoint | None
+    compared: Speedup | None = None
+    """How the best compares with the baseline; None where either was not measured."""
 
     @property
     def num_trials(self) -> int:
@@ -58,7 +65,7 @@ class History:
 def history(state: SweepState) -> History:
     """The history of the search, from its trials that have ended."""
     ended = [trial for trial in state.searched() if trial.outcome is not None]
-    measured = tuple(point for trial in ended if (point := speed_point(trial)))
+    measured = tuple(point for trial in ended if (point := speed_point(trial, state.objective)))
     stopped = tuple(trial.number for trial in ended if isinstance(trial.outcome, StoppedEarly))
     failed = tuple(trial.number for trial in ended if not trial.measurement and trial.number not in set(stopped))
     baseline = state.baseline.measurement if state.baseline else None
@@ -66,22 +73,24 @@ def history(state: SweepState) -> History:
         measured=measured,
         stopped=stopped,
         failed=failed,
-        baseline=baseline.tokens_per_s_per_device if baseline else None,
+        baseline=state.objective.score(baseline) if baseline else None,
         best=max(measured, key=lambda point: (point.speed, -point.trial), default=None),
+        compared=speedup(state.best, state.baseline, state.objective),
     )
 
 
-def speed_point(trial: Trial) -> SpeedPoint | None:
+def speed_point(trial: Trial, objective: Objective) -> SpeedPoint | None:
     """The trial as a point; None where it was not measured."""
     if trial.measurement is None:
         return None
-    speed = tokens_per_s_per_device(trial.measurement)
+    speed = speed_of(trial.measurement, objective)
     return SpeedPoint(
         trial=trial.number,
         speed=speed.value,
         low=speed.ci95.low if speed.ci95 else speed.value,
         high=speed.ci95.high if speed.ci95 else speed.value,
         peak_bytes=max(trial.measurement.peak_allocated_bytes, default=0),
+        name=short_name(trial.candidate),
     )
 
 
@@ -105,6 +114,8 @@ class ParallelCoordinates:
     """For each trial, the index of its value for every knob."""
     speeds: tuple[float | None, ...]
     """Speed of each trial; None where it was not measured."""
+    names: tuple[str, ...] = ()
+    """Number and short name of each trial."""
 
 
 def coordinates(state: SweepState, order: Sequence[str] = ()) -> ParallelCoordinates:
@@ -121,7 +132,8 @@ def coordinates(state: SweepState, order: Sequence[str] = ()) -> ParallelCoordin
         knobs=knobs,
         values=tuple(tuple(map(value_words, distinct[name])) for name in knobs),
         lines=tuple(tuple(distinct[name].index(one[name]) for name in knobs) for one in params),
-        speeds=tuple(t.measurement.tokens_per_s_per_device if t.measurement else None for t in trials),
+        speeds=tuple(state.objective.score(t.measurement) if t.measurement else None for t in trials),
+        names=tuple(f"{units.trial_id(trial.number)}  {short_name(trial.candidate)}" for trial in trials),
     )
 
 

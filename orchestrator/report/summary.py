@@ -8,6 +8,8 @@ from typing import Any, get_args
 
 from orchestrator import statistics
 from orchestrator.mlflow_urls import public_uri
+from orchestrator.objective import Figures, Objective, ObjectiveName
+from orchestrator.proof.progress import BASELINE, confirmation, confirmed_step_times, fastest_finalist
 from orchestrator.report import words
 from orchestrator.report.profile import ProfileTables, profile_tables
 from orchestrator.space.naming import short_name
@@ -15,6 +17,7 @@ from orchestrator.statistics import Estimate, Interval, SpeedVerdict
 from orchestrator.sweep.events import CandidatesPruned
 from orchestrator.sweep.state import SweepState, SweepStatus, Trial, TrialStatus
 from orchestrator.sweep.values import ProfileRun, Verdict
+from orchestrator.virtual import Virtual
 from trials.codec import to_json
 
 ENDED: tuple[TrialStatus, ...] = tuple(s for s in get_args(TrialStatus) if s not in ("proposed", "running"))
@@ -27,7 +30,9 @@ class TrialResult:
 
     trial: Trial
     speed: Estimate
-    """Speed in tokens/s/p with its 95 % interval."""
+    """Score by the sweep's objective, like tokens/s/p, with its 95 % interval."""
+    figures: Figures
+    """The same in every unit."""
 
     def to_json(self) -> dict[str, Any]:
         candidate = self.trial.candidate
@@ -35,8 +40,27 @@ class TrialResult:
             "trial": self.trial.number,
             "reason": self.trial.reason,
             "config": {"short_name": short_name(candidate), **to_json(candidate)},
-            "tokens_per_s_per_device": self.speed.value,
+            **self.figures.to_json(),
+            "score": self.speed.value,
             "ci95": interval_json(self.speed.ci95),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfirmedFigures:
+    """What the rounds of confirmation measured of a finalist and of the baseline: what their ratio is made of."""
+
+    trial: int
+    figures: Figures
+    baseline: Figures
+    num_rounds: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "trial": self.trial,
+            "num_rounds": self.num_rounds,
+            "figures": self.figures.to_json(),
+            "baseline": self.baseline.to_json(),
         }
 
 
@@ -84,12 +108,19 @@ class Summary:
     """What confirmation and gate came to; None while they have not, or are off."""
     profiles: tuple[tuple[int, ProfileTables], ...] = ()
     """Trials run under the profiler, by number, with what their runs showed; in the order of the runs."""
+    virtual: Virtual | None = None
+    """How the numbers came about where nothing was measured, since the cluster does not exist."""
+    objective: ObjectiveName = "tokens_per_s_per_device"
     disturbed: tuple[int, ...] = ()
     """Numbers of the trials, checks among them, that were measured on a busy machine."""
     most_disturbed: Trial | None = None
     """The one of them whose machine was busiest."""
     unit: str = "tokens/s/p"
-    """Unit of speeds: tokens/s/p, or samples/s/p for workloads whose samples are no sequences."""
+    """Unit of scores, like tokens/s/p, or samples/s/p for workloads whose samples are no sequences."""
+    num_leased: int | None = None
+    """Devices of the lease; None where an old ledger does not tell."""
+    confirmed: ConfirmedFigures | None = None
+    """The finalist whose ratio the verdict tells, as the rounds measured it; None without a verdict or such rounds."""
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON form of ``submit --json`` and ``report --json``."""
@@ -98,7 +129,11 @@ class Summary:
             "sweep": self.sweep,
             "state": self.state,
             "reason": self.reason,
+            "objective": self.objective,
             "unit": self.unit,
+            "measured": self.virtual is None,
+            "virtual": self.virtual,
+            "num_leased_devices": self.num_leased,
             "winner": self.winner.to_json() if self.winner else None,
             "best": self.best.to_json() if self.best else None,
             "baseline": self.baseline.to_json() if self.baseline else None,
@@ -115,6 +150,7 @@ class Summary:
             "tracking_uri": self.tracking_uri,
             "disturbed": _disturbed_json(self),
             "proof": to_json(self.proof),
+            "confirmed": self.confirmed.to_json() if self.confirmed else None,
             "profiles": [
                 {**tables.to_json(), "trial": of, "recorded_as": tables.trial} for of, tables in self.profiles
             ],
@@ -132,9 +168,9 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
         sweep=state.sweep.sweep,
         state=state.status,
         reason=state.finish_reason,
-        best=result(state.best),
-        baseline=result(state.baseline),
-        speedup=speedup(state.best, state.baseline),
+        best=result(state.best, state.objective),
+        baseline=result(state.baseline, state.objective),
+        speedup=speedup(state.best, state.baseline, state.objective),
         trials={**{status: counts.get(status, 0) for status in ENDED}, "total": state.num_searched},
         ruled_out=tuple(event for event in state.pruned if event.rules),
         device_hours=state.device_seconds / 3600,
@@ -144,18 +180,27 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
         num_earlier_trials=state.sweep.num_earlier_trials,
         num_earlier_sweeps=state.sweep.num_earlier_sweeps,
         tracking_uri=public_uri(tracking_uri),
-        winner=result(state.winner) if state.verdict and state.verdict.winner is not None else None,
+        winner=result(state.winner, state.objective) if state.verdict and state.verdict.winner is not None else None,
         proof=state.verdict,
         profiles=_profiles(state),
+        virtual=state.virtual,
+        objective=state.objective.name,
+        unit=state.unit,
+        num_leased=state.sweep.num_devices,
+        confirmed=confirmed_figures(state),
         disturbed=tuple(sorted(set(state.disturbed))),
         most_disturbed=None if state.most_disturbed is None else state.trials[state.most_disturbed],
-        unit=state.sweep.workload.speed_unit,
     )
 
 
 def _profiles(state: SweepState) -> tuple[tuple[int, ProfileTables], ...]:
-    runs = ((t.check.of, profile_tables(t)) for t in state.checks() if isinstance(t.check, ProfileRun))
-    return tuple((of, tables) for of, tables in runs if tables is not None)
+    runs = ((t.check.of, t) for t in state.checks() if isinstance(t.check, ProfileRun))
+    found = ((of, profile_tables(run, _step_s(state.trials[of]))) for of, run in runs)
+    return tuple((of, tables) for of, tables in found if tables is not None)
+
+
+def _step_s(trial: Trial) -> float | None:
+    return trial.measurement.step_time_s if trial.measurement else None
 
 
 def _disturbed_json(summary: Summary) -> dict[str, Any] | None:
@@ -166,20 +211,44 @@ def _disturbed_json(summary: Summary) -> dict[str, Any] | None:
     return {"trials": list(summary.disturbed), "most": worst.number, "why": words.disturbed(worst.measurement)}
 
 
-def result(trial: Trial | None) -> TrialResult | None:
+def confirmed_figures(state: SweepState) -> ConfirmedFigures | None:
+    """What the rounds measured of the winner, or of the fastest finalist where none won, beside the baseline."""
+    found = confirmation(state) if state.verdict is not None and state.verdict.speedup is not None else None
+    if found is None or state.verdict is None:
+        return None
+    number = state.verdict.winner if state.verdict.winner is not None else fastest_finalist(found)
+    times = None if number is None else confirmed_step_times(found, number)
+    if number is None or times is None:
+        return None
+    objective, tokens = state.objective, state.sweep.workload.tokens_per_step
+    own, base = (state.trials[n].candidate.layout.world_size for n in (number, BASELINE))
+    return ConfirmedFigures(
+        trial=number,
+        figures=objective.figures(tokens, times[0], own),
+        baseline=objective.figures(tokens, times[1], base),
+        num_rounds=state.verdict.num_rounds,
+    )
+
+
+def result(trial: Trial | None, objective: Objective) -> TrialResult | None:
     """The trial's result; None where it was not measured."""
     if trial is None or trial.measurement is None:
         return None
-    return TrialResult(trial=trial, speed=statistics.tokens_per_s_per_device(trial.measurement))
+    found = trial.measurement
+    return TrialResult(
+        trial=trial,
+        speed=statistics.speed(found, objective),
+        figures=objective.figures(found.tokens_per_step, found.step_time_s, found.world_size),
+    )
 
 
-def speedup(trial: Trial | None, baseline: Trial | None) -> Speedup | None:
+def speedup(trial: Trial | None, baseline: Trial | None, objective: Objective) -> Speedup | None:
     """How ``trial`` compares with ``baseline``; None unless both were measured."""
     if trial is None or baseline is None or trial.measurement is None or baseline.measurement is None:
         return None
     if trial.number == baseline.number:
         return Speedup(ratio=Estimate(1.0, Interval(1.0, 1.0)), verdict="tie")
-    ratio = statistics.speed_ratio(trial.measurement, baseline.measurement)
+    ratio = statistics.speed_ratio(trial.measurement, baseline.measurement, objective)
     return Speedup(ratio=ratio, verdict=statistics.verdict(ratio))
 
 

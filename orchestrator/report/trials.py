@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.report import words
 from orchestrator.report.artifacts import log_tail
 from orchestrator.report.summary import ENDED, Speedup, speedup
-from orchestrator.space.naming import short_name
+from orchestrator.space.naming import names_apart, short_name
+from orchestrator.space.notation import legend, spelled
 from orchestrator.sweep.state import SweepState, Trial, TrialStatus
 from trials.outcome import Measurement, StoppedEarly
+from trials.spec import Candidate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +22,7 @@ class TrialRow:
     number: int
     name: str
     """Short name of its candidate, without what all trials of the table share."""
+    candidate: Candidate
     status: TrialStatus
     measurement: Measurement | None
     compared: Speedup | None
@@ -27,10 +30,14 @@ class TrialRow:
     is_chosen: bool
     """Whether it is the winner of the proof; before that, the fastest."""
 
+    speed: float
+    """Score by the sweep's objective, like tokens/s/p; 0 where it was not measured."""
+
     @property
-    def speed(self) -> float:
-        """tokens/s/p; 0 where it was not measured."""
-        return self.measurement.tokens_per_s_per_device if self.measurement else 0.0
+    def spelled(self) -> str:
+        """The whole name of its candidate, and what each sign of it says, a line each."""
+        signs = (f"{sign}: {meaning}" for sign, meaning in spelled(self.candidate))
+        return "\n".join([short_name(self.candidate), *signs])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +59,11 @@ class TrialTable:
     def top_speed(self) -> float:
         """The highest speed; 1 where nothing was measured."""
         return max((row.speed for row in self.rows if row.measurement), default=1.0)
+
+    @property
+    def legend(self) -> list[tuple[str, str]]:
+        """The signs that occur in the rows' whole names, with what they mean."""
+        return legend(row.candidate for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,45 +87,33 @@ class Failures:
 
 
 def by_speed(state: SweepState) -> list[Trial]:
-    """The search's trials: measured ones from fast to slow, then the others in order of their numbers."""
-
-    def key(trial: Trial) -> tuple[float, int]:
-        return (-trial.measurement.tokens_per_s_per_device if trial.measurement else 0.0, trial.number)
-
-    return sorted(state.searched(), key=key)
+    """The search's trials: measured ones, the best first, then the others in order of their numbers."""
+    return sorted(state.searched(), key=lambda trial: (-state.score(trial), trial.number))
 
 
 def versus_baseline(trial: Trial, state: SweepState) -> Speedup | None:
     """How a trial compares with the baseline; None for the baseline, and where either was not measured."""
-    return speedup(trial, state.baseline) if trial.number != 0 else None
+    return speedup(trial, state.baseline, state.objective) if trial.number != 0 else None
 
 
 def make_trial_table(state: SweepState, trials: Sequence[Trial]) -> TrialTable:
     """The table of ``trials``, in the given order."""
     chosen = state.winner if state.verdict is not None else state.best
-    names, common = _names(trials)
+    names, common = names_apart([trial.candidate for trial in trials])
     rows = (
         TrialRow(
             number=trial.number,
             name=name,
+            candidate=trial.candidate,
             status=trial.status,
             measurement=trial.measurement,
             compared=versus_baseline(trial, state),
+            speed=state.score(trial),
             is_chosen=chosen is not None and chosen.number == trial.number,
         )
         for trial, name in zip(trials, names, strict=True)
     )
-    return TrialTable(rows=tuple(rows), common=common, unit=state.sweep.workload.speed_unit)
-
-
-def _names(trials: Iterable[Trial]) -> tuple[list[str], str]:
-    """Short names of the configurations without what all share, and that."""
-    names = [short_name(trial.candidate).split() for trial in trials]
-    if len(names) < 2:
-        return [" ".join(parts) or "as above" for parts in names], ""
-    shared = set(names[0]).intersection(*names[1:])
-    own = [" ".join(part for part in parts if part not in shared) or "as above" for parts in names]
-    return own, " ".join(part for part in names[0] if part in shared)
+    return TrialTable(rows=tuple(rows), common=common, unit=state.unit)
 
 
 def failures(state: SweepState) -> list[Failures]:

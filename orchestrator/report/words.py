@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from orchestrator import units
+from orchestrator.objective import unit_legend
 from orchestrator.statistics import relative_spread
-from orchestrator.sweep.state import Trial, describe_failure
-from orchestrator.sweep.values import Check, ConfirmationRun, Evaluation, GateReport, GateRun
+from orchestrator.sweep.state import SweepState, Trial, describe_failure
+from orchestrator.sweep.values import Check, ConfirmationRun, Evaluation, GateReport, GateRole, GateRun
 from trials.outcome import Measurement
 from trials.reports.disturbance import FOREIGN_CPU_LIMIT, STOLEN_LIMIT, Disturbance
 
 if TYPE_CHECKING:
+    from orchestrator.objective import Figures
     from orchestrator.report.proof import Finalist
     from orchestrator.report.summary import Speedup
 
@@ -24,11 +26,13 @@ FinalistOutcome = Literal[
     "not_shown_yet",
     "tied",
     "trains_differently",
+    "not_judged",
     "failed_evaluation",
     "not_measured",
     "not_measured_yet",
 ]
-"""What came of a finalist: ``not_shown`` faster than the baseline, ``tied`` with the winner."""
+"""What came of a finalist: ``not_shown`` faster than the baseline, ``tied`` with the winner; of one ``not_judged`` it
+could not be told whether it trains the same."""
 
 FINALIST_WORDS: Mapping[FinalistOutcome, str] = {
     "winner": "the winner",
@@ -38,15 +42,30 @@ FINALIST_WORDS: Mapping[FinalistOutcome, str] = {
     "not_shown_yet": "not shown yet",
     "tied": "cannot be told from {cause}",
     "trains_differently": "does not train the same",
+    "not_judged": "could not be told to train the same",
     "failed_evaluation": "failed your evaluation",
     "not_measured": "not measured again: {cause}",
     "not_measured_yet": "not measured yet",
 }
 
-CommandPurpose = Literal["ui", "page", "explain", "confirm", "promote", "force", "rollback"]
+GATE_ROLE_WORDS: Mapping[GateRole, str] = {
+    "reference": " in fp32",
+    "finalist_reference": " in fp32",
+    "twin": " with rounding errors",
+    "reference_twin": " in fp32 with rounding errors",
+}
+"""What follows the number of a trial that trains for the gate; nothing for a finalist or baseline as it is."""
+
+CommandPurpose = Literal[
+    "logs", "story", "retry", "delete", "ui", "page", "explain", "confirm", "promote", "force", "rollback"
+]
 """What a command shown below a result is for; ``force`` is a promotion that is refused unless forced."""
 
 PURPOSE_WORDS: Mapping[CommandPurpose, str] = {
+    "logs": "what the failing ranks wrote",
+    "story": "what happened to it, and what follows",
+    "retry": "launch what failed again, once the cause is mended",
+    "delete": "remove it: nothing was measured",
     "ui": "look at every trial in the browser",
     "page": "one page to keep or to send",
     "explain": "the bottleneck, and what answers it",
@@ -64,8 +83,10 @@ def finalist_words(one: Finalist) -> str:
 
 def gate_words(report: GateReport) -> str:
     """``passed: loss 0.04 % off (1 % allowed), gradient norm 0.3 % off (10 % allowed)``, or why not."""
-    if not report.passed:
+    if report.answer == "failed":
         return f"failed: {'; '.join(report.reasons)}"
+    if report.answer == "inconclusive":
+        return f"could not be told: {'; '.join((*report.doubts, report.remedy)).rstrip('; ')}"
     pairs = (
         ("loss", report.loss_deviation, report.loss_tolerance),
         ("gradient norm", report.grad_norm_deviation, report.grad_norm_tolerance),
@@ -107,7 +128,7 @@ def check_words(check: Check | None) -> str:
         case ConfirmationRun():
             return f"{of} again, round {check.round + 1}"
         case GateRun():
-            return f"{of} in fp32 for the loss gate" if check.role.endswith("reference") else f"{of} for the loss gate"
+            return f"{of}{GATE_ROLE_WORDS.get(check.role, '')} for the loss gate"
         case _:
             return f"{of} with the profiler"
 
@@ -133,10 +154,45 @@ def spread(measurement: Measurement) -> str:
 
 
 def versus(compared: Speedup | None) -> str:
-    """``1.42x``; a difference inside the noise carries ``≈``."""
+    """``1.42x``, or ``≥ 1.06x`` where that is all that is sure; a difference inside the noise carries ``≈``."""
     if compared is None:
         return units.DASH
-    return f"{'≈' if compared.verdict == 'tie' else ''}{compared.ratio.value:.2f}x"
+    if compared.verdict == "tie":
+        return f"≈{compared.ratio.value:.2f}x"
+    return units.short_ratio(compared.ratio.value, compared.ratio.ci95)
+
+
+def figures(found: Figures, num_leased: int | None, per_device_unit: str) -> str:
+    """``step 195 ms, 10,529 tokens/s, 5,265 tokens/s/p, 2 of 2 devices``, and the cost where that is the objective."""
+    rate_unit = per_device_unit.removesuffix("/p")
+    devices = f"{found.num_devices} of {num_leased} devices" if num_leased else units.count(found.num_devices, "device")
+    parts = (
+        f"step {units.milliseconds(found.step_time_s)}",
+        f"{units.rate(found.tokens_per_s)} {rate_unit}",
+        f"{units.rate(found.tokens_per_s_per_device)} {per_device_unit}",
+        devices,
+        *([cost(found, rate_unit.removesuffix("/s"))] if found.shows_cost else []),
+    )
+    return ", ".join(parts)
+
+
+def trial_figures(state: SweepState, trial: Trial) -> str:
+    """:func:`figures` of a measured trial, as it was measured itself; empty where it was not."""
+    found = state.figures(trial)
+    return figures(found, state.sweep.num_devices, state.sweep.workload.speed_unit) if found else ""
+
+
+def legend(measured: str, *all_units: str) -> str:
+    """What measured the figures, and what their units mean: ``measured by the search; tokens/s/p: tokens per second per
+    device (p: processor)``."""
+    return "; ".join((measured, *map(unit_legend, dict.fromkeys(all_units))))
+
+
+def cost(found: Figures, noun: str) -> str:
+    """``28.1 device-hours per 1e9 tokens``, and in money where a price is known."""
+    hours = f"{units.rate(1e9 * found.device_hours_per_token)} device-hours per 1e9 {noun}"
+    price = found.price_per_token
+    return hours if price is None else f"{hours}, {units.rate(1e9 * price)} in money"
 
 
 BUSY_MARK = "!"

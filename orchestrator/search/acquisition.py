@@ -1,7 +1,7 @@
 """The core of the guided sampler: what to measure next, by posterior x residual over enumerated candidates. numpy only.
 
 Pure functions of the posterior and what was seen: asking again gives the same answer. Times are seconds of whatever the
-caller compares (seconds per step, device-seconds per token): only differences of their logarithms matter.
+objective compares (seconds or device-seconds per step): only differences of their logarithms matter.
 """
 
 from __future__ import annotations

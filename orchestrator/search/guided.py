@@ -17,7 +17,7 @@ from orchestrator.search.open_candidates import OpenCandidates
 from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.predictor import Predictor
 from orchestrator.search.rounds import as_of, first_trial, round_start
-from orchestrator.sweep.state import SweepState, Trial, device_seconds
+from orchestrator.sweep.state import SweepState, Trial, weighted_step_s
 from orchestrator.sweep.values import PredictedResult, Suggestion
 from orchestrator.units import rate
 from trials.outcome import Infeasible, OutOfMemory, StoppedEarly
@@ -106,7 +106,7 @@ class GuidedSearch:
             self._predictor.candidates[found.index],
             _reason(found, state, measured=current.num_measured > 0),
             PredictedResult(
-                step_time_s=found.time_s / float(self._predictor.inputs.world_size[found.index]),
+                step_time_s=found.time_s / float(self._predictor.weights[found.index]),
                 log_spread=found.log_std,
                 peak_bytes=float(self._predictor.estimates.peak_bytes[found.index]) * math.exp(found.memory_shift),
                 probability_fits=found.probability_fits,
@@ -175,11 +175,11 @@ class GuidedSearch:
         measured = [(row, trial) for number in state.end_order for row, trial in self._measured(state.trials[number])]
         calibrating = measured[: num_calibrating(len(measured))]
         history = self._predictor.earlier_times_s
-        posterior = self._predictor.posterior({**history, **{row: device_seconds(trial) for row, trial in calibrating}})
-        learned = dict(_most_telling(measured))
+        posterior = self._predictor.posterior({**history, **{row: self._time_s(trial) for row, trial in calibrating}})
+        learned = dict(self._most_telling(measured))
         outcomes = {row: trial.outcome for trial in state.searched() if (row := self._row(trial)) is not None}
         seen = Seen(
-            times_s={row: device_seconds(trial) for row, trial in learned.items()},
+            times_s={row: self._time_s(trial) for row, trial in learned.items()},
             peaks={row: peak / self._limit_bytes for row, trial in learned.items() if (peak := _peak_bytes(trial))},
             oom=frozenset(row for row, outcome in outcomes.items() if isinstance(outcome, OutOfMemory)),
             infeasible=frozenset(row for row, outcome in outcomes.items() if isinstance(outcome, Infeasible)),
@@ -195,6 +195,15 @@ class GuidedSearch:
     @property
     def _limit_bytes(self) -> float:
         return self._predictor.limit_bytes
+
+    def _time_s(self, trial: Trial) -> float:
+        return weighted_step_s(trial, self._predictor.objective)
+
+    def _most_telling(self, measured: list[tuple[int, Trial]]) -> list[tuple[int, Trial]]:
+        if len(measured) <= MAX_LEARNED:
+            return measured
+        fastest = sorted(measured, key=lambda item: self._time_s(item[1]))[: MAX_LEARNED // 2]
+        return [*fastest, *measured[-MAX_LEARNED // 2 :]]
 
     def _row(self, trial: Trial) -> int | None:
         known = self._row_of_trial.get(trial.number)
@@ -216,8 +225,7 @@ def _with_bounds(posterior: Posterior, seen: Seen, stopped: Mapping[int, Stopped
     if not stopped:
         return seen
     expected = expected_log_times(posterior, seen)
-    world_size = predictor.inputs.world_size
-    bounds = {row: outcome.at_least_s * float(world_size[row]) for row, outcome in stopped.items()}
+    bounds = {row: outcome.at_least_s * float(predictor.weights[row]) for row, outcome in stopped.items()}
     news = [(row, seconds) for row, seconds in bounds.items() if math.log(seconds) > expected[row]]
     return replace(
         seen, history={**seen.history, **dict(news[-MAX_BOUNDS:])}, excluded=seen.excluded | frozenset(bounds)
@@ -242,16 +250,9 @@ def num_calibrating(num_measured: int) -> int:
     return low
 
 
-def _most_telling(measured: list[tuple[int, Trial]]) -> list[tuple[int, Trial]]:
-    if len(measured) <= MAX_LEARNED:
-        return measured
-    fastest = sorted(measured, key=lambda item: device_seconds(item[1]))[: MAX_LEARNED // 2]
-    return [*fastest, *measured[-MAX_LEARNED // 2 :]]
-
-
 def _reason(proposal: Proposal, state: SweepState, *, measured: bool) -> str:
     workload = state.sweep.workload
-    speed = f"{rate(workload.tokens_per_step / proposal.time_s)} {workload.speed_unit}"
+    speed = f"{rate(workload.tokens_per_step / proposal.time_s)} {state.unit}"
     spread = math.expm1(proposal.log_std)
     how = "largest expected improvement per device-second" if measured else "best prediction"
     fits = f", fits with {proposal.probability_fits:.0%}" if proposal.probability_fits < 0.995 else ""

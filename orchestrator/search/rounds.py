@@ -48,8 +48,8 @@ def as_of(state: SweepState, num_ended: int, num_trials: int) -> SweepState:
     ended = frozenset(end_order)
     trials = tuple(_hidden(trial) if trial.number not in ended else trial for trial in state.trials[:num_trials])
     measured = ((number, m) for number in end_order if (m := trials[number].measurement))
-    ranked = (RankedTrial(number=number, tokens_per_s_per_device=m.tokens_per_s_per_device) for number, m in measured)
-    fastest = sorted(ranked, key=lambda one: (-one.tokens_per_s_per_device, one.number))
+    ranked = (RankedTrial(number=number, score=state.objective.score(m)) for number, m in measured)
+    fastest = sorted(ranked, key=lambda one: one.key)
     return replace(
         state,
         trials=Vector(trials),

@@ -177,15 +177,17 @@ class Search:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=_num_startup_trials(state))
         study = optuna.create_study(direction="maximize", sampler=sampler)
-        measured = [t.measurement.tokens_per_s_per_device for t in state.searched() if t.measurement]
+        scores = [state.objective.score(t.measurement) for t in state.searched() if t.measurement]
         for number in _told(state):
-            self._tell(study, state.trials[number], worst=min(measured, default=0.0))
+            trial = state.trials[number]
+            score = state.objective.score(trial.measurement) if trial.measurement else min(scores, default=0.0)
+            self._tell(study, trial, score)
         for trial in state.searched():
             if trial.outcome is None:
-                self._tell(study, trial, worst=0.0)
+                self._tell(study, trial, 0.0)
         return study
 
-    def _tell(self, study: optuna.Study, trial: Trial, worst: float) -> None:
+    def _tell(self, study: optuna.Study, trial: Trial, score: float) -> None:
         """Add a trial to the study. Faults and lost gangs say nothing about the candidate; running trials repel TPE."""
         import optuna
 
@@ -198,12 +200,11 @@ class Search:
             point = {name: value for name, value in point.items() if value >= 0 and name not in idle}
         if any(value < 0 for value in point.values()):
             return  # the baseline may lie outside the space
-        objective = trial.measurement.tokens_per_s_per_device if trial.measurement else worst
         constraints = {name: float(isinstance(outcome, kind)) for name, kind in _CONSTRAINTS.items()}
         study.add_trial(
             optuna.trial.create_trial(
                 state=optuna.trial.TrialState.RUNNING if outcome is None else optuna.trial.TrialState.COMPLETE,
-                value=None if outcome is None else objective,
+                value=None if outcome is None else score,
                 params=point,
                 distributions={name: self._space.distributions[name] for name in point},
                 constraints=constraints,
@@ -265,8 +266,8 @@ def _told(state: SweepState) -> list[int]:
     telling = [n for n in state.end_order if _consequence(state.trials[n]) in ("objective", "constraint")]
     if len(telling) <= _MAX_TOLD:
         return telling
-    speeds = {n: m.tokens_per_s_per_device for n in telling if (m := state.trials[n].measurement)}
-    fastest = sorted(speeds, key=lambda n: (-speeds[n], n))[: _MAX_TOLD // 4]
+    scores = {n: state.objective.score(m) for n in telling if (m := state.trials[n].measurement)}
+    fastest = sorted(scores, key=lambda n: (-scores[n], n))[: _MAX_TOLD // 4]
     kept = {*fastest, *telling[-3 * _MAX_TOLD // 4 :]}
     return [n for n in telling if n in kept]
 

@@ -31,6 +31,9 @@ class Case:
         return self.candidate.layout
 
 
+WORLD_SIZE = "world-size"
+"""Id of the rule on how many devices are used."""
+
 Check = Callable[[Case], str | None]
 Pattern = Mapping[str, tuple[Any, ...]]
 _KNOBS = {knob.name: knob for knob in KNOBS}
@@ -64,6 +67,10 @@ class Filters:
     require: tuple[Pattern, ...] = ()
     world_size: tuple[int, ...] | None = None
     """Allowed world sizes; None allows all."""
+    whole_lease: bool = False
+    """Whether a candidate has to use all devices of the lease."""
+    min_nodes: int | None = None
+    """Nodes of a lease that may shrink which are always held, and count as all of it; None: it does not shrink."""
 
 
 def _of_runner(rule: legality.LegalityRule) -> Rule:
@@ -143,7 +150,9 @@ def rules_for(filters: Filters | None) -> tuple[Rule, ...]:
 
 def _filter_rules(filters: Filters) -> Iterable[Rule]:
     if filters.world_size is not None:
-        yield Rule(id="world-size", reads="layout", check=_allowed_world_size(filters.world_size))
+        yield Rule(id=WORLD_SIZE, reads="layout", check=_allowed_world_size(filters.world_size))
+    elif filters.whole_lease:
+        yield Rule(id=WORLD_SIZE, reads="layout", check=_whole_lease(filters.min_nodes))
     for i, pattern in enumerate(filters.forbid):
         yield Rule(id=f"forbid.{i}", reads="candidate", check=_forbidden(pattern))
     for i, pattern in enumerate(filters.require):
@@ -154,6 +163,18 @@ def _allowed_world_size(allowed: tuple[int, ...]) -> Check:
     def check(case: Case) -> str | None:
         size = case.layout.world_size
         return None if size in allowed else f"world_size {size} is not among {', '.join(map(str, allowed))}"
+
+    return check
+
+
+def _whole_lease(min_nodes: int | None) -> Check:
+    def check(case: Case) -> str | None:
+        if case.topology is None:
+            return None
+        size, whole = case.layout.world_size, sum(node.num_devices for node in case.topology.nodes[:min_nodes])
+        if size == whole:
+            return None
+        return f"uses {size} of {whole} devices, and space.world_size does not name that number"
 
     return check
 

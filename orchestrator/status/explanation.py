@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator import units
 from orchestrator.report import proof as proof_data
-from orchestrator.report.words import disturbed, evaluation_words, finalist_words, gate_words
+from orchestrator.report.words import disturbed, evaluation_words, finalist_words, gate_words, trial_figures
 from orchestrator.space.naming import diff, short_name
 from orchestrator.sweep.events import AttemptEnded, LedgerEvent, TrialsRetried
 from orchestrator.sweep.fold import apply
@@ -21,6 +21,7 @@ from orchestrator.sweep.snapshot import AT_REST, Snapshot
 from orchestrator.sweep.state import Attempt, SweepState, Trial, find_trial, nodes_of, nodes_to_avoid
 from orchestrator.text import plain
 from orchestrator.units import count, signal_name
+from orchestrator.virtual import Virtual
 from trials.codec import to_json
 from trials.outcome import (
     Crashed,
@@ -86,8 +87,10 @@ class Explanation:
     """Everything there is to say about one trial."""
 
     sweep: str
-    unit: str
-    """Unit of speeds, such as ``tokens/s/p``."""
+    virtual: Virtual | None
+    """How its numbers came about where nothing was measured, since the cluster does not exist."""
+    figures: str
+    """How fast it was, in words; empty where it was not measured."""
     trial: Trial
     changed: Mapping[str, tuple[Any, Any]]
     """Knobs in which it differs from the baseline: (baseline's value, its value)."""
@@ -116,6 +119,7 @@ class Explanation:
         trial = self.trial
         return {
             "sweep": self.sweep,
+            "virtual": self.virtual,
             "trial": trial.number,
             "state": trial.status,
             "short_name": short_name(trial.candidate),
@@ -146,7 +150,8 @@ def explain(name: str, text: str, home: Home) -> Explanation:
     ruled_out = [event.rules for event in state.pruned if event.witness == trial.number]
     return Explanation(
         sweep=sweep.name,
-        unit=state.sweep.workload.speed_unit,
+        virtual=state.virtual,
+        figures=trial_figures(state, trial),
         trial=trial,
         changed=diff(trial.candidate, state.trials[0].candidate),
         pending=_why_pending(sweep, trial),
@@ -313,9 +318,7 @@ def _proof(state: SweepState, number: int) -> Iterator[str]:
     """What rounds, loss gate and evaluation came to for the trial of this number."""
     for one in proof_data.finalists(state):
         if one.trial == number:
-            speed = (
-                f"{one.overall.value:.2f}x the baseline ({units.ratio_interval(one.overall)}), " if one.overall else ""
-            )
+            speed = f"{units.ratio(one.overall.value, one.overall)} against the baseline, " if one.overall else ""
             yield f"measured again in {count(len(one.rounds), 'round')}: {speed}{finalist_words(one)}"
     yield from (f"loss gate {gate_words(report)}" for report in proof_data.gates(state) if report.trial == number)
     yield from (

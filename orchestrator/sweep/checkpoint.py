@@ -29,6 +29,7 @@ MIN_EVENTS = 256
 
 CODE = (
     *(f"orchestrator.sweep.{name}" for name in ("checkpoint", "events", "fold", "limits", "state", "values")),
+    "orchestrator.objective",
     "orchestrator.vector",
     *(
         f"trials.{name}"

@@ -7,17 +7,15 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from cluster.hardware.topology import Device
+from orchestrator.objective import Objective
 from orchestrator.sweep.values import Check, Evaluation, FinishCause, Hardware, PredictedResult, ProofSettings, Verdict
+from orchestrator.virtual import ClusterKind, Virtual, virtual_of
 from trials.codec import digest, to_json
 from trials.outcome import Outcome, StoppedEarly
 from trials.spec import Candidate, Layout, ProfileSpec, Workload
 
 Origin = Literal["baseline", "sampler", "check"]
-
-
 SweepEnd = Literal["finished", "failed", "cancelled"]
-
-
 Action = Literal["pause", "drain", "cancel"]
 """What people ask of a sweep: stop now and go on later; finish what runs, go on later; stop for good."""
 
@@ -63,11 +61,26 @@ class SweepCreated:
     profile: ProfileSpec = field(default_factory=ProfileSpec)
     devices: Hardware | None = None
     """What ``hardware`` names; None in ledgers of old, see :attr:`known_devices`."""
+    objective: Objective = field(default_factory=Objective)
+    """What counts as faster; ledgers written before there was a choice have the default."""
+    cluster_kind: ClusterKind | None = None
+    """None in ledgers of old, whose fingerprints tell whether the cluster was ``virtual``."""
+
+    @property
+    def virtual(self) -> Virtual | None:
+        """How the numbers came about where the cluster does not exist; None where trials are run."""
+        return virtual_of(self.cluster_kind, self.fingerprint)
 
     @property
     def known_devices(self) -> Hardware | None:
         """The hardware as a value; None where an old ledger's label does not tell."""
         return self.devices or Hardware.of_label(self.hardware)
+
+    @property
+    def num_devices(self) -> int | None:
+        """Devices of the lease that the sweep was created for; None where an old ledger's label does not tell."""
+        known = self.known_devices
+        return None if known is None else known.num_nodes * known.devices_per_node
 
     def trial_key(self, candidate: Candidate) -> str:
         """Identity of a measurement: SHA-256 of candidate, workload and environment. Equal keys compare."""
@@ -297,7 +310,6 @@ LedgerEvent = (
     | SweepPaused
     | SweepFinished
 )
-
 
 Event = LedgerEvent | Tick
 

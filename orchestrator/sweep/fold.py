@@ -370,6 +370,6 @@ def _rank(state: SweepState, trial: Trial) -> SweepState:
     """The state in which a trial that has just ended has its place among the fastest, if it deserves one."""
     if trial.check is not None or trial.measurement is None:
         return state
-    ranked = RankedTrial(number=trial.number, tokens_per_s_per_device=trial.measurement.tokens_per_s_per_device)
-    fastest = sorted((*state.fastest, ranked), key=lambda one: (-one.tokens_per_s_per_device, one.number))
+    ranked = RankedTrial(number=trial.number, score=state.objective.score(trial.measurement))
+    fastest = sorted((*state.fastest, ranked), key=lambda one: one.key)
     return replace(state, fastest=tuple(fastest[:MAX_FASTEST]))

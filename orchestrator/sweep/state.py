@@ -25,9 +25,11 @@ from typing import Any, Literal, get_args
 
 from cluster.hardware.topology import Device
 from orchestrator.errors import ConfigError
+from orchestrator.objective import Figures, Objective
 from orchestrator.sweep.events import Action, CandidatesPruned, Origin, Promoted, SweepCreated
 from orchestrator.sweep.values import Check, Evaluation, FinishCause, PredictedResult, Verdict
 from orchestrator.vector import Vector
+from orchestrator.virtual import Virtual
 from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly
 from trials.spec import Candidate
 
@@ -140,10 +142,16 @@ class ProofState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedTrial:
-    """A measured trial and its speed, so that comparing needs no other trial."""
+    """A measured trial and its score, so that comparing needs no other trial."""
 
     number: int
-    tokens_per_s_per_device: float
+    score: float
+    """By the sweep's objective."""
+
+    @property
+    def key(self) -> tuple[float, int]:
+        """Sorts the best first, the lower number first on a tie."""
+        return -self.score, self.number
 
 
 MAX_FAILURES, MAX_FASTEST = 5, 12
@@ -181,7 +189,7 @@ class SweepState:
     running: frozenset[int] = frozenset()
     """Numbers of the trials that run."""
     fastest: tuple[RankedTrial, ...] = ()
-    """The measured trials with the highest tokens/s/p, checks left out, the lower number first on a tie;
+    """The measured trials with the highest scores, checks left out, the lower number first on a tie;
     :data:`MAX_FASTEST` at most."""
     pruned: Vector[CandidatesPruned] = field(default_factory=Vector)
     exhausted: str = ""
@@ -227,6 +235,32 @@ class SweepState:
         if self.created is None:
             raise LookupError("the sweep has not been created yet")
         return self.created
+
+    @property
+    def virtual(self) -> Virtual | None:
+        """How the numbers came about where the cluster does not exist: nothing was measured, nothing is proven."""
+        return self.created.virtual if self.created else None
+
+    @property
+    def objective(self) -> Objective:
+        """What counts as faster."""
+        return self.created.objective if self.created else Objective()
+
+    @property
+    def unit(self) -> str:
+        """Unit of scores: tokens/s/p with the default objective."""
+        return self.objective.unit(self.sweep.workload.speed_unit)
+
+    def score(self, trial: Trial) -> float:
+        """How good a measured trial is by the objective; 0 where it was not measured."""
+        return self.objective.score(trial.measurement) if trial.measurement else 0.0
+
+    def figures(self, trial: Trial) -> Figures | None:
+        """How fast a trial was, in every unit; None where it was not measured."""
+        found = trial.measurement
+        if found is None:
+            return None
+        return self.objective.figures(found.tokens_per_step, found.step_time_s, found.world_size)
 
     @property
     def is_over(self) -> bool:
@@ -294,7 +328,7 @@ class SweepState:
 
     @property
     def best(self) -> Trial | None:
-        """The measured trial with the highest tokens/s/p; the lower number on a tie."""
+        """The measured trial with the highest score; the lower number on a tie."""
         return None if self.best_trial is None else self.trials[self.best_trial]
 
     @property
@@ -327,10 +361,19 @@ def nodes_to_avoid(trial: Trial) -> tuple[str, ...]:
     return tuple(dict.fromkeys(node for node in blamed if node))
 
 
-def device_seconds(trial: Trial) -> float:
-    """Device time of one step of a measured trial."""
+def weighted_step_s(trial: Trial, objective: Objective) -> float:
+    """Step time of a measured trial times the objective's weight, in seconds: the less, the better."""
     assert trial.measurement is not None
-    return trial.measurement.step_time_s * trial.measurement.world_size
+    return trial.measurement.step_time_s * objective.weight(trial.measurement.world_size)
+
+
+TRIAL_WORDS = ("baseline", "best", "winner")
+"""Words for trials, besides their numbers."""
+
+
+def is_trial(text: str) -> bool:
+    """Whether ``text`` could mean a trial of some sweep: ``3``, ``t003``, or one of :data:`TRIAL_WORDS`."""
+    return text in TRIAL_WORDS or re.fullmatch(r"[tT]?\d{1,9}", text) is not None
 
 
 def find_trial(state: SweepState, text: str, sweep: str) -> Trial:

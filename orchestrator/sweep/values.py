@@ -75,8 +75,9 @@ class Hardware:
         return match and cls(num_nodes=int(match[1]), devices_per_node=int(match[2]), device_name=match[3])
 
 
-GateRole = Literal["baseline", "finalist", "reference", "finalist_reference"]
-"""Who trains in a gate run; the references are the baseline and the finalist in fp32 (O0)."""
+GateRole = Literal["baseline", "twin", "finalist", "reference", "finalist_reference", "reference_twin"]
+"""Who trains in a gate run. The references are the baseline and the finalist in fp32 (O0). A twin is the baseline, or
+what the finalist's reference is compared with, whose initial weights are off by rounding errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +96,8 @@ class GateRun:
     kind: ClassVar[str] = "gate"
     of: int
     role: GateRole
+    perturbation: float = 0.0
+    """How far initial weights are off, see :attr:`trials.spec.TrialSpec.perturbation`; 0 unless it is a twin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +145,10 @@ class ProofSettings:
     gate: GateSettings | None = None
 
 
+GateAnswer = Literal["passed", "failed", "inconclusive"]
+"""It trains the same model; it does not; that could not be told."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateReport:
     """What the gate found about finalist ``trial``."""
@@ -149,7 +156,7 @@ class GateReport:
     trial: int
     passed: bool
     reasons: tuple[str, ...]
-    """Why not, each a sentence for people; empty where it passed."""
+    """Why it does not train the same model, each a sentence for people; empty unless it failed."""
     precision_class: str
     """Names the tolerances, e.g. ``bfloat16 O1 against float32``."""
     compared_with: Literal["baseline", "reference"]
@@ -161,6 +168,24 @@ class GateReport:
     grad_norm_deviation: float | None
     notes: tuple[str, ...] = ()
     """What people should know although it passed, e.g. that no reference could be trained."""
+    doubts: tuple[str, ...] = ()
+    """Why it could not be told, each a sentence for people; empty unless it is inconclusive."""
+    remedy: str = ""
+    """What makes the gate tell more, a sentence; empty where it told."""
+    twin_loss_deviation: float | None = None
+    """How far the losses of the run compared with and its twin lie apart, relative, at most; None without a twin."""
+    twin_grad_norm_deviation: float | None = None
+
+    @property
+    def answer(self) -> GateAnswer:
+        if self.passed:
+            return "passed"
+        return "failed" if self.reasons else "inconclusive"
+
+    @property
+    def objections(self) -> tuple[str, ...]:
+        """Why it did not pass: the reasons, or where there are none, the doubts."""
+        return self.reasons or self.doubts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +208,9 @@ class RatioInterval:
     high: float | None
 
 
-Conclusion = Literal["confirmed", "keep", "unconfirmed"]
-"""A finalist is shown faster and trains the same; none is: keep what you have; it could not be settled."""
+Conclusion = Literal["confirmed", "keep", "unconfirmed", "rehearsed"]
+"""A finalist is shown faster and trains the same; none is: keep what you have; it could not be settled; on a cluster
+that does not exist one came out faster, which proves nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +219,7 @@ class Verdict:
 
     conclusion: Conclusion
     winner: int | None
-    """The finalist to use; None unless confirmed."""
+    """The finalist to use; None unless confirmed or rehearsed."""
     reason: str
     """One sentence for people."""
     speedup: RatioInterval | None = None

@@ -14,15 +14,18 @@ from rich.text import Text
 
 from cluster.base import GangProgress
 from orchestrator import units
+from orchestrator.objective import unit_legend
 from orchestrator.report import words
 from orchestrator.report.proof import proof_result
 from orchestrator.report.trials import make_trial_table, versus_baseline
 from orchestrator.space.naming import short_name
+from orchestrator.status.words import eta_s, phase_words
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.sweep.values import ProfileRun
-from orchestrator.terminal.layout import indented
+from orchestrator.terminal.layout import indented, mark
 from orchestrator.terminal.proof import render_confirmation
 from orchestrator.terminal.table import render_trials
+from orchestrator.virtual import watermark_line
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +49,15 @@ def render_live(
     hidden = state.num_searched - len(running) - len(shown)
     more = [Text(f"  ... and {hidden} more", style="dim")] if hidden else []
     told = [Text(f"waiting for nodes: {waiting}", style="yellow")] if waiting else []
-    return Group(_header(state, now_s), table, *more, *_checks(state, progress), *told, _footer(state, now_s))
+    return Group(
+        *mark(state.virtual),
+        _header(state, now_s),
+        table,
+        *more,
+        *_checks(state, progress),
+        *told,
+        _footer(state, now_s),
+    )
 
 
 def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[RenderableType]:
@@ -61,32 +72,16 @@ def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[Ren
     return parts
 
 
-def phase_words(progress: GangProgress) -> str:
-    """``warm-up 2``, ``measuring 5``."""
-    phase = "warm-up" if progress.phase == "warmup" else progress.phase
-    return f"{phase} {progress.step}" if progress.step else phase
-
-
-def eta_s(state: SweepState, now_s: float) -> float | None:
-    """Seconds the search has left at the pace so far, within every budget; None before the first trial has ended."""
-    budget, num_ended = state.sweep.budget, len(state.end_order)
-    if not num_ended or state.is_over or state.proof is not None:
-        return None
-    active_s = state.active_s + max(0.0, now_s - state.now_s)
-    num_total = min(budget.max_trials or state.sweep.num_legal + 1, state.sweep.num_legal + 1)
-    bounds = [active_s / num_ended * max(0, num_total - num_ended)]
-    if budget.wall_time_s is not None:
-        bounds.append(max(0.0, budget.wall_time_s - active_s))
-    if budget.device_hours is not None and state.device_seconds > 0:
-        bounds.append(active_s * max(0.0, budget.device_hours * 3600 / state.device_seconds - 1))
-    return min(bounds)
-
-
 class LiveView:
     """Shows a sweep on stderr from the first :meth:`on_state` to the end of the ``with`` block. Never raises."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, opening: str = "") -> None:
+        """
+        Args:
+            opening: printed once, when the sweep is there.
+        """
         self.console = console or Console(stderr=True)
+        self._opening = opening
         self._live: Live | None = None
         self._state = SweepState()
         self._progress: dict[int, GangProgress] = {}
@@ -94,20 +89,25 @@ class LiveView:
         self._num_earlier = 0
         self._refreshed_at_s = 0.0
         self._waiting = ""
+        self._is_marked = False
 
     def __enter__(self) -> Self:
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = Live(console=self.console, auto_refresh=False, transient=True, get_renderable=self._render)
             self._live.start()
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         if self._live:
+            self._live.transient = kind is not KeyboardInterrupt  # whoever goes away keeps what was seen last
             self._live.stop()
             self._live = None
 
     def on_state(self, state: SweepState) -> None:
         before, self._state = self._state, state
+        if self._opening and state.created is not None:
+            self.console.print(self._opening, style="dim", highlight=False, markup=False, soft_wrap=True)
+            self._opening = ""
         stopped = before.running - state.running
         if before.created is not None:
             self._unannounced += dict.fromkeys((*state.end_order.since(len(before.end_order)), *sorted(stopped)))
@@ -143,6 +143,9 @@ class LiveView:
 
     def _announce(self) -> None:
         """One line per trial that ended since the last look; those of an earlier controller count as seen."""
+        if not self._is_marked and self._state.virtual is not None:
+            self._is_marked = True
+            self.console.print(watermark_line(self._state.virtual), highlight=False)
         if self._num_earlier:
             self.console.print(f"continuing after {self._num_earlier} trials", highlight=False)
             self._num_earlier = 0
@@ -160,9 +163,10 @@ def trial_line(state: SweepState, trial: Trial) -> str:
         result = units.status_words(trial.status)
         tail = f"  {words.failure(trial)}"
     else:
-        unit = state.sweep.workload.speed_unit
+        unit = state.unit
         best = state.best is not None and state.best.number == trial.number
-        result = f"{units.rate(measurement.tokens_per_s_per_device)} {unit} {words.spread(measurement)}"
+        step = f"step {units.milliseconds(measurement.step_time_s)}"
+        result = f"{step}, {units.rate(state.score(trial))} {unit} {words.spread(measurement)}"
         if isinstance(trial.check, ProfileRun):
             result = "recorded"  # its times are no measurement
         compared = words.versus(versus_baseline(trial, state))
@@ -182,7 +186,7 @@ def _shown(state: SweepState) -> list[Trial]:
     if len(state.fastest) >= MAX_ROWS:
         return _fastest(state)
     ended = [trial for trial in state.searched() if _has_ended(trial)]
-    measured = sorted((t for t in ended if t.measurement), key=_speed, reverse=True)
+    measured = sorted((t for t in ended if t.measurement), key=state.score, reverse=True)
     failed = [trial for trial in reversed(ended) if not trial.measurement]
     keep = [*ended[:1], *measured, *failed]
     chosen = list(dict.fromkeys(trial.number for trial in keep))[:MAX_ROWS]
@@ -194,12 +198,7 @@ def _fastest(state: SweepState) -> list[Trial]:
     first = next(trial for trial in state.trials if trial.check is None and _has_ended(trial))
     numbers = list(dict.fromkeys((first.number, *(ranked.number for ranked in state.fastest))))[:MAX_ROWS]
     trials = [state.trials[number] for number in numbers]
-    return sorted(trials, key=lambda trial: (trial.measurement is None, -_speed(trial) if trial.measurement else 0.0))
-
-
-def _speed(trial: Trial) -> float:
-    assert trial.measurement is not None
-    return trial.measurement.tokens_per_s_per_device
+    return sorted(trials, key=lambda trial: (trial.measurement is None, -state.score(trial)))
 
 
 def _header(state: SweepState, now_s: float) -> RenderableType:
@@ -226,6 +225,7 @@ def _footer(state: SweepState, now_s: float) -> RenderableType:
         best = Text.assemble(
             ("best ", "bold"),
             (units.trial_id(state.best.number), "bold green"),
-            f"  {units.rate(_speed(state.best))} {state.sweep.workload.speed_unit}",
+            f"  {words.trial_figures(state, state.best)}",
         )
-    return Group(best, Text("  ·  ".join(parts), style="dim"))
+    legend = [Text(unit_legend(state.unit), style="dim")] if state.best else []
+    return Group(best, *legend, Text("  ·  ".join(parts), style="dim"))

@@ -15,7 +15,8 @@ from orchestrator import units
 from orchestrator.invocation import PLAIN, Invocation
 from orchestrator.promotion.diff import Difference
 from orchestrator.promotion.manifest import gate_words, speed_words, verdict_of
-from orchestrator.terminal.layout import headed_table, label_grid
+from orchestrator.terminal.layout import label_grid, mark
+from orchestrator.terminal.table import Column, FittedTable
 from orchestrator.text import plain
 
 if TYPE_CHECKING:
@@ -28,13 +29,13 @@ _STATE_WORDS = {"begun": "not ended: the next promote or rollback settles it", "
 
 def render_promotion(promoted: Mapping[str, Any], invocation: Invocation = PLAIN) -> RenderableType:
     """The outcome of a promotion, from its JSON form."""
-    where = f"{promoted['name']}@production"
+    where = f"{promoted['name']}@{promoted['alias']}"
     if not promoted["is_new"]:
         first = Text(f"{where} is this configuration already (version {promoted['version']}).")
     else:
         first = Text(f"{where} is now version {promoted['version']}.", style="bold green")
     lines = [first, *_evidence(promoted["recipe"])]
-    if promoted["previous_version"] and promoted["is_new"]:
+    if promoted["previous_version"] and promoted["is_new"] and promoted["alias"] == "production":
         lines.append(_way_back(promoted, invocation))
     lines.append(Text(invocation.command("show", where)))
     return Group(*lines)
@@ -62,10 +63,11 @@ def render_recipe(shown: Mapping[str, Any]) -> RenderableType:
     """A registered configuration: where it stands, why, and the configuration itself as YAML."""
     aliases = " ".join(f"@{alias}" for alias in shown["aliases"])
     title = Text.assemble((f"{shown['name']} version {shown['version']}", "bold"), (f"  {aliases}", "green"))
+    marked = mark(shown["evidence"].get("virtual"))
     body = yaml.safe_dump({"candidate": shown["candidate"]}, sort_keys=False)
-    lines = [title, *_evidence(shown)]
+    lines = [*marked, title, *_evidence(shown)]
     if verified := shown.get("verified"):
-        lines.append(Text(f"last verified {verified['at']}: {verified['result']}"))
+        lines.append(Text(plain(f"last verified {verified['at']}: {verified['result']}")))
     return Group(*lines, Text(""), Text(body.rstrip()))
 
 
@@ -77,18 +79,23 @@ def _evidence(recipe: Mapping[str, Any]) -> list[Text]:
         Text(": ".join(verdict_of(facts))),
         Text(f"loss gate: {gate_words(facts)}"),
     ]
-    if facts["forced"]:
+    if facts["forced"] and not facts.get("virtual"):
         lines.append(Text(f"promoted by force: {'; '.join(facts['missing'])}", style="yellow"))
     return lines
 
 
 def render_history(found: Mapping[str, Any]) -> RenderableType:
     """The records of a name, the newest first; below, why they were made."""
-    table = headed_table()
-    for heading in ("#", "when", "version", "action"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("configuration", "from", "by"):
-        table.add_column(heading, overflow="fold")
+    columns = (
+        Column(title="#", is_number=True),
+        Column(title="when", priority=6),
+        Column(title="version"),
+        Column(title="action", priority=9),
+        Column(title="configuration", priority=8, min_width=20),
+        Column(title="from", priority=7, min_width=12),
+        Column(title="by", priority=5, min_width=8),
+    )
+    table = FittedTable(columns=columns)
     notes = label_grid()
     for record in found["records"]:
         table.add_row(*_row(record), style=_STATE_STYLES.get(record["state"], ""))
@@ -103,6 +110,9 @@ def render_history(found: Mapping[str, Any]) -> RenderableType:
             "The records do not say so (yet): a change was interrupted, or the alias was moved elsewhere. "
             "The next promote or rollback settles that."
         )
+        parts.append(Text(why, style="yellow"))
+    for number in found["gaps"]:
+        why = f"Record {number} does not begin where the one before it ended: a record is gone, or was altered."
         parts.append(Text(why, style="yellow"))
     return Group(*parts, table, notes)
 
@@ -128,10 +138,8 @@ def _reasons(record: Mapping[str, Any]) -> str:
 
 def render_difference(found: Difference) -> RenderableType:
     """What differs, part by part."""
-    table = headed_table()
-    table.add_column("", no_wrap=True)
-    for label in (found.a, found.b):
-        table.add_column(label, overflow="fold")
+    sides = (Column(title=label, min_width=12) for label in (found.a, found.b))
+    table = FittedTable(columns=(Column(title="", name="part", min_width=12), *sides))
     for part, pairs in found.parts.items():
         table.add_row(Text(part, style="bold"), "", "" if pairs else Text("no difference", style="dim"))
         for name, (a, b) in pairs.items():

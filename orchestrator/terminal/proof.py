@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from orchestrator import units
@@ -18,7 +17,9 @@ from orchestrator.report.words import (
     finalist_words,
     gate_words,
 )
+from orchestrator.sweep.values import GateAnswer
 from orchestrator.terminal.layout import label_grid
+from orchestrator.terminal.table import Column, FittedTable
 
 MAX_ROUNDS = 8
 """Rounds shown of a finalist, the last ones."""
@@ -27,17 +28,23 @@ OUTCOME_STYLES: Mapping[FinalistOutcome, str] = {
     "winner": "bold green",
     "faster": "green",
     "trains_differently": "red",
+    "not_judged": "yellow",
 }
+ANSWER_STYLES: Mapping[GateAnswer, str] = {"passed": "green", "failed": "red", "inconclusive": "yellow"}
 
 
 def render_confirmation(proof: ProofResult) -> RenderableType | None:
     """A line per finalist: its speed over the baseline's over all rounds and in each. None without finalists."""
     if not proof.finalists:
         return None
-    grid = Table.grid(padding=(0, 2))
-    for name in ("trial", "speed-up", "interval", "rounds"):
-        grid.add_column(no_wrap=name != "rounds")
-    grid.add_column(overflow="fold", ratio=1)
+    columns = (
+        Column(title="", name="trial"),
+        Column(title="", name="speed-up", is_number=True),
+        Column(title="", name="interval", priority=9),
+        Column(title="", name="rounds", priority=8),
+        Column(title="", name="result", min_width=16),
+    )
+    grid = FittedTable(columns=columns)
     for one in proof.finalists:
         grid.add_row(*_finalist(one))
     running = f"running: {', '.join(map(check_words, proof.running))}" if proof.running else "more to come"
@@ -52,7 +59,7 @@ def _finalist(one: Finalist) -> list[Text]:
     more = "... " if len(one.rounds) > MAX_ROUNDS else ""
     return [
         Text(units.trial_id(one.trial)),
-        Text(f"{one.overall.value:.2f}x" if one.overall else units.DASH, style="bold"),
+        Text(units.short_ratio(one.overall.value, one.overall) if one.overall else units.DASH, style="bold"),
         Text(f"({units.ratio_interval(one.overall)})" if one.overall else "", style="dim"),
         Text(f"{more}{each}" if each else "no round yet", style="dim"),
         Text(finalist_words(one), style=OUTCOME_STYLES.get(one.outcome, "dim")),
@@ -64,7 +71,7 @@ def render_gate(proof: ProofResult) -> RenderableType | None:
     grid = label_grid()
     for report in proof.gates:
         what = f"{gate_words(report)}; {report.num_steps} steps, {report.precision_class}".rstrip(" ,")
-        grid.add_row(Text(units.trial_id(report.trial)), Text(what, style="green" if report.passed else "red"))
+        grid.add_row(Text(units.trial_id(report.trial)), Text(what, style=ANSWER_STYLES[report.answer]))
         for note in report.notes:
             grid.add_row("", Text(note, style="dim"))
     for one in proof.evaluations:

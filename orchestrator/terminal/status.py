@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -17,37 +17,35 @@ from orchestrator.report.summary import speedup
 from orchestrator.report.verdict import cost, headline
 from orchestrator.report.words import check_words
 from orchestrator.space.naming import short_name
-from orchestrator.status.overview import Spent, budgets, failures, summary_of
+from orchestrator.status.overview import budgets, failures, summary_of
+from orchestrator.status.words import (
+    BUDGET_WORDS,
+    age_words,
+    controller_words,
+    lease_words,
+    node_names,
+    phase_words,
+    queue_words,
+    spent_words,
+)
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.snapshot import AT_REST, Snapshot
 from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
-from orchestrator.terminal.layout import headed_table, indented, label_grid
-from orchestrator.terminal.live import phase_words
+from orchestrator.terminal.layout import indented, label_grid, mark
 from orchestrator.terminal.proof import render_confirmation
-from orchestrator.terminal.table import status_text, versus_text
+from orchestrator.terminal.table import Column, FittedTable, status_text, versus_text
 from orchestrator.text import plain
-from orchestrator.units import count
-
-MAX_NODES = 8
-"""Node names shown in one line."""
-
-
-BUDGET_WORDS = {
-    "trials": "trials",
-    "device_hours": "device-hours",
-    "wall_time_s": "wall time",
-    "consecutive_failures": "failures in a row",
-}
+from orchestrator.virtual import watermark
 
 
 def render_status(sweep: Snapshot, home: Home, invocation: Invocation) -> RenderableType:
     """One sweep in detail."""
-    parts: list[RenderableType] = [_title(sweep)]
+    parts: list[RenderableType] = [*mark(sweep.state.virtual), _title(sweep)]
     if summary := summary_of(sweep, home):
-        parts += [Text(f"  {headline(sweep.state, summary)}"), Text(f"  {cost(summary)}", style="dim")]
+        parts += [indented(Text(headline(sweep.state, summary))), indented(Text(cost(summary), style="dim"))]
         if (worst := summary.most_disturbed) is not None:
             note = words.busy_note({worst.number: worst.measurement}).removeprefix(words.BUSY_MARK)
-            parts.append(Text(f"  {units.count(len(summary.disturbed), 'trial')}{note}", style="yellow"))
+            parts.append(indented(Text(f"{units.count(len(summary.disturbed), 'trial')}{note}", style="yellow")))
     grid = label_grid("dim")
     for label, value in (*_facts(sweep), *_links(sweep)):
         grid.add_row(label, value)
@@ -76,16 +74,16 @@ def _title(sweep: Snapshot) -> Text:
 
 def _facts(sweep: Snapshot) -> list[tuple[str, Text]]:
     state = sweep.state
-    facts = [("controller", Text(_controller(sweep))), ("lease", Text(_lease(sweep)))]
+    facts = [("controller", Text(controller_words(sweep))), ("lease", Text(lease_words(sweep)))]
     if queue := queue_words(sweep):
         facts.append(("queue", Text(queue)))
-    facts += [(BUDGET_WORDS[spent.name], Text(_spent(spent))) for spent in budgets(sweep)]
+    facts += [(BUDGET_WORDS[spent.name], Text(spent_words(spent))) for spent in budgets(sweep)]
     if state.waiting:
-        facts.append(("waiting", Text(_names(units.trial_id(number) for number in state.waiting), style="yellow")))
+        facts.append(("waiting", Text(node_names(units.trial_id(number) for number in state.waiting), style="yellow")))
     if state.quarantined:
-        facts.append(("quarantined", Text(_names(sorted(state.quarantined)), style="red")))
+        facts.append(("quarantined", Text(node_names(sorted(state.quarantined)), style="red")))
     if strikes := {node: count for node, count in state.strikes.items() if node not in state.quarantined}:
-        facts.append(("strikes", Text(_names(f"{node} {count}" for node, count in strikes.items()))))
+        facts.append(("strikes", Text(node_names(f"{node} {count}" for node, count in strikes.items()))))
     for request in sweep.requests:
         since = age_words(sweep.at_s - request.at_s)
         facts.append(
@@ -108,47 +106,15 @@ def _links(sweep: Snapshot) -> list[tuple[str, Text]]:
     return [(what, Text(url, style=f"link {url}")) for what, url in links.items()]
 
 
-def _controller(sweep: Snapshot) -> str:
-    controller = sweep.controller
-    if not sweep.is_held:
-        where = f"; the last one was process {controller.pid} on {controller.host}" if controller else ""
-        return f"none at work{where}"
-    if controller is None:
-        return "at work"
-    what = f"Ray job {controller.job}" if controller.job else controller.mode
-    at = f", {plain(controller.address)}" if controller.address else ""
-    since = f", for {age_words(sweep.at_s - controller.started_at_s)}" if controller.started_at_s else ""
-    return f"{what}, process {controller.pid} on {controller.host}{at}{since}"
-
-
-def _lease(sweep: Snapshot) -> str:
-    lease = sweep.lease
-    if not sweep.is_held:
-        return "none"
-    held = f"{len(lease.nodes)} of {count(lease.wanted, 'node')}" if lease.wanted else count(len(lease.nodes), "node")
-    names = f": {_names(lease.nodes)}" if lease.nodes else ""
-    waiting = f"; {plain(lease.waiting)}" if lease.waiting and sweep.phase != "waiting" else ""
-    return f"{held}{names}{waiting}"
-
-
-def _spent(spent: Spent) -> str:
-    def words(value: float) -> str:
-        if spent.name == "wall_time_s":
-            return units.duration(value)
-        return f"{value:.2f}" if spent.name == "device_hours" else f"{value:g}"
-
-    return (
-        f"{words(spent.used)} of {words(spent.limit)}" if spent.limit is not None else f"{words(spent.used)}, no limit"
-    )
-
-
 def _running(sweep: Snapshot) -> RenderableType:
-    table = headed_table(expand=True)
-    table.add_column("running", no_wrap=True)
-    table.add_column("configuration", ratio=2)
-    table.add_column("doing", no_wrap=True)
-    table.add_column("for", no_wrap=True, justify="right")
-    table.add_column("nodes", overflow="fold", ratio=1)
+    columns = (
+        Column(title="running"),
+        Column(title="configuration", min_width=20),
+        Column(title="doing"),
+        Column(title="for", priority=7, is_number=True),
+        Column(title="nodes", priority=6, min_width=12),
+    )
+    table = FittedTable(columns=columns)
     for trial in sweep.running:
         attempt, progress = trial.attempts[-1], sweep.live.get(trial.number)
         table.add_row(
@@ -156,23 +122,19 @@ def _running(sweep: Snapshot) -> RenderableType:
             Text(check_words(trial.check) or short_name(trial.candidate)),
             Text(phase_words(progress) if progress else "started"),
             Text(age_words(sweep.at_present.now_s - attempt.launched_at_s)),
-            Text(_names(nodes_of(attempt))),
+            Text(node_names(nodes_of(attempt))),
         )
     return table
 
 
 def _failure(trial: Trial, attempt: int, message: str, kind: str) -> RenderableType:
     again = f" attempt {attempt}" if len(trial.attempts) > 1 else ""
-    return Text.assemble(f"  {units.trial_id(trial.number)}{again}  ", status_text(kind), f"  {plain(message)}")
+    what = f"{units.trial_id(trial.number)}{again}  "
+    return indented(Text.assemble(what, status_text(kind), f"  {plain(message)}"))
 
 
 def _section(title: str) -> RenderableType:
     return Text(f"\n{title}", style="bold")
-
-
-def _names(names: Iterable[str]) -> str:
-    shown = list(names)
-    return " ".join(shown[:MAX_NODES]) + (f" +{len(shown) - MAX_NODES}" if len(shown) > MAX_NODES else "")
 
 
 def _hint(sweep: Snapshot, invocation: Invocation) -> str:
@@ -199,14 +161,17 @@ def render_ps(sweeps: Sequence[Snapshot], home: Home) -> RenderableType:
     """One row per sweep; below, why some of them wait or have ended."""
     if not sweeps:
         return Text(f"no sweeps in {home.path}")
-    table = headed_table()
-    table.add_column("sweep", overflow="fold", min_width=8)
-    table.add_column("state", no_wrap=True)
-    for heading in ("done", "run", "wait"):
-        table.add_column(heading, no_wrap=True, justify="right")
-    table.add_column("best", no_wrap=True)
-    table.add_column("device-h", no_wrap=True, justify="right")
-    table.add_column("age", no_wrap=True, justify="right")
+    columns = (
+        Column(title="sweep"),
+        Column(title="state"),
+        Column(title="done", priority=9, is_number=True),
+        Column(title="run", priority=6, is_number=True),
+        Column(title="wait", priority=5, is_number=True),
+        Column(title="best", priority=95),
+        Column(title="device-h", priority=7, is_number=True),
+        Column(title="age", priority=8, is_number=True),
+    )
+    table = FittedTable(columns=columns)
     for sweep in sweeps:
         table.add_row(*_row(sweep))
     notes = Table.grid(padding=(0, 2))
@@ -237,22 +202,15 @@ def _row(sweep: Snapshot) -> list[Text]:
 def best_words(state: SweepState) -> Text:
     """``1.42x t007``: the confirmed winner, before that the fastest; the baseline where nothing beat it."""
     verdict = state.verdict
-    if verdict is not None and verdict.winner is not None and verdict.speedup is not None:
-        return Text.assemble((f"{verdict.speedup.value:.2f}x", "bold green"), f" {units.trial_id(verdict.winner)}")
+    if verdict is not None and verdict.winner is not None and verdict.speedup is not None and not state.virtual:
+        shown = units.short_ratio(verdict.speedup.value, verdict.speedup)
+        return Text.assemble((shown, "bold green"), f" {units.trial_id(verdict.winner)}")
     best = state.baseline if verdict is not None and verdict.conclusion == "keep" else state.best
     if best is None:
         return Text(units.DASH, style="dim")
     if best.number == 0:
         return Text("baseline", style="blue")
-    return Text.assemble(versus_text(speedup(best, state.baseline)), f" {units.trial_id(best.number)}")
-
-
-def age_words(seconds: float) -> str:
-    """``45 s``, ``12 min``, ``5 h``, ``3 d``."""
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
+    return Text.assemble(versus_text(speedup(best, state.baseline, state.objective)), f" {units.trial_id(best.number)}")
 
 
 def _hours(sweep: Snapshot) -> str:
@@ -263,7 +221,8 @@ def _hours(sweep: Snapshot) -> str:
 
 def _note(sweep: Snapshot) -> Text | None:
     """Who is at work on a sweep, and why it is where it is; None for one that has simply finished."""
-    reason = "" if sweep.phase == "finished" else plain(sweep.reason)
+    virtual = watermark(sweep.state.virtual)
+    reason = virtual if sweep.phase == "finished" else "; ".join(filter(None, (virtual, plain(sweep.reason))))
     parts = [part for part in (reason, queue_words(sweep)) if part]
     style = PHASE_STYLES.get(sweep.phase, "yellow")
     note = Text.assemble((sweep.phase, style), f": {'; '.join(parts)}") if parts else Text()
@@ -280,9 +239,3 @@ def _at_work(sweep: Snapshot) -> str:
     return "controller: " + (
         f"Ray job {controller.job}" if controller.job else f"process {controller.pid} on {controller.host}"
     )
-
-
-def queue_words(sweep: Snapshot) -> str:
-    """``priority 3`` of a sweep that is not over; empty for the default priority."""
-    priority = sweep.lease.priority
-    return f"priority {priority}" if priority and sweep.phase not in AT_REST else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError
+from orchestrator.objective import Objective
 from orchestrator.search.prediction.transfer import MAX_PER_SWEEP, MAX_TRIALS, EarlierTrial, same_hardware
 from orchestrator.tracking.tracker import Tracker
 from trials.codec import from_json
@@ -25,7 +27,9 @@ MAX_SWEEPS = 50
 _ENVIRONMENT = "tc.env."
 
 
-def earlier_trials(tracker: Tracker, environment: Mapping[str, str], kind: str) -> tuple[EarlierTrial, ...]:
+def earlier_trials(
+    tracker: Tracker, environment: Mapping[str, str], kind: str, objective: Objective
+) -> tuple[EarlierTrial, ...]:
     """Trials of earlier sweeps that teach about this hardware: the newest sweeps, of each the trials that say most.
 
     A store that cannot be read only costs what could have been learned: that is logged, and the answer is empty.
@@ -34,10 +38,11 @@ def earlier_trials(tracker: Tracker, environment: Mapping[str, str], kind: str) 
         environment: the fingerprint; see :data:`orchestrator.search.prediction.transfer.MEASURED_ON` for what has to
             agree.
         kind: the kind of model; trials of others teach nothing about it.
+        objective: what the trials of a sweep are ranked by.
     """
     try:
         with tracker.reached():
-            return tuple(islice(_read(tracker.client(), environment, kind), MAX_TRIALS))
+            return tuple(islice(_read(tracker.client(), environment, kind, objective), MAX_TRIALS))
     except ConfigError as error:
         logger.warning("nothing is learned from earlier sweeps: %s", error)
     except Exception as error:  # whatever is wrong with a store, this sweep does not need it
@@ -45,7 +50,7 @@ def earlier_trials(tracker: Tracker, environment: Mapping[str, str], kind: str) 
     return ()
 
 
-def _read(client: Any, environment: Mapping[str, str], kind: str) -> Iterator[EarlierTrial]:
+def _read(client: Any, environment: Mapping[str, str], kind: str, objective: Objective) -> Iterator[EarlierTrial]:
     hardware = environment["hardware"].replace("'", "")
     experiments = [str(experiment.experiment_id) for experiment in client.search_experiments(max_results=1000)]
     if not experiments:
@@ -59,7 +64,7 @@ def _read(client: Any, environment: Mapping[str, str], kind: str) -> Iterator[Ea
     for sweep in sweeps:
         tags = sweep.data.tags
         if same_hardware(_environment(tags), environment) and _kind(sweep) == kind:
-            yield from _trials_of(client, sweep.info.experiment_id, tags["tc.sweep_id"])
+            yield from _trials_of(client, sweep.info.experiment_id, tags["tc.sweep_id"], objective)
 
 
 def _environment(tags: Mapping[str, str]) -> dict[str, str]:
@@ -70,17 +75,25 @@ def _kind(sweep: Any) -> str:
     return str(sweep.data.params.get("model.kind", ""))
 
 
-def _trials_of(client: Any, experiment: str, sweep: str) -> Iterator[EarlierTrial]:
+def _trials_of(client: Any, experiment: str, sweep: str, objective: Objective) -> Iterator[EarlierTrial]:
     """Trials of a sweep, half of them the fastest, half by number: what is slow or too large teaches, too."""
     runs = list(client.search_runs([experiment], f"tags.`tc.sweep_id` = '{sweep}'", max_results=1000))
     trials = [run for run in runs if run.data.tags.get("tc.kind") == "trial"]
     told = [run for run in trials if run.data.tags.get("tc.state") in ("measured", "oom")]
     by_number = sorted(told, key=lambda run: int(run.data.tags["tc.trial"]))
-    by_speed = sorted(by_number, key=lambda run: -run.data.metrics.get("tokens_per_s_per_device", 0.0))
+    by_speed = sorted(by_number, key=lambda run: _weighted_ms(run, objective))
     chosen = {run.info.run_id: run for run in [*by_speed[: MAX_PER_SWEEP // 2], *by_number]}
     for run in list(chosen.values())[:MAX_PER_SWEEP]:
         if (trial := _trial(client, run.info.run_id, sweep)) is not None:
             yield trial
+
+
+def _weighted_ms(run: Any, objective: Objective) -> float:
+    """Step time of a run times the objective's weight, in milliseconds; infinite where it was not measured."""
+    step_time_ms, devices = run.data.metrics.get("step_time_ms"), run.data.params.get("world_size", "")
+    if step_time_ms is None or not devices.isdecimal():
+        return math.inf
+    return float(step_time_ms) * objective.weight(int(devices))
 
 
 def _trial(client: Any, run_id: str, sweep: str) -> EarlierTrial | None:

@@ -86,6 +86,8 @@ class Registry:
             if error.error_code in _ABSENT:
                 return None
             raise
+        except OverflowError:  # a number that no database holds
+            return None
 
     def read_files(self, registered: Registered) -> dict[str, bytes]:
         """All files of a version: path below its folder to content.
@@ -98,6 +100,21 @@ class Registry:
             files = (path for path in sorted(root.rglob("*")) if path.is_file())
             return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
 
+    def run_tags(self, run_id: str) -> dict[str, str]:
+        """Tags of a run.
+
+        Raises:
+            LookupError: it is not there.
+        """
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return dict(self.client.get_run(run_id).data.tags)
+        except MlflowException as error:
+            if error.error_code in _ABSENT:
+                raise LookupError(f"its run {run_id} is not there") from None
+            raise
+
     def ensure_experiment(self, name: str, location: str | None) -> str:
         """The id of the experiment, created where it is missing."""
         found = self.client.get_experiment_by_name(name)
@@ -105,6 +122,8 @@ class Registry:
             self._done("RESOURCE_ALREADY_EXISTS", lambda: self.client.create_experiment(name, location))
             found = self.client.get_experiment_by_name(name)
         assert found is not None, "it was just created"
+        if found.lifecycle_stage == "deleted":  # by hand, on a page; what it holds is still wanted
+            self.client.restore_experiment(found.experiment_id)
         return str(found.experiment_id)
 
     # ---- registered models as such: names that only one can create, and that are gone when deleted ----

@@ -9,21 +9,29 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+from cluster.processes import python_module
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import artifact_folder
 from orchestrator.processes import interruptible
+from orchestrator.tracking.server import plugin
 from trials.secrets import is_secret_name
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 5000
+APP = "tune-cluster"
+"""Name under which :mod:`orchestrator.tracking.server` is offered to MLflow."""
 _STARTUP_S = 120.0
+_SOURCES = Path(__file__).parents[2]
+"""Folder that this package is imported from, wherever that is."""
 
 
 def serve(
@@ -43,7 +51,7 @@ def serve(
     if uri.startswith(("http://", "https://")):
         raise ConfigError("the tracking URI names a running server", key="tracking.uri", remedy="Open it in a browser.")
     base = f"http://{host}:{port}"
-    _check_port(host, port)
+    check_port(host, port)
     if not _is_loopback(host):
         logger.warning("the MLflow server at %s asks for no password: who reaches it reads and changes results", base)
     with _server(_command(uri, host, port)) as server, interruptible():
@@ -56,15 +64,19 @@ def serve(
             return 0
 
 
-def _check_port(host: str, port: int) -> None:
-    """Refuse a taken port: another server would answer there in the place of ours."""
+def check_port(host: str, port: int) -> None:
+    """Refuse a taken port: another server would answer there in the place of ours.
+
+    Raises:
+        ConfigError: it is taken, or not this host's.
+    """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror}", remedy="Choose another with --port."
+                f"cannot listen on {host}:{port}: {error.strerror}", remedy="Choose another with --mlflow-port."
             ) from None
 
 
@@ -76,8 +88,8 @@ def _is_loopback(host: str) -> bool:
 
 
 def _command(uri: str, host: str, port: int) -> list[str]:
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, "--host", host]
-    command += ["--port", str(port), "--workers", "1"]
+    command = python_module("mlflow", "server", "--backend-store-uri", uri, "--host", host)
+    command += ["--port", str(port), "--workers", "1", "--app-name", APP]
     artifacts = artifact_folder(uri)
     return [*command, "--artifacts-destination", str(artifacts)] if artifacts else command
 
@@ -90,11 +102,18 @@ def _server(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     """
     env = {name: value for name, value in os.environ.items() if not is_secret_name(name)}
     env |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    server = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True)
-    try:
-        yield server
-    finally:
-        _end(server)
+    env["PYTHONSAFEPATH"] = "1"  # of what it starts in turn; that looks for modules in its folder besides
+    with tempfile.TemporaryDirectory(prefix="tc-mlflow-") as folder:
+        plugin(Path(folder), APP)
+        path = [folder, str(_SOURCES), *filter(None, [env.get("PYTHONPATH")])]
+        env["PYTHONPATH"] = os.pathsep.join(path)
+        server = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True, cwd="/"
+        )
+        try:
+            yield server
+        finally:
+            _end(server)
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:

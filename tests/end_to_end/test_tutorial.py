@@ -33,7 +33,7 @@ def commands():
 
 
 def run(words, folder, *more):
-    program = [sys.executable, "-m", "orchestrator.cli.main", *words[1:], *more]
+    program = [sys.executable, "-m", "orchestrator", *words[1:], *more]
     environment = {**os.environ, "TUNE_CLUSTER_HOME": str(folder / "home"), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         program, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE

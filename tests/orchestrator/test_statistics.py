@@ -6,12 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator import statistics
+from orchestrator.objective import Objective
 from orchestrator.statistics import Estimate, Interval
 from tests.support.story import measured
 from trials.outcome import Measurement
 
 step_times = st.lists(st.floats(1e-4, 1e2), min_size=1, max_size=16).map(tuple)
 scale = st.floats(1e-3, 1e3)
+
+OBJECTIVE = Objective()
 
 
 def measurement(times: tuple[float, ...], **changes: object) -> Measurement:
@@ -33,7 +36,9 @@ def test_the_interval_covers_the_true_median(num_samples: int, floor: float, sig
 def test_the_verdict_calls_equal_speeds_different_in_few_cases():
     rng = np.random.default_rng(11)
     pairs = [(tuple(np.exp(rng.normal(0, 0.05, 8))), tuple(np.exp(rng.normal(0, 0.05, 8)))) for _ in range(300)]
-    wrong = [pair for pair in pairs if statistics.compare(measurement(pair[0]), measurement(pair[1])) != "tie"]
+    wrong = [
+        pair for pair in pairs if statistics.compare(measurement(pair[0]), measurement(pair[1]), OBJECTIVE) != "tie"
+    ]
     assert len(wrong) / len(pairs) <= 0.12
 
 
@@ -42,7 +47,7 @@ def test_a_real_difference_is_found_in_most_cases():
     found = 0
     for _ in range(200):
         fast, slow = (tuple(factor * np.exp(rng.normal(0, 0.03, 8))) for factor in (1.0, 1.1))
-        found += statistics.compare(measurement(fast), measurement(slow)) == "faster"
+        found += statistics.compare(measurement(fast), measurement(slow), OBJECTIVE) == "faster"
     assert found / 200 >= 0.95
 
 
@@ -70,8 +75,8 @@ def test_intervals_scale_with_the_unit(times: tuple[float, ...], factor: float):
 
 @given(a=step_times, b=step_times)
 def test_the_ratio_turns_round_with_its_arguments(a: tuple[float, ...], b: tuple[float, ...]):
-    there = statistics.speed_ratio(measurement(a), measurement(b))
-    back = statistics.speed_ratio(measurement(b), measurement(a))
+    there = statistics.speed_ratio(measurement(a), measurement(b), OBJECTIVE)
+    back = statistics.speed_ratio(measurement(b), measurement(a), OBJECTIVE)
     assert there.value == pytest.approx(1 / back.value)
     assert (there.ci95 is None) == (back.ci95 is None) == (1 in (len(a), len(b)))
     opposite = {"faster": "slower", "slower": "faster", "tie": "tie"}
@@ -84,7 +89,7 @@ def test_the_ratio_turns_round_with_its_arguments(a: tuple[float, ...], b: tuple
 def test_interval_ends_turn_round_with_the_arguments(sigma: float):
     rng = np.random.default_rng(3)
     a, b = (measurement(tuple(np.exp(rng.normal(0, sigma, 8)))) for _ in range(2))
-    there, back = statistics.speed_ratio(a, b).ci95, statistics.speed_ratio(b, a).ci95
+    there, back = statistics.speed_ratio(a, b, OBJECTIVE).ci95, statistics.speed_ratio(b, a, OBJECTIVE).ci95
     assert there is not None and back is not None
     assert there.low == pytest.approx(1 / back.high, rel=0.1 * sigma + 0.01)
     assert there.high == pytest.approx(1 / back.low, rel=0.1 * sigma + 0.01)
@@ -92,7 +97,7 @@ def test_interval_ends_turn_round_with_the_arguments(sigma: float):
 
 @given(times=step_times)
 def test_equal_data_is_a_tie(times: tuple[float, ...]):
-    assert statistics.compare(measurement(times), measurement(times)) == "tie"
+    assert statistics.compare(measurement(times), measurement(times), OBJECTIVE) == "tie"
 
 
 @given(times=step_times)
@@ -104,21 +109,21 @@ def test_the_same_data_gives_the_same_interval(times: tuple[float, ...]):
 
 
 def test_a_single_step_shows_nothing():
-    assert statistics.compare(measurement((0.1,)), measurement((0.5,) * 8)) == "tie"
+    assert statistics.compare(measurement((0.1,)), measurement((0.5,) * 8), OBJECTIVE) == "tie"
 
 
 def test_the_ratio_counts_devices_and_tokens():
     one = measurement((0.1,) * 8, world_size=1, tokens_per_step=100)
     two = measurement((0.1,) * 8, world_size=2, tokens_per_step=100)
-    ratio = statistics.speed_ratio(one, two)
+    ratio = statistics.speed_ratio(one, two, OBJECTIVE)
     assert ratio.value == pytest.approx(2.0)
     assert ratio.ci95 == Interval(pytest.approx(2.0), pytest.approx(2.0))
-    assert statistics.compare(one, two) == "faster"
-    assert statistics.compare(two, one) == "slower"
+    assert statistics.compare(one, two, OBJECTIVE) == "faster"
+    assert statistics.compare(two, one, OBJECTIVE) == "slower"
 
 
 def test_a_difference_too_small_to_matter_is_a_tie_however_sure():
-    assert statistics.compare(measurement((0.1,) * 8), measurement((0.1009,) * 8)) == "tie"
+    assert statistics.compare(measurement((0.1,) * 8), measurement((0.1009,) * 8), OBJECTIVE) == "tie"
     assert statistics.verdict(Estimate(1.02, Interval(0.999, 1.04))) == "tie"
 
 

@@ -38,6 +38,7 @@ FULL = {
         "device": "cpu",
         "device_memory": "2GiB",
         "isolation": "device",
+        "price_per_device_hour": 2.5,
         "exclude_nodes": ["node-7"],
         "exclude_slow_nodes": True,
     },
@@ -122,6 +123,7 @@ FULL = {
         "cudnn_benchmark": {"first": 1, "last": 10},
         "memory_format": "nhwc",
     },
+    "objective": "device_cost",
     "search": {"sampler": "guided", "seed": 1, "max_concurrent": 2, "stop_when_converged": True}
     | {"patience": 5, "transfer": False, "early_stop": 2.0},
     "measure": {
@@ -139,7 +141,7 @@ FULL = {
         "consecutive_failures": 2,
         "strikes_per_node": 2,
     },
-    "confirm": {"finalists": 2, "min_rounds": 2, "max_rounds": 5, "budget_share": 0.5},
+    "confirm": {"finalists": 2, "min_rounds": 2, "max_rounds": 5, "budget_share": 0.5, "always": True},
     "gate": {
         "num_steps": 7,
         "loss_tolerance": 0.5,
@@ -173,7 +175,7 @@ FULL = {
 SMALL = {
     "name": "small",
     "workload": {"model": FULL["workload"]["model"], "seq_length": 32, "global_batch_size": 16},
-    "space": {"micro_batch_size": [1, 2]},
+    "space": {"micro_batch_size": [1, 2], "world_size": 1},
 }
 
 RESNET = {

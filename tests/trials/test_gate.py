@@ -15,7 +15,7 @@ from benchmarks.loss_gate.bugs import (
     no_weight_decay,
 )
 from benchmarks.loss_gate.runs import spec_of, train
-from orchestrator.proof.loss_gate import Trajectory, judge_gate
+from orchestrator.proof.loss_gate import GateTrajectories, Trajectory, judge_gate
 from orchestrator.sweep.values import GateReport, GateSettings
 from tests.trials.test_sensitivity import BUGS
 from tests.trials.tiny import WORKLOAD
@@ -73,7 +73,10 @@ def legitimate() -> dict[str, tuple[Trajectory, Trajectory]]:
 def judge(baseline: str, finalist: Trajectory, exact: Trajectory | None = None) -> GateReport:
     """Judge against a baseline in this format, with its reference."""
     reference = None if baseline == "float32" else right()["float32"]
-    return judge_gate(1, right()[baseline], finalist, reference, SETTINGS, finalist_reference=exact)
+    runs = GateTrajectories(
+        baseline=right()[baseline], finalist=finalist, reference=reference, finalist_reference=exact
+    )
+    return judge_gate(1, runs, SETTINGS)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ class _NestedRepeatError(Exception):
     """Something is repeated that itself can match in several ways, so that their number grows exponentially."""
 
 
+@functools.lru_cache(maxsize=1024)  # the same few patterns are asked for with every candidate
 def pattern_problem(pattern: str) -> str | None:
     """What is wrong with a selective-recompute pattern; None for a good one."""
     if not 0 < len(pattern) <= MAX_PATTERN_CHARS:

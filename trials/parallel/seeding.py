@@ -24,13 +24,25 @@ def initial_value(name: str, size: torch.Size, initial: Initial, seed: int) -> T
     return torch.empty(size).normal_(initial.mean, initial.std, generator=generator)
 
 
+def perturbed(value: Tensor, name: str, size: float, seed: int) -> Tensor:
+    """``value`` with every element off by a share of it, uniform within ``size`` of 0: a pure function, too."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(f"{name} perturbed".encode()))
+    return value + value * torch.empty(value.shape).uniform_(-size, size, generator=generator)
+
+
 @torch.no_grad()
-def init_parameters(model: TrainModel, seed: int, shard_map: ShardMap) -> None:
-    """Fill the parameters of a model that has just left the meta device, sharded or not."""
+def init_parameters(model: TrainModel, seed: int, shard_map: ShardMap, perturbation: float = 0.0) -> None:
+    """Fill the parameters of a model that has just left the meta device, sharded or not.
+
+    Args:
+        perturbation: see :attr:`trials.spec.TrialSpec.perturbation`.
+    """
     for wrapped_name, parameter in model.named_parameters():
         name = plain_name(wrapped_name)
         shard = shard_map.shards.get(name)
         full = initial_value(name, _full_size(parameter.shape, shard), model.initial(name), seed)
+        if perturbation:
+            full = perturbed(full, name, perturbation, seed)
         if shard is not None:
             full = full.chunk(shard.num_shards, shard.dim)[shard.index]
         if isinstance(parameter, DTensor):

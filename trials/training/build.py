@@ -74,7 +74,7 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
         apply_fsdp(model, mesh, layout, candidate.precision)
     model.to_empty(device=device)
     model.materialize(device)
-    init_parameters(model, spec.workload.seed, shard_map)
+    init_parameters(model, spec.workload.seed, shard_map, spec.perturbation)
     module: nn.Module = model
     if uses_ddp(layout) and has_parameters:
         assert mesh is not None

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from cluster.processes import python_module
 from orchestrator.errors import ConfigError
 from orchestrator.planning.dryrun.cache import DryRunCache, cache_key
 from trials.codec import from_json, to_json
@@ -139,7 +139,7 @@ def _batch(requests: list[DryRunRequest]) -> Iterator[tuple[int, Reply]]:
     with tempfile.TemporaryFile("w+") as words, tempfile.TemporaryFile("w+") as asked:
         json.dump(body, asked)
         asked.seek(0)
-        command = [sys.executable, "-m", "trials.dryrun"]
+        command = python_module("trials.dryrun")
         with subprocess.Popen(command, stdin=asked, stdout=subprocess.PIPE, stderr=words, text=True) as process:
             assert process.stdout is not None
             try:

@@ -105,14 +105,17 @@ def _slow_nodes(spec: SweepSpec, topology: Topology, home: Home) -> tuple[str, .
     return profile.unfit
 
 
-def known_topology(spec: SweepSpec, home: Home | None = None) -> Topology | None:
+def known_topology(spec: SweepSpec, home: Home | None = None, *, address: str | None = None) -> Topology | None:
     """Nodes that the sweep would use at most; None where only the cluster itself knows.
+
+    Args:
+        address: the Ray cluster's, in place of the one in the file.
 
     Raises:
         ConfigError: as :func:`cluster_request`.
         ClusterError: this host cannot give what is asked for.
     """
-    return describe(cluster_request(spec, home))
+    return describe(cluster_request(spec, home, address=address))
 
 
 def device_kind(spec: SweepSpec, topology: Topology | None) -> DeviceKind:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator import units
+from orchestrator import units, virtual
 from orchestrator.errors import ConfigError
 from orchestrator.report import profile, words
 from orchestrator.report.plots.gallery import Plot, gallery
@@ -44,6 +44,7 @@ def environment() -> Environment:
         "shown_tables": profile.shown_tables,
         "units": units,
         "words": words,
+        "virtual": virtual,
     }
     return found
 
@@ -60,7 +61,9 @@ def page_html(report: Report, plots: Mapping[str, Plot] | None = None) -> str:
     plots = gallery(report) if plots is None else plots
     figures = {name: Markup(plot.svg()) for name, plot in plots.items()}
     gates = [name for name in figures if name.startswith("gate-")]
-    return environment().get_template("page.html.j2").render(report=report, figures=figures, gate_figures=gates)
+    spelled = {row.number: row.spelled for row in report.trials.rows}
+    page = environment().get_template("page.html.j2")
+    return page.render(report=report, figures=figures, gate_figures=gates, spelled=spelled)
 
 
 def write_page(report: Report, file: Path | None) -> Path:

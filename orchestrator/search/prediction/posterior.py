@@ -22,7 +22,7 @@ class Posterior:
     """
 
     log_time: Array
-    """log(predicted device-seconds per step)."""
+    """log(predicted seconds per step, times the objective's weight)."""
     error: ErrorModel
     """How these predictions may be wrong."""
     cost_s: Array

@@ -12,6 +12,7 @@ from cluster.hardware.accelerators import CatalogueError, describe_topology
 from cluster.hardware.topology import Topology
 from cluster.probe.prior import with_measured_figures, with_probe
 from cluster.probe.profile import Profile
+from orchestrator.objective import Figures, Objective
 from orchestrator.search.prediction.predictor import Predictor, UnpredictableError
 from orchestrator.search.prediction.transfer import EarlierTrial
 from orchestrator.space.naming import describe, flat_params
@@ -27,13 +28,16 @@ class Prediction:
     number: int | None
     """Its number in the plan's list, from 1; None when it is not there."""
     unit: str
-    """Unit of throughput, like ``tokens/s/p``."""
+    """Unit of the score, like ``tokens/s/p``."""
+    figures: Figures
+    """How fast it is expected to be, in every unit."""
+    score: float
+    """By the objective: higher is better."""
     step_s: float
     step_terms_s: dict[str, float]
     """Seconds per term of the cost model; they sum to ``step_s``."""
     log_spread: float
     """Standard deviation of log(measured / predicted) to expect."""
-    tokens_per_s_per_device: float
     peak_bytes: float
     """Peak memory of the fullest pipeline rank."""
     peak_terms_bytes: dict[str, float]
@@ -53,7 +57,10 @@ class Prediction:
             "step_time_s": self.step_s,
             "step_terms_s": self.step_terms_s,
             "log_spread": self.log_spread,
-            "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "score": self.score,
+            "tokens_per_s": self.figures.tokens_per_s,
+            "tokens_per_s_per_device": self.figures.tokens_per_s_per_device,
+            "num_devices": self.figures.num_devices,
             "peak_bytes": self.peak_bytes,
             "peak_terms_bytes": self.peak_terms_bytes,
             "fullest_stage": self.fullest_stage,
@@ -71,6 +78,7 @@ def make_predictor(
     *,
     estimates: Mapping[Candidate, DryRunEstimate] | None = None,
     earlier: Sequence[EarlierTrial] = (),
+    objective: Objective | None = None,
 ) -> Predictor:
     """The cost model on ``candidates`` and the hardware of ``topology``, with what a probe measured of its nodes.
 
@@ -88,22 +96,31 @@ def make_predictor(
         cluster = with_measured_figures(cluster, profile)
         prior = with_probe(load_prior("time"), profile, cluster)
     return Predictor(
-        workload, candidates, cluster, features=flat_params, prior=prior, estimates=estimates, earlier=earlier
+        workload,
+        candidates,
+        cluster,
+        features=flat_params,
+        prior=prior,
+        estimates=estimates,
+        earlier=earlier,
+        objective=objective,
     )
 
 
 def predict(predictor: Predictor, row: int, workload: Workload, *, number: int | None = None) -> Prediction:
     """The prediction of the candidate in ``row`` of the predictor."""
     found = predictor.estimates
-    step_s = float(found.step_s[row])
+    step_s, candidate = float(found.step_s[row]), predictor.candidates[row]
+    num_devices, objective = candidate.layout.world_size, predictor.objective
     return Prediction(
-        candidate=predictor.candidates[row],
+        candidate=candidate,
         number=number,
-        unit=workload.speed_unit,
+        unit=objective.unit(workload.speed_unit),
+        figures=objective.figures(workload.tokens_per_step, step_s, num_devices),
+        score=objective.score_of(workload.tokens_per_step, step_s, num_devices),
         step_s=step_s,
         step_terms_s={name: float(values[row]) for name, values in found.step_terms_s.items()},
         log_spread=float(predictor.log_spread_of(row)),
-        tokens_per_s_per_device=workload.tokens_per_step / (step_s * float(predictor.inputs.world_size[row])),
         peak_bytes=float(found.peak_bytes[row]),
         peak_terms_bytes={name: float(values[row]) for name, values in found.peak_terms_bytes.items()},
         fullest_stage=int(found.fullest_stage[row]),

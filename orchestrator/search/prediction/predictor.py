@@ -20,6 +20,7 @@ from cluster.cost.estimate import CostModel, Estimates
 from cluster.cost.generic import GenericInputs, generic_inputs
 from cluster.cost.inputs import CostInputs, concatenate
 from cluster.hardware.accelerators import ClusterDescription
+from orchestrator.objective import Objective
 from orchestrator.search.prediction import model_families
 from orchestrator.search.prediction.gaussian_process import Array, ErrorModel
 from orchestrator.search.prediction.model_families import Inputs, log_device_seconds, physical_places
@@ -69,6 +70,7 @@ class Predictor:
         prior: prior of the time coefficients; None: the one that published measurements taught.
         estimates: what dry runs counted, of use for workloads that are no decoders.
         earlier: trials of other sweeps on the same hardware; those of the same kind of model count.
+        objective: what candidates are compared by; times that are compared are weighted by it.
 
     Raises:
         UnpredictableError: the device lacks a figure, or there are too many candidates.
@@ -84,6 +86,7 @@ class Predictor:
         prior: Prior | None = None,
         estimates: Mapping[Candidate, DryRunEstimate] | None = None,
         earlier: Sequence[EarlierTrial] = (),
+        objective: Objective | None = None,
     ) -> None:
         if len(candidates) > MAX_CANDIDATES:
             raise UnpredictableError(
@@ -92,6 +95,7 @@ class Predictor:
         self.candidates = tuple(candidates)
         self.earlier = tuple(t for t in earlier if isinstance(t.workload.model, type(workload.model)))
         self.cluster = cluster
+        self.objective = objective or Objective()
         self.on_cpu = cluster.accelerator.name == "cpu"
         pairs = [(workload, c) for c in self.candidates] + [(t.workload, t.candidate) for t in self.earlier]
         try:
@@ -117,15 +121,21 @@ class Predictor:
         return normal_cdf(-self.log_memory / float(np.hypot(MEMORY_STD, MEMORY_SHIFT_STD)))
 
     @functools.cached_property
+    def weights(self) -> Array:
+        """By what the objective multiplies each row's step time."""
+        return self.objective.weights(self.inputs.world_size)
+
+    @functools.cached_property
     def earlier_rows(self) -> frozenset[int]:
         """Rows of trials of earlier sweeps, which are no candidates."""
         return frozenset(range(len(self.candidates), len(self.inputs)))
 
     @functools.cached_property
     def earlier_times_s(self) -> Mapping[int, float]:
-        """Device-seconds per step of the earlier trials most like any candidate, by row."""
+        """Weighted seconds per step of the earlier trials most like any candidate, by row."""
         first = len(self.candidates)
-        times = [(first + i, t.device_seconds) for i, t in enumerate(self.earlier) if t.device_seconds is not None]
+        known = [(first + i, t.step_time_s) for i, t in enumerate(self.earlier) if t.step_time_s is not None]
+        times = [(row, step_time_s * float(self.weights[row])) for row, step_time_s in known]
         if not times:
             return {}
         places = physical_places(self.inputs)
@@ -156,18 +166,20 @@ class Predictor:
         return self.cluster.accelerator.usable_memory_bytes
 
     def posterior(self, times_s: Mapping[int, float]) -> Posterior:
-        """The posterior, linearised where device-seconds per step ``times_s``, by row, put the coefficients."""
+        """The posterior, linearised where weighted seconds per step ``times_s``, by row, put the coefficients."""
         key = tuple(sorted(times_s.items()))
         if key not in self._kept:
             self._kept = {key: self._linearised_posterior(times_s)}
         return self._kept[key]
 
     def _linearised_posterior(self, times_s: Mapping[int, float]) -> Posterior:
-        log_time, features, seconds = linearised(self._prior, self.inputs, times_s)
+        shares = self.inputs.world_size / self.weights
+        known = {row: time_s * float(shares[row]) for row, time_s in times_s.items()}
+        log_time, features, seconds = linearised(self._prior, self.inputs, known)
         own, sweeps = self._own.one_hot, self._sweeps()
         own_std = OWN_KNOB_STD["decoder" if isinstance(self.inputs, CostInputs) else "generic"]
         return Posterior(
-            log_time=log_time,
+            log_time=log_time - np.log(shares),
             error=ErrorModel(
                 features=np.hstack([features, own, sweeps]),
                 feature_std=np.repeat([1.0, own_std, SWEEP_STD], [features.shape[1], own.shape[1], sweeps.shape[1]]),

@@ -42,11 +42,6 @@ class EarlierTrial:
     peak_bytes: int | None = None
     """Peak memory of the fullest rank, where it was measured."""
 
-    @property
-    def device_seconds(self) -> float | None:
-        """Device-seconds of one step; None where it ran out of memory."""
-        return None if self.step_time_s is None else self.step_time_s * self.candidate.layout.world_size
-
     @classmethod
     def of_outcome(
         cls, sweep: str, workload: Workload, candidate: Candidate, outcome: Outcome | None

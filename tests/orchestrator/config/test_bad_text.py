@@ -10,7 +10,7 @@ from orchestrator.config.yaml_source import MAX_FILE_BYTES, read_yaml
 from orchestrator.errors import ConfigError
 from orchestrator.planning.plan import make_plan
 from tests.orchestrator.config.bad_files import ALL_PATHS, MAPPINGS, dotted, refusal
-from tests.support.sweep_files import FULL, SMALL, changed, topology, write
+from tests.support.sweep_files import FULL, RESNET, SMALL, changed, topology, write
 
 
 @pytest.mark.parametrize("path", [path for path in MAPPINGS if path and not any(isinstance(p, int) for p in path)])
@@ -58,6 +58,18 @@ def _key_paths(lines):
         ("name: x\nspace: " + "[" * 5000, 1, "nested deeper"),
         ("base: &b {name: x}\n<<: *b\n", 2, "merge keys"),
         (b"name: x\nspace: \xff\xfe\n", 2, "not UTF-8"),
+        ("name: x\nseed: !!bool maybe\n", 2, "'maybe' is no bool"),
+        ('name: x\nseed: !!int ""\n', 2, "'' is no int"),
+        ('name: x\nseed: !!float ""\n', 2, "'' is no float"),
+        ("name: x\nseed: !!timestamp abc\n", 2, "'abc' is no timestamp"),
+        ("name: x\nseed: !!binary é\n", 2, "is no binary"),
+        ("name: x\nseed: !!nonsense 1\n", 2, "is no nonsense"),
+        ("name: x\nseed: !!set abc\n", 2, "is no set"),
+        ("name: x\nseed: 0x" + "f" * 5000, 2, "a number of 5002 characters is too large"),
+        ("name: x\n0x" + "f" * 50 + ": 1\n", 2, "a key must be text, got '0xfff"),
+        ('name: x\ntext: "\\ud800"\n', 2, "half of a character"),
+        ("\ufeffname: x\nspace: *nowhere\n", 2, "undefined alias"),
+        ("name: x\ntext: a\0b\n", 2, "not valid YAML"),
         (bytes(range(256)) * 50, None, ""),
         (b"\x7fELF\0\0\0\0" * 10, 1, "not valid YAML"),
         ("x: " + "y" * MAX_FILE_BYTES, None, "larger than"),
@@ -168,6 +180,44 @@ def test_any_bytes_are_refused_cleanly(tmp_path, content):
     refusal(tmp_path, content)
 
 
+TAGS = ("bool", "int", "float", "timestamp", "binary", "null", "str", "set", "omap", "x")
+TAGGED = st.tuples(
+    st.sampled_from(["", "! ", *(f"!!{tag} " for tag in TAGS)]),
+    st.one_of(
+        st.sampled_from(["", "''", "maybe", "abc", "1:60", "-", "0x", "0b", ".inf", ".nan", "1e999", '"\\ud800"']),
+        st.sampled_from(
+            ["9" * 400 + unit for unit in ("", "GB", "s", ".5", "e9")] + ["0x" + "f" * 5000, "-0x" + "f" * 300]
+        ),
+        st.text(alphabet="0123456789xob_:.-+eE abTZ%=\u0660", max_size=12).filter(lambda text: ": " not in text),
+    ),
+).map("".join)
+
+
+def _check_tagged(tmp_path, path, scalar):
+    """``scalar`` as it stands, not what PyYAML would make of it when it writes the file."""
+    _load_or_refuse(tmp_path, yaml.safe_dump(changed(FULL, path, "PLACE")).replace("PLACE", scalar))
+
+
+@MANY_IN_ONE_FOLDER
+@given(path=st.sampled_from(ALL_PATHS), scalar=TAGGED)
+def test_any_scalar_anywhere_loads_or_is_refused_cleanly(tmp_path, path, scalar):
+    _check_tagged(tmp_path, path, scalar)
+
+
+@pytest.mark.exhaustive
+@settings(MANY_IN_ONE_FOLDER, max_examples=1500)
+@given(path=st.sampled_from(ALL_PATHS), scalar=TAGGED)
+def test_thousands_of_scalars_load_or_are_refused_cleanly(tmp_path, path, scalar):
+    _check_tagged(tmp_path, path, scalar)
+
+
+@pytest.mark.parametrize("value", ["9" * 400 + "GB", "9" * 30 + "B"])
+def test_a_size_beyond_all_memory_is_refused(tmp_path, value):
+    error = refusal(tmp_path, changed(FULL, ("cluster", "device_memory"), value))
+    assert (error.key, "out of range" in error.message) == ("cluster.device_memory", True)
+    assert len(str(error)) < 500
+
+
 def _load_or_refuse(folder, content):
     file = write(folder, content)
     try:
@@ -175,3 +225,29 @@ def _load_or_refuse(folder, content):
     except ConfigError as error:
         assert error.file == str(file)
         assert str(error)
+
+
+def test_more_class_folders_than_classes_are_refused_at_once(tmp_path):
+    for name in ("cat", "dog", "fox"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        (tmp_path / "images" / name / "1.jpg").write_bytes(b"\xff\xd8")
+    data = {"kind": "image_folder", "path": "images"}
+    error = refusal(
+        tmp_path, changed(changed(RESNET, ("workload", "data"), data), ("workload", "model", "num_classes"), 2)
+    )
+    assert (error.key, error.message) == (
+        "workload.model.num_classes",
+        f"2 classes, but {tmp_path / 'images'} has 3 folders of classes",
+    )
+    assert error.line == (tmp_path / "sweep.yaml").read_text().splitlines().index("    num_classes: 2") + 1
+    assert "num_classes: 3" in error.remedy
+
+
+def test_data_and_programs_of_another_host_are_not_looked_for_on_this_one(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    content = changed(FULL, ("workload", "data", "path"), "/data/elsewhere")
+    content = changed(changed(content, ("gate", "command"), ["their-program"]), ("cluster",), {"kind": "ray"})
+    file = write(tmp_path, content)
+    assert load_sweep(file, address="10.0.0.1:6379").workload.data.path == "/data/elsewhere"
+    with pytest.raises(ConfigError, match="No such file"):
+        load_sweep(file)

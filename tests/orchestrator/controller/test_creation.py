@@ -60,3 +60,13 @@ def test_where_only_the_cluster_knows_its_nodes_the_file_is_checked_and_nothing_
     with pytest.raises(ConfigError, match="no legal candidate"):
         plan_ahead(load_sweep(write(tmp_path, impossible)), home(tmp_path))
     assert plans == []
+
+
+def test_nodes_of_a_cluster_are_not_those_of_this_host(tmp_path):
+    """One that is named on the command line only, or nowhere yet."""
+    several = load_sweep(write(tmp_path, changed(RAY, ("cluster",), {"kind": "ray", "num_nodes": 2})))
+    assert known_topology(several) is None
+    one = load_sweep(write(tmp_path, changed(RAY, ("cluster",), {"kind": "ray", "device": "cpu"})))
+    assert known_topology(one) is not None
+    assert known_topology(one, address="10.0.0.1:6379") is None
+    assert plan_ahead(one, home(tmp_path), address="10.0.0.1:6379") is None

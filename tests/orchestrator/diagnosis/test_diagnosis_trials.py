@@ -1,17 +1,25 @@
 """What all trials together tell: importance and effect of planted knobs, predictions held against measurements."""
 
+import io
 import itertools
 import math
 import random
 
+import numpy as np
 import pytest
+from rich.console import Console
 
 from orchestrator.diagnosis.effects import main_effects
+from orchestrator.diagnosis.explain import Basis, _view, explain_sweep
 from orchestrator.diagnosis.importance import importance
 from orchestrator.diagnosis.observations import tabulate
 from orchestrator.diagnosis.prediction_errors import compare_predictions
+from orchestrator.diagnosis.sample import MAX_TRIALS, sample
+from orchestrator.objective import Objective
+from orchestrator.search.prediction.gaussian_process import condition
 from orchestrator.sweep.values import PredictedResult
-from tests.orchestrator.diagnosis.diagnosed import O1, sweep
+from orchestrator.terminal.explain_sweep import render_sweep_explanation
+from tests.orchestrator.diagnosis.diagnosed import O1, basis, llama, simulate, sweep
 from tests.support.story import evidence, measured
 from trials.outcome import OutOfMemory, StoppedEarly
 from trials.spec import Candidate, Kernels, Layout, Loader, Precision
@@ -37,8 +45,12 @@ def planted(grid=FACTORIAL, noise=0.01, seed=0):
     return sweep(candidates, [measured(math.exp(rng.gauss(0, noise) - speed)) for speed in speeds])
 
 
+def predictions(state):
+    return compare_predictions(state.searched(), state.searched())
+
+
 def test_importance_finds_the_planted_knob_and_says_how_sure_it_is():
-    found = importance(tabulate(planted().searched()))
+    found = importance(tabulate(planted().searched(), Objective()))
     first = found.knobs[0]
     assert (first.knobs, found.num_trials) == (("precision",), 24)
     assert first.share > 0.7
@@ -50,14 +62,14 @@ def test_importance_finds_the_planted_knob_and_says_how_sure_it_is():
 
 
 def test_too_few_trials_are_said_to_be_too_few():
-    found = importance(tabulate(planted(FACTORIAL[::5]).searched()))
+    found = importance(tabulate(planted(FACTORIAL[::5]).searched(), Objective()))
     assert found.knobs == ()
     assert found.reason == "too few trials: 5, at least 10 would be needed for the 4 knobs that varied"
-    assert importance(tabulate([])).reason == "no knob varied over the trials"
+    assert importance(tabulate([], Objective())).reason == "no knob varied over the trials"
 
 
 def test_effects_come_from_pairs_that_differ_in_nothing_else():
-    effects = main_effects(tabulate(planted().searched()))
+    effects = main_effects(tabulate(planted().searched(), Objective()), Objective())
     first = effects[0]
     assert (first.knobs, first.before, first.after, first.num_pairs) == (("precision",), ("O0",), ("O1-bf16",), 12)
     assert first.ratio == pytest.approx(math.exp(LOG_GAIN), rel=0.02)
@@ -72,11 +84,12 @@ def test_without_pairs_a_regression_tells_what_the_trials_determine():
         (O1 if (mode == "block") != (workers == 2) else Precision(), size, mode, workers)
         for size, mode, workers in itertools.product((1, 2), ("off", "block"), (0, 2))
     ]
-    found = {effect.knobs[0]: effect for effect in main_effects(tabulate(planted(half).searched()))}
+    shown = main_effects(tabulate(planted(half).searched(), Objective()), Objective())
+    found = {effect.knobs[0]: effect for effect in shown}
     assert (found["precision"].num_pairs, found["micro_batch_size"].num_pairs) == (0, 4)
     assert found["precision"].low <= math.exp(LOG_GAIN) <= found["precision"].high
     assert found["precision"].after == ("O1-bf16",)
-    fewer = main_effects(tabulate(planted(half[:4]).searched()))
+    fewer = main_effects(tabulate(planted(half[:4]).searched(), Objective()), Objective())
     assert "precision" not in [effect.knobs[0] for effect in fewer], "four trials leave nothing to judge the fit by"
 
 
@@ -85,11 +98,11 @@ def test_trials_stopped_early_count_with_the_least_they_would_have_taken():
         step_times_s=(9.0,), at_least_s=9.0, incumbent=0, saved_device_seconds=1.0, evidence=evidence("slow")
     )
     candidates = [Candidate(micro_batch_size=size) for size in (1, 2)]
-    table = tabulate(sweep(candidates, [measured(1.0), slow]).searched())
+    table = tabulate(sweep(candidates, [measured(1.0), slow]).searched(), Objective())
     assert [round(math.exp(row.log_time), 6) for row in table.rows] == [1.0, 9.0]
     assert len(table.measured) == 1
     assert importance(table).num_bounds == 1
-    assert main_effects(table) == ()
+    assert main_effects(table, Objective()) == ()
 
 
 def expectation(step_s, peak=2e8, spread=0.05, fits=1.0):
@@ -102,7 +115,7 @@ def test_predictions_are_held_against_measurements_and_outliers_have_a_name():
     candidates += [Candidate(micro_batch_size=size, layout=zero3) for size in (1, 2)]
     took = [1.0, 0.9, 0.8, 0.7, 1.2, 1.0]
     expected = [expectation(s) for s in (1.0, 0.9, 0.8, 0.7)] + [expectation(0.6), expectation(0.5)]
-    found = compare_predictions(sweep(candidates, [measured(s) for s in took], expected=expected).searched())
+    found = predictions(sweep(candidates, [measured(s) for s in took], expected=expected))
     assert found.mape == pytest.approx((0.5 + 0.5) / 6)
     assert found.within_spread == pytest.approx(4 / 6)
     assert (found.outliers, set(found.in_common)) == ((4, 5), {"dp_shard 2", "zero_stage 3", "world_size 2"})
@@ -113,6 +126,47 @@ def test_predictions_are_held_against_measurements_and_outliers_have_a_name():
 def test_a_surprise_of_memory_is_counted_and_few_predictions_claim_nothing():
     candidates = [Candidate(), Candidate(micro_batch_size=2)]
     outcomes = [measured(1.0), OutOfMemory(evidence=evidence("no memory"))]
-    found = compare_predictions(sweep(candidates, outcomes, expected=[expectation(1.0), expectation(1.0)]).searched())
+    found = predictions(sweep(candidates, outcomes, expected=[expectation(1.0), expectation(1.0)]))
     assert (found.num_memory_surprises, found.rank_correlation, found.in_common) == (1, None, ())
-    assert compare_predictions(sweep(candidates, outcomes).searched()).mape is None
+    assert predictions(sweep(candidates, outcomes)).mape is None
+
+
+LONG = list(itertools.product((Precision(), O1), (1, 2, 4), ("off", "block"), range(120)))
+
+
+def test_of_a_long_sweep_a_sample_is_looked_at_that_shows_what_single_knobs_did():
+    state = planted(LONG, noise=0.3)
+    kept = sample(state.searched(), [state.baseline, state.best], state)
+    assert MAX_TRIALS / 2 < len(kept) <= MAX_TRIALS + 20
+    numbers = [trial.number for trial in kept]
+    assert numbers == sorted(set(numbers)) and {0, state.best.number} <= set(numbers)
+    effect = {effect.knobs: effect for effect in main_effects(tabulate(kept, Objective()), Objective())}[("precision",)]
+    assert effect.num_pairs > 100, "the sample keeps pairs that differ in nothing else"
+    assert effect.low < math.exp(LOG_GAIN) < effect.high
+    few = planted().searched()
+    assert sample(few, few[:1], planted()) == few
+
+
+@pytest.mark.exhaustive
+def test_the_explanation_of_a_long_sweep_says_that_it_rests_on_a_sample():
+    state = planted(LONG, noise=0.3)
+    explained = explain_sweep(state, Basis())
+    assert explained.num_trials == len(LONG) > explained.num_looked_at == explained.importance.num_trials
+    assert {explained.baseline.trial, explained.chosen.trial} <= set(explained.step_parts)
+    shown = Console(record=True, width=80, file=io.StringIO())
+    shown.print(render_sweep_explanation(explained))
+    assert f"{explained.num_looked_at:,} of {len(LONG):,} trials" in shown.export_text()
+
+
+def test_leaving_each_trial_out_is_worked_out_at_once():
+    candidates = [llama(Layout(dp_shard=8, zero_stage=3), micro_batch_size=n) for n in range(1, 9)]
+    state = sweep(candidates, simulate(candidates))
+    view, _ = _view(state, basis(candidates), state.searched(), [])
+    rows = np.arange(len(candidates))
+    errors = np.log([trial.measurement.step_time_s * 8 for trial in state.searched()]) - view._posterior.log_time[rows]
+    misses = []
+    for left_out in rows:
+        others = rows[rows != left_out]
+        kept = condition(view._posterior.error, others, errors[others], view._residual.scale)
+        misses.append(abs(math.expm1(errors[left_out] - kept.mean(rows[left_out : left_out + 1])[0])))
+    assert view.error == pytest.approx(np.median(misses), rel=1e-3)

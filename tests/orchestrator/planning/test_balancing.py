@@ -16,6 +16,7 @@ from cluster.cost.candidates import inputs_of
 from cluster.cost.estimate import cost_model
 from cluster.hardware.accelerators import load_cluster
 from orchestrator.cli.main import main
+from orchestrator.objective import Objective
 from orchestrator.planning.balancing import balance_layouts, balanced, with_balance
 from orchestrator.space.knobs.layer_choices import even_split
 from tests.support.sweep_files import write
@@ -188,10 +189,10 @@ def test_a_plan_has_balanced_candidates_and_says_how_they_came_about(tmp_path):
 
 def test_what_cannot_be_balanced_is_said(tmp_path):
     linear = {"workload": {"model": {"kind": "linear", "size": 64, "num_layers": 2}, "global_batch_size": 8}}
-    cpu = {"cluster": {"kind": "local", "device": "cpu"}, "baseline": {}, "space": {"balance": True}}
+    cpu = {"cluster": {"kind": "local", "device": "cpu"}, "baseline": {}, "space": {"balance": True, "world_size": 1}}
     assert "nothing was balanced: the cost model balances decoders" in plan(tmp_path, **linear, **cpu)
 
 
 def test_without_hardware_nothing_is_balanced():
-    found = balance_layouts((), WORKLOAD, None)
+    found = balance_layouts((), WORKLOAD, None, Objective())
     assert not found.balances and found.problem

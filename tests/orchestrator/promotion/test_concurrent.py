@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from orchestrator.errors import ConfigError
 from orchestrator.promotion import commands
 from orchestrator.promotion.lock import LockLostError, RegistryLock
-from orchestrator.promotion.manifest import Manifest, sha256_of
+from orchestrator.promotion.manifest import Manifest, list_files
 from orchestrator.promotion.records import Record, chain
 from orchestrator.promotion.release import Releases
 from orchestrator.sweep.fold import fold
@@ -51,8 +51,7 @@ def invariants(home: Home) -> list[Record]:
         with tempfile.TemporaryDirectory() as folder:
             root = Path(client.download_artifacts(version.run_id, "recipe", folder))
             files = {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
-        digests = {path: sha256_of(content) for path, content in files.items()}
-        assert digest(digests) == version.tags["files_sha256"] == record.files_sha256
+        assert digest(list_files(files)) == version.tags["files_sha256"] == record.files_sha256
         recipe_sha256 = digest(json.loads(files["recipe.json"]))
         assert recipe_sha256 == version.tags["recipe_sha256"] == record.recipe_sha256
     return done

@@ -1,5 +1,6 @@
 """What may go to production, and what is registered of it."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from mlflow import MlflowClient
 from orchestrator.errors import ConfigError
 from orchestrator.promotion import commands
 from orchestrator.promotion.evidence import choose
-from orchestrator.promotion.manifest import sha256_of
+from orchestrator.promotion.manifest import list_files
 from orchestrator.promotion.release import Releases
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home
@@ -56,13 +57,13 @@ def test_the_confirmed_winner_goes_to_production_with_its_evidence(home: Home, c
     assert facts["fingerprint"] == {"torch": "2"}
     version = client.get_model_version_by_alias("llama", "production")
     assert version.tags["speedup"] == "1.25" and version.tags["gate"] == "passed" and version.tags["forced"] == "false"
-    assert "1.25x the baseline (1.20x – 1.30x)" in version.description  # noqa: RUF001
+    assert "1.25x (1.20x – 1.30x) against the baseline" in version.description  # noqa: RUF001
     body = yaml.safe_load(version.description.split("```yaml\n")[1].split("```")[0])
     assert from_json(Candidate, body["candidate"]) == candidate(1)
     files = files_of(client, "llama", "1", tmp_path)
-    digests = {path: sha256_of(content) for path, content in files.items()}
-    tags = {tag.removeprefix("sha256/"): text for tag, text in version.tags.items() if tag.startswith("sha256/")}
-    assert digests == tags and digest(digests) == version.tags["files_sha256"]
+    listed = json.loads(files.pop("files.json"))
+    assert listed == {path: hashlib.sha256(content).hexdigest() for path, content in sorted(files.items())}
+    assert digest(listed) == version.tags["files_sha256"] and len(version.tags) < 20
     assert {"recipe.json", "recipe.yaml", "exports/README.txt"} <= set(files)
     assert any(path.startswith("exports/torchrun/") for path in files)
 
@@ -183,6 +184,10 @@ def test_an_altered_recipe_is_noticed(home: Home, tmp_path: Path):
     with pytest.raises(ConfigError, match="altered"):
         commands.show("llama@1", home)
     with pytest.raises(ConfigError, match=r"altered.*recipe\.json"):
+        releases.roll_back("llama")
+    files = {path.relative_to(stored.parent).as_posix(): path.read_bytes() for path in stored.parent.rglob("*.*")}
+    (stored.parent / "files.json").write_text(json.dumps(list_files(files)))
+    with pytest.raises(ConfigError, match=r"altered.*the list of its files"):
         releases.roll_back("llama")
     stored.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.proof.loss_gate import (
+    GateTrajectories,
     Trajectory,
     deviations,
     failed_gate,
@@ -57,9 +58,11 @@ def at(values: tuple[float, ...], changes: dict[int, float]) -> tuple[float, ...
 
 
 def judge(finalist: Trajectory, baseline: Trajectory | None = None, **options: Any) -> GateReport:
-    settings = options.pop("settings", SETTINGS)
-    report = judge_gate(7, baseline or run(), finalist, options.pop("reference", None), settings, **options)
-    assert report.trial == 7 and report.passed == (not report.reasons)
+    settings, workload = options.pop("settings", SETTINGS), options.pop("workload", None)
+    runs = GateTrajectories(baseline=baseline or run(), finalist=finalist, **options)
+    report = judge_gate(7, runs, settings, workload)
+    assert report.trial == 7 and report.passed == (not report.reasons and not report.doubts)
+    assert bool(report.reasons) + bool(report.doubts) <= 1 and report.answer in ("passed", "failed", "inconclusive")
     canonical_json(report)  # the ledger takes it: nothing in it is infinite
     return report
 
@@ -78,16 +81,16 @@ trajectories = st.builds(
 def test_any_runs_are_judged_without_errors(baseline: Trajectory, finalist: Trajectory, reference: Any) -> None:
     report = judge(finalist, baseline, reference=reference)
     assert from_json(GateReport, json.loads(canonical_json(report))) == report
-    found = deviations(baseline, finalist, reference, SETTINGS)
+    found = deviations(GateTrajectories(baseline=baseline, finalist=finalist, reference=reference), SETTINGS)
     for curve in (found.loss, found.grad_norm):
         assert len(curve.deviations) == len(curve.limits) == N
         assert all(limit > 0 and math.isfinite(limit) for limit in curve.limits)
-    assert report.passed <= (found.loss.is_within and found.grad_norm.is_within)
+    assert not report.passed or not (found.loss.contradictions or found.grad_norm.contradictions)
 
 
 @given(trajectories)
 def test_equal_runs_pass_unless_too_much_was_skipped(same: Trajectory) -> None:
-    assert judge(same, same).passed == (len(same.skipped) <= N / 2)
+    assert judge(same, same, twin=same).passed == (len(same.skipped) <= N / 2)
 
 
 @given(trajectories, trajectories)
@@ -97,8 +100,10 @@ def test_a_report_says_by_how_much(baseline: Trajectory, finalist: Trajectory) -
         (report.loss_deviation, report.loss_tolerance, "the loss is"),
         (report.grad_norm_deviation, report.grad_norm_tolerance, "the gradient norm is"),
     ):
-        is_refused = any(reason.startswith(word) for reason in report.reasons)
-        assert is_refused == (deviation is not None and deviation > tolerance)
+        objections = (*report.reasons, *report.doubts)
+        is_objected = any(one.startswith(word) and "not finite" not in one for one in objections)
+        assert is_objected <= (deviation is not None and deviation > tolerance)
+        assert report.passed <= (deviation is None or deviation <= tolerance)
 
 
 @pytest.mark.parametrize("class_name", ERRORS)
@@ -137,9 +142,13 @@ def test_the_first_gradient_norm_has_to_be_right() -> None:
 
 
 def test_single_gradient_norms_may_be_far_off() -> None:
+    """Which leaves the question open, unless rounding alone takes them as far."""
     odd = dict.fromkeys(range(2, 12), 3.0)
-    assert judge(run(norms=at(NORMS, odd))).passed
-    assert not judge(run(norms=at(NORMS, odd | {12: 3.0}))).passed
+    report = judge(run(norms=at(NORMS, odd)))
+    assert report.answer == "inconclusive" and report.remedy
+    assert "up to 84 % off the baseline's (step 11)" in report.doubts[0] and "in 10 of 20 steps" in report.doubts[0]
+    assert judge(run(norms=at(NORMS, odd | {12: 3.0}))).answer == "failed"
+    assert judge(run(norms=at(NORMS, {15: 2.0})), twin=run(norms=at(NORMS, {14: 1.6}))).passed
 
 
 def test_single_losses_may_not() -> None:
@@ -184,11 +193,12 @@ def test_all_values_have_to_be_finite(wrong: float) -> None:
     assert not judge(run(losses=[wrong] * N, norms=[wrong] * N)).passed
 
 
-def test_runs_that_are_too_short_fail_and_longer_ones_are_cut() -> None:
+def test_runs_that_are_too_short_are_not_judged_and_longer_ones_are_cut() -> None:
     short = run(LOSSES[:5], NORMS[:5])
-    assert judge(short).reasons == ("the finalist trained 5 of 20 steps",)
-    assert judge(run(), short).reasons == ("the baseline trained 5 of 20 steps",)
-    assert judge(run(), reference=short).reasons == ("the reference trained 5 of 20 steps",)
+    assert judge(short).doubts == ("the finalist trained 5 of 20 steps",)
+    assert judge(run(), short).doubts == ("the baseline trained 5 of 20 steps",)
+    assert judge(run(), reference=short).doubts == ("the reference trained 5 of 20 steps",)
+    assert judge(run(), twin=short).doubts == ("the baseline's twin trained 5 of 20 steps",)
     assert judge(run((*LOSSES, 99.0), (*NORMS, 99.0))).passed
     assert judge(run(), settings=GateSettings(num_steps=5)).num_steps == 5
 
@@ -211,13 +221,51 @@ def test_a_reference_says_which_of_two_formats_is_off() -> None:
     assert report.precision_class == "float16 O2 against float32"
 
 
-def test_the_finalist_may_be_twice_as_far_off_as_the_baseline() -> None:
-    baseline = run(losses=scaled(LOSSES, 1.05, first=3), precision=BF16)
-    for factor, passed in ((0.91, True), (1.09, True), (1.11, False)):
-        finalist = run(losses=scaled(LOSSES, factor, first=3), precision=FP16)
-        assert judge(finalist, baseline, reference=run()).passed == passed
-    late = run(losses=scaled(LOSSES, 1.09, first=2), precision=FP16)
-    assert not judge(late, baseline, reference=run()).passed, "the baseline was right in step 2"
+def test_what_is_no_further_off_than_rounding_takes_it_is_no_evidence() -> None:
+    """Beside a reference, the baseline is the twin: rounding in 16 bits is all that it differs by."""
+    limit = ERRORS["float32"].loss.at(9) * 2
+    twin = run(losses=scaled(LOSSES, 1 + 0.9 * limit, first=9))
+    for factor, answer in ((1.5, "passed"), (-3.5, "passed"), (3.7, "failed")):
+        finalist = run(losses=at(LOSSES, {9: LOSSES[8] * (1 + factor * limit)}))
+        report = judge(finalist, twin=twin)
+        assert report.answer == answer and report.twin_loss_deviation == pytest.approx(0.9 * limit, rel=1e-3)
+        assert judge(finalist).answer == "failed", "without a twin"
+    assert (
+        "as rounding alone takes it"
+        in judge(run(losses=at(LOSSES, {9: LOSSES[8] * (1 + 2 * limit)})), twin=twin).notes[0]
+    )
+    coarse = run(losses=scaled(LOSSES, 1.06), precision=BF16)
+    finalist = run(losses=scaled(LOSSES, 1.09), precision=FP16)
+    assert judge(finalist, coarse, reference=run()).answer == "inconclusive", "the baseline itself is beyond"
+
+
+@pytest.mark.parametrize("first", [2, 15])
+def test_where_rounding_alone_takes_training_apart_nothing_can_be_told(first: int) -> None:
+    """From step 2 on nothing is shown either way; from step 15 on, the 12 steps before have shown it."""
+    twin = run(losses=scaled(LOSSES, 1.01, first=first))
+    apart = judge(run(losses=scaled(LOSSES, 0.98, first=first)), twin=twin)
+    assert apart.answer == ("inconclusive" if first == 2 else "passed")
+    assert judge(run(), twin=twin).answer == apart.answer, "equal by chance is no more"
+    words = apart.doubts if first == 2 else apart.notes
+    assert f"{max(1, first - 3)} of 20 steps tell" in words[0]
+    early = run(losses=scaled(LOSSES, 0.98, first=1))
+    assert judge(early, twin=twin).answer == "failed", "in the first step weights are equal"
+    soon = run(losses=scaled(LOSSES, 0.98, first=first - 1 if first > 2 else 3))
+    assert judge(soon, twin=twin).answer == apart.answer, "another rounding may part sooner"
+    if first > 2:
+        assert judge(run(losses=scaled(LOSSES, 0.98, first=5)), twin=twin).answer == "failed", (
+            "long before it is evidence"
+        )
+    wild = run(losses=scaled(LOSSES, 1.3, first=first))
+    assert judge(wild, twin=twin).answer == "inconclusive", "thirty times as far as rounding is at least odd"
+    strict = GateSettings(num_steps=N, loss_tolerance=0.015)
+    assert judge(run(losses=scaled(LOSSES, 0.98, first=first)), twin=twin, settings=strict).answer == "failed"
+
+
+def test_what_the_baseline_itself_cannot_is_not_held_against_the_finalist() -> None:
+    broken = run(losses=at(LOSSES, {3: math.nan}))
+    assert judge(broken, broken).answer == "inconclusive"
+    assert judge(run(losses=at(LOSSES, {2: math.nan})), broken).answer == "failed"
 
 
 def test_without_the_reference_it_should_have_it_says_so() -> None:
@@ -252,8 +300,15 @@ def test_batch_norm_amplifies_rounding() -> None:
 
 def test_a_failed_run_is_a_failed_gate() -> None:
     report = failed_gate(3, SETTINGS, "rank 1: out of memory")
-    assert not report.passed and report.reasons == ("rank 1: out of memory",) and report.loss_deviation is None
+    assert (
+        report.answer == "failed"
+        and not report.passed
+        and report.reasons == ("rank 1: out of memory",)
+        and report.loss_deviation is None
+    )
     assert from_json(GateReport, to_json(report)) == report
+    older = {key: value for key, value in to_json(report).items() if key not in ("doubts", "remedy")}
+    assert from_json(GateReport, {**older, "passed": True, "reasons": []}).answer == "passed"
 
 
 def test_a_trajectory_is_what_was_measured() -> None:

@@ -2,13 +2,21 @@
 
 import dataclasses
 import random
+import re
 
 import pytest
 
 from cluster.hardware.topology import Device
 from orchestrator.controller.command_events import event_of
 from orchestrator.controller.step import decide, step
+from orchestrator.errors import ConfigError
+from orchestrator.objective import Objective
+from orchestrator.promotion.evidence import choose
 from orchestrator.proof.progress import confirmation
+from orchestrator.proof.tolerances import ROUNDING
+from orchestrator.report.markdown import report_markdown
+from orchestrator.report.report import make_short_report
+from orchestrator.report.summary import summarize
 from orchestrator.sweep.events import (
     AttemptEnded,
     AttemptLaunched,
@@ -34,9 +42,9 @@ from orchestrator.sweep.values import (
     ProfileRun,
     ProofSettings,
 )
-from tests.support.story import created, failures, measured, proposed
+from tests.support.story import WORKLOAD, created, failures, measured, proposed
 from trials.outcome import GangLost
-from trials.spec import Candidate, Layout, Precision
+from trials.spec import Candidate, Layout, Precision, Recompute
 
 PROOF = ProofSettings(confirm=ConfirmSettings(max_rounds=6), gate=GateSettings(num_steps=20))
 LOSSES = tuple(5.5 - 0.05 * i for i in range(20))
@@ -56,6 +64,8 @@ class Play:
         self.time_of = dict(zip(self.candidates, times_s, strict=True))
         self.rng, self.between = random.Random(seed), between
         self.wrong = {self.candidates[number] for number in wrong}
+        self.noise = 1.0
+        """What rounding alone makes of losses."""
         self.outcomes, self.nodes, self.evaluations = {}, {}, {}
         self.events, self.state, self.now_s = [], SweepState(), 0.0
         self.take(created(proof=proof, budget=budget or Budget(max_trials=len(times_s)), **more))
@@ -103,7 +113,8 @@ class Play:
 
     def outcome(self, trial):
         time_s = self.time_of.get(trial.candidate, 0.1) * 2.718281828 ** self.rng.gauss(0.0, self.between)
-        factor = 1.1 if trial.candidate in self.wrong else 1.0
+        is_twin = isinstance(trial.check, GateRun) and trial.check.perturbation > 0.0
+        factor = 1.1 if trial.candidate in self.wrong else self.noise if is_twin else 1.0
         return measured(time_s, losses=tuple(factor * loss for loss in LOSSES), grad_norms=NORMS)
 
 
@@ -122,6 +133,7 @@ def test_the_fastest_is_measured_again_and_trained_beside_the_baseline_before_it
     assert {of for _, of in rounds} == {0, 1, 2} and verdict.num_rounds == 3
     assert [(trial.check.role, trial.check.of) for trial in checks(state, GateRun)] == [
         ("baseline", 0),
+        ("twin", 0),
         ("finalist", 1),
     ]
     assert state.status == "finished" and state.best_trial == 1
@@ -158,7 +170,86 @@ def test_a_reference_in_full_precision_is_trained_when_number_formats_differ():
     roles = {trial.check.role: trial.candidate.precision.level for trial in checks(state, GateRun)}
     assert roles == {"baseline": "O1", "reference": "O0", "finalist": "O2", "finalist_reference": "O0"}
     same = Play([0.1, 0.04], candidates=[Candidate(), Candidate(precision=half)]).run()
-    assert {trial.check.role for trial in checks(same, GateRun)} == {"baseline", "finalist", "finalist_reference"}
+    assert [trial.check.role for trial in checks(same, GateRun)] == [
+        "baseline",
+        "twin",
+        "finalist",
+        "finalist_reference",
+    ]
+    assert checks(same, GateRun)[1].check.perturbation == ROUNDING["bfloat16 O1"]
+
+
+def test_what_is_judged_in_full_precision_has_its_twin_where_it_is_beyond_the_limits():
+    """A finalist in 16 bits that is wrong in full precision, too: rounding has to be shown not to explain that."""
+    half = Precision(level="O1", dtype="bfloat16")
+    for baseline, of in ((Candidate(), Candidate()), (Candidate(precision=half), Candidate())):
+        play = Play([0.1, 0.04], candidates=[baseline, Candidate(micro_batch_size=2, precision=half)], wrong=[1])
+        exact = dataclasses.replace(play.candidates[1], precision=Precision())
+        play.wrong.add(dataclasses.replace(exact, recompute=Recompute(full=((WORKLOAD.num_layers,),))))
+        state = play.run()
+        (twin,) = [trial for trial in checks(state, GateRun) if trial.check.role == "reference_twin"]
+        assert (twin.candidate.precision, twin.check.perturbation) == (of.precision, ROUNDING["float32"])
+        (report,) = state.verdict.gates
+        assert report.answer == "failed" and any("trained in O0" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize("evaluated", [None, False, True])
+def test_where_rounding_alone_does_as_much_the_gate_cannot_tell_and_the_users_evaluation_may(evaluated):
+    gate = GateSettings(num_steps=20, command=() if evaluated is None else ("evaluate",))
+    play = Play([0.1, 0.04], wrong=[1], proof=ProofSettings(confirm=PROOF.confirm, gate=gate))
+    play.noise, play.evaluations[1] = 0.9, bool(evaluated)
+    verdict = play.run().verdict
+    (report,) = verdict.gates
+    assert report.answer == "inconclusive" and not report.passed and report.remedy
+    expected = {None: ("unconfirmed", None), False: ("keep", None), True: ("confirmed", 1)}
+    assert (verdict.conclusion, verdict.winner) == expected[evaluated]
+    if evaluated is None:
+        assert "t001 is faster, but whether it trains the same model could not be told" in verdict.reason
+        assert verdict.speedup.value == pytest.approx(2.5)
+        chosen = choose(play.state, "1", force=True)
+        assert any("could not tell whether it trains the same" in why for why in chosen.missing)
+        assert "evaluation of your own" in chosen.remedy
+    if evaluated:
+        assert not choose(play.state, None, force=False).missing
+
+
+@pytest.mark.parametrize(("kind", "answer"), [("timed_out", "inconclusive"), ("oom", "failed")])
+def test_a_run_that_met_its_deadline_is_not_judged(kind, answer):
+    play = Play([0.1, 0.04])
+    number = next(trial.number for trial in checks(Play([0.1, 0.04]).run(), GateRun) if trial.check.role == "finalist")
+    play.outcomes = {(number, 0): failures()[kind]}
+    verdict = play.run().verdict
+    assert verdict.gates[0].answer == answer
+    assert verdict.conclusion == ("unconfirmed" if answer == "inconclusive" else "keep")
+    assert ("met its deadline" in verdict.reason) == (answer == "inconclusive")
+
+
+@pytest.mark.parametrize("kind", ["simulated", "replay"])
+def test_on_a_cluster_that_does_not_exist_a_proof_is_rehearsed(kind):
+    """Nothing trains for the gate, nothing is confirmed, nothing can be forced into production."""
+    state = Play([0.1, 0.05, 0.08], cluster_kind=kind).run()
+    verdict = state.verdict
+    assert (verdict.conclusion, verdict.winner, verdict.gates) == ("rehearsed", 1, ())
+    assert not checks(state, GateRun) and checks(state, ConfirmationRun)
+    report = make_short_report(state, summarize(state, "sqlite:///x"))
+    text = report_markdown(report)
+    word = {"simulated": "SIMULATED", "replay": "REPLAYED"}[kind]
+    assert text.startswith(f"# {word}") and f"{word}: nothing was measured" in text
+    assert (
+        "2.00x the speed of your present configuration" in report.headline
+        and report.headline[:8] == word[:1] + word[1:8].lower()
+    )
+    assert not re.search("onfirmed:|proven winner|trains the same", text) and not report.is_faster
+    assert summarize(state, "sqlite:///x").to_json()["measured"] is False
+    for trial in (None, "1", "2"):
+        with pytest.raises(ConfigError, match="nothing was measured, so nothing of it goes to production"):
+            choose(state, trial, force=True)
+    assert choose(state, None, force=False, is_candidate=True).trial.number == 1
+
+
+def test_an_old_ledger_tells_a_virtual_cluster_by_its_fingerprint():
+    assert created(fingerprint={"torch": "2", "virtual": "abc"}).virtual == "simulated"
+    assert created().virtual is None and created(cluster_kind="local").virtual is None
 
 
 def test_a_finalist_that_fails_when_measured_again_is_out():
@@ -262,7 +353,7 @@ def test_whatever_was_played_folds_to_the_same_state_and_goes_on_alike(seed):
         again, _ = step(state, begun)
         assert decide(again) == decide(dataclasses.replace(state, epoch=1, nodes=None)), play.events[end - 1]
     found = confirmation(play.state)
-    assert found is not None and all(len(one.speeds) >= 2 for one in found.complete)
+    assert found is not None and all(len(one.scores(Objective())) >= 2 for one in found.complete)
 
 
 def test_runs_of_a_round_are_placed_where_the_largest_of_them_fits():

@@ -15,7 +15,7 @@ from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import Home
 from orchestrator.terminal.explain_trial import render_explanation
 from orchestrator.terminal.report import render_report
-from orchestrator.tracking import content
+from orchestrator.tracking import content, metrics
 from tests.support.cli_homes import keep, run
 from tests.support.proof_story import proof_events
 from trials.outcome import Measured
@@ -61,7 +61,7 @@ def test_a_trial_measured_on_a_busy_machine_is_marked_and_explained(tmp_path):
     body = summarize(state, "").to_json()["disturbed"]
     assert body == {"trials": [1], "most": 1, "why": WORDS}
     assert content.attempt_tags(state.trials[1])["tc.disturbed"] == WORDS
-    assert content.trial_metrics(state, state.trials[1])["foreign_cpu_share"] == 0.48
+    assert metrics.trial_metrics(state, state.trials[1])["busy/foreign_cpu_share"] == 0.48
     assert "tc.disturbed" not in content.attempt_tags(state.trials[0])
     keep(tmp_path, "story", story(busy=(1,)))
     explained = explanation.explain("story", "t001", Home(tmp_path))

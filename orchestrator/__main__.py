@@ -1,0 +1,30 @@
+"""``python -m orchestrator``: the command line, also where the program ``tune-cluster`` is not on PATH.
+
+Without ``-P`` Python imports from the folder it is started in before all others. That folder is the user's, and may
+hold files called like our packages or like those of the standard library: it is taken off the path, unless it is where
+this package itself lies.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def leave_working_folder(path: list[str]) -> None:
+    """Take the folder this process was started in off ``path``, a ``sys.path`` as ``python -m`` begins with it."""
+    here, own = Path.cwd().resolve(), Path(__file__).resolve().parent.parent
+    if not sys.flags.safe_path and path and here not in (own, Path(sys.prefix)) and Path(path[0]).resolve() == here:
+        del path[0]
+
+
+def main() -> None:
+    """Run the command line on this process's arguments."""
+    from orchestrator.cli.main import main as command_line
+
+    command_line(prog_name="tune-cluster")
+
+
+if __name__ == "__main__":
+    leave_working_folder(sys.path)
+    main()

@@ -1,0 +1,157 @@
+"""The commands of the first five minutes: a sweep file to begin with, and whether this machine can run it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from orchestrator.cli.options import CLUSTER_HELP, home_option, json_option, print_result
+from orchestrator.errors import EXIT_FAILED
+
+if TYPE_CHECKING:
+    from orchestrator.commands.init import Questions
+    from orchestrator.draft.draft import SweepDraft
+
+_MODEL = "A Hugging Face config.json, a folder with one, or a model file."
+MAX_STEP_WIDTH = 74
+"""Characters of a command and what it is for, up to which both stand in one line."""
+_OUTPUT = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.option("--model", type=click.Path(path_type=Path), help=_MODEL)
+@click.option("--parameters", metavar="SIZE", help="Instead: a Llama of that many weights, like 13B.")
+@click.option("--cluster", metavar="NAME|FILE", help=CLUSTER_HELP)
+@click.option("--address", metavar="HOST:PORT", help="A Ray cluster that runs. Without both: this host.")
+@click.option("--nodes", type=click.IntRange(1), help="Nodes; default: all that the cluster has.")
+@click.option("--devices-per-node", type=click.IntRange(1), help="Devices per node; default: all there are.")
+@click.option("--seq-length", type=click.IntRange(1), help="Tokens per sequence; default: the model's, up to 4096.")
+@click.option("--global-batch-size", type=click.IntRange(1), help="Sequences per step; default: usual for the model.")
+@click.option("--max-trials", type=click.IntRange(1), help="Trials at most; default: 25, on CPUs 12.")
+@click.option("--name", help="Name of the sweep; default: the model's.")
+@click.option("--output", "-o", type=_OUTPUT, help="The file to write; default: sweep.yaml, or NAME.yaml.")
+@click.option("--example", metavar="NAME", help="Write a complete example instead.")
+@click.option("--list", "list_examples", is_flag=True, help="List the examples; write nothing.")
+@click.option("--force", is_flag=True, help="Overwrite files that are there.")
+@click.option("--yes", is_flag=True, help="Ask nothing, also in a terminal.")
+@json_option
+def init(
+    output: Path | None,
+    example: str | None,
+    list_examples: bool,
+    force: bool,
+    yes: bool,
+    as_json: bool,
+    **asked: Any,
+) -> None:
+    """Write a first sweep file: for your model and your cluster, short and commented.
+
+    The cost model chooses a usual baseline that fits into the memory: put what you run today in its place. In a
+    terminal, what is not given is asked for. A cluster that is only described is simulated; the file says how to
+    measure for real.
+
+    \b
+    Examples:
+      tune-cluster init --model config.json --cluster dgx-h100 --nodes 8
+      tune-cluster init --model config.json --address HOST:PORT
+      tune-cluster init --parameters 1B
+      tune-cluster init --example quickstart
+    """
+    from orchestrator.commands import init as init_command
+
+    if list_examples:
+        found = init_command.examples()
+        print_result(as_json, found, lambda: _listed(found))
+        return
+    if example is not None:
+        files = init_command.copy_example(example, output or Path(f"{example}.yaml"), force=force)
+        print_result(as_json, {"files": [str(file) for file in files]}, lambda: _next_steps(files[0], files))
+        return
+    questions = init_command.Questions(**asked)
+    if sys.stdin.isatty() and not yes and not as_json:
+        questions = _ask(questions)
+    file = output or Path("sweep.yaml")
+    draft = init_command.draft_sweep(questions, file, force=force)
+    print_result(as_json, init_command.init_json(draft, file), lambda: _drafted(draft, file))
+
+
+def _ask(questions: Questions) -> Questions:
+    """Ask for what was not given; an empty answer leaves it as it is."""
+    if questions.model is None and questions.parameters is None:
+        answer = click.prompt("Model: path of a Hugging Face config.json, or a size like 13B", err=True)
+        is_path = Path(answer).exists() or "/" in answer or answer.endswith(".json")
+        questions = replace(questions, model=Path(answer)) if is_path else replace(questions, parameters=answer)
+    if questions.cluster is None and questions.address is None:
+        words = "Cluster: HOST:PORT of a Ray head, a name like dgx-h100, or nothing for this host"
+        answer = click.prompt(words, default="", show_default=False, err=True)
+        if ":" in answer:
+            questions = replace(questions, address=answer)
+        elif answer:
+            nodes = questions.nodes or click.prompt("Nodes", type=click.IntRange(1), default=1, err=True)
+            questions = replace(questions, cluster=answer, nodes=nodes)
+    return questions
+
+
+def _listed(found: dict[str, str]) -> str:
+    width = max(map(len, found))
+    return "\n".join(f"{name:<{width}}  {about}" for name, about in found.items())
+
+
+def _drafted(draft: SweepDraft, file: Path) -> str:
+    from orchestrator.draft.draft import expected_words
+
+    lines = [_next_steps(file, (file,)), "", f"hardware  {draft.hardware}{', simulated' if draft.simulated else ''}"]
+    expected = draft.choices.prediction
+    if expected is not None:
+        lines.append(f"baseline  expected to take {expected_words(expected)}")
+    if draft.differences:
+        lines.append(f"model     an approximation, trained with: {'; '.join(draft.differences)}")
+    return "\n".join(lines)
+
+
+def _next_steps(file: Path, files: tuple[Path, ...]) -> str:
+    from orchestrator.invocation import DEFAULT_HOME, Invocation
+
+    program = Invocation.current(DEFAULT_HOME)
+    steps = {
+        program.command("plan", str(file)): "what it would try, and why; starts nothing",
+        program.command("submit", str(file)): "run it",
+    }
+    width = max(map(len, steps))
+    is_wide = width + max(map(len, steps.values())) > MAX_STEP_WIDTH
+    lines = (f"  {command}" if is_wide else f"  {command:<{width}}  {what}" for command, what in steps.items())
+    return "\n".join([f"Written: {', '.join(str(path) for path in files)}. Put what you run today in, then:", *lines])
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.option("--address", metavar="HOST:PORT", help="Look at this Ray cluster, too; default: RAY_ADDRESS, or FILE's.")
+@home_option
+@json_option
+def doctor(file: Path | None, address: str | None, home: Path, as_json: bool) -> None:
+    """Look at everything a sweep needs here: torch, devices, Ray, MLflow, disk, memory, limits, load.
+
+    Each line is ok, warn or fail, with what to do. Changes nothing, starts nothing, and ends by itself. Exit code 0:
+    sweeps can run; 1: something has to be mended first.
+
+    \b
+    Examples:
+      tune-cluster doctor
+      tune-cluster doctor sweep.yaml
+      tune-cluster doctor --address HOST:PORT --json
+    """
+    from orchestrator.doctor.doctor import examine
+    from orchestrator.sweep.home import Home
+    from orchestrator.terminal.probe import render_doctor
+
+    diagnosed = examine(Home(home), file=file, address=address)
+    print_result(as_json, diagnosed.to_json(), lambda: render_doctor(diagnosed))
+    if diagnosed.num_failed:
+        sys.exit(EXIT_FAILED)
+
+
+COMMANDS = (init, doctor)

@@ -1,0 +1,182 @@
+"""A first sweep file as text: commented, of at most thirty lines, complete, and checked before it is handed out."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.sweep import load_sweep
+from orchestrator.draft.choices import Choices, choose, drafted_workload
+from orchestrator.draft.machine import DraftedMachine
+from orchestrator.draft.model import DraftedModel
+from orchestrator.errors import ConfigError
+from orchestrator.search.prediction.prediction import Prediction
+from trials.files import write_atomically
+
+MAX_LINES = 30
+_WIDTH = 116
+_PATIENCE = {"starting_s": (600.0, 0), "warmup_s": (300.0, 40), "measuring_s": (600.0, 200), "stall_s": (300.0, 30)}
+"""A trial's deadlines: seconds at least, and for how many steps at the pace that is expected of the baseline. The loss
+gate trains twenty steps in float32, which may take ten times as long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepDraft:
+    """A sweep file that nobody has written yet, and what there is to say about it."""
+
+    name: str
+    text: str
+    hardware: str
+    choices: Choices
+    simulated: bool
+    differences: tuple[str, ...]
+    """In what the model that is trained differs from the one that was asked for."""
+    max_trials: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON form of ``init --json``, without the file."""
+        workload, expected = self.choices.workload, self.choices.prediction
+        return {
+            "name": self.name,
+            "hardware": self.hardware,
+            "simulated": self.simulated,
+            "differences": list(self.differences),
+            "seq_length": workload.seq_length,
+            "global_batch_size": workload.global_batch_size,
+            "baseline": dict(self.choices.baseline),
+            "space": dict(self.choices.space),
+            "max_trials": self.max_trials,
+            "expected": expected.to_json() if expected is not None else None,
+        }
+
+
+def make_draft(
+    model: DraftedModel,
+    machine: DraftedMachine,
+    *,
+    name: str | None = None,
+    seq_length: int | None = None,
+    global_batch_size: int | None = None,
+    max_trials: int | None = None,
+) -> SweepDraft:
+    """The sweep file for a model on a machine.
+
+    Raises:
+        ConfigError: the model does not fit there, or sizes do not go together.
+    """
+    choices = choose(model, machine, drafted_workload(model, machine, seq_length, global_batch_size))
+    trials = max_trials or (25 if machine.is_gpu else 12)
+    name = name or _safe(model.name)
+    return SweepDraft(
+        name=name,
+        text=_text(list(_lines(name, model, machine, choices, trials))),
+        hardware=machine.label,
+        choices=choices,
+        simulated=machine.is_simulated,
+        differences=model.differences,
+        max_trials=trials,
+    )
+
+
+def write_draft(text: str, file: Path, *, force: bool) -> None:
+    """Write the sweep file, once it is known to be a legal one.
+
+    Raises:
+        ConfigError: there is such a file already, or the text is none that ``plan`` accepts.
+    """
+    if file.exists() and not force:
+        raise ConfigError("there is such a file already", file=file, remedy="Give another --output, or --force.")
+    trial = file.with_name(f".{file.name}.draft")
+    try:
+        write_atomically(trial, [text.encode()])
+        load_sweep(trial)
+        trial.replace(file)
+    except ConfigError as error:
+        raise ConfigError(error.message, key=error.key, remedy=error.remedy or "") from None
+    finally:
+        trial.unlink(missing_ok=True)
+
+
+def _lines(name: str, model: DraftedModel, machine: DraftedMachine, choices: Choices, max_trials: int) -> Iterator[str]:
+    workload, size = choices.workload, model.num_parameters
+    yield from _comment(f"{name}: {model.source}{f', {_count(size)} weights' if size else ''}, on {machine.label}.")
+    if model.differences:
+        yield from _comment(f"An approximation, trained with: {'; '.join(model.differences)}.")
+    for remark in machine.remarks:
+        yield from _comment(remark)
+    yield from (f"name: {name}", "", "workload: # what is trained, the same in every trial")
+    yield f"  model: {_flow(model.keys)}"
+    if model.keys["kind"] == "llama":
+        yield "  data: {kind: text, path: null} # stands in for yours: {kind: token_file, path: FILE, dtype: uint16}"
+        yield f"  seq_length: {workload.seq_length}"
+    batch = workload.global_batch_size
+    tokens = f": {_count(batch * workload.seq_length)} tokens" if workload.seq_length > 1 else ""
+    yield f"  global_batch_size: {batch} # samples per optimiser step{tokens}"
+    yield from (f"cluster: {machine.section}", "")
+    yield "# Put here what you run today: it is always the first trial, and what the winner is compared with."
+    if choices.prediction is not None:
+        yield f"# This one is expected to take {expected_words(choices.prediction)}."
+    yield f"baseline: {_flow(choices.baseline)}"
+    yield from ("", "space: # what may be changed; every knob is in docs/knobs.md")
+    yield from (f"  {key}: {_value(value)}" for key, value in choices.space.items())
+    if limits := _deadlines(choices):
+        yield f"deadlines: {_flow(limits)} # large models take their time"
+    yield f"budget: {_flow({'max_trials': max_trials})}"
+
+
+def expected_words(found: Prediction) -> str:
+    """Time and memory that are expected of a baseline, in words."""
+    return f"{found.step_s:.3g} s a step and {found.peak_bytes / 1e9:.3g} of {found.limit_bytes / 1e9:.3g} GB of memory"
+
+
+def _text(lines: list[str]) -> str:
+    """The lines as a file; without the empty ones where there are too many."""
+    kept = lines if len(lines) <= MAX_LINES else [line for line in lines if line]
+    return "\n".join(kept) + "\n"
+
+
+def _deadlines(choices: Choices) -> dict[str, int]:
+    """Limits for trials that need more than the usual ones; empty where those will do."""
+    found = choices.prediction
+    if found is None or found.step_s < 2.0:
+        return {}
+    limits = {key: max(least, steps * found.step_s) for key, (least, steps) in _PATIENCE.items()}
+    return {key: math.ceil(limit_s / 100) * 100 for key, limit_s in limits.items()}
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ")
+
+
+def _flow(keys: Mapping[str, Any]) -> str:
+    return "{" + ", ".join(f"{key}: {_value(value)}" for key, value in keys.items()) + "}"
+
+
+def _value(value: Any) -> str:
+    """A value as YAML in one line; ``off`` and its like in quotes, for they are words here."""
+    if isinstance(value, Mapping):
+        return _flow(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_value(item) for item in value)}]"
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w-]*", value) and value not in ("off", "on", "yes", "no"):
+        return value
+    return json.dumps(value)
+
+
+def _count(number: int) -> str:
+    """A large number in words."""
+    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return f"{number:,}"
+
+
+def _safe(name: str) -> str:
+    """A sweep's name made of a model's."""
+    return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._")[:63] or "sweep"

@@ -1,0 +1,150 @@
+"""The hardware of a draft: this host, a Ray cluster that runs, or a cluster that is only described."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from cluster.hardware.accelerators import CatalogueError, find_accelerator, load_cluster
+from cluster.hardware.topology import Topology, discover_node, uniform_topology
+from orchestrator.errors import ConfigError
+
+MAX_CORES = 8
+"""Cores that a draft for a host without GPUs uses as devices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftedMachine:
+    """Where the trials are to run, as the draft writes it."""
+
+    topology: Topology
+    """The nodes, as far as the cost model needs to know them."""
+    section: str
+    """The section ``cluster`` of the sweep file, in one line."""
+    label: str
+    """The hardware in words."""
+    remarks: tuple[str, ...] = ()
+    """Lines of comment: whether trials are real, and how to have them so."""
+
+    @property
+    def is_simulated(self) -> bool:
+        return "simulated" in self.section
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.topology.nodes[0].device_kind == "cuda"
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.topology.nodes)
+
+    @property
+    def devices_per_node(self) -> int:
+        return self.topology.nodes[0].num_devices
+
+    @property
+    def number_format(self) -> str:
+        """The 16-bit format in which its matrix units are fast; bfloat16 where the device is not in the catalogue."""
+        try:
+            peaks = find_accelerator(self.topology.nodes[0].device_name).peak_flops_per_s
+        except CatalogueError:
+            return "bfloat16"
+        return "bfloat16" if "bfloat16" in peaks else "float16"
+
+
+def described_machine(name: str, num_nodes: int | None, devices_per_node: int | None) -> DraftedMachine:
+    """A cluster of ``configs/clusters``, or of a file; simulated, unless it is one node like this host.
+
+    Raises:
+        ConfigError: there is no such description.
+    """
+    try:
+        cluster = load_cluster(name)
+    except CatalogueError as error:
+        raise ConfigError(str(error), key="--cluster", remedy="Name one of those, or a file like them.") from None
+    nodes, devices = num_nodes or cluster.num_nodes, devices_per_node or cluster.devices_per_node
+    topology = uniform_topology(
+        nodes,
+        devices,
+        device_name=cluster.accelerator.name,
+        memory_bytes=int(cluster.accelerator.usable_memory_bytes),
+    )
+    here = discover_node()
+    is_here = here.device_kind == "cuda" and nodes == 1 and devices <= here.num_devices
+    if is_here and _same_device(here.device_name, cluster.accelerator.name):
+        return replace(machine_here(devices), topology=topology)
+    kind = cluster.accelerator.name
+    return DraftedMachine(
+        topology=topology,
+        section=f"{{kind: simulated, num_nodes: {nodes}, devices_per_node: {devices}, "
+        f"simulation: {{accelerator: {kind}, noise: 0.01}}}}",
+        label=f"{nodes} x {devices} {cluster.accelerator.aliases[0]}",
+        remarks=(
+            "That cluster is not here: this sweep simulates it, and its figures are the cost model's, no measurements.",
+            f"To measure there: cluster: {{kind: ray, address: HOST:PORT, num_nodes: {nodes}}}, and another name.",
+        ),
+    )
+
+
+def _same_device(name: str, accelerator: str) -> bool:
+    try:
+        return find_accelerator(name).name == accelerator
+    except CatalogueError:
+        return False
+
+
+def machine_here(devices_per_node: int | None = None) -> DraftedMachine:
+    """This host: its GPUs, or where there are none its cores.
+
+    Raises:
+        DeviceError: it has fewer devices than are asked for.
+    """
+    node = discover_node(num_devices=devices_per_node)
+    if devices_per_node is None and node.device_kind == "cpu" and node.num_devices > MAX_CORES:
+        node = discover_node(num_devices=MAX_CORES)
+    section = f"{{kind: ray, device: {node.device_kind}, devices_per_node: {node.num_devices}}}"
+    what = "core" if node.device_kind == "cpu" else "GPU"
+    remarks = ("For a Ray cluster that runs: tune-cluster submit FILE --address HOST:PORT",)
+    label = f"{node.num_devices} {what}{'s' if node.num_devices > 1 else ''} of this host ({node.device_name})"
+    return DraftedMachine(topology=Topology(nodes=(node,)), section=section, label=label, remarks=remarks)
+
+
+def machine_at(address: str, num_nodes: int | None, devices_per_node: int | None) -> DraftedMachine:
+    """The Ray cluster at ``address``: as many nodes as are alike, the most and best ones.
+
+    Raises:
+        ClusterError: it does not answer.
+        ConfigError: it has fewer nodes than are asked for.
+    """
+    from cluster.ray.survey import survey
+
+    hosts = survey(address)
+    able = [host for host in hosts if host.num_gpus] or [host for host in hosts if host.num_cpus]
+    alike = Counter((host.num_gpus or host.num_cpus, host.accelerator, bool(host.num_gpus)) for host in able)
+    if not alike:
+        raise ConfigError(f"the Ray cluster at {address} has no node with devices", key="--address")
+    (count, accelerator, is_gpu), most = max(alike.items(), key=lambda kind: kind[0][0] * kind[1])
+    if (num_nodes or 1) > most or (devices_per_node or 1) > count:
+        raise ConfigError(
+            f"the Ray cluster at {address} has {most} nodes of {count} devices", key="--nodes", remedy="Ask for fewer."
+        )
+    nodes, devices = num_nodes or most, devices_per_node or count
+    device = "cuda" if is_gpu else "cpu"
+    asked = f", devices_per_node: {devices}" if devices_per_node else ""
+    return DraftedMachine(
+        topology=_topology(nodes, devices, accelerator, is_gpu=is_gpu),
+        section=f"{{kind: ray, address: {address!r}, num_nodes: {nodes}, device: {device}{asked}}}",
+        label=f"{nodes} x {devices} {accelerator or ('GPUs' if is_gpu else 'cores')} at {address}",
+    )
+
+
+def _topology(num_nodes: int, devices: int, accelerator: str | None, *, is_gpu: bool) -> Topology:
+    """The nodes as Ray tells of them: kinds of GPU by its names, and of cores that they are like this host's."""
+    if not is_gpu:
+        node = discover_node(device="cpu", num_devices=devices)
+        return Topology(nodes=tuple(replace(node, name=f"node{i:04d}") for i in range(num_nodes)))
+    try:
+        memory_bytes = int(find_accelerator(accelerator or "unknown").usable_memory_bytes)
+    except CatalogueError:
+        memory_bytes = 0
+    return uniform_topology(num_nodes, devices, device_name=accelerator or "unknown", memory_bytes=memory_bytes)

@@ -1,0 +1,69 @@
+// The buttons of a sweep: each asks first, says what will happen, and then what was done.
+
+import { at, h, meta, say } from "./dom.js";
+
+const WORDS = {
+  pause: ["Pause", "Stop now, to be resumed later. What runs is killed and launched again then; nothing that was measured is lost."],
+  drain: ["Drain", "Let the running trials end, begin no other, then pause."],
+  cancel: ["Cancel", "Stop for good. What runs is killed; what was measured stays. A cancelled sweep cannot be resumed."],
+  resume: ["Resume", "Start a controller in the background on this host, or on the sweep's Ray cluster, and go on."],
+  retry: ["Retry failed", "Launch trials again that ended without being measured. Where no controller is at work, one is started."],
+};
+
+const choices = retriable => h("fieldset", {}, h("legend", {}, "Which trials"), retriable.map(([kind, words, count, chosen]) =>
+  h("label", {}, h("input", { type: "checkbox", name: "kind", value: kind, checked: chosen }), ` ${words} (${count})`)));
+
+const ask = (action, head) => new Promise(done => {
+  const dialog = at("ask"), [title, what] = WORDS[action];
+  say(at("ask-title"), `${title}: ${head.sweep}?`);
+  at("ask-body").replaceChildren(h("p", {}, what), ...(action === "retry" ? [choices(head.retriable)] : []));
+  say(at("ask-yes"), title);
+  at("ask-yes").classList.toggle("danger", action === "cancel");
+  const kinds = () => [...at("ask-body").querySelectorAll("input:checked")].map(box => box.value);
+  const check = () => { at("ask-yes").disabled = action === "retry" && kinds().length === 0; };
+  at("ask-body").onchange = check;
+  check();
+  dialog.returnValue = "no";
+  dialog.onclose = () => done(dialog.returnValue === "yes" ? { kinds: kinds() } : null);
+  dialog.showModal();
+  at("ask-no").focus();
+});
+
+const send = async (sweep, action, body) => {
+  const answer = await fetch(`/api/sweeps/${sweep}/${action}`, {
+    method: "POST",
+    headers: { "Content-Type": "application/json", "X-Tune-Cluster": meta("csrf") },
+    body: JSON.stringify(body),
+  });
+  if (answer.headers.get("Content-Type") !== "application/json") return { error: await answer.text() };
+  return answer.json();
+};
+
+export const notice = (text, isBad) => {
+  say(at("notice"), text);
+  at("notice").className = isBad ? "bad" : "";
+};
+
+const run = async (action, head) => {
+  const body = await ask(action, head);
+  if (body === null) return;
+  notice(`${WORDS[action][0]} …`, false);
+  try {
+    const { said, error } = await send(head.sweep, action, body);
+    notice(said ?? error, error !== undefined);
+  } catch {
+    notice("The server does not answer: is tune-cluster ui still running?", true);
+  }
+};
+
+// Buttons stay the same elements while they mean the same, so that the focus stays on them.
+export const buttons = head => {
+  const place = at("actions"), wanted = head.actions.join();
+  place.currentHead = head;
+  if (place.dataset.actions === wanted) return;
+  place.dataset.actions = wanted;
+  place.replaceChildren(...head.actions.map(action => h("button", {
+    type: "button", class: action === "cancel" ? "danger" : "", "data-action": action,
+    onclick: () => run(action, place.currentHead),
+  }, WORDS[action][0])));
+};

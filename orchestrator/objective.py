@@ -1,0 +1,147 @@
+"""The objective of a sweep: what counts as faster, as one pure score, and its words. A higher score is always better.
+
+A score is ``tokens_per_step / (step_time_s * weight)``, in tokens per second and unit of weight; where samples are no
+sequences, in samples. The objectives differ in the weight alone::
+
+    tokens_per_s_per_device     the devices that the trial uses      how well devices are used
+    step_time                   1                                    how soon training ends
+    device_cost                 the devices of the whole nodes       what training costs
+                                that the trial occupies
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trials.outcome import Measurement
+
+ObjectiveName = Literal["tokens_per_s_per_device", "step_time", "device_cost"]
+
+MEANINGS: Mapping[ObjectiveName, str] = {
+    "tokens_per_s_per_device": "tokens per second and device used",
+    "step_time": "time of a step, however many devices it takes",
+    "device_cost": "device-hours of whole nodes per token",
+}
+"""What each objective asks for, in a few words."""
+
+GAINS: Mapping[ObjectiveName, str] = {
+    "tokens_per_s_per_device": "the speed per device",
+    "step_time": "the speed",
+    "device_cost": "the tokens per device-hour",
+}
+"""What a ratio of scores is a ratio of, where the two do not use equally many devices: ``1.42x the speed per device``.
+Where they do, every objective means the speed."""
+
+TIMES: Mapping[ObjectiveName, str] = {
+    "tokens_per_s_per_device": "device time per step",
+    "step_time": "step time",
+    "device_cost": "device time of whole nodes per step",
+}
+"""What ``step_time_s * weight`` is called."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """What a sweep is to find the most of, with what it takes to work that out."""
+
+    name: ObjectiveName = "tokens_per_s_per_device"
+    devices_per_node: int = 1
+    """Devices of a node, all of which are paid for when a trial occupies one."""
+    price_per_device_hour: float | None = None
+    """Money in any currency; None: costs are told in device-hours."""
+
+    def weight(self, num_devices: int) -> int:
+        """By what a step time is multiplied, for a trial on so many devices."""
+        match self.name:
+            case "tokens_per_s_per_device":
+                return num_devices
+            case "step_time":
+                return 1
+            case "device_cost":
+                return self.num_paid_devices(num_devices)
+
+    def weights(self, num_devices: NDArray[np.float64]) -> NDArray[np.float64]:
+        """:meth:`weight` of each of many."""
+        counts, places = np.unique(num_devices, return_inverse=True)
+        return np.array([float(self.weight(int(count))) for count in counts])[places]
+
+    def num_paid_devices(self, num_devices: int) -> int:
+        """Devices of the nodes that so many devices occupy: whole nodes are leased."""
+        return -(-num_devices // self.devices_per_node) * self.devices_per_node
+
+    def score(self, measurement: Measurement) -> float:
+        """How good a measurement is."""
+        return self.score_of(measurement.tokens_per_step, measurement.step_time_s, measurement.world_size)
+
+    def score_of(self, tokens_per_step: float, step_time_s: float, num_devices: int) -> float:
+        """How good it is to take a step of so many tokens in ``step_time_s`` on so many devices."""
+        return tokens_per_step / (step_time_s * self.weight(num_devices))
+
+    def unit(self, per_device_unit: str) -> str:
+        """Unit of scores, where tokens/s/p or samples/s/p is that of the speed per device."""
+        rate = per_device_unit.removesuffix("/p")
+        return {"tokens_per_s_per_device": f"{rate}/p", "step_time": rate, "device_cost": f"{rate}/paid"}[self.name]
+
+    def figures(self, tokens_per_step: float, step_time_s: float, num_devices: int) -> Figures:
+        """All figures of one step time, which belong together."""
+        return Figures(
+            step_time_s=step_time_s,
+            tokens_per_s=tokens_per_step / step_time_s,
+            num_devices=num_devices,
+            device_hours_per_token=self.num_paid_devices(num_devices) * step_time_s / tokens_per_step / 3600,
+            price_per_device_hour=self.price_per_device_hour,
+            shows_cost=self.name == "device_cost",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """How fast a configuration is, in every unit: all from one step time."""
+
+    step_time_s: float
+    tokens_per_s: float
+    """All devices together."""
+    num_devices: int
+    """Devices used."""
+    device_hours_per_token: float
+    """All devices of the nodes that it occupies count."""
+    price_per_device_hour: float | None = None
+    shows_cost: bool = False
+    """Whether the objective is what it costs."""
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        return self.tokens_per_s / self.num_devices
+
+    @property
+    def price_per_token(self) -> float | None:
+        """Money per token; None where no price is known."""
+        return None if self.price_per_device_hour is None else self.device_hours_per_token * self.price_per_device_hour
+
+    def to_json(self) -> dict[str, float | None]:
+        """The documented JSON form."""
+        price = self.price_per_token
+        return {
+            "step_time_s": self.step_time_s,
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "num_devices": self.num_devices,
+            "device_hours_per_1e9_tokens": 1e9 * self.device_hours_per_token,
+            "price_per_1e9_tokens": None if price is None else 1e9 * price,
+        }
+
+
+def unit_legend(unit: str) -> str:
+    """What a unit of speed means: ``tokens/s/p: tokens per second per device (p: processor)``."""
+    noun, *per = unit.split("/")
+    words = {
+        ("s",): "per second, all devices of a trial together",
+        ("s", "p"): "per second per device (p: processor)",
+        ("s", "paid"): "per second per device of the whole nodes that a trial occupies, which is what is paid for",
+    }
+    return f"{unit}: {noun} {words[tuple(per)]}"
