@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sqlite3
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -33,7 +34,6 @@ from trials.secrets import redact
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param, RunTag
-import os
 
 logger = logging.getLogger(__name__)
 
