@@ -352,7 +352,7 @@ def test_whatever_was_played_folds_to_the_same_state_and_goes_on_alike(seed):
         again, _ = step(state, begun)
         assert decide(again) == decide(dataclasses.replace(state, epoch=1, nodes=None)), play.events[end - 1]
     found = confirmation(play.state)
-    assert found is not None and all(len(one.speeds) >= 2 for one in found.complete)
+    assert found is not None and all(len(one.runs) >= 2 for one in found.complete)
 
 
 def test_runs_of_a_round_are_placed_where_the_largest_of_them_fits():
