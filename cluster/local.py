@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Collection, Sequence
@@ -14,6 +15,7 @@ from cluster.gang.messages import StopGang, node_launch, single_node_env
 from cluster.gang.tracker import GangTracker
 from cluster.hardware.topology import Node, Topology, discover_node
 from cluster.node.agent import PRELOAD, Agent
+from cluster.node.cpu_load import CONTROLLER_VARIABLE
 from cluster.node.guardian import LEASE_VARIABLE, Guardian
 from cluster.queue.share import Admission, Unlimited
 
@@ -51,7 +53,7 @@ class LocalCluster:
                 workdir=self._workdir,
                 preload=preload,
                 search_path=sys.path,
-                env={LEASE_VARIABLE: lease},
+                env={LEASE_VARIABLE: lease, CONTROLLER_VARIABLE: str(os.getpid())},
             )
         except BaseException:
             self._guardian.close()

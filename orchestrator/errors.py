@@ -10,6 +10,8 @@ EXIT_FAILED = 1
 Ray's core leave the same code."""
 EXIT_USER = 2
 """The user's input or environment needs mending. Also of a supervisor that gave up, and of a job without a code."""
+EXIT_UNVERIFIED = 3
+"""``verify`` could neither find a drift nor show that there is none."""
 EXIT_CLUSTER_LOST = 75
 """The cluster of a supervised controller went away (EX_TEMPFAIL of sysexits.h): it is started again."""
 EXIT_INTERRUPTED = 130

@@ -32,7 +32,9 @@ class Invocation:
         own = [sys.executable, "-m", __package__ or ""] if is_module else [sys.argv[0]]
         is_on_path = shutil.which(PROGRAM) is not None or (not is_module and path.name != PROGRAM)
         is_implied = str(home) in (str(DEFAULT_HOME), os.environ.get(HOME_VARIABLE))
-        return cls(program=PROGRAM if is_on_path else shlex.join(own), options=() if is_implied else ("--home", str(home)))
+        return cls(
+            program=PROGRAM if is_on_path else shlex.join(own), options=() if is_implied else ("--home", str(home))
+        )
 
     def command(self, *words: str) -> str:
         """One line for the shell."""

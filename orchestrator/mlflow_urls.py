@@ -11,6 +11,8 @@ from trials.secrets import redact
 
 URI_PATTERN = r"^(https?://|sqlite:////)\S+$"
 """Tracking URIs that are accepted: a server, or an SQLite file by its absolute path."""
+PAGE = "report.html"
+"""Artifact of a sweep's run that its pages show as it is: the verdict first, then what it rests on."""
 _SQLITE = "sqlite:///"
 _VIEW = {"workflowType": "machine_learning"}
 """Query of every link: without it MLflow opens on its GenAI pages, where runs are hard to find."""
@@ -91,15 +93,15 @@ def experiments_url(base: str) -> str:
 
 
 def sweep_links(base: str, experiment_id: str, run_id: str, sweep: str) -> dict[str, str]:
-    """What to open first: the sweep's own page, its report, its trials as a table and as charts.
+    """What to open, the verdict first: the report, the trials as a table and as charts, the sweep's own run.
 
     Empty where the store at ``base`` is a file.
     """
     if not base.startswith("http"):
         return {}
     return {
-        "sweep": run_url(base, experiment_id, run_id),
-        "report": run_url(base, experiment_id, run_id, "artifacts/report.html"),
+        "report": run_url(base, experiment_id, run_id, f"artifacts/{PAGE}"),
         "trials": view_url(base, experiment_id, table_view(sweep, run_id)),
         "charts": view_url(base, experiment_id, charts_view(sweep, run_id), as_charts=True),
+        "run": run_url(base, experiment_id, run_id),
     }

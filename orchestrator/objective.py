@@ -136,7 +136,7 @@ class Figures:
         }
 
 
-def legend(unit: str) -> str:
+def unit_legend(unit: str) -> str:
     """What a unit of speed means: ``tokens/s/p: tokens per second per device (p: processor)``."""
     noun, *per = unit.split("/")
     words = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from typing import Protocol
 
@@ -30,6 +31,11 @@ def status_words(status: str) -> str:
     return STATUS_WORDS.get(status, status)
 
 
+def rounded(value: float, digits: int = 4) -> float:
+    """The value with so many significant digits."""
+    return float(f"{value:.{digits}g}")
+
+
 def rate(value: float) -> str:
     """A speed with at least three significant digits: ``15,234``, ``98.7``."""
     if value >= 1000:
@@ -52,11 +58,50 @@ class Bounds(Protocol):
     def high(self) -> float | None: ...
 
 
+WIDE = 1.25
+"""Upper over lower end of an interval of a ratio from which on the value between them says too little about it."""
+
+
+def is_wide(found: Bounds | None) -> bool:
+    """Whether the end of the interval that is nearer to no difference is to be told before the value itself."""
+    return found is not None and found.low is not None and found.high is not None and found.high > WIDE * found.low
+
+
+def ratio(value: float, found: Bounds | None) -> str:
+    """A ratio with its 95 % interval, what is sure first: ``3.06x (2.98x – 3.14x)``, but ``at least 1.06x (95 %: 1.06x
+    – 9.56x)`` where the interval is wide."""  # noqa: RUF002
+    if found is None or found.low is None or found.high is None or not is_wide(found):
+        return f"{value:.2f}x ({ratio_interval(found)})"
+    if found.low > 1:
+        sure = f"at least {_floor(found.low)}x"
+    else:
+        sure = f"at most {_ceil(found.high)}x" if found.high < 1 else "not told from 1x"
+    return f"{sure} (95 %: {ratio_interval(found)})"
+
+
+def short_ratio(value: float, found: Bounds | None) -> str:
+    """A ratio in a table: ``3.06x``, but ``≥ 1.06x`` where its interval is wide, ``≈1.20x`` where that includes 1."""
+    if found is None or found.low is None or found.high is None or not is_wide(found):
+        return f"{value:.2f}x"
+    if found.low > 1:
+        return f"≥ {_floor(found.low)}x"
+    return f"≤ {_ceil(found.high)}x" if found.high < 1 else f"≈{value:.2f}x"
+
+
 def ratio_interval(found: Bounds | None) -> str:
-    """An interval of a ratio: ``1.38x – 1.46x``."""  # noqa: RUF002
+    """An interval of a ratio, never narrower than it is: ``1.38x – 1.46x``."""  # noqa: RUF002
     if found is None or found.low is None or found.high is None:
         return "interval unknown"
-    return f"{found.low:.2f}x {DASH} {found.high:.2f}x"
+    return f"{_floor(found.low)}x {DASH} {_ceil(found.high)}x"
+
+
+def _floor(value: float) -> str:
+    """The value with two decimals, not above it but for what a float cannot hold."""
+    return f"{math.floor(100 * value + 1e-6) / 100:.2f}"
+
+
+def _ceil(value: float) -> str:
+    return f"{math.ceil(100 * value - 1e-6) / 100:.2f}"
 
 
 def percent(share: float) -> str:

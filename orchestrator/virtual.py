@@ -31,11 +31,11 @@ def watermark_line(virtual: Virtual | None) -> str:
     return f"{WATERMARKS[virtual]}: {meaning}."
 
 
-def predicted_words(virtual: Virtual, ratio: float | None) -> str:
-    """``Simulated: 1.80x the speed of your present configuration, predicted by the cost model``."""
-    what = f"{ratio:.2f}x the speed of" if ratio is not None else "faster than"
+def predicted_words(virtual: Virtual, gain: str) -> str:
+    """``Simulated: 1.80x the speed of your present configuration, predicted by the cost model``; ``gain`` is all up to
+    the comma."""
     verb = "predicted by" if virtual == "simulated" else "read from"
-    return f"{virtual.capitalize()}: {what} your present configuration, {verb} {_SOURCES[virtual]}"
+    return f"{virtual.capitalize()}: {gain}, {verb} {_SOURCES[virtual]}"
 
 
 def virtual_of(kind: ClusterKind | None, fingerprint: Mapping[str, str]) -> Virtual | None:

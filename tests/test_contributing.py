@@ -40,9 +40,11 @@ STEPS = {
         '        memory_format=values["memory_format"],\n',
         '        deterministic=values["deterministic"],\n',
     ),
-    "orchestrator/space/naming.py": (
-        "    if kernels.cudnn_tuning_range:\n",
-        '    if kernels.deterministic:\n        yield "deterministic"\n',
+    "orchestrator/space/notation.py": (
+        '    _sign("cudnn{A-B}",',
+        '    _sign("deterministic", "the same bits in every run", "deterministic"): (\n'
+        '        lambda kernels: "" if kernels.deterministic else None\n'
+        "    ),\n",
     ),
     "orchestrator/recipes/gaps.py": ('    left_to_script("kernels.memory_format",', OF_SCRIPT),
     "orchestrator/recipes/megatron/run.py": ('    lacking("kernels.matmul_precision",', LACKING),
@@ -63,6 +65,8 @@ GUARDS = (
     "tests/orchestrator/config/test_sweep.py::test_the_shipped_schema_is_up_to_date",
     "tests/orchestrator/config/test_sweep.py::test_the_documented_keys_are_up_to_date",
     "tests/test_docs.py::test_every_knob_has_its_section",
+    "tests/orchestrator/space/test_notation.py::test_every_knob_has_a_sign",
+    "tests/orchestrator/space/test_notation.py::test_the_documented_signs_are_up_to_date",
 )
 """What fails until a knob is everywhere."""
 
@@ -143,7 +147,7 @@ def test_a_knob_added_by_the_steps_is_searched_trained_and_exported(tree):
         text = (tree / name).read_text(encoding="utf-8")
         assert text.count(line) == 1, f"{name}: {line}"
         (tree / name).write_text(text.replace(line, addition + line), encoding="utf-8")
-        if number == list(STEPS).index("orchestrator/space/naming.py"):
+        if number == list(STEPS).index("orchestrator/space/notation.py"):
             assert guarded(tree).returncode == 1, "the guards notice a knob that recipes and documents lack"
     assert run(tree, "-m", "orchestrator.config.schema").returncode == 0
     matrix = run(tree, "-m", "tests.orchestrator.recipes.matrix")

@@ -14,6 +14,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
+from trials.reports.disturbance import Disturbance
 from trials.reports.findings import Findings
 from trials.reports.rates import RankRates
 
@@ -75,6 +76,8 @@ class RankReport:
     """Seconds of the first step beyond a normal one when graph mode is on."""
     samples_per_step: int = 0
     """Samples (sequences, images) of the global batch."""
+    step_memory_bytes: tuple[int, ...] = ()
+    """Peak of every step, from the first warm-up step on; empty if not known."""
     findings: Findings = field(default_factory=Findings)
 
 
@@ -98,10 +101,19 @@ class Measurement:
     num_skipped_steps: int = 0
     compile_s: float = 0.0
     samples_per_step: int = 0
+    step_memory_bytes: tuple[int, ...] = ()
+    """Peak of every step on the fullest rank of that step, from the first warm-up step on; empty if not known."""
     findings: Findings = field(default_factory=Findings)
     """What the runner found out besides; recompute effects are those of the rank where they are largest."""
     places: tuple[str, ...] = ()
     """Host and device that each rank ran on, no two alike; empty on virtual clusters, which have no ranks."""
+    disturbances: tuple[Disturbance, ...] = ()
+    """What else its nodes did meanwhile, the most disturbed first; empty where nobody looked."""
+
+    @property
+    def disturbed_by(self) -> Disturbance | None:
+        """The most disturbed node, if its load was such that the times say more about the machine than usual."""
+        return next((one for one in self.disturbances if one.is_disturbing), None)
 
     @property
     def step_time_s(self) -> float:

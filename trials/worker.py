@@ -126,7 +126,13 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
                 forget_compilations()
         profiler = None if trial.profile is None else Profiler(trial, identity.rank, device, folder_of_environment())
         measurer = Measurer(
-            trainer, batches, progress, memory_format=memory_format, before_step=tuner.before_step, clock=profiler
+            trainer,
+            batches,
+            progress,
+            memory_format=memory_format,
+            before_step=tuner.before_step,
+            clock=profiler,
+            step_memory=memory.step_bytes,
         )
         watching = contextlib.nullcontext() if profiler is None else profiler.watching(trainer, tuner.last_step)
         with watching:
@@ -170,6 +176,7 @@ def _report(
         model_flops_per_token=flops.model_flops_per_token(workload.model, workload.seq_length),
         peak_flops_per_s=flops.peak_flops_per_s(name, candidate.precision.dtype),
         samples_per_step=workload.global_batch_size,
+        step_memory_bytes=tuple(recording.memory_bytes),
         num_skipped_steps=sum(result.skipped for result in recording.results),
         compile_s=0.0 if findings.graph is None else findings.graph.compile_s,
         findings=findings,

@@ -46,7 +46,7 @@ def run_case(case: Case, num_seeds: int) -> dict[str, Any]:
     ]
     runs = [run_sweep(case, model, variant) for variant in variants]
     candidates = [run.pop("best_candidate") for run in runs]
-    others = {start.name: model.predict_step(start).tokens_per_s_per_device for start in case.other_starts}
+    others = {start.name: model.predict_step(start).figures.tokens_per_s_per_device for start in case.other_starts}
     return {
         "case": case.name,
         "goal": case.goal,

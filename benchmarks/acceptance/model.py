@@ -51,7 +51,7 @@ class Model:
 
     def speed(self, candidate: Candidate) -> float:
         """tokens/s/p"""
-        return self.predict(candidate).tokens_per_s_per_device
+        return self.predict(candidate).figures.tokens_per_s_per_device
 
     def refusal(self, candidate: Candidate) -> str:
         """Why the runner would not run it; empty where it would."""
@@ -61,15 +61,15 @@ class Model:
 def predicted_steps(model: Model, steps: Sequence[Step]) -> list[dict[str, Any]]:
     """Published and predicted speeds, also relative to the first step's."""
     found = [model.predict_step(step) for step in steps]
-    start = found[0].tokens_per_s_per_device
+    start = found[0].figures.tokens_per_s_per_device
     rows = []
     for step, predicted in zip(steps, found, strict=True):
-        ratio, published_ratio = predicted.tokens_per_s_per_device / start, step.published / steps[0].published
+        ratio, published_ratio = predicted.figures.tokens_per_s_per_device / start, step.published / steps[0].published
         rows.append(
             {
                 "step": step.name,
                 "published": step.published,
-                "predicted": predicted.tokens_per_s_per_device,
+                "predicted": predicted.figures.tokens_per_s_per_device,
                 "published_ratio": published_ratio,
                 "predicted_ratio": ratio,
                 "deviation": ratio / published_ratio - 1,

@@ -13,6 +13,7 @@ from cluster.base import Deadlines, GangLaunch
 from cluster.hardware.topology import DeviceKind, Node
 from trials.codec import to_json
 from trials.outcome import Phase, RankReport
+from trials.reports.disturbance import Disturbance
 
 PHASES: tuple[Phase, ...] = ("starting", "warmup", "measuring")
 
@@ -160,6 +161,8 @@ class NodeGone:
     attempt_id: str
     token: str
     results: tuple[RankResult, ...]
+    disturbance: Disturbance | None = None
+    """What else the node did while the gang measured; None where that was not looked at."""
 
 
 NodeEvent = NodeProgress | NodeFailing | NodeGone

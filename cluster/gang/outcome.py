@@ -21,6 +21,7 @@ from trials.outcome import (
     OutOfMemory,
     TimedOut,
 )
+from trials.reports.disturbance import Disturbance, most_disturbed
 from trials.reports.findings import Findings, OperatorCast, PatternEffect
 from trials.secrets import redact
 
@@ -43,8 +44,10 @@ _EVIDENCE = (
 absence ("deadline", "lost", "controller") comes last."""
 
 
-def fold(results: Iterable[RankResult]) -> Outcome:
+def fold(results: Iterable[RankResult], disturbances: Sequence[Disturbance] = ()) -> Outcome:
     """One outcome for the gang: a measurement when every rank has a report, else its root cause.
+
+    ``disturbances`` tell what else the gang's nodes did while it measured, as far as that is known.
 
     The order of ``results`` does not matter. Whatever is noted beside a full set of reports changes nothing about them:
     a kill that came too late, devices that were not free in time afterwards.
@@ -53,7 +56,7 @@ def fold(results: Iterable[RankResult]) -> Outcome:
     successes = sorted((r for r in known if isinstance(r, RankSuccess)), key=lambda success: success.rank)
     failures = [result for result in known if isinstance(result, RankFailure)]
     if successes and [success.rank for success in successes] == list(range(successes[0].report.world_size)):
-        return _merge(successes)
+        return _merge(successes, disturbances)
     causes = [failure for failure in failures if failure.category != STOPPED]
     if not causes:
         return GangLost(evidence=Evidence(message="some ranks reported nothing, and no cause is known"))
@@ -140,7 +143,7 @@ def misplacement(places: Sequence[RankPlace]) -> Evidence | None:
     return None
 
 
-def _merge(successes: Sequence[RankSuccess]) -> Outcome:
+def _merge(successes: Sequence[RankSuccess], disturbances: Sequence[Disturbance]) -> Outcome:
     """The gang's measurement from the reports of all ranks, in rank order; a failure where they cannot be true."""
     places = [success.place for success in successes if success.place is not None]
     if (evidence := misplacement(places)) is not None:
@@ -166,8 +169,10 @@ def _merge(successes: Sequence[RankSuccess]) -> Outcome:
             num_skipped_steps=first.num_skipped_steps,
             compile_s=max(report.compile_s for report in reports),
             samples_per_step=first.samples_per_step,
+            step_memory_bytes=tuple(max(sizes) for sizes in zip(*(r.step_memory_bytes for r in reports), strict=False)),
             findings=merge_findings([report.findings for report in reports]),
             places=tuple(f"{place.node}/{place.device}" for place in places),
+            disturbances=most_disturbed(disturbances),
         )
     )
 

@@ -20,6 +20,7 @@ from cluster.gang.messages import (
 )
 from cluster.gang.outcome import fold
 from cluster.gang.plausible import is_step_time
+from trials.reports.disturbance import Disturbance
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class _TrackedGang:
     waiting: set[str]
     """Nodes on which processes of the gang may still be left."""
     results: list[RankResult] = field(default_factory=list)
+    disturbances: list[Disturbance] = field(default_factory=list)
     progress: dict[str, NodeProgress] = field(default_factory=dict)
     reported: tuple[int, int] = (0, 0)
 
@@ -73,6 +75,7 @@ class GangTracker:
                 self._stop_others(gang, node, event.reason)
                 return []
             case NodeGone():
+                gang.disturbances += [event.disturbance] if event.disturbance else []
                 return self._gone(gang, node, event.results, now_s)
 
     def kill(self, attempt_id: str, reason: str) -> None:
@@ -133,7 +136,7 @@ class GangTracker:
             GangEnded(
                 attempt_id=launch.attempt_id,
                 token=launch.token,
-                outcome=fold(gang.results),
+                outcome=fold(gang.results, gang.disturbances),
                 device_seconds=(now_s - gang.launched_at_s) * len(launch.placement.reserved),
                 log_dir=gang.log_dir,
             )

@@ -110,7 +110,9 @@ def load_cluster(name: str) -> ClusterDescription:
     is_file = "/" in name or name.endswith((".yaml", ".yml"))
     path = Path(name) if is_file else CONFIGS / "clusters" / f"{name}.yaml"
     if not path.is_file():
-        raise CatalogueError(f"no cluster {'file' if is_file else 'called'} {name!r}; there are {', '.join(clusters())}")
+        raise CatalogueError(
+            f"no cluster {'file' if is_file else 'called'} {name!r}; there are {', '.join(clusters())}"
+        )
     data = _read(path, {"accelerator", "num_nodes"}, {"devices_per_node", "network_bytes_per_s", "sources"})
     for key in ("num_nodes", "devices_per_node"):
         if not isinstance(size := data.get(key, 1), int) or isinstance(size, bool) or size < 1:

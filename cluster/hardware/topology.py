@@ -177,6 +177,6 @@ def cpu_model() -> str:
 def read_or_empty(path: str | Path) -> str:
     """What a file of the kernel says; empty where it cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""

@@ -25,6 +25,7 @@ from cluster.gang.messages import Beat, NodeLaunch, RankFailure, RankPlace, Rank
 from cluster.node.hang import DUMP_SIGNAL
 from cluster.node.warden import warden_main
 from cluster.processes import adopt_orphans, children, collapse_pages, kill, kill_descendants
+from trials import torch_support
 from trials.codec import CodecError, from_json
 from trials.outcome import RankReport, StepBreakdown
 from trials.secrets import redact
@@ -56,6 +57,8 @@ def preload(modules: Sequence[str]) -> list[str]:
         except Exception as error:
             sys.stderr.write(redact(traceback.format_exc()))
             problems.append(redact(f"cannot import {module}: {type(error).__name__}: {error}"))
+    if problems and (known := torch_support.problem(torch_support.installed_version())):
+        problems.append(known)
     return problems
 
 

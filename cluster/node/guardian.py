@@ -2,7 +2,9 @@
 
 All processes a backend starts inherit ``TUNE_CLUSTER_LEASE=<id>`` in their environment. The guardian holds the read
 end of a pipe whose only write end belongs to the controller; when that closes, it kills every process carrying the
-id and exits once none is left. It runs as a script of the standard library alone, so that it starts in an instant.
+id, and what these have started, and exits once none is left. Programs that give themselves a title, as Ray's agents do,
+overwrite the environment that others can see: they are known by their parents, or by files of the lease's folder that
+they hold open. The guardian runs as a script of the standard library alone, so that it starts in an instant.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 LEASE_VARIABLE = "TUNE_CLUSTER_LEASE"
@@ -23,6 +26,8 @@ GRACE_S = 5.0
 """How long fork servers and their children may take to end by themselves."""
 GIVE_UP_S = 150.0
 """Longer than any process takes that can be killed at all; a broken driver holds some for ever."""
+QUIET_S = 1.0
+"""For how long nothing of a controller that was killed may be seen until its guardian leaves."""
 SETTLE_S = 0.02
 """Pause before looking again whether processes that were sent SIGKILL are gone."""
 
@@ -35,29 +40,73 @@ def environment_of(pid: int) -> list[bytes]:
         return []
 
 
-def marked_processes(lease: str) -> dict[int, bool]:
-    """Pids of the lease's processes but the calling one, each with whether it cleans up by itself."""
+def marked_processes(lease: str, folder: str | None = None) -> dict[int, bool]:
+    """Pids of the lease's processes but the calling one and its parent, each with whether it cleans up by itself.
+
+    They carry the mark, descend from one that does, or show no environment and hold files below ``folder`` open.
+    """
     mark, self_cleaning = f"{LEASE_VARIABLE}={lease}".encode(), f"{SELF_CLEANING_VARIABLE}=1".encode()
-    found = {}
-    for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    found, unmarked = {}, []
+    for pid in set(pids) - {os.getpid(), os.getppid()}:
         entries = environment_of(pid)
-        if mark in entries and pid != os.getpid():
+        if mark in entries or (folder and _is_wiped(entries) and _holds_files_of(pid, folder)):
             found[pid] = self_cleaning in entries
+        else:
+            unmarked.append(pid)
+    return found | _descendants(unmarked, found)
+
+
+def _descendants(pids: Sequence[int], marked: Mapping[int, bool]) -> dict[int, bool]:
+    """Those of ``pids`` that descend from marked processes, each with what is said of the nearest of these."""
+    parents = {pid: parent for pid in (pids if marked else ()) if (parent := _parent_of(pid)) is not None}
+    found: dict[int, bool] = {}
+    for pid in parents:
+        above, seen = pid, set()
+        while above in parents and above not in seen:  # parents are read one by one: a pid may come back meanwhile
+            seen.add(above)
+            above = parents[above]
+        if above in marked:
+            found[pid] = marked[above]
     return found
 
 
-def kill_marked(lease: str) -> None:
+def _parent_of(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _is_wiped(entries: Sequence[bytes]) -> bool:
+    """Whether a process has overwritten its environment with its title: none of a kernel thread or a zombie is."""
+    return bool(entries) and not any(b"=" in entry for entry in entries)
+
+
+def _holds_files_of(pid: int, folder: str) -> bool:
+    with contextlib.suppress(OSError):
+        files = (str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir())
+        return any(file.startswith(f"{folder}/") for file in files)
+    return False
+
+
+def kill_marked(lease: str, folder: str | None = None, *, is_orderly: bool = True) -> None:
     """End all processes of the lease and wait until none is left that can be ended.
 
     Fork servers and what they forked get :data:`GRACE_S` to end by themselves, as they do when their agent is gone:
-    they know their descendants, even those that have dropped the mark.
+    they know their descendants, even those that have dropped the mark. After a controller that was killed, none has to
+    be seen for :data:`QUIET_S`: what it was about to start carries the mark only from its first instruction on.
     """
     patience_s, give_up_s = time.monotonic() + GRACE_S, time.monotonic() + GIVE_UP_S
-    while (found := marked_processes(lease)) and time.monotonic() < give_up_s:
+    quiet_until_s = time.monotonic() + (0.0 if is_orderly else QUIET_S)
+    while ((found := marked_processes(lease, folder)) or time.monotonic() < quiet_until_s) and (
+        time.monotonic() < give_up_s
+    ):
         for pid, is_self_cleaning in found.items():
             if not is_self_cleaning or time.monotonic() > patience_s:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
+            quiet_until_s = max(quiet_until_s, time.monotonic() + (0.0 if is_orderly else QUIET_S))
         time.sleep(SETTLE_S)
 
 
@@ -81,6 +130,8 @@ class Guardian:
     def close(self) -> None:
         """Let the guardian end what is left of the lease and wait for it. Idempotent."""
         if self._pipe >= 0:
+            with contextlib.suppress(BrokenPipeError):  # the guardian was killed
+                os.write(self._pipe, b".")
             os.close(self._pipe)
             self._pipe = -1
             self._process.wait()
@@ -88,9 +139,10 @@ class Guardian:
 
 def main() -> None:
     lease, pipe, folders = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+    is_orderly = False
     while os.read(pipe, 1):
-        pass
-    kill_marked(lease)
+        is_orderly = True
+    kill_marked(lease, folders[0] if folders else None, is_orderly=is_orderly)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 

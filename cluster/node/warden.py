@@ -40,6 +40,7 @@ from cluster.node import hang
 from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, device_names, wait_until_free
 from cluster.node.forked import ForkedRank, how_it_ended, with_host_cause, with_log
 from cluster.node.host_memory import OomKills, shortage
+from cluster.node.load_watch import LoadWatch
 from cluster.node.rank import rank_main
 from cluster.node.warden_link import CHUNK, AgentLink
 from cluster.processes import adopt_orphans, close_inherited, kill_descendants
@@ -83,6 +84,7 @@ class Warden:
                 return
         self._launch: NodeLaunch = from_json(NodeLaunch, messages.pop(0))
         self._link.watch(self._selector, self._obey)
+        self._load = LoadWatch(self._launch.node, device_names(self._launch), Path(self._launch.directory))
         self._start()
         self._obey(messages)
         while any(rank.is_running for rank in self._ranks) and time.monotonic() < self._release_due_s:
@@ -221,6 +223,7 @@ class Warden:
 
     def _settle(self, rank: ForkedRank, result: RankResult) -> None:
         """Keep the rank's result. Kill the gang for a root cause at once, for a collateral error after a moment."""
+        self._load.end()
         if isinstance(result, RankFailure):
             result = with_host_cause(result, self._oom_kills)
             if not self._is_stopping and result.category in COLLATERAL:
@@ -281,6 +284,7 @@ class Warden:
     def _stop(self, reason: str) -> None:
         if not self._is_stopping:
             self._is_stopping = True
+            self._load.end()
             self._kill_at_s = self._silent_at_s = math.inf
             self._release_due_s = time.monotonic() + self._launch.release_s
             self._link.tell(NodeFailing(attempt_id=self._launch.attempt_id, token=self._launch.token, reason=reason))
@@ -292,6 +296,7 @@ class Warden:
         slowest = min(self._ranks, key=lambda rank: rank.clock.position).clock
         if slowest.position > self._reported and len(self._ranks) == len(self._launch.slots):
             self._reported = slowest.position
+            self._load.enter(slowest.phase)
             os.utime(self._launch.directory)  # shows for how long it held its devices, should the controller die
             self._link.tell(
                 NodeProgress(
@@ -328,6 +333,7 @@ class Warden:
                 attempt_id=self._launch.attempt_id,
                 token=self._launch.token,
                 results=(*(self._judged(result) for result in settled), *self._notes),
+                disturbance=self._load.found,
             )
         )
 

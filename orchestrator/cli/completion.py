@@ -1,4 +1,4 @@
-"""What the shell offers after Tab: commands and options as click does it, and names of sweeps, trials, examples and more.
+"""What the shell offers after Tab: commands and options as click does it, and names of sweeps, trials, examples.
 
 A program that is asked at every Tab imports next to nothing, and says nothing where it cannot know.
 """
@@ -6,6 +6,7 @@ A program that is asked at every Tab imports next to nothing, and says nothing w
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sqlite3
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
+from orchestrator.cli.options import json_option
 from orchestrator.errors import ConfigError
 from orchestrator.invocation import DEFAULT_HOME, HOME_VARIABLE, PROGRAM
 
@@ -27,7 +29,7 @@ _TIMEOUT_S = 0.5
 Finder = Callable[[click.Context], Iterable[str]]
 
 
-class CompletedName(click.ParamType):
+class CompletedName(click.ParamType[str]):
     """Any text, for which the shell offers what ``find`` knows."""
 
     name = "text"
@@ -53,13 +55,16 @@ def sweep_names(ctx: click.Context) -> list[str]:
 
 def trial_names(ctx: click.Context) -> list[str]:
     """Names of the trials of the sweep that is named before them."""
-    sweep = ctx.params.get("sweep")
+    typed = os.environ.get("COMP_WORDS", "").split()  # where the line cannot be parsed yet, as after an option
+    sweep = ctx.params.get("sweep") or next((name for name in sweep_names(ctx) if name in typed), None)
     if not isinstance(sweep, str) or "/" in sweep:
         return []
     ledger = _home(ctx) / "sweeps" / sweep / _LEDGER
     if not ledger.is_file():
         return []
-    with contextlib.closing(sqlite3.connect(f"{ledger.resolve().as_uri()}?mode=ro", uri=True, timeout=_TIMEOUT_S)) as db:
+    with contextlib.closing(
+        sqlite3.connect(f"{ledger.resolve().as_uri()}?mode=ro", uri=True, timeout=_TIMEOUT_S)
+    ) as db:
         (count,) = db.execute(COUNT_TRIALS).fetchone()
     return ["baseline", "best", "winner", *(f"t{number:03d}" for number in range(min(count, _MAX_TRIALS)))]
 
@@ -111,7 +116,8 @@ def offer_names(command: click.Command) -> click.Command:
 
 @click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-def completion(shell: str) -> None:
+@json_option
+def completion(shell: str, as_json: bool) -> None:
     """Print a script that has SHELL complete commands, options, sweeps, trials and formats.
 
     \b
@@ -124,7 +130,8 @@ def completion(shell: str) -> None:
     if found is None:
         raise ConfigError(f"no completion for {shell}")
     script = found(click.get_current_context().find_root().command, {}, PROGRAM, "_TUNE_CLUSTER_COMPLETE")
-    click.echo(script.source_template % script.source_vars())
+    text = script.source_template % script.source_vars()
+    click.echo(json.dumps({"shell": shell, "script": text}) if as_json else text)
 
 
 COMMANDS = (completion,)

@@ -1,4 +1,4 @@
-"""Commands that stop a sweep, for a while or for good."""
+"""Commands that stop a sweep, for a while or for good, or remove it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from orchestrator.cli.options import home_option, json_option, print_result
-from orchestrator.errors import EXIT_FAILED, EXIT_INTERRUPTED
+from orchestrator.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER
 
 if TYPE_CHECKING:
     from orchestrator.sweep.events import Action
@@ -86,4 +86,42 @@ def _stop(sweep: str, what: Action, home: Path, as_json: bool, *, no_wait: bool)
         sys.exit(EXIT_FAILED)
 
 
-COMMANDS = (pause, drain, cancel)
+@click.command()
+@click.argument("sweep")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask. Needed where nobody can be asked.")
+@click.option("--force", is_flag=True, help="Also where a promoted configuration rests on it, or it cannot be read.")
+@click.option("--mlflow", "in_mlflow", is_flag=True, help="Delete its runs in MLflow, too.")
+@home_option
+@json_option
+def delete(sweep: str, yes: bool, force: bool, in_mlflow: bool, home: Path, as_json: bool) -> None:
+    """Remove SWEEP for good: its folder with ledger, logs and attempts.
+
+    Refused while a controller is at work on it. Versions in MLflow's registry stay in any case.
+
+    \b
+    Examples:
+      tune-cluster delete quickstart
+      tune-cluster delete quickstart --mlflow --yes --json
+    """
+    from orchestrator.commands import delete as deleting
+    from orchestrator.sweep.home import Home
+
+    what = deleting.describe(sweep, Home(home))
+    if not yes and not _agreed(f"Remove {what}{' and its runs in MLflow' if in_mlflow else ''}?"):
+        click.echo("nothing was removed", err=True)
+        sys.exit(EXIT_USER)
+    removed = deleting.delete(sweep, Home(home), force=force, in_mlflow=in_mlflow)
+    if as_json:
+        print_result(True, removed.to_json(), str)
+    for line in removed.lines() if not as_json else ():
+        click.echo(line)
+
+
+def _agreed(question: str) -> bool:
+    """Whether the user says yes; a UsageError where there is no terminal to ask at."""
+    if not sys.stdin.isatty():
+        raise click.UsageError("nobody can be asked here; say --yes to remove the sweep")
+    return click.confirm(question, default=False, err=True)
+
+
+COMMANDS = (pause, drain, cancel, delete)

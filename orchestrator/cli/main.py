@@ -70,4 +70,3 @@ def main(verbose: bool) -> None:
 for _module in (start, plan, run, sweeps, control, registry, export, completion):
     for _command in _module.COMMANDS:
         main.add_command(completion.offer_names(_command))
-

@@ -33,11 +33,9 @@ def print_result(as_json: bool, body: Any, render: Callable[[], Any]) -> None:
     if as_json:
         click.echo(json.dumps(body, indent=2))
         return
-    from rich.console import Console
-    from rich.text import Text
+    from orchestrator.terminal.layout import print_for_people
 
-    rendered = render()
-    Console().print(Text(rendered) if isinstance(rendered, str) else rendered)
+    print_for_people(render())
 
 
 def announce(links: dict[str, str], as_json: bool) -> None:
@@ -48,4 +46,4 @@ def announce(links: dict[str, str], as_json: bool) -> None:
     sys.stdout.flush()
 
 
-CLUSTER_HELP = "A described cluster in the place of a real one: dgx-h100 or another of configs/clusters, or ./mine.yaml."
+CLUSTER_HELP = "A described cluster in the place of a real one: dgx-h100, another of configs/clusters, or ./mine.yaml."

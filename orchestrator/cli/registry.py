@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from orchestrator.cli.options import announce, home_option, json_option, print_result
-from orchestrator.errors import EXIT_FAILED
+from orchestrator.errors import EXIT_FAILED, EXIT_UNVERIFIED
 from orchestrator.invocation import Invocation
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ def ui(
         announce=tell,
         tell=lambda words: click.echo(words, err=True),
     )
+    again = Invocation.current(home).command("ui", *([sweep] if sweep else []))
+    click.echo(f"no longer served; sweeps go on. To see it again: {again}", err=True)
 
 
 @click.command()
@@ -237,7 +239,11 @@ def diff(a: str, b: str, tracking_uri: str | None, home: Path, as_json: bool) ->
 @click.command()
 @click.argument("reference")
 @click.option(
-    "--rounds", type=click.IntRange(1, 50), default=3, show_default=True, help="Times it is measured, each run anew."
+    "--rounds",
+    type=click.IntRange(2, 50),
+    default=3,
+    show_default=True,
+    help="Times it and its baseline are measured, one after the other, each run anew.",
 )
 @click.option(
     "--tolerance",
@@ -250,7 +256,7 @@ def diff(a: str, b: str, tracking_uri: str | None, home: Path, as_json: bool) ->
     "--ignore",
     "ignored",
     multiple=True,
-    type=click.Choice(["driver", "library", "hardware", "training", "speed", "loss"]),
+    type=click.Choice(["driver", "library", "hardware", "training", "speed_up", "speed", "loss"]),
     help="Kind of drift that does not count; may be repeated.",
 )
 @click.option("--address", metavar="HOST:PORT", help="Head of a Ray cluster, in place of the one in the sweep's file.")
@@ -267,11 +273,18 @@ def verify(
     home: Path,
     as_json: bool,
 ) -> None:
-    """Measure NAME@production again on today's cluster and report what has drifted.
+    """Measure NAME@production again on today's cluster, beside its baseline, and report what has drifted.
 
-    Compared are driver, libraries and hardware with those it was promoted on, today's speed with the promoted one, and
-    today's losses, step by step. For cron and CI: exit code 0 without drift, 1 with drift, 2 where it cannot be
-    verified. The result is recorded in MLflow.
+    Compared are driver and libraries with those it was promoted with, its speed-up over the baseline and its own speed
+    with those of the promotion, and its losses, step by step. The rounds of both are interleaved, so that a slow hour
+    of the machine is no drift. The result is recorded in MLflow.
+
+    \b
+    Exit codes, for cron and CI:
+      0  no drift: a loss of speed beyond the tolerance is excluded
+      1  drift
+      2  there is no such version, or it was altered
+      3  could not verify: too noisy or disturbed, too few rounds, other hardware, no cluster; each with its reason
 
     \b
     Examples:
@@ -296,8 +309,7 @@ def verify(
             tracking_uri=tracking_uri,
         )
     print_result(as_json, found.to_json(), lambda: promotion.render_verification(found))
-    if found.drifted:
-        sys.exit(EXIT_FAILED)
+    sys.exit({"no_drift": 0, "drift": EXIT_FAILED, "could_not_verify": EXIT_UNVERIFIED}[found.answer])
 
 
 COMMANDS = (ui, promote, rollback, history, show, diff, verify)

@@ -13,10 +13,11 @@ from orchestrator.cli.run_controller import Where, carry_out, resume_sweep, subm
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
+@click.option("--replace", is_flag=True, help="Begin a sweep of this name anew that measured nothing.")
 @where_options
 @home_option
 @json_option
-def submit(file: Path, where: Where, home: Path, as_json: bool) -> None:
+def submit(file: Path, replace: bool, where: Where, home: Path, as_json: bool) -> None:
     """Run the sweep in FILE, or go on with it if it was interrupted or paused.
 
     Without a cluster's address it runs here until it has ended, or apart from this terminal with --detach. With one
@@ -27,19 +28,21 @@ def submit(file: Path, where: Where, home: Path, as_json: bool) -> None:
     Examples:
       tune-cluster submit configs/sweeps/quickstart.yaml
       tune-cluster submit configs/sweeps/quickstart.yaml --detach --follow
+      tune-cluster submit sweep.yaml --replace
       tune-cluster submit sweep.yaml --address 10.0.0.1:6379 --home /shared/sweeps
     """
     from orchestrator.sweep.home import Home
 
-    submit_file(file, Home(home), where, as_json=as_json)
+    submit_file(file, Home(home), where, as_json=as_json, replace=replace)
 
 
 @click.command()
 @click.argument("sweep")
+@click.option("--profile-of", type=int, hidden=True, help="Show the profile of this trial alone.")
 @where_options
 @home_option
 @json_option
-def resume(sweep: str, where: Where, home: Path, as_json: bool) -> None:
+def resume(sweep: str, profile_of: int | None, where: Where, home: Path, as_json: bool) -> None:
     """Go on with SWEEP, which was paused or lost its controller, as its file said when it was submitted.
 
     \b
@@ -49,7 +52,7 @@ def resume(sweep: str, where: Where, home: Path, as_json: bool) -> None:
     """
     from orchestrator.sweep.home import Home
 
-    resume_sweep(sweep, Home(home), where, as_json=as_json)
+    resume_sweep(sweep, Home(home), where, as_json=as_json, profile_of=profile_of)
 
 
 @click.command()
@@ -123,8 +126,8 @@ def confirm(
 ) -> None:
     """Measure a trial of SWEEP again, interleaved with the baseline, and put it through the loss gate.
 
-    TRIAL is 3, t003 or best, the default. A sweep does this by itself when it ends, for its fastest trials; the last
-    verdict is the one that counts. The sweep's budget does not bound what you ask for.
+    TRIAL is 3, t003, winner or best, the default. A sweep does this by itself when it ends, for its fastest trials; the
+    last verdict is the one that counts. The sweep's budget does not bound what you ask for.
 
     \b
     Examples:
@@ -169,7 +172,8 @@ def _check(
     receipt = control.ask_checks(sweep, sweeps, what, trial)
     words = {"confirm": "to be confirmed", "profile": "to be profiled"}[what]
     click.echo(f"{words}: t{receipt.trials[0]:03d}", err=True)
-    carry_out(receipt, sweeps, where, as_json=as_json)
+    profiled = receipt.trials[0] if what == "profile" else None
+    carry_out(receipt, sweeps, where, as_json=as_json, profile_of=profiled)
 
 
 COMMANDS = (submit, resume, retry, confirm, profile)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import click
 
@@ -16,6 +16,8 @@ from orchestrator.errors import EXIT_CLUSTER_LOST, EXIT_FAILED, EXIT_INTERRUPTED
 from orchestrator.invocation import Invocation
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from orchestrator.commands.control import Receipt
     from orchestrator.commands.submit import Mode, StartedSubmission, Submission
     from orchestrator.controller.controller import SweepResult
@@ -61,38 +63,46 @@ def where_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def carry_out(receipt: Receipt, home: Home, where: Where, *, as_json: bool) -> None:
-    """Leave what was asked of a sweep to the controller at work; where there is none, resume the sweep."""
+def carry_out(receipt: Receipt, home: Home, where: Where, *, as_json: bool, profile_of: int | None = None) -> None:
+    """Leave what was asked of a sweep to the controller at work; where there is none, resume the sweep.
+
+    Args:
+        profile_of: show the profile of this trial in place of the whole report.
+    """
     if receipt.is_controlled and not where.follow:
         print_result(as_json, receipt.to_json(), lambda: "The controller at work takes it up.")
         return
-    resume_sweep(receipt.sweep, home, where, as_json=as_json)
+    resume_sweep(receipt.sweep, home, where, as_json=as_json, profile_of=profile_of)
 
 
-def submit_file(file: Path, home: Home, where: Where, *, as_json: bool) -> None:
-    """Run the sweep of a file, or go on with it."""
+def submit_file(file: Path, home: Home, where: Where, *, as_json: bool, replace: bool = False) -> None:
+    """Run the sweep of a file, or go on with it; with ``replace``, begin one anew that measured nothing."""
     from orchestrator.commands.submit import submission_of_file
 
     options = program_options()
-    submission = submission_of_file(file, home, address=where.address, mode=where.mode, options=options)
+    submission = submission_of_file(
+        file, home, address=where.address, mode=where.mode, options=options, replace=replace
+    )
     _run_submission(submission, follow=where.follow, as_json=as_json)
 
 
-def resume_sweep(name: str, home: Home, where: Where, *, as_json: bool) -> None:
-    """Go on with a sweep as its file said when it was submitted."""
+def resume_sweep(name: str, home: Home, where: Where, *, as_json: bool, profile_of: int | None = None) -> None:
+    """Go on with a sweep as its file said when it was submitted; then show its report, or one profile alone."""
     from orchestrator.commands.submit import submission_of_sweep
 
     options = program_options()
     submission = submission_of_sweep(name, home, address=where.address, mode=where.mode, options=options)
-    _run_submission(submission, follow=where.follow, as_json=as_json)
+    _run_submission(submission, follow=where.follow, as_json=as_json, profile_of=profile_of)
 
 
-def _run_submission(submission: Submission, *, follow: bool, as_json: bool) -> None:
+def _run_submission(submission: Submission, *, follow: bool, as_json: bool, profile_of: int | None = None) -> None:
     """Run its controller in this process or a supervisor's, or start it in the background; print what came of it."""
+    from orchestrator import homes
     from orchestrator.commands.submit import find_running, start_in_background
 
+    homes.remember(submission.home.path)
     if submission.mode == "foreground":
-        _run_in_foreground(submission, as_json)
+        _run_in_foreground(submission, as_json, profile_of)
         return
     started = find_running(submission.home, submission.name)
     if started is None:
@@ -102,12 +112,12 @@ def _run_submission(submission: Submission, *, follow: bool, as_json: bool) -> N
     if follow and started.exit_code is None:
         _follow(submission, started)
     if follow or started.exit_code is not None:
-        _show_result(submission, as_json)
+        _show_result(submission, as_json, profile_of)
         return
     print_result(as_json, started.to_json(), lambda: _next_steps(submission, started))
 
 
-def _run_in_foreground(submission: Submission, as_json: bool) -> None:
+def _run_in_foreground(submission: Submission, as_json: bool, profile_of: int | None) -> None:
     from orchestrator.commands.submit import find_running
     from orchestrator.commands.supervisor import supervised_run
 
@@ -115,8 +125,9 @@ def _run_in_foreground(submission: Submission, as_json: bool) -> None:
     if not submission.is_over and not run:
         find_running(submission.home, submission.name)  # one that has just paused it ends; any other holds the ledger
     if submission.needs_supervisor and not run:
-        _become(submission.supervised(*(["--json"] if as_json else [])))
-    _run_here(submission, run, as_json)
+        shown = [] if profile_of is None else ["--profile-of", str(profile_of)]
+        _become(submission.supervised(*(["--json"] if as_json else []), *shown))
+    _run_here(submission, run, as_json, profile_of)
 
 
 def _become(argv: list[str]) -> NoReturn:
@@ -126,7 +137,7 @@ def _become(argv: list[str]) -> NoReturn:
     os.execv(argv[0], argv)
 
 
-def _run_here(submission: Submission, run: int, as_json: bool) -> None:
+def _run_here(submission: Submission, run: int, as_json: bool, profile_of: int | None) -> None:
     """Run the controller in this process.
 
     Args:
@@ -137,6 +148,9 @@ def _run_here(submission: Submission, run: int, as_json: bool) -> None:
 
     try:
         result = _controlled(submission, is_restart=run > 1)
+    except KeyboardInterrupt:
+        click.echo(_interrupted(submission), err=True)
+        sys.exit(EXIT_INTERRUPTED)
     except ClusterError as error:
         # A cluster that comes back may take some time until it can be used.
         if run > 1 or (run and isinstance(error, ClusterLostError)):
@@ -146,21 +160,45 @@ def _run_here(submission: Submission, run: int, as_json: bool) -> None:
     if MODE_VARIABLE in os.environ:  # nobody sees it; `report` shows the result to whoever asks
         click.echo(f"{result.state.status}: {result.state.finish_reason}", err=True)
     else:
-        _print(submission, result, as_json)
+        _print(submission, result, as_json, profile_of)
     _exit_by(result)
 
 
 def _controlled(submission: Submission, *, is_restart: bool) -> SweepResult:
     """The result of the sweep, with its controller in this process and what happens shown live."""
-    from orchestrator.commands.background import require_mark
+    from rich.console import Console
+
+    from orchestrator.commands.background import ForegroundLog, require_mark
     from orchestrator.controller import controller
+    from orchestrator.controller.observer import Observers
     from orchestrator.processes import interruptible
+    from orchestrator.sweep.documents import MODE_VARIABLE
     from orchestrator.terminal.live import LiveView
 
-    run_sweep = controller.submit if submission.verb == "submit" else controller.resume
-    with interruptible(), LiveView() as view:
+    run = partial(
+        controller.submit if submission.verb == "submit" else controller.resume,
+        submission.spec,
+        submission.home,
+        address=submission.address,
+        is_restart=is_restart,
+    )
+    command = Invocation.current(submission.home.path).command("ui", submission.name)
+    opening = "" if is_restart or submission.is_over else f"in the browser, from another terminal: {command}"
+    with interruptible(), LiveView(opening=opening) as view:
         require_mark(submission.home, submission.name)
-        return run_sweep(submission.spec, submission.home, view, address=submission.address, is_restart=is_restart)
+        if MODE_VARIABLE in os.environ:  # all that it prints is a log already
+            return run(observer=view)
+        log = ForegroundLog(submission.home, submission.name)
+        with log, LiveView(Console(file=cast("IO[str]", log), width=200)) as lines:
+            return run(observer=Observers([log, view, lines]))
+
+
+def _interrupted(submission: Submission) -> str:
+    """What became of the sweep after Ctrl-C, and the command to go on with."""
+    program, home, name = Invocation.current(submission.home.path), submission.home, submission.name
+    if name not in home.sweeps():
+        return f"interrupted before the sweep {name} began; nothing is left of it"
+    return f"interrupted; the sweep {name} goes on where it stopped with: {program.command('resume', name)}"
 
 
 def _follow(submission: Submission, started: StartedSubmission) -> None:
@@ -181,11 +219,11 @@ def _follow(submission: Submission, started: StartedSubmission) -> None:
         sys.exit(EXIT_INTERRUPTED)
 
 
-def _show_result(submission: Submission, as_json: bool) -> None:
+def _show_result(submission: Submission, as_json: bool, profile_of: int | None) -> None:
     from orchestrator.controller import controller
 
     result = controller.load(submission.name, submission.home)
-    _print(submission, result, as_json)
+    _print(submission, result, as_json, profile_of)
     if result.state.status == "running":
         click.echo(
             f"error: the controller has ended before the sweep; go on with "
@@ -196,18 +234,19 @@ def _show_result(submission: Submission, as_json: bool) -> None:
     _exit_by(result)
 
 
-def _print(submission: Submission, result: SweepResult, as_json: bool) -> None:
+def _print(submission: Submission, result: SweepResult, as_json: bool, profile_of: int | None) -> None:
     from orchestrator.report.report import make_report
     from orchestrator.report.sources import Sources
-    from orchestrator.terminal.report import render_report
+    from orchestrator.terminal.report import render_profiled, render_report
 
     sources = Sources(recorded=result.recorded, folder=submission.home.sweep_folder(submission.name))
     invocation = Invocation.current(submission.home.path)
-    print_result(
-        as_json,
-        result.summary.to_json(),
-        lambda: render_report(make_report(result.state, result.summary, sources=sources, invocation=invocation)),
-    )
+
+    def render() -> RenderableType:
+        report = make_report(result.state, result.summary, sources=sources, invocation=invocation)
+        return render_report(report) if profile_of is None else render_profiled(report, profile_of)
+
+    print_result(as_json, result.summary.to_json(), render)
 
 
 def _exit_by(result: SweepResult) -> None:
@@ -229,6 +268,7 @@ def _next_steps(submission: Submission, started: StartedSubmission) -> str:
     }[started.mode]
     next_steps = {
         program.command("watch", name): "follow it",
+        program.command("ui", name): "follow it in the browser",
         program.command("logs", name): "what its controller writes",
         program.command("pause", name): "stop it; `resume` goes on",
     }

@@ -14,7 +14,7 @@ from orchestrator.errors import EXIT_FAILED
 
 if TYPE_CHECKING:
     from orchestrator.commands.init import Questions
-    from orchestrator.draft.draft import Draft
+    from orchestrator.draft.draft import SweepDraft
 
 _MODEL = "A Hugging Face config.json, a folder with one, or a model file."
 MAX_STEP_WIDTH = 74
@@ -50,8 +50,9 @@ def init(
 ) -> None:
     """Write a first sweep file: for your model and your cluster, short and commented.
 
-    The cost model chooses a usual baseline that fits into the memory: put what you run today in its place. In a terminal,
-    what is not given is asked for. A cluster that is only described is simulated; the file says how to measure for real.
+    The cost model chooses a usual baseline that fits into the memory: put what you run today in its place. In a
+    terminal, what is not given is asked for. A cluster that is only described is simulated; the file says how to
+    measure for real.
 
     \b
     Examples:
@@ -83,15 +84,15 @@ def _ask(questions: Questions) -> Questions:
     if questions.model is None and questions.parameters is None:
         answer = click.prompt("Model: path of a Hugging Face config.json, or a size like 13B", err=True)
         is_path = Path(answer).exists() or "/" in answer or answer.endswith(".json")
-        questions = replace(questions, **({"model": Path(answer)} if is_path else {"parameters": answer}))
+        questions = replace(questions, model=Path(answer)) if is_path else replace(questions, parameters=answer)
     if questions.cluster is None and questions.address is None:
         words = "Cluster: HOST:PORT of a Ray head, a name like dgx-h100, or nothing for this host"
         answer = click.prompt(words, default="", show_default=False, err=True)
-        if answer:
-            questions = replace(questions, **{"address" if ":" in answer else "cluster": answer})
-        if answer and questions.nodes is None and ":" not in answer:
-            nodes = click.prompt("Nodes", type=click.IntRange(1), default=1, err=True)
-            questions = replace(questions, nodes=nodes)
+        if ":" in answer:
+            questions = replace(questions, address=answer)
+        elif answer:
+            nodes = questions.nodes or click.prompt("Nodes", type=click.IntRange(1), default=1, err=True)
+            questions = replace(questions, cluster=answer, nodes=nodes)
     return questions
 
 
@@ -100,7 +101,7 @@ def _listed(found: dict[str, str]) -> str:
     return "\n".join(f"{name:<{width}}  {about}" for name, about in found.items())
 
 
-def _drafted(draft: Draft, file: Path) -> str:
+def _drafted(draft: SweepDraft, file: Path) -> str:
     from orchestrator.draft.draft import expected_words
 
     lines = [_next_steps(file, (file,)), "", f"hardware  {draft.hardware}{', simulated' if draft.simulated else ''}"]
@@ -126,4 +127,31 @@ def _next_steps(file: Path, files: tuple[Path, ...]) -> str:
     return "\n".join([f"Written: {', '.join(str(path) for path in files)}. Put what you run today in, then:", *lines])
 
 
-COMMANDS = (init,)
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.option("--address", metavar="HOST:PORT", help="Look at this Ray cluster, too; default: RAY_ADDRESS, or FILE's.")
+@home_option
+@json_option
+def doctor(file: Path | None, address: str | None, home: Path, as_json: bool) -> None:
+    """Look at everything a sweep needs here: torch, devices, Ray, MLflow, disk, memory, limits, load.
+
+    Each line is ok, warn or fail, with what to do. Changes nothing, starts nothing, and ends by itself. Exit code 0:
+    sweeps can run; 1: something has to be mended first.
+
+    \b
+    Examples:
+      tune-cluster doctor
+      tune-cluster doctor sweep.yaml
+      tune-cluster doctor --address HOST:PORT --json
+    """
+    from orchestrator.doctor.doctor import examine
+    from orchestrator.sweep.home import Home
+    from orchestrator.terminal.probe import render_doctor
+
+    diagnosed = examine(Home(home), file=file, address=address)
+    print_result(as_json, diagnosed.to_json(), lambda: render_doctor(diagnosed))
+    if diagnosed.num_failed:
+        sys.exit(EXIT_FAILED)
+
+
+COMMANDS = (init, doctor)

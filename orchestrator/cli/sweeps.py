@@ -32,6 +32,7 @@ def ps(home: Path, as_json: bool) -> None:
       tune-cluster ps
       tune-cluster ps --json
     """
+    from orchestrator.homes import elsewhere
     from orchestrator.status import overview
     from orchestrator.sweep.home import Home
     from orchestrator.terminal import status as report_ps
@@ -39,6 +40,8 @@ def ps(home: Path, as_json: bool) -> None:
     sweeps = overview.all_sweeps(Home(home))
     body = [overview.overview(sweep, Home(home)) for sweep in sweeps] if as_json else None
     print_result(as_json, body, lambda: report_ps.render_ps(sweeps, Home(home)))
+    for other in elsewhere(home) if not sweeps else ():
+        click.echo(f"there are some in {other}: {Invocation.current(other).command('ps')}", err=True)
 
 
 @click.command()
@@ -101,7 +104,8 @@ def watch(sweep: str, home: Path, as_json: bool) -> None:
                     show(view, seen, last)
                 last = seen
     except KeyboardInterrupt:
-        click.echo(f"no longer watching; the sweep {sweep} goes on", err=True)
+        again = Invocation.current(home).command("watch", sweep)
+        click.echo(f"no longer watching; the sweep {sweep} goes on. To see it again: {again}", err=True)
         sys.exit(EXIT_INTERRUPTED)
     if last is not None and not as_json:
         end = last
@@ -131,7 +135,8 @@ def logs(
 ) -> None:
     """Show the logs of a trial's ranks, or of the controller.
 
-    TRIAL is 3, t003, baseline or best; without it, the controller's log is shown. Logs lie where their ranks ran:
+    TRIAL is 3, t003, baseline, best or winner; without it, the controller's log is shown, and a TRIAL alone is one of
+    the latest sweep. Logs lie where their ranks ran:
     of those on other nodes, node and path are shown, and the last lines that were sent home when they failed. With
     --json and --follow, one JSON object a line.
 
@@ -140,12 +145,14 @@ def logs(
       tune-cluster logs quickstart
       tune-cluster logs quickstart t003 --rank 1
       tune-cluster logs quickstart best --follow
+      tune-cluster logs best
     """
     from orchestrator.commands import logs as logs_command
     from orchestrator.sweep.home import Home
 
     out = logs_command.Output(as_json=as_json, num_lines=lines, follow=follow)
     try:
+        sweep, trial = logs_command.meant(sweep, trial, Home(home), out)
         if trial is None:
             logs_command.show_controller_log(sweep, Home(home), out)
         else:

@@ -1,8 +1,12 @@
-"""Controllers without a terminal: processes of this host in a session of their own, and Ray Jobs on a head."""
+"""Controllers without a terminal: processes of this host in a session of their own, and Ray Jobs on a head. And the
+logs of all controllers."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
+import logging
 import os
 import platform
 import secrets
@@ -11,17 +15,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
-from cluster.base import ClusterError
+from cluster.base import ClusterError, GangProgress
 from cluster.processes import process_info
 from orchestrator import processes
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.documents import MODE_VARIABLE, Controller, HeldNodes
 from orchestrator.sweep.home import CONTROLLER_LOG, Home, is_at_work
 from orchestrator.sweep.ledger import FILE_NAME, LedgerError, SweepBusyError
+from orchestrator.sweep.state import SweepState
 from orchestrator.text import Follower, plain, tail
 from trials.files import make_private_folder, write_atomically
+from trials.secrets import RedactingFormatter, redact
 
 DETACHED, RAY_JOB = "detached", "ray job"
 """Values of ``TUNE_CLUSTER_CONTROLLER_MODE``."""
@@ -82,7 +88,7 @@ def controller_log(home: Home, name: str, *, follow: bool = False, num_lines: in
     it has ended.
 
     Raises:
-        ConfigError: the controller writes to a terminal.
+        ConfigError: it has written none, or on another host.
         ClusterError: it is a Ray Job, and the cluster does not answer.
     """
     with home.open(name, begun=False) as ledger:
@@ -90,13 +96,66 @@ def controller_log(home: Home, name: str, *, follow: bool = False, num_lines: in
     log = home.sweep_folder(name) / CONTROLLER_LOG
     if about is not None and about.mode == RAY_JOB:
         return job_log(about.address or "", about.job or "", follow=follow, num_lines=num_lines)
-    if log.exists() and (about is None or about.mode == DETACHED):
+    if log.exists():
         return _file_log(home, name, follow=follow, num_lines=num_lines)
     where = f" on {about.host}" if about else ""
     raise ConfigError(
-        f"the controller of {name!r} runs in a terminal{where}, not in the background: it has no log",
-        remedy="`tune-cluster submit --detach` keeps one.",
+        f"the controller of {name!r}{where} has written no log yet", remedy=f"`tune-cluster status {name}` shows it."
     )
+
+
+class ForegroundLog(io.TextIOBase):
+    """What a controller in a terminal leaves in ``controller.log`` for others to read, like one in the background.
+
+    A stream, and an observer: nothing is written before the sweep has been created, so that one that is refused leaves
+    nothing behind. A log that cannot be written costs the sweep nothing.
+    """
+
+    def __init__(self, home: Home, name: str) -> None:
+        self._path = home.sweep_folder(name) / CONTROLLER_LOG
+        self._early: list[str] = []
+        self._file: IO[bytes] | None = None
+        self._last = ""
+        self._handler = logging.StreamHandler(self)
+        self._handler.setFormatter(RedactingFormatter("%(levelname)s %(name)s: %(message)s"))
+
+    def __enter__(self) -> Self:
+        logging.getLogger().addHandler(self._handler)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
+        logging.getLogger().removeHandler(self._handler)
+        end = self._last if error is None else f"interrupted by {type(error).__name__}: {error}".rstrip(": ")
+        self.write(f"{redact(plain(end))}\n")
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, text: str) -> int:
+        """Keep the text until there is a sweep, then write it; an error of the disk loses it."""
+        with contextlib.suppress(OSError):
+            if self._file is None:
+                self._early.append(text)
+            else:
+                self._file.write(text.encode(errors="replace"))
+                self._file.flush()
+        return len(text)
+
+    def on_state(self, state: SweepState) -> None:
+        """Begin to write where the sweep has been created by now."""
+        self._last = f"{state.status}: {state.finish_reason}".rstrip(": ")
+        if self._file is None and state.created is not None:
+            with contextlib.suppress(OSError):
+                self._file = _open_log(self._path)
+            began = time.strftime("%Y-%m-%d %H:%M:%S")
+            early, self._early = self._early, []
+            self.write(f"{began} process {os.getpid()} on {platform.node()} is at work, in a terminal\n")
+            self.write("".join(early))
+
+    def on_progress(self, trial: int, progress: GangProgress) -> None:
+        """Steps are not worth a line."""
+
+    def on_lease(self, nodes: Sequence[str], waiting: str) -> None:
+        """The lines of the live view tell it."""
 
 
 def follow_detached(home: Home, name: str, log: Follower) -> Iterator[str]:

@@ -11,7 +11,7 @@ from orchestrator.commands.background import controller_log
 from orchestrator.status.logs import AttemptLogs, RankLog, attempt_logs, log_tail
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.snapshot import Snapshot
-from orchestrator.sweep.state import find_trial
+from orchestrator.sweep.state import find_trial, is_trial
 from orchestrator.text import Follower, follow, plain
 
 MAX_RANKS = 8
@@ -57,11 +57,22 @@ def show_trial_logs(
         _show(found, out)
 
 
+def meant(sweep: str, trial: str | None, home: Home, out: Output) -> tuple[str, str | None]:
+    """The sweep and trial that two words mean: ``best`` alone is a trial of the sweep that was written last."""
+    if trial is not None or sweep in home.all_names() or not is_trial(sweep):
+        return sweep, trial
+    latest = next(iter(home.sweeps()), None)
+    if latest is None:
+        return sweep, trial
+    out.note(f"{sweep} of the latest sweep, {latest}:")
+    return latest, sweep
+
+
 def show_controller_log(name: str, home: Home, out: Output) -> None:
-    """The log of the controller that runs, or last ran, in the background.
+    """The log of the controller that runs, or last ran.
 
     Raises:
-        ConfigError: there is no such sweep, or its controller writes to a terminal.
+        ConfigError: there is no such sweep, or its controller has written none.
         ClusterError: the controller is a Ray Job, and the cluster does not answer.
     """
     sweep = home.read(name)

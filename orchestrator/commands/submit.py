@@ -20,7 +20,9 @@ from orchestrator.errors import EXIT_USER, ConfigError
 from orchestrator.sweep.documents import Controller
 from orchestrator.sweep.home import Home, is_at_work
 from orchestrator.sweep.ledger import LedgerError
+from orchestrator.sweep.state import SweepState
 from orchestrator.text import Follower
+from trials.torch_support import REMEDY, installed_version, problem
 
 if TYPE_CHECKING:
     from cluster.ray.jobs import JobHandle
@@ -107,24 +109,37 @@ class StartedSubmission:
 
 
 def submission_of_file(
-    file: Path, home: Home, *, address: str | None, mode: Mode | None, options: tuple[str, ...] = ()
+    file: Path,
+    home: Home,
+    *,
+    address: str | None,
+    mode: Mode | None,
+    options: tuple[str, ...] = (),
+    replace: bool = False,
 ) -> Submission:
     """What ``submit FILE`` asks for.
 
     Args:
+        replace: begin a sweep of the same name anew, which measured nothing.
         address: as the user gave it; None looks at ``RAY_ADDRESS``, then at the file.
         mode: None: a Ray Job where there is an address, else in the foreground.
 
     Raises:
         ConfigError: the file, or a sweep of this name with another content.
     """
-    spec = load_sweep(file)
+    spec = load_sweep(file, address=address)
     is_over = False
+    if replace and spec.name in home.all_names():
+        from orchestrator.commands.delete import replace_unmeasured  # with MLflow's client: few submits need it
+
+        replace_unmeasured(spec.name, home)
     if spec.name in home.sweeps():
         state = home.read(spec.name, begun=True).state
-        check_same(state.sweep, spec)
+        _check_same(state, spec)
         is_over = state.is_over
     where = choose_address(spec, address)
+    if not is_over:
+        _require_torch(spec, where)
     return Submission(
         verb="submit",
         target=str(file.absolute()),
@@ -135,6 +150,16 @@ def submission_of_file(
         is_over=is_over,
         options=options,
     )
+
+
+def _check_same(state: SweepState, spec: SweepSpec) -> None:
+    """Refuse another content under the same name; where nothing was measured under it, it can be begun anew."""
+    try:
+        check_same(state.sweep, spec)
+    except ConfigError as error:
+        if state.best is None:
+            error.remedy = f"{error.remedy} It measured nothing: --replace begins it anew."
+        raise
 
 
 def submission_of_sweep(
@@ -148,6 +173,8 @@ def submission_of_sweep(
     sweep = home.read(name, begun=True)
     state, spec = sweep.state, SweepSpec.from_json(sweep.spec or {})
     where = choose_address(spec, address)
+    if not state.is_over:
+        _require_torch(spec, where)
     return Submission(
         verb="resume",
         target=name,
@@ -164,6 +191,16 @@ def _mode(asked: Mode | None, address: str | None, *, is_over: bool) -> Mode:
     if is_over:
         return "foreground"
     return asked or ("foreground" if address is None else "ray job")
+
+
+def _require_torch(spec: SweepSpec, address: str | None) -> None:
+    """Refuse a sweep whose trials would run on this host, with a torch that they cannot run with.
+
+    Raises:
+        ConfigError: torch is missing or too old.
+    """
+    if address is None and spec.cluster.kind in ("local", "ray") and (known := problem(installed_version())):
+        raise ConfigError(known, key="cluster", remedy=REMEDY)
 
 
 def choose_address(spec: SweepSpec, given: str | None) -> str | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Annotated, Any
 
-from pydantic import Field, PlainSerializer, PrivateAttr, model_validator
+from pydantic import Field, PlainSerializer, PrivateAttr, ValidationInfo, model_validator
 
 from orchestrator.config.scalars import Duration, Positive
 from orchestrator.space.knobs.sections import Section, ShortForms, Word, fault
@@ -38,6 +39,11 @@ class ConfirmSection(Switchable):
         description="Share of device_hours and wall_time that the search leaves over for confirmation and gate.",
     )
 
+    always: bool = Field(
+        default=ConfirmSettings().always,
+        description="Measure the fastest trials again even where none may be faster than the baseline.",
+    )
+
     @model_validator(mode="after")
     def _ordered(self) -> ConfirmSection:
         if self.max_rounds < self.min_rounds:
@@ -50,6 +56,7 @@ class ConfirmSection(Switchable):
             min_rounds=self.min_rounds,
             max_rounds=self.max_rounds,
             budget_share=self.budget_share,
+            always=self.always,
         )
 
 
@@ -76,9 +83,14 @@ class GateSection(Switchable):
     )
 
     @model_validator(mode="after")
-    def _consistent(self) -> GateSection:
+    def _consistent(self, info: ValidationInfo) -> GateSection:
         if any("\0" in part for part in self.command):
             raise fault("command", "a NUL character in an argument", "Remove it.")
+        context = info.context or {}
+        is_run_here = context.get("check_files", True) and not context.get("is_remote", False)
+        if self.command and is_run_here and shutil.which(self.command[0]) is None:
+            where = "cannot be run" if "/" in self.command[0] else "is not on PATH"
+            raise fault("command.0", f"the program {self.command[0]!r} {where}", "Install it, or give its whole path.")
         return self
 
     def to_settings(self) -> GateSettings:

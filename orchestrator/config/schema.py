@@ -1,7 +1,7 @@
-"""JSON Schema and reference table of sweep files, made from the models.
+"""JSON Schema and reference table of sweep files, made from the models, and the table of the short notation.
 
-``python -m orchestrator.config.schema`` rewrites ``configs/sweeps/sweep.schema.json`` and the table in
-``docs/sweep-file.md``; a test fails when they are out of date.
+``python -m orchestrator.config.schema`` rewrites ``configs/sweeps/sweep.schema.json`` and the tables in
+``docs/sweep-file.md`` and ``docs/notation.md``; tests fail when they are out of date.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from typing import Any
 
 from configs import CONFIGS
 from orchestrator.config.sweep import SweepSpec
+from orchestrator.space.notation import notation_table
 
 SCHEMA_FILE = "configs/sweeps/sweep.schema.json"
 DOCS_FILE = "docs/sweep-file.md"
+NOTATION_FILE = "docs/notation.md"
 HUGE = 10**5
 """Upper bounds from here on are guards, which the table leaves out."""
 TABLE_START = "<!-- keys: written by python -m orchestrator.config.schema -->\n"
 TABLE_END = "<!-- end of keys -->\n"
+SIGNS_START = "<!-- signs: written by python -m orchestrator.config.schema -->\n"
+SIGNS_END = "<!-- end of signs -->\n"
 
 
 def sweep_schema() -> dict[str, Any]:
@@ -40,9 +44,18 @@ def key_table() -> str:
 
 def with_table(docs: str) -> str:
     """``docs`` with the table between the markers brought up to date."""
-    before, rest = docs.split(TABLE_START)
-    _, after = rest.split(TABLE_END)
-    return f"{before}{TABLE_START}\n{key_table()}\n{TABLE_END}{after}"
+    return _between(docs, TABLE_START, key_table(), TABLE_END)
+
+
+def with_signs(docs: str) -> str:
+    """``docs`` with the table of the short notation brought up to date."""
+    return _between(docs, SIGNS_START, notation_table(), SIGNS_END)
+
+
+def _between(docs: str, start: str, table: str, end: str) -> str:
+    before, rest = docs.split(start)
+    _, after = rest.split(end)
+    return f"{before}{start}\n{table}\n{end}{after}"
 
 
 def _tables(schema: dict[str, Any]) -> Iterator[str]:
@@ -133,10 +146,11 @@ def _cell(text: str) -> str:
 
 
 def write(root: Path) -> None:
-    """Write schema and table into the repository at ``root``."""
+    """Write schema and tables into the repository at ``root``."""
     (root / SCHEMA_FILE).write_text(schema_text(), encoding="utf-8")
-    docs = root / DOCS_FILE
-    docs.write_text(with_table(docs.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, brought_up_to_date in ((DOCS_FILE, with_table), (NOTATION_FILE, with_signs)):
+        docs = root / name
+        docs.write_text(brought_up_to_date(docs.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -190,8 +190,8 @@ class SearchSection(Section):
     )
     early_stop: EarlyStopFactor = Field(
         default=1.5,
-        description="End a trial whose first steps show that it takes this many times the device time of the best one; "
-        "off: measure every trial to its end.",
+        description="End a trial whose first steps show that it takes this many times as long as the best one, by the "
+        "objective; off: measure every trial to its end.",
     )
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -148,11 +149,13 @@ class SweepSpec(Section):
     @property
     def filters(self) -> Filters:
         """The user's restrictions."""
+        least, most = self.cluster.nodes
         return Filters(
             forbid=tuple(pattern.accepted() for pattern in self.space.forbid),
             require=tuple(pattern.accepted() for pattern in self.space.require),
             world_size=self.space.world_size,
-            num_whole_nodes=None if self.space.world_size is not None else self.cluster.nodes[0],
+            whole_lease=self.space.world_size is None,
+            min_nodes=least if least < most else None,
         )
 
     def to_objective(self, topology: Topology | None) -> Objective:
@@ -214,8 +217,11 @@ class SweepSpec(Section):
         return digest({**content, "cluster": cluster, "search": content["search"] | REMOVED})
 
 
-def load_sweep(path: str | Path) -> SweepSpec:
-    """Read and check a sweep file.
+def load_sweep(path: str | Path, *, address: str | None = None) -> SweepSpec:
+    """Read and check a sweep file, and on this host the data and programs that it names.
+
+    Args:
+        address: the Ray cluster's as given on the command line; what runs there may lie there only.
 
     Raises:
         ConfigError: for anything wrong with the file, the model file or the training text it names.
@@ -223,11 +229,20 @@ def load_sweep(path: str | Path) -> SweepSpec:
     source = _read(path)
     data = _with_model(source)
     try:
-        spec = SweepSpec.model_validate(data, context={"folder": source.file.parent})
+        context = {"folder": source.file.parent, "is_remote": _is_remote(data, address)}
+        spec = SweepSpec.model_validate(data, context=context)
     except ValidationError as error:
         raise to_config_error(error, source, SweepSpec) from None
     spec._source = source
     return spec
+
+
+def _is_remote(data: Mapping[str, Any], address: str | None) -> bool:
+    """Whether the sweep is to run on a Ray cluster that other hosts belong to."""
+    cluster = data.get("cluster")
+    if not isinstance(cluster, Mapping) or cluster.get("kind") != "ray":
+        return False
+    return (address or os.environ.get("RAY_ADDRESS") or cluster.get("address")) not in (None, "", "local")
 
 
 def _read(path: str | Path) -> YamlSource:

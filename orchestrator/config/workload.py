@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import sys
+from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -95,7 +97,7 @@ class TextSection(Section):
     def to_data(self) -> TextData:
         return TextData(path=self.path, pattern=self.pattern)
 
-    def check_files(self, seq_length: int) -> None:
+    def check_files(self, model: Model, seq_length: int) -> None:  # noqa: ARG002
         if self.path is not None:
             check_text(Path(self.path), self.pattern, num_bytes=seq_length + 1)
 
@@ -108,13 +110,17 @@ class TokenFileSection(Section):
     dtype: Literal["uint8", "uint16", "int32", "int64"] = Field(default="uint16", description="Type of a token id.")
 
     NUM_BYTES: ClassVar[Mapping[str, int]] = {"uint8": 1, "uint16": 2, "int32": 4, "int64": 8}
+    TYPE_CODES: ClassVar[Mapping[str, str]] = {"uint8": "B", "uint16": "H", "int32": "i", "int64": "q"}
+    """The same for Python's arrays."""
     _resolve = field_validator("path")(resolve)
 
     def to_data(self) -> TokenFileData:
         return TokenFileData(path=self.path, dtype=self.dtype)
 
-    def check_files(self, seq_length: int) -> None:
+    def check_files(self, model: Model, seq_length: int) -> None:
         check_tokens(Path(self.path), num_tokens=seq_length + 1, token_bytes=self.NUM_BYTES[self.dtype])
+        assert isinstance(model, LlamaModel), "other models read no tokens"
+        check_ids(Path(self.path), self.TYPE_CODES[self.dtype], vocab_size=model.vocab_size)
 
 
 class ImageFolderSection(Section):
@@ -131,9 +137,10 @@ class ImageFolderSection(Section):
     def to_data(self) -> ImageFolderData:
         return ImageFolderData(path=self.path)
 
-    def check_files(self, _seq_length: int) -> None:
+    def check_files(self, model: Model, seq_length: int) -> None:  # noqa: ARG002
+        assert isinstance(model, ResNetModel), "other models read no images"
         if self.path is not None:
-            check_images(Path(self.path))
+            check_images(Path(self.path), num_classes=model.num_classes)
 
 
 class RandomSection(Section):
@@ -144,7 +151,7 @@ class RandomSection(Section):
     def to_data(self) -> RandomData:
         return RandomData()
 
-    def check_files(self, _seq_length: int) -> None:
+    def check_files(self, model: Model, seq_length: int) -> None:
         """Nothing to read."""
 
 
@@ -226,9 +233,15 @@ class WorkloadSection(Section):
         if self.data.kind not in fitting:
             message = f"{self.model.kind} models cannot train on {self.data.kind}"
             raise fault("data.kind", message, f"Use {' or '.join(fitting)}.")
-        if (info.context or {}).get("check_files", True):
-            self.data.check_files(self.tokens_per_sample)
+        if self._are_files_here(info.context or {}):
+            self.data.check_files(self.model.to_model(), self.tokens_per_sample)
         return self
+
+    def _are_files_here(self, context: Mapping[str, Any]) -> bool:
+        """Whether the data are to be looked at: those of a cluster elsewhere may lie on its hosts only."""
+        path = getattr(self.data, "path", None)
+        is_elsewhere = context.get("is_remote", False) and path is not None and not Path(path).exists()
+        return bool(context.get("check_files", True)) and not is_elsewhere
 
     @property
     def tokens_per_sample(self) -> int:
@@ -238,6 +251,10 @@ class WorkloadSection(Section):
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 """Folders without training text, the same as in the runner, which cannot be imported here."""
+
+
+NUM_SAMPLES, SAMPLE_BYTES = 16, 1 << 18
+"""Places of a token file at which ids are looked at, and bytes looked at there."""
 
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg")
@@ -284,8 +301,25 @@ def check_tokens(path: Path, *, num_tokens: int, token_bytes: int) -> None:
         raise fault("data.path", message, "Check the file and dtype.")
 
 
-def check_images(root: Path) -> None:
-    """Raise a fault unless some class folder in ``root`` holds a JPEG file that can be read."""
+def check_ids(path: Path, type_code: str, *, vocab_size: int) -> None:
+    """Raise a fault where the file holds ids that the model does not know, as far as a sample of it tells."""
+    ids = array(type_code)
+    size = _size(path)
+    with path.open("rb") as stream:
+        for number in range(NUM_SAMPLES):
+            stream.seek(size * number // NUM_SAMPLES // ids.itemsize * ids.itemsize)
+            ids.frombytes(stream.read(min(SAMPLE_BYTES, size)))
+    if sys.byteorder == "big":
+        ids.byteswap()
+    bad = next((found for found in (min(ids), max(ids)) if not 0 <= found < vocab_size), None)
+    if bad is not None:
+        message = f"{path} holds token id {bad}, outside the model's 0 to {vocab_size - 1}"
+        raise fault("model.vocab_size", message, "Raise vocab_size to that of the tokeniser, or check data.dtype.")
+
+
+def check_images(root: Path, *, num_classes: int) -> None:
+    """Raise a fault unless some class folder in ``root`` holds a JPEG file that can be read, and the model tells as
+    many classes apart as there are folders."""
     try:
         folders = sorted(folder for folder in root.iterdir() if folder.is_dir())
         files = (file for folder in folders for file in folder.rglob("*"))
@@ -295,6 +329,9 @@ def check_images(root: Path) -> None:
     if image is None:
         raise fault("data.path", f"{root} holds no JPEG files in folders of their classes", _REMEDY)
     _size(image)
+    if len(folders) > num_classes:
+        message = f"{num_classes} classes, but {root} has {len(folders)} folders of classes"
+        raise fault("model.num_classes", message, f"Set num_classes: {len(folders)}, or check data.path.")
 
 
 def _size(path: Path) -> int:

@@ -138,7 +138,7 @@ class _Builder:
             return ConfigError(message, file=self.file, line=line, key=dotted(path), remedy=remedy)
 
         try:
-            value = self.loader.construct_object(node)
+            value = self.loader.construct_object(node, deep=True)
         except ConfigError:
             raise
         except Exception as error:

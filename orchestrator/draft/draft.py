@@ -27,7 +27,7 @@ gate trains twenty steps in float32, which may take ten times as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class SweepDraft:
     """A sweep file that nobody has written yet, and what there is to say about it."""
 
     name: str
@@ -64,7 +64,7 @@ def make_draft(
     seq_length: int | None = None,
     global_batch_size: int | None = None,
     max_trials: int | None = None,
-) -> Draft:
+) -> SweepDraft:
     """The sweep file for a model on a machine.
 
     Raises:
@@ -73,7 +73,7 @@ def make_draft(
     choices = choose(model, machine, drafted_workload(model, machine, seq_length, global_batch_size))
     trials = max_trials or (25 if machine.is_gpu else 12)
     name = name or _safe(model.name)
-    return Draft(
+    return SweepDraft(
         name=name,
         text=_text(list(_lines(name, model, machine, choices, trials))),
         hardware=machine.label,
@@ -103,9 +103,7 @@ def write_draft(text: str, file: Path, *, force: bool) -> None:
         trial.unlink(missing_ok=True)
 
 
-def _lines(
-    name: str, model: DraftedModel, machine: DraftedMachine, choices: Choices, max_trials: int
-) -> Iterator[str]:
+def _lines(name: str, model: DraftedModel, machine: DraftedMachine, choices: Choices, max_trials: int) -> Iterator[str]:
     workload, size = choices.workload, model.num_parameters
     yield from _comment(f"{name}: {model.source}{f', {_count(size)} weights' if size else ''}, on {machine.label}.")
     if model.differences:
@@ -127,8 +125,6 @@ def _lines(
     yield f"baseline: {_flow(choices.baseline)}"
     yield from ("", "space: # what may be changed; every knob is in docs/knobs.md")
     yield from (f"  {key}: {_value(value)}" for key, value in choices.space.items())
-    if machine.topology.num_devices > 1:
-        yield f"  world_size: {machine.topology.num_devices} # every trial uses all devices"
     if limits := _deadlines(choices):
         yield f"deadlines: {_flow(limits)} # large models take their time"
     yield f"budget: {_flow({'max_trials': max_trials})}"

@@ -104,7 +104,9 @@ def model_of_file(path: Path) -> DraftedModel:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ConfigError(f"not JSON: {error.msg}", file=file, line=error.lineno, remedy="Name a config.json.") from None
+        raise ConfigError(
+            f"not JSON: {error.msg}", file=file, line=error.lineno, remedy="Name a config.json."
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot be read: {error}", file=file, remedy="Check the path.") from None
     return model_of_config(config, file)

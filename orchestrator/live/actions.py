@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import logging
+import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
-from cluster.base import ClusterError
+from cluster.processes import python_module
 from orchestrator.commands import control, submit
 from orchestrator.errors import ConfigError
 from orchestrator.invocation import Invocation
 from orchestrator.sweep.events import Action
 from orchestrator.sweep.home import Home
-from orchestrator.sweep.ledger import LedgerError
 from orchestrator.sweep.requests import RETRIABLE
 from orchestrator.text import first_line, plain
-
-logger = logging.getLogger(__name__)
 
 ACTIONS = (*get_args(Action), "retry", "resume")
 """What may be asked for."""
@@ -55,35 +52,34 @@ class Actions:
         return self._resume(sweep, tell)
 
     def _resume(self, sweep: str, tell: Tell) -> str:
-        """Start a controller in a thread: a cluster may take minutes to answer."""
+        """Start a controller, and wait for it in a thread: a cluster may take minutes to answer."""
         submission = submit.submission_of_sweep(sweep, self._home, address=None, mode=None)
         if submission.is_over:
             raise ConfigError(f"the sweep {sweep!r} is over", remedy="Retry its failed trials, or confirm another one.")
-        if submission.address is None:
-            submission = submit.submission_of_sweep(sweep, self._home, address=None, mode="detached")
         with self._lock:
             if sweep in self._starting:
                 return "its controller is being started already"
             self._starting.add(sweep)
-        threading.Thread(target=self._start, args=(submission, tell), name="live-start", daemon=True).start()
+        detach = [] if submission.address else ["--detach"]
+        argv = python_module("orchestrator", "resume", sweep, "--home", str(self._home.path.absolute()), *detach)
+        threading.Thread(target=self._start, args=(sweep, argv, tell), name="live-start", daemon=True).start()
         return "its controller is being started"
 
-    def _start(self, submission: submit.Submission, tell: Tell) -> None:
-        said: list[str] = []
+    def _start(self, sweep: str, argv: list[str], tell: Tell) -> None:
+        """The command for it, in a process of its own, which leaves no child to this one."""
         try:
-            if submit.find_running(self._home, submission.name) is None:
-                started = submit.start_in_background(submission, said.append)
-                if started.exit_code:
-                    more = f": {plain(said[-1])}" if said else ""
-                    command = self._invocation.command("logs", submission.name)
-                    tell(f"its controller ended at once{more}; `{command}` shows what it wrote", True)
-                    return
-            tell("its controller is at work", False)
-        except (ConfigError, ClusterError, LedgerError, OSError) as error:
+            done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+            said = [line for line in done.stderr.splitlines() if line.strip()]
+            if done.returncode == 0:
+                tell("its controller is at work", False)
+            else:
+                command = self._invocation.command("logs", sweep)
+                tell(f"{plain(said[-1]) if said else 'its controller ended at once'}; `{command}` says more", True)
+        except OSError as error:
             tell(f"its controller could not be started: {first_line(error)}", True)
         finally:
             with self._lock:
-                self._starting.discard(submission.name)
+                self._starting.discard(sweep)
 
 
 def _kinds(body: Mapping[str, Any]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from orchestrator import units
 from orchestrator.errors import ConfigError
 from orchestrator.invocation import Invocation
 from orchestrator.live import sweep_parts
-from orchestrator.live.rows import Row, row_part, trial_rows
+from orchestrator.live.rows import Row, progress_cells, row_part, trial_rows
 from orchestrator.report.summary import speedup
 from orchestrator.report.verdict import headline
 from orchestrator.status.overview import summary_of
@@ -18,6 +18,7 @@ from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import FILE_NAME, LedgerError
 from orchestrator.sweep.snapshot import AT_REST, Snapshot
 from orchestrator.text import plain
+from orchestrator.virtual import watermark
 
 Links = Callable[[Snapshot], Mapping[str, str]]
 """Finds the pages of a sweep in MLflow, by what they show."""
@@ -34,7 +35,7 @@ class SweepLook:
         self._invocation, self._links = invocation, links
         self._seen: Snapshot | None = None
         self._file: int | None = None
-        self._told: set[str] = set()
+        self._rows: dict[int, Row] = {}
         self._steps: dict[int, list[list[float]]] = {}
 
     def parts(self) -> Mapping[str, Any]:
@@ -50,18 +51,26 @@ class SweepLook:
             "links": dict(self._links(sweep)),
             **self._curves(sweep),
         }
-        if before is None or sweep.news or sweep.live != before.live or sweep.phase != before.phase:
+        if before is None or sweep.news or sweep.phase != before.phase:
             parts |= sweep_parts.result(sweep, self._home, self._invocation) | self._table(sweep)
+        elif sweep.live != before.live:
+            parts |= self._running_rows(sweep)
         return parts
 
     def _table(self, sweep: Snapshot) -> dict[str, Any]:
         if sweep.state.created is None:
             return {}
         rows, about = trial_rows(sweep)
-        parts: dict[str, Row | None] = {row_part(number): row for number, row in rows.items()}
-        gone = dict.fromkeys(self._told - parts.keys())
-        self._told = set(parts)
-        return {"table": about, **parts, **gone}
+        gone = {row_part(number): None for number in self._rows.keys() - rows.keys()}
+        self._rows = rows
+        return {"table": about, **gone, **{row_part(number): row for number, row in rows.items()}}
+
+    def _running_rows(self, sweep: Snapshot) -> dict[str, Any]:
+        """Rows of the running trials with what they are doing now: the rest of the table is as it was."""
+        for trial in sweep.running:
+            if trial.number in self._rows:
+                self._rows[trial.number] |= progress_cells(trial, sweep.live.get(trial.number))
+        return {row_part(number): self._rows[number] for number in sweep.state.running if number in self._rows}
 
     def _curves(self, sweep: Snapshot) -> dict[str, Any]:
         """Step times of the running trials as far as they were seen, each with its step; none of those that ended."""
@@ -109,11 +118,12 @@ class IndexLook:
 
 def _index_line(sweep: Snapshot, home: Home) -> dict[str, Any]:
     state, summary = sweep.state, summary_of(sweep, home)
-    compared = speedup(state.best, state.baseline)
+    compared = speedup(state.best, state.baseline, state.objective)
     limit = state.created.budget.max_trials if state.created else None
     age = "" if sweep.began_at_s is None else age_words(sweep.at_s - sweep.began_at_s)
     return {
         "name": sweep.name,
+        "mark": watermark(state.virtual),
         "phase": sweep.phase,
         "reason": plain(sweep.reason),
         "headline": headline(state, summary) if summary and (compared or state.is_over) else "",

@@ -98,14 +98,13 @@ class Routes:
             return refusal(404, "There is nothing to be done here.")
         sweep = match["sweep"]
         try:
-            found = json.loads(body or b"{}")
-            if not isinstance(found, dict):
-                raise ValueError("no object")
-            watch = self._watch(sweep)
-        except ValueError:
-            return json_answer({"error": "the request is no JSON object"}, 400)
+            watch, found = self._watch(sweep), json.loads(body or b"{}")
         except ConfigError as error:
             return json_answer({"error": first_line(error)}, 404)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            return json_answer({"error": "the request is no JSON object"}, 400)
 
         def tell(said: str, is_bad: bool) -> None:
             watch.feed.publish({"notice": {"text": said, "is_bad": is_bad}})

@@ -8,6 +8,7 @@ from typing import Any
 
 from cluster.base import GangProgress
 from orchestrator import statistics, units
+from orchestrator.objective import Objective, unit_legend
 from orchestrator.report import words
 from orchestrator.report.trials import TrialRow, make_trial_table
 from orchestrator.space.naming import short_name
@@ -47,14 +48,18 @@ def trial_rows(sweep: Snapshot) -> tuple[dict[int, Row], dict[str, Any]]:
     finalists = set(state.proof.finalists) if state.proof else set()
     rows: dict[int, Row] = {}
     for row, trial in zip(table.rows, shown, strict=True):
-        cells = _row(trial, sweep.live.get(trial.number))
+        cells = _row(trial, sweep)
         rows[trial.number] = cells | _compared(row)
-        rows[trial.number] |= {"role": _role(row, finalists, chosen), "is_chosen": row.is_chosen, "name": row.name}
+        rows[trial.number] |= {"role": _role(row, finalists, chosen), "is_chosen": row.is_chosen}
+        rows[trial.number] |= {"name": row.name, "spelled": row.spelled}
     checks = state.checks()[-MAX_CHECKS:]
     for trial in checks:
-        rows[trial.number] = _row(trial, sweep.live.get(trial.number)) | {"check": words.check_words(trial.check)}
+        rows[trial.number] = _row(trial, sweep) | {"check": words.check_words(trial.check)}
     about = {
         "unit": table.unit,
+        "legend": unit_legend(table.unit),
+        "signs": [list(sign) for sign in table.legend],
+        "busy_note": table.busy_note,
         "common": table.common,
         "total": state.num_searched,
         "hidden": state.num_searched - len(shown),
@@ -76,19 +81,19 @@ def _role(row: TrialRow, finalists: set[int], chosen: str) -> str:
     return ", ".join(word for word, holds in said if holds)
 
 
-def _row(trial: Trial, progress: GangProgress | None) -> Row:
+def _row(trial: Trial, sweep: Snapshot) -> Row:
     measurement = trial.measurement
     return {
         "number": trial.number,
         "id": units.trial_id(trial.number),
         "name": short_name(trial.candidate),
         "status": trial.status,
-        "state": units.status_words(trial.status),
+        "state": "waiting" if trial.number in sweep.state.waiting else units.status_words(trial.status),
         "devices": trial.candidate.layout.world_size,
         "reason": plain(trial.reason),
         "failure": _failure(trial),
-        **_progress(trial, progress),
-        **(_measured(measurement) if measurement else {}),
+        **progress_cells(trial, sweep.live.get(trial.number)),
+        **(_measured(measurement, sweep.state.objective) if measurement else {}),
         **_predicted(trial),
     }
 
@@ -100,7 +105,7 @@ def _failure(trial: Trial) -> str:
     return "" if trial.outcome is None or trial.measurement else plain(words.failure(trial))
 
 
-def _progress(trial: Trial, progress: GangProgress | None) -> Row:
+def progress_cells(trial: Trial, progress: GangProgress | None) -> Row:
     """What a running trial is doing; nothing for any other."""
     if not trial.is_running:
         return {}
@@ -113,17 +118,20 @@ def _progress(trial: Trial, progress: GangProgress | None) -> Row:
     }
 
 
-def _measured(measurement: Measurement) -> Row:
-    speed = statistics.tokens_per_s_per_device(measurement)
+def _measured(measurement: Measurement, objective: Objective) -> Row:
+    speed = statistics.speed(measurement, objective)
     low, high = (speed.ci95.low, speed.ci95.high) if speed.ci95 else (speed.value, speed.value)
-    total = speed.value * measurement.world_size
+    total = measurement.tokens_per_step / measurement.step_time_s
+    each = measurement.tokens_per_s_per_device
     return {
         "speed": _figure(speed.value, units.rate(speed.value)),
         "low": low,
         "high": high,
         "interval": units.interval(speed.ci95),
         "total": _figure(total, units.rate(total)),
+        "each": _figure(each, units.rate(each)),
         "spread": words.spread(measurement),
+        "busy": words.disturbed(measurement),
         "step_time": _figure(measurement.step_time_s, units.milliseconds(measurement.step_time_s)),
         "memory": _figure(measurement.peak_bytes, words.peak_memory(measurement)),
     }

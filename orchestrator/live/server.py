@@ -64,7 +64,7 @@ class PageServer(ThreadingHTTPServer):
         self.access = Access(self.server_address[1])
         self.hub = Hub(poll_s=poll_s)
         self.routes = Routes(home, self.hub, invocation, self.access.csrf, links)
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.2,), name="live-server", daemon=True)
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), name="live-server", daemon=True)
 
     def _bind(self, port: int | None) -> None:
         for one in (DEFAULT_PORT, 0) if port is None else (port,):

@@ -10,6 +10,7 @@ from orchestrator.invocation import Invocation
 from orchestrator.report import words
 from orchestrator.report.proof import Finalist, ProofResult
 from orchestrator.report.report import ShortReport, ShownTrial, make_short_report
+from orchestrator.report.summary import Summary
 from orchestrator.report.words import CommandPurpose
 from orchestrator.space.naming import short_name
 from orchestrator.status.overview import budgets, summary_of
@@ -29,6 +30,7 @@ from orchestrator.sweep.requests import FAULTS, RETRIABLE
 from orchestrator.sweep.snapshot import Phase, Snapshot
 from orchestrator.sweep.state import Trial, nodes_of
 from orchestrator.text import plain
+from orchestrator.virtual import watermark, watermark_line
 
 ALLOWED: Mapping[Phase, tuple[str, ...]] = {
     "waiting": ("cancel",),
@@ -51,6 +53,8 @@ def heading(sweep: Snapshot) -> dict[str, Any]:
     return {
         "sweep": sweep.name,
         "hardware": state.created.hardware if state.created else "",
+        "mark": watermark(state.virtual),
+        "watermark": watermark_line(state.virtual),
         "phase": sweep.phase,
         "reason": plain(sweep.reason),
         "status": status_line(sweep),
@@ -133,30 +137,31 @@ def _result(report: ShortReport, *, is_over: bool) -> dict[str, Any]:
     return {
         "headline": "Nothing has been measured yet." if is_early else report.headline,
         "details": list(report.details),
-        "confidence": report.confidence,
+        "confidence": "" if report.summary.virtual else report.confidence,  # the watermark says it
+        "caution": report.proof.caution,
+        "legend": report.legend,
         "cost": report.cost,
         "conclusion": report.conclusion or ("faster" if report.is_faster else ""),
-        "shown": [_shown(one, report.summary.unit) for one in report.shown],
+        "shown": [_shown(one, report.summary) for one in report.shown],
         "change": [[knob.knob, knob.before, knob.after] for knob in report.change.knobs] if report.change else [],
         "why": plain(report.change.reason) if report.change else "",
         "promotions": list(report.promotions),
     }
 
 
-def _shown(one: ShownTrial, unit: str) -> dict[str, Any]:
-    measurement = one.measurement
-    total = one.speed.value * measurement.world_size
+def _shown(one: ShownTrial, summary: Summary) -> dict[str, Any]:
+    found, leased = one.figures, summary.num_leased
     return {
         "role": one.role,
         "number": one.number,
         "id": units.trial_id(one.number),
         "name": one.configuration,
-        "speed": f"{units.rate(one.speed.value)} {unit}",
-        "interval": units.interval(one.speed.ci95),
-        "total": f"{units.rate(total)} {unit.removesuffix('/p')}",
-        "devices": units.count(measurement.world_size, "device"),
-        "step_time": units.milliseconds(measurement.step_time_s),
-        "memory": words.peak_memory(measurement),
+        "step_time": units.milliseconds(found.step_time_s),
+        "total": units.rate(found.tokens_per_s),
+        "each": units.rate(found.tokens_per_s_per_device),
+        "devices": f"{found.num_devices} of {leased}" if leased else str(found.num_devices),
+        "memory": words.peak_memory(one.measurement),
+        "busy": words.disturbed(one.measurement),
     }
 
 

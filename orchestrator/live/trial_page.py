@@ -11,7 +11,6 @@ from orchestrator.invocation import Invocation
 from orchestrator.report import words
 from orchestrator.report.findings import findings_lines
 from orchestrator.space.naming import flat_params, short_name
-from orchestrator.statistics import tokens_per_s_per_device
 from orchestrator.status.explanation import AttemptExplanation, Explanation, explain
 from orchestrator.status.logs import RankLog, attempt_logs
 from orchestrator.sweep.home import Home
@@ -47,7 +46,7 @@ def trial_document(home: Home, sweep: str, number: int, invocation: Invocation) 
         "reason": plain(trial.reason),
         "changed": [[k, words.value_words(old), words.value_words(new)] for k, (old, new) in found.changed.items()],
         "configuration": [[k, words.value_words(v)] for k, v in flat_params(trial.candidate).items()],
-        "measured": _measured(measurement, found.unit) if measurement else [],
+        "measured": _measured(measurement, found.figures) if measurement else [],
         "parts": _step_parts(measurement) if measurement else [],
         "predicted": _predicted(found),
         "findings": list(findings_lines(measurement.findings)) if measurement else [],
@@ -60,19 +59,17 @@ def trial_document(home: Home, sweep: str, number: int, invocation: Invocation) 
     }
 
 
-def _measured(measurement: Measurement, unit: str) -> list[list[str]]:
-    speed = tokens_per_s_per_device(measurement)
-    total = speed.value * measurement.world_size
+def _measured(measurement: Measurement, figures: str) -> list[list[str]]:
     rows = [
-        ["step time", f"{units.milliseconds(measurement.step_time_s)}, {words.spread(measurement)}"],
-        ["speed", f"{units.rate(speed.value)} {unit} ({units.interval(speed.ci95)})"],
-        ["all devices", f"{units.rate(total)} {unit.removesuffix('/p')} on "
-         f"{units.count(measurement.world_size, 'device')}"],
+        ["speed", figures],
+        ["spread of the step time", words.spread(measurement)],
         ["peak memory", f"{words.peak_memory(measurement)} on the fullest rank"],
         ["steps", f"{len(measurement.step_times_s)} measured after {measurement.num_warmup_steps} of warm-up"],
     ]  # fmt: skip
     if measurement.mfu is not None:
         rows.append(["model FLOPs utilisation", f"{100 * measurement.mfu:.1f} %"])
+    if busy := words.disturbed(measurement):
+        rows.append(["busy machine", busy])
     if measurement.compile_s:
         rows.append(["compilation", units.milliseconds(measurement.compile_s)])
     return rows

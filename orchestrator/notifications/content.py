@@ -94,13 +94,17 @@ def payload(event: NotifyEvent, seq: int, state: SweepState) -> dict[str, Any]:
         "sweep",
         "state",
         "reason",
+        "objective",
         "unit",
+        "num_leased_devices",
+        "winner",
         "best",
         "baseline",
         "speedup",
         "speedup_ci95",
         "verdict",
         "proof",
+        "confirmed",
         "device_hours",
     )
     told: dict[str, Any] = {

@@ -14,8 +14,9 @@ from orchestrator.errors import ConfigError
 from orchestrator.planning.dryrun.estimates import DryRunEstimates
 from orchestrator.space.large import MAX_ENUMERATED, SAMPLE_SIZE, LargeSpace
 from orchestrator.space.replay import ReplaySpace
-from orchestrator.space.rules import Case, Rule, Violation, check, rules_for, violations
+from orchestrator.space.rules import WORLD_SIZE, Case, Rule, Violation, check, rules_for, violations
 from orchestrator.space.space import Frame, Space, SpaceTooLargeError, make_space
+from orchestrator.units import count
 from trials.spec import Candidate, Workload
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ from orchestrator.space.naming import describe
 
 MAX_CANDIDATES = 500
 """Legal candidates that the kept plan lists; of the others only the number is kept."""
+
+MAX_SIZES = 6
+"""Numbers of devices that are listed one by one."""
 
 NUM_EXAMPLES = 3
 """Rejected candidates kept per rule; the others are only counted."""
@@ -62,6 +66,8 @@ class Plan:
     """What dry runs counted for the candidates."""
     balances: Mapping[Candidate, Balance] = field(default_factory=dict)
     """Candidates whose layers and recompute the stage balancer computed, and how; they are among ``candidates``."""
+    devices: str = ""
+    """How many devices candidates use, and how to have other numbers tried; empty where the lease is not known."""
     unbalanced: str = ""
     """Why there are no ``balances`` although the file asks for them; empty otherwise."""
 
@@ -80,6 +86,7 @@ class Plan:
             "too_large": self.too_large,
             "num_balanced": len(self.balances),
             "unbalanced": self.unbalanced,
+            "devices": self.devices,
             "rejected": [
                 {
                     "rule": rule_id,
@@ -132,6 +139,7 @@ def make_plan(spec: SweepSpec, topology: Topology | None = None, estimates: DryR
         estimates=estimates,
         balances=balances,
         unbalanced=unbalanced,
+        devices=_devices(spec, candidates, topology, sorter.counts.get(WORLD_SIZE, 0)),
     )
 
 
@@ -148,6 +156,21 @@ def check_plan(spec: SweepSpec, topology: Topology | None = None, estimates: Dry
     found = next(sorter.legal(legal), None) if beyond is None else beyond.draw(random.Random(spec.search.seed))
     if found is None:
         raise _nothing_left(sorter)
+
+
+def _devices(spec: SweepSpec, candidates: tuple[Candidate, ...], topology: Topology | None, num_left_out: int) -> str:
+    if topology is None:
+        return ""
+    sizes = sorted({candidate.layout.world_size for candidate in candidates})
+    leased = sum(node.num_devices for node in topology.nodes)
+    words = f"candidates use {', '.join(map(str, sizes[:MAX_SIZES]))} of {count(leased, 'device')}"
+    if len(sizes) > MAX_SIZES:
+        words = f"candidates use {sizes[0]} to {sizes[-1]} of {count(leased, 'device')}"
+    own = spec.baseline_candidate.layout.world_size
+    words += "" if sizes == [own] else f", the baseline {own}"
+    if not num_left_out or spec.space.world_size is not None:
+        return words
+    return f"{words}; {num_left_out:,} on other numbers are left out: space.world_size names those to try"
 
 
 def _sorter(spec: SweepSpec, topology: Topology | None, estimates: DryRunEstimates) -> _Sorter:
@@ -258,11 +281,11 @@ def _nothing_left(sorter: _Sorter) -> ConfigError:
     rule_id = max(sorter.counts, key=lambda name: sorter.counts[name])
     reason = next(example.reason for example in sorter.examples if example.rule_id == rule_id)
     total = sum(sorter.counts.values())
-    return sorter.spec.error(
-        ("space",),
-        f"no legal candidate: rule {rule_id} removed {sorter.counts[rule_id]} of {total}, for example: {reason}",
-        "Add choices that satisfy it.",
-    )
+    remedy = "Add choices that satisfy it."
+    if rule_id == WORLD_SIZE and sorter.spec.space.world_size is None:
+        remedy = "Add choices that use the whole lease, or name the numbers of devices to try in space.world_size."
+    message = f"no legal candidate: rule {rule_id} removed {sorter.counts[rule_id]} of {total}, for example: {reason}"
+    return sorter.spec.error(("space",), message, remedy)
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -18,12 +19,16 @@ from orchestrator.sweep.values import GateSettings
 from trials.codec import from_json
 from trials.spec import Precision, Workload
 
-Kind = Literal["driver", "library", "hardware", "training", "speed", "loss"]
-KINDS: tuple[Kind, ...] = ("driver", "library", "hardware", "training", "speed", "loss")
-"""Kinds of drift; ``training``: it does not run any more."""
+Kind = Literal["driver", "library", "hardware", "training", "speed_up", "speed", "loss"]
+KINDS: tuple[Kind, ...] = ("driver", "library", "hardware", "training", "speed_up", "speed", "loss")
+"""What is compared; ``training``: whether it still runs, ``speed_up``: its speed over the baseline's, ``speed``: its
+own."""
 
 _HARDWARE = ("hardware", "device_memory_bytes", "threads_per_device", "virtual")
 MIN_STEPS = 2
+
+Standing = Literal["same", "slower", "unclear"]
+"""What a ratio of speeds shows with 95 % confidence: not slower by more than the tolerance, slower by more, neither."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +39,20 @@ class DriftFinding:
     is_drift: bool
     text: str
     """One sentence for people, without full stop."""
+    is_open: bool = False
+    """Whether it could not be told: then nothing is verified unless something else has drifted."""
 
 
 def environment(then: Mapping[str, str], now: Mapping[str, str]) -> list[DriftFinding]:
-    """Findings for every name whose value is different; one finding without drift where none is."""
-    found = [
-        DriftFinding(kind=_kind(name), is_drift=True, text=f"{name} was {before}, is {after}")
-        for name, (before, after) in sorted(differing(then, now).items())
-    ]
+    """Findings for every name whose value is different; one finding without drift where none is.
+
+    Other hardware is no drift: it is another machine, on which nothing of the first can be verified.
+    """
+    found = []
+    for name, (before, after) in sorted(differing(then, now).items()):
+        kind, text = _kind(name), f"{name} was {before}, is {after}"
+        is_other = kind == "hardware"
+        found.append(DriftFinding(kind=kind, is_drift=not is_other, is_open=is_other, text=text))
     return found or [DriftFinding(kind="library", is_drift=False, text="the environment is the same")]
 
 
@@ -49,18 +60,62 @@ def _kind(name: str) -> Kind:
     return "driver" if name == "driver" else "hardware" if name in _HARDWARE else "library"
 
 
-def speed(then: Sequence[float], now: Sequence[float], tolerance: float) -> tuple[DriftFinding, Estimate]:
-    """Drift of the speed: shown slower, with 95 % confidence, by more than ``tolerance`` (relative)."""
-    ratio = speed_ratio(then, now)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """Speeds of whole runs, in tokens/s/p."""
+
+    configuration: Sequence[float]
+    baseline: Sequence[float]
+    """Runs of the same rounds, in their order; empty where there is no baseline."""
+
+    @property
+    def ratios(self) -> list[float]:
+        """Speed-up in each round."""
+        return [one / other for one, other in zip(self.configuration, self.baseline, strict=True)]
+
+
+def speeds(then: Speeds, now: Speeds, tolerance: float, busy: str) -> list[DriftFinding]:
+    """Drift of the speed-up over the baseline, and of the speed itself.
+
+    The first is what belongs to the configuration: both were measured interleaved. A speed that is lower while the
+    speed-up holds is the machine's, for an hour or for good, which one look cannot tell apart.
+
+    Args:
+        tolerance: relative loss that does not count.
+        busy: what the machine was busy with meanwhile; empty where it was quiet.
+    """
+    ratio = _speed_up(then, now, tolerance) if then.baseline and now.baseline else None
+    own, told = standing(speed_ratio(then.configuration, now.configuration), tolerance)
+    text = f"{told} of the promoted speed"
+    if busy:
+        own_speed = DriftFinding(kind="speed", is_drift=False, is_open=True, text=f"{text}, but {busy}")
+        return [*([replace(ratio, is_drift=False, is_open=True)] if ratio else []), own_speed]
+    if ratio is None:
+        return [DriftFinding(kind="speed", is_drift=own == "slower", is_open=own == "unclear", text=text)]
+    if own == "slower" and not ratio.is_drift and not ratio.is_open:
+        _, baseline = standing(speed_ratio(then.baseline, now.baseline), tolerance)
+        text += f"; the baseline's is {baseline}: the machine is slower, the configuration keeps its lead"
+        return [ratio, DriftFinding(kind="speed", is_drift=False, is_open=True, text=text)]
+    return [ratio, DriftFinding(kind="speed", is_drift=own == "slower" and ratio.is_drift, text=text)]
+
+
+def _speed_up(then: Speeds, now: Speeds, tolerance: float) -> DriftFinding:
+    found, told = standing(speed_ratio(then.ratios, now.ratios), tolerance)
+    before, after = (statistics.geometric_mean(one.ratios) for one in (then, now))
+    text = f"{after:.2f}x the baseline, {before:.2f}x then: {told}"
+    return DriftFinding(kind="speed_up", is_drift=found == "slower", is_open=found == "unclear", text=text)
+
+
+def standing(ratio: Estimate, tolerance: float) -> tuple[Standing, str]:
+    """What a ratio of today's speed over that of the promotion shows, and that in words."""
     if ratio.ci95 is None:
-        slower = ratio.value < 1 - tolerance
-        words = "without an interval: a single run then and now says nothing about the noise"
-    else:
-        slower = ratio.ci95.high < 1 - tolerance
-        words = f"95 %: {units.ratio_interval(ratio.ci95)}"
-    verdict = "slower by more than" if slower else "not shown slower by more than"
-    text = f"{ratio.value:.3f}x the promoted speed ({words}), {verdict} {tolerance:.0%}"
-    return DriftFinding(kind="speed", is_drift=slower, text=text), ratio
+        return "unclear", f"{ratio.value:.3f}x (a single run then and now says nothing about the noise)"
+    words = f"{ratio.value:.3f}x (95 %: {units.ratio_interval(ratio.ci95)})"
+    if ratio.ci95.high < 1 - tolerance:
+        return "slower", f"{words}, slower by more than {tolerance:.0%}"
+    if ratio.ci95.low > 1 - tolerance:
+        return "same", f"{words}, not slower by more than {tolerance:.0%}"
+    return "unclear", f"{words}, too noisy to tell a loss of {tolerance:.0%}"
 
 
 def speed_ratio(then: Sequence[float], now: Sequence[float]) -> Estimate:

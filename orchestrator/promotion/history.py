@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from orchestrator import units
 from orchestrator.promotion.manifest import Manifest, ratio_of
 from orchestrator.promotion.records import Record
+from orchestrator.statistics import Interval
 from orchestrator.sweep.requests import asker
 from orchestrator.tracking.registry import Registered
 
@@ -43,7 +47,7 @@ def promotion_of(name: str, manifest: Manifest, reason: str, past: Past) -> Reco
         sweep_id=facts["sweep_id"],
         trial=str(facts["trial"]),
         short_name=manifest.content["short_name"],
-        speedup=f"{ratio.value:.2f}x" if ratio else "",
+        speedup=units.short_ratio(ratio.value, ratio.ci95) if ratio else "",
         recipe_sha256=manifest.sha256,
         files_sha256=manifest.files_sha256,
     )
@@ -72,7 +76,7 @@ def _to(target: Registered, past: Past) -> Record:
     return replace(
         _blank(target.name, past),
         to_version=target.version,
-        speedup=_ratio_words(tags.get("speedup", "")),
+        speedup=_speedup_words(tags),
         forced=tags.get("forced") == "true",
         sweep=tags.get("sweep", ""),
         sweep_id=tags.get("sweep_id", ""),
@@ -83,12 +87,14 @@ def _to(target: Registered, past: Past) -> Record:
     )
 
 
-def _ratio_words(text: str) -> str:
-    """``1.25x`` of a version's tag; empty where it is unknown, or somebody wrote something else there."""
+def _speedup_words(tags: Mapping[str, str]) -> str:
+    """The speed-up that a version's tags tell, like ``1.42x``; empty where they tell none, or somebody altered them."""
+    parts = (tags.get("speedup", ""), *re.findall(r"[\d.]+", tags.get("speedup_ci95", "")))
     try:
-        return f"{float(text):.2f}x"
+        value, *ends = map(float, parts)
     except ValueError:
         return ""
+    return units.short_ratio(value, Interval(ends[0], ends[1]) if len(ends) == 2 else None)
 
 
 def _blank(name: str, past: Past) -> Record:

@@ -89,7 +89,10 @@ def _finalists(state: SweepState, end: End) -> ChooseFinalists | None:
 
 
 def choose_finalists(state: SweepState) -> tuple[int, ...]:
-    """Measured trials that may be faster than the baseline: those with the highest upper bounds of their intervals."""
+    """Measured trials that may be faster than the baseline: those with the highest upper bounds of their intervals.
+
+    With ``confirm.always`` those with the highest upper bounds, whether they may be faster or not.
+    """
     baseline = state.trials[BASELINE].measurement
     if baseline is None:
         return ()
@@ -99,7 +102,8 @@ def choose_finalists(state: SweepState) -> tuple[int, ...]:
         if trial.number != BASELINE and trial.measurement is not None:
             found = speed(trial.measurement, state.objective)
             bounds[trial.number] = (found.ci95.high if found.ci95 else found.value, found.value)
-    hopeful = [number for number, (upper, _) in bounds.items() if upper > bar]
+    always = confirm_settings(state).always
+    hopeful = [number for number, (upper, _) in bounds.items() if upper > bar or always]
     chosen = sorted(hopeful, key=lambda n: (-bounds[n][0], n))[: confirm_settings(state).num_finalists]
     return tuple(sorted(chosen, key=lambda n: (-bounds[n][1], n)))
 

@@ -94,8 +94,8 @@ def findings_metrics(findings: Findings) -> dict[str, float]:
     """The findings as single numbers with their units in the name."""
     values: dict[str, float] = {}
     if findings.recompute:
-        values["recompute_s"] = sum(effect.recompute_s for effect in findings.recompute)
-        values["recompute_saved_bytes"] = sum(effect.saved_bytes for effect in findings.recompute)
+        values["recompute_ms"] = 1e3 * sum(effect.recompute_s for effect in findings.recompute)
+        values["recompute_saved_gib"] = sum(effect.saved_bytes for effect in findings.recompute) / 2**30
         values["num_idle_recompute_patterns"] = sum(not effect.saved_bytes for effect in findings.recompute)
     if findings.autocast:
         values["num_unmet_cast_operators"] = sum(not cast.num_calls for cast in findings.autocast)
@@ -115,5 +115,5 @@ def findings_metrics(findings: Findings) -> dict[str, float]:
     if findings.kernel_tuning is not None:
         values["kernel_cache_hit_rate"] = findings.kernel_tuning.hit_rate
     if findings.memory_format is not None:
-        values |= {"nchw_s": findings.memory_format.nchw_s, "nhwc_s": findings.memory_format.nhwc_s}
+        values |= {"nchw_ms": 1e3 * findings.memory_format.nchw_s, "nhwc_ms": 1e3 * findings.memory_format.nhwc_s}
     return {name: float(value) for name, value in values.items()}

@@ -29,6 +29,8 @@ def report_markdown(report: ShortReport, attached: Attached | None = None) -> st
     lines += [f"**{report.headline}**", ""]
     if report.confidence:
         lines += [report.confidence + ".", ""]
+    if report.proof.caution:
+        lines += [report.proof.caution + ".", ""]
     if attached.links:
         lines += [" · ".join(f"[{what}]({url})" for what, url in attached.links.items()), ""]
     lines += [*(f"- {reason}" for reason in report.details), ""] if report.details else []
@@ -38,17 +40,19 @@ def report_markdown(report: ShortReport, attached: Attached | None = None) -> st
         lines += ["", f"![{name}]({url})"]
     summary = report.summary
     reason = f": {summary.reason}" if summary.reason else ""
+    lines += ["", f"Live page: `tune-cluster ui {summary.sweep}`, where the sweep is kept"]
     return "\n".join([*lines, "", f"{report.hardware} · {summary.state}{reason} · {report.cost}"])
 
 
 def _results(report: ShortReport) -> Iterator[str]:
     if not report.shown:
         return
-    yield f"| | trial | configuration | {report.summary.unit} | 95 % interval |"
-    yield "|---|---|---|---|---|"
+    yield "| | trial | configuration | speed |"
+    yield "|---|---|---|---|"
     for one in report.shown:
-        speed = f"{units.rate(one.speed.value)} | {units.interval(one.speed.ci95)}"
-        yield f"| {one.role} | {units.trial_id(one.number)} | `{one.configuration}` | {speed} |"
+        yield f"| {one.role} | {units.trial_id(one.number)} | `{one.configuration}` | {report.figures[one.role]} |"
+    yield ""
+    yield report.legend
 
 
 def _facts(report: ShortReport) -> Iterator[str]:
@@ -56,7 +60,7 @@ def _facts(report: ShortReport) -> Iterator[str]:
         changes = (f"`{knob.knob}` {knob.before} → {knob.after}" for knob in report.change.knobs)
         yield f"- {words.change_heading(is_faster=report.is_faster)}: {'; '.join(changes)}"
     for one in report.proof.finalists:
-        ratio = f"{one.overall.value:.2f}x ({units.ratio_interval(one.overall)})" if one.overall else "no round yet"
+        ratio = units.ratio(one.overall.value, one.overall) if one.overall else "no round yet"
         yield f"- Confirmation of {units.trial_id(one.trial)}: {ratio}, {words.finalist_words(one)}"
     for gate in report.proof.gates:
         judged = words.gate_words(gate) if gate.passed or not report.details else gate.answer

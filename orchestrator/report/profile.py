@@ -17,6 +17,9 @@ from trials.reports.profile import CollectiveCount, OperatorTime, RankProfile, R
 MAX_OPERATORS = 10
 """Operators shown on the terminal; the page has all."""
 
+MAX_SLOWDOWN = 1.05
+"""Step time under the profiler over that without it from which on the difference is told."""
+
 PHASES = ("data", "forward", "backward", "bubble", "optimizer", "other")
 """Phases of a step in the order in which they are shown."""
 
@@ -63,6 +66,15 @@ class ProfileTables:
     redundancies: tuple[Redundancy, ...]
     files: tuple[FileAt, ...]
     notes: tuple[str, ...]
+    measured_step_s: float | None = None
+    """Seconds of a step of the same trial without the profiler; None where it was not measured."""
+
+    @property
+    def slowdown(self) -> float | None:
+        """Step time under the profiler, of the slowest rank, over that without it; None where the latter is unknown."""
+        if not self.measured_step_s:
+            return None
+        return max(profile.times.total_s for profile in self.ranks) / self.measured_step_s
 
     @property
     def imbalance(self) -> float | None:
@@ -78,11 +90,19 @@ class ProfileTables:
 
     def to_json(self) -> dict[str, Any]:
         values: dict[str, Any] = to_json(self)
-        return values | {"imbalance": self.imbalance, "slowest_stage": self.slowest_stage}
+        return values | {
+            "imbalance": self.imbalance,
+            "slowest_stage": self.slowest_stage,
+            "slowdown": self.slowdown,
+        }
 
 
-def profile_tables(trial: Trial) -> ProfileTables | None:
-    """The profile of a trial; None where it was not measured under the profiler."""
+def profile_tables(trial: Trial, measured_step_s: float | None = None) -> ProfileTables | None:
+    """The profile of a trial; None where it was not measured under the profiler.
+
+    Args:
+        measured_step_s: seconds of a step of what it runs again, as measured without the profiler.
+    """
     measurement = trial.measurement
     if measurement is None or not measurement.findings.profile:
         return None
@@ -97,6 +117,7 @@ def profile_tables(trial: Trial) -> ProfileTables | None:
         redundancies=_redundancies(ranks),
         files=tuple(file for profile in ranks for file in _files(profile, nodes)),
         notes=tuple(dict.fromkeys(note for profile in ranks for note in profile.notes)),
+        measured_step_s=measured_step_s,
     )
 
 
@@ -257,7 +278,14 @@ def _redundancy(found: Redundancy) -> Remark:
 
 
 def remarks(tables: ProfileTables) -> Iterator[Remark]:
-    """Redundant communication, memory peaks, notes of the profiler."""
+    """What profiling costs, redundant communication, memory peaks, notes of the profiler."""
+    if tables.measured_step_s and tables.slowdown is not None and tables.slowdown > MAX_SLOWDOWN:
+        profiled, measured = tables.slowdown * tables.measured_step_s, tables.measured_step_s
+        text = (
+            f"the profiled step takes {units.milliseconds(profiled)}, {tables.slowdown:.2f}x the measured "
+            f"{units.milliseconds(measured)}: the profiler's overhead; trust shares more than times"
+        )
+        yield Remark(text=text, is_warning=True)
     yield from map(_redundancy, tables.redundancies)
     if not tables.redundancies and any(profile.counted for profile in tables.ranks):
         yield Remark(text="no redundant communication found" if tables.collectives else "no communication")

@@ -16,6 +16,7 @@ from orchestrator.proof.progress import (
     gate_trajectories,
     ratio_interval,
 )
+from orchestrator.report import words
 from orchestrator.report.words import FinalistOutcome
 from orchestrator.space.naming import short_name
 from orchestrator.statistics import speed_ratio
@@ -32,6 +33,8 @@ class RoundRatio:
     value: float
     low: float
     high: float
+    is_disturbed: bool = False
+    """Whether the machine was busy with something else while it, or the baseline, was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,8 @@ class ProofResult:
     """Checks that run now."""
     is_going_on: bool
     """Whether there is more to come."""
+    caution: str = ""
+    """What speaks against relying on it: rounds measured on a busy machine."""
 
 
 def proof_result(state: SweepState) -> ProofResult:
@@ -74,6 +79,7 @@ def proof_result(state: SweepState) -> ProofResult:
         evaluations=tuple(evaluations(state)),
         running=tuple(check for check in checks if check is not None),
         is_going_on=not state.is_over and state.verdict is None,
+        caution=caution(state),
     )
 
 
@@ -107,6 +113,18 @@ def _finalist(state: SweepState, found: Confirmation, number: int) -> Finalist:
         outcome=outcome,
         cause=cause,
     )
+
+
+def caution(state: SweepState) -> str:
+    """What speaks against relying on the confirmation: rounds measured on a busy machine; empty where none was."""
+    found = confirmation(state)
+    rounds = found.complete if found is not None else ()
+    runs = {run.number: run.measurement for one in rounds for run in one.runs.values()}
+    busy = [one for one in rounds if any(words.disturbed(run.measurement) for run in one.runs.values())]
+    if not busy:
+        return ""
+    of = f"{len(busy)} of {units.count(len(rounds), 'round')} were" if len(rounds) > 1 else "its round was"
+    return words.busy_note(runs).replace(f"{words.BUSY_MARK} measured", f"{of} measured", 1)
 
 
 def gates(state: SweepState) -> list[GateReport]:
@@ -153,7 +171,8 @@ def _round_ratios(found: Confirmation, finalist: int, objective: Objective) -> l
             continue
         ratio = speed_ratio(run.measurement, base.measurement, objective)
         low, high = (ratio.ci95.low, ratio.ci95.high) if ratio.ci95 else (ratio.value, ratio.value)
-        ratios.append(RoundRatio(round=one.number, value=ratio.value, low=low, high=high))
+        is_disturbed = any(found.disturbed_by for found in (run.measurement, base.measurement))
+        ratios.append(RoundRatio(round=one.number, value=ratio.value, low=low, high=high, is_disturbed=is_disturbed))
     return ratios
 
 

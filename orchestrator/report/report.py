@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -12,6 +12,7 @@ from orchestrator.diagnosis.values import Part, PartName, StepParts, SweepExplan
 from orchestrator.errors import ConfigError
 from orchestrator.invocation import PLAIN, Invocation
 from orchestrator.mlflow_urls import sweep_links
+from orchestrator.objective import Figures
 from orchestrator.report.artifacts import profile_files, sweep_params
 from orchestrator.report.findings import findings_lines
 from orchestrator.report.profile import ProfileTables
@@ -21,12 +22,13 @@ from orchestrator.report.sources import PlanFacts, Sources
 from orchestrator.report.summary import Summary, TrialResult
 from orchestrator.report.trials import Failures, TrialTable, by_speed, failures, make_trial_table
 from orchestrator.report.verdict import chosen_result, confidence, cost, details, headline, is_worth_it
-from orchestrator.report.words import CommandPurpose, promotion_words, value_words
+from orchestrator.report.words import CommandPurpose, figures, legend, promotion_words, value_words
 from orchestrator.space.naming import diff, short_name
 from orchestrator.statistics import Estimate
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.sweep.values import Conclusion
+from orchestrator.units import trial_id
 from trials.codec import to_json
 from trials.outcome import Measurement
 
@@ -46,8 +48,13 @@ class ShownTrial:
     configuration: str
     """Short name of its candidate."""
     speed: Estimate
-    """Speed in the summary's unit, with its 95 % interval."""
+    """Speed in the summary's unit, with its 95 % interval, as the search measured it."""
+    figures: Figures
+    """How fast it is in every unit: after a confirmation as its rounds measured it, else as the search did."""
+    is_confirmed: bool
+    """Whether the figures are those of a confirmation, which belong to the verdict's ratio."""
     measurement: Measurement
+    """What the search measured."""
     step: StepParts
     """Where its step time goes: as explained, else as its own clock divides it; no parts where neither is known."""
     findings: tuple[str, ...]
@@ -123,6 +130,10 @@ class ShortReport:
     """The winner or fastest, then the baseline, as far as measured; the baseline alone where nothing beat it."""
     change: Change | None
     """How the trial shown beside the baseline differs from it; None where only one of them is shown."""
+    figures: Mapping[str, str]
+    """Role of each trial shown to its figures, in words."""
+    legend: str
+    """What measured the figures, and what their units mean; empty where nothing is shown."""
     proof: ProofResult
     promotions: tuple[str, ...]
     """What was promoted or rolled back, a sentence each."""
@@ -160,6 +171,7 @@ class Report(ShortReport):
 
 def make_short_report(state: SweepState, summary: Summary, explanation: SweepExplanation | None = None) -> ShortReport:
     """The result alone, at a cost that hardly grows with the number of trials; ``summary`` is the state's."""
+    shown, unit = _shown(state, summary, explanation), state.sweep.workload.speed_unit
     return ShortReport(
         summary=summary,
         hardware=state.sweep.hardware,
@@ -169,7 +181,9 @@ def make_short_report(state: SweepState, summary: Summary, explanation: SweepExp
         cost=cost(summary),
         conclusion=state.verdict.conclusion if state.verdict else None,
         is_faster=is_worth_it(state, summary),
-        shown=_shown(state, summary, explanation),
+        shown=shown,
+        figures={one.role: figures(one.figures, summary.num_leased, unit) for one in shown},
+        legend=legend(state.virtual or _measured_by(shown), unit, summary.unit) if shown else "",
         change=_change(state, summary),
         proof=proof_result(state),
         promotions=tuple(promotion_words(event.record) for event in state.promotions),
@@ -212,7 +226,7 @@ def make_report(
         sweep_yaml=sources.sweep_yaml,
         is_recorded=recorded is not None,
         links=sweep_links(uri, recorded.experiment_id, recorded.run_id, summary.sweep) if recorded else {},
-        commands=tuple(_commands(state, summary, invocation)),
+        commands=tuple(_commands(state, invocation)),
     )
 
 
@@ -236,16 +250,25 @@ def _explain(ledger: Ledger, state: SweepState) -> SweepExplanation | None:
         return None
 
 
+def _measured_by(shown: Sequence[ShownTrial]) -> str:
+    """What measured the figures of the trials shown."""
+    return "measured by the confirmation" if any(one.is_confirmed for one in shown) else "measured by the search"
+
+
 def _shown(state: SweepState, summary: Summary, explanation: SweepExplanation | None) -> tuple[ShownTrial, ...]:
-    chosen = chosen_result(state, summary)
-    found = [_shown_trial("baseline", summary.baseline, explanation)] if summary.baseline else []
+    chosen, confirmed = chosen_result(state, summary), summary.confirmed
+    pair = confirmed if confirmed and chosen and chosen.trial.number == confirmed.trial else None
+    own = pair.baseline if pair else None
+    found = [_shown_trial("baseline", summary.baseline, own, explanation)] if summary.baseline else []
     if chosen is None:
         return tuple(found)
     role: ShownRole = "winner" if is_worth_it(state, summary) else "fastest"
-    return (_shown_trial(role, chosen, explanation), *found)
+    return (_shown_trial(role, chosen, pair.figures if pair else None, explanation), *found)
 
 
-def _shown_trial(role: ShownRole, result: TrialResult, explanation: SweepExplanation | None) -> ShownTrial:
+def _shown_trial(
+    role: ShownRole, result: TrialResult, confirmed: Figures | None, explanation: SweepExplanation | None
+) -> ShownTrial:
     trial, measurement = result.trial, result.trial.measurement
     assert measurement is not None, "only measured trials have a result"
     explained = explanation.step_parts.get(trial.number) if explanation else None
@@ -254,6 +277,8 @@ def _shown_trial(role: ShownRole, result: TrialResult, explanation: SweepExplana
         number=trial.number,
         configuration=short_name(trial.candidate),
         speed=result.speed,
+        figures=confirmed or result.figures,
+        is_confirmed=confirmed is not None,
         measurement=measurement,
         step=explained if explained and explained.parts else _clock_parts(trial.number, measurement),
         findings=tuple(findings_lines(measurement.findings)),
@@ -295,13 +320,30 @@ def _profiles(state: SweepState, summary: Summary, folder: Path | None) -> tuple
     )
 
 
-def _commands(state: SweepState, summary: Summary, invocation: Invocation) -> list[NextCommand]:
-    name, conclusion = summary.sweep, state.verdict.conclusion if state.verdict else None
-    words: dict[CommandPurpose, tuple[str, ...]] = {
-        "ui": ("ui", name),
-        "page": ("report", name, "--html"),
-        "explain": ("explain", name),
-    }
+def _commands(state: SweepState, invocation: Invocation) -> list[NextCommand]:
+    words = _failed_commands(state) if state.status == "failed" else _result_commands(state)
+    return [NextCommand(purpose=purpose, command=invocation.command(*argv)) for purpose, argv in words.items()]
+
+
+def _failed_commands(state: SweepState) -> dict[CommandPurpose, tuple[str, ...]]:
+    """What a sweep that failed asks for: what went wrong first, then how to go on."""
+    name = state.sweep.sweep
+    words: dict[CommandPurpose, tuple[str, ...]] = {}
+    if state.last_failures:
+        trial = trial_id(state.last_failures[0][0])
+        words |= {"logs": ("logs", name, trial), "story": ("explain", name, trial)}
+    words["retry"] = ("retry", name, "--failed")
+    if state.best is None:
+        words["delete"] = ("delete", name)
+    return words
+
+
+def _result_commands(state: SweepState) -> dict[CommandPurpose, tuple[str, ...]]:
+    name, conclusion = state.sweep.sweep, state.verdict.conclusion if state.verdict else None
+    words: dict[CommandPurpose, tuple[str, ...]] = {"ui": ("ui", name), "page": ("report", name, "--html")}
+    if state.best is None:
+        return words  # there is nothing to explain, to confirm or to promote
+    words["explain"] = ("explain", name)
     if conclusion not in ("keep", "rehearsed"):
         words["confirm"] = ("confirm", name)
     if conclusion in (None, "confirmed"):
@@ -310,4 +352,4 @@ def _commands(state: SweepState, summary: Summary, invocation: Invocation) -> li
         words = {purpose: argv for purpose, argv in words.items() if purpose not in ("confirm", "promote", "force")}
     if state.promotions:
         words["rollback"] = ("rollback", state.promotions[-1].record["name"])
-    return [NextCommand(purpose=purpose, command=invocation.command(*argv)) for purpose, argv in words.items()]
+    return words

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from orchestrator import units
 from orchestrator.objective import Objective
+from orchestrator.report.summary import Speedup, speedup
 from orchestrator.report.words import value_words
-from orchestrator.space.naming import flat_params
+from orchestrator.space.naming import flat_params, short_name
 from orchestrator.statistics import speed as speed_of
 from orchestrator.sweep.state import SweepState, Trial
 from trials.outcome import StoppedEarly
@@ -28,6 +30,8 @@ class SpeedPoint:
     """95 % interval of the speed; the speed itself where that is unknown."""
     peak_bytes: int
     """Largest peak of allocated memory over ranks."""
+    name: str = ""
+    """Short name of its candidate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,8 @@ class History:
     baseline: float | None
     """Speed of the baseline; None where it was not measured."""
     best: SpeedPoint | None
+    compared: Speedup | None = None
+    """How the best compares with the baseline; None where either was not measured."""
 
     @property
     def num_trials(self) -> int:
@@ -69,6 +75,7 @@ def history(state: SweepState) -> History:
         failed=failed,
         baseline=state.objective.score(baseline) if baseline else None,
         best=max(measured, key=lambda point: (point.speed, -point.trial), default=None),
+        compared=speedup(state.best, state.baseline, state.objective),
     )
 
 
@@ -83,6 +90,7 @@ def speed_point(trial: Trial, objective: Objective) -> SpeedPoint | None:
         low=speed.ci95.low if speed.ci95 else speed.value,
         high=speed.ci95.high if speed.ci95 else speed.value,
         peak_bytes=max(trial.measurement.peak_allocated_bytes, default=0),
+        name=short_name(trial.candidate),
     )
 
 
@@ -106,6 +114,8 @@ class ParallelCoordinates:
     """For each trial, the index of its value for every knob."""
     speeds: tuple[float | None, ...]
     """Speed of each trial; None where it was not measured."""
+    names: tuple[str, ...] = ()
+    """Number and short name of each trial."""
 
 
 def coordinates(state: SweepState, order: Sequence[str] = ()) -> ParallelCoordinates:
@@ -123,6 +133,7 @@ def coordinates(state: SweepState, order: Sequence[str] = ()) -> ParallelCoordin
         values=tuple(tuple(map(value_words, distinct[name])) for name in knobs),
         lines=tuple(tuple(distinct[name].index(one[name]) for name in knobs) for one in params),
         speeds=tuple(state.objective.score(t.measurement) if t.measurement else None for t in trials),
+        names=tuple(f"{units.trial_id(trial.number)}  {short_name(trial.candidate)}" for trial in trials),
     )
 
 

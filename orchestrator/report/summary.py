@@ -10,6 +10,7 @@ from orchestrator import statistics
 from orchestrator.mlflow_urls import public_uri
 from orchestrator.objective import Figures, Objective, ObjectiveName
 from orchestrator.proof.progress import BASELINE, confirmation, confirmed_step_times, fastest_finalist
+from orchestrator.report import words
 from orchestrator.report.profile import ProfileTables, profile_tables
 from orchestrator.space.naming import short_name
 from orchestrator.statistics import Estimate, Interval, SpeedVerdict
@@ -110,6 +111,10 @@ class Summary:
     virtual: Virtual | None = None
     """How the numbers came about where nothing was measured, since the cluster does not exist."""
     objective: ObjectiveName = "tokens_per_s_per_device"
+    disturbed: tuple[int, ...] = ()
+    """Numbers of the trials, checks among them, that were measured on a busy machine."""
+    most_disturbed: Trial | None = None
+    """The one of them whose machine was busiest."""
     unit: str = "tokens/s/p"
     """Unit of scores, like tokens/s/p, or samples/s/p for workloads whose samples are no sequences."""
     num_leased: int | None = None
@@ -143,6 +148,7 @@ class Summary:
             "saved_device_hours": self.saved_device_hours,
             "learned_from": {"trials": self.num_earlier_trials, "sweeps": self.num_earlier_sweeps},
             "tracking_uri": self.tracking_uri,
+            "disturbed": _disturbed_json(self),
             "proof": to_json(self.proof),
             "confirmed": self.confirmed.to_json() if self.confirmed else None,
             "profiles": [
@@ -182,12 +188,27 @@ def summarize(state: SweepState, tracking_uri: str) -> Summary:
         unit=state.unit,
         num_leased=state.sweep.num_devices,
         confirmed=confirmed_figures(state),
+        disturbed=tuple(sorted(set(state.disturbed))),
+        most_disturbed=None if state.most_disturbed is None else state.trials[state.most_disturbed],
     )
 
 
 def _profiles(state: SweepState) -> tuple[tuple[int, ProfileTables], ...]:
-    runs = ((t.check.of, profile_tables(t)) for t in state.checks() if isinstance(t.check, ProfileRun))
-    return tuple((of, tables) for of, tables in runs if tables is not None)
+    runs = ((t.check.of, t) for t in state.checks() if isinstance(t.check, ProfileRun))
+    found = ((of, profile_tables(run, _step_s(state.trials[of]))) for of, run in runs)
+    return tuple((of, tables) for of, tables in found if tables is not None)
+
+
+def _step_s(trial: Trial) -> float | None:
+    return trial.measurement.step_time_s if trial.measurement else None
+
+
+def _disturbed_json(summary: Summary) -> dict[str, Any] | None:
+    """Trials measured on a busy machine, and what it was busy with at the worst; None where there are none."""
+    worst = summary.most_disturbed
+    if worst is None:
+        return None
+    return {"trials": list(summary.disturbed), "most": worst.number, "why": words.disturbed(worst.measurement)}
 
 
 def confirmed_figures(state: SweepState) -> ConfirmedFigures | None:

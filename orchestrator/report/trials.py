@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from orchestrator.report import words
 from orchestrator.report.artifacts import log_tail
 from orchestrator.report.summary import ENDED, Speedup, speedup
-from orchestrator.space.naming import short_name
+from orchestrator.space.naming import names_apart, short_name
+from orchestrator.space.notation import legend, spelled
 from orchestrator.sweep.state import SweepState, Trial, TrialStatus
 from trials.outcome import Measurement, StoppedEarly
+from trials.spec import Candidate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +22,7 @@ class TrialRow:
     number: int
     name: str
     """Short name of its candidate, without what all trials of the table share."""
+    candidate: Candidate
     status: TrialStatus
     measurement: Measurement | None
     compared: Speedup | None
@@ -29,6 +32,12 @@ class TrialRow:
 
     speed: float
     """Score by the sweep's objective, like tokens/s/p; 0 where it was not measured."""
+
+    @property
+    def spelled(self) -> str:
+        """The whole name of its candidate, and what each sign of it says, a line each."""
+        signs = (f"{sign}: {meaning}" for sign, meaning in spelled(self.candidate))
+        return "\n".join([short_name(self.candidate), *signs])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +51,19 @@ class TrialTable:
     """Unit of the speeds."""
 
     @property
+    def busy_note(self) -> str:
+        """What the mark of trials that were measured on a busy machine means; empty where none has it."""
+        return words.busy_note({row.number: row.measurement for row in self.rows})
+
+    @property
     def top_speed(self) -> float:
         """The highest speed; 1 where nothing was measured."""
         return max((row.speed for row in self.rows if row.measurement), default=1.0)
+
+    @property
+    def legend(self) -> list[tuple[str, str]]:
+        """The signs that occur in the rows' whole names, with what they mean."""
+        return legend(row.candidate for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +99,12 @@ def versus_baseline(trial: Trial, state: SweepState) -> Speedup | None:
 def make_trial_table(state: SweepState, trials: Sequence[Trial]) -> TrialTable:
     """The table of ``trials``, in the given order."""
     chosen = state.winner if state.verdict is not None else state.best
-    names, common = _names(trials)
+    names, common = names_apart([trial.candidate for trial in trials])
     rows = (
         TrialRow(
             number=trial.number,
             name=name,
+            candidate=trial.candidate,
             status=trial.status,
             measurement=trial.measurement,
             compared=versus_baseline(trial, state),
@@ -94,16 +114,6 @@ def make_trial_table(state: SweepState, trials: Sequence[Trial]) -> TrialTable:
         for trial, name in zip(trials, names, strict=True)
     )
     return TrialTable(rows=tuple(rows), common=common, unit=state.unit)
-
-
-def _names(trials: Iterable[Trial]) -> tuple[list[str], str]:
-    """Short names of the configurations without what all share, and that."""
-    names = [short_name(trial.candidate).split() for trial in trials]
-    if len(names) < 2:
-        return [" ".join(parts) or "as above" for parts in names], ""
-    shared = set(names[0]).intersection(*names[1:])
-    own = [" ".join(part for part in parts if part not in shared) or "as above" for parts in names]
-    return own, " ".join(part for part in names[0] if part in shared)
 
 
 def failures(state: SweepState) -> list[Failures]:

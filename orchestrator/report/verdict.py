@@ -4,10 +4,11 @@ nothing was confirmed; how sure that is, and what it cost."""
 from __future__ import annotations
 
 from orchestrator import units
+from orchestrator.objective import GAINS
 from orchestrator.report.summary import ENDED, Summary, TrialResult, result
 from orchestrator.space.naming import short_name
 from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.sweep.values import Verdict
+from orchestrator.sweep.values import RatioInterval, Verdict
 from orchestrator.virtual import Virtual, predicted_words, watermark_line
 
 _MAX_REASON_CHARS = 110
@@ -21,10 +22,12 @@ def headline(state: SweepState, summary: Summary) -> str:
     if state.virtual is not None:
         return _virtual_headline(state, summary, state.virtual)
     if verdict is None:
-        return _search_headline(summary) + _proof_going_on(state)
+        return _search_headline(state, summary) + _proof_going_on(state)
     if verdict.conclusion == "confirmed" and verdict.winner is not None:
-        speed = f"{verdict.speedup.value:.2f}x the speed of" if verdict.speedup else "faster than"
-        return f"Confirmed: {speed} your present configuration{_same(verdict)}: {_named(state.trials[verdict.winner])}."
+        winner = state.trials[verdict.winner]
+        speed = f"{_gain(state, winner, verdict.speedup)} of" if verdict.speedup else "faster than"
+        here = f"your present configuration{_devices(state, winner)}"
+        return f"Confirmed: {speed} {here}{_same(verdict)}: {_named(winner)}."
     if verdict.conclusion == "keep":
         return f"Keep what you have: {_short(verdict.reason)}"
     best = summary.best
@@ -36,8 +39,9 @@ def _virtual_headline(state: SweepState, summary: Summary, virtual: Virtual) -> 
     """What came out on a cluster that does not exist: never that anything is confirmed or faster."""
     verdict, compared = state.verdict, summary.speedup
     if verdict is not None and verdict.winner is not None:
+        winner = state.trials[verdict.winner]
         ratio = verdict.speedup.value if verdict.speedup else None
-        return f"{predicted_words(virtual, ratio)}: {_named(state.trials[verdict.winner])}."
+        return f"{predicted_words(virtual, _point_gain(state, winner, ratio))}: {_named(winner)}."
     if verdict is not None and verdict.conclusion == "unconfirmed":
         return f"{virtual.capitalize()}, not settled: {_short(verdict.reason)}"
     if summary.best is None:
@@ -46,7 +50,14 @@ def _virtual_headline(state: SweepState, summary: Summary, virtual: Virtual) -> 
         return f"{virtual.capitalize()}: fastest is {_named(summary.best.trial)}; the baseline came to no figure."
     if verdict is not None or compared.verdict != "faster":
         return f"{virtual.capitalize()}: nothing comes out faster than your present configuration."
-    return f"{predicted_words(virtual, compared.ratio.value)}: {_named(summary.best.trial)}."
+    best = summary.best.trial
+    return f"{predicted_words(virtual, _point_gain(state, best, compared.ratio.value))}: {_named(best)}."
+
+
+def _point_gain(state: SweepState, trial: Trial, ratio: float | None) -> str:
+    """``1.80x the speed of your present configuration``, without an interval: nothing was measured."""
+    gain = f"{ratio:.2f}x {_gained(state, trial)} of" if ratio is not None else "faster than"
+    return f"{gain} your present configuration{_devices(state, trial)}"
 
 
 def _short(reason: str) -> str:
@@ -70,11 +81,31 @@ def _same(verdict: Verdict) -> str:
     return ", and it trains the same" if judged and judged[-1].passed else ""
 
 
+def _gain(state: SweepState, trial: Trial, found: RatioInterval) -> str:
+    """``3.06x (2.98x – 3.14x) the speed``: of what it is a ratio depends on whether equally many devices are used."""  # noqa: RUF002
+    return f"{units.ratio(found.value, found)} {_gained(state, trial)}"
+
+
+def _gained(state: SweepState, trial: Trial) -> str:
+    is_same = state.baseline is not None and _num_devices(state.baseline) == _num_devices(trial)
+    return "the speed" if is_same else GAINS[state.objective.name]
+
+
+def _devices(state: SweepState, trial: Trial) -> str:
+    """`` on 1 device instead of 2``; empty where equally many are used."""
+    before, after = _num_devices(state.trials[0]), _num_devices(trial)
+    return "" if before == after else f" on {units.count(after, 'device')} instead of {before}"
+
+
+def _num_devices(trial: Trial) -> int:
+    return trial.candidate.layout.world_size
+
+
 def _named(trial: Trial) -> str:
     return f"{units.trial_id(trial.number)}, {short_name(trial.candidate)}"
 
 
-def _search_headline(summary: Summary) -> str:
+def _search_headline(state: SweepState, summary: Summary) -> str:
     best, compared = summary.best, summary.speedup
     if best is None:
         return "Nothing was measured."
@@ -82,7 +113,8 @@ def _search_headline(summary: Summary) -> str:
     if compared is None:
         return f"Fastest: {winner}; the baseline was not measured."
     if compared.verdict == "faster":
-        return f"{compared.ratio.value:.2f}x the speed of your present configuration: {winner}."
+        gain = f"{units.ratio(compared.ratio.value, compared.ratio.ci95)} {_gained(state, best.trial)}"
+        return f"{gain} of your present configuration{_devices(state, best.trial)}: {winner}."
     if best.trial.number == 0:
         return f"Keep what you have: nothing measured is faster than your present configuration ({winner})."
     return f"Keep what you have: {winner} does not differ from your present configuration by more than the noise."
@@ -97,15 +129,17 @@ def _proof_going_on(state: SweepState) -> str:
 
 def confidence(state: SweepState, summary: Summary) -> str:
     """How sure the result is, in a line; empty where there is nothing to be sure of."""
-    verdict = state.verdict
+    verdict, confirmed = state.verdict, summary.confirmed
     if state.virtual is not None:
         return watermark_line(state.virtual).rstrip(".")
     if verdict is not None and verdict.speedup is not None:
-        interval = f"95 % interval of the speed-up: {units.ratio_interval(verdict.speedup)}"
-        rounds = units.count(verdict.num_rounds, "round")
-        return f"{interval}, in {rounds} of measuring it again; below, what the search measured"
+        rounds = f"from {units.count(verdict.num_rounds, 'round')} of measuring it again beside the baseline"
+        if verdict.conclusion == "confirmed":
+            return f"95 % interval, {rounds}"
+        of = f" of {units.trial_id(confirmed.trial)}" if confirmed else ""
+        return f"speed-up{of}: {units.ratio(verdict.speedup.value, verdict.speedup)}, {rounds}"
     if summary.speedup and summary.best and summary.best.trial.number != 0:
-        return f"95 % confidence: {units.ratio_interval(summary.speedup.ratio.ci95)}"
+        return "95 % interval, from the steps of one run each, as the search measured them"
     return ""
 
 

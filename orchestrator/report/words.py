@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from orchestrator import units
+from orchestrator.objective import unit_legend
 from orchestrator.statistics import relative_spread
-from orchestrator.sweep.state import Trial, describe_failure
+from orchestrator.sweep.state import SweepState, Trial, describe_failure
 from orchestrator.sweep.values import Check, ConfirmationRun, Evaluation, GateReport, GateRole, GateRun
 from trials.outcome import Measurement
+from trials.reports.disturbance import FOREIGN_CPU_LIMIT, STOLEN_LIMIT, Disturbance
 
 if TYPE_CHECKING:
+    from orchestrator.objective import Figures
     from orchestrator.report.proof import Finalist
     from orchestrator.report.summary import Speedup
 
@@ -53,10 +56,16 @@ GATE_ROLE_WORDS: Mapping[GateRole, str] = {
 }
 """What follows the number of a trial that trains for the gate; nothing for a finalist or baseline as it is."""
 
-CommandPurpose = Literal["ui", "page", "explain", "confirm", "promote", "force", "rollback"]
+CommandPurpose = Literal[
+    "logs", "story", "retry", "delete", "ui", "page", "explain", "confirm", "promote", "force", "rollback"
+]
 """What a command shown below a result is for; ``force`` is a promotion that is refused unless forced."""
 
 PURPOSE_WORDS: Mapping[CommandPurpose, str] = {
+    "logs": "what the failing ranks wrote",
+    "story": "what happened to it, and what follows",
+    "retry": "launch what failed again, once the cause is mended",
+    "delete": "remove it: nothing was measured",
     "ui": "look at every trial in the browser",
     "page": "one page to keep or to send",
     "explain": "the bottleneck, and what answers it",
@@ -145,7 +154,80 @@ def spread(measurement: Measurement) -> str:
 
 
 def versus(compared: Speedup | None) -> str:
-    """``1.42x``; a difference inside the noise carries ``≈``."""
+    """``1.42x``, or ``≥ 1.06x`` where that is all that is sure; a difference inside the noise carries ``≈``."""
     if compared is None:
         return units.DASH
-    return f"{'≈' if compared.verdict == 'tie' else ''}{compared.ratio.value:.2f}x"
+    if compared.verdict == "tie":
+        return f"≈{compared.ratio.value:.2f}x"
+    return units.short_ratio(compared.ratio.value, compared.ratio.ci95)
+
+
+def figures(found: Figures, num_leased: int | None, per_device_unit: str) -> str:
+    """``step 195 ms, 10,529 tokens/s, 5,265 tokens/s/p, 2 of 2 devices``, and the cost where that is the objective."""
+    rate_unit = per_device_unit.removesuffix("/p")
+    devices = f"{found.num_devices} of {num_leased} devices" if num_leased else units.count(found.num_devices, "device")
+    parts = (
+        f"step {units.milliseconds(found.step_time_s)}",
+        f"{units.rate(found.tokens_per_s)} {rate_unit}",
+        f"{units.rate(found.tokens_per_s_per_device)} {per_device_unit}",
+        devices,
+        *([cost(found, rate_unit.removesuffix("/s"))] if found.shows_cost else []),
+    )
+    return ", ".join(parts)
+
+
+def trial_figures(state: SweepState, trial: Trial) -> str:
+    """:func:`figures` of a measured trial, as it was measured itself; empty where it was not."""
+    found = state.figures(trial)
+    return figures(found, state.sweep.num_devices, state.sweep.workload.speed_unit) if found else ""
+
+
+def legend(measured: str, *all_units: str) -> str:
+    """What measured the figures, and what their units mean: ``measured by the search; tokens/s/p: tokens per second per
+    device (p: processor)``."""
+    return "; ".join((measured, *map(unit_legend, dict.fromkeys(all_units))))
+
+
+def cost(found: Figures, noun: str) -> str:
+    """``28.1 device-hours per 1e9 tokens``, and in money where a price is known."""
+    hours = f"{units.rate(1e9 * found.device_hours_per_token)} device-hours per 1e9 {noun}"
+    price = found.price_per_token
+    return hours if price is None else f"{hours}, {units.rate(1e9 * price)} in money"
+
+
+BUSY_MARK = "!"
+"""Marks what was measured while the machine was busy with something else, or slowed down."""
+
+
+def disturbance_words(one: Disturbance) -> str:
+    """``others used 48 % of its processors (python 1.9)``: what disturbed a node, beginning with the most usual."""
+    parts = []
+    if one.foreign_cpu is not None and one.foreign_cpu >= FOREIGN_CPU_LIMIT:
+        names = f" ({', '.join(one.foreign_processes)})" if one.foreign_processes else ""
+        parts.append(f"others used {one.foreign_cpu:.0%} of its processors{names}")
+    if one.steal is not None and one.steal >= STOLEN_LIMIT:
+        parts.append(f"the hypervisor took {one.steal:.0%} of them")
+    if one.quota is not None and one.quota >= STOLEN_LIMIT:
+        parts.append(f"its quota stopped it for {one.quota:.0%} of the time")
+    if one.foreign_on_devices:
+        parts.append(f"others ran on its devices ({', '.join(one.foreign_on_devices[:3])})")
+    if one.throttled_by:
+        hot = f" at {one.highest_temperature_c:.0f} degrees" if one.highest_temperature_c is not None else ""
+        low = f", down to {one.lowest_clock:.0%}" if one.lowest_clock is not None else ""
+        parts.append(f"the devices' clocks were lowered ({', '.join(one.throttled_by)}{hot}{low})")
+    return "; ".join(parts)
+
+
+def disturbed(measurement: Measurement | None) -> str:
+    """What disturbed a measurement, on the node where it was worst; empty where nothing did."""
+    worst = measurement.disturbed_by if measurement else None
+    return disturbance_words(worst) if worst else ""
+
+
+def busy_note(measured: Mapping[int, Measurement | None]) -> str:
+    """A line that explains :data:`BUSY_MARK`, with the worst figures of all trials; empty where none was disturbed."""
+    worst = {number: one.disturbed_by for number, one in measured.items() if one is not None and one.disturbed_by}
+    if not worst:
+        return ""
+    most = max(worst, key=lambda number: worst[number].severity)
+    return f"{BUSY_MARK} measured on a busy machine; {units.trial_id(most)} most: {disturbance_words(worst[most])}"

@@ -67,8 +67,10 @@ class Filters:
     require: tuple[Pattern, ...] = ()
     world_size: tuple[int, ...] | None = None
     """Allowed world sizes; None allows all."""
-    num_whole_nodes: int | None = None
-    """Number of nodes whose devices have to be used all; None: fewer devices are allowed."""
+    whole_lease: bool = False
+    """Whether a candidate has to use all devices of the lease."""
+    min_nodes: int | None = None
+    """Nodes of a lease that may shrink which are always held, and count as all of it; None: it does not shrink."""
 
 
 def _of_runner(rule: legality.LegalityRule) -> Rule:
@@ -149,8 +151,8 @@ def rules_for(filters: Filters | None) -> tuple[Rule, ...]:
 def _filter_rules(filters: Filters) -> Iterable[Rule]:
     if filters.world_size is not None:
         yield Rule(id=WORLD_SIZE, reads="layout", check=_allowed_world_size(filters.world_size))
-    elif filters.num_whole_nodes is not None:
-        yield Rule(id=WORLD_SIZE, reads="layout", check=_whole_lease(filters.num_whole_nodes))
+    elif filters.whole_lease:
+        yield Rule(id=WORLD_SIZE, reads="layout", check=_whole_lease(filters.min_nodes))
     for i, pattern in enumerate(filters.forbid):
         yield Rule(id=f"forbid.{i}", reads="candidate", check=_forbidden(pattern))
     for i, pattern in enumerate(filters.require):
@@ -165,18 +167,16 @@ def _allowed_world_size(allowed: tuple[int, ...]) -> Check:
     return check
 
 
-def _whole_lease(num_nodes: int) -> Check:
+def _whole_lease(min_nodes: int | None) -> Check:
     def check(case: Case) -> str | None:
-        if case.topology is None or case.layout.world_size == (whole := lease_size(case.topology, num_nodes)):
+        if case.topology is None:
             return None
-        return f"uses {case.layout.world_size} of {whole} devices, and space.world_size does not name that number"
+        size, whole = case.layout.world_size, sum(node.num_devices for node in case.topology.nodes[:min_nodes])
+        if size == whole:
+            return None
+        return f"uses {size} of {whole} devices, and space.world_size does not name that number"
 
     return check
-
-
-def lease_size(topology: Topology, num_nodes: int) -> int:
-    """Number of devices of the first nodes of a lease, those that are always held."""
-    return sum(node.num_devices for node in topology.nodes[:num_nodes])
 
 
 def _forbidden(pattern: Pattern) -> Check:

@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator import units
 from orchestrator.report import proof as proof_data
-from orchestrator.report.words import evaluation_words, finalist_words, gate_words
+from orchestrator.report.words import disturbed, evaluation_words, finalist_words, gate_words, trial_figures
 from orchestrator.space.naming import diff, short_name
 from orchestrator.sweep.events import AttemptEnded, LedgerEvent, TrialsRetried
 from orchestrator.sweep.fold import apply
@@ -87,10 +87,10 @@ class Explanation:
     """Everything there is to say about one trial."""
 
     sweep: str
-    unit: str
-    """Unit of speeds, such as ``tokens/s/p``."""
     virtual: Virtual | None
     """How its numbers came about where nothing was measured, since the cluster does not exist."""
+    figures: str
+    """How fast it was, in words; empty where it was not measured."""
     trial: Trial
     changed: Mapping[str, tuple[Any, Any]]
     """Knobs in which it differs from the baseline: (baseline's value, its value)."""
@@ -150,8 +150,8 @@ def explain(name: str, text: str, home: Home) -> Explanation:
     ruled_out = [event.rules for event in state.pruned if event.witness == trial.number]
     return Explanation(
         sweep=sweep.name,
-        unit=state.sweep.workload.speed_unit,
         virtual=state.virtual,
+        figures=trial_figures(state, trial),
         trial=trial,
         changed=diff(trial.candidate, state.trials[0].candidate),
         pending=_why_pending(sweep, trial),
@@ -318,9 +318,7 @@ def _proof(state: SweepState, number: int) -> Iterator[str]:
     """What rounds, loss gate and evaluation came to for the trial of this number."""
     for one in proof_data.finalists(state):
         if one.trial == number:
-            speed = (
-                f"{one.overall.value:.2f}x the baseline ({units.ratio_interval(one.overall)}), " if one.overall else ""
-            )
+            speed = f"{units.ratio(one.overall.value, one.overall)} against the baseline, " if one.overall else ""
             yield f"measured again in {count(len(one.rounds), 'round')}: {speed}{finalist_words(one)}"
     yield from (f"loss gate {gate_words(report)}" for report in proof_data.gates(state) if report.trial == number)
     yield from (
@@ -341,4 +339,6 @@ def _measured_json(measurement: Measurement | None) -> dict[str, Any] | None:
         "step_time_s": measurement.step_time_s,
         "tokens_per_s_per_device": measurement.tokens_per_s_per_device,
         "peak_bytes": measurement.peak_bytes,
+        "disturbed": disturbed(measurement),
+        "nodes": to_json(measurement.disturbances),
     }

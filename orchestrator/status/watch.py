@@ -85,7 +85,7 @@ def changes(sweep: Snapshot, before: Snapshot | None) -> Iterator[dict[str, Any]
 def _sweep_line(sweep: Snapshot) -> dict[str, Any]:
     """Phase, numbers of trials and the best one, as ``watch --json`` tells them."""
     best = sweep.state.best
-    speed = best.measurement.tokens_per_s_per_device if best and best.measurement else None
+    figures = sweep.state.figures(best) if best else None
     return {
         "state": sweep.phase,
         "reason": sweep.reason,
@@ -95,7 +95,7 @@ def _sweep_line(sweep: Snapshot) -> dict[str, Any]:
             "waiting": len(sweep.state.waiting),
             "total": sweep.state.num_searched,
         },
-        "best": {"trial": best.number, "tokens_per_s_per_device": speed} if best else None,
+        "best": {"trial": best.number, **figures.to_json()} if best and figures else None,
     }
 
 

@@ -42,7 +42,7 @@ from orchestrator.sweep.state import (
 )
 from orchestrator.sweep.values import ConfirmationRun, GateRun, ProfileRun
 from orchestrator.vector import Vector
-from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Outcome, StoppedEarly, TimedOut
+from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly, TimedOut
 
 TrialEvent = TrialProposed | AttemptLaunched | AttemptStopped | AttemptEnded
 Asking = Asked | TrialsRetried | ChecksAsked
@@ -297,15 +297,28 @@ def _with_trial(state: SweepState, before: Trial, trial: Trial) -> SweepState:
 
 
 def _note_outcome(state: SweepState, trial: Trial, outcome: Outcome) -> SweepState:
-    """Take down what people ask for at every look: the latest failures, and what stopping early has saved."""
+    """Take down what people ask for at every look: busy machines, the latest failures, what stopping early saved."""
     if isinstance(outcome, Measured):
-        return state
+        return _note_disturbance(state, trial.number, outcome.measurement)
     failure = (trial.number, len(trial.attempts) - 1)
     saved = outcome.saved_device_seconds if isinstance(outcome, StoppedEarly) and trial.check is None else 0.0
     return replace(
         state,
         last_failures=(failure, *state.last_failures)[:MAX_FAILURES],
         saved_device_seconds=state.saved_device_seconds + saved,
+    )
+
+
+def _note_disturbance(state: SweepState, number: int, measurement: Measurement) -> SweepState:
+    worst = measurement.disturbed_by
+    if worst is None:
+        return state
+    before = None if state.most_disturbed is None else state.trials[state.most_disturbed].measurement
+    is_most = before is None or before.disturbed_by is None or worst.severity > before.disturbed_by.severity
+    return replace(
+        state,
+        disturbed=state.disturbed.append(number),
+        most_disturbed=number if is_most else state.most_disturbed,
     )
 
 

@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 
 from cluster.hardware.topology import Device
 from orchestrator.errors import ConfigError
-from orchestrator.objective import Objective
+from orchestrator.objective import Figures, Objective
 from orchestrator.sweep.events import Action, CandidatesPruned, Origin, Promoted, SweepCreated
 from orchestrator.sweep.values import Check, Evaluation, FinishCause, PredictedResult, Verdict
 from orchestrator.vector import Vector
@@ -216,6 +216,10 @@ class SweepState:
     """Number of trials per status, checks left out; statuses that no trial has now may be missing or 0."""
     saved_device_seconds: float = 0.0
     """Device time that trials stopped early would have taken besides, at least."""
+    disturbed: Vector[int] = field(default_factory=Vector)
+    """Numbers of the trials, checks among them, that were measured on a busy machine; in the order of their ends."""
+    most_disturbed: int | None = None
+    """The one of them whose machine was busiest."""
     last_failures: tuple[tuple[int, int], ...] = ()
     """(trial, attempt) of the latest attempts that ended unmeasured, the latest first; :data:`MAX_FAILURES` at most."""
     judged_from: int = 0
@@ -250,6 +254,13 @@ class SweepState:
     def score(self, trial: Trial) -> float:
         """How good a measured trial is by the objective; 0 where it was not measured."""
         return self.objective.score(trial.measurement) if trial.measurement else 0.0
+
+    def figures(self, trial: Trial) -> Figures | None:
+        """How fast a trial was, in every unit; None where it was not measured."""
+        found = trial.measurement
+        if found is None:
+            return None
+        return self.objective.figures(found.tokens_per_step, found.step_time_s, found.world_size)
 
     @property
     def is_over(self) -> bool:
@@ -354,6 +365,15 @@ def weighted_step_s(trial: Trial, objective: Objective) -> float:
     """Step time of a measured trial times the objective's weight, in seconds: the less, the better."""
     assert trial.measurement is not None
     return trial.measurement.step_time_s * objective.weight(trial.measurement.world_size)
+
+
+TRIAL_WORDS = ("baseline", "best", "winner")
+"""Words for trials, besides their numbers."""
+
+
+def is_trial(text: str) -> bool:
+    """Whether ``text`` could mean a trial of some sweep: ``3``, ``t003``, or one of :data:`TRIAL_WORDS`."""
+    return text in TRIAL_WORDS or re.fullmatch(r"[tT]?\d{1,9}", text) is not None
 
 
 def find_trial(state: SweepState, text: str, sweep: str) -> Trial:

@@ -121,6 +121,8 @@ class ConfirmSettings:
     max_rounds: int = 8
     budget_share: float = 0.2
     """Share of device-hours and wall time, 0 to 1, that the search leaves over for the proof."""
+    always: bool = False
+    """Whether the fastest trials are finalists even where the search saw none that may be faster than the baseline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

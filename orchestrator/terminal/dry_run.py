@@ -6,16 +6,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from orchestrator import units
 from orchestrator.commands.dry_run import DryRunVerdict
 from orchestrator.planning.dryrun.simulation import Progress
 from orchestrator.space.naming import short_name
-from orchestrator.terminal.layout import titled_table
+from orchestrator.terminal.table import Column, FittedTable
 from orchestrator.units import num_bytes
 from trials.dryrun.estimate import DryRunEstimate, StageEstimate
 from trials.dryrun.records import RunFailure
@@ -53,12 +51,15 @@ def render_dry_runs(verdicts: Sequence[DryRunVerdict], *, as_table: bool = False
     return Group(*blocks[:-1])
 
 
-def _overview(verdicts: Sequence[DryRunVerdict]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("configuration", no_wrap=True)
-    for title in ("ranks", "peak", "with margin"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("")
+def _overview(verdicts: Sequence[DryRunVerdict]) -> FittedTable:
+    columns = (
+        Column(title="configuration", min_width=24),
+        Column(title="ranks", priority=1, is_number=True),
+        Column(title="peak", priority=5, is_number=True),
+        Column(title="with margin", is_number=True),
+        Column(title="", name="verdict", priority=90, min_width=12),
+    )
+    table = FittedTable(columns=columns)
     for verdict in verdicts:
         name, ranks, result = short_name(verdict.candidate), str(verdict.candidate.layout.world_size), verdict.result
         if isinstance(result, RunFailure):
@@ -95,13 +96,17 @@ def _judgement(verdict: DryRunVerdict, estimate: DryRunEstimate) -> Text:
     return Text.assemble(("does not fit", "bold red"), f": needs {needed} of {limit}")
 
 
-def _memory(verdict: DryRunVerdict, estimate: DryRunEstimate) -> Table:
-    table = titled_table("memory at the peak")
-    for title in ("stage", "rank", "peak", "with margin"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("in", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("of which")
+def _memory(verdict: DryRunVerdict, estimate: DryRunEstimate) -> FittedTable:
+    columns = (
+        Column(title="stage", is_number=True),
+        Column(title="rank", priority=5, is_number=True),
+        Column(title="peak", is_number=True),
+        Column(title="with margin", is_number=True),
+        Column(title="in", priority=6),
+        Column(title="", name="verdict", priority=90),
+        Column(title="of which", priority=7, min_width=20),
+    )
+    table = FittedTable(title="memory at the peak", columns=columns)
     for stage in estimate.stages:
         needed = stage.needed_bytes(verdict.fragmentation, verdict.context_bytes)
         numbers = (str(stage.stage), str(stage.rank), num_bytes(stage.peak_bytes), num_bytes(needed))
@@ -120,11 +125,16 @@ def _word(needed_bytes: int, limit_bytes: int | None) -> Text:
     return Text("fits", style="green") if needed_bytes <= limit_bytes else Text("does not fit", style="red")
 
 
-def _work(estimate: DryRunEstimate) -> Table:
-    table = titled_table("work per step and rank")
-    for title in ("stage", "parameters", "FLOPs forward", "backward", "recompute"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("collectives")
+def _work(estimate: DryRunEstimate) -> FittedTable:
+    columns = (
+        Column(title="stage", is_number=True),
+        Column(title="parameters", is_number=True),
+        Column(title="FLOPs forward", is_number=True),
+        Column(title="backward", priority=6, is_number=True),
+        Column(title="recompute", priority=5, is_number=True),
+        Column(title="collectives", priority=7, min_width=20),
+    )
+    table = FittedTable(title="work per step and rank", columns=columns)
     for stage in estimate.stages:
         work = [f"{stage.flops.get(name, 0):.3g}" for name in ("forward", "backward", "recompute")]
         table.add_row(str(stage.stage), f"{stage.num_parameters:,}", *work, _traffic(stage))

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from orchestrator import units
@@ -25,6 +23,7 @@ from orchestrator.diagnosis.values import (
     SweepExplanation,
 )
 from orchestrator.terminal.layout import indented, label_grid, mark, section
+from orchestrator.terminal.table import Column, FittedTable
 
 MAX_KNOBS = 8
 MAX_EFFECTS = 8
@@ -74,12 +73,12 @@ def _left_out(explained: SweepExplanation) -> list[RenderableType]:
 
 def _parts(explained: SweepExplanation) -> RenderableType:
     sides = [side for side in (explained.baseline, explained.chosen) if side is not None]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("", no_wrap=True)
+    columns = [Column(title="")]
     for side in sides:
-        table.add_column(f"{side.role} {units.trial_id(side.trial)}", justify="right", no_wrap=True)
-        table.add_column("", justify="right", no_wrap=True)
-        table.add_column("", no_wrap=True, min_width=BAR_WIDTH)
+        columns.append(Column(title=f"{side.role} {units.trial_id(side.trial)}", is_number=True))
+        columns.append(Column(title="", name="shares", priority=2, is_number=True))
+        columns.append(Column(title="", name="bars", priority=1))
+    table = FittedTable(columns=columns)
     for name in PART_NAMES:
         if any(side.parts.share(name) >= MIN_SHARE for side in sides):
             cells = [cell for side in sides for cell in _part_cells(side, name)]
@@ -182,14 +181,11 @@ def _bottleneck_grid(one: Bottleneck, explained: SweepExplanation) -> Renderable
 
 
 def _others(bottlenecks: Iterable[Bottleneck]) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, style="dim")
-    grid.add_column(no_wrap=True, justify="right")
-    grid.add_column(overflow="fold", ratio=1)
+    grid = label_grid("dim")
     for one in bottlenecks:
         found = one.remedy
         words = f"{change_words(found)}: {_gain(found)}" if found else "no change is known to be faster"
-        grid.add_row(KIND_WORDS.get(one.kind, one.kind), f"{one.share:.0%}", Text(words))
+        grid.add_row(KIND_WORDS.get(one.kind, one.kind), Text(f"{one.share:.0%}  {words}"))
     return indented(grid)
 
 
@@ -210,11 +206,13 @@ def _knobs(importance: Importance, effects: tuple[KnobEffect, ...]) -> Renderabl
 def _importance(importance: Importance) -> RenderableType:
     if importance.reason:
         return Text(importance.reason)
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(overflow="fold")
-    grid.add_column(justify="right", no_wrap=True)
-    grid.add_column(no_wrap=True, style="dim")
-    grid.add_column(no_wrap=True, width=2 * BAR_WIDTH)
+    columns = (
+        Column(title="", name="knob", min_width=20),
+        Column(title="", name="share", is_number=True),
+        Column(title="", name="interval", priority=6, style="dim"),
+        Column(title="", name="bars", priority=5),
+    )
+    grid = FittedTable(columns=columns)
     for knob in importance.knobs[:MAX_KNOBS]:
         bar = Text("█" * round(2 * BAR_WIDTH * knob.share), style="cyan")
         interval = f"{knob.low:.0%} {units.DASH} {knob.high:.0%}"
@@ -227,11 +225,13 @@ def _importance(importance: Importance) -> RenderableType:
 
 
 def _effects(effects: tuple[KnobEffect, ...]) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(overflow="fold", ratio=1)
-    grid.add_column(justify="right", no_wrap=True)
-    grid.add_column(no_wrap=True, style="dim")
-    grid.add_column(no_wrap=True, style="dim")
+    columns = (
+        Column(title="", name="change", min_width=24),
+        Column(title="", name="speed", is_number=True),
+        Column(title="", name="interval", priority=9, style="dim"),
+        Column(title="", name="pairs", priority=5, style="dim"),
+    )
+    grid = FittedTable(columns=columns)
     for effect in effects[:MAX_EFFECTS]:
         pairs = units.count(effect.num_pairs, "pair") if effect.num_pairs else "regression"
         grid.add_row(_contrast(effect), f"{effect.ratio:.2f}x", _interval(effect), pairs)

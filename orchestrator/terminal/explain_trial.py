@@ -8,9 +8,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from orchestrator import units
+from orchestrator.report.words import disturbed
 from orchestrator.space.naming import short_name
+from orchestrator.space.notation import spelled
 from orchestrator.status.explanation import AttemptExplanation, Explanation
-from orchestrator.sweep.state import nodes_of
+from orchestrator.sweep.state import Trial, nodes_of
 from orchestrator.terminal.layout import indented, label_grid, mark
 from orchestrator.terminal.table import status_text
 from orchestrator.text import plain
@@ -26,13 +28,8 @@ def render_explanation(explained: Explanation) -> RenderableType:
     """What happened to the trial, from its proposal to what it ruled out."""
     trial = explained.trial
     head = Text.assemble((f"{explained.sweep} {units.trial_id(trial.number)} ", "bold"), status_text(trial.status))
-    parts: list[RenderableType] = [
-        *mark(explained.virtual),
-        head,
-        Text(short_name(trial.candidate)),
-        _heading("Proposed"),
-        _proposed(explained),
-    ]
+    parts: list[RenderableType] = [*mark(explained.virtual), head, Text(short_name(trial.candidate)), _spelled(trial)]
+    parts += [_heading("Proposed"), _proposed(explained)]
     if explained.pending:
         parts += [_heading("Waits"), *_lines(explained.pending, "yellow")]
     for explanation in explained.attempts:
@@ -44,6 +41,14 @@ def render_explanation(explained: Explanation) -> RenderableType:
         rules = ", ".join(f"{rule} {number}" for rule, number in explained.ruled_out.items())
         parts += [_heading("Ruled out"), *_lines([f"{total} candidates that need no less memory: {rules}"])]
     return Group(*parts)
+
+
+def _spelled(trial: Trial) -> RenderableType:
+    """What each sign of the configuration's name says."""
+    grid = label_grid()
+    for sign, meaning in spelled(trial.candidate):
+        grid.add_row(Text(sign), Text(meaning, style="dim"))
+    return indented(grid)
 
 
 def _proposed(explained: Explanation) -> RenderableType:
@@ -59,10 +64,10 @@ def _proposed(explained: Explanation) -> RenderableType:
         )
         grid.add_row("expected", Text(f"{words}, {memory}"))
     if measured:
-        words = f"step {units.milliseconds(measured.step_time_s)}, peak {units.num_bytes(measured.peak_bytes)}"
         ratio = f"; {explained.surprise:.2f} times the expected step" if explained.surprise is not None else ""
-        speed = f"{units.rate(measured.tokens_per_s_per_device)} {explained.unit}"
-        grid.add_row("measured", Text(f"{words}, {speed}{ratio}"))
+        grid.add_row("measured", Text(f"{explained.figures}, peak {units.num_bytes(measured.peak_bytes)}{ratio}"))
+        if why := disturbed(measured):
+            grid.add_row("disturbed", Text(why, style="yellow"))
     return indented(grid)
 
 

@@ -1,17 +1,37 @@
-"""Layout that everything on the terminal shares: sections, indentation, grids of labels, tables."""
+"""Layout that everything on the terminal shares: its width, sections, indentation, grids of labels."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import os
+import sys
+from collections.abc import Iterable, Mapping
 
-from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.padding import Padding
+from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from orchestrator.virtual import Virtual, watermark_line
+
+PIPED_WIDTH = 100
+"""Characters of a line where the output is no terminal and COLUMNS says nothing else."""
+INDENT = 2
+"""Columns by which what belongs to a heading stands to the right of it."""
+
+
+def print_for_people(content: RenderableType) -> None:
+    """Print on stdout: in the terminal's width, and into files and pipes in a fixed width, without colours and without
+    blanks at the ends of lines. Strings stand as they are, whatever brackets they hold."""
+    content = Text(content) if isinstance(content, str) else content
+    if sys.stdout.isatty():
+        Console().print(content)
+        return
+    console = Console(width=None if os.environ.get("COLUMNS", "").isdigit() else PIPED_WIDTH)
+    with console.capture() as captured:
+        console.print(content)
+    for line in captured.get().splitlines():
+        sys.stdout.write(f"{line.rstrip()}\n")
 
 
 def mark(virtual: Virtual | None) -> list[RenderableType]:
@@ -27,7 +47,26 @@ def section(heading: str, body: RenderableType) -> RenderableType:
 
 def indented(content: RenderableType) -> RenderableType:
     """The content two columns to the right."""
-    return Padding(content, (0, 0, 0, 2))
+    return _Indented(content)
+
+
+class _Indented:
+    """Content to the right of a margin; unlike rich's padding it leaves the ends of lines as they are."""
+
+    def __init__(self, content: RenderableType) -> None:
+        self._content = content
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        inner = options.update_width(max(1, options.max_width - INDENT))
+        found = Measurement.get(console, inner, self._content)
+        return Measurement(found.minimum + INDENT, found.maximum + INDENT)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        inner = options.update_width(max(1, options.max_width - INDENT))
+        for line in console.render_lines(self._content, inner, pad=False):
+            yield Segment(" " * INDENT)
+            yield from line
+            yield Segment.line()
 
 
 def label_grid(style: str = "") -> Table:
@@ -38,14 +77,12 @@ def label_grid(style: str = "") -> Table:
     return grid
 
 
-def headed_table(**options: Any) -> Table:
-    """A table with a line below its headings; ``options`` are rich's."""
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", collapse_padding=True, **options)
-
-
-def titled_table(title: str) -> Table:
-    """A table with its title at the left."""
-    return Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+def render_legend(signs: Iterable[tuple[str, str]]) -> Text:
+    """The short notation, each sign with its meaning, one after another in dim lines."""
+    text = Text(style="dim")
+    for i, (sign, meaning) in enumerate(signs):
+        text.append(" · " if i else "notation: ").append(sign, style="not dim").append(f" {meaning}")
+    return text
 
 
 class NextCommands:

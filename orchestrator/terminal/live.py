@@ -14,6 +14,7 @@ from rich.text import Text
 
 from cluster.base import GangProgress
 from orchestrator import units
+from orchestrator.objective import unit_legend
 from orchestrator.report import words
 from orchestrator.report.proof import proof_result
 from orchestrator.report.trials import make_trial_table, versus_baseline
@@ -74,8 +75,13 @@ def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[Ren
 class LiveView:
     """Shows a sweep on stderr from the first :meth:`on_state` to the end of the ``with`` block. Never raises."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, opening: str = "") -> None:
+        """
+        Args:
+            opening: printed once, when the sweep is there.
+        """
         self.console = console or Console(stderr=True)
+        self._opening = opening
         self._live: Live | None = None
         self._state = SweepState()
         self._progress: dict[int, GangProgress] = {}
@@ -86,18 +92,22 @@ class LiveView:
         self._is_marked = False
 
     def __enter__(self) -> Self:
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = Live(console=self.console, auto_refresh=False, transient=True, get_renderable=self._render)
             self._live.start()
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         if self._live:
+            self._live.transient = kind is not KeyboardInterrupt  # whoever goes away keeps what was seen last
             self._live.stop()
             self._live = None
 
     def on_state(self, state: SweepState) -> None:
         before, self._state = self._state, state
+        if self._opening and state.created is not None:
+            self.console.print(self._opening, style="dim", highlight=False, markup=False, soft_wrap=True)
+            self._opening = ""
         stopped = before.running - state.running
         if before.created is not None:
             self._unannounced += dict.fromkeys((*state.end_order.since(len(before.end_order)), *sorted(stopped)))
@@ -155,7 +165,8 @@ def trial_line(state: SweepState, trial: Trial) -> str:
     else:
         unit = state.unit
         best = state.best is not None and state.best.number == trial.number
-        result = f"{units.rate(state.score(trial))} {unit} {words.spread(measurement)}"
+        step = f"step {units.milliseconds(measurement.step_time_s)}"
+        result = f"{step}, {units.rate(state.score(trial))} {unit} {words.spread(measurement)}"
         if isinstance(trial.check, ProfileRun):
             result = "recorded"  # its times are no measurement
         compared = words.versus(versus_baseline(trial, state))
@@ -214,6 +225,7 @@ def _footer(state: SweepState, now_s: float) -> RenderableType:
         best = Text.assemble(
             ("best ", "bold"),
             (units.trial_id(state.best.number), "bold green"),
-            f"  {units.rate(state.score(state.best))} {state.unit}",
+            f"  {words.trial_figures(state, state.best)}",
         )
-    return Group(best, Text("  ·  ".join(parts), style="dim"))
+    legend = [Text(unit_legend(state.unit), style="dim")] if state.best else []
+    return Group(best, *legend, Text("  ·  ".join(parts), style="dim"))

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from cluster.cost.balance.problem import Balance
 from orchestrator.commands.plan import PlannedFile
+from orchestrator.objective import unit_legend
 from orchestrator.planning.candidate import Why
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.predictions import PlanPredictions
 from orchestrator.search.prediction.prediction import Prediction
 from orchestrator.space.naming import short_name
-from orchestrator.terminal.layout import titled_table
+from orchestrator.space.notation import legend
+from orchestrator.terminal.layout import render_legend
+from orchestrator.terminal.table import Column, FittedTable
 from orchestrator.units import device_time, milliseconds, num_bytes, rate
 from trials.spec import Candidate
 
@@ -28,24 +29,28 @@ MAX_PREDICTIONS = 10
 
 
 def render_planned_file(planned: PlannedFile) -> RenderableType:
-    """The plan with its predictions; of one candidate only, where one was asked for."""
+    """The ranking, then how it came about; of one candidate only, where one was asked for."""
     if planned.why is not None:
         return render_why(planned.why)
-    parts: list[RenderableType] = [render_plan(planned.plan), Text("")]
-    if planned.predictions is not None:
-        return Group(*parts, render_predictions(planned.predictions))
-    return Group(*parts, Text(f"no prediction: {planned.unpredicted}"))
+    if planned.predictions is None:
+        return Group(render_plan(planned.plan), Text(""), Text(f"no prediction: {planned.unpredicted}"))
+    return Group(render_predictions(planned.predictions), Text(""), render_plan(planned.plan, is_ranked=True))
 
 
-def render_plan(plan: Plan) -> RenderableType:
-    """How many candidates there are, the first of them, and what was ruled out by which rule."""
-    memory = _memory(plan, plan.baseline)
-    words = f"  predicted peak {memory[0]}, {memory[1]} with margin" if any(memory) else ""
-    baseline = Text.assemble("baseline  ", (short_name(plan.baseline), "bold"), words)
+def render_plan(plan: Plan, *, is_ranked: bool = False) -> RenderableType:
+    """How many candidates there are, the first of them, and what was ruled out by which rule.
+
+    ``is_ranked``: the candidates were listed before, the baseline among them; only what a dry run predicted of some is
+    told here.
+    """
     parts: list[RenderableType] = [_head(plan)]
     if plan.too_large:
         parts.append(Text(plan.too_large, style="yellow"))
-    parts += [baseline, Text(""), _candidates(plan)]
+    parts += [Text(plan.devices)] if plan.devices else []
+    if not is_ranked:
+        parts.append(_baseline(plan))
+    if not is_ranked or _has_memory(plan):
+        parts += [Text(""), _candidates(plan)]
     if plan.balances:
         parts.append(Text(f"{len(plan.balances)} of them balanced by the cost model: layers and recompute per stage"))
     if plan.unbalanced:
@@ -53,6 +58,12 @@ def render_plan(plan: Plan) -> RenderableType:
     if plan.num_rejected:
         parts += [Text(""), _rejected(plan)]
     return Group(*parts)
+
+
+def _baseline(plan: Plan) -> Text:
+    memory = _memory(plan, plan.baseline)
+    words = f"  predicted peak {memory[0]}, {memory[1]} with margin" if any(memory) else ""
+    return Text.assemble("baseline  ", (short_name(plan.baseline), "bold"), words)
 
 
 def _head(plan: Plan) -> Text:
@@ -67,19 +78,23 @@ def _head(plan: Plan) -> Text:
     )
 
 
+def _has_memory(plan: Plan) -> bool:
+    """Whether a dry run told the memory of a candidate that is shown."""
+    return any(map(plan.estimates.to_json, plan.candidates[:MAX_CANDIDATES]))
+
+
 def _candidates(plan: Plan) -> RenderableType:
-    table = titled_table("candidates")
-    table.add_column("#", justify="right")
-    table.add_column("configuration", no_wrap=True)
-    shown = plan.candidates[:MAX_CANDIDATES]
-    has_memory = any(map(plan.estimates.to_json, shown))
-    for title in ("predicted peak", "with margin") if has_memory else ():
-        table.add_column(title, justify="right", no_wrap=True)
+    columns = [Column(title="#", is_number=True), Column(title="configuration", min_width=24)]
+    shown, has_memory = plan.candidates[:MAX_CANDIDATES], _has_memory(plan)
+    if has_memory:
+        columns += [Column(title="predicted peak", priority=1, is_number=True)]
+        columns += [Column(title="with margin", priority=2, is_number=True)]
+    table = FittedTable(title="candidates", columns=columns)
     for i, candidate in enumerate(shown, start=1):
         table.add_row(str(i), short_name(candidate), *(_memory(plan, candidate) if has_memory else ()))
     if (hidden := len(plan.candidates) - MAX_CANDIDATES) > 0:
         table.add_row("", f"... and {hidden} more (--json lists all)")
-    return table
+    return Group(table, render_legend(legend((plan.baseline, *shown))))
 
 
 def _memory(plan: Plan, candidate: Candidate) -> tuple[str, str]:
@@ -91,13 +106,16 @@ def _memory(plan: Plan, candidate: Candidate) -> tuple[str, str]:
 
 
 def _rejected(plan: Plan) -> RenderableType:
-    table = titled_table("rejected")
-    table.add_column("rule")
-    table.add_column("count", justify="right")
-    table.add_column("for example")
+    columns = (
+        Column(title="rule"),
+        Column(title="count", is_number=True),
+        Column(title="why", priority=2, min_width=28),
+        Column(title="for example", priority=1, min_width=34),
+    )
+    table = FittedTable(title="rejected", columns=columns)
     for rule_id, count in plan.num_rejected.items():
         example = next(example for example in plan.examples if example.rule_id == rule_id)
-        table.add_row(rule_id, str(count), f"{short_name(example.candidate)}: {example.reason}")
+        table.add_row(rule_id, f"{count:,}", example.reason, short_name(example.candidate))
     return table
 
 
@@ -112,19 +130,28 @@ def render_predictions(predictions: PlanPredictions) -> RenderableType:
         f" on {predictions.hardware} (catalogue: {predictions.accelerator}{_probed(predictions)}); "
         f"about {device_time(predictions.device_hours * 3600)} for {predictions.num_trials} trials",
     )
-    table = titled_table("expected to be fastest")
-    table.add_column("#", justify="right")
-    table.add_column("configuration", overflow="fold")
-    for name in (predictions.baseline.unit, "speed-up", "step", "memory"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("time, mostly")
-    table.add_column("memory, mostly")
+    table = FittedTable(title="expected to be fastest", columns=_ranking_columns(predictions.baseline.unit))
     for prediction in predictions.top[:MAX_PREDICTIONS]:
         speedup = prediction.score / predictions.baseline.score
         table.add_row(*_row(prediction, f"{speedup:.2f}x"))
     table.add_section()
     table.add_row(*_row(predictions.baseline, "baseline"))
-    return Group(head, table)
+    shown = (*predictions.top[:MAX_PREDICTIONS], predictions.baseline)
+    explained = render_legend(legend(prediction.candidate for prediction in shown))
+    return Group(head, Text(""), table, Text(unit_legend(predictions.baseline.unit), style="dim"), explained)
+
+
+def _ranking_columns(unit: str) -> tuple[Column, ...]:
+    return (
+        Column(title="#", is_number=True),
+        Column(title="configuration", min_width=24),
+        Column(title=unit, is_number=True),
+        Column(title="speed-up", priority=7, is_number=True),
+        Column(title="step", priority=5, is_number=True),
+        Column(title="memory", priority=6, is_number=True),
+        Column(title="time, mostly", name="time terms", priority=2, style="dim"),
+        Column(title="memory, mostly", name="memory terms", priority=1, style="dim"),
+    )
 
 
 def _probed(predictions: PlanPredictions) -> str:
@@ -155,9 +182,10 @@ def _balance(balance: Balance) -> RenderableType:
         f"{name} {milliseconds(value)} ({value / balance.step_s:.1%})" for name, value in balance.step_terms_s.items()
     )
     proven = "no split is faster" if balance.gap < 1e-6 else f"at most {balance.gap:.1%} from the best split"
-    table = titled_table("stages")
-    for name in ("stage", "layers", "micro-batch", "memory", *balance.state_counts):
-        table.add_column(name, justify="right")
+    columns = [Column(title="stage", is_number=True), Column(title="layers", is_number=True)]
+    columns += [Column(title="micro-batch", is_number=True), Column(title="memory", priority=9, is_number=True)]
+    columns += [Column(title=name, priority=8 - i, is_number=True) for i, name in enumerate(balance.state_counts)]
+    table = FittedTable(title="stages", columns=columns)
     for stage, seconds in enumerate(balance.stage_s):
         counts = (balance.stage_layers, *balance.state_counts.values())
         layers, *by_state = (" + ".join(str(row[stage]) for row in rows) for rows in counts)
@@ -186,10 +214,8 @@ def _terms(prediction: Prediction) -> RenderableType:
         f"{num_bytes(prediction.peak_bytes)} of {num_bytes(prediction.limit_bytes)} on stage "
         f"{prediction.fullest_stage}, fits with {prediction.probability_fits:.0%}"
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("term")
-    table.add_column("value", justify="right")
-    table.add_column("share", justify="right")
+    names = Column(title="term", min_width=20)
+    table = FittedTable(columns=(names, Column(title="value", is_number=True), Column(title="share", is_number=True)))
     for name, value in prediction.step_terms_s.items():
         if value:
             table.add_row(name, milliseconds(value), f"{value / prediction.step_s:.1%}")

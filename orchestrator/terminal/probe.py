@@ -1,4 +1,4 @@
-"""What a probe measured of the nodes and the network, on the terminal."""
+"""What a probe measured of the nodes and the network, and what the doctor found of this host, on the terminal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -14,12 +15,16 @@ from cluster.probe.probe import Progress as Report
 from cluster.probe.profile import SLOW_DEVIATIONS, SLOW_RATIO, Network, NodeRates, Profile, SlowFigure
 from orchestrator import units
 from orchestrator.commands.probe import Probed
-from orchestrator.terminal.layout import titled_table
+from orchestrator.doctor.check import Finding
+from orchestrator.doctor.doctor import Diagnosed
+from orchestrator.terminal.table import Column, FittedTable
 
 FORMATS = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16"}
 COPIES = {"device": "copy", "to_device": "to device", "from_device": "from device"}
+FINDING_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 MAX_NODES = 32
 """Nodes shown; slow ones come first, and JSON has all."""
+_NODE = Column(title="node", min_width=12)
 
 
 @contextlib.contextmanager
@@ -63,10 +68,11 @@ def _devices(probed: Probed) -> RenderableType:
     formats = [name for name in FORMATS if any(name in node.matmul_flops_per_s for node in nodes)]
     copies = [name for name in COPIES if any(name in node.copy_bytes_per_s for node in nodes)]
     scale, unit = _flops_unit(profile.nodes)
-    table = _table(f"matmul {unit} by number format, copies GB/s")
-    for name in (*(FORMATS[f] for f in formats), *(COPIES[c] for c in copies)):
-        table.add_column(name, justify="right")
-    table.add_column("verdict", no_wrap=True)
+    columns = [_NODE]
+    columns += [Column(title=FORMATS[f], priority=20 - i, is_number=True) for i, f in enumerate(formats)]
+    columns += [Column(title=COPIES[c], priority=10 - i, is_number=True) for i, c in enumerate(copies)]
+    columns.append(Column(title="verdict"))
+    table = FittedTable(title=f"matmul {unit} by number format, copies GB/s", columns=columns)
     for node in nodes[:MAX_NODES]:
         cells = [
             _scaled(node.matmul_flops_per_s[f].per_s, scale) if f in node.matmul_flops_per_s else "" for f in formats
@@ -79,10 +85,11 @@ def _devices(probed: Probed) -> RenderableType:
 
 
 def _links(profile: Profile) -> RenderableType:
-    table = _table("links, per device, all at once")
-    has_others = any(node.transfer for node in profile.nodes)
-    for name in ("all-reduce in the node, GB/s", "latency, us", *(["to other nodes, GB/s"] if has_others else [])):
-        table.add_column(name, justify="right")
+    columns = [_NODE, Column(title="all-reduce in the node, GB/s", is_number=True)]
+    columns.append(Column(title="latency, us", priority=5, is_number=True))
+    if has_others := any(node.transfer for node in profile.nodes):
+        columns.append(Column(title="to other nodes, GB/s", priority=6, is_number=True))
+    table = FittedTable(title="links, per device, all at once", columns=columns)
     for node in _ranked(profile)[:MAX_NODES]:
         inside, outside = node.all_reduce, node.transfer
         cells = [_scaled(inside.bus_bytes_per_s, 1e9), _scaled(inside.latency_s, 1e-6)] if inside else ["", ""]
@@ -98,12 +105,6 @@ def _network(network: Network) -> str:
         f"network: all-reduce over {link.world_size} nodes {_scaled(link.bus_bytes_per_s, 1e9)} GB/s per device, "
         f"latency {_scaled(link.latency_s, 1e-6)} us"
     )
-
-
-def _table(title: str) -> Table:
-    table = titled_table(title)
-    table.add_column("node", no_wrap=True)
-    return table
 
 
 def _verdict(node: NodeRates, probed: Probed) -> Text:
@@ -146,3 +147,25 @@ def _scaled(value: float, scale: float) -> str:
     """A value with three digits, or with all before the point."""
     scaled = value / scale
     return f"{scaled:,.0f}" if scaled >= 100 else f"{scaled:.3g}"
+
+
+def render_doctor(diagnosed: Diagnosed) -> RenderableType:
+    """All findings and the verdict."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in diagnosed.findings:
+        table.add_row(
+            Text(finding.level, style=FINDING_STYLES[finding.level]), Text(finding.subject), _finding_words(finding)
+        )
+    style = "bold red" if diagnosed.num_failed else "bold green"
+    return Group(table, Padding(Text(diagnosed.verdict, style=style), (1, 0, 0, 0)))
+
+
+def _finding_words(finding: Finding) -> Text:
+    words = Text(finding.words)
+    if finding.remedy:
+        words.append("\n")
+        words.append(finding.remedy, style="italic")
+    return words

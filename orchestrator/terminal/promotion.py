@@ -15,10 +15,12 @@ from orchestrator import units
 from orchestrator.invocation import PLAIN, Invocation
 from orchestrator.promotion.diff import Difference
 from orchestrator.promotion.manifest import gate_words, speed_words, verdict_of
-from orchestrator.terminal.layout import headed_table, label_grid, mark
+from orchestrator.terminal.layout import label_grid, mark
+from orchestrator.terminal.table import Column, FittedTable
 from orchestrator.text import plain
 
 if TYPE_CHECKING:
+    from orchestrator.promotion.drift import DriftFinding
     from orchestrator.promotion.verify import Verification
 
 _STATE_STYLES = {"begun": "yellow", "void": "dim"}
@@ -84,11 +86,16 @@ def _evidence(recipe: Mapping[str, Any]) -> list[Text]:
 
 def render_history(found: Mapping[str, Any]) -> RenderableType:
     """The records of a name, the newest first; below, why they were made."""
-    table = headed_table()
-    for heading in ("#", "when", "version", "action"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("configuration", "from", "by"):
-        table.add_column(heading, overflow="fold")
+    columns = (
+        Column(title="#", is_number=True),
+        Column(title="when", priority=6),
+        Column(title="version"),
+        Column(title="action", priority=9),
+        Column(title="configuration", priority=8, min_width=20),
+        Column(title="from", priority=7, min_width=12),
+        Column(title="by", priority=5, min_width=8),
+    )
+    table = FittedTable(columns=columns)
     notes = label_grid()
     for record in found["records"]:
         table.add_row(*_row(record), style=_STATE_STYLES.get(record["state"], ""))
@@ -131,10 +138,8 @@ def _reasons(record: Mapping[str, Any]) -> str:
 
 def render_difference(found: Difference) -> RenderableType:
     """What differs, part by part."""
-    table = headed_table()
-    table.add_column("", no_wrap=True)
-    for label in (found.a, found.b):
-        table.add_column(label, overflow="fold")
+    sides = (Column(title=label, min_width=12) for label in (found.a, found.b))
+    table = FittedTable(columns=(Column(title="", name="part", min_width=12), *sides))
     for part, pairs in found.parts.items():
         table.add_row(Text(part, style="bold"), "", "" if pairs else Text("no difference", style="dim"))
         for name, (a, b) in pairs.items():
@@ -143,17 +148,21 @@ def render_difference(found: Difference) -> RenderableType:
 
 
 def render_verification(found: Verification) -> RenderableType:
-    """What was looked at, and whether it has drifted."""
-    title = Text.assemble(
-        (f"{found.name} version {found.version}: ", "bold"), (found.result, "red" if found.drifted else "green")
-    )
+    """What was looked at, what has drifted, and what could not be told."""
+    style = {"no_drift": "green", "drift": "red", "could_not_verify": "yellow"}[found.answer]
+    title = Text.assemble((f"{found.name} version {found.version}: ", "bold"), (plain(found.result), style))
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold", ratio=1)
     for one in found.findings:
-        mark = Text("ok", style="green") if not one.is_drift else Text("drift", style="red")
-        if one.is_drift and one.kind in found.ignored:
-            mark = Text("ignored", style="dim")
-        grid.add_row(one.kind, mark, Text(plain(one.text)))
+        grid.add_row(one.kind.replace("_", "-"), _finding_mark(one, found), Text(plain(one.text)))
     return Group(title, grid)
+
+
+def _finding_mark(one: DriftFinding, found: Verification) -> Text:
+    if not (one.is_drift or one.is_open):
+        return Text("ok", style="green")
+    if one.kind in found.ignored:
+        return Text("ignored", style="dim")
+    return Text("drift", style="red") if one.is_drift else Text("unclear", style="yellow")

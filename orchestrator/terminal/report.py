@@ -13,13 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator import units
+from orchestrator.diagnosis.values import PartName
 from orchestrator.report import words
 from orchestrator.report.profile import MAX_OPERATORS, ProfileTables, ShownTable, file_lines, remarks, shown_tables
 from orchestrator.report.report import Change, Profiled, Report, ShownTrial
 from orchestrator.report.trials import FailedTrial
-from orchestrator.terminal.layout import NextCommands, headed_table, label_grid, mark, section
+from orchestrator.terminal.layout import NextCommands, indented, label_grid, mark, render_legend, section
 from orchestrator.terminal.proof import render_confirmation, render_gate
-from orchestrator.terminal.table import render_trials
+from orchestrator.terminal.table import ALWAYS, EXTRA, Column, FittedTable, render_trials
 
 MAX_TRIALS = 20
 """Trials shown, the fastest; the baseline is shown besides."""
@@ -34,17 +35,22 @@ def render_report(report: Report) -> RenderableType:
     if report.change is not None:
         parts.append(section(words.change_heading(is_faster=report.is_faster), _changes(report.change)))
     sections = {
-        "Where the step time goes": _step_times(report.shown),
+        f"Where the step time goes{_in_the_search(report, 'it')}": _step_times(report.shown),
         "Found out": _findings(report.shown),
         "Confirmation (speed over the baseline's, measured again side by side)": render_confirmation(report.proof),
         "Loss gate": render_gate(report.proof),
-        f"Trials ({report.cost})": _trials(report),
+        f"Trials{_in_the_search(report, 'them')} ({report.cost})": _trials(report),
         "Not measured": _failures(report),
         "Profile": render_profiles(report.profiles),
         "Recorded": _recorded(report),
         "Next": _next(report),
     }
     return Group(*parts, *(section(heading, body) for heading, body in sections.items() if body is not None))
+
+
+def _in_the_search(report: Report, what: str) -> str:
+    """What tells figures of the search from those of the confirmation above them; empty where there are none."""
+    return f", as the search measured {what}" if any(one.is_confirmed for one in report.shown) else ""
 
 
 def _title(report: Report) -> RenderableType:
@@ -58,38 +64,50 @@ def _result_panel(report: Report) -> RenderableType:
     lines: list[RenderableType] = [Text(report.headline, style="bold green" if report.is_faster else "bold")]
     told = () if report.summary.virtual else (report.confidence,)  # the watermark says it
     lines += [Text(line, style="dim") for line in (*report.details, *told) if line]
+    if report.proof.caution:
+        lines.append(Text(report.proof.caution, style="yellow"))
     grid = Table.grid(padding=(0, 2))
     for one in report.shown:
-        grid.add_row(Text(one.role, style="dim"), *_result_cells(one, report.summary.unit))
+        grid.add_row(Text(one.role, style="dim"), Text(units.trial_id(one.number)), _result_cell(one, report))
     style = "green" if report.is_faster else "dim"
-    return Panel(Group(*lines, Text(""), grid), box=box.ROUNDED, border_style=style, padding=(0, 1))
+    legend = [Text(report.legend, style="dim")] if report.shown else []
+    return Panel(Group(*lines, Text(""), grid, *legend), box=box.ROUNDED, border_style=style, padding=(0, 1))
 
 
-def _result_cells(one: ShownTrial, unit: str) -> list[Text]:
-    return [
-        Text(units.trial_id(one.number)),
-        Text(one.configuration),
-        Text(f"{units.rate(one.speed.value)} {unit}", style="bold"),
-        Text(f"({units.interval(one.speed.ci95)})", style="dim"),
-    ]
+def _result_cell(one: ShownTrial, report: Report) -> Text:
+    return Text.assemble(one.configuration, "\n", (report.figures[one.role], "bold"))
 
 
 def _changes(change: Change) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
+    columns = (
+        Column(title="", name="knob"),
+        Column(title="", name="before", priority=99, min_width=10, style="dim"),
+        Column(title="", name="arrow", style="dim"),
+        Column(title="", name="after", min_width=10, style="green"),
+    )
+    grid = FittedTable(columns=columns)
     for knob in change.knobs:
-        grid.add_row(
-            Text(knob.knob), Text(knob.before, style="dim"), Text("→", style="dim"), Text(knob.after, style="green")
-        )
+        grid.add_row(knob.knob, knob.before, "→", knob.after)
     return Group(grid, Text(f"tried because: {change.reason}", style="dim"))
 
 
 def _step_times(shown: tuple[ShownTrial, ...]) -> RenderableType | None:
-    grid = Table.grid(padding=(0, 2))
-    for one in shown:
+    """A line per trial; the parts that take most of its time are the last to be left out."""
+    divided = [one for one in shown if one.step.parts]
+    shares: dict[PartName, float] = {}
+    for one in divided:
+        for part in one.step.parts:
+            shares[part.name] = max(shares.get(part.name, 0.0), part.seconds / one.step.step_time_s)
+    rank = {name: i for i, name in enumerate(sorted(shares, key=lambda name: -shares[name]))}
+    columns = [Column(title="", name="trial", style="dim"), Column(title="step", is_number=True)]
+    columns += [
+        Column(title=name.replace("_", "+"), priority=ALWAYS - 1 - rank[name], is_number=True) for name in shares
+    ]
+    grid = FittedTable(columns=columns)
+    for one in divided:
         step = one.step
-        shares = [Text.assemble((part.name, "dim"), f" {part.seconds / step.step_time_s:.0%}") for part in step.parts]
-        if shares:
-            grid.add_row(Text(one.role, style="dim"), Text(units.milliseconds(step.step_time_s)), *shares)
+        parts = [f"{step.seconds(name) / step.step_time_s:.0%}" for name in shares]
+        grid.add_row(one.role, units.milliseconds(step.step_time_s), *parts)
     return grid if grid.rows else None
 
 
@@ -109,24 +127,24 @@ def _trials(report: Report) -> RenderableType:
     notes = ["≈ inside the noise of the two measurements"] if has_tie else []
     if len(kept) < len(table.rows):
         notes.append(f"{len(table.rows) - len(kept)} more in MLflow and in `report --json`")
-    return Group(render_trials(replace(table, rows=kept)), *[Text(note, style="dim") for note in notes])
+    shown = replace(table, rows=kept)
+    return Group(render_trials(shown), *[Text(note, style="dim") for note in notes], render_legend(shown.legend))
 
 
 def _failures(report: Report) -> RenderableType | None:
     """Trials that were not measured, by kind, with the evidence of the first of each, and what they rule out."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, style="yellow")
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold", ratio=1)
+    parts: list[RenderableType] = []
     for group in report.failures:
         first = f"{units.trial_id(group.trials[0].number)}: " if len(group.trials) > 1 else ""
-        why = Text(f"{first}{group.trials[0].evidence}", style="dim")
-        grid.add_row(units.status_words(group.status), _numbers(group.trials), why)
+        parts.append(Text.assemble((units.status_words(group.status), "yellow"), f"  {_numbers(group.trials)}"))
+        parts.append(indented(Text(f"{first}{group.trials[0].evidence}", style="dim")))
+    if total := sum(sum(ruled.rules.values()) for ruled in report.ruled_out):
+        why = "not tried: no less memory is needed than by a trial that ran out of it"
+        parts.append(Text.assemble(("ruled out", "yellow"), f"  {total}", (f"  {why}", "dim")))
     for ruled in report.ruled_out:
         rules = ", ".join(f"{rule} {number}" for rule, number in ruled.rules.items())
-        reason = f"need no less memory than {units.trial_id(ruled.witness)}, which ran out of it: {rules}"
-        grid.add_row("ruled out", str(sum(ruled.rules.values())), Text(reason, style="dim"))
-    return grid if grid.rows else None
+        parts.append(indented(Text(f"{units.trial_id(ruled.witness)}: {rules}", style="dim")))
+    return Group(*parts) if parts else None
 
 
 def _numbers(trials: tuple[FailedTrial, ...]) -> str:
@@ -173,14 +191,30 @@ def render_profiles(profiles: Sequence[Profiled]) -> RenderableType | None:
     return Group(*parts[:-1]) if parts else None
 
 
-def _profile_table(shown: ShownTable) -> Table:
-    table = headed_table()
-    for i, head in enumerate(shown.heads):
-        if i < shown.num_words:
-            table.add_column(head, overflow="ellipsis")
-        else:  # words give way to numbers
-            width = max(map(len, (head, *(row[i] for row in shown.rows))))
-            table.add_column(head, no_wrap=True, justify="right", min_width=width)
+def render_profiled(report: Report, number: int) -> RenderableType:
+    """The last profile of one trial alone, or why there is none."""
+    mine = [one for one in report.profiles if one.of == number]
+    if not mine:
+        name = report.summary.sweep
+        words = f"there is no profile of {units.trial_id(number)}; `status {name}` tells what failed last"
+        return Text(words, style="yellow")
+    heading = Text.assemble((f"{report.summary.sweep} {units.trial_id(number)}", "bold"), ", profiled")
+    return Group(heading, Text(""), render_profile(mine[-1].tables, mine[-1].files))
+
+
+def _profile_table(shown: ShownTable) -> FittedTable:
+    """The first words and the first number always; of the others, the last go first."""
+    table = FittedTable(
+        columns=[
+            Column(
+                title=head,
+                priority=ALWAYS if i in (0, shown.num_words) else EXTRA + len(shown.heads) - i,
+                is_number=i >= shown.num_words,
+                min_width=None if i >= shown.num_words else 10,
+            )
+            for i, head in enumerate(shown.heads)
+        ]
+    )
     for row in shown.rows:
         table.add_row(*row)
     return table

@@ -11,6 +11,7 @@ from rich.text import Text
 from orchestrator import units
 from orchestrator.invocation import Invocation
 from orchestrator.mlflow_urls import public_uri, sweep_links
+from orchestrator.report import words
 from orchestrator.report.proof import proof_result
 from orchestrator.report.summary import speedup
 from orchestrator.report.verdict import cost, headline
@@ -30,9 +31,9 @@ from orchestrator.status.words import (
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.snapshot import AT_REST, Snapshot
 from orchestrator.sweep.state import SweepState, Trial, describe_failure, nodes_of
-from orchestrator.terminal.layout import headed_table, indented, label_grid, mark
+from orchestrator.terminal.layout import indented, label_grid, mark
 from orchestrator.terminal.proof import render_confirmation
-from orchestrator.terminal.table import status_text, versus_text
+from orchestrator.terminal.table import Column, FittedTable, status_text, versus_text
 from orchestrator.text import plain
 from orchestrator.virtual import watermark
 
@@ -41,7 +42,10 @@ def render_status(sweep: Snapshot, home: Home, invocation: Invocation) -> Render
     """One sweep in detail."""
     parts: list[RenderableType] = [*mark(sweep.state.virtual), _title(sweep)]
     if summary := summary_of(sweep, home):
-        parts += [Text(f"  {headline(sweep.state, summary)}"), Text(f"  {cost(summary)}", style="dim")]
+        parts += [indented(Text(headline(sweep.state, summary))), indented(Text(cost(summary), style="dim"))]
+        if (worst := summary.most_disturbed) is not None:
+            note = words.busy_note({worst.number: worst.measurement}).removeprefix(words.BUSY_MARK)
+            parts.append(indented(Text(f"{units.count(len(summary.disturbed), 'trial')}{note}", style="yellow")))
     grid = label_grid("dim")
     for label, value in (*_facts(sweep), *_links(sweep)):
         grid.add_row(label, value)
@@ -103,12 +107,14 @@ def _links(sweep: Snapshot) -> list[tuple[str, Text]]:
 
 
 def _running(sweep: Snapshot) -> RenderableType:
-    table = headed_table(expand=True)
-    table.add_column("running", no_wrap=True)
-    table.add_column("configuration", ratio=2)
-    table.add_column("doing", no_wrap=True)
-    table.add_column("for", no_wrap=True, justify="right")
-    table.add_column("nodes", overflow="fold", ratio=1)
+    columns = (
+        Column(title="running"),
+        Column(title="configuration", min_width=20),
+        Column(title="doing"),
+        Column(title="for", priority=7, is_number=True),
+        Column(title="nodes", priority=6, min_width=12),
+    )
+    table = FittedTable(columns=columns)
     for trial in sweep.running:
         attempt, progress = trial.attempts[-1], sweep.live.get(trial.number)
         table.add_row(
@@ -123,7 +129,8 @@ def _running(sweep: Snapshot) -> RenderableType:
 
 def _failure(trial: Trial, attempt: int, message: str, kind: str) -> RenderableType:
     again = f" attempt {attempt}" if len(trial.attempts) > 1 else ""
-    return Text.assemble(f"  {units.trial_id(trial.number)}{again}  ", status_text(kind), f"  {plain(message)}")
+    what = f"{units.trial_id(trial.number)}{again}  "
+    return indented(Text.assemble(what, status_text(kind), f"  {plain(message)}"))
 
 
 def _section(title: str) -> RenderableType:
@@ -154,14 +161,17 @@ def render_ps(sweeps: Sequence[Snapshot], home: Home) -> RenderableType:
     """One row per sweep; below, why some of them wait or have ended."""
     if not sweeps:
         return Text(f"no sweeps in {home.path}")
-    table = headed_table()
-    table.add_column("sweep", overflow="fold", min_width=8)
-    table.add_column("state", no_wrap=True)
-    for heading in ("done", "run", "wait"):
-        table.add_column(heading, no_wrap=True, justify="right")
-    table.add_column("best", no_wrap=True)
-    table.add_column("device-h", no_wrap=True, justify="right")
-    table.add_column("age", no_wrap=True, justify="right")
+    columns = (
+        Column(title="sweep"),
+        Column(title="state"),
+        Column(title="done", priority=9, is_number=True),
+        Column(title="run", priority=6, is_number=True),
+        Column(title="wait", priority=5, is_number=True),
+        Column(title="best", priority=95),
+        Column(title="device-h", priority=7, is_number=True),
+        Column(title="age", priority=8, is_number=True),
+    )
+    table = FittedTable(columns=columns)
     for sweep in sweeps:
         table.add_row(*_row(sweep))
     notes = Table.grid(padding=(0, 2))
@@ -193,7 +203,8 @@ def best_words(state: SweepState) -> Text:
     """``1.42x t007``: the confirmed winner, before that the fastest; the baseline where nothing beat it."""
     verdict = state.verdict
     if verdict is not None and verdict.winner is not None and verdict.speedup is not None and not state.virtual:
-        return Text.assemble((f"{verdict.speedup.value:.2f}x", "bold green"), f" {units.trial_id(verdict.winner)}")
+        shown = units.short_ratio(verdict.speedup.value, verdict.speedup)
+        return Text.assemble((shown, "bold green"), f" {units.trial_id(verdict.winner)}")
     best = state.baseline if verdict is not None and verdict.conclusion == "keep" else state.best
     if best is None:
         return Text(units.DASH, style="dim")

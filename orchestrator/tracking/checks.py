@@ -1,54 +1,27 @@
-"""What MLflow is told about a proof as plain values: tags, metrics and notes of checks, verdict and promotions."""
+"""What MLflow is told about a proof as plain values: roles, tags and notes of checks, verdict and promotions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from orchestrator import units
 from orchestrator.report import words
 from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.sweep.values import Check, ConfirmationRun, GateRole, GateRun, ProfileRun
-
-GATE_PREFIXES: Mapping[GateRole, str] = {
-    "reference": "gate reference ",
-    "finalist_reference": "gate reference ",
-    "twin": "gate twin ",
-    "reference_twin": "gate reference twin ",
-}
-"""Beginnings of the names of gate runs other than those of a finalist or baseline as it is."""
+from orchestrator.sweep.values import ConfirmationRun, GateRun, ProfileRun
 
 
-def check_prefix(check: Check | None) -> str:
-    """``confirm r1 ``, the beginning of a check's run name; empty for the search's own trials."""
-    match check:
+def role_tags(trial: Trial) -> dict[str, str]:
+    """What a run is for: ``tc.role``, and for a check what it checks and how. The proof makes a trial more than that:
+    see :func:`proof_tags`."""
+    match trial.check:
         case None:
-            return ""
-        case ConfirmationRun():
-            return f"confirm r{check.round + 1} "
-        case GateRun():
-            return GATE_PREFIXES.get(check.role, "gate ")
-        case ProfileRun():
-            return "profile "
-
-
-def check_tags(check: Check | None) -> dict[str, str]:
-    """Tags of a check besides those of every trial: what it checks and how; empty for the search's own trials."""
-    match check:
-        case None:
-            return {}
-        case ConfirmationRun():
-            return {"tc.check": check.kind, "tc.of": units.trial_id(check.of), "tc.round": str(check.round + 1)}
-        case GateRun():
-            return {"tc.check": check.kind, "tc.of": units.trial_id(check.of), "tc.gate_role": check.role}
-        case ProfileRun():
-            return {"tc.check": check.kind, "tc.of": units.trial_id(check.of)}
-
-
-def trial_series(trial: Trial) -> dict[str, Sequence[float]]:
-    """Loss and gradient norm of every step of a gate run, for MLflow's charts; empty for other trials."""
-    if trial.measurement is None or not isinstance(trial.check, GateRun):
-        return {}
-    return {"loss": trial.measurement.losses, "grad_norm": trial.measurement.grad_norms}
+            return {"tc.role": "baseline" if trial.number == 0 else "trial"}
+        case ConfirmationRun() as check:
+            return {"tc.role": "confirmation", "tc.of": units.trial_id(check.of), "tc.round": str(check.round + 1)}
+        case GateRun() as check:
+            return {"tc.role": "gate", "tc.of": units.trial_id(check.of), "tc.gate_role": check.role}
+        case ProfileRun() as check:
+            return {"tc.role": "profile", "tc.of": units.trial_id(check.of)}
 
 
 def check_note(trial: Trial, name: str, score: float, unit: str) -> str:
@@ -73,21 +46,7 @@ def verdict_tags(state: SweepState) -> dict[str, str]:
     return {"tc.verdict": verdict.conclusion, "tc.winner": winner, "tc.verdict_reason": verdict.reason}
 
 
-def verdict_metrics(state: SweepState) -> dict[str, float]:
-    """Metrics of the sweep's run: the confirmed speed-up of the winner, or of the fastest finalist."""
-    verdict = state.verdict
-    if verdict is None:
-        return {}
-    found = verdict.speedup
-    values = {"confirmation_rounds": float(verdict.num_rounds)}
-    if found is not None:
-        values |= {"speedup": found.value}
-    if found is not None and found.low is not None and found.high is not None:
-        values |= {"speedup_ci95_low": found.low, "speedup_ci95_high": found.high}
-    return values
-
-
-def roles(state: SweepState) -> dict[int, dict[str, str]]:
+def proof_tags(state: SweepState) -> dict[int, dict[str, str]]:
     """Number of each trial that the proof is about to the tags that say what came of it."""
     if state.proof is None:
         return {}

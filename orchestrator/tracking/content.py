@@ -6,34 +6,26 @@ Every value follows from the ledger alone, so that a replay writes the same agai
 from __future__ import annotations
 
 import json
-import math
 import re
 from typing import Any
 
 from orchestrator import units
+from orchestrator.mlflow_urls import PAGE
 from orchestrator.report import words
 from orchestrator.report.artifacts import MAX_PARAM_CHARS, log_tail
-from orchestrator.report.findings import findings_lines, findings_metrics
+from orchestrator.report.findings import findings_lines
 from orchestrator.report.trials import versus_baseline
 from orchestrator.space.naming import flat_params, short_name
-from orchestrator.statistics import relative_spread, speed, tokens_per_s_per_device
+from orchestrator.statistics import speed
 from orchestrator.sweep.events import SweepCreated, sweep_id
 from orchestrator.sweep.state import SweepState, Trial, describe_failure
-from orchestrator.sweep.values import ProfileRun
-from orchestrator.tracking.checks import check_note, check_prefix, check_tags
+from orchestrator.tracking.checks import check_note, role_tags
 from orchestrator.virtual import watermark, watermark_line
 from trials.codec import to_json
-from trials.outcome import Measured, Measurement, Outcome, StoppedEarly
+from trials.outcome import Measured, Outcome
 from trials.reports.findings import Findings
 from trials.secrets import redact_all
 from trials.spec import LinearModel, LlamaModel, Model, ResNetModel
-
-OBJECTIVE = "tokens_per_s_per_device"
-"""Name of the metric that the search maximises by default."""
-
-
-BEST = f"best_{OBJECTIVE}"
-
 
 MAX_TAG_CHARS = 5000
 
@@ -45,6 +37,14 @@ def experiment_name(created: SweepCreated) -> str:
     """One experiment per model and hardware: ``llama-h128-l4 on 1x2 AMD EPYC 7B13``."""
     name = f"{_model_name(created.workload.model)} on {created.hardware}"
     return re.sub(r"\s+", " ", re.sub(r"[^A-Za-z0-9 ._-]", " ", name)).strip()
+
+
+def experiment_note() -> str:
+    """Description of the experiment in Markdown: what lies in it and how to read it."""
+    return (
+        "A run per sweep, with its trials and checks as child runs. Verdict: the sweep's run, *Artifacts*, "
+        f"`{PAGE}`. Trials as a table or as charts: the saved views in the menu above the run table."
+    )
 
 
 def _model_name(model: Model) -> str:
@@ -64,21 +64,20 @@ def slug(name: str) -> str:
 
 def sweep_tags(created: SweepCreated) -> dict[str, str]:
     environment = {f"tc.env.{key}": value for key, value in created.fingerprint.items()}
-    return _common_tags(created) | {"tc.kind": "sweep", "tc.spec_hash": created.spec_hash} | environment
+    own = {"tc.kind": "sweep", "tc.role": "sweep", "tc.spec_hash": created.spec_hash}
+    return _common_tags(created) | own | environment
 
 
 def trial_name(trial: Trial) -> str:
-    """``t014 dp2 z3 mbs4``, ``confirm r1 t004 dp2 mbs4``: all that MLflow's default tables show of a run."""
-    of = units.trial_id(trial.check.of if trial.check else trial.number)
-    return f"{check_prefix(trial.check)}{of} {short_name(trial.candidate)}"[:_MAX_RUN_NAME_CHARS]
+    """``t014 dp2 z3 mbs4``; what the run is for stands beside it, in its tag ``tc.role``."""
+    return f"{units.trial_id(trial.number)} {short_name(trial.candidate)}"[:_MAX_RUN_NAME_CHARS]
 
 
 def trial_tags(created: SweepCreated, trial: Trial, parent_run_id: str) -> dict[str, str]:
     return _common_tags(created) | {
         "mlflow.parentRunId": parent_run_id,
         "tc.kind": "trial" if trial.check is None else "check",
-        **check_tags(trial.check),
-        **({"tc.role": "baseline"} if trial.number == 0 else {}),
+        **role_tags(trial),
         "tc.trial": str(trial.number),
         "tc.origin": trial.origin,
         "tc.reason": trial.reason,
@@ -97,54 +96,26 @@ def attempt_tags(trial: Trial) -> dict[str, str]:
         "tc.attempts": str(len(trial.attempts)),
         "tc.attempt_token": attempt.token,
         "tc.nodes": ", ".join(dict.fromkeys(device.node for device in attempt.ranks)),
-        **_why_not_measured(attempt.outcome),
+        **_outcome_tags(attempt.outcome),
+        **({"tc.disturbed": why} if (why := words.disturbed(trial.measurement)) else {}),
         **lost,
     }
 
 
-def _why_not_measured(outcome: Outcome | None) -> dict[str, str]:
+def _outcome_tags(outcome: Outcome | None) -> dict[str, str]:
+    """How the attempt ended, and why where that is not with a measurement; empty while it runs."""
     match outcome:
-        case None | Measured():
+        case None:
             return {}
-        case StoppedEarly():
-            return {"tc.stopped": outcome.evidence.message}
+        case Measured():
+            return {"tc.outcome": outcome.kind, "tc.outcome_reason": ""}
         case _:
-            return {"tc.failure": _ended_words(outcome)}
+            return {"tc.outcome": outcome.kind, "tc.outcome_reason": describe_failure(outcome)}
 
 
 def trial_params(trial: Trial) -> dict[str, str]:
     """The knobs, flat, as text."""
     return {key: str(value)[:MAX_PARAM_CHARS] for key, value in flat_params(trial.candidate).items()}
-
-
-def trial_metrics(state: SweepState, trial: Trial) -> dict[str, float]:
-    """Metrics of a trial's run with their units in the name; those that are not finite are left out."""
-    values: dict[str, float | None] = {"device_s": trial.device_seconds}
-    if isinstance(trial.outcome, StoppedEarly):
-        values["step_time_at_least_s"] = trial.outcome.at_least_s
-        values["saved_device_s"] = trial.outcome.saved_device_seconds
-    if trial.measurement and not isinstance(trial.check, ProfileRun):  # the profiler's own cost is in its times
-        values |= _measured_metrics(trial.measurement)
-        if trial.expected is not None:
-            values["step_time_over_predicted"] = trial.measurement.step_time_s / trial.expected.step_time_s
-        compared = versus_baseline(trial, state) if trial.check is None else None
-        values["speedup"] = compared.ratio.value if compared else None
-    return {key: float(value) for key, value in values.items() if value is not None and math.isfinite(value)}
-
-
-def expected_metrics(created: SweepCreated, trial: Trial) -> dict[str, float]:
-    """What was predicted of the trial, named as the measured metrics with ``predicted_`` before them."""
-    found = trial.expected
-    if found is None:
-        return {}
-    devices = trial.candidate.layout.world_size
-    return {
-        f"predicted_{OBJECTIVE}": created.workload.tokens_per_step / (found.step_time_s * devices),
-        "predicted_step_time_s": found.step_time_s,
-        "predicted_log_spread": found.log_spread,
-        "predicted_peak_memory_bytes": found.peak_bytes,
-        "predicted_probability_fits": found.probability_fits,
-    }
 
 
 def trial_record(state: SweepState, trial: Trial) -> dict[str, Any]:
@@ -179,7 +150,8 @@ def json_text(value: Any) -> str:
 def trial_note(state: SweepState, trial: Trial) -> str:
     """Note of a trial's run in Markdown: the result in its first line, why the trial was made in its last."""
     if trial.check is not None:
-        result = check_note(trial, trial_name(trial), state.score(trial), state.unit)
+        name = f"{words.check_words(trial.check)}, `{short_name(trial.candidate)}`"
+        result = check_note(trial, name, state.score(trial), state.unit)
     else:
         result = _result_note(state, trial)
     parts = (watermark_line(state.virtual), result, f"Proposed: {trial.reason}.")
@@ -194,9 +166,7 @@ def _result_note(state: SweepState, trial: Trial) -> str:
         )
     found = speed(trial.measurement, state.objective)
     compared = versus_baseline(trial, state)
-    against = (
-        f", {words.versus(compared)} the baseline ({units.ratio_interval(compared.ratio.ci95)})" if compared else ""
-    )
+    against = f", {units.ratio(compared.ratio.value, compared.ratio.ci95)} against the baseline" if compared else ""
     unit = state.unit
     head = f"**{units.rate(found.value)} {unit}**{against} — {name}\n\n95 % interval {units.interval(found.ci95)}"
     return "\n".join([head, "", *(f"- {line}" for line in findings_lines(trial.measurement.findings))]).rstrip()
@@ -205,6 +175,7 @@ def _result_note(state: SweepState, trial: Trial) -> str:
 def _common_tags(created: SweepCreated) -> dict[str, str]:
     return {
         "tc.sweep": created.sweep,
+        "tc.page": f"tune-cluster ui {created.sweep}",
         "tc.sweep_id": sweep_id(created),
         "tc.hardware": created.hardware,
         **({"tc.watermark": watermark(created.virtual)} if created.virtual else {}),
@@ -217,25 +188,3 @@ def _ended_words(outcome: Any) -> str:
     """``gang_lost: rank 3 on n1: node died``."""
     why = describe_failure(outcome)
     return f"{outcome.kind}: {why}" if why else str(outcome.kind)
-
-
-def _measured_metrics(measurement: Measurement) -> dict[str, float | None]:
-    found = tokens_per_s_per_device(measurement)
-    breakdown: dict[str, float] = to_json(measurement.breakdown)
-    return {
-        **findings_metrics(measurement.findings),
-        OBJECTIVE: found.value,
-        "samples_per_s_per_device": measurement.samples_per_s_per_device or None,
-        f"{OBJECTIVE}_ci95_low": found.ci95.low if found.ci95 else None,
-        f"{OBJECTIVE}_ci95_high": found.ci95.high if found.ci95 else None,
-        "step_time_s": measurement.step_time_s,
-        "step_time_spread": relative_spread(measurement.step_times_s),
-        **breakdown,
-        "peak_memory_bytes": max(measurement.peak_allocated_bytes, default=None),
-        "peak_reserved_bytes": max(measurement.peak_reserved_bytes, default=None),
-        "mfu": measurement.mfu,
-        "final_loss": measurement.losses[-1] if measurement.losses else None,
-        "num_skipped_steps": measurement.num_skipped_steps,
-        "compile_s": measurement.compile_s,
-        "num_measured_steps": len(measurement.step_times_s),
-    }

@@ -81,19 +81,19 @@ def _trials_of(client: Any, experiment: str, sweep: str, objective: Objective) -
     trials = [run for run in runs if run.data.tags.get("tc.kind") == "trial"]
     told = [run for run in trials if run.data.tags.get("tc.state") in ("measured", "oom")]
     by_number = sorted(told, key=lambda run: int(run.data.tags["tc.trial"]))
-    by_speed = sorted(by_number, key=lambda run: _weighted_s(run, objective))
+    by_speed = sorted(by_number, key=lambda run: _weighted_ms(run, objective))
     chosen = {run.info.run_id: run for run in [*by_speed[: MAX_PER_SWEEP // 2], *by_number]}
     for run in list(chosen.values())[:MAX_PER_SWEEP]:
         if (trial := _trial(client, run.info.run_id, sweep)) is not None:
             yield trial
 
 
-def _weighted_s(run: Any, objective: Objective) -> float:
-    """Step time of a run times the objective's weight, in seconds; infinite where it was not measured."""
-    step_time_s, devices = run.data.metrics.get("step_time_s"), run.data.params.get("world_size", "")
-    if step_time_s is None or not devices.isdecimal():
+def _weighted_ms(run: Any, objective: Objective) -> float:
+    """Step time of a run times the objective's weight, in milliseconds; infinite where it was not measured."""
+    step_time_ms, devices = run.data.metrics.get("step_time_ms"), run.data.params.get("world_size", "")
+    if step_time_ms is None or not devices.isdecimal():
         return math.inf
-    return float(step_time_s) * objective.weight(int(devices))
+    return float(step_time_ms) * objective.weight(int(devices))
 
 
 def _trial(client: Any, run_id: str, sweep: str) -> EarlierTrial | None:

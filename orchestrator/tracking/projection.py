@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from orchestrator.mlflow_urls import artifact_path
+from orchestrator.mlflow_urls import PAGE, artifact_path
 from orchestrator.report import artifacts, series
 from orchestrator.report.artifacts import failed_logs, profile_paths
 from orchestrator.report.markdown import Attached, report_markdown
@@ -32,9 +32,9 @@ from orchestrator.sweep.events import (
 )
 from orchestrator.sweep.ledger import Ledger, LedgerEntry
 from orchestrator.sweep.state import SweepState, Trial
-from orchestrator.tracking import checks, content
+from orchestrator.tracking import checks, content, metrics
 from orchestrator.tracking.views import view_tags
-from trials.outcome import GangLost, Measured, Outcome, StoppedEarly
+from trials.outcome import Consequence, GangLost
 
 ProofEvent = FinalistsChosen | EvaluationEnded | VerdictReached
 
@@ -50,7 +50,7 @@ def project(runs: Runs, ledger: Ledger, entry: LedgerEntry, state: SweepState) -
     """Write one entry of the ledger; ``state`` is the fold up to and including it. Repeating it changes nothing."""
     match entry.event:
         case SweepCreated():
-            _project_created(runs, state, Sources.of(ledger))
+            _project_created(runs, state, ledger)
         case AttemptLaunched():
             _project_launched(runs, entry.event, state)
         case AttemptEnded():
@@ -78,19 +78,22 @@ def _ensure_sweep(runs: Runs, state: SweepState) -> str:
     return known["sweep"]
 
 
-def _project_created(runs: Runs, state: SweepState, sources: Sources) -> None:
+def _project_created(runs: Runs, state: SweepState, ledger: Ledger) -> None:
+    sources = Sources.of(ledger)
     run_id = _ensure_sweep(runs, state)
     if sources.sweep_yaml:
         runs.put_text(run_id, sources.sweep_yaml, "sweep.yaml")
     if sources.plan is not None:
         runs.put_text(run_id, content.json_text(sources.plan), "plan.json")
         runs.put_text(run_id, rejected_csv(PlanFacts.from_document(sources.plan)), "rejected.csv")
+    runs.tag_experiment(state, {_NOTE: content.experiment_note()})
+    runs.put_text(run_id, page_html(read_report(ledger, state, summarize(state, runs.uri)), {}), PAGE)
     _save_views(runs, state, run_id)
 
 
 def _save_views(runs: Runs, state: SweepState, run_id: str) -> None:
     knobs = series.coordinates(state).knobs
-    runs.tag_experiment(state, view_tags(state.sweep.sweep, run_id, state.sweep.at_s, knobs))
+    runs.tag_experiment(state, view_tags(state.sweep, run_id, knobs))
 
 
 def _project_going_on(runs: Runs, event: ControllerStarted | TrialsRetried | ChecksAsked, state: SweepState) -> None:
@@ -107,24 +110,34 @@ def _project_paused(runs: Runs, event: SweepPaused, state: SweepState) -> None:
 
 
 def _project_proof(runs: Runs, event: ProofEvent, state: SweepState) -> None:
-    """Roles as tags of the trials' runs; the verdict as tags and metrics of the sweep's."""
+    """Roles and speed-ups of the trials' runs; the verdict as tags and metrics of the sweep's."""
     known, run_id = runs.sweep_runs(state), _ensure_sweep(runs, state)
-    roles = checks.roles(state)
+    winner = state.verdict.winner if state.verdict else None
     for former in runs.with_role(state, "winner"):
-        if former not in {known.get(str(number)) for number in roles}:
+        if former != known.get(str(winner)):
             runs.log(former, event.at_s, tags={"tc.role": "finalist"})
-    for number, tags in roles.items():
+            _retract(runs, former, event.at_s)
+    if winner is None:
+        _retract(runs, run_id, event.at_s)
+    speedups = metrics.finalist_metrics(state)
+    for number, tags in checks.proof_tags(state).items():
         if str(number) in known:
-            runs.log(known[str(number)], event.at_s, tags=tags)
+            runs.log(known[str(number)], event.at_s, tags=tags, metrics=speedups.get(number))
     tags = {**checks.verdict_tags(state), _NOTE: _note(runs, state, run_id)}
-    runs.log(run_id, event.at_s, metrics=checks.verdict_metrics(state), tags=tags)
+    runs.log(run_id, event.at_s, metrics=metrics.verdict_metrics(state), tags=tags)
+
+
+def _retract(runs: Runs, run_id: str, at_s: float) -> None:
+    """Take a confirmed speed-up back that was logged before this moment."""
+    if runs.has_logged(run_id, metrics.CONFIRMED_SPEEDUP, before_s=at_s):
+        runs.log(run_id, at_s, metrics=metrics.RETRACTED)
 
 
 def _note(runs: Runs, state: SweepState, run_id: str, plots: Sequence[str] = ()) -> str:
     """The note of the sweep's run: its report in short, with links and some plots once they are there."""
     attached = None
     if plots:
-        tabs = {"The whole report": "artifacts/report.html", "All plots": "artifacts/plots"}
+        tabs = {"The whole report": f"artifacts/{PAGE}", "All plots": "artifacts/plots"}
         shown = [name for name in _TOLD if name in plots]
         attached = Attached(
             links={what: runs.page(state, run_id, tab) for what, tab in tabs.items()},
@@ -138,7 +151,7 @@ def _project_finished(runs: Runs, event: SweepFinished, state: SweepState, ledge
     _save_views(runs, state, run_id)
     plots = _put_report(runs, state, run_id, ledger)
     tags = {_NOTE: _note(runs, state, run_id, plots), "tc.state": event.status, "tc.reason": event.reason}
-    runs.log(run_id, event.at_s, tags=tags, metrics={"duration_s": state.duration_s, "paused_s": state.paused_s})
+    runs.log(run_id, event.at_s, tags=tags, metrics=metrics.cost_metrics(state))
     ends: dict[SweepEnd, str] = {"finished": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
     runs.end(run_id, ends[event.status], event.at_s)
 
@@ -152,7 +165,7 @@ def _put_report(runs: Runs, state: SweepState, run_id: str, ledger: Ledger) -> S
         return ()
     report = read_report(ledger, state, summary)
     plots = gallery(report)
-    runs.put_text(run_id, page_html(report, plots), "report.html")
+    runs.put_text(run_id, page_html(report, plots), PAGE)
     for name, plot in plots.items():
         runs.put_bytes(run_id, plot.png(), f"plots/{name}.png")
     return list(plots)
@@ -179,7 +192,7 @@ def _ensure_trial(runs: Runs, state: SweepState, trial: Trial) -> str:
         at_s = trial.attempts[0].launched_at_s
         tags[_NOTE] = content.trial_note(state, trial)
         run_id = known[str(trial.number)] = runs.create_run(state, content.trial_name(trial), tags, at_s)
-        if expected := content.expected_metrics(state.sweep, trial):
+        if expected := metrics.expected_metrics(state.sweep, trial):
             runs.log(run_id, trial.proposed_at_s, metrics=expected)
     return known[str(trial.number)]
 
@@ -200,13 +213,13 @@ def _project_ended(runs: Runs, event: AttemptEnded, state: SweepState, folder: P
     runs.log(
         run_id,
         event.at_s,
-        metrics=content.trial_metrics(state, trial),
+        metrics=metrics.trial_metrics(state, trial),
         params=content.trial_params(trial),
         tags={**content.attempt_tags(trial), _NOTE: content.trial_note(state, trial)},
+        curves=metrics.trial_curves(trial),
     )
-    runs.log_series(run_id, event.at_s, checks.trial_series(trial))
     _put_files(runs, run_id, state, trial, folder)
-    runs.end(run_id, _run_status(trial.outcome), event.at_s)
+    runs.end(run_id, _RUN_STATUS[trial.outcome.consequence] if trial.outcome else "KILLED", event.at_s)
     if trial.number == 0 and trial.measurement:
         _compare_with(runs, state, event.at_s)
     if not isinstance(event.outcome, GangLost):
@@ -226,14 +239,17 @@ def _compare_with(runs: Runs, state: SweepState, at_s: float) -> None:
     """Log the speed-up of trials that were measured before the baseline."""
     for trial in state.searched()[1:]:
         if trial.measurement and not trial.is_running:
-            runs.log(_ensure_trial(runs, state, trial), at_s, metrics=content.trial_metrics(state, trial))
+            runs.log(_ensure_trial(runs, state, trial), at_s, metrics=metrics.trial_metrics(state, trial))
 
 
-def _run_status(outcome: Outcome | None) -> str:
-    """MLflow's status of a trial's run. A trial that was stopped early did not fail: it was not worth more time."""
-    if isinstance(outcome, Measured):
-        return "FINISHED"
-    return "KILLED" if isinstance(outcome, StoppedEarly) else "FAILED"
+_RUN_STATUS: Mapping[Consequence, str] = {
+    "objective": "FINISHED",
+    "constraint": "FINISHED",
+    "fault": "FAILED",
+    "retry": "KILLED",
+}
+"""MLflow's status of a run by what its outcome means: a result, also where it says that the candidate does not fit or
+is too slow; a fault; or nothing about the candidate, since its gang was lost or cancelled."""
 
 
 def _update_sweep(runs: Runs, event: AttemptEnded, state: SweepState, trial: Trial) -> None:
@@ -243,7 +259,7 @@ def _update_sweep(runs: Runs, event: AttemptEnded, state: SweepState, trial: Tri
     run_id = _ensure_sweep(runs, state)
     changed = trial.check is not None or trial.number in (0, state.best.number)
     tags = {_NOTE: _note(runs, state, run_id)} if changed else {}
-    best = {} if trial.check else {content.BEST: state.best.measurement.tokens_per_s_per_device}
+    best = {} if trial.check else metrics.best_metrics(state)
     runs.log(run_id, event.at_s, metrics=best, step=trial.number, tags=tags)
 
 
@@ -272,12 +288,13 @@ class Runs(Protocol):
         params: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
         step: int = 0,
+        curves: Mapping[str, Mapping[int, float]] | None = None,
     ) -> None:
-        """Log a batch at one moment; ``step`` is that of the metrics."""
+        """Log a batch at one moment; ``step`` is that of the metrics. Curves have a value per step."""
         ...
 
-    def log_series(self, run_id: str, at_s: float, series: Mapping[str, Sequence[float]]) -> None:
-        """Metrics with a value per step, steps counted from 1; values that are not finite are left out."""
+    def has_logged(self, run_id: str, metric: str, *, before_s: float) -> bool:
+        """Whether the last value of the metric is from before this moment; False where there is none."""
         ...
 
     def put_text(self, run_id: str, text: str, artifact: str) -> None: ...

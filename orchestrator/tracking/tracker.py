@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
+import os
 import sqlite3
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,12 +34,11 @@ from trials.secrets import redact
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param, RunTag
-import os
 
 logger = logging.getLogger(__name__)
 
 _MAX_BATCH = 1000
-"""Metrics that MLflow takes in one call."""
+"""Metrics, params and tags together that MLflow takes in one call."""
 
 
 CURSOR = "mlflow"
@@ -119,6 +118,10 @@ class Tracker:
             self._runs[identity] = self._search_runs(self._experiment_id(state), identity)
         return self._runs[identity]
 
+    def runs_in(self, experiment_id: str, state: SweepState) -> list[str]:
+        """Every run that the sweep has in this experiment."""
+        return list(self._search_runs(experiment_id, events.sweep_id(state.sweep)).values())
+
     def create_run(self, state: SweepState, name: str, tags: Mapping[str, str], at_s: float) -> str:
         run = self._mlflow().create_run(self._experiment_id(state), _ms(at_s), _tags(tags), run_name=name)
         return str(run.info.run_id)
@@ -132,26 +135,24 @@ class Tracker:
         params: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
         step: int = 0,
+        curves: Mapping[str, Mapping[int, float]] | None = None,
     ) -> None:
-        """One synchronous batch. Metrics carry the event's time: MLflow stores equal ones once."""
+        """One synchronous batch, and more for long curves. Metrics carry the event's time: MLflow stores equal ones
+        once."""
         from mlflow.entities import Metric, Param, RunTag
 
-        batch_metrics: list[Metric] = [Metric(k, v, _ms(at_s), step) for k, v in (metrics or {}).items()]
+        points: list[Metric] = [Metric(k, v, _ms(at_s), step) for k, v in (metrics or {}).items()]
+        points += [Metric(k, v, _ms(at_s), i) for k, curve in (curves or {}).items() for i, v in curve.items()]
         batch_params: list[Param] = [Param(k, redact(v)) for k, v in (params or {}).items()]
         batch_tags: list[RunTag] = [RunTag(k, v) for k, v in _tags(tags or {}).items()]
-        self._mlflow().log_batch(run_id, batch_metrics, batch_params, batch_tags, synchronous=True)
+        room = _MAX_BATCH - len(batch_params) - len(batch_tags)
+        self._mlflow().log_batch(run_id, points[:room], batch_params, batch_tags, synchronous=True)
+        for start in range(room, len(points), _MAX_BATCH):
+            self._mlflow().log_batch(run_id, points[start : start + _MAX_BATCH], synchronous=True)
 
-    def log_series(self, run_id: str, at_s: float, series: Mapping[str, Sequence[float]]) -> None:
-        from mlflow.entities import Metric
-
-        metrics: list[Metric] = [
-            Metric(key, value, _ms(at_s), step)
-            for key, values in series.items()
-            for step, value in enumerate(values, start=1)
-            if math.isfinite(value)
-        ]
-        for start in range(0, len(metrics), _MAX_BATCH):
-            self._mlflow().log_batch(run_id, metrics[start : start + _MAX_BATCH], synchronous=True)
+    def has_logged(self, run_id: str, metric: str, *, before_s: float) -> bool:
+        history = self._mlflow().get_metric_history(run_id, metric)
+        return bool(history) and max(point.timestamp for point in history) < _ms(before_s)
 
     def put_text(self, run_id: str, text: str, artifact: str) -> None:
         self._mlflow().log_text(run_id, redact(text), artifact)

@@ -9,22 +9,29 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from cluster.processes import python_module
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import artifact_folder
 from orchestrator.processes import interruptible
+from orchestrator.tracking.server import plugin
 from trials.secrets import is_secret_name
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 5000
+APP = "tune-cluster"
+"""Name under which :mod:`orchestrator.tracking.server` is offered to MLflow."""
 _STARTUP_S = 120.0
+_SOURCES = Path(__file__).parents[2]
+"""Folder that this package is imported from, wherever that is."""
 
 
 def serve(
@@ -82,7 +89,7 @@ def _is_loopback(host: str) -> bool:
 
 def _command(uri: str, host: str, port: int) -> list[str]:
     command = python_module("mlflow", "server", "--backend-store-uri", uri, "--host", host)
-    command += ["--port", str(port), "--workers", "1"]
+    command += ["--port", str(port), "--workers", "1", "--app-name", APP]
     artifacts = artifact_folder(uri)
     return [*command, "--artifacts-destination", str(artifacts)] if artifacts else command
 
@@ -96,11 +103,17 @@ def _server(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     env = {name: value for name, value in os.environ.items() if not is_secret_name(name)}
     env |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     env["PYTHONSAFEPATH"] = "1"  # of what it starts in turn; that looks for modules in its folder besides
-    server = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True, cwd="/")
-    try:
-        yield server
-    finally:
-        _end(server)
+    with tempfile.TemporaryDirectory(prefix="tc-mlflow-") as folder:
+        plugin(Path(folder), APP)
+        path = [folder, str(_SOURCES), *filter(None, [env.get("PYTHONPATH")])]
+        env["PYTHONPATH"] = os.pathsep.join(path)
+        server = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True, cwd="/"
+        )
+        try:
+            yield server
+        finally:
+            _end(server)
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:

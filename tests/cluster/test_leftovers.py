@@ -1,9 +1,13 @@
 """Nothing survives a controller that closes, or that is killed; a backend survives its own helpers' death."""
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from cluster.hardware.topology import discover_node
 from cluster.local import LocalCluster
 from cluster.node.guardian import LEASE_VARIABLE, Guardian, environment_of, marked_processes
 from cluster.processes import process_info
+from orchestrator.sweep.home import Home
 from tests.cluster.gangs import PRELOAD, end_of, launch, living, parent, run, wait_for_pids, wait_until
 from tests.support import ROOT
 from trials.outcome import GangLost, Measured
@@ -129,3 +134,84 @@ def test_the_guardian_ends_what_carries_its_mark_and_spares_the_rest():
     finally:
         other.kill()
         other.wait()
+
+
+TITLED = """
+import ctypes, os, sys, time
+fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+begin, end = int(fields[47]), int(fields[48])
+ctypes.memset(begin, 0, end - begin)  # as a long title does
+file = open(sys.argv[1], "a")
+if len(sys.argv) > 2 and os.fork():
+    os._exit(0)
+file.write(f"{os.getpid()}\\n")
+file.flush()
+time.sleep(600)
+"""
+"""A process that overwrites the environment that others see, then writes its pid into a file that it holds open; with a
+second argument, an orphan does."""
+
+
+def test_the_guardian_finds_what_has_overwritten_its_environment(tmp_path):
+    outside, inside = tmp_path / "pids", tmp_path / "lease" / "log"
+    inside.parent.mkdir()
+    titled, lease = [sys.executable, "-S", "-c", TITLED], "lease-of-titled-ones"
+    below = f"import subprocess; subprocess.run({[*titled, str(outside)]!r})"
+    guardian = Guardian(lease, remove=inside.parent)
+    parent = subprocess.Popen([sys.executable, "-S", "-c", below], env={LEASE_VARIABLE: lease})
+    subprocess.run([*titled, str(inside), "orphan"], env={LEASE_VARIABLE: lease}, check=True)
+    other = subprocess.Popen([*titled, str(tmp_path / "other")])
+    wait_until(lambda: all(read(path).endswith(b"\n") for path in (outside, inside, tmp_path / "other")), "all of them")
+    pids = [int(read(path)) for path in (outside, inside)]
+    try:
+        guardian.close()
+        assert parent.wait() == -signal.SIGKILL
+        assert not any((info := process_info(pid)) and info.is_running for pid in pids)
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+@pytest.mark.ray
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0])
+def test_a_controller_killed_soon_after_its_sweep_was_created_leaves_nothing(tmp_path, after_s):
+    """Ray's agents start within that time, and take long to notice by themselves that their head is gone."""
+    file, scratch = tmp_path / "sweep.yaml", Path(tempfile.mkdtemp(prefix="left-"))
+    file.write_text(RAY_SWEEP)
+    command = [sys.executable, "-m", "orchestrator.cli.main", "submit", str(file), "--home", str(tmp_path / "home")]
+    controller = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(scratch)}, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: Home(tmp_path / "home").sweeps() or controller.poll() is not None, "the sweep")
+        time.sleep(after_s)
+        assert holding(scratch)
+        controller.kill()
+        controller.wait()
+        give_up_s = time.monotonic() + 20.0
+        while left := holding(scratch):
+            assert time.monotonic() < give_up_s, {pid: read(Path(f"/proc/{pid}/cmdline"))[:200] for pid in left}
+            time.sleep(0.1)
+    finally:
+        controller.kill()
+        for pid in holding(scratch):
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+RAY_SWEEP = """\
+name: killed
+workload: {model: {kind: linear, num_layers: 1, size: 16}, global_batch_size: 4}
+cluster: {kind: ray, devices_per_node: 1, device: cpu}
+space: {micro_batch_size: [1, 2, 4]}
+"""
+
+
+def holding(folder):
+    """Processes with open files below ``folder``."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if any(str(file.readlink()).startswith(f"{folder}/") for file in (process / "fd").iterdir()):
+                found.append(int(process.name))
+    return found

@@ -20,7 +20,7 @@ from orchestrator.tracking.tracker import Tracker
 from tests.support import ROOT
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
-MAY_DRIFT = (0, 1)
+MAY_DRIFT = (0, 1, 3)
 """Exit codes of ``verify``: other tests run beside it."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.exhaustive, pytest.mark.timeout(600)]
@@ -102,7 +102,7 @@ def test_it_is_exported_and_verified(done):
     spec = json.loads((folder / "exported" / "torchrun" / "spec.json").read_text(encoding="utf-8"))
     recipe = json.loads((folder / "exported" / "deepspeed" / "deepspeed.json").read_text(encoding="utf-8"))
     assert spec["candidate"]["micro_batch_size"] == recipe["train_micro_batch_size_per_gpu"]
-    assert "drift" in outputs["verify"][0] and "loss" in outputs["verify"][0]
+    assert "speed-up" in outputs["verify"][0] and "loss" in outputs["verify"][0]
 
 
 def test_production_is_where_it_was_before_the_try(done):

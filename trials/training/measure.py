@@ -71,6 +71,7 @@ class Recording:
     warmup_times_s: list[float] = field(default_factory=list)
     step_times_s: list[float] = field(default_factory=list)
     agreed_times_s: list[float] = field(default_factory=list)
+    memory_bytes: list[int] = field(default_factory=list)
     phases_s: list[dict[str, float]] = field(default_factory=list)
 
     def breakdown(self) -> StepBreakdown:
@@ -110,7 +111,8 @@ class Measurer:
     """Runs the protocol with a trainer over a stream of batches; None for a rank that reads none.
 
     ``memory_format`` is that of the inputs on the device. ``before_step`` is told the number of each step, from 1 on
-    and over warm-up and measuring, before its time starts.
+    and over warm-up and measuring, before its time starts. ``step_memory`` gives the peak memory since it
+    was last asked, in bytes; it is asked after the time of a step has ended.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class Measurer:
         memory_format: torch.memory_format = torch.preserve_format,
         before_step: Callable[[int], None] | None = None,
         clock: StepClock | None = None,
+        step_memory: Callable[[], int] | None = None,
     ) -> None:
         self._trainer = trainer
         self._batches = batches
@@ -129,6 +132,7 @@ class Measurer:
         self._memory_format = memory_format
         self._before_step = before_step
         self._clock = clock or StepClock(trainer.device)
+        self._step_memory = step_memory
         self._recording = Recording()
 
     def run(self, protocol: Protocol) -> Recording:
@@ -167,6 +171,8 @@ class Measurer:
         clock.start()
         totals = self._trainer.step(*self._next_batch(), clock)
         timing = clock.stop()
+        if self._step_memory is not None:
+            self._recording.memory_bytes.append(self._step_memory())
         results.append(self._trainer.result(totals, step=number))
         return timing
 

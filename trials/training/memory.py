@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import resource
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,6 +14,14 @@ logger = logging.getLogger(__name__)
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True, slots=True)
+class _Peaks:
+    """Bytes at most allocated and reserved over some time."""
+
+    allocated: int = 0
+    reserved: int = 0
 
 
 class PeakMemory:
@@ -28,12 +37,14 @@ class PeakMemory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
-            _reset_peak_resident()
+            self._can_reset = _reset_peak_resident()
             self._baseline_bytes = resident_bytes()
+        self._before = _Peaks()
 
     def restart(self) -> None:
         """Forget the peak so far; what is in use now stays in the account."""
         gc.collect()
+        self._before = _Peaks()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -42,15 +53,27 @@ class PeakMemory:
 
     def allocated_bytes(self) -> int:
         """Peak of what tensors were given."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        return max(0, peak_resident_bytes() - self._baseline_bytes)
+        return max(self._before.allocated, self._now().allocated)
 
     def reserved_bytes(self) -> int:
         """Peak of what the allocator held for them."""
+        return max(self._before.reserved, self._now().reserved)
+
+    def step_bytes(self) -> int:
+        """Peak of what tensors were given since this was last asked, the step that has just ended."""
+        found = self._now()
+        self._before = _Peaks(max(self._before.allocated, found.allocated), max(self._before.reserved, found.reserved))
         if self._device.type == "cuda":
-            return torch.cuda.max_memory_reserved(self._device)
-        return self.allocated_bytes()
+            torch.cuda.reset_peak_memory_stats(self._device)
+        elif self._can_reset:
+            _reset_peak_resident()
+        return found.allocated
+
+    def _now(self) -> _Peaks:
+        if self._device.type == "cuda":
+            return _Peaks(torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device))
+        grown = max(0, peak_resident_bytes() - self._baseline_bytes)
+        return _Peaks(grown, grown)
 
 
 def limit_memory(limit_bytes: int) -> None:
@@ -88,11 +111,14 @@ def peak_resident_bytes() -> int:
     return _status_bytes("VmHWM") or _rusage_peak_bytes()
 
 
-def _reset_peak_resident() -> None:
+def _reset_peak_resident() -> bool:
+    """Whether it could be reset; where it could not, that is logged."""
     try:
         _CLEAR_REFS.write_text("5")  # proc(5): resets the peak resident set
     except OSError as error:
         logger.warning("cannot reset the peak resident set (%s): memory peaks may be too high", error)
+        return False
+    return True
 
 
 def _status_bytes(field: str) -> int | None:

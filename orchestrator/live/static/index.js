@@ -9,7 +9,7 @@ const number = name => numbers.get(name) ?? numbers.set(name, numbers.size).get(
 const text = key => ({ key, label: key, value: row => row[key], cell: row => row[key] ?? "", down: false });
 
 const sweeps = liveTable("All sweeps", [
-  { key: "name", label: "sweep", css: "keep", value: row => row.name, cell: row => row.phase === "unreadable" ? row.name : h("a", { href: `/sweeps/${row.name}` }, row.name), down: false },
+  { key: "name", label: "sweep", css: "keep", value: row => row.name, cell: row => [row.phase === "unreadable" ? row.name : h("a", { href: `/sweeps/${row.name}` }, row.name), row.mark && h("small", { class: "bad" }, row.mark)], down: false },
   { key: "phase", label: "state", value: row => row.order * 1e12 - (row.began ?? 0), cell: row => [row.phase, row.reason && h("small", {}, row.reason)], down: false },
   { ...text("headline"), label: "result" },
   { ...text("done"), label: "trials done", css: "num" },

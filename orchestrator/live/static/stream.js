@@ -16,6 +16,10 @@ export const follow = (url, changed) => {
         if (patch[name] === null) delete parts[name];
         else parts[name] = patch[name];
       }
+      if (names.includes("head")) {
+        say(at("watermark"), parts.head.watermark);
+        at("watermark").hidden = !parts.head.watermark;
+      }
       if (names.includes("trouble")) say(at("trouble"), parts.trouble);
       changed(parts, names);
     });

@@ -13,22 +13,24 @@ const MOODS = { running: "running", waiting: "wait", pausing: "wait", draining: 
 
 const state = row => [row.doing ? `${row.doing}${row.last_step ? `, ${row.last_step}` : ""}` : row.state,
   row.failure && h("small", {}, row.failure)];
+const busy = row => row.busy && h("abbr", { title: row.busy, class: "bad" }, " !");
 const figure = (key, label, more = {}) => ({ key, label, css: "num", value: row => row[key]?.v, cell: row => row[key]?.t ?? "", ...more });
 
 const trials = liveTable("Trials", [
   { key: "number", label: "trial", css: "keep", value: row => row.number, cell: link, down: false },
-  { key: "name", label: "configuration", value: row => row.name, cell: row => [h("code", {}, row.name), row.role && h("small", {}, row.role)], down: false },
+  { key: "name", label: "configuration", value: row => row.name, cell: row => [h("code", { title: row.spelled }, row.name), row.role && h("small", {}, row.role)], down: false },
   { key: "state", label: "state", css: "state", value: row => row.doing ?? row.state, cell: state, down: false },
   figure("speed", "speed"),
   { key: "interval", label: "95 % interval", css: "num dim", value: row => row.low, cell: row => row.interval ?? "" },
   figure("versus", "speed-up"),
-  figure("step_time", "step", { down: false }),
+  figure("step_time", "step", { down: false, cell: row => [row.step_time?.t, busy(row)] }),
   { key: "spread", label: "spread", css: "num dim", value: row => row.spread && parseFloat(row.spread.slice(2)), cell: row => row.spread ?? "", down: false },
-  figure("total", "all devices"),
+  figure("total", "all devices", { css: "num total" }),
+  figure("each", "per device", { css: "num each" }),
   { key: "devices", label: "devices", css: "num", value: row => row.devices, cell: row => `${row.devices}` },
   figure("memory", "memory"),
   figure("predicted", "predicted step", { down: false }),
-  figure("off", "measured / predicted"),
+  figure("off", "off by"),
 ], { sort: "speed", rowClass: row => row.doing ? "running" : row.is_chosen ? "best" : "" });
 
 const checks = liveTable("Checks", [
@@ -44,7 +46,7 @@ const heading = head => {
   at("phase").className = `phase ${MOODS[head.phase] ?? ""}`;
   say(at("hardware"), head.hardware && `on ${head.hardware}`);
   say(at("status"), head.status);
-  document.title = `${head.sweep}: ${head.phase}`;
+  document.title = `${head.mark ? `${head.mark} ` : ""}${head.sweep}: ${head.phase}`;
   buttons(head);
 };
 
@@ -54,10 +56,10 @@ const result = found => {
   if (!found) return;
   section.className = `verdict ${found.conclusion}`;
   const rows = found.shown.map(one => [[one.role, "dim"], [trialLink(sweep, one.number, one.id), "keep"], [h("code", {}, one.name)],
-    [h("strong", {}, one.step_time), "num"], [one.speed, "num"], [one.interval, "num dim"], [`${one.total} on ${one.devices}`, "num"], [one.memory, "num dim"]]);
+    [[h("strong", {}, one.step_time), busy(one)], "num"], [one.total, "num"], [one.each, "num"], [one.devices, "num"], [one.memory, "num dim"]]);
   section.replaceChildren(...[h("b", {}, found.headline), ...found.details.map(line => h("p", { class: "dim" }, line)),
-    found.confidence && h("p", { class: "dim" }, found.confidence),
-    rows.length && table("The best and the baseline", [["role"], ["trial"], ["configuration"], ["step", "num"], ["speed", "num"], ["95 % interval", "num"], ["all devices", "num"], ["memory", "num"]], rows),
+    found.confidence && h("p", { class: "dim" }, found.confidence), found.caution && h("p", { class: "doubt" }, found.caution),
+    rows.length && table("The best and the baseline", [["role"], ["trial"], ["configuration"], ["step", "num"], ["all devices", "num"], ["per device", "num"], ["devices", "num"], ["memory", "num"]], rows), found.legend && h("p", { class: "dim" }, found.legend),
     found.change.length && h("p", {}, "Changed: ", found.change.map(([knob, before, after], i) => [i ? "; " : "", h("code", {}, knob), ` ${before} → ${after}`])),
     found.why && h("p", { class: "dim" }, `tried because: ${found.why}`), h("p", { class: "dim" }, found.cost),
     ...found.promotions.map(line => h("p", {}, line))].filter(Boolean));
@@ -103,7 +105,7 @@ const next = parts => show("next", [
     [i ? " · " : "", h("a", { href: url, rel: "noreferrer", target: "_blank" }, what)])) : null,
 ]);
 
-show("trials", h("p", { id: "common", class: "dim" }), trials.element);
+show("trials", h("p", { id: "common", class: "dim" }), trials.element, h("p", { id: "busy", class: "dim" }), h("details", { id: "signs" }));
 at("trials").hidden = true;
 show("checks", checks.element, h("p", { id: "more-checks", class: "dim" }));
 at("checks").hidden = true;
@@ -119,9 +121,15 @@ const tables = (parts, names) => {
   checks.update(news.filter(row => row.check), gone);
   at("trials").hidden = trials.size() === 0;
   at("checks").hidden = checks.size() === 0;
-  const { common, unit, hidden, hidden_checks } = parts.table ?? {};
-  say(at("common"), [`speed in ${unit}: tokens, or samples, per second and device`, common && `every trial: ${common}`,
+  const { common, unit, legend, hidden, hidden_checks } = parts.table ?? {};
+  trials.element.classList.toggle("no-each", unit?.endsWith("/p"));
+  trials.element.classList.toggle("no-total", unit?.endsWith("/s"));
+  say(at("common"), [`speed in ${legend}`, common && `every trial: ${common}`,
     hidden ? `${hidden} trials between are left out` : ""].filter(Boolean).join("; "));
+  say(at("busy"), parts.table?.busy_note ?? "");
+  const signs = parts.table?.signs ?? [];
+  at("signs").hidden = signs.length === 0;
+  if (names.includes("table")) at("signs").replaceChildren(h("summary", {}, "What the short names say"), pairs(signs.map(([sign, meaning]) => [h("code", {}, sign), meaning])));
   say(at("more-checks"), hidden_checks ? `${hidden_checks} earlier ones are left out` : "");
   charts(rowsOf(parts).filter(row => !row.check), unit);
 };

@@ -88,7 +88,7 @@ def fingerprint(topology: Topology, virtual: str = "") -> dict[str, str]:
         virtual: tells clusters that do not exist apart; empty for one that does.
     """
     first = topology.nodes[0]
-    versions = {package: metadata.version(package) for package in _PACKAGES}
+    versions = {package: _version(package) for package in _PACKAGES}
     return {
         **versions,
         "python": platform.python_version(),
@@ -99,6 +99,14 @@ def fingerprint(topology: Topology, virtual: str = "") -> dict[str, str]:
         "threads_per_device": str(first.threads_per_device),
         **({"virtual": virtual} if virtual else {}),
     }
+
+
+def _version(package: str) -> str:
+    """The version that is installed here; plans and reports are made where some packages are not."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def _driver_version() -> str:

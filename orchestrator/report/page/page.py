@@ -61,7 +61,9 @@ def page_html(report: Report, plots: Mapping[str, Plot] | None = None) -> str:
     plots = gallery(report) if plots is None else plots
     figures = {name: Markup(plot.svg()) for name, plot in plots.items()}
     gates = [name for name in figures if name.startswith("gate-")]
-    return environment().get_template("page.html.j2").render(report=report, figures=figures, gate_figures=gates)
+    spelled = {row.number: row.spelled for row in report.trials.rows}
+    page = environment().get_template("page.html.j2")
+    return page.render(report=report, figures=figures, gate_figures=gates, spelled=spelled)
 
 
 def write_page(report: Report, file: Path | None) -> Path:

@@ -78,8 +78,9 @@ def _gate(curves: GateCurves, judged: GateReport | None) -> Plot:
 
 def _rounds_title(found: tuple[Finalist, ...]) -> str:
     """Who is faster, in words."""
-    titles = [
-        f"{units.trial_id(one.trial)} {f'{one.overall.value:.2f}x, ' if one.overall else ''}{finalist_words(one)}"
-        for one in found
-    ]
-    return "; ".join(titles[:3])
+    return "; ".join(map(_round_title, found[:3]))
+
+
+def _round_title(one: Finalist) -> str:
+    speed = f"{units.short_ratio(one.overall.value, one.overall)}, " if one.overall else ""
+    return f"{units.trial_id(one.trial)} {speed}{finalist_words(one)}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator import units
 from orchestrator.proof.trajectories import Curve
+from orchestrator.report.plots.labels import entitle, side_labels
 from orchestrator.report.plots.style import BLUE, DIM, ORANGE, SERIES, VERMILION, add_axes, integer_steps, new_figure
 from orchestrator.report.proof import Finalist, GateCurves
 from orchestrator.sweep.values import GateReport, RatioInterval
@@ -35,19 +36,29 @@ def plot_rounds(found: Sequence[Finalist], title: str) -> Figure:
         shift = 0.12 * (i - (len(found) - 1) / 2)
         at = [ratio.round + 1 + shift for ratio in one.rounds]
         axes.vlines(at, [r.low for r in one.rounds], [r.high for r in one.rounds], color=color, lw=1.2, alpha=0.7)
-        axes.plot(at, [ratio.value for ratio in one.rounds], "o", color=color, markersize=5, markeredgewidth=0)
+        (drawn,) = axes.plot(at, [r.value for r in one.rounds], "o", color=color, markersize=5, markeredgewidth=0)
+        name = units.trial_id(one.trial)
+        entitle(
+            drawn,
+            [
+                f"{name}  round {r.round + 1}: {r.value:.2f}x ({r.low:.2f}x {units.DASH} {r.high:.2f}x)"
+                for r in one.rounds
+            ],
+        )
         if one.overall is not None:
-            _overall(axes, num_rounds + 0.85 + shift, one.overall, color)
-            labels.append((one.overall.value, f"{units.trial_id(one.trial)}  {one.overall.value:.2f}x", color))
+            _overall(axes, num_rounds + 0.85 + shift, one.overall, color, f"{name}  {one.configuration}")
+            shown = units.short_ratio(one.overall.value, one.overall)
+            labels.append((one.overall.value, f"{name}  {shown}", color))
     _axis_of_rounds(axes, num_rounds)
-    _side_labels(axes, labels)
+    side_labels(axes, labels)
     return figure
 
 
-def _overall(axes: Axes, at: float, found: RatioInterval, color: str) -> None:
+def _overall(axes: Axes, at: float, found: RatioInterval, color: str, name: str) -> None:
     if found.low is not None and found.high is not None:
         axes.vlines(at, found.low, found.high, color=color, linewidth=4, alpha=0.45)
-    axes.plot(at, found.value, "D", color=color, markersize=5.5, markeredgewidth=0)
+    (drawn,) = axes.plot(at, found.value, "D", color=color, markersize=5.5, markeredgewidth=0)
+    entitle(drawn, [f"{name}: {found.value:.2f}x over all rounds ({units.ratio_interval(found)})"])
 
 
 def _axis_of_rounds(axes: Axes, num_rounds: int) -> None:
@@ -56,16 +67,6 @@ def _axis_of_rounds(axes: Axes, num_rounds: int) -> None:
     axes.set_xticks([*ticks, num_rounds + 0.85], [*map(str, ticks), "all"])
     axes.set_xlabel("round")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-
-
-def _side_labels(axes: Axes, labels: Sequence[tuple[float, str, str]]) -> None:
-    """Draw labels at the right edge, pushed apart where they would cover one another."""
-    low, high = axes.get_ylim()
-    room = 0.065 * (high - low)
-    at = low - room
-    for height, text, color in sorted(labels):
-        at = max(height, at + room)
-        axes.annotate(f" {text}", (1.0, at), xycoords=("axes fraction", "data"), color=color, size=8, va="center")
 
 
 def plot_gate(found: GateCurves, report: GateReport | None) -> Figure:
@@ -116,10 +117,13 @@ def _draw_losses(axes: Axes, found: GateCurves) -> None:
         color, dashes = looks[role]
         width, alpha = (3.0, 0.5) if role == "baseline" else (1.4, 1.0)
         steps = range(1, len(run.losses) + 1)
-        axes.plot(steps, run.losses, color=color, lw=width, linestyle=dashes, alpha=alpha)
+        (drawn,) = axes.plot(steps, run.losses, color=color, lw=width, linestyle=dashes, alpha=alpha)
+        entitle(
+            drawn, [f"loss of {names[role]}: {run.losses[-1]:.4g} in step {len(steps)}"] if steps else [], element="g"
+        )
         finite = [loss for loss in run.losses if math.isfinite(loss)]
         labels.append((finite[-1] if finite else axes.get_ylim()[0], names[role], color))
-    _side_labels(axes, labels)
+    side_labels(axes, labels)
 
 
 def _draw_deviations(axes: Axes, curve: Curve, name: str) -> None:
@@ -130,11 +134,16 @@ def _draw_deviations(axes: Axes, curve: Curve, name: str) -> None:
     if curve.twin:  # how far rounding alone takes it
         axes.step(steps, curve.twin, where="mid", color=ORANGE, linewidth=1.0, linestyle=(0, (1, 2)))
     values = [math.nan if value is None else value for value in curve.deviations]
-    axes.plot(steps, values, "o-", color=BLUE, linewidth=1.3, markersize=3, markeredgewidth=0)
+    axes.plot(steps, values, "-", color=BLUE, linewidth=1.3)
+    finite = [(step, value) for step, value in zip(steps, values, strict=False) if math.isfinite(value)]
+    (drawn,) = axes.plot(*zip(*finite, strict=True), "o", color=BLUE, ms=3, mew=0) if finite else axes.plot([], [])
+    limits = curve.limits
+    entitle(drawn, [_deviation_title(name, step, value, limits[step - 1]) for step, value in finite])
     pairs = zip(values, curve.limits, strict=True)
     beyond = [(step, value) for step, (value, limit) in enumerate(pairs, start=1) if value > limit]
     at, heights = [step for step, _ in beyond], [value for _, value in beyond]
-    axes.plot(at, heights, "X", color=VERMILION, markersize=6, markeredgewidth=0)
+    (drawn,) = axes.plot(at, heights, "X", color=VERMILION, markersize=6, markeredgewidth=0)
+    entitle(drawn, [_deviation_title(name, step, value, limits[step - 1]) for step, value in beyond])
     if curve.limits:
         room = 1.25 * max(curve.limits)
         largest = max((value for value in values if math.isfinite(value)), default=0.0)
@@ -144,6 +153,10 @@ def _draw_deviations(axes: Axes, curve: Curve, name: str) -> None:
         axes.annotate(" tolerance", (1.0, curve.limits[-1]), xycoords=("axes fraction", "data"), color=VERMILION,
                       size=8, va="center")  # fmt: skip
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.2g} %")
+
+
+def _deviation_title(name: str, step: int, value: float, limit: float) -> str:
+    return f"step {step}: {name} {units.percent(value)} off, {units.percent(limit)} allowed"
 
 
 def _gate_title(trial: int, report: GateReport | None) -> str:

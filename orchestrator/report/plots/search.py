@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from orchestrator import units
+from orchestrator.report.plots.labels import entitle, fitting, point_labels, side_labels
 from orchestrator.report.plots.style import (
     BLUE,
     DIM,
     GREEN,
     GREY,
-    INK,
     LINE,
     ORANGE,
     PAPER,
     RAMP,
     VERMILION,
+    WIDTH_IN,
     add_axes,
     integer_steps,
     new_figure,
 )
 from orchestrator.report.series import History, ParallelCoordinates, SpeedPoint, front
+from orchestrator.report.words import versus
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 MAX_ERROR_BARS = 80
 """Number of trials above which points are drawn without their intervals."""
+MAX_VALUES = 16
+"""Values of a knob that are named beside its axis."""
 _MIB = 1024**2
 _LABEL_BOX = {"boxstyle": "round,pad=0.12", "facecolor": PAPER, "edgecolor": "none", "alpha": 0.8}
 
@@ -44,15 +48,25 @@ def plot_history(found: History, unit: str) -> Figure:
     _speed_axis(axes, [point.high for point in found.measured])
     axes.set_xlabel("trial")
     integer_steps(axes)
-    _draw_measured(axes, found)
+    _draw_measured(axes, found, unit)
     for numbers, marker, color in ((found.failed, "x", VERMILION), (found.stopped, "v", DIM)):
         if numbers:
             at = axes.get_xaxis_transform()
-            axes.plot(numbers, [0.02] * len(numbers), marker, color=color, markersize=4.5, transform=at)
+            (drawn,) = axes.plot(numbers, [0.02] * len(numbers), marker, color=color, markersize=4.5, transform=at)
+            what = "stopped early" if marker == "v" else "not measured"
+            entitle(drawn, [f"{units.trial_id(number)}  {what}" for number in numbers])
     return figure
 
 
-def _draw_measured(axes: Axes, found: History) -> None:
+def _point_title(point: SpeedPoint, unit: str) -> str:
+    """``t003  pp2 mbs1: 2,427 tokens/s/p``, then its interval and its peak memory, as far as known."""
+    interval = f" ({units.rate(point.low)} {units.DASH} {units.rate(point.high)})" if point.low < point.high else ""
+    name = f"{units.trial_id(point.trial)}  {point.name}".rstrip()
+    memory = f", {units.num_bytes(point.peak_bytes)}" if point.peak_bytes else ""
+    return f"{name}: {units.rate(point.speed)} {unit}{interval}{memory}"
+
+
+def _draw_measured(axes: Axes, found: History, unit: str) -> None:
     points = found.measured
     if not points:
         return
@@ -60,15 +74,17 @@ def _draw_measured(axes: Axes, found: History) -> None:
     if len(points) <= MAX_ERROR_BARS:
         axes.vlines(numbers, [p.low for p in points], [p.high for p in points], color=BLUE, linewidth=1.1, alpha=0.55)
     size = 5.0 if len(points) <= MAX_ERROR_BARS else 2.5
-    axes.plot(numbers, [p.speed for p in points], "o", color=BLUE, markersize=size, markeredgewidth=0, alpha=0.8)
+    look: dict[str, Any] = {"color": BLUE, "markersize": size, "markeredgewidth": 0, "alpha": 0.8}
+    (drawn,) = axes.plot(numbers, [p.speed for p in points], "o", **look)
+    entitle(drawn, [_point_title(point, unit) for point in points])
     steps, speeds = found.best_so_far()
     last = max((*numbers, *found.failed, *found.stopped))
     axes.step([*steps, last], [*speeds, speeds[-1]], where="post", color=GREEN, linewidth=1.6)
-    _right_label(axes, speeds[-1], "best so far", GREEN)
+    labels = [(speeds[-1], "best so far", GREEN)]
     if found.baseline is not None and found.best is not None and found.best.trial:
         axes.axhline(found.baseline, color=DIM, linewidth=0.9, linestyle=(0, (4, 3)))
-        if abs(speeds[-1] - found.baseline) > 0.06 * axes.get_ylim()[1]:
-            _right_label(axes, found.baseline, "baseline", DIM)
+        labels.append((found.baseline, "baseline", DIM))
+    side_labels(axes, labels)
 
 
 def _history_title(found: History) -> str:
@@ -78,7 +94,7 @@ def _history_title(found: History) -> str:
     if found.best.trial == 0:
         return f"No trial of {found.num_trials} measured faster than the baseline"
     speed = f"{units.trial_id(found.best.trial)} is the fastest of {found.num_trials} trials"
-    times = f", {found.best.speed / found.baseline:.2f}x the baseline" if found.baseline else ""
+    times = f", {versus(found.compared)} the baseline" if found.compared else ""
     since = ended - found.best.trial
     return f"{speed}{times}" + (f"; {since} tried since" if since else "; found last")
 
@@ -93,37 +109,28 @@ def plot_pareto(points: Sequence[SpeedPoint], unit: str, limit_bytes: int | None
     axes.set_xlabel(f"peak memory ({name})")
     others = [point for point in points if point not in best]
     size = 5.0 if len(points) <= MAX_ERROR_BARS else 2.8
-    axes.plot(
-        [p.peak_bytes / memory for p in others], [p.speed for p in others], "o", color=BLUE, markersize=size,
-        markeredgewidth=0, alpha=0.6,
-    )  # fmt: skip
+    _draw_points(axes, others, memory, unit, {"color": BLUE, "markersize": size, "alpha": 0.6})
     axes.step([p.peak_bytes / memory for p in best], [p.speed for p in best], where="post", color=GREEN, linewidth=1.2)
-    axes.plot(
-        [p.peak_bytes / memory for p in best], [p.speed for p in best], "o", color=GREEN, markersize=6,
-        markeredgewidth=0,
-    )  # fmt: skip
-    _label_front(axes, best, memory)
-    baseline = next((p for p in points if p.trial == 0), None)
-    if baseline is not None:
-        axes.plot(baseline.peak_bytes / memory, baseline.speed, "D", color=ORANGE, markersize=5.5, markeredgewidth=0)
-        axes.annotate("baseline", (baseline.peak_bytes / memory, baseline.speed), xytext=(6, -10), color=ORANGE,
-                      textcoords="offset points", size=8)  # fmt: skip
+    _draw_points(axes, best, memory, unit, {"color": GREEN, "markersize": 6})
+    baseline = [point for point in points if point.trial == 0]
+    _draw_points(axes, baseline, memory, unit, {"color": ORANGE, "markersize": 5.5, "marker": "D"})
     if points:
         axes.set_xlim(0, None)
         _memory_limit(axes, limit_bytes, memory, max(p.peak_bytes for p in points))
+    labelled = [*best[:-2:-1], *baseline, *best[-2::-1]]
+    labels = [("baseline", ORANGE) if not p.trial else (units.trial_id(p.trial), GREEN) for p in labelled]
+    places = {
+        point.trial: (point.peak_bytes / memory, point.speed, *look)
+        for point, look in zip(labelled, labels, strict=True)
+    }
+    point_labels(axes, list(places.values()))
     return figure
 
 
-def _label_front(axes: Axes, best: Sequence[SpeedPoint], memory: float) -> None:
-    """Label the points, from the fastest on, as far as the labels do not cover one another."""
-    top = axes.get_ylim()[1]
-    taken: list[float] = []
-    for point in reversed(best):
-        height = point.speed / top
-        if point.trial and all(abs(height - other) > 0.07 for other in taken):
-            taken.append(height)
-            axes.annotate(units.trial_id(point.trial), (point.peak_bytes / memory, point.speed), xytext=(-5, 5),
-                          textcoords="offset points", size=8, color=GREEN, ha="right")  # fmt: skip
+def _draw_points(axes: Axes, points: Sequence[SpeedPoint], memory: float, unit: str, look: Mapping[str, Any]) -> None:
+    options = {"marker": "o", "linestyle": "", "markeredgewidth": 0, **look}
+    (drawn,) = axes.plot([p.peak_bytes / memory for p in points], [p.speed for p in points], **options)
+    entitle(drawn, [_point_title(point, unit) for point in points])
 
 
 def _memory_limit(axes: Axes, limit_bytes: int | None, memory: float, largest: float) -> None:
@@ -132,6 +139,7 @@ def _memory_limit(axes: Axes, limit_bytes: int | None, memory: float, largest: f
         return
     if limit_bytes <= 2.5 * largest:
         axes.axvline(limit_bytes / memory, color=VERMILION, linewidth=1.0)
+        axes.set_xlim(0, max(axes.get_xlim()[1], 1.02 * limit_bytes / memory))
         axes.annotate("limit ", (limit_bytes / memory, 0.02), xycoords=("data", "axes fraction"), color=VERMILION,
                       size=8, ha="right")  # fmt: skip
     else:
@@ -160,35 +168,44 @@ def _pareto_title(best: Sequence[SpeedPoint]) -> str:
 def plot_coordinates(found: ParallelCoordinates, unit: str) -> Figure:
     """A line per trial through the values of its knobs, coloured by speed."""
     figure = new_figure(_coordinates_title(found), f"one line per trial, coloured by {unit}; grey: not measured", 3.6)
-    axes = add_axes(figure, left_in=0.6, right_in=0.5, bottom_in=0.35, top_in=0.75)
+    axes = add_axes(figure, left_in=0.9, right_in=0.6, bottom_in=0.5, top_in=0.75)
     axes.set_axis_off()
     if not found.knobs:
         return figure
+    room_in = (WIDTH_IN - 1.5) / len(found.knobs)
     speeds = [speed for speed in found.speeds if speed is not None]
     low, high = (min(speeds), max(speeds)) if speeds else (0.0, 1.0)
     axes.set_xlim(0, len(found.knobs))
     axes.set_ylim(-0.04, 1.04)
-    _draw_lines(axes, found, low, high)
+    _draw_lines(axes, found, low, high, unit)
     for x, (knob, values) in enumerate(zip(found.knobs, found.values, strict=True)):
         axes.vlines(x, -0.04, 1.04, color=LINE, linewidth=0.8)
-        axes.text(x, -0.08, knob, ha="center", va="top", size=8, color=DIM)
+        _name_axis(axes, x, knob, room_in)
         for place, value in enumerate(values):
-            height = _height(place, len(values), 0.5)
-            axes.text(x - 0.03, height, fmt_value(value), ha="right", va="center", size=8, bbox=_LABEL_BOX)
+            if place % -(-len(values) // MAX_VALUES) == 0:
+                words, height = fitting(value, min(0.8, room_in - 0.1), 8), _height(place, len(values), 0.5)
+                axes.text(x - 0.03, height, words, ha="right", va="center", size=8, bbox=_LABEL_BOX)
     axes.vlines(len(found.knobs), 0, 1, color=DIM, linewidth=0.8)
-    axes.text(len(found.knobs), -0.08, unit, ha="center", va="top", size=8, color=DIM)
+    _name_axis(axes, len(found.knobs), unit, room_in)
     for height, speed in ((0.0, low), (1.0, high)):
         axes.text(len(found.knobs) + 0.04, height, units.rate(speed), ha="left", va="center", size=8)
     return figure
 
 
-def _draw_lines(axes: Axes, found: ParallelCoordinates, low: float, high: float) -> None:
+def _name_axis(axes: Axes, place: int, name: str, room_in: float) -> None:
+    """Names stand in two rows in turn, so that each has the room of two axes; the outermost less."""
+    room = min(2 * room_in, 1.7 if place == 0 else 1.1 if place * room_in > WIDTH_IN - 1.6 else 9.0)
+    words = fitting(name, room - 0.1, 8)
+    axes.text(place, -0.07 - 0.075 * (place % 2), words, ha="center", va="top", size=8, color=DIM)
+
+
+def _draw_lines(axes: Axes, found: ParallelCoordinates, low: float, high: float, unit: str) -> None:
     """Draw the lines, slow ones first so that fast ones are seen, spread within a value so that none hides another."""
     from matplotlib.collections import LineCollection
 
     order = sorted(range(len(found.lines)), key=lambda i: (found.speeds[i] is not None, found.speeds[i] or 0.0))
     place = {trial: (rank + 0.5) / len(order) for rank, trial in enumerate(order)}
-    colors, lines, widths = [], [], []
+    colors, lines, widths, titles = [], [], [], []
     for i in order:
         speed = found.speeds[i]
         share = 0.0 if speed is None else (speed - low) / (high - low or 1.0)
@@ -196,10 +213,13 @@ def _draw_lines(axes: Axes, found: ParallelCoordinates, low: float, high: float)
         if speed is not None:
             heights.append(share)
         lines.append(_smooth(heights))
+        name = found.names[i] if found.names else "trial"
+        titles.append(f"{name}: {'not measured' if speed is None else f'{units.rate(speed)} {unit}'}")
         colors.append(GREY if speed is None else RAMP[min(int(share * len(RAMP)), len(RAMP) - 1)])
         widths.append(0.7 if speed is None or len(order) > 60 else 1.4)
     alpha = 0.9 if len(order) <= 60 else 0.55
-    axes.add_collection(LineCollection(lines, colors=colors, linewidths=widths, alpha=alpha))
+    drawn = axes.add_collection(LineCollection(lines, colors=colors, linewidths=widths, alpha=alpha))
+    entitle(drawn, titles, element="path")
 
 
 def _height(place: int, num_values: int, within: float) -> float:
@@ -241,7 +261,3 @@ def _speed_axis(axes: Axes, speeds: Sequence[float]) -> None:
     axes.set_ylim(0, 1.12 * max(speeds, default=1.0))
     axes.spines["left"].set_visible(False)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 10 or not value else f"{value:.2g}")
-
-
-def _right_label(axes: Axes, height: float, text: str, color: str = INK) -> None:
-    axes.annotate(f" {text}", (1.0, height), xycoords=("axes fraction", "data"), color=color, size=8, va="center")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator import units
 from orchestrator.diagnosis.values import KnobEffect, KnobImportance, PartName, StepParts
+from orchestrator.report.plots.labels import CHAR_IN, entitle, fitting
 from orchestrator.report.plots.style import (
     BLUE,
     DIM,
@@ -18,6 +19,7 @@ from orchestrator.report.plots.style import (
     PURPLE,
     SKY,
     VERMILION,
+    WIDTH_IN,
     YELLOW,
     add_axes,
     new_figure,
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_BAR_IN = 6.0
+"""Length of the longest bar in inches."""
 MAX_KNOBS = 10
 """Knobs whose importance is drawn."""
 
@@ -59,13 +63,13 @@ def plot_breakdown(steps: Sequence[LabelledStep]) -> Figure:
     figure = new_figure(
         _breakdown_title(steps), "milliseconds of one step on the slowest rank", 1.35 + 0.55 * len(steps)
     )
-    axes = add_axes(figure, left_in=1.25, right_in=0.75, bottom_in=0.65, top_in=0.62)
+    axes = add_axes(figure, left_in=1.25, right_in=WIDTH_IN - 1.25 - _BAR_IN, bottom_in=0.65, top_in=0.62)
     axes.set_axis_off()
     longest = max((step.step_time_s for _, step in steps), default=1.0)
     axes.set_xlim(0, longest)
     axes.set_ylim(len(steps) - 0.4, -0.6)
     for row, (label, step) in enumerate(steps):
-        axes.text(-0.01 * longest, row, label, ha="right", va="center", size=9, color=INK)
+        axes.text(-0.01 * longest, row, fitting(label, 1.15, 9), ha="right", va="center", size=9, color=INK)
         _bar(axes, row, step, longest)
     _keys(axes, list(dict.fromkeys(part.name for _, step in steps for part in step.parts if part.seconds > 0)))
     return figure
@@ -74,9 +78,12 @@ def plot_breakdown(steps: Sequence[LabelledStep]) -> Figure:
 def _bar(axes: Axes, row: int, step: StepParts, longest: float) -> None:
     at = 0.0
     for name, seconds, _ in step.parts:
-        axes.barh(row, seconds, left=at, height=0.62, color=part_color(name), linewidth=0)
-        if seconds > 0.06 * longest:
-            axes.text(at + seconds / 2, row, _number(1000 * seconds), ha="center", va="center", size=8, color=PAPER)
+        (drawn,) = axes.barh(row, seconds, left=at, height=0.62, color=part_color(name), linewidth=0)
+        share = f"{seconds / step.step_time_s:.0%}" if step.step_time_s else units.DASH
+        entitle(drawn, [f"{part_words(name)}: {units.milliseconds(seconds)}, {share} of the step"], element="g")
+        words = _number(1000 * seconds)
+        if seconds / longest * _BAR_IN > (len(words) + 1) * 8 * CHAR_IN:
+            axes.text(at + seconds / 2, row, words, ha="center", va="center", size=8, color=PAPER)
         at += seconds
     axes.text(at + 0.01 * longest, row, units.milliseconds(step.step_time_s), ha="left", va="center", size=9, color=DIM)
 
@@ -122,17 +129,21 @@ def plot_importance(knobs: Sequence[KnobImportance], effects: Sequence[KnobEffec
     largest = {effect.knobs: effect for effect in reversed(effects)}
     what = "share of the differences in speed between trials that a knob explains, with its 95 % interval"
     figure = new_figure(_importance_title(shown), what, 0.85 + 0.28 * max(1, len(shown)))
-    axes = add_axes(figure, left_in=1.9, right_in=2.8, bottom_in=0.1, top_in=0.65)
+    axes = add_axes(figure, left_in=2.1, right_in=3.0, bottom_in=0.1, top_in=0.65)
     axes.set_axis_off()
     longest = max((knob.high for knob in shown), default=0.0) or 1.0
     axes.set_xlim(0, longest)
     axes.set_ylim(max(len(shown), 1) - 0.4, -0.6)
     for row, knob in enumerate(shown):
-        axes.barh(row, knob.share, height=0.6, color=BLUE if row == 0 else SKY, linewidth=0)
+        (drawn,) = axes.barh(row, knob.share, height=0.6, color=BLUE if row == 0 else SKY, linewidth=0)
+        interval = f"{knob.low:.0%} {units.DASH} {knob.high:.0%}"
+        effect = largest.get(knob.knobs)
+        note = _effect_note(effect, 99.0)
+        entitle(drawn, [f"{_joined(knob.knobs)}: {knob.share:.0%} ({interval}){note}"], element="g")
         axes.hlines(row, knob.low, knob.high, color=DIM, linewidth=1.2)
-        axes.text(-0.015 * longest, row, _joined(knob.knobs), ha="right", va="center", size=9)
-        note = _effect_note(largest.get(knob.knobs))
-        axes.text(1.02 * longest, row, f"  {knob.share:.0%}{note}", ha="left", va="center", size=8, color=DIM)
+        axes.text(-0.015 * longest, row, fitting(_joined(knob.knobs), 1.9, 9), ha="right", va="center", size=9)
+        words = fitting(f"  {knob.share:.0%}{_effect_note(effect, 0.9)}", 2.9, 8)
+        axes.text(1.02 * longest, row, words, ha="left", va="center", size=8, color=DIM)
     return figure
 
 
@@ -146,10 +157,12 @@ def _importance_title(shown: Sequence[KnobImportance]) -> str:
     return f"{_joined(first.knobs)} matters most: {share}"
 
 
-def _effect_note(effect: KnobEffect | None) -> str:
+def _effect_note(effect: KnobEffect | None, room_in: float) -> str:
+    """What changing the knob brings; values are cut to the room in inches."""
     if effect is None:
         return ""
-    return f"; {_joined(effect.after)} is {effect.ratio:.2f}x as fast as {_joined(effect.before)}"
+    after, before = (fitting(_joined(values), room_in, 8) for values in (effect.after, effect.before))
+    return f"; {after} is {effect.ratio:.2f}x as fast as {before}"
 
 
 def _joined(values: Iterable[object]) -> str:

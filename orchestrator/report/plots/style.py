@@ -5,11 +5,14 @@ Matplotlib is imported only when something is drawn: commands that draw nothing 
 
 from __future__ import annotations
 
+import html
 import io
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
+
+from orchestrator.report.plots.labels import with_titles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,6 +85,7 @@ def new_figure(title: str, subtitle: str, height_in: float) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH_IN, height_in), layout=None)
+    figure.set_label(f"{title}; {subtitle}")
     title = title if len(title) <= _MAX_TITLE_CHARS else f"{title[: _MAX_TITLE_CHARS - 1]}…"
     size = min(11.0, 11.0 * 84 / max(1, len(title)))
     figure.text(0.01, 1 - 0.08 / height_in, title, size=size, weight="bold", va="top", ha="left", color=INK)
@@ -117,8 +121,12 @@ def to_svg(draw: Callable[[], Figure], name: str) -> str:
         import matplotlib as mpl
 
         mpl.rcParams["svg.hashsalt"] = name
-        draw().savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    return _inline(out.getvalue(), re.sub(r"\W", "-", name))
+        figure = draw()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    label = html.escape(str(figure.get_label()))
+    return _inline(with_titles(out.getvalue(), figure), re.sub(r"\W", "-", name)).replace(
+        "<svg", f'<svg role="img" aria-label="{label}"', 1
+    )
 
 
 def to_png(draw: Callable[[], Figure]) -> bytes:
@@ -142,4 +150,4 @@ def _inline(svg: str, prefix: str) -> str:
     svg = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", svg)
     for name, (color, _) in PALETTE.items():
         svg = svg.replace(color, f"var(--{name})")
-    return svg.replace("<svg", '<svg role="img"', 1).strip()
+    return svg.strip()

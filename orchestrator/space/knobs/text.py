@@ -46,12 +46,19 @@ def precision_text(precision: Precision) -> str:
     than the default adds a tag derived from its numbers, and so do long lists."""
     if precision.level == "O0":
         return "O0"
-    text = f"{precision.level}-{DTYPE_SHORT[precision.dtype]}"
+    return f"{precision.level}-{DTYPE_SHORT[precision.dtype]}{lists_text(precision)}{loss_scale_text(precision)}"
+
+
+def lists_text(precision: Precision) -> str:
+    """``+softmax-linear``: operators forced to 16 bits and to fp32; long lists as a tag."""
     lists = "".join(f"+{name}" for name in precision.white) + "".join(f"-{name}" for name in precision.black)
-    if len(lists) > _MAX_LIST_CHARS:
-        lists = f"+lists~{digest([precision.white, precision.black])[:6]}"
+    return f"+lists~{digest([precision.white, precision.black])[:6]}" if len(lists) > _MAX_LIST_CHARS else lists
+
+
+def loss_scale_text(precision: Precision) -> str:
+    """A tag derived from the numbers of a loss scale other than the default; else empty."""
     custom = precision.loss_scale not in (None, LossScale())
-    return f"{text}{lists}~{digest(precision.loss_scale)[:6]}" if custom else f"{text}{lists}"
+    return f"~{digest(precision.loss_scale)[:6]}" if custom else ""
 
 
 def counts_text(counts: Counts) -> str:

@@ -15,6 +15,7 @@ from orchestrator.sweep.events import AttemptEnded, AttemptLaunched, LedgerEvent
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState
+from orchestrator.units import rounded
 from tests.end_to_end.nodes.namespaces import Host, command_line
 from tests.end_to_end.nodes.ray_nodes import RayNodes, is_rays_own
 from trials.outcome import Measured
@@ -127,9 +128,9 @@ def _same_values(story: Story) -> Iterator[str]:
         run, measurement = runs.get(trial.number), trial.measurement
         if run is None:
             continue
-        if (run.status == "FINISHED") != (measurement is not None):
+        if (run.tokens_per_s_per_device is not None) != (measurement is not None):
             yield f"trial {trial.number} is {trial.status} in the ledger and {run.status} in MLflow"
-        elif measurement is not None and run.tokens_per_s_per_device != measurement.tokens_per_s_per_device:
+        elif measurement is not None and run.tokens_per_s_per_device != rounded(measurement.tokens_per_s_per_device):
             yield f"trial {trial.number} has another value in MLflow"
 
 

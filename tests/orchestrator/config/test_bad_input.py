@@ -197,6 +197,14 @@ def test_a_missing_key_is_named_at_the_line_of_its_section(tmp_path, path):
             "workload.data.path",
             "25 tokens",
         ),
+        (
+            ("workload", "data"),
+            {"kind": "token_file", "path": "text.txt", "dtype": "uint16"},
+            "workload.model.vocab_size",
+            "holds token id 30840",
+        ),
+        (("gate", "command"), ["no-such-program"], "gate.command.0", "is not on PATH"),
+        (("gate", "command"), ["./no-such-program"], "gate.command.0", "cannot be run"),
         (("workload", "data", "kind"), "image_folder", "workload.data.pattern", "unknown key"),
         (("space", "forbid"), [{}], "space.forbid.0", "empty pattern"),
         (("space", "forbid"), [{"replicate_with": "auto"}], "space.forbid.0.replicate_with", "'ddp' or 'fsdp2'"),
@@ -239,8 +247,10 @@ def test_a_missing_key_is_named_at_the_line_of_its_section(tmp_path, path):
         (("tracking", "uri"), "ftp://x", "tracking.uri", "pattern"),
     ],
 )
-def test_meaning_is_checked_too(tmp_path, path, value, key, words):
-    error = refusal(tmp_path, changed(FULL, path, value))
+def test_meaning_is_checked_too(tmp_path, monkeypatch, path, value, key, words):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    here = changed(FULL, ("cluster", "address"), "local")  # data and programs are looked at where they lie on this host
+    error = refusal(tmp_path, changed(here, path, value))
     found = {one.key: one for one in [error, *error.others]}
     assert key in found, str(error)
     assert words in found[key].message, str(error)

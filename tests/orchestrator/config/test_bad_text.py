@@ -10,7 +10,7 @@ from orchestrator.config.yaml_source import MAX_FILE_BYTES, read_yaml
 from orchestrator.errors import ConfigError
 from orchestrator.planning.plan import make_plan
 from tests.orchestrator.config.bad_files import ALL_PATHS, MAPPINGS, dotted, refusal
-from tests.support.sweep_files import FULL, SMALL, changed, topology, write
+from tests.support.sweep_files import FULL, RESNET, SMALL, changed, topology, write
 
 
 @pytest.mark.parametrize("path", [path for path in MAPPINGS if path and not any(isinstance(p, int) for p in path)])
@@ -64,6 +64,7 @@ def _key_paths(lines):
         ("name: x\nseed: !!timestamp abc\n", 2, "'abc' is no timestamp"),
         ("name: x\nseed: !!binary é\n", 2, "is no binary"),
         ("name: x\nseed: !!nonsense 1\n", 2, "is no nonsense"),
+        ("name: x\nseed: !!set abc\n", 2, "is no set"),
         ("name: x\nseed: 0x" + "f" * 5000, 2, "a number of 5002 characters is too large"),
         ("name: x\n0x" + "f" * 50 + ": 1\n", 2, "a key must be text, got '0xfff"),
         ('name: x\ntext: "\\ud800"\n', 2, "half of a character"),
@@ -204,7 +205,7 @@ def test_any_scalar_anywhere_loads_or_is_refused_cleanly(tmp_path, path, scalar)
 
 
 @pytest.mark.exhaustive
-@settings(MANY_IN_ONE_FOLDER, max_examples=5000)
+@settings(MANY_IN_ONE_FOLDER, max_examples=1500)
 @given(path=st.sampled_from(ALL_PATHS), scalar=TAGGED)
 def test_thousands_of_scalars_load_or_are_refused_cleanly(tmp_path, path, scalar):
     _check_tagged(tmp_path, path, scalar)
@@ -224,3 +225,29 @@ def _load_or_refuse(folder, content):
     except ConfigError as error:
         assert error.file == str(file)
         assert str(error)
+
+
+def test_more_class_folders_than_classes_are_refused_at_once(tmp_path):
+    for name in ("cat", "dog", "fox"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        (tmp_path / "images" / name / "1.jpg").write_bytes(b"\xff\xd8")
+    data = {"kind": "image_folder", "path": "images"}
+    error = refusal(
+        tmp_path, changed(changed(RESNET, ("workload", "data"), data), ("workload", "model", "num_classes"), 2)
+    )
+    assert (error.key, error.message) == (
+        "workload.model.num_classes",
+        f"2 classes, but {tmp_path / 'images'} has 3 folders of classes",
+    )
+    assert error.line == (tmp_path / "sweep.yaml").read_text().splitlines().index("    num_classes: 2") + 1
+    assert "num_classes: 3" in error.remedy
+
+
+def test_data_and_programs_of_another_host_are_not_looked_for_on_this_one(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    content = changed(FULL, ("workload", "data", "path"), "/data/elsewhere")
+    content = changed(changed(content, ("gate", "command"), ["their-program"]), ("cluster",), {"kind": "ray"})
+    file = write(tmp_path, content)
+    assert load_sweep(file, address="10.0.0.1:6379").workload.data.path == "/data/elsewhere"
+    with pytest.raises(ConfigError, match="No such file"):
+        load_sweep(file)

@@ -15,6 +15,7 @@ from orchestrator.diagnosis.importance import importance
 from orchestrator.diagnosis.observations import tabulate
 from orchestrator.diagnosis.prediction_errors import compare_predictions
 from orchestrator.diagnosis.sample import MAX_TRIALS, sample
+from orchestrator.objective import Objective
 from orchestrator.search.prediction.gaussian_process import condition
 from orchestrator.sweep.values import PredictedResult
 from orchestrator.terminal.explain_sweep import render_sweep_explanation
@@ -49,7 +50,7 @@ def predictions(state):
 
 
 def test_importance_finds_the_planted_knob_and_says_how_sure_it_is():
-    found = importance(tabulate(planted().searched()))
+    found = importance(tabulate(planted().searched(), Objective()))
     first = found.knobs[0]
     assert (first.knobs, found.num_trials) == (("precision",), 24)
     assert first.share > 0.7
@@ -61,14 +62,14 @@ def test_importance_finds_the_planted_knob_and_says_how_sure_it_is():
 
 
 def test_too_few_trials_are_said_to_be_too_few():
-    found = importance(tabulate(planted(FACTORIAL[::5]).searched()))
+    found = importance(tabulate(planted(FACTORIAL[::5]).searched(), Objective()))
     assert found.knobs == ()
     assert found.reason == "too few trials: 5, at least 10 would be needed for the 4 knobs that varied"
-    assert importance(tabulate([])).reason == "no knob varied over the trials"
+    assert importance(tabulate([], Objective())).reason == "no knob varied over the trials"
 
 
 def test_effects_come_from_pairs_that_differ_in_nothing_else():
-    effects = main_effects(tabulate(planted().searched()))
+    effects = main_effects(tabulate(planted().searched(), Objective()), Objective())
     first = effects[0]
     assert (first.knobs, first.before, first.after, first.num_pairs) == (("precision",), ("O0",), ("O1-bf16",), 12)
     assert first.ratio == pytest.approx(math.exp(LOG_GAIN), rel=0.02)
@@ -83,11 +84,12 @@ def test_without_pairs_a_regression_tells_what_the_trials_determine():
         (O1 if (mode == "block") != (workers == 2) else Precision(), size, mode, workers)
         for size, mode, workers in itertools.product((1, 2), ("off", "block"), (0, 2))
     ]
-    found = {effect.knobs[0]: effect for effect in main_effects(tabulate(planted(half).searched()))}
+    shown = main_effects(tabulate(planted(half).searched(), Objective()), Objective())
+    found = {effect.knobs[0]: effect for effect in shown}
     assert (found["precision"].num_pairs, found["micro_batch_size"].num_pairs) == (0, 4)
     assert found["precision"].low <= math.exp(LOG_GAIN) <= found["precision"].high
     assert found["precision"].after == ("O1-bf16",)
-    fewer = main_effects(tabulate(planted(half[:4]).searched()))
+    fewer = main_effects(tabulate(planted(half[:4]).searched(), Objective()), Objective())
     assert "precision" not in [effect.knobs[0] for effect in fewer], "four trials leave nothing to judge the fit by"
 
 
@@ -96,11 +98,11 @@ def test_trials_stopped_early_count_with_the_least_they_would_have_taken():
         step_times_s=(9.0,), at_least_s=9.0, incumbent=0, saved_device_seconds=1.0, evidence=evidence("slow")
     )
     candidates = [Candidate(micro_batch_size=size) for size in (1, 2)]
-    table = tabulate(sweep(candidates, [measured(1.0), slow]).searched())
+    table = tabulate(sweep(candidates, [measured(1.0), slow]).searched(), Objective())
     assert [round(math.exp(row.log_time), 6) for row in table.rows] == [1.0, 9.0]
     assert len(table.measured) == 1
     assert importance(table).num_bounds == 1
-    assert main_effects(table) == ()
+    assert main_effects(table, Objective()) == ()
 
 
 def expectation(step_s, peak=2e8, spread=0.05, fits=1.0):
@@ -138,7 +140,7 @@ def test_of_a_long_sweep_a_sample_is_looked_at_that_shows_what_single_knobs_did(
     assert MAX_TRIALS / 2 < len(kept) <= MAX_TRIALS + 20
     numbers = [trial.number for trial in kept]
     assert numbers == sorted(set(numbers)) and {0, state.best.number} <= set(numbers)
-    effect = {effect.knobs: effect for effect in main_effects(tabulate(kept))}[("precision",)]
+    effect = {effect.knobs: effect for effect in main_effects(tabulate(kept, Objective()), Objective())}[("precision",)]
     assert effect.num_pairs > 100, "the sample keeps pairs that differ in nothing else"
     assert effect.low < math.exp(LOG_GAIN) < effect.high
     few = planted().searched()

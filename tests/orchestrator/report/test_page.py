@@ -232,13 +232,14 @@ def test_a_sweep_without_anything_measured_has_a_page_too():
 def test_terminal_and_note_tell_the_proof():
     state = fold(proof_events())
     shown = text(report.render_report(made(state)), 140)
-    assert "Confirmed: 1.25x the speed of your present configuration, and it trains the same: t001" in shown
+    said = "Confirmed: 1.25x (1.20x – 1.30x) the speed of your present configuration, and it trains the same: t001"  # noqa: RUF001
+    assert said in shown
     assert re.search(r"t002 +1.01x .* not shown faster", shown)
     assert re.search(r"t001 +passed: loss 0.04 % off \(1 % allowed\)", shown)
     assert len(re.findall(r"^ +t\d{3}  .*(measured|memory|infeasible|diverged|timed|crashed|lost)", shown, re.M)) == 9
     lines = report_markdown(made(state)).splitlines()
     assert lines[0].startswith("**Confirmed: 1.25x")
-    assert "- Confirmation of t002: 1.01x (1.01x – 1.01x), not shown faster" in lines  # noqa: RUF001
+    assert "- Confirmation of t002: 1.01x (1.00x – 1.01x), not shown faster" in lines  # noqa: RUF001
 
 
 def test_every_outcome_and_every_purpose_has_words():

@@ -34,18 +34,24 @@ def test_the_json_form_is_complete():
         "speedup": pytest.approx(1.25),
         "verdict": "faster",
         "ruled_out": [],
+        "objective": "tokens_per_s_per_device",
         "unit": "tokens/s/p",
+        "num_leased_devices": 2,
+        "confirmed": None,
         "device_hours": pytest.approx(9 / 3600),
         "saved_device_hours": 0,
-            "duration_s": 100.0,
-            "paused_s": 0.0,
+        "duration_s": 100.0,
+        "paused_s": 0.0,
+        "disturbed": None,
         "learned_from": {"trials": 0, "sweeps": 0},
         "tracking_uri": "sqlite:////home/mlflow.db",
         "proof": None,
         "profiles": [],
         "winner": None,
     }
-    assert set(best) == set(baseline) == {"trial", "reason", "config", "tokens_per_s_per_device", "ci95"}
+    figures = {"step_time_s", "tokens_per_s", "tokens_per_s_per_device", "num_devices"}
+    costs = {"device_hours_per_1e9_tokens", "price_per_1e9_tokens"}
+    assert set(best) == set(baseline) == {"trial", "reason", "config", "score", "ci95"} | figures | costs
     assert (best["trial"], baseline["trial"]) == (1, 0)
     assert best["tokens_per_s_per_device"] == pytest.approx(512 / 0.08 / 2)
     assert best["ci95"][0] < best["tokens_per_s_per_device"] < best["ci95"][1]

@@ -8,6 +8,7 @@ import pytest
 
 from orchestrator.config.sweep import load_sweep
 from orchestrator.controller import creation
+from orchestrator.objective import Objective
 from orchestrator.planning.knowledge import EarlierTrials
 from orchestrator.report.verdict import cost
 from orchestrator.search.prediction.transfer import EarlierTrial, same_hardware
@@ -102,8 +103,8 @@ def test_a_damaged_store_costs_only_what_could_be_learned(tmp_path, caplog):
 def test_what_is_learned_is_a_value_that_survives_json():
     known = EarlierTrial.of_outcome("s", WORKLOAD, Candidate(), measured(0.1))
     gone = EarlierTrial.of_outcome("s", WORKLOAD, Candidate(), failures()["oom"])
-    assert known.device_seconds == pytest.approx(0.1)
-    assert gone.device_seconds is None
+    assert known.step_time_s == pytest.approx(0.1)
+    assert gone.step_time_s is None
     assert all(EarlierTrial.of_outcome("s", WORKLOAD, Candidate(), failures()[name]) is None for name in ("crashed",))
     kept = EarlierTrials(trials=(known, gone))
     assert from_json(EarlierTrials, json.loads(json.dumps(to_json(kept)))) == kept
@@ -112,5 +113,5 @@ def test_what_is_learned_is_a_value_that_survives_json():
 
 
 def test_no_store_no_question(tmp_path):
-    assert creation.earlier(load_sweep(write(tmp_path, SWEEP)), {}, Home(tmp_path / "empty")) == ()
+    assert creation.earlier(load_sweep(write(tmp_path, SWEEP)), {}, Home(tmp_path / "empty"), Objective()) == ()
     assert not (tmp_path / "empty").exists()

@@ -62,7 +62,9 @@ def _look_at(child: subprocess.Popen[str], port: int) -> int:
     base = child.stdout.readline().strip()
     assert base == f"http://127.0.0.1:{port}"
     with urllib.request.urlopen(base, timeout=60) as page:
-        assert b"MLflow" in page.read()
+        content = page.read()
+    assert b"MLflow" in content
+    assert content.index(b"autoOpenedOnFirstLoad") < content.index(b"<script defer")
     server = int(Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()[0])
     assert members(os.getpgid(server))
     return server
@@ -72,7 +74,7 @@ def test_a_taken_port_is_refused(tmp_path: Path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(ConfigError, match=r"cannot listen on 127.0.0.1:\d+.*--port"):
+        with pytest.raises(ConfigError, match=r"cannot listen on 127.0.0.1:\d+.*--mlflow-port"):
             serve(f"sqlite:///{tmp_path}/mlflow.db", port=taken.getsockname()[1])
 
 

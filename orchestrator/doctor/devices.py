@@ -1,0 +1,112 @@
+"""Checks of what trials compute with: torch, its devices and collectives, the driver."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import subprocess
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cluster.hardware.topology import cpu_model, num_usable_cores, visible_gpus
+from cluster.processes import python_module
+from orchestrator.doctor.check import TroubleError
+from trials.torch_support import REMEDY, TESTED, installed_version, problem
+
+TORCH_S = 90.0
+"""How long importing torch may take on a loaded machine with cold disks."""
+_LISTED = 3
+
+
+_asking = threading.Lock()
+
+
+def _probe() -> Mapping[str, Any]:
+    """What torch says of itself; asked once, whichever check comes first.
+
+    Raises:
+        TroubleError: it cannot be imported.
+    """
+    with _asking:
+        return _ask()
+
+
+@functools.cache
+def _ask() -> Mapping[str, Any]:
+    """What torch says, in a process of its own: a broken driver can hang or end the one that asks."""
+    try:
+        asked = subprocess.run(
+            python_module("trials.torch_support"), capture_output=True, timeout=TORCH_S - 5, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise TroubleError(
+            "importing torch takes over a minute", "Is the driver hung, or the disk slow?", "fail"
+        ) from None
+    if asked.returncode != 0:
+        lines = asked.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {asked.returncode}"]
+        raise TroubleError(f"torch cannot be imported: {lines[-1]}", REMEDY, "fail")
+    answer: dict[str, Any] = json.loads(asked.stdout.splitlines()[-1])
+    return answer
+
+
+def torch() -> str:
+    """Which torch there is, and whether it has all that trials need."""
+    version = installed_version()
+    if known := problem(version):
+        raise TroubleError(known, REMEDY, "fail")
+    found = _probe()
+    build = f"CUDA {found['cuda']}" if found["cuda"] else f"ROCm {found['hip']}" if found["hip"] else "CPU only"
+    words = f"{found['version']} ({build})"
+    if missing := found["lacking"]:
+        raise TroubleError(f"{words} lacks {', '.join(missing[:_LISTED])}, which trials need", REMEDY, "fail")
+    if missing := found["lacking_for_dry_runs"]:
+        raise TroubleError(
+            f"{words}: trials run, `dryrun` does not: no {missing[0]}", "Plan without dry runs, or update torch."
+        )
+    tested = ".".join(map(str, TESTED))
+    return words if found["version"].startswith(tested) else f"{words}; tested with {tested}"
+
+
+def devices() -> str:
+    """What trials would run on here, and whether torch sees what the driver does."""
+    gpus = visible_gpus()
+    if not gpus:
+        if Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi"):
+            remedy = "Look at what nvidia-smi says; in a container: --gpus all."
+            raise TroubleError("nvidia-smi lists no GPU, though there is a driver or a tool of it", remedy)
+        return f"{num_usable_cores()} CPU cores ({cpu_model()}), no GPU"
+    seen = _probe()["devices"]
+    words = f"{len(gpus)} x {gpus[0][0]}, {gpus[0][1] / (1 << 30):.0f} GiB each"
+    if len(seen) != len(gpus):
+        remedy = "Install the build of torch for this driver (https://pytorch.org/get-started)."
+        raise TroubleError(f"{words}; torch sees {len(seen)} of them", remedy, "fail")
+    return words
+
+
+def driver() -> str:
+    """The GPU driver's version; other sweeps' figures compare only with the same one."""
+    path = Path("/sys/module/nvidia/version")
+    if not path.exists():
+        return "none, and no GPU that needs one" if not visible_gpus() else "not told by the kernel"
+    return f"NVIDIA {path.read_text(encoding='ascii').strip()}"
+
+
+def collectives() -> str:
+    """NCCL among GPUs, gloo among cores."""
+    if installed_version() is None:
+        raise TroubleError("nobody knows without torch", REMEDY, "fail")
+    found = _probe()
+    if found["devices"]:
+        if not found["nccl"]:
+            raise TroubleError(
+                "this torch has no NCCL", "Install a build of torch with NCCL; trials of several GPUs need it."
+            )
+        return f"NCCL {found['nccl']}"
+    if not found["gloo"]:
+        raise TroubleError(
+            "this torch has no gloo", "Install a usual build of torch; ranks on CPUs meet through gloo.", "fail"
+        )
+    return "gloo"

@@ -1,0 +1,255 @@
+"""The short notation of candidates, like ``pp2 z2x8 mbs1 full4 O1-bf16``: every sign, what it means, and the knobs it
+stands for. Names are written by this table, so that none can hold a sign that the legend does not explain."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from orchestrator.space.knobs.text import (
+    lists_text,
+    loss_scale_text,
+    plain,
+    precision_text,
+    recompute_text,
+    stage_layers_text,
+    steps_text,
+)
+from trials.spec import Candidate, Kernels, Layout, Loader, Precision, Recompute
+
+_VALUE = r"\{([^}]+)\}"
+"""A value in the text of a sign."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sign:
+    """One element of the notation; ``{N}`` and the like in its texts stand for values."""
+
+    text: str
+    """As it stands in names: ``pp{N}``."""
+    meaning: str
+    knobs: tuple[str, ...]
+    """Names of the knobs that it tells of."""
+    is_suffix: bool = False
+    """Whether it follows another sign without a blank."""
+
+    @property
+    def general(self) -> str:
+        """The sign with letters for its values: ``ppN``; a suffix after three dots."""
+        text = _with_letters(self.text)
+        return f"…{text}" if self.is_suffix else text
+
+    @property
+    def general_meaning(self) -> str:
+        """The meaning with letters for its values; a value at its end, which says no more than the sign, left out."""
+        return _with_letters(re.sub(rf": {_VALUE}$", "", self.meaning))
+
+
+def _with_letters(text: str) -> str:
+    return text.replace("{", "").replace("}", "")
+
+
+def _sign(text: str, meaning: str, *knobs: str, is_suffix: bool = False) -> Sign:
+    return Sign(text=text, meaning=meaning, knobs=knobs, is_suffix=is_suffix)
+
+
+PP = _sign("pp{N}", "pipeline of {N} stages", "pp")
+SCHEDULES: Mapping[str, Sign] = {
+    "gpipe": _sign("gpipe", "schedule: all forward, then all backward", "schedule"),
+    "1f1b": _sign("1f1b", "schedule: forward and backward in turn", "schedule"),
+    "interleaved": _sign("interleaved", "schedule: chunks of layers in turn", "schedule"),
+    "zbv": _sign("zbv", "schedule: zero bubble, V-shaped", "schedule"),
+}
+CHUNKS = _sign("v{N}", "chunks of layers per stage: {N}", "num_virtual_stages", is_suffix=True)
+STAGE_LAYERS = _sign("L{A,B}", "layers per stage: {A,B}", "stage_layers")
+REPLICAS = _sign("dp{N}", "data-parallel replicas: {N}", "dp_replicate")
+WITH_FSDP2 = _sign("f", "replicated by FSDP2 instead of DDP", "replicate_with", is_suffix=True)
+SHARDS = _sign("z{S}x{N}", "ZeRO stage {S} over {N} devices", "zero_stage", "dp_shard")
+EMBEDDING = _sign("emb", "embedding and head sharded over all data-parallel devices", "shard_embedding")
+CONTEXT = _sign("cp{N}", "every sequence over {N} devices", "cp")
+ULYSSES = _sign("u", "by exchanging heads (Ulysses)", "cp_method", is_suffix=True)
+TENSOR = _sign("tp{N}", "every layer over {N} devices", "tp")
+SEQUENCE = _sign("sp", "with sequence parallelism", "sequence_parallel", is_suffix=True)
+LOCAL = _sign("l", "by the local engine instead of DTensor", "tp_engine", is_suffix=True)
+COPIES = _sign("c{N}", "micro-batches run as {N} overlapping copies", "num_copies", is_suffix=True)
+MICRO_BATCH = _sign("mbs{N}", "micro-batch size {N}", "micro_batch_size")
+FULL = _sign("full{N}", "layers recomputed in full: {N}", "recompute")
+SELECTIVE = _sign("~{PATTERN}:{N}", "layers that recompute {PATTERN}: {N}", "recompute")
+COMMUNICATION = _sign("comm:{N}", "layers that communicate again in the backward pass: {N}", "recompute")
+PRECISIONS: Mapping[str, Sign] = {
+    "O0": _sign("O0", "fp32", "precision"),
+    "O1": _sign("O1-{TYPE}", "autocast to {TYPE}", "precision"),
+    "O2": _sign("O2-{TYPE}", "parameters in {TYPE}, fp32 masters", "precision"),
+}
+LISTS = _sign("{+A-B}", "operators forced to 16 bits (+) or to fp32 (-): {+A-B}", "precision", is_suffix=True)
+LOSS_SCALE = _sign("~{ID}", "a loss scale of its own, known as {ID}", "precision", is_suffix=True)
+WORKERS = _sign("w{N}", "loading processes per device: {N}", "num_workers")
+PREFETCH = _sign("p{N}", "batches ahead of each: {N}", "prefetch_factor", is_suffix=True)
+TUNED = _sign("w-{HOW}", "loading processes found before training: {HOW}", "dataloader")
+PINNED = _sign("pin", "pinned host memory", "pin_memory")
+KEPT = _sign("keep", "loading processes kept from epoch to epoch", "persistent_workers")
+FULL_BATCH = _sign("fullbatch", "every device reads the whole batch", "full_batch")
+COMPILED: Mapping[str, Sign] = {
+    "block": _sign("compile", "every layer compiled", "compile"),
+    "model": _sign("compile-model", "the whole model compiled", "compile"),
+}
+COMPILE_MODE = _sign("-{MODE}", "mode of torch.compile: {MODE}", "compile_mode", is_suffix=True)
+BACKEND = _sign("-{NAME}", "backend of torch.compile: {NAME}", "compile", is_suffix=True)
+KERNELS: Mapping[Sign, Callable[[Kernels], str | None]] = {
+    _sign("attn-{NAME}", "attention kernel {NAME}", "attention"): (
+        lambda kernels: kernels.attention if kernels.attention != "auto" else None
+    ),
+    _sign("matmul-{NAME}", "precision of fp32 matrix products: {NAME}", "matmul_precision"): (
+        lambda kernels: kernels.matmul_precision if kernels.matmul_precision != "highest" else None
+    ),
+    _sign("cudnn{A-B}", "cuDNN measures its algorithms in steps {A-B}", "cudnn_benchmark"): (
+        lambda kernels: steps_text(kernels.cudnn_tuning_range) if kernels.cudnn_tuning_range else None
+    ),
+    _sign("nhwc", "channels last in memory", "memory_format"): (
+        lambda kernels: "" if kernels.memory_format == "nhwc" else None
+    ),
+    _sign("format-auto", "memory format by number format", "memory_format"): (
+        lambda kernels: "" if kernels.memory_format == "auto" else None
+    ),
+}
+"""Sign to its value in a candidate's kernels; None where the name does not hold it."""
+
+NOTATION: tuple[Sign, ...] = (
+    PP, *SCHEDULES.values(), CHUNKS, STAGE_LAYERS, REPLICAS, WITH_FSDP2, SHARDS, EMBEDDING, CONTEXT, ULYSSES, TENSOR,
+    SEQUENCE, LOCAL, COPIES, MICRO_BATCH, FULL, SELECTIVE, COMMUNICATION, *PRECISIONS.values(), LISTS, LOSS_SCALE,
+    WORKERS, PREFETCH, TUNED, PINNED, KEPT, FULL_BATCH, *COMPILED.values(), COMPILE_MODE, BACKEND, *KERNELS,
+)  # fmt: skip
+"""All signs, in the order in which names hold them."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamePart:
+    """A sign with its values."""
+
+    sign: Sign
+    values: Mapping[str, object]
+
+    @property
+    def text(self) -> str:
+        """As it stands in the name: ``pp2``."""
+        return _filled(self.sign.text, self.values)
+
+    @property
+    def meaning(self) -> str:
+        """What it says: ``pipeline of 2 stages``."""
+        return _filled(self.sign.meaning, self.values)
+
+
+def _filled(text: str, values: Mapping[str, object]) -> str:
+    return re.sub(_VALUE, lambda found: str(values[found[1]]), text)
+
+
+Word = tuple[NamePart, ...]
+"""A word of a name: ``tp2sp`` is ``tp2`` and ``sp``."""
+
+
+def word_text(word: Word) -> str:
+    """The word as it stands in the name; parts of recompute are joined by a plus sign."""
+    return "".join(f"+{part.text}" if i and not part.sign.is_suffix else part.text for i, part in enumerate(word))
+
+
+def words_of(candidate: Candidate) -> Iterator[Word]:
+    """The words of a candidate's name, in order."""
+    yield from _layout_words(candidate.layout)
+    yield (NamePart(MICRO_BATCH, {"N": candidate.micro_batch_size}),)
+    if candidate.recompute != Recompute():
+        yield tuple(_recompute_parts(candidate))
+    yield tuple(_precision_parts(candidate.precision))
+    yield from _loader_words(candidate.loader)
+    yield from _kernel_words(candidate.kernels)
+
+
+def spelled(candidate: Candidate) -> list[tuple[str, str]]:
+    """Every sign of the candidate's name with what it says."""
+    return [(part.text, part.meaning) for word in words_of(candidate) for part in word]
+
+
+def legend(candidates: Iterable[Candidate]) -> list[tuple[str, str]]:
+    """The signs that occur in the candidates' names, in general: ``ppN``, ``pipeline of N stages``."""
+    found = {part.sign for candidate in candidates for word in words_of(candidate) for part in word}
+    return [(sign.general, sign.general_meaning) for sign in NOTATION if sign in found]
+
+
+def notation_table() -> str:
+    """All signs as a Markdown table, for ``docs/notation.md``."""
+    lines = ["| sign | meaning | knob |", "|---|---|---|"]
+    for sign in NOTATION:
+        knobs = ", ".join(f"[{knob}](knobs.md#{knob})" for knob in sign.knobs)
+        lines.append(f"| `{sign.general}` | {sign.general_meaning} | {knobs} |")
+    return "\n".join(lines) + "\n"
+
+
+def _layout_words(layout: Layout) -> Iterator[Word]:
+    if layout.pp > 1:
+        yield (NamePart(PP, {"N": layout.pp}),)
+        has_chunks = layout.num_virtual_stages > 1 and layout.schedule != "zbv"
+        chunks = (NamePart(CHUNKS, {"N": layout.num_virtual_stages}),) if has_chunks else ()
+        yield (NamePart(SCHEDULES[layout.schedule], {}), *chunks)
+        if (split := stage_layers_text(layout)) != "even":
+            yield (NamePart(STAGE_LAYERS, {"A,B": split}),)
+    if layout.dp_replicate > 1 or layout.world_size == 1 or layout.replicate_with == "fsdp2":
+        engine = (NamePart(WITH_FSDP2, {}),) if layout.replicate_with == "fsdp2" else ()
+        yield (NamePart(REPLICAS, {"N": layout.dp_replicate}), *engine)
+    if layout.dp_shard > 1:
+        yield (NamePart(SHARDS, {"S": layout.zero_stage, "N": layout.dp_shard}),)
+    if layout.shard_embedding:
+        yield (NamePart(EMBEDDING, {}),)
+    if layout.cp > 1:
+        yield (
+            NamePart(CONTEXT, {"N": layout.cp}),
+            *((NamePart(ULYSSES, {}),) if layout.cp_method == "ulysses" else ()),
+        )
+    if layout.tp > 1:
+        flags = {SEQUENCE: layout.sequence_parallel, LOCAL: layout.tp_engine == "local", COPIES: layout.num_copies > 1}
+        suffixes = (NamePart(sign, {"N": layout.num_copies}) for sign, is_on in flags.items() if is_on)
+        yield (NamePart(TENSOR, {"N": layout.tp}), *suffixes)
+
+
+def _recompute_parts(candidate: Candidate) -> Iterator[NamePart]:
+    for named in recompute_text(candidate.recompute, candidate.layout).split(" "):
+        what, _, number = named.rpartition(":")
+        if what in ("full", "comm"):
+            yield NamePart(FULL if what == "full" else COMMUNICATION, {"N": number})
+        else:
+            yield NamePart(SELECTIVE, {"PATTERN": what.removeprefix("~"), "N": number})
+
+
+def _precision_parts(precision: Precision) -> Iterator[NamePart]:
+    lists, scale = lists_text(precision), loss_scale_text(precision)
+    number_format = precision_text(precision).partition("-")[2].removesuffix(scale).removesuffix(lists)
+    yield NamePart(PRECISIONS[precision.level], {"TYPE": number_format})
+    if precision.level != "O0" and lists:
+        yield NamePart(LISTS, {"+A-B": lists})
+    if precision.level != "O0" and scale:
+        yield NamePart(LOSS_SCALE, {"ID": scale.removeprefix("~")})
+
+
+def _loader_words(loader: Loader) -> Iterator[Word]:
+    if loader.num_workers:
+        ahead = (NamePart(PREFETCH, {"N": loader.prefetch_factor}),) if loader.prefetch_factor != 2 else ()
+        yield (NamePart(WORKERS, {"N": loader.num_workers}), *ahead)
+    if loader.tuning is not None:
+        yield (NamePart(TUNED, {"HOW": plain(loader.tuning)}),)
+    flags = {PINNED: loader.pin_memory, KEPT: loader.persistent_workers, FULL_BATCH: loader.full_batch}
+    yield from ((NamePart(sign, {}),) for sign, is_on in flags.items() if is_on)
+
+
+def _kernel_words(kernels: Kernels) -> Iterator[Word]:
+    default = Kernels()
+    if kernels.compile != "off":
+        mode = (NamePart(COMPILE_MODE, {"MODE": kernels.compile_mode}),)
+        backend = (NamePart(BACKEND, {"NAME": kernels.backend}),)
+        yield (
+            NamePart(COMPILED[kernels.compile], {}),
+            *(mode if kernels.compile_mode != default.compile_mode else ()),
+            *(backend if kernels.backend != default.backend else ()),
+        )
+    for sign, value_of in KERNELS.items():
+        if (value := value_of(kernels)) is not None:
+            yield (NamePart(sign, dict.fromkeys(re.findall(_VALUE, sign.text), value)),)

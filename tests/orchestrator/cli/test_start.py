@@ -1,0 +1,206 @@
+"""The first five minutes: ``init``, ``doctor``, completion, and a client without torch."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from orchestrator.cli.main import main
+from orchestrator.draft.draft import MAX_LINES
+from tests.orchestrator.promotion.proven import proven_home
+from tests.support import ROOT
+
+LLAMA_13B = {
+    "model_type": "llama",
+    "hidden_size": 5120,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "intermediate_size": 13824,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_13B))
+    return tmp_path
+
+
+def test_a_13b_model_on_64_gpus_from_its_configuration_to_its_plan(folder):
+    drafted = run("init", "--model", "config.json", "--cluster", "dgx-h100", "--nodes", 8, "--max-trials", 3, "--json")
+    assert drafted.exit_code == 0, drafted.output
+    said = json.loads(drafted.stdout)
+    assert said["simulated"]
+    assert said["expected"]["fits"]
+    text = (folder / "sweep.yaml").read_text()
+    assert len(text.splitlines()) <= MAX_LINES
+    assert "kind: ray, address: HOST:PORT" in text
+    planned = json.loads(run("plan", "sweep.yaml", "--json").stdout)
+    assert planned["forecast"]["num_fitting"] > 100
+
+
+@pytest.mark.exhaustive
+def test_the_draft_of_a_13b_model_runs_to_its_end(folder):
+    assert run("init", "--model", "config.json", "--cluster", "dgx-h100", "--nodes", 8).exit_code == 0
+    submitted = run("submit", "sweep.yaml", "--json")
+    assert submitted.exit_code == 0, submitted.output
+    assert json.loads(submitted.stdout)["speedup"]["value"] > 1.2
+
+
+def test_nothing_is_overwritten_unless_forced(folder):
+    arguments = ("init", "--parameters", "7B", "--cluster", "dgx-a100")
+    assert run(*arguments).exit_code == 0
+    before = (folder / "sweep.yaml").read_text()
+    again = run(*arguments, "--seq-length", 2048)
+    assert again.exit_code == 2
+    assert "--force" in again.stderr
+    assert (folder / "sweep.yaml").read_text() == before
+    assert run(*arguments, "--seq-length", 2048, "--force").exit_code == 0
+    assert "seq_length: 2048" in (folder / "sweep.yaml").read_text()
+    assert not list(folder.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ("--model", "--parameters")),
+        (("--parameters", "large"), ("'large'", "13B")),
+        (("--parameters", "405B", "--cluster", "dgx-a100"), ("does not fit", "GB", "--nodes")),
+        (("--parameters", "1B", "--cluster", "nowhere"), ("'nowhere'", "dgx-h100")),
+        (("--parameters", "1B", "--nodes", 2), ("one node", "--cluster")),
+        (("--model", "missing.json"), ("missing.json",)),
+        (("--example", "nothing"), ("quickstart",)),
+    ],
+)
+def test_what_cannot_be_drafted_is_said_with_a_remedy(folder, arguments, words):
+    result = run("init", *arguments)
+    assert result.exit_code == 2, result.output
+    assert all(word in result.stderr for word in words)
+    assert not (folder / "sweep.yaml").exists()
+
+
+def test_a_cluster_is_described_by_a_file_wherever_it_may_be_named(folder):
+    (folder / "mine.yaml").write_text("accelerator: h200\nnum_nodes: 2\ndevices_per_node: 4\n")
+    assert run("init", "--parameters", "8B", "--cluster", "./mine.yaml").exit_code == 0
+    assert "num_nodes: 2, devices_per_node: 4, simulation: {accelerator: h200" in (folder / "sweep.yaml").read_text()
+    planned = json.loads(run("plan", "sweep.yaml", "--cluster", "./mine.yaml", "--json").stdout)
+    assert planned["forecast"]["accelerator"] == "h200"
+    (folder / "mine.yaml").write_text("accelerator: h200\nnum_nodes: [\n")
+    broken = run("plan", "sweep.yaml", "--cluster", "./mine.yaml")
+    assert broken.exit_code == 2
+    assert "mine.yaml:" in broken.stderr
+
+
+@pytest.mark.representative("quickstart")
+@pytest.mark.parametrize("name", ["quickstart", "llama2-13b-ascend"])
+def test_examples_lie_complete_beside_each_other(folder, name):
+    assert name in json.loads(run("init", "--list", "--json").stdout)
+    assert run("init", "--example", name).exit_code == 0
+    assert run("plan", f"{name}.yaml", "--json").exit_code == 0
+
+
+def completed(*words, **environment):
+    line = {"_TUNE_CLUSTER_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    code = "import sys\nfrom orchestrator.cli.main import main\ntry:\n    main(prog_name='tune-cluster')\nfinally:\n"
+    code += "    assert not {'torch', 'ray', 'mlflow', 'numpy'} & set(sys.modules)\n"
+    env = {**os.environ, **line, **environment}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    return [text.partition(",")[2] for text in done.stdout.splitlines() if text]
+
+
+def test_the_shell_completes_names_without_heavy_imports(folder):
+    proven_home(folder / "tune-cluster-runs")
+    assert completed("tune-cluster", "do") == ["doctor"]
+    assert completed("tune-cluster", "status", "s") == ["story"]
+    assert completed("tune-cluster", "logs", "story", "t00")[:2] == ["t000", "t001"]
+    assert "t001" in completed("tune-cluster", "promote", "story", "--trial", "t00")
+    assert completed("tune-cluster", "export", "--format", "mega") == ["megatron"]
+    assert completed("tune-cluster", "status", "s", TUNE_CLUSTER_HOME="/nowhere") == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_script_for_every_shell(shell):
+    result = run("completion", shell)
+    assert result.exit_code == 0
+    assert "_TUNE_CLUSTER_COMPLETE" in result.stdout
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=result.stdout, text=True, check=True)
+
+
+def test_the_module_leaves_the_users_folder_off_its_path(folder):
+    """``python -m orchestrator`` in a folder with files called like packages."""
+    for name in ("trials", "cluster", "configs"):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").touch()
+    (folder / "yaml.py").write_text("raise SystemExit('imported from the user folder')\n")
+    done = subprocess.run([sys.executable, "-m", "orchestrator", "ps", "--json"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+NO_TORCH = """
+import sys
+from importlib import metadata
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+sys.meta_path.insert(0, Blocked())
+find = metadata.version
+def version(name):
+    if name == "torch":
+        raise metadata.PackageNotFoundError(name)
+    return find(name)
+metadata.version = version
+from orchestrator.cli.main import main
+for line in sys.argv[2:]:
+    try:
+        main([*line.split(), "--home", sys.argv[1]], prog_name="tune-cluster")
+    except SystemExit as ended:
+        print(line.split()[0], ended.code, file=sys.stderr)
+"""
+
+
+def without_torch(home, *lines):
+    """Exit codes by command."""
+    command = [sys.executable, "-c", NO_TORCH, str(home), *lines]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=home)
+    assert "Traceback" not in done.stderr
+    codes = dict(line.rsplit(" ", 1) for line in done.stderr.splitlines() if line.rsplit(" ", 1)[0] in main.commands)
+    return codes, done
+
+
+EXPORT = "export m@production --format megatron --allow-lossy"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("ps", "status story", "report story --json", "explain story"),
+        ("promote story --name m", "show m@production", "history m", "diff m@1 m@production", EXPORT),
+        ("plan {root}/configs/sweeps/quickstart.yaml", "doctor {root}/configs/sweeps/llama2-13b-ascend.yaml --json"),
+    ],
+    ids=["look", "promote", "plan"],
+)
+def test_the_client_runs_without_torch(tmp_path, lines):
+    proven_home(tmp_path)
+    codes, done = without_torch(tmp_path, *(line.format(root=ROOT) for line in lines))
+    assert codes == {line.split()[0]: "0" for line in lines}, done.stderr
+
+
+def test_a_sweep_that_would_train_here_is_refused_without_torch(tmp_path):
+    codes, done = without_torch(tmp_path, f"submit {ROOT}/configs/sweeps/quickstart.yaml")
+    assert codes == {"submit": "2"}
+    assert "torch is not installed" in done.stderr
+    assert "Install torch" in done.stderr

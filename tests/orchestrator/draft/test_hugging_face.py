@@ -1,0 +1,85 @@
+"""Configurations as transformers writes them become models that trials train, or are refused."""
+
+import json
+
+import pytest
+import transformers
+
+from orchestrator.draft.model import model_of_file
+from orchestrator.errors import ConfigError
+
+SIZES = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 4096}
+GATED = {**SIZES, "intermediate_size": 1536}
+
+
+def drafted(tmp_path, config):
+    config.save_pretrained(tmp_path / "mine-7b")
+    return model_of_file(tmp_path / "mine-7b")
+
+
+@pytest.mark.parametrize(
+    ("config", "kv_heads", "says"),
+    [
+        (transformers.LlamaConfig(**GATED, num_key_value_heads=2), 2, ()),
+        (transformers.MistralConfig(**GATED, num_key_value_heads=4, sliding_window=None), 4, ()),
+        (transformers.MistralConfig(**GATED, sliding_window=1024), 8, ("full attention for windows of 1024",)),
+        (transformers.Qwen2Config(**GATED, num_key_value_heads=2), 2, ("no biases of queries",)),
+        (transformers.Qwen3Config(**GATED, num_key_value_heads=8, head_dim=128), 8, ("norms", "heads of 64 for 128")),
+        (transformers.GemmaConfig(**GATED, num_key_value_heads=1), 1, ("SiLU for GELU", "an output layer of its own")),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_a_gated_decoder_keeps_its_sizes(tmp_path, config, kv_heads, says):
+    model = drafted(tmp_path, config)
+    shape = model.shape
+    assert (shape.hidden_size, shape.num_layers, shape.num_heads, shape.num_kv_heads) == (512, 6, 8, kv_heads)
+    assert (shape.ffn_hidden_size, shape.vocab_size) == (1536, 4096)
+    assert model.name == "mine-7b"
+    assert all(any(word in difference for difference in model.differences) for word in says)
+    assert bool(model.differences) == bool(says)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.GPTNeoXConfig(**SIZES, intermediate_size=2048),
+        transformers.OPTConfig(**SIZES, ffn_dim=2048),
+        transformers.GPT2Config(n_embd=512, n_layer=6, n_head=8, vocab_size=4096),
+        transformers.FalconConfig(**SIZES, multi_query=False),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_two_matrices_become_three_of_as_many_weights(tmp_path, config):
+    model = drafted(tmp_path, config)
+    assert model.shape.ffn_hidden_size == 1408  # 2/3 of 2048, in multiples of 128
+    assert any("SwiGLU" in difference for difference in model.differences)
+
+
+def test_the_weights_are_those_of_the_real_model(tmp_path):
+    """Of a Llama the draft is the model itself: as many parameters as transformers builds."""
+    config = transformers.LlamaConfig(**GATED, num_key_value_heads=2)
+    built = transformers.LlamaForCausalLM(config)
+    assert drafted(tmp_path, config).num_parameters == sum(weight.numel() for weight in built.parameters())
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"model_type": "mixtral", "num_local_experts": 8, **GATED}, ("mixture of experts", "--parameters")),
+        ({"model_type": "t5", "is_encoder_decoder": True}, ("'t5'", "llama")),
+        ({"hidden_size": 12}, ("model_type",)),
+        ({"model_type": "llama", "hidden_size": 512}, ("missing", "num_hidden_layers")),
+        ({"model_type": "llama", **GATED, "hidden_size": "wide"}, ("hidden_size", "'wide' is no size")),
+        ({"model_type": "llama", **GATED, "num_attention_heads": 7}, ("7 heads",)),
+        ({"model_type": "resnet", "depths": [1, 1, 1, 1]}, ("depths", "ResNet-50")),
+        ([1], ("model_type",)),
+    ],
+    ids=["experts", "t5", "no type", "no sizes", "text", "heads", "resnet", "list"],
+)
+def test_what_has_no_counterpart_is_refused_with_its_file(tmp_path, content, words):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError) as caught:
+        model_of_file(file)
+    assert str(file) in str(caught.value)
+    assert all(word in str(caught.value) for word in words)

@@ -1,0 +1,276 @@
+"""Who is let in, what they get, and that nobody holds up anybody else."""
+
+import http.client
+import json
+import socket
+import time
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.errors import ConfigError
+from orchestrator.live.access import CSRF_HEADER, HEADERS
+from orchestrator.live.feed import Feed
+from orchestrator.live.server import HOST
+from orchestrator.sweep.ledger import Ledger
+from tests.orchestrator.live.conftest import keep_log, serve
+from tests.support.cli_homes import running
+from tests.support.story import ended, evidence
+from trials.outcome import Crashed
+
+SECRET = "correct-horse-battery"
+
+
+def ask(server, path, method="GET", body=None, **headers):
+    """(status, headers, body) of one request; headers with underscores for dashes."""
+    connection = http.client.HTTPConnection(HOST, server.access.port, timeout=30)
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path, body=body, headers=names)
+    answer = connection.getresponse()
+    found = answer.status, answer.headers, answer.read().decode()
+    connection.close()
+    return found
+
+
+def cookie(server):
+    _, headers, _ = ask(server, f"/?token={server.access.token}")
+    return headers["Set-Cookie"].partition(";")[0]
+
+
+def act(server, action, sweep="busy", body="{}", **headers):
+    own = {
+        "Cookie": cookie(server),
+        "Origin": server.base,
+        "Content_Type": "application/json",
+        CSRF_HEADER: server.access.csrf,
+    }
+    return ask(server, f"/api/sweeps/{sweep}/{action}", "POST", body, **{**own, **headers})
+
+
+def events(server, sweep, last=""):
+    """The stream of a sweep, as it comes in."""
+    connection = http.client.HTTPConnection(HOST, server.access.port, timeout=30)
+    connection.request("GET", f"/api/sweeps/{sweep}/events", headers={"Cookie": cookie(server), "Last-Event-ID": last})
+    return connection.getresponse()
+
+
+def patches(stream):
+    """(id, parts) of every message."""
+    fields = {}
+    for line in iter(lambda: stream.readline().decode().rstrip("\n"), None):
+        name, _, value = line.partition(": ")
+        if line:
+            fields[name] = value
+        elif "data" in fields:
+            yield fields["id"], json.loads(fields.pop("data"))
+
+
+def test_the_token_gives_a_cookie_that_lets_in_and_nothing_else_does(server):
+    status, headers, _ = ask(server, f"/sweeps/busy?token={server.access.token}")
+    assert (status, headers["Location"]) == (303, "/sweeps/busy")
+    assert "HttpOnly" in headers["Set-Cookie"] and "SameSite=Strict" in headers["Set-Cookie"]
+    assert server.access.token not in headers["Set-Cookie"]
+    own = cookie(server)
+    status, headers, body = ask(server, "/sweeps/busy", Cookie=own)
+    assert status == 200 and "busy" in body
+    assert {name: headers[name] for name in HEADERS} == HEADERS and "inline" not in HEADERS["Content-Security-Policy"]
+    for path in ("/", "/sweeps/busy", "/static/live.css", "/api/sweeps/busy/events", "/?token=wrong", "/?token=%ff"):
+        assert ask(server, path)[0] == 403, path
+        assert ask(server, path, Cookie=own + "x")[0] == 403, path
+    status, headers, _ = ask(server, f"//evil.example/?token={server.access.token}", Sec_Fetch_Site="cross-site",
+                             Sec_Fetch_Mode="navigate")  # fmt: skip
+    assert (status, headers["Refresh"]) == (200, "0; url=/")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},
+        {"Host": "127.0.0.1.evil.example:5080"},
+        {"Host": "evil@127.0.0.1"},
+        {"Host": ""},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "cors"},
+        {"Sec_Fetch_Site": "same-site", "Sec_Fetch_Mode": "no-cors"},
+    ],
+)
+def test_foreign_names_and_sites_are_refused(server, headers):
+    assert ask(server, "/sweeps/busy", **{"Cookie": cookie(server), **headers})[0] == 403
+    assert act(server, "pause", **headers)[0] == 403
+
+
+def test_tunnels_may_give_the_page_another_port(server):
+    assert ask(server, "/", Cookie=cookie(server), Host="localhost:9999", Origin="http://localhost:9999")[0] == 200
+
+
+def test_only_our_own_pages_may_ask_for_anything(server, home):
+    for wrong in (
+        {CSRF_HEADER: "wrong"},
+        {CSRF_HEADER: ""},
+        {"Content_Type": "text/plain"},
+        {"Origin": "http://127.0.0.1:1"},
+        {"Cookie": ""},
+    ):
+        assert act(server, "pause", **wrong)[0] == 403, wrong
+    own = {"Cookie": cookie(server), "Content_Type": "application/json", CSRF_HEADER: server.access.csrf}
+    assert ask(server, "/api/sweeps/busy/pause", "POST", "{}", **own)[0] == 403  # no browser leaves out the origin
+    assert act(server, "pause", body="x" * 5000)[0] == 413
+    assert act(server, "pause", body="[]")[0] == 400
+    assert act(server, "delete")[0] == 404
+    assert act(server, "pause", "nothing")[0] == 404
+    assert home.read("busy").requests == () and home.read("busy").phase == "interrupted"
+
+
+def test_requests_are_left_to_the_controller_and_done_here_where_there_is_none(server, home):
+    with home.open("busy", read_only=False) as ledger, ledger.hold():
+        status, _, body = act(server, "drain")
+        assert (status, json.loads(body)) == (200, {"said": "busy: asked to drain"})
+        said = json.loads(act(server, "retry", body='{"kinds": ["oom"]}')[2])["said"]
+        assert said == "busy: to be launched again: t003"
+        assert [request.body["action"] for request in home.read("busy").requests] == ["drain", "retry"]
+    assert json.loads(act(server, "cancel")[2]) == {"said": "busy: now cancelled"}
+    assert home.read("busy").phase == "cancelled"
+    status, _, body = act(server, "pause")
+    assert status == 409 and "cancelled already" in json.loads(body)["error"]
+    assert act(server, "retry", body='{"kinds": ["measured"]}')[0] == 409
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            "/sweeps/..",
+            "/sweeps/%2e%2e",
+            "/sweeps/Busy",
+            "/static/../server.py",
+            "/static/live.css.j2",
+            "/static/no.js",
+        ),
+        *("/api/sweeps/busy/trials/5/log/../../../ledger.sqlite", "/api/sweeps/busy/trials/-1", "/sweeps/nothing"),
+        *("/api/sweeps/busy/trials/999", "/api/sweeps/nothing/events", "/api/sweeps/busy/trials/5/log?rank=7"),
+    ],
+)
+def test_what_is_not_there_is_not_found(server, path):
+    assert ask(server, path, Cookie=cookie(server))[0] == 404
+
+
+def test_logs_hold_no_secret_and_follow_no_link(server, home, monkeypatch, tmp_path):
+    monkeypatch.setenv("STORE_TOKEN", SECRET)
+    path = keep_log(home, "busy", 5, f"one\ntoken {SECRET}\nhalf")
+    own = cookie(server)
+    found = json.loads(ask(server, "/api/sweeps/busy/trials/5/log?rank=0", Cookie=own)[2])
+    assert found["lines"] == ["one", "token ***", "half"] and not found["kept"]
+    with path.open("a", encoding="utf-8") as log:
+        log.write("\nnext\nunfinished")
+    more = json.loads(ask(server, f"/api/sweeps/busy/trials/5/log?after={found['end']}", Cookie=own)[2])
+    assert more["lines"] == ["", "next"]
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+    assert ask(server, "/api/sweeps/busy/trials/5/log", Cookie=own)[0] == 404
+    with home.open("busy", read_only=False) as ledger:
+        ledger.append(ended(5, Crashed(evidence=evidence(f"no access with {SECRET}"))))
+    for path in ("/api/sweeps/busy/trials/5", "/sweeps/busy/trials/5"):
+        assert SECRET not in ask(server, path, Cookie=own)[2]
+    _, first = next(patches(events(server, "busy")))
+    assert "no access with ***" in first["trial/5"]["failure"] and SECRET not in json.dumps(first)
+
+
+def test_a_stream_tells_what_is_new_and_goes_on_where_it_broke(server, home):
+    stream = patches(events(server, "busy"))
+    version, first = next(stream)
+    assert first["head"]["phase"] == "interrupted" and first["trial/5"]["status"] == "running"
+    with home.open("busy", read_only=False) as ledger, ledger.hold():
+        time.sleep(0.3)
+        ledger.append(ended(5, Crashed(evidence=evidence("late"))))
+        told = {}
+        while "trial/5" not in told:
+            told |= next(stream)[1]
+        assert told["trial/5"]["status"] == "crashed" and "trial/1" not in told
+        assert told["head"]["phase"] == "running"
+        again = next(patches(events(server, "busy", version)))[1]
+        assert "trial/5" in again and "trial/1" not in again
+        assert "trial/1" in next(patches(events(server, "busy", "other-5")))[1]
+
+
+def test_a_sweep_in_the_place_of_another_is_read_anew(server, home, tmp_path):
+    stream = patches(events(server, "busy"))
+    assert "trial/7" in next(stream)[1]
+    other = Ledger(tmp_path / "other")
+    for event in running("busy")[:4]:
+        other.append(event)
+    other.close()
+    folder = home.sweep_folder("busy")
+    for path in folder.glob("ledger.sqlite*"):
+        path.unlink()
+    for path in (tmp_path / "other").glob("ledger.sqlite*"):
+        path.rename(folder / path.name)
+    told = {}
+    while "trial/7" not in told:
+        told |= next(stream)[1]
+    assert told["trial/7"] is None
+
+
+def test_a_client_that_reads_nothing_holds_up_nobody(server, home):
+    next(patches(events(server, "busy")))
+    own = cookie(server)
+    stuck = socket.create_connection((HOST, server.access.port))
+    stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    stuck.sendall(f"GET /api/sweeps/busy/events HTTP/1.1\r\nHost: {HOST}\r\nCookie: {own}\r\n\r\n".encode())
+    feed = server.hub.watch("busy", None).feed
+    for number in range(200):  # far more than sockets hold
+        feed.publish({"notice": {"text": "x" * 20_000, "number": number}})
+    begun_s = time.monotonic()
+    assert next(patches(events(server, "busy")))[1]["notice"]["number"] == 199
+    assert time.monotonic() - begun_s < 10
+    stuck.close()
+
+
+def test_a_feed_sends_the_latest_of_each_part_once():
+    feed = Feed()
+    assert feed.publish({"a": 1, "b": {"c": 2}})
+    first = feed.since()
+    assert json.loads(first.body) == {"a": 1, "b": {"c": 2}}
+    assert not feed.publish({"a": 1}) and feed.since(first.version, wait_s=0.01) is None
+    feed.publish({"a": 2})
+    feed.publish({"a": 3}, is_all=True)
+    assert json.loads(feed.since(first.version).body) == {"a": 3, "b": None}
+    feed.close()
+    assert feed.since(feed.since().version, wait_s=60.0) is None
+
+
+def test_a_home_that_goes_away_is_said_and_waited_for(server, home):
+    stream = patches(events(server, "busy"))
+    next(stream)
+    folder = home.sweep_folder("busy")
+    away = folder.rename(folder.with_name("away"))
+    told = {}
+    while not told.get("trouble"):
+        told |= next(stream)[1]
+    assert "trying again" in told["trouble"]
+    away.rename(folder)
+    while told["trouble"]:
+        told |= next(stream)[1]
+
+
+def test_a_taken_port_is_refused_only_where_it_was_asked_for(server, home):
+    with serve(home) as other:
+        assert other.access.port != server.access.port
+    with pytest.raises(ConfigError, match="--port"):
+        type(server)(home, server.access.port, invocation=None, links=None)
+
+
+def test_long_sweeps_show_the_latest_and_the_best(server, home):
+    from orchestrator.live import rows
+    from tests.support import long_story
+    from tests.support.story import measured
+
+    story = long_story.events([measured(0.1 + 0.001 * (i % 7)) for i in range(450)], name="long")
+    with Ledger(home.sweep_folder("long")) as ledger:
+        for event in story:
+            ledger.append(replace(event))
+    _, first = next(patches(events(server, "long")))
+    shown = {int(name.partition("/")[2]) for name in first if name.startswith("trial/")}
+    state = home.read("long").state
+    assert first["table"]["hidden"] == 450 - len(shown) > 0
+    assert {0, 449, *(ranked.number for ranked in state.fastest)} <= shown and len(shown) <= rows.MAX_ROWS + 13

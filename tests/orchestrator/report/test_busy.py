@@ -1,0 +1,84 @@
+"""Trials and rounds measured on a busy machine are marked wherever they are shown; quiet ones are not."""
+
+import io
+import json
+from dataclasses import replace
+
+from rich.console import Console
+
+from orchestrator.report.markdown import report_markdown
+from orchestrator.report.proof import proof_result
+from orchestrator.report.report import make_report
+from orchestrator.report.summary import summarize
+from orchestrator.status import explanation
+from orchestrator.sweep.fold import fold
+from orchestrator.sweep.home import Home
+from orchestrator.terminal.explain_trial import render_explanation
+from orchestrator.terminal.report import render_report
+from orchestrator.tracking import content, metrics
+from tests.support.cli_homes import keep, run
+from tests.support.proof_story import proof_events
+from trials.outcome import Measured
+from trials.reports.disturbance import Disturbance
+
+BUSY = Disturbance(node="n1", seconds=4.0, foreign_cpu=0.48, foreign_processes=("cc1plus 0.9",), steal=0.01)
+QUIET = Disturbance(node="n1", seconds=4.0, foreign_cpu=0.01, steal=0.0)
+WORDS = "others used 48% of its processors (cc1plus 0.9)"
+
+
+def story(busy=()):
+    """A confirmed sweep, of whose trials those with the numbers in ``busy`` were measured beside a compiler."""
+
+    def on(event):
+        outcome = getattr(event, "outcome", None)
+        if not isinstance(outcome, Measured):
+            return event
+        seen = BUSY if event.trial in busy else QUIET
+        return replace(event, outcome=Measured(measurement=replace(outcome.measurement, disturbances=(seen,))))
+
+    return [on(event) for event in proof_events()]
+
+
+def shown(what):
+    console = Console(width=100, file=io.StringIO(), record=True)
+    console.print(what)
+    return " ".join(console.export_text().split())
+
+
+def test_a_quiet_machine_is_not_mentioned():
+    state = fold(story())
+    report = make_report(state, summarize(state, ""))
+    assert report.proof.caution == "" and report.trials.busy_note == "" and summarize(state, "").disturbed == ()
+    assert "busy" not in shown(render_report(report)) + report_markdown(report)
+
+
+def test_a_trial_measured_on_a_busy_machine_is_marked_and_explained(tmp_path):
+    state = fold(story(busy=(1,)))
+    report = make_report(state, summarize(state, ""))
+    text = shown(render_report(report))
+    assert "measured !" in text and f"! measured on a busy machine; t001 most: {WORDS}" in text
+    assert text.count("measured !") == 1 and report.proof.caution == ""
+    body = summarize(state, "").to_json()["disturbed"]
+    assert body == {"trials": [1], "most": 1, "why": WORDS}
+    assert content.attempt_tags(state.trials[1])["tc.disturbed"] == WORDS
+    assert metrics.trial_metrics(state, state.trials[1])["busy/foreign_cpu_share"] == 0.48
+    assert "tc.disturbed" not in content.attempt_tags(state.trials[0])
+    keep(tmp_path, "story", story(busy=(1,)))
+    explained = explanation.explain("story", "t001", Home(tmp_path))
+    assert f"disturbed {WORDS}" in shown(render_explanation(explained))
+    measured = json.loads(run("explain", "story", "t001", "--home", tmp_path, "--json").stdout)["measured"]
+    assert measured["disturbed"] == WORDS and measured["nodes"][0]["foreign_cpu"] == 0.48
+    assert f"1 trial measured on a busy machine; t001 most: {WORDS}" in " ".join(
+        run("status", "story", "--home", tmp_path).output.split()
+    )
+
+
+def test_a_confirmation_with_disturbed_rounds_says_so_beside_the_verdict():
+    checks = [trial.number for trial in fold(story()).trials if trial.check is not None]
+    state = fold(story(busy=(checks[0],)))
+    proof = proof_result(state)
+    rounds = len(proof.finalists[0].rounds)
+    assert proof.caution.startswith(f"1 of {rounds} rounds were measured on a busy machine; t{checks[0]:03d} most: ")
+    report = make_report(state, summarize(state, ""))
+    assert proof.caution in shown(render_report(report)) and proof.caution in report_markdown(report)
+    assert [one.is_disturbed for one in proof.finalists[0].rounds] == [True] + [False] * (rounds - 1)

@@ -1,0 +1,132 @@
+"""Labels of plots never cover one another, however many trials there are, and points say what they are."""
+
+import itertools
+import random
+import re
+
+import pytest
+
+from orchestrator.diagnosis.values import KnobEffect, KnobImportance, Part, StepParts
+from orchestrator.report.plots import proof, search, step_time, style
+from orchestrator.report.plots.labels import fitting
+from orchestrator.report.proof import Finalist, GateCurves, finalists, gate_curves
+from orchestrator.report.series import History, ParallelCoordinates, SpeedPoint, history
+from orchestrator.space.knobs import KNOB_NAMES
+from orchestrator.sweep.fold import fold
+from tests.support.long_story import all_kinds, state
+from tests.support.proof_story import proof_events
+
+LONG_VALUE = r"full:3,2,1,0/0,1,0,0 ~feed_forward\.(silu|mul):5x3,4/5x3,4"
+
+
+def crowded(num_trials: int) -> History:
+    """Trials that are nearly equally fast and need nearly as much memory, each on the front of both."""
+    rng = random.Random(num_trials)
+    points = tuple(
+        SpeedPoint(trial=i, speed=2000 + 4.0 * i, low=1990, high=2010 + 4.0 * i, peak_bytes=50 * 2**30 + i * 2**25)
+        for i in range(num_trials)
+    )
+    failed = tuple(range(num_trials, num_trials + rng.randint(2, 4)))
+    return History(measured=points, stopped=(), failed=failed, baseline=points[-1].speed - 8, best=points[-1])
+
+
+def many_lines(num_trials: int) -> ParallelCoordinates:
+    rng = random.Random(num_trials)
+    knobs = sorted(KNOB_NAMES, key=len)[-9:]
+    values = tuple(tuple(f"{i} {LONG_VALUE}" for i in range(rng.choice([2, 5, num_trials]))) for _ in knobs)
+    lines = tuple(tuple(rng.randrange(len(found)) for found in values) for _ in range(num_trials))
+    speeds = tuple(None if i % 6 == 5 else 10000.0 + i for i in range(num_trials))
+    return ParallelCoordinates(knobs=tuple(knobs), values=values, lines=lines, speeds=speeds)
+
+
+def importance():
+    names = sorted(KNOB_NAMES, key=len)[-10:]
+    effect = KnobEffect(
+        knobs=(names[0], names[1]), before=(LONG_VALUE,) * 2, after=(LONG_VALUE,) * 2, ratio=1.5, low=1.2, high=1.9,
+        num_pairs=2,
+    )  # fmt: skip
+    knobs = [
+        KnobImportance(knobs=(name, names[0]), share=0.3 / (i + 1), low=0.0, high=0.6) for i, name in enumerate(names)
+    ]
+    return [KnobImportance(knobs=effect.knobs, share=0.5, low=0.1, high=0.9), *knobs], [effect]
+
+
+def steps():
+    names = ("compute", "recompute", "communication", "bubble", "dispatch", "optimizer", "data", "other")
+    parts = tuple(Part(name, 200.0 / 3**i, "modelled") for i, name in enumerate(names))
+    step = StepParts(trial=1, step_time_s=sum(part.seconds for part in parts), parts=parts)
+    return [("baseline t000", step), ("winner t012345", step)]
+
+
+def plots(num_trials: int):
+    found, curves = crowded(num_trials), gate_curves(fold(proof_events()))[0]
+    (one, *_) = finalists(fold(proof_events()))
+    several: list[Finalist] = [one] * 6
+    assert isinstance(curves, GateCurves)
+    return {
+        "history": lambda: search.plot_history(found, "tokens/s/p"),
+        "pareto": lambda: search.plot_pareto(found.measured, "tokens/s/p", 60 * 2**30),
+        "parallel": lambda: search.plot_coordinates(many_lines(num_trials), "tokens/s/p"),
+        "breakdown": lambda: step_time.plot_breakdown(steps()),
+        "importance": lambda: step_time.plot_importance(*importance()),
+        "rounds": lambda: proof.plot_rounds(several, "who is faster"),
+        "gate": lambda: proof.plot_gate(curves, None),
+    }
+
+
+def drawn_texts(figure, monkeypatch):
+    """Text and box of everything that is written on the figure."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
+
+    boxes, draw_text = [], RendererAgg.draw_text
+
+    def noted(self, gc, x, y, words, prop, angle, ismath=False, mtext=None):
+        boxes.append((words, mtext.get_window_extent(self).shrunk(0.98, 0.8)))
+        draw_text(self, gc, x, y, words, prop, angle, ismath, mtext)
+
+    monkeypatch.setattr(RendererAgg, "draw_text", noted)
+    FigureCanvasAgg(figure).draw()
+    return boxes
+
+
+@pytest.mark.parametrize("num_trials", [3, 25, 60])
+def test_no_label_covers_another_or_leaves_the_figure(num_trials, monkeypatch):
+    for name, draw in plots(num_trials).items():
+        with style.style(), monkeypatch.context() as patched:
+            figure = draw()
+            boxes = drawn_texts(figure, patched)
+        assert len(boxes) > 3
+        for words, box in boxes:
+            assert box.x0 >= -1, (name, words)
+            assert box.x1 <= figure.bbox.width + 1, (name, words)
+            assert box.y0 >= -1, (name, words)
+        over = [(a, b) for (a, one), (b, other) in itertools.combinations(boxes, 2) if one.overlaps(other)]
+        assert over == [], name
+
+
+def test_every_point_says_what_it_is():
+    found = history(state(all_kinds()))
+    svg = style.to_svg(lambda: search.plot_history(found, "tokens/s/p"), "history")
+    titles = re.findall(r"<title>(.*?)</title>", svg)
+    assert len(titles) == len(found.measured) + len(found.failed) + len(found.stopped)
+    assert "t001  z2x2 mbs1 O0: 3,200 tokens/s/p" in " ".join(titles)
+    assert "t003  not measured" in titles
+    assert re.search(r'<svg role="img" aria-label="t001 is the fastest', svg)
+    lines = many_lines(25)
+    drawn = style.to_svg(lambda: search.plot_coordinates(lines, "tokens/s/p"), "parallel")
+    assert len(re.findall(r"<path [^>]*><title>", drawn)) == len(lines.lines)
+    bars = style.to_svg(lambda: step_time.plot_breakdown(steps()), "breakdown")
+    assert len(re.findall(r"<title>compute: 200 s, \d+% of the step</title>", bars)) == 2
+
+
+def test_titles_are_escaped():
+    hostile = "</title><script>alert(1)</script>"
+    point = SpeedPoint(trial=1, speed=1.0, low=1.0, high=1.0, peak_bytes=1, name=hostile)
+    svg = style.to_svg(lambda: search.plot_pareto([point], "tokens/s/p"), "pareto")
+    assert "<script" not in svg
+    assert "&lt;/title&gt;&lt;script&gt;" in svg
+
+
+def test_text_is_cut_where_there_is_no_room():
+    assert fitting("short", 1.0, 8) == "short"
+    assert fitting("something longer", 0.5, 9) == "somet…"

@@ -1,0 +1,65 @@
+"""Every sign of a short name is explained, by one table that writes both."""
+
+import random
+
+from orchestrator.config.schema import NOTATION_FILE, with_signs
+from orchestrator.space.knobs import KNOB_NAMES
+from orchestrator.space.naming import names_apart, short_name
+from orchestrator.space.notation import NOTATION, legend, spelled, words_of
+from tests.orchestrator.space.candidate_strategies import random_candidate
+from tests.support import ROOT
+from trials.spec import Candidate, Kernels, Layout, Precision, Recompute, SelectiveRecompute
+
+
+def test_every_knob_has_a_sign():
+    assert {knob for sign in NOTATION for knob in sign.knobs} == set(KNOB_NAMES)
+
+
+def test_the_documented_signs_are_up_to_date():
+    text = (ROOT / NOTATION_FILE).read_text(encoding="utf-8")
+    assert with_signs(text) == text
+
+
+def test_every_word_of_any_name_is_explained():
+    """The signs make up the name, one after another; each has a meaning in which all its values are filled in."""
+    rng, unseen = random.Random(5), set(NOTATION)
+    for _ in range(1500):
+        candidate = random_candidate(rng)
+        name, told = short_name(candidate), spelled(candidate)
+        rest = name
+        for sign, meaning in told:
+            assert meaning
+            assert rest.lstrip(" +").startswith(sign.lstrip("+")), (rest, sign)
+            rest = rest.lstrip(" +")[len(sign.lstrip("+")) :]
+        assert rest == ""
+        found = {part.sign for word in words_of(candidate) for part in word}
+        assert len(legend([candidate])) == len(found)
+        unseen -= found
+    assert unseen <= {
+        sign for sign in NOTATION if sign.general == "…-NAME"
+    }  # a backend of torch.compile other than its own
+
+
+def test_a_name_is_spelled_out():
+    recompute = Recompute(full=((7, 2),), selective=(SelectiveRecompute(pattern=r"a{N}\.b", num_layers=((1, 0),)),))
+    candidate = Candidate(
+        layout=Layout(pp=2, tp=2, sequence_parallel=True, stage_layers=((19, 21),)),
+        recompute=recompute,
+        precision=Precision(level="O2", dtype="bfloat16"),
+        kernels=Kernels(compile="block", backend="eager"),
+    )
+    assert short_name(candidate) == r"pp2 1f1b L19,21 tp2sp mbs1 full7,2+~a{N}\.b:1,0 O2-bf16 compile-eager"
+    told = dict(spelled(candidate))
+    assert told["full7,2"] == "layers recomputed in full: 7,2"
+    assert told[r"~a{N}\.b:1,0"] == r"layers that recompute a{N}\.b: 1,0"
+    assert told["O2-bf16"] == "parameters in bf16, fp32 masters"
+    assert told["-eager"] == "backend of torch.compile: eager"
+    assert ("fullN", "layers recomputed in full") in legend([candidate])
+    assert ("…-NAME", "backend of torch.compile") in legend([candidate])
+
+
+def test_what_names_share_is_said_once():
+    first, second = Candidate(), Candidate(micro_batch_size=2)
+    assert names_apart([first, second]) == (["mbs1", "mbs2"], "dp1 O0")
+    assert names_apart([first, first]) == (["as above", "as above"], "dp1 mbs1 O0")
+    assert names_apart([first]) == (["dp1 mbs1 O0"], "")

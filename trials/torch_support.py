@@ -1,0 +1,119 @@
+"""Which torch trials can run with, and what the one of an interpreter lacks.
+
+    python -m trials.torch_support        prints what it finds as JSON
+
+Nothing pins a version: a vendor's container keeps its own build. Trials use parts of torch that are young, some
+not public: these are looked for by name. Standard library only, until :func:`probe` imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+OLDEST = (2, 10)
+"""The oldest release that has everything in :data:`NEEDED`."""
+TESTED = (2, 13)
+"""The release that the tests run with."""
+
+NEEDED: Mapping[str, tuple[str, ...]] = {
+    "torch._utils": ("_flatten_dense_tensors", "_unflatten_dense_tensors"),
+    "torch.autograd.graph": ("saved_tensors_hooks",),
+    "torch.distributed._composable.replicate_with_fsdp": ("ReplicateModule", "replicate"),
+    "torch.distributed._functional_collectives": ("AsyncCollectiveTensor",),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": ("checkpoint_wrapper",),
+    "torch.distributed.device_mesh": ("DeviceMesh", "init_device_mesh"),
+    "torch.distributed.fsdp": ("FSDPModule", "MixedPrecisionPolicy", "fully_shard"),
+    "torch.distributed.optim": ("ZeroRedundancyOptimizer",),
+    "torch.distributed.pipelining": ("PipelineStage", "schedules"),
+    "torch.distributed.pipelining.schedules": (
+        "Schedule1F1B",
+        "ScheduleGPipe",
+        "ScheduleInterleaved1F1B",
+        "ScheduleLoopedBFS",
+        "ScheduleZBVZeroBubble",
+        "_PipelineSchedule",
+    ),
+    "torch.distributed.tensor": ("DTensor", "Partial", "Replicate", "Shard", "distribute_tensor"),
+    "torch.distributed.tensor.parallel": (
+        "ColwiseParallel",
+        "ParallelStyle",
+        "PrepareModuleInput",
+        "RowwiseParallel",
+        "SequenceParallel",
+        "parallelize_module",
+    ),
+    "torch.distributed.tensor.placement_types": ("Placement",),
+}
+"""What trials import of torch that not every release has: names by module."""
+NEEDED_BY_DRY_RUNS: Mapping[str, tuple[str, ...]] = {
+    "torch.distributed.pipelining._utils": ("InferenceMode", "_StageMeta", "extract_tensor_metas"),
+    "torch.distributed.tensor._sharding_prop": ("ShardingPropagator",),
+}
+"""What dry runs need besides; the first row came with 2.12."""
+
+
+def installed_version() -> str | None:
+    """The version of torch that is installed, without importing it; None where there is none."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def problem(version: str | None) -> str:
+    """Why trials cannot run with this version of torch, in words; empty where nothing is known against it."""
+    if version is None:
+        return "torch is not installed"
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is not None and (int(match[1]), int(match[2])) < OLDEST:
+        return f"torch {version} is too old for trials, which need {OLDEST[0]}.{OLDEST[1]} or newer"
+    return ""
+
+
+REMEDY = (
+    f"Install torch {OLDEST[0]}.{OLDEST[1]} or newer (tested with {TESTED[0]}.{TESTED[1]}) where trials run, in the "
+    "build for the driver there; plan, report, promote and the like run with any torch or none."
+)
+
+
+def lacking(needed: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Which of these names the torch of this interpreter does not have. Imports it."""
+    missing = []
+    for module, names in needed.items():
+        try:
+            found = importlib.import_module(module)
+        except ImportError:
+            missing.append(module)
+            continue
+        missing += [f"{module}.{name}" for name in names if not hasattr(found, name)]
+    return missing
+
+
+def probe() -> dict[str, Any]:
+    """What the torch of this interpreter is: version, build, devices, collectives, and what trials miss in it."""
+    import torch
+    import torch.distributed as dist
+
+    has_gpu = torch.cuda.is_available()
+    collectives: Any = torch.cuda.nccl  # its annotations lack the function
+    nccl: Any = collectives.version() if has_gpu and dist.is_nccl_available() else None
+    return {
+        "version": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "hip": getattr(torch.version, "hip", None),
+        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if has_gpu else [],
+        "nccl": ".".join(map(str, nccl)) if isinstance(nccl, tuple) else nccl,
+        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "lacking": lacking(NEEDED),
+        "lacking_for_dry_runs": lacking(NEEDED_BY_DRY_RUNS),
+    }
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(probe()) + "\n")
