@@ -80,12 +80,12 @@ def ratio(value: float, found: Bounds | None) -> str:
 
 
 def short_ratio(value: float, found: Bounds | None) -> str:
-    """A ratio in a table: ``3.06x``, but ``≥ 1.06x`` where its interval is wide."""
+    """A ratio in a table: ``3.06x``, but ``≥ 1.06x`` where its interval is wide, ``≈1.20x`` where that includes 1."""
     if found is None or found.low is None or found.high is None or not is_wide(found):
         return f"{value:.2f}x"
     if found.low > 1:
         return f"≥ {_floor(found.low)}x"
-    return f"≤ {_ceil(found.high)}x" if found.high < 1 else f"{_floor(found.low)}x {DASH} {_ceil(found.high)}x"
+    return f"≤ {_ceil(found.high)}x" if found.high < 1 else f"≈{value:.2f}x"
 
 
 def ratio_interval(found: Bounds | None) -> str:

@@ -170,7 +170,7 @@ def _devices(spec: SweepSpec, candidates: tuple[Candidate, ...], topology: Topol
     words += "" if sizes == [own] else f", the baseline {own}"
     if not num_left_out or spec.space.world_size is not None:
         return words
-    return f"{words}; {num_left_out:,} on fewer devices are left out: name numbers in space.world_size to try them"
+    return f"{words}; {num_left_out:,} on other numbers are left out: space.world_size names those to try"
 
 
 def _sorter(spec: SweepSpec, topology: Topology | None, estimates: DryRunEstimates) -> _Sorter:

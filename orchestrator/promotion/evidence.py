@@ -11,7 +11,7 @@ from orchestrator import units
 from orchestrator.errors import ConfigError
 from orchestrator.proof.progress import checks, gate_runs
 from orchestrator.report import words
-from orchestrator.report.summary import interval_json, result, speedup
+from orchestrator.report.summary import confirmed_figures, interval_json, result, speedup
 from orchestrator.statistics import tokens_per_s_per_device
 from orchestrator.sweep.events import sweep_id
 from orchestrator.sweep.state import SweepState, Trial, find_trial
@@ -156,7 +156,7 @@ def evidence(state: SweepState, chosen: Chosen) -> dict[str, Any]:
         "trial": trial.number,
         "tokens_per_s_per_device": measured.figures.tokens_per_s_per_device,
         "objective": state.objective.name,
-        "figures": measured.figures.to_json(),
+        "confirmed": _confirmed(state, trial.number),
         "unit": state.sweep.workload.speed_unit,
         "ci95": interval_json(tokens_per_s_per_device(trial.measurement).ci95),
         "speedup": compared.to_json() if compared else None,
@@ -169,6 +169,12 @@ def evidence(state: SweepState, chosen: Chosen) -> dict[str, Any]:
         "hardware": state.sweep.hardware,
         "fingerprint": dict(state.sweep.fingerprint),
     }
+
+
+def _confirmed(state: SweepState, number: int) -> dict[str, Any] | None:
+    """What the last proof measured of the trial and the baseline, which is what its ratio is made of; None without."""
+    found = confirmed_figures(state)
+    return found.to_json() if found is not None and found.trial == number else None
 
 
 def _confirmation(state: SweepState, number: int) -> list[dict[str, Any]]:

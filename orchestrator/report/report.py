@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -22,7 +22,7 @@ from orchestrator.report.sources import PlanFacts, Sources
 from orchestrator.report.summary import Summary, TrialResult
 from orchestrator.report.trials import Failures, TrialTable, by_speed, failures, make_trial_table
 from orchestrator.report.verdict import chosen_result, confidence, cost, details, headline, is_worth_it
-from orchestrator.report.words import CommandPurpose, figures, legend, measured_by, promotion_words, value_words
+from orchestrator.report.words import CommandPurpose, figures, legend, promotion_words, value_words
 from orchestrator.space.naming import diff, short_name
 from orchestrator.statistics import Estimate
 from orchestrator.sweep.ledger import Ledger
@@ -183,7 +183,7 @@ def make_short_report(state: SweepState, summary: Summary, explanation: SweepExp
         is_faster=is_worth_it(state, summary),
         shown=shown,
         figures={one.role: figures(one.figures, summary.num_leased, unit) for one in shown},
-        legend=legend(measured_by(shown), unit, summary.unit) if shown else "",
+        legend=legend(state.virtual or _measured_by(shown), unit, summary.unit) if shown else "",
         change=_change(state, summary),
         proof=proof_result(state),
         promotions=tuple(promotion_words(event.record) for event in state.promotions),
@@ -248,6 +248,11 @@ def _explain(ledger: Ledger, state: SweepState) -> SweepExplanation | None:
     except Exception:
         logger.warning("the report of %s goes without an explanation", state.sweep.sweep, exc_info=True)
         return None
+
+
+def _measured_by(shown: Sequence[ShownTrial]) -> str:
+    """What measured the figures of the trials shown."""
+    return "measured by the confirmation" if any(one.is_confirmed for one in shown) else "measured by the search"
 
 
 def _shown(state: SweepState, summary: Summary, explanation: SweepExplanation | None) -> tuple[ShownTrial, ...]:

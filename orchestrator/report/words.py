@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from orchestrator import units
@@ -16,7 +16,6 @@ from trials.reports.disturbance import FOREIGN_CPU_LIMIT, STOLEN_LIMIT, Disturba
 if TYPE_CHECKING:
     from orchestrator.objective import Figures
     from orchestrator.report.proof import Finalist
-    from orchestrator.report.report import ShownTrial
     from orchestrator.report.summary import Speedup
 
 FinalistOutcome = Literal[
@@ -181,11 +180,6 @@ def trial_figures(state: SweepState, trial: Trial) -> str:
     """:func:`figures` of a measured trial, as it was measured itself; empty where it was not."""
     found = state.figures(trial)
     return figures(found, state.sweep.num_devices, state.sweep.workload.speed_unit) if found else ""
-
-
-def measured_by(shown: Sequence[ShownTrial]) -> str:
-    """What measured the figures of the trials shown."""
-    return "measured by the confirmation" if any(one.is_confirmed for one in shown) else "measured by the search"
 
 
 def legend(measured: str, *all_units: str) -> str:

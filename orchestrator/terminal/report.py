@@ -35,11 +35,11 @@ def render_report(report: Report) -> RenderableType:
     if report.change is not None:
         parts.append(section(words.change_heading(is_faster=report.is_faster), _changes(report.change)))
     sections = {
-        f"Where the step time goes{_in_the_search(report)}": _step_times(report.shown),
+        f"Where the step time goes{_in_the_search(report, 'it')}": _step_times(report.shown),
         "Found out": _findings(report.shown),
         "Confirmation (speed over the baseline's, measured again side by side)": render_confirmation(report.proof),
         "Loss gate": render_gate(report.proof),
-        f"Trials{_in_the_search(report)} ({report.cost})": _trials(report),
+        f"Trials{_in_the_search(report, 'them')} ({report.cost})": _trials(report),
         "Not measured": _failures(report),
         "Profile": render_profiles(report.profiles),
         "Recorded": _recorded(report),
@@ -48,9 +48,9 @@ def render_report(report: Report) -> RenderableType:
     return Group(*parts, *(section(heading, body) for heading, body in sections.items() if body is not None))
 
 
-def _in_the_search(report: Report) -> str:
+def _in_the_search(report: Report, what: str) -> str:
     """What tells figures of the search from those of the confirmation above them; empty where there are none."""
-    return ", as the search measured it" if any(one.is_confirmed for one in report.shown) else ""
+    return f", as the search measured {what}" if any(one.is_confirmed for one in report.shown) else ""
 
 
 def _title(report: Report) -> RenderableType:

@@ -175,7 +175,7 @@ FULL = {
 SMALL = {
     "name": "small",
     "workload": {"model": FULL["workload"]["model"], "seq_length": 32, "global_batch_size": 16},
-    "space": {"micro_batch_size": [1, 2]},
+    "space": {"micro_batch_size": [1, 2], "world_size": 1},
 }
 
 RESNET = {

@@ -17,7 +17,7 @@ TINY = {
         "global_batch_size": 8,
     },
     "cluster": {"kind": "local", "devices_per_node": 2},
-    "space": {"dp_replicate": [1, 2], "micro_batch_size": [1, 2, 4]},
+    "space": {"dp_replicate": [1, 2], "micro_batch_size": [1, 2, 4], "world_size": [1, 2]},
     "baseline": {"dp_replicate": 2, "micro_batch_size": 1},
     "search": {"sampler": "grid", "early_stop": "off"},  # how fast a trial is depends on the machine's load
     "measure": {"min_warmup_steps": 1, "max_warmup_steps": 2, "num_steps": 3, "max_steps": 3},

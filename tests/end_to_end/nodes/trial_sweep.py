@@ -26,7 +26,7 @@ SWEEP = {
     "name": "faulty",
     "runner": "tests.end_to_end.nodes.runner:run_rank",
     "workload": {"global_batch_size": 32},
-    "space": {"dp_replicate": [2, 4, 8], "micro_batch_size": [1, 2, 4]},
+    "space": {"dp_replicate": [2, 4, 8], "micro_batch_size": [1, 2, 4], "world_size": [2, 4, 8]},
     "baseline": {"dp_replicate": 8, "micro_batch_size": 1},
     "search": {"sampler": "random", "seed": 4, "max_concurrent": 2, "early_stop": "off"},
     "budget": {"max_trials": 6},

@@ -107,3 +107,42 @@ def test_a_large_space_is_counted_without_building_its_illegal_part(tmp_path):
         16 % (replicate * shard * size) == 0 for replicate in numbers for shard in numbers for size in numbers
     )
     assert len(plan.examples) <= NUM_EXAMPLES * len(plan.num_rejected)
+
+
+SIZES = {"dp_replicate": [1, 2, 4, 8], "micro_batch_size": [1, 2]}
+
+
+def planned(folder, space, *nodes, **cluster):
+    content = {**SMALL, "space": space, "cluster": {"kind": "ray", "address": "127.0.0.1:6379", **cluster}}
+    return make_plan(load_sweep(write(folder, content)), topology(*nodes) if nodes else None)
+
+
+def world_sizes(plan):
+    return {candidate.layout.world_size for candidate in plan.candidates}
+
+
+def test_candidates_use_the_whole_lease_unless_the_file_names_other_numbers(tmp_path):
+    plan = planned(tmp_path, SIZES, 4, 4, num_nodes=2)
+    assert (world_sizes(plan), plan.num_rejected) == ({8}, {"world-size": 6})
+    assert plan.devices == (
+        "candidates use 8 of 8 devices, the baseline 1; 6 on other numbers are left out: "
+        "space.world_size names those to try"
+    )
+    assert plan.examples[0].reason == "uses 1 of 8 devices, and space.world_size does not name that number"
+    named = planned(tmp_path, {**SIZES, "world_size": [2, 8]}, 4, 4, num_nodes=2)
+    assert (world_sizes(named), named.devices) == ({2, 8}, "candidates use 2, 8 of 8 devices, the baseline 1")
+
+
+def test_of_a_lease_that_may_shrink_the_part_that_is_always_held_counts(tmp_path):
+    assert world_sizes(planned(tmp_path, SIZES, 4, 4, num_nodes=2, min_nodes=1)) == {4}
+
+
+def test_where_only_the_cluster_knows_its_devices_nothing_is_left_out_yet(tmp_path):
+    plan = planned(tmp_path, SIZES)
+    assert (world_sizes(plan), plan.devices) == ({1, 2, 4, 8}, "")
+
+
+def test_a_space_without_the_whole_lease_is_refused_with_the_remedy(tmp_path):
+    with pytest.raises(ConfigError, match=r"uses 1 of 3 devices") as refused:
+        planned(tmp_path, {"micro_batch_size": [1, 2]}, 3)
+    assert "space.world_size" in refused.value.remedy

@@ -57,7 +57,7 @@ def test_the_confirmed_winner_goes_to_production_with_its_evidence(home: Home, c
     assert facts["fingerprint"] == {"torch": "2"}
     version = client.get_model_version_by_alias("llama", "production")
     assert version.tags["speedup"] == "1.25" and version.tags["gate"] == "passed" and version.tags["forced"] == "false"
-    assert "1.25x the baseline (1.20x – 1.30x)" in version.description  # noqa: RUF001
+    assert "1.25x (1.20x – 1.30x) against the baseline" in version.description  # noqa: RUF001
     body = yaml.safe_load(version.description.split("```yaml\n")[1].split("```")[0])
     assert from_json(Candidate, body["candidate"]) == candidate(1)
     files = files_of(client, "llama", "1", tmp_path)

@@ -88,7 +88,7 @@ def test_a_narrow_interval_stands_beside_its_value():
         (3.06, 2.98, 3.14, "3.06x (2.98x – 3.14x)", "3.06x"),  # noqa: RUF001
         (3.18, 1.0649, 9.561, "at least 1.06x (95 %: 1.06x – 9.57x)", "≥ 1.06x"),  # noqa: RUF001
         (0.5, 0.2, 0.941, "at most 0.95x (95 %: 0.20x – 0.95x)", "≤ 0.95x"),  # noqa: RUF001
-        (1.2, 0.8, 1.9, "not told from 1x (95 %: 0.80x – 1.90x)", "0.80x – 1.90x"),  # noqa: RUF001
+        (1.2, 0.8, 1.9, "not told from 1x (95 %: 0.80x – 1.90x)", "≈1.20x"),  # noqa: RUF001
         (1.2, None, None, "1.20x (interval unknown)", "1.20x"),
     ],
 )
