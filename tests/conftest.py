@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,9 @@ from tests.support import ROOT
 # Forked ranks and child interpreters import runners from tests/ and benchmarks/.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests neither see nor change the homes that the user has submitted sweeps to.
+_STATE = tempfile.TemporaryDirectory(prefix="state-")
+os.environ["XDG_STATE_HOME"] = _STATE.name
 # A shell has what it runs in the background ignore Ctrl-C, which the processes started here would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -31,6 +31,7 @@ MAX_MODULES_PER_ROOM = 12
 INTERFACES = {
     "orchestrator/space/knobs/knob.py",  # what a knob is
     "trials/files.py",  # the foundation of everything that writes
+    "orchestrator/__main__.py",  # the door to the command line
 }
 """Modules that may be shorter than others: what others implement or stand on."""
 

@@ -177,6 +177,7 @@ class Agent:
         if not message:
             self._fork_server.kill()
             self._fork_server.wait()
+            self._control.close()
             why = last_words(self._log_path) or "it says nothing"
             raise ClusterError(f"the fork server on {self._node} does not start: {why} ({self._log_path})")
         for problem in json.loads(message)["problems"]:

@@ -27,7 +27,7 @@ from cluster.node.agent import PRELOAD
 from cluster.queue.share import Admission, Unlimited
 from cluster.ray.agent import NodeDescription, NodeOrder
 from cluster.ray.agents import CLOSE_TIMEOUT_S, AgentReply, Agents
-from cluster.ray.connection import private_ray, remote_ray
+from cluster.ray.connection import PrivateHead, private_ray, remote_ray
 from cluster.ray.lease import LeaseStatus, NodeSlot, RayLease
 from cluster.ray.nodes import Wanted
 from cluster.ray.queue import RayAdmission
@@ -83,8 +83,8 @@ class RayCluster:
         self._connection = contextlib.ExitStack()
         if ray.is_initialized():
             raise ClusterError("this process is connected to a Ray already; close that connection first")
-        wanted, label = self._connect(request), request.claim.sweep if request.claim else uuid4().hex[:8]
-        self._lease = RayLease(wanted, label, most=request.max_nodes)
+        (wanted, head), label = self._connect(request), request.claim.sweep if request.claim else uuid4().hex[:8]
+        self._lease = RayLease(wanted, label, most=request.max_nodes, head=head)
         if admission is None:
             admission = Unlimited() if request.claim is None else RayAdmission(self._lease, request.policy)
         self._admission = admission
@@ -182,15 +182,16 @@ class RayCluster:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _connect(self, request: ClusterRequest) -> Wanted:
-        devices_per_node = request.devices_per_node
+    def _connect(self, request: ClusterRequest) -> tuple[Wanted, PrivateHead | None]:
+        """What to ask for, and the head where it is our own."""
+        devices_per_node, head = request.devices_per_node, None
         if request.address is None:
             node = discover_node(device=request.device, num_devices=devices_per_node)
             devices_per_node = node.num_devices
-            self._connection.enter_context(private_ray(node))
+            head = self._connection.enter_context(private_ray(node))
         else:
             self._connection.enter_context(remote_ray(request.address))
-        return Wanted(device=request.device, devices_per_node=devices_per_node)
+        return Wanted(device=request.device, devices_per_node=devices_per_node), head
 
     def _tend(self) -> None:
         """Have the lease grow and shrink, and let go of nodes that Ray says are gone."""

@@ -24,6 +24,7 @@ from cluster.base import ClusterError
 from cluster.hardware.topology import Node
 from cluster.node.cpu_load import CONTROLLER_VARIABLE
 from cluster.node.guardian import LEASE_VARIABLE, Guardian
+from cluster.processes import process_info
 from cluster.ray.settings import environment, first_line, fresh_token, require_listener
 
 logger = logging.getLogger(__name__)
@@ -77,8 +78,26 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
         raise UnreachableError(first_line(error)) from error
 
 
+OWN_HEAD_PATIENCE_S = 300.0
+"""How long a private Ray's head may be slow to answer as long as its process lives: a busy host takes its time."""
+
+
+class PrivateHead:
+    """The head of a private Ray: a process that this one has started and can see."""
+
+    def __init__(self) -> None:
+        node: Any = ray._private.worker._global_node
+        started = node.all_processes.get(ray._private.ray_constants.PROCESS_TYPE_GCS_SERVER, ())
+        self.pids = tuple(int(info.process.pid) for info in started)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process has not ended, however slow it may be."""
+        return all((info := process_info(pid)) is not None and info.is_running for pid in self.pids)
+
+
 @contextlib.contextmanager
-def private_ray(node: Node) -> Iterator[None]:
+def private_ray(node: Node) -> Iterator[PrivateHead]:
     """Run a private Ray on this host, over loopback, of which nothing is left afterwards or when this process dies."""
     lease = uuid4().hex
     folder = Path(tempfile.mkdtemp(prefix="tune-"))  # Ray puts sockets there: the path must stay short
@@ -89,6 +108,7 @@ def private_ray(node: Node) -> Iterator[None]:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_prestart_worker_first_driver": "0",  # a worker per CPU, of which only the agent's is ever used
+        "RAY_gcs_rpc_server_reconnect_timeout_s": f"{OWN_HEAD_PATIENCE_S + 60.0:.0f}",  # then it ends this process
         "RAY_memory_monitor_refresh_ms": "0",  # ranks, not agents, are what the kernel kills first
         **fresh_token(folder),
     }
@@ -101,7 +121,7 @@ def private_ray(node: Node) -> Iterator[None]:
             except Exception as error:
                 raise ClusterError(f"cannot start a private Ray on this host: {first_line(error)}") from error
             try:
-                yield
+                yield PrivateHead()
             finally:
                 ray.shutdown()
     finally:

@@ -20,7 +20,14 @@ import ray._private.state
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from cluster.base import ClusterLostError
-from cluster.ray.connection import CALL_TIMEOUT_S, UnreachableError, started, within
+from cluster.ray.connection import (
+    CALL_TIMEOUT_S,
+    OWN_HEAD_PATIENCE_S,
+    PrivateHead,
+    UnreachableError,
+    started,
+    within,
+)
 from cluster.ray.nodes import NODE_ID_LABEL, ClusterView, NoSuchNodesError, RayNode, Shape, Wanted, bundle, names_by_id
 
 logger = logging.getLogger(__name__)
@@ -75,8 +82,9 @@ class RayLease:
     """Nodes held by placement groups ``tune-cluster-<label>-<n>``. :meth:`tend` does the work, and never waits for
     Ray's head."""
 
-    def __init__(self, wanted: Wanted, label: str, *, most: int) -> None:
-        """``most`` nodes of one shape are needed at most."""
+    def __init__(self, wanted: Wanted, label: str, *, most: int, head: PrivateHead | None = None) -> None:
+        """``most`` nodes of one shape are needed at most; ``head`` is Ray's where it is our own."""
+        self._head = head
         self._wanted = wanted
         self._label = label
         self._most = most
@@ -87,6 +95,7 @@ class RayLease:
         self._look: Future[ClusterView] | None = None
         self._looked_at_s = float("-inf")
         self._unanswered_since_s: float | None = None
+        self._is_slow = False
         self._quiet_until_s = float("-inf")
         self._problem = ""
         self._names: dict[str, str] = {}
@@ -207,11 +216,25 @@ class RayLease:
                 self._unanswered_since_s = None
                 return view
             logger.warning("the Ray cluster cannot be asked: %s", look.exception())
-        if self._unanswered_since_s is not None and now_s - self._unanswered_since_s > HEAD_LOST_S:
-            raise ClusterLostError(
-                f"the head of the Ray cluster has not answered for {HEAD_LOST_S:g} s; resume the sweep once it is back"
-            )
+        if self._unanswered_since_s is not None:
+            self._check_head(now_s - self._unanswered_since_s)
         return None
+
+    def _check_head(self, silent_s: float) -> None:
+        """Give up a head that has been silent for too long; our own is waited for as long as its process lives.
+
+        Raises:
+            ClusterLostError: it has been.
+        """
+        is_own = self._head is not None and self._head.is_alive
+        limit_s = OWN_HEAD_PATIENCE_S if is_own else HEAD_LOST_S
+        if silent_s > limit_s:
+            raise ClusterLostError(
+                f"the head of the Ray cluster has not answered for {limit_s:g} s; resume the sweep once it is back"
+            )
+        if is_own and silent_s > HEAD_LOST_S and not self._is_slow:
+            logger.warning("Ray's head on this host has not answered for %.0f s; it is waited for", silent_s)
+        self._is_slow = silent_s > HEAD_LOST_S
 
     def _stays(self, slot: NodeSlot, view: ClusterView) -> bool:
         node = view.nodes.get(slot.node_id)

@@ -6,6 +6,7 @@ A program that is asked at every Tab imports next to nothing, and says nothing w
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sqlite3
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
+from orchestrator.cli.options import json_option
 from orchestrator.errors import ConfigError
 from orchestrator.invocation import DEFAULT_HOME, HOME_VARIABLE, PROGRAM
 
@@ -114,7 +116,8 @@ def offer_names(command: click.Command) -> click.Command:
 
 @click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-def completion(shell: str) -> None:
+@json_option
+def completion(shell: str, as_json: bool) -> None:
     """Print a script that has SHELL complete commands, options, sweeps, trials and formats.
 
     \b
@@ -127,7 +130,8 @@ def completion(shell: str) -> None:
     if found is None:
         raise ConfigError(f"no completion for {shell}")
     script = found(click.get_current_context().find_root().command, {}, PROGRAM, "_TUNE_CLUSTER_COMPLETE")
-    click.echo(script.source_template % script.source_vars())
+    text = script.source_template % script.source_vars()
+    click.echo(json.dumps({"shell": shell, "script": text}) if as_json else text)
 
 
 COMMANDS = (completion,)

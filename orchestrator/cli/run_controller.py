@@ -97,8 +97,10 @@ def resume_sweep(name: str, home: Home, where: Where, *, as_json: bool, profile_
 
 def _run_submission(submission: Submission, *, follow: bool, as_json: bool, profile_of: int | None = None) -> None:
     """Run its controller in this process or a supervisor's, or start it in the background; print what came of it."""
+    from orchestrator import homes
     from orchestrator.commands.submit import find_running, start_in_background
 
+    homes.remember(submission.home.path)
     if submission.mode == "foreground":
         _run_in_foreground(submission, as_json, profile_of)
         return

@@ -14,7 +14,7 @@ from orchestrator.errors import EXIT_FAILED
 
 if TYPE_CHECKING:
     from orchestrator.commands.init import Questions
-    from orchestrator.draft.draft import Draft
+    from orchestrator.draft.draft import SweepDraft
 
 _MODEL = "A Hugging Face config.json, a folder with one, or a model file."
 MAX_STEP_WIDTH = 74
@@ -101,7 +101,7 @@ def _listed(found: dict[str, str]) -> str:
     return "\n".join(f"{name:<{width}}  {about}" for name, about in found.items())
 
 
-def _drafted(draft: Draft, file: Path) -> str:
+def _drafted(draft: SweepDraft, file: Path) -> str:
     from orchestrator.draft.draft import expected_words
 
     lines = [_next_steps(file, (file,)), "", f"hardware  {draft.hardware}{', simulated' if draft.simulated else ''}"]
@@ -144,7 +144,7 @@ def doctor(file: Path | None, address: str | None, home: Path, as_json: bool) ->
       tune-cluster doctor sweep.yaml
       tune-cluster doctor --address HOST:PORT --json
     """
-    from orchestrator.commands.doctor import examine
+    from orchestrator.doctor.doctor import examine
     from orchestrator.sweep.home import Home
     from orchestrator.terminal.probe import render_doctor
 

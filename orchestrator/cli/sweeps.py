@@ -32,6 +32,7 @@ def ps(home: Path, as_json: bool) -> None:
       tune-cluster ps
       tune-cluster ps --json
     """
+    from orchestrator.homes import elsewhere
     from orchestrator.status import overview
     from orchestrator.sweep.home import Home
     from orchestrator.terminal import status as report_ps
@@ -39,6 +40,8 @@ def ps(home: Path, as_json: bool) -> None:
     sweeps = overview.all_sweeps(Home(home))
     body = [overview.overview(sweep, Home(home)) for sweep in sweeps] if as_json else None
     print_result(as_json, body, lambda: report_ps.render_ps(sweeps, Home(home)))
+    for other in elsewhere(home) if not sweeps else ():
+        click.echo(f"there are some in {other}: {Invocation.current(other).command('ps')}", err=True)
 
 
 @click.command()

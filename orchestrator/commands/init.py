@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import CONFIGS
-from orchestrator.draft.draft import Draft, make_draft, write_draft
+from orchestrator.draft.draft import SweepDraft, make_draft, write_draft
 from orchestrator.draft.machine import DraftedMachine, described_machine, machine_at, machine_here
 from orchestrator.draft.model import DraftedModel, model_of_file, model_of_size
 from orchestrator.errors import ConfigError
@@ -71,8 +71,8 @@ class Questions:
         return machine_here(self.devices_per_node)
 
 
-def draft_sweep(questions: Questions, output: Path, *, force: bool) -> Draft:
-    """Draft a sweep, and write its file.
+def draft_sweep(questions: Questions, output: Path, *, force: bool) -> SweepDraft:
+    """SweepDraft a sweep, and write its file.
 
     Raises:
         ConfigError: see :class:`Questions`, :func:`make_draft` and :func:`write_draft`.
@@ -131,6 +131,6 @@ def _about(path: Path) -> str:
     return " ".join(comment).partition(". ")[0].rstrip(".") + "."
 
 
-def init_json(draft: Draft, output: Path) -> dict[str, Any]:
+def init_json(draft: SweepDraft, output: Path) -> dict[str, Any]:
     """The documented JSON form of ``init --json``."""
     return {"file": str(output), **draft.to_json()}

@@ -1,4 +1,4 @@
-"""Which checks there are for a host, a sweep file or a Ray cluster, in the order in which people read them."""
+"""Looks at a host, a sweep file or a Ray cluster: which checks there are, in the order in which people read them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cluster.base import ClusterError
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.doctor import devices, host, services
-from orchestrator.doctor.check import Check, TroubleError
+from orchestrator.doctor.check import Check, Finding, TroubleError, run_checks
 from orchestrator.errors import ConfigError
 from orchestrator.planning.hardware.request import known_topology
 from orchestrator.sweep.home import Home
@@ -115,3 +116,35 @@ def _file(patient: Patient) -> str:
         raise TroubleError(str(error), "tune-cluster plan FILE tells the same, and the plan.", "fail") from None
     where = f" on {topology.label}" if topology is not None else ""
     return f"{spec.name}, {spec.cluster.kind}{where}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosed:
+    """All findings, in the order in which they are shown."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def num_failed(self) -> int:
+        return sum(finding.level == "fail" for finding in self.findings)
+
+    @property
+    def num_warned(self) -> int:
+        return sum(finding.level == "warn" for finding in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        """The last line: whether sweeps can run."""
+        if self.num_failed:
+            return f"{self.num_failed} to be mended before a sweep can run"
+        return f"usable; {self.num_warned} to look at" if self.num_warned else "all is well"
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON form of ``doctor --json``."""
+        return {"usable": not self.num_failed, "checks": [finding.to_json() for finding in self.findings]}
+
+
+def examine(home: Home, *, file: Path | None = None, address: str | None = None) -> Diagnosed:
+    """Run all checks; takes some seconds, and two minutes where nothing answers."""
+    quiet = run_checks([QUIET])
+    return Diagnosed(findings=(*run_checks(checks(make_patient(home, file, address))), *quiet))

@@ -27,7 +27,7 @@ gate trains twenty steps in float32, which may take ten times as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class SweepDraft:
     """A sweep file that nobody has written yet, and what there is to say about it."""
 
     name: str
@@ -64,7 +64,7 @@ def make_draft(
     seq_length: int | None = None,
     global_batch_size: int | None = None,
     max_trials: int | None = None,
-) -> Draft:
+) -> SweepDraft:
     """The sweep file for a model on a machine.
 
     Raises:
@@ -73,7 +73,7 @@ def make_draft(
     choices = choose(model, machine, drafted_workload(model, machine, seq_length, global_batch_size))
     trials = max_trials or (25 if machine.is_gpu else 12)
     name = name or _safe(model.name)
-    return Draft(
+    return SweepDraft(
         name=name,
         text=_text(list(_lines(name, model, machine, choices, trials))),
         hardware=machine.label,

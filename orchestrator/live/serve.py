@@ -31,7 +31,7 @@ class Served:
     sweep: str | None
     """None: the list of all sweeps."""
     port: int | None
-    """Of the live page; None: any."""
+    """Where the live page is; None: the usual one, or any."""
     with_mlflow: bool
     mlflow_host: str
     mlflow_port: int | None

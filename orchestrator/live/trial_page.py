@@ -68,6 +68,8 @@ def _measured(measurement: Measurement, figures: str) -> list[list[str]]:
     ]  # fmt: skip
     if measurement.mfu is not None:
         rows.append(["model FLOPs utilisation", f"{100 * measurement.mfu:.1f} %"])
+    if busy := words.disturbed(measurement):
+        rows.append(["busy machine", busy])
     if measurement.compile_s:
         rows.append(["compilation", units.milliseconds(measurement.compile_s)])
     return rows

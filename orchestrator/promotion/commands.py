@@ -13,7 +13,7 @@ from orchestrator.promotion.diff import Difference, compare
 from orchestrator.promotion.evidence import choose
 from orchestrator.promotion.history import CANDIDATE, PRODUCTION
 from orchestrator.promotion.manifest import build_manifest
-from orchestrator.promotion.records import Record, Records, chain
+from orchestrator.promotion.records import Record, Records, chain, gaps
 from orchestrator.promotion.references import describe, read, store
 from orchestrator.promotion.release import NONE, ReleaseChange, Releases
 from orchestrator.sweep.documents import tracking_uri as tracking_uri_of
@@ -122,12 +122,13 @@ def history(name: str, home: Home, *, tracking_uri: str | None = None) -> dict[s
     if not records and found is None:
         raise ConfigError(f"nothing was ever promoted as {name}", remedy=f"tune-cluster promote SWEEP --name {name}")
     current = found.version if found else None
-    last = max(chain(records), key=lambda record: record.number, default=None)
+    last = next(reversed(chain(records)), None)
     return {
         "name": name,
         "production": current,
         "is_settled": (last.to_version if last else "") == (current or "")
         and not any(record.state == "begun" for record in records),
+        "gaps": [record.number for record in gaps(records)],
         "records": [record.to_json() for record in reversed(records)],
     }
 

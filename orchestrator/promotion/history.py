@@ -24,7 +24,8 @@ class Past:
 
     last: Record | None
     """The last record that came about."""
-    num_records: int
+    last_number: int
+    """Number of the last record, void ones counted; 0 where there is none."""
     carried: Record | None = None
     """A change that was found interrupted, and has just been carried to its end."""
 
@@ -71,6 +72,7 @@ def found_moved(name: str, found: Registered | None, past: Past) -> Record:
 
 def _to(target: Registered, past: Past) -> Record:
     tags = target.tags
+    trial = tags.get("trial", "")
     return replace(
         _blank(target.name, past),
         to_version=target.version,
@@ -78,7 +80,7 @@ def _to(target: Registered, past: Past) -> Record:
         forced=tags.get("forced") == "true",
         sweep=tags.get("sweep", ""),
         sweep_id=tags.get("sweep_id", ""),
-        trial=tags.get("trial", ""),
+        trial=trial if trial.isdigit() else "",
         short_name=tags.get("short_name", ""),
         recipe_sha256=tags.get("recipe_sha256", ""),
         files_sha256=tags.get("files_sha256", ""),
@@ -86,17 +88,20 @@ def _to(target: Registered, past: Past) -> Record:
 
 
 def _speedup_words(tags: Mapping[str, str]) -> str:
-    """The speed-up that a version's tags tell, like ``1.42x``; empty where they tell none."""
-    if (value := tags.get("speedup", "unknown")) == "unknown":
+    """The speed-up that a version's tags tell, like ``1.42x``; empty where they tell none, or somebody altered them."""
+    try:
+        value, *ends = [
+            float(part) for part in (tags.get("speedup", ""), *re.findall(r"[\d.]+", tags.get("speedup_ci95", "")))
+        ]
+    except ValueError:
         return ""
-    ends = [float(end) for end in re.findall(r"[\d.]+", tags.get("speedup_ci95", ""))]
-    return units.short_ratio(float(value), Interval(ends[0], ends[1]) if len(ends) == 2 else None)
+    return units.short_ratio(value, Interval(ends[0], ends[1]) if len(ends) == 2 else None)
 
 
 def _blank(name: str, past: Past) -> Record:
     return Record(
         name=name,
-        number=past.num_records + 1,
+        number=past.last_number + 1,
         action="promote",
         from_version=past.current,
         to_version="",

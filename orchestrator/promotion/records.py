@@ -6,15 +6,18 @@ never came about is FAILED. The finished ones of a name form a chain: each begin
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Self, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import artifact_folder
 from orchestrator.tracking.registry import Registry
+from trials.codec import from_json
 from trials.secrets import redact
 
 if TYPE_CHECKING:
@@ -91,24 +94,32 @@ class Record:
         """The record that a run of MLflow holds.
 
         Raises:
-            LookupError: the run is no record of this program.
+            ConfigError: its tags are not those of a record: somebody altered them.
         """
         tags = {key.removeprefix(_PREFIX): text for key, text in run.data.tags.items() if key.startswith(_PREFIX)}
         texts: dict[str, Any] = {f.name: tags.get(f.name, "") for f in fields(cls) if f.type == "str"}
         try:
-            if tags["action"] not in get_args(Action):
-                raise ValueError(f"{tags['action']} is no action")
-            return cls(
+            for name in ("from_version", "to_version", "trial"):
+                if texts[name] and not texts[name].isdigit():
+                    raise ValueError(f"{name} is {texts[name]!r}")
+            found = cls(
                 **texts | {"record_id": run.info.run_id},
-                action=cast(Action, tags["action"]),
+                action=from_json(Action, tags["action"]),
                 number=int(tags["number"]),
                 at_s=float(tags["at_s"]),
                 forced=tags.get("forced") == "true",
-                missing=tuple(json.loads(tags.get("missing") or "[]")),
+                missing=from_json(tuple[str, ...], json.loads(tags.get("missing") or "[]")),
                 state=_STATES.get(run.info.status, "void"),
             )
-        except (KeyError, ValueError) as error:
-            raise LookupError(f"run {run.info.run_id} is no record of a promotion: {error}") from None
+            time.localtime(found.at_s)
+        except (KeyError, ValueError, OverflowError, RecursionError) as error:
+            why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+            raise ConfigError(
+                f"a record of {tags.get('name', 'a promotion')} was altered (run {run.info.run_id} of the experiment"
+                f" {EXPERIMENT}): {why}",
+                remedy="Put its tags right in MLflow; record.json among its artifacts tells what they were.",
+            ) from None
+        return found
 
 
 class Records:
@@ -136,7 +147,7 @@ class Records:
             records += [Record.from_run(run) for run in page]
             token = page.token
             if not token:
-                return sorted(records, key=lambda record: record.number)
+                return sorted(records, key=lambda record: (record.number, record.at_s))
 
     def begin(self, record: Record) -> Record:
         """Write a record down as begun; returns it with its id."""
@@ -187,6 +198,12 @@ class Records:
         self._client.log_text(run_id, redact(report), "verification.json")
         self._client.set_terminated(run_id)
         return run_id
+
+
+def gaps(records: list[Record]) -> list[Record]:
+    """Changes that do not begin where the one before ended: a record between them is gone, or was altered."""
+    done = chain(records)
+    return [record for before, record in itertools.pairwise(done) if record.from_version != before.to_version]
 
 
 def chain(records: list[Record]) -> list[Record]:

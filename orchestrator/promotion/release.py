@@ -194,7 +194,8 @@ class Releases:
         return self.records.finish(record, note=note)
 
     def _point(self, name: str, alias: str, version: str) -> None:
-        if version:
+        """Point the alias at the version; take it away where there is none, or somebody deleted it."""
+        if version and self.registry.find(name, version=version):
             self.registry.set_alias(name, alias, version)
         elif self.registry.find(name, alias=alias):
             self.registry.delete_alias(name, alias)
@@ -218,8 +219,9 @@ class Releases:
     def _past(self, name: str) -> tuple[Past, list[Record]]:
         """The history of a name, and its records that were begun and left."""
         records = self.records.of(name)
-        last = max(chain(records), key=lambda record: record.number, default=None)
-        return Past(last=last, num_records=len(records)), [record for record in records if record.state == "begun"]
+        done, last_number = chain(records), max((record.number for record in records), default=0)
+        past = Past(last=done[-1] if done else None, last_number=last_number)
+        return past, [record for record in records if record.state == "begun"]
 
     def _carry_on(self, begun: Record, past: Past, step: Callable[[str], None]) -> None:
         made = self._made(begun)

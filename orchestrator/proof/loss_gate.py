@@ -37,8 +37,6 @@ Compared = Literal["baseline", "reference"]
 
 MAX_SKIPPED_SHARE = 0.5
 """Share of the steps: a finalist that skips more updates than this has shown too little."""
-MIN_TOLD_SHARE = 0.5
-"""Share of the steps that have to tell something."""
 TELLS_MORE = (
     "A larger global_batch_size, a lower learning rate or a baseline in O0 make the gate tell more; an evaluation of"
     " your own (gate.command) decides without it"
@@ -285,17 +283,17 @@ def _excesses(found: LossComparison) -> Iterator[str]:
 def _doubts(found: LossComparison) -> Iterator[str]:
     """Why it cannot be told, of a finalist that is not refuted."""
     for name, curve in _curves(found):
-        num_steps, told = len(curve.limits), len(curve.told)
+        num_steps, told, unstable_from = len(curve.limits), len(curve.told), curve.unstable_from
         if curve.is_refuted:
             continue
         if not any(deviation is not None for deviation in curve.deviations):
             yield f"the {name} cannot be compared with the {found.compared_with}'s in any step"
-        elif curve.silent and told < MIN_TOLD_SHARE * num_steps:
-            step = min(curve.silent)
+        elif curve.is_chaotic and unstable_from is not None:
             yield (
                 f"this workload amplifies rounding errors: the {name} of the {found.compared_with} is"
-                f" {curve.twin[step - 1]:.2g} (relative) off in step {step} when nothing but rounding differs, where"
-                f" {curve.limits[step - 1]:.2g} is allowed; {told} of {num_steps} steps tell anything"
+                f" {curve.twin[unstable_from - 1]:.2g} (relative) off in step {unstable_from} when nothing but rounding"
+                f" differs, where {curve.limits[unstable_from - 1]:.2g} is allowed; {told} of {num_steps} steps tell"
+                " anything"
             )
         elif odd := (curve.contradictions or curve.wild):
             step = max(odd, key=lambda step: curve.deviations[step - 1] or 0.0)
@@ -313,9 +311,9 @@ def _twin_words(curve: Curve, step: int) -> str:
 def _explained(found: LossComparison) -> Iterator[str]:
     """What lies beyond its limit without being evidence."""
     for name, curve in _curves(found):
-        if curve.silent:
+        if curve.unstable_from is not None:
             yield (
-                f"rounding alone takes the {name} beyond its limit from step {min(curve.silent)} on:"
+                f"rounding alone takes the {name} beyond its limit from step {curve.unstable_from} on:"
                 f" {len(curve.told)} of {len(curve.limits)} steps tell something"
             )
         elif curve.beyond and not curve.contradictions:

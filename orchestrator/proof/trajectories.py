@@ -25,6 +25,11 @@ SPIKE_FACTOR = 3.0
 """A gradient norm this many times the median of those before is a spike."""
 LOSS_AFTER_SPIKE = 2 * LOSS_MOST
 """Limit of the loss from a spike on, at least."""
+LEAD = 2
+"""Steps by which a run whose rounding errors are some times the twin's may be unstable before it: errors grow tenfold
+and more from step to step then."""
+MIN_TOLD_SHARE = 0.5
+"""Share of the steps that have to tell something."""
 EXCUSED_SHARE = 0.5
 """Share of the steps whose gradient norms may contradict before that refutes; the first may not. Fewer are a doubt."""
 _SPIKE_WINDOW = 5
@@ -113,10 +118,23 @@ class Curve:
         return tuple(step for step, share in self._shares().items() if share > 1.0)
 
     @property
-    def silent(self) -> frozenset[int]:
-        """Steps that tell nothing: there the twin itself is beyond the limit."""
+    def unstable_from(self) -> int | None:
+        """First step in which rounding alone takes the twin beyond the limit; None where it never does."""
         pairs = enumerate(zip(self.twin, self.limits, strict=False), start=1)
+        return next((step for step, (off, limit) in pairs if off > limit), None)
+
+    @property
+    def silent(self) -> frozenset[int]:
+        """Steps that tell nothing: there the twin is beyond the limit, or a run that rounds otherwise may be by now.
+        In the first step weights are equal, so that nothing has grown yet."""
+        ahead = [self.twin[min(i + LEAD, len(self.twin) - 1) if i else 0] for i in range(len(self.twin))]
+        pairs = enumerate(zip(ahead, self.limits, strict=False), start=1)
         return frozenset(step for step, (off, limit) in pairs if off > limit)
+
+    @property
+    def is_chaotic(self) -> bool:
+        """Whether rounding alone takes so many steps beyond their limits that only the first can refute a run."""
+        return bool(self.silent) and len(self.told) < MIN_TOLD_SHARE * len(self.limits)
 
     @property
     def told(self) -> tuple[int, ...]:
@@ -131,12 +149,19 @@ class Curve:
     @property
     def wild(self) -> tuple[int, ...]:
         """Steps that tell nothing, where the run is further off than the noise of this workload all the same."""
-        return tuple(step for step in self._unlike_twin if step in self.silent)
+        ahead = {
+            step: self.noise[min(step - 1 + LEAD, len(self.noise) - 1)] if self.noise else 0.0 for step in self.silent
+        }
+        return tuple(
+            step for step in self._unlike_twin if step in ahead and (self.deviations[step - 1] or 0) > ahead[step]
+        )
 
     @property
     def is_refuted(self) -> bool:
         """Whether this quantity shows that another model is trained."""
         found = self.contradictions
+        if self.is_chaotic:
+            return found[:1] == (1,)
         return bool(found) and (found[0] == self.told[0] or len(found) > self.num_excused)
 
     @property

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from orchestrator import processes
 from orchestrator.errors import ConfigError
+from orchestrator.homes import where_seen
 from orchestrator.sweep.ledger import FILE_NAME, Ledger, LedgerError
 from orchestrator.sweep.snapshot import Snapshot, read_snapshot
 from orchestrator.sweep.state import attempt_id
@@ -87,6 +88,8 @@ class Home:
             return Ledger.open_existing(folder, read_only=read_only)
         except LookupError:
             pass
+        if seen := where_seen(name, self.path, FILE_NAME):
+            raise ConfigError(f"no sweep {name!r} in {self.path}", remedy=seen)
         known = self.sweeps() if begun else self.all_names()
         near = nearest(name, known)
         remedy = f"Did you mean {near}?" if near else f"Sweeps there: {', '.join(known[:5]) or 'none'}."

@@ -92,7 +92,7 @@ class LiveView:
         self._is_marked = False
 
     def __enter__(self) -> Self:
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = Live(console=self.console, auto_refresh=False, transient=True, get_renderable=self._render)
             self._live.start()
         return self

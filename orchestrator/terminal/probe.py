@@ -14,9 +14,9 @@ from rich.text import Text
 from cluster.probe.probe import Progress as Report
 from cluster.probe.profile import SLOW_DEVIATIONS, SLOW_RATIO, Network, NodeRates, Profile, SlowFigure
 from orchestrator import units
-from orchestrator.commands.doctor import Diagnosed
 from orchestrator.commands.probe import Probed
 from orchestrator.doctor.check import Finding
+from orchestrator.doctor.doctor import Diagnosed
 from orchestrator.terminal.table import Column, FittedTable
 
 FORMATS = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16"}

@@ -67,7 +67,7 @@ def render_recipe(shown: Mapping[str, Any]) -> RenderableType:
     body = yaml.safe_dump({"candidate": shown["candidate"]}, sort_keys=False)
     lines = [*marked, title, *_evidence(shown)]
     if verified := shown.get("verified"):
-        lines.append(Text(f"last verified {verified['at']}: {verified['result']}"))
+        lines.append(Text(plain(f"last verified {verified['at']}: {verified['result']}")))
     return Group(*lines, Text(""), Text(body.rstrip()))
 
 
@@ -110,6 +110,9 @@ def render_history(found: Mapping[str, Any]) -> RenderableType:
             "The records do not say so (yet): a change was interrupted, or the alias was moved elsewhere. "
             "The next promote or rollback settles that."
         )
+        parts.append(Text(why, style="yellow"))
+    for number in found["gaps"]:
+        why = f"Record {number} does not begin where the one before it ended: a record is gone, or was altered."
         parts.append(Text(why, style="yellow"))
     return Group(*parts, table, notes)
 

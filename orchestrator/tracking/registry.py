@@ -86,6 +86,8 @@ class Registry:
             if error.error_code in _ABSENT:
                 return None
             raise
+        except OverflowError:  # a number that no database holds
+            return None
 
     def read_files(self, registered: Registered) -> dict[str, bytes]:
         """All files of a version: path below its folder to content.
@@ -120,6 +122,8 @@ class Registry:
             self._done("RESOURCE_ALREADY_EXISTS", lambda: self.client.create_experiment(name, location))
             found = self.client.get_experiment_by_name(name)
         assert found is not None, "it was just created"
+        if found.lifecycle_stage == "deleted":  # by hand, on a page; what it holds is still wanted
+            self.client.restore_experiment(found.experiment_id)
         return str(found.experiment_id)
 
     # ---- registered models as such: names that only one can create, and that are gone when deleted ----

@@ -1,7 +1,7 @@
 """Takes a sweep out of MLflow again.
 
-Runs are deleted, not the experiment that they are in: other sweeps of the same model and hardware go there, and to bring
-back a deleted experiment brings back all the runs it ever had.
+Runs are deleted, not the experiment that they are in: other sweeps of the same model and hardware go there, and when a
+deleted experiment is brought back, so are all the runs it ever had.
 """
 
 from __future__ import annotations

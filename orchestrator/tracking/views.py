@@ -88,12 +88,19 @@ def _charts(knobs: Sequence[str], score: str) -> list[dict[str, Any]]:
         _chart("speed", "BAR", score, metricKey=speed["key"]),
         _curve("curve/step_time_ms", "Step time in ms, step by step"),
         _curve("curve/loss", "Loss"),
+        _curve("curve/grad_norm", "Gradient norm"),
         _curve("curve/memory_gib", "Peak memory of the step in GiB"),
     ]
 
 
 def _curve(metric: str, name: str) -> dict[str, Any]:
-    axes = {"xAxisKey": "step", "selectedXAxisMetricKey": "", "selectedYAxisMetrics": [metric]}
+    axes = {
+        "lineSmoothness": 0,
+        "useGlobalLineSmoothing": False,
+        "xAxisKey": "step",
+        "selectedXAxisMetricKey": "",
+        "selectedYAxisMetrics": [metric],
+    }
     return _chart(metric.replace("/", "-"), "LINE", name, metricKey=metric, selectedMetricKeys=[metric], **axes)
 
 

@@ -83,6 +83,7 @@ def test_a_sweep_whose_ledger_cannot_be_read_can_be_removed(tmp_path):
     assert "an unreadable ledger" in removed.stdout
 
 
+@pytest.mark.representative("True")
 @pytest.mark.parametrize("has_measured", [False, True])
 def test_only_what_measured_nothing_is_replaced(tmp_path, has_measured):
     file = write(tmp_path, {**ONE_DEVICE, "name": "story"})

@@ -16,7 +16,7 @@ from orchestrator.config.profile import ProfileSection
 from orchestrator.errors import ConfigError
 from orchestrator.report.artifacts import ProfileCopies, copy_profile, profile_files
 from orchestrator.report.page.page import environment
-from orchestrator.report.profile import profile_tables
+from orchestrator.report.profile import profile_tables, remarks
 from orchestrator.sweep.home import attempt_folder
 from orchestrator.sweep.state import Attempt, Trial
 from orchestrator.sweep.values import ProfileRun
@@ -176,6 +176,16 @@ def test_the_terminal_shows_all_of_it_in_80_columns(tmp_path):
         assert words in joined, words
     here = re.sub(r"\s+", "", shown(trial(FIRST), [tmp_path / TRACE]))
     assert f"in{tmp_path}{TRACE}4KiB" in here and "/far" not in here
+
+
+@pytest.mark.parametrize(("measured_s", "is_told"), [(0.05, True), (0.099, False), (None, False)])
+def test_what_profiling_costs_is_told_where_it_is_much(measured_s, is_told):
+    tables = profile_tables(trial(FIRST), measured_s)
+    told = [remark.text for remark in remarks(tables) if "overhead" in remark.text]
+    assert tables.to_json()["slowdown"] == (None if measured_s is None else pytest.approx(0.1 / measured_s))
+    assert bool(told) == is_told
+    if is_told:
+        assert told[0].startswith("the profiled step takes 100 ms, 2.00x the measured 50 ms")
 
 
 def test_the_page_has_the_same_escaped():

@@ -162,6 +162,15 @@ def test_without_a_terminal_every_ended_trial_is_one_line():
     assert lines[2].endswith("out of memory  rank 0 on host: boom")
 
 
+def test_a_terminal_without_cursor_gets_lines_too():
+    out = io.StringIO()
+    with LiveView(Console(file=out, force_terminal=True, _environ={"TERM": "dumb"})) as view:
+        view.on_state(fold(events([])))
+        view.on_state(state(speeds(0.1)))
+    assert out.getvalue().startswith("t000  ")
+    assert "\x1b" not in out.getvalue()
+
+
 def test_going_on_repeats_no_line():
     out = io.StringIO()
     with LiveView(Console(file=out)) as view:

@@ -1,0 +1,72 @@
+"""What people meet when they operate sweeps: logs of a sweep in a terminal, what to do next, what Ctrl-C leaves."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from orchestrator.invocation import PLAIN
+from orchestrator.report.report import make_report
+from orchestrator.report.summary import summarize
+from orchestrator.sweep.events import SweepFinished
+from orchestrator.sweep.fold import fold
+from orchestrator.sweep.home import Home
+from orchestrator.terminal.live import LiveView
+from tests.support import long_story
+from tests.support.cli_homes import keep, run
+from tests.support.story import failures, measured
+from tests.support.sweep_files import SIMULATED, write
+
+
+def test_a_sweep_in_a_terminal_keeps_a_log_and_one_that_is_refused_keeps_nothing(tmp_path):
+    cluster = {"kind": "simulated", "devices_per_node": 1, "simulation": {"accelerator": "a100-80"}}
+    file = write(tmp_path, {**SIMULATED, "cluster": cluster, "budget": {"max_trials": 1}, "confirm": "off"})
+    home = Home(tmp_path / "home")
+    text = file.read_text()
+    write(tmp_path, {**SIMULATED, "space": {"tp": [3, 5]}})
+    assert run("submit", file, "--home", home.path).exit_code == 2
+    assert not home.sweep_folder("simulated").exists()
+    file.write_text(text)
+    assert run("submit", file, "--home", home.path).exit_code == 0
+    first, *lines, last = run("logs", "simulated", "--home", home.path).stdout.splitlines()
+    assert "is at work, in a terminal" in first
+    assert any(line.startswith("t000 ") and line.endswith("baseline") for line in lines)
+    assert last.startswith("finished: ")
+
+
+def test_a_trial_alone_is_one_of_the_latest_sweep(tmp_path):
+    keep(tmp_path, "older", long_story.events(long_story.speeds(0.1), name="older"))
+    keep(tmp_path, "newer", long_story.events(long_story.speeds(0.1), name="newer"))
+    shown = run("logs", "best", "--home", tmp_path)
+    assert "best of the latest sweep, newer:" in shown.stderr
+    keep(tmp_path, "best", long_story.events([]))
+    assert "latest sweep" not in run("logs", "best", "--home", tmp_path).stderr, "a sweep may be called so"
+    assert "no sweep 'bset'" in run("logs", "bset", "--home", tmp_path).stderr
+
+
+@pytest.mark.parametrize("outcomes", [[failures()["crashed"]], [measured(0.1), failures()["crashed"]]])
+def test_a_sweep_that_failed_asks_to_look_at_the_logs_not_to_promote(outcomes):
+    events = long_story.events(outcomes, finished=False)
+    state = fold([*events, SweepFinished(at_s=events[-1].at_s, status="failed", reason="3 faults in a row")])
+    commands = {one.purpose: one.command for one in make_report(state, summarize(state, ""), invocation=PLAIN).commands}
+    failed = f"t{len(outcomes) - 1:03d}"
+    assert list(commands)[:2] == ["logs", "story"]
+    assert commands["logs"] == f"tune-cluster logs story {failed}"
+    assert commands["retry"] == "tune-cluster retry story --failed"
+    assert not commands.keys() & {"promote", "force", "confirm"}
+    assert ("delete" in commands) == (len(outcomes) == 1), "nothing was measured"
+
+
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_ctrl_c_leaves_the_table_on_the_screen(is_interrupted):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100, _environ={"TERM": "xterm"})
+    try:
+        with LiveView(console) as view:
+            view.on_state(long_story.state(long_story.speeds(0.1, 0.08), finished=False))
+            if is_interrupted:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    erased = screen.getvalue().rpartition("\x1b[2K")[2]
+    assert ("t001" in erased) == is_interrupted, "what comes after the last line that was erased"

@@ -1,0 +1,59 @@
+"""Homes found again from another folder: said, never entered by themselves."""
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator import homes
+from orchestrator.invocation import DEFAULT_HOME
+from tests.support import long_story
+from tests.support.cli_homes import keep, run
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A folder that is not the one with the home ``tune-cluster-runs``, which holds the sweep ``story``."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("TUNE_CLUSTER_HOME", raising=False)
+    keep(tmp_path / "project" / DEFAULT_HOME, "story", long_story.events(long_story.speeds(0.1), finished=False))
+    (tmp_path / "project" / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    return tmp_path
+
+
+def seen(result):
+    return " ".join(result.stderr.split())
+
+
+def test_a_home_above_the_folder_is_named_and_not_entered(elsewhere, monkeypatch):
+    monkeypatch.chdir(elsewhere / "project" / "deep" / "er")
+    home = elsewhere / "project" / DEFAULT_HOME
+    refused = run("status", "story")
+    assert refused.exit_code == 2
+    assert f"It is in {home}: add --home {home}." in seen(refused)
+    assert "It is in" not in seen(run("status", "another"))
+    assert f"tune-cluster ps --home {home}" in seen(run("ps"))
+    assert not Path(DEFAULT_HOME).exists()
+
+
+def test_a_home_that_was_used_is_remembered(elsewhere, monkeypatch):
+    monkeypatch.chdir(elsewhere / "other")
+    assert "It is in" not in seen(run("status", "story"))
+    home = elsewhere / "project" / DEFAULT_HOME
+    for used in (home, elsewhere / "gone", home):
+        homes.remember(used)
+    assert homes._remembered() == [str(home), str(elsewhere / "gone")]
+    assert f"It is in {home}: add --home {home}." in seen(run("logs", "story", "best"))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"relative\n\0\n/" + b"x" * 5000 + b"\n", None])
+def test_a_file_that_is_no_list_of_homes_costs_nothing(elsewhere, monkeypatch, content):
+    monkeypatch.chdir(elsewhere / "other")
+    file = elsewhere / "state" / "tune-cluster" / "homes"
+    if content is None:
+        file.mkdir(parents=True)
+    else:
+        file.parent.mkdir(parents=True)
+        file.write_bytes(content)
+    assert "no sweep 'story'" in seen(run("status", "story"))
+    homes.remember(elsewhere / "other")
