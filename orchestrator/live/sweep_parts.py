@@ -188,7 +188,7 @@ def _finalist(one: Finalist) -> dict[str, Any]:
         "value": overall.value if overall else None,
         "low": overall.low if overall else None,
         "high": overall.high if overall else None,
-        "text": f"{overall.value:.2f}x ({units.ratio_interval(overall)})" if overall else units.DASH,
+        "text": units.ratio(overall.value, overall) if overall else units.DASH,
         "rounds": [[found.round + 1, found.value, found.low, found.high] for found in one.rounds],
     }
 
