@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from cluster.gang.messages import RankFailure, RankResult
 from cluster.gang.outcome import COLLATERAL, fold
 from trials.codec import CodecError, from_json
 from trials.outcome import Evidence, GangLost, Outcome
+from trials.reports.disturbance import LOAD_SUFFIX, Disturbance
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,16 @@ def recover(attempts: Path, token: str, world_size: int) -> Remains:
     complete = [result for result in results if result is not None]
     if len(complete) < world_size and not any(_is_root_cause(result) for result in complete):
         return Remains(_lost("the controller ended while the gang was running"), ended_at_s)
-    return Remains(fold(complete), ended_at_s)
+    return Remains(fold(complete, _disturbances(folder)), ended_at_s)
+
+
+def _disturbances(folder: Path) -> list[Disturbance]:
+    """What wardens stored of their nodes while the gang measured."""
+    found: list[Disturbance] = []
+    for path in sorted(folder.glob(f"*{LOAD_SUFFIX}")):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(from_json(Disturbance, json.loads(path.read_text(encoding="utf-8"))))
+    return found
 
 
 def _result(path: Path, token: str) -> RankResult | None:

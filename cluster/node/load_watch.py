@@ -8,17 +8,21 @@ all of this is unknown, and no error.
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import subprocess
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import quote
 
 from cluster.hardware.topology import read_or_empty
 from cluster.node import cpu_load
 from cluster.node.cpu_load import MIN_WINDOW_S, CpuLook
+from trials.codec import to_json
+from trials.files import write_atomically
 from trials.outcome import Phase
-from trials.reports.disturbance import Disturbance, reasons_in
+from trials.reports.disturbance import LOAD_SUFFIX, Disturbance, reasons_in
 
 PERIOD_S = 5
 """Seconds between two looks at the devices."""
@@ -73,6 +77,9 @@ class LoadWatch:
             own = cpu_load.family(first.processes, self._owner) | cpu_load.family(last.processes, self._owner)
             found = self._devices.end(found, own)
         self.found = found
+        with contextlib.suppress(OSError):  # a full disk: it is told all the same
+            path = self._folder / f"{quote(self._node, safe='')}{LOAD_SUFFIX}"
+            write_atomically(path, [json.dumps(to_json(found)).encode()])
 
 
 class DeviceWatch:

@@ -14,6 +14,8 @@ FOREIGN_CPU_LIMIT: Final = 0.05
 """Share of the node's processors used by others from which on a trial counts as disturbed."""
 STOLEN_LIMIT: Final = 0.02
 """Share taken by the hypervisor, or by the container's own quota, from which on a trial counts as disturbed."""
+LOAD_SUFFIX: Final = ".load.json"
+"""Ends the names of the files in an attempt's folder in which wardens keep what they saw, should the controller die."""
 MAX_NODES_TOLD: Final = 8
 """Nodes of a gang whose figures are kept: those disturbed most."""
 THROTTLED_BY: Final = {
