@@ -130,21 +130,24 @@ def render_predictions(predictions: PlanPredictions) -> RenderableType:
         f" on {predictions.hardware} (catalogue: {predictions.accelerator}{_probed(predictions)}); "
         f"about {device_time(predictions.device_hours * 3600)} for {predictions.num_trials} trials",
     )
-    table = FittedTable(title="expected to be fastest", columns=_ranking_columns(predictions.baseline.unit))
-    for prediction in predictions.top[:MAX_PREDICTIONS]:
-        speedup = prediction.score / predictions.baseline.score
-        table.add_row(*_row(prediction, f"{speedup:.2f}x"))
-    table.add_section()
-    table.add_row(*_row(predictions.baseline, "baseline"))
     shown = (*predictions.top[:MAX_PREDICTIONS], predictions.baseline)
+    has_sizes = len({prediction.figures.num_devices for prediction in shown}) > 1
+    columns = _ranking_columns(predictions.baseline.unit, has_sizes=has_sizes)
+    table = FittedTable(title="expected to be fastest", columns=columns)
+    for prediction in shown[:-1]:
+        speedup = prediction.score / predictions.baseline.score
+        table.add_row(*_row(prediction, f"{speedup:.2f}x", has_sizes=has_sizes))
+    table.add_section()
+    table.add_row(*_row(predictions.baseline, "baseline", has_sizes=has_sizes))
     explained = render_legend(legend(prediction.candidate for prediction in shown))
     return Group(head, Text(""), table, Text(unit_legend(predictions.baseline.unit), style="dim"), explained)
 
 
-def _ranking_columns(unit: str) -> tuple[Column, ...]:
+def _ranking_columns(unit: str, *, has_sizes: bool) -> tuple[Column, ...]:
     return (
         Column(title="#", is_number=True),
         Column(title="configuration", min_width=24),
+        *((Column(title="devices", is_number=True),) if has_sizes else ()),
         Column(title=unit, is_number=True),
         Column(title="speed-up", priority=7, is_number=True),
         Column(title="step", priority=5, is_number=True),
@@ -194,10 +197,11 @@ def _balance(balance: Balance) -> RenderableType:
     return Group(Text(f"balanced by the cost model: {where}; {proven}"), table)
 
 
-def _row(prediction: Prediction, speedup: str) -> tuple[str, ...]:
+def _row(prediction: Prediction, speedup: str, *, has_sizes: bool) -> tuple[str, ...]:
     return (
         "" if prediction.number is None else str(prediction.number),
         short_name(prediction.candidate),
+        *((str(prediction.figures.num_devices),) if has_sizes else ()),
         rate(prediction.score),
         speedup,
         milliseconds(prediction.step_s),
