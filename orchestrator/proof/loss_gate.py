@@ -90,8 +90,8 @@ class GateTrajectories:
     finalist: Trajectory
     reference: Trajectory | None = None
     finalist_reference: Trajectory | None = None
-    """What :func:`reference_candidate` of a finalist in 16 bits trained: errors of its layout that hide in the noise of
-    16 bits show here, against the reference or a baseline in O0."""
+    """The finalist's :func:`reference_candidate` trained, for one in 16 bits: errors of its layout that hide in the
+    noise of 16 bits show here, against the reference or a baseline in O0."""
     twin: Trajectory | None = None
     """The baseline with initial weights off by rounding errors."""
     reference_twin: Trajectory | None = None

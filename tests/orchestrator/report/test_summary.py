@@ -37,6 +37,8 @@ def test_the_json_form_is_complete():
         "objective": "tokens_per_s_per_device",
         "unit": "tokens/s/p",
         "num_leased_devices": 2,
+        "measured": True,
+        "virtual": None,
         "confirmed": None,
         "virtual": None,
         "measured": True,
