@@ -79,8 +79,8 @@ def _parent_of(pid: int) -> int | None:
 
 
 def _is_wiped(entries: Sequence[bytes]) -> bool:
-    """Whether a process has overwritten its environment with its title: none of a kernel thread or a zombie is."""
-    return bool(entries) and not any(b"=" in entry for entry in entries)
+    """Whether a process has overwritten its environment, or the beginning of it, with its title."""
+    return len(entries) > 1 and b"=" not in entries[0]
 
 
 def _holds_files_of(pid: int, folder: str) -> bool:
