@@ -103,14 +103,14 @@ def delete(sweep: str, yes: bool, force: bool, in_mlflow: bool, home: Path, as_j
       tune-cluster delete quickstart
       tune-cluster delete quickstart --mlflow --yes --json
     """
-    from orchestrator.commands import delete as deleting
+    from orchestrator.commands import stop as stopping
     from orchestrator.sweep.home import Home
 
-    what = deleting.describe(sweep, Home(home))
+    what = stopping.describe(sweep, Home(home))
     if not yes and not _agreed(f"Remove {what}{' and its runs in MLflow' if in_mlflow else ''}?"):
         click.echo("nothing was removed", err=True)
         sys.exit(EXIT_USER)
-    removed = deleting.delete(sweep, Home(home), force=force, in_mlflow=in_mlflow)
+    removed = stopping.delete(sweep, Home(home), force=force, in_mlflow=in_mlflow)
     if as_json:
         print_result(True, removed.to_json(), str)
     for line in removed.lines() if not as_json else ():

@@ -1,10 +1,12 @@
-"""Pauses, drains or cancels a sweep, and waits until that is done (``pause``, ``drain``, ``cancel``)."""
+"""Pauses, drains or cancels a sweep and waits until that is done, or removes it (``delete``, ``submit --replace``)."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -12,11 +14,14 @@ from rich.text import Text
 
 from orchestrator import units
 from orchestrator.commands import control
+from orchestrator.errors import ConfigError
 from orchestrator.status.watch import follow
 from orchestrator.sweep.events import Action
-from orchestrator.sweep.home import Home
+from orchestrator.sweep.home import Home, is_at_work
+from orchestrator.sweep.ledger import FILE_NAME, LedgerError, SweepBusyError
 from orchestrator.sweep.snapshot import AT_REST, ENDED, Snapshot, read_snapshot
 from orchestrator.text import plain
+from orchestrator.tracking.tracker import Tracker
 
 Tell = Callable[[Snapshot], None]
 
@@ -100,3 +105,163 @@ def _is_done(sweep: Snapshot, action: Action) -> bool:
 def _words(sweep: Snapshot) -> str:
     running = " ".join(units.trial_id(number) for number in sorted(sweep.state.running))
     return f"{sweep.name} is {sweep.phase}" + (f"; {running} still running" if running else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removed:
+    """What was removed of a sweep."""
+
+    sweep: str
+    folder: Path
+    num_trials: int | None
+    """None: its ledger could not be read."""
+    num_bytes: int
+    num_runs: int | None
+    """Runs deleted in MLflow; None: that was not asked for."""
+    stays: tuple[str, ...]
+    """What is left of it elsewhere, in sentences."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON form of ``delete --json``."""
+        body = {"sweep": self.sweep, "folder": str(self.folder), "trials": self.num_trials, "bytes": self.num_bytes}
+        return {**body, "mlflow_runs": self.num_runs, "stays": list(self.stays)}
+
+    def lines(self) -> list[str]:
+        """The same for people."""
+        trials = "an unreadable ledger" if self.num_trials is None else units.count(self.num_trials, "trial")
+        lines = [f"removed {self.folder}: {trials}, {units.num_bytes(self.num_bytes)}"]
+        if self.num_runs is not None:
+            lines.append(f"deleted in MLflow: {units.count(self.num_runs, 'run')}; `mlflow gc` frees their space")
+        return [*lines, *self.stays]
+
+
+def describe(name: str, home: Home) -> str:
+    """What would be removed, in a few words for a question.
+
+    Raises:
+        ConfigError: there is no such sweep.
+    """
+    sweep = _read(name, home)
+    what = "its ledger cannot be read" if sweep is None else units.count(len(sweep.state.trials), "trial")
+    measured = " and what they measured" if sweep is not None and sweep.state.best is not None else ""
+    return f"{home.sweep_folder(name)} ({what}{measured})"
+
+
+def delete(name: str, home: Home, *, force: bool = False, in_mlflow: bool = False) -> Removed:
+    """Remove the sweep's folder: ledger, logs, attempts. MLflow first, so that nothing is half gone where that fails.
+
+    Args:
+        force: also where a promoted configuration rests on it, or its ledger cannot be read.
+        in_mlflow: delete its runs there, too.
+
+    Raises:
+        ConfigError: there is no such sweep, a controller is at work on it, something rests on it, or MLflow cannot be
+            reached.
+    """
+    sweep = _read(name, home)
+    if not force:
+        _refuse_what_rests_on_it(name, sweep)
+    with _alone(name, home, sweep):
+        num_runs = None
+        if in_mlflow and sweep is not None:
+            tracker = Tracker(sweep.tracking_uri or home.default_tracking_uri)
+            num_runs = tracker.delete_runs(sweep.state, sweep.recorded)
+        return _remove(name, home, sweep, num_runs)
+
+
+def replace_unmeasured(name: str, home: Home) -> Removed:
+    """Remove a sweep that measured nothing, so that another one can have its name.
+
+    Raises:
+        ConfigError: it measured something, or a controller is at work on it.
+    """
+    sweep = _read(name, home)
+    best = sweep.state.best if sweep is not None else None
+    if sweep is None or best is not None:
+        what = f"has measured {units.trial_id(best.number)}" if best is not None else "has a ledger that cannot be read"
+        raise ConfigError(
+            f"the sweep {name!r} {what}: --replace is for sweeps that measured nothing",
+            key="name",
+            remedy=f"Give this one another name, go on with `tune-cluster resume {name}`, or remove it with "
+            f"`tune-cluster delete {name}`.",
+        )
+    with _alone(name, home, sweep):
+        return _remove(name, home, sweep, None)
+
+
+def _read(name: str, home: Home) -> Snapshot | None:
+    """The sweep as it stands; None where its ledger cannot be read.
+
+    Raises:
+        ConfigError: there is no such sweep.
+    """
+    try:
+        return home.read(name)
+    except LedgerError:
+        return None
+
+
+def _refuse_what_rests_on_it(name: str, sweep: Snapshot | None) -> None:
+    if sweep is None:
+        raise ConfigError(
+            f"the ledger of {name!r} cannot be read, so what rests on it is not known", remedy="--force removes it."
+        )
+    promoted = sorted(
+        {f"{event.record['name']} version {event.record['to_version']}" for event in sweep.state.promotions}
+    )
+    if promoted:
+        raise ConfigError(
+            f"{', '.join(promoted)} rests on the sweep {name!r}: its evidence would be gone",
+            remedy="Keep it, or remove it all the same with --force.",
+        )
+
+
+@contextmanager
+def _alone(name: str, home: Home, sweep: Snapshot | None) -> Iterator[None]:
+    """While inside, no controller can begin to work on the sweep.
+
+    Raises:
+        ConfigError: one is at work.
+    """
+    busy = ConfigError(
+        f"a controller is at work on the sweep {name!r}", remedy=f"Stop it first: `tune-cluster cancel {name}`."
+    )
+    if is_at_work(home, name):
+        raise busy
+    if sweep is None:
+        yield
+        return
+    try:
+        with home.open(name, read_only=False, begun=False) as ledger, ledger.hold():
+            yield
+    except SweepBusyError:
+        raise busy from None
+
+
+def _remove(name: str, home: Home, sweep: Snapshot | None, num_runs: int | None) -> Removed:
+    """Remove the folder, the ledger first: what is left if this is interrupted is no sweep any more."""
+    folder = home.sweep_folder(name)
+    size = sum(file.lstat().st_size for file in folder.rglob("*") if not file.is_dir())
+    for file in (FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"):
+        (folder / file).unlink(missing_ok=True)
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
+    return Removed(
+        sweep=name,
+        folder=folder,
+        num_trials=None if sweep is None else len(sweep.state.trials),
+        num_bytes=size,
+        num_runs=num_runs,
+        stays=() if sweep is None else tuple(_stays(sweep, is_in_mlflow=num_runs is None)),
+    )
+
+
+def _stays(sweep: Snapshot, *, is_in_mlflow: bool) -> Iterator[str]:
+    if is_in_mlflow and sweep.recorded is not None:
+        yield "its runs in MLflow stay; --mlflow would have deleted them"
+    attempts = (attempt for trial in sweep.state.trials for attempt in trial.attempts)
+    nodes = {device.node for attempt in attempts for device in attempt.ranks}
+    if len(nodes) > 1 and not sweep.is_virtual:
+        yield f"logs on the disks of other nodes stay there ({units.count(len(nodes), 'node')} took part)"

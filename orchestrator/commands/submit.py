@@ -130,7 +130,7 @@ def submission_of_file(
     spec = load_sweep(file, address=address)
     is_over = False
     if replace and spec.name in home.all_names():
-        from orchestrator.commands.delete import replace_unmeasured  # with MLflow's client: few submits need it
+        from orchestrator.commands.stop import replace_unmeasured  # few submits need it
 
         replace_unmeasured(spec.name, home)
     if spec.name in home.sweeps():

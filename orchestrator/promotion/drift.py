@@ -66,7 +66,7 @@ class Speeds:
 
     configuration: Sequence[float]
     baseline: Sequence[float]
-    """Of the same rounds, in their order; empty where there is no baseline."""
+    """Runs of the same rounds, in their order; empty where there is no baseline."""
 
     @property
     def ratios(self) -> list[float]:

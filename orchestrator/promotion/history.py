@@ -89,10 +89,9 @@ def _to(target: Registered, past: Past) -> Record:
 
 def _speedup_words(tags: Mapping[str, str]) -> str:
     """The speed-up that a version's tags tell, like ``1.42x``; empty where they tell none, or somebody altered them."""
+    parts = (tags.get("speedup", ""), *re.findall(r"[\d.]+", tags.get("speedup_ci95", "")))
     try:
-        value, *ends = [
-            float(part) for part in (tags.get("speedup", ""), *re.findall(r"[\d.]+", tags.get("speedup_ci95", "")))
-        ]
+        value, *ends = map(float, parts)
     except ValueError:
         return ""
     return units.short_ratio(value, Interval(ends[0], ends[1]) if len(ends) == 2 else None)

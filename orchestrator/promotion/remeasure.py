@@ -52,7 +52,7 @@ class Remeasured:
     """The configuration's own trial, or the first of them that was not measured."""
     runs: tuple[Measurement, ...]
     baseline_runs: tuple[Measurement, ...]
-    """Of the same rounds; empty where the configuration is the baseline."""
+    """Runs of the same rounds; empty where the configuration is the baseline."""
     is_interleaved: bool
     """Whether there is a baseline to compare with."""
     lost: str

@@ -12,6 +12,7 @@ from orchestrator.proof.confirmation import Judgement, judge, order
 from orchestrator.proof.loss_gate import (
     UNFINISHED,
     GateTrajectories,
+    deviations,
     exact_deviations,
     failed_gate,
     judge_gate,
@@ -229,7 +230,11 @@ def gate_roles(state: SweepState, finalist: int) -> tuple[GateRole, ...]:
     """
     roles = _certain_roles(state, finalist)
     settings, found = gate_settings(state), gate_trajectories(state, finalist)
-    exact = exact_deviations(found, settings, state.sweep.workload) if settings and found else None
+    if found is None or settings is None or found.num_steps < settings.num_steps:
+        return roles
+    exact = exact_deviations(found, settings, state.sweep.workload)
+    if "reference" in roles and found.finalist.precision.level == "O0":
+        exact = deviations(found, settings, state.sweep.workload)
     is_beyond = exact is not None and (exact.loss.beyond or exact.grad_norm.beyond)
     return (*roles, "reference_twin") if is_beyond else roles
 

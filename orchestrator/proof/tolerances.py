@@ -91,6 +91,11 @@ OTHER_BATCH_NORM = Limits(
 """What comes on top where batch norm takes its statistics over micro-batches of another size."""
 
 
+def coarser(one: str, other: str) -> Limits:
+    """Limits of the coarser of two classes."""
+    return max(ERRORS[one], ERRORS[other], key=lambda limits: limits.loss.first)
+
+
 def class_name(precision: Precision, matmul_precision: str) -> str:
     """Class of a number format: its key in :data:`ERRORS`."""
     if precision.level != "O0":

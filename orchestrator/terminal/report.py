@@ -9,7 +9,6 @@ from pathlib import Path
 from rich import box
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from orchestrator import units
@@ -50,7 +49,8 @@ def render_report(report: Report) -> RenderableType:
 
 def _in_the_search(report: Report, what: str) -> str:
     """What tells figures of the search from those of the confirmation above them; empty where there are none."""
-    return f", as the search measured {what}" if any(one.is_confirmed for one in report.shown) else ""
+    is_told = any(one.is_confirmed for one in report.shown) and not report.summary.virtual
+    return f", as the search measured {what}" if is_told else ""
 
 
 def _title(report: Report) -> RenderableType:
@@ -66,16 +66,14 @@ def _result_panel(report: Report) -> RenderableType:
     lines += [Text(line, style="dim") for line in (*report.details, *told) if line]
     if report.proof.caution:
         lines.append(Text(report.proof.caution, style="yellow"))
-    grid = Table.grid(padding=(0, 2))
+    lines.append(Text(""))
     for one in report.shown:
-        grid.add_row(Text(one.role, style="dim"), Text(units.trial_id(one.number)), _result_cell(one, report))
-    style = "green" if report.is_faster else "dim"
+        name = (f"{one.role:<8}", "dim")
+        lines += [Text.assemble(name, f"  {units.trial_id(one.number)}  {one.configuration}")]
+        lines.append(indented(Text(report.figures[one.role], style="bold")))
     legend = [Text(report.legend, style="dim")] if report.shown else []
-    return Panel(Group(*lines, Text(""), grid, *legend), box=box.ROUNDED, border_style=style, padding=(0, 1))
-
-
-def _result_cell(one: ShownTrial, report: Report) -> Text:
-    return Text.assemble(one.configuration, "\n", (report.figures[one.role], "bold"))
+    style = "green" if report.is_faster else "dim"
+    return Panel(Group(*lines, *legend), box=box.ROUNDED, border_style=style, padding=(0, 1))
 
 
 def _changes(change: Change) -> RenderableType:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sqlite3
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -33,7 +34,6 @@ from trials.secrets import redact
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Param, RunTag
-import os
 
 logger = logging.getLogger(__name__)
 
@@ -118,9 +118,21 @@ class Tracker:
             self._runs[identity] = self._search_runs(self._experiment_id(state), identity)
         return self._runs[identity]
 
-    def runs_in(self, experiment_id: str, state: SweepState) -> list[str]:
-        """Every run that the sweep has in this experiment."""
-        return list(self._search_runs(experiment_id, events.sweep_id(state.sweep)).values())
+    def delete_runs(self, state: SweepState, recorded: Recorded | None) -> int:
+        """Delete the sweep's runs; returns how many there were. MLflow hides them until its own ``mlflow gc``.
+
+        Their experiment stays: when a deleted one is brought back, so are all the runs it ever had.
+
+        Raises:
+            ConfigError: the store cannot be reached or refuses.
+        """
+        if recorded is None or state.created is None:
+            return 0
+        with self.reached():
+            runs = self._search_runs(recorded.experiment_id, events.sweep_id(state.sweep)).values()
+            for run_id in runs:
+                self._mlflow().delete_run(run_id)
+        return len(runs)
 
     def create_run(self, state: SweepState, name: str, tags: Mapping[str, str], at_s: float) -> str:
         run = self._mlflow().create_run(self._experiment_id(state), _ms(at_s), _tags(tags), run_name=name)

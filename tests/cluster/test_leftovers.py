@@ -180,7 +180,7 @@ def test_a_controller_killed_soon_after_its_sweep_was_created_leaves_nothing(tmp
     """Ray's agents start within that time, and take long to notice by themselves that their head is gone."""
     file, scratch = tmp_path / "sweep.yaml", Path(tempfile.mkdtemp(prefix="left-"))
     file.write_text(RAY_SWEEP)
-    command = [sys.executable, "-m", "orchestrator.cli.main", "submit", str(file), "--home", str(tmp_path / "home")]
+    command = [sys.executable, "-m", "orchestrator", "submit", str(file), "--home", str(tmp_path / "home")]
     controller = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(scratch)}, stderr=subprocess.DEVNULL)
     try:
         wait_until(lambda: Home(tmp_path / "home").sweeps() or controller.poll() is not None, "the sweep")

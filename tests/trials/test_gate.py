@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -14,12 +15,13 @@ from benchmarks.loss_gate.bugs import (
     learning_rate_10_percent_off,
     no_weight_decay,
 )
-from benchmarks.loss_gate.runs import spec_of, train
+from benchmarks.loss_gate.runs import RESNET, spec_of, train
 from orchestrator.proof.loss_gate import GateTrajectories, Trajectory, judge_gate
+from orchestrator.proof.tolerances import ROUNDING
 from orchestrator.sweep.values import GateReport, GateSettings
 from tests.trials.test_sensitivity import BUGS
 from tests.trials.tiny import WORKLOAD
-from trials.spec import Layout, TrialSpec
+from trials.spec import Kernels, Layout, TrialSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.parity]
 
@@ -70,11 +72,24 @@ def legitimate() -> dict[str, tuple[Trajectory, Trajectory]]:
     return dict(zip(LAYOUTS, zip(found[::2], found[1::2], strict=True), strict=True))
 
 
+@functools.cache
+def twins() -> dict[str, Trajectory]:
+    """Trajectories of one process in fp32, with initial weights off by the rounding errors of every format."""
+    (spec,) = specs_of(Layout(), "float32")
+    specs = [dataclasses.replace(spec, perturbation=ROUNDING[name]) for name in FORMATS]
+    return dict(zip(FORMATS, train_all(specs), strict=True))
+
+
 def judge(baseline: str, finalist: Trajectory, exact: Trajectory | None = None) -> GateReport:
-    """Judge against a baseline in this format, with its reference."""
+    """Judge against a baseline in this format, with its reference and the twins of both."""
     reference = None if baseline == "float32" else right()["float32"]
     runs = GateTrajectories(
-        baseline=right()[baseline], finalist=finalist, reference=reference, finalist_reference=exact
+        baseline=right()[baseline],
+        finalist=finalist,
+        reference=reference,
+        finalist_reference=exact,
+        twin=twins()[finalist.class_name] if reference is None else None,
+        reference_twin=twins()["float32"],
     )
     return judge_gate(1, runs, SETTINGS)
 
@@ -110,3 +125,32 @@ def test_catches_bugs_of_layouts(bug: Callable[[], None]) -> None:
 def test_catches_other_training(bug: Callable[[], None]) -> None:
     (finalist,) = train_all(specs_of(Layout(), "float32"), bug)
     assert not judge("float32", finalist).passed
+
+
+@pytest.mark.representative("tp")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_twin_is_off_by_the_same_in_every_layout(name: str) -> None:
+    (spec,) = specs_of(LAYOUTS[name], "float32")
+    (found,) = train_all([dataclasses.replace(spec, perturbation=ROUNDING["bfloat16 O1"])])
+    twin = twins()["bfloat16 O1"]
+    assert found.losses == pytest.approx(twin.losses, rel=2e-6)
+    assert twin.losses[0] != pytest.approx(right()["float32"].losses[0], rel=2e-6)
+
+
+def test_of_a_few_images_through_batch_norm_nothing_can_be_told() -> None:
+    """Another memory format is half as far off again in a few steps, and so is what differs by rounding only."""
+    few = dataclasses.replace(
+        RESNET,
+        global_batch_size=4,
+        model=dataclasses.replace(RESNET.model, image_size=32),
+        optimizer=dataclasses.replace(RESNET.optimizer, lr=1e-2),
+    )
+    settings = GateSettings(num_steps=12)
+    spec = spec_of(few, "float32", num_steps=settings.num_steps)
+    other = spec_of(few, "float32", num_steps=settings.num_steps, kernels=Kernels(memory_format="nhwc"))
+    twin = dataclasses.replace(spec, perturbation=ROUNDING["float32"])
+    baseline, finalist, twin_run = train_all([spec, other, twin])
+    alone = judge_gate(1, GateTrajectories(baseline=baseline, finalist=finalist), settings, few)
+    assert alone.answer == "failed", "as it was said before there were twins"
+    report = judge_gate(1, GateTrajectories(baseline=baseline, finalist=finalist, twin=twin_run), settings, few)
+    assert report.answer == "inconclusive" and "this workload amplifies rounding errors" in report.doubts[0]

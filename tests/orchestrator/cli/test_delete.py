@@ -43,14 +43,13 @@ def test_a_sweep_is_removed_with_its_runs_in_mlflow_and_another_one_stays(tmp_pa
         )
         assert run("submit", file, "--home", home.path).exit_code == 0
     two = home.read("two")
-    tracker = Tracker(home.default_tracking_uri)
-    before = tracker.runs_in(two.recorded.experiment_id, two.state)
+    before = Tracker(home.default_tracking_uri).sweep_runs(two.state)
     removed = run("delete", "two", "--mlflow", "--yes", "--json", "--home", home.path)
     body = json.loads(removed.stdout)
     assert (body["mlflow_runs"], body["trials"]) == (len(before), len(two.state.trials))
     assert len(before) > 2 and not home.sweep_folder("two").exists()
-    assert tracker.runs_in(two.recorded.experiment_id, two.state) == []
-    assert tracker.runs_in(home.read("one").recorded.experiment_id, home.read("one").state)
+    assert Tracker(home.default_tracking_uri).sweep_runs(two.state) == {}
+    assert Tracker(home.default_tracking_uri).sweep_runs(home.read("one").state)
     assert run("submit", file, "--home", home.path).exit_code == 0, "the name is free again"
 
 

@@ -38,6 +38,8 @@ def test_the_json_form_is_complete():
         "unit": "tokens/s/p",
         "num_leased_devices": 2,
         "confirmed": None,
+        "virtual": None,
+        "measured": True,
         "device_hours": pytest.approx(9 / 3600),
         "saved_device_hours": 0,
         "duration_s": 100.0,
