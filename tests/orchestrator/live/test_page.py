@@ -131,7 +131,7 @@ def test_a_phone_shows_every_page_without_scrolling_sideways(browser, server, sc
             ("/", "td", "busy"),
             ("/sweeps/proven", "#confirmation", "the winner"),
             ("/sweeps/busy", "#running", "measuring 7"),
-            ("/sweeps/proven/trials/1", "#measured", "all devices"),
+            ("/sweeps/proven/trials/1", "#measured", "peak memory"),
             ("/sweeps/proven/trials/5", "#failed", "boom"),
         ):
             page.goto(server.base + path)
