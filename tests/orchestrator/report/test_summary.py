@@ -40,8 +40,6 @@ def test_the_json_form_is_complete():
         "measured": True,
         "virtual": None,
         "confirmed": None,
-        "virtual": None,
-        "measured": True,
         "device_hours": pytest.approx(9 / 3600),
         "saved_device_hours": 0,
         "duration_s": 100.0,
