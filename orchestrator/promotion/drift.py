@@ -96,7 +96,10 @@ def speeds(then: Speeds, now: Speeds, tolerance: float, busy: str) -> list[Drift
         _, baseline = standing(speed_ratio(then.baseline, now.baseline), tolerance)
         text += f"; the baseline's is {baseline}: the machine is slower, the configuration keeps its lead"
         return [ratio, DriftFinding(kind="speed", is_drift=False, is_open=True, text=text)]
-    return [ratio, DriftFinding(kind="speed", is_drift=own == "slower" and ratio.is_drift, text=text)]
+    if own == "unclear" and not ratio.is_open:
+        text += "; the speed-up beside the baseline is what counts"
+    is_drift, is_open = own == "slower" and ratio.is_drift, own == "unclear" and ratio.is_open
+    return [ratio, DriftFinding(kind="speed", is_drift=is_drift, is_open=is_open, text=text)]
 
 
 def _speed_up(then: Speeds, now: Speeds, tolerance: float) -> DriftFinding:

@@ -64,7 +64,7 @@ def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[Ren
     """The confirmation so far, and the checks that run now."""
     parts: list[RenderableType] = []
     if (confirmed := render_confirmation(proof_result(state))) is not None:
-        parts += [Text("confirmation", style="bold"), indented(confirmed)]
+        parts += [Text(words.confirmation_heading(state.virtual).lower(), style="bold"), indented(confirmed)]
     for number in sorted(state.running):
         if what := words.check_words(state.trials[number].check):
             doing = phase_words(progress[number]) if number in progress else "started"

@@ -131,7 +131,8 @@ def _row(record: Mapping[str, Any]) -> list[Text]:
 
 
 def _reasons(record: Mapping[str, Any]) -> str:
-    forced = f"forced: {'; '.join(record['missing'])}" if record["forced"] and record["missing"] else ""
+    what = "registered without proof" if record["action"] == "candidate" else "forced"
+    forced = f"{what}: {'; '.join(record['missing'])}" if record["forced"] and record["missing"] else ""
     state = _STATE_WORDS.get(record["state"], "")
     return "; ".join(part for part in (record["reason"], forced, state, record["note"]) if part)
 
