@@ -88,8 +88,8 @@ def speeds(then: Speeds, now: Speeds, tolerance: float, busy: str) -> list[Drift
     own, told = standing(speed_ratio(then.configuration, now.configuration), tolerance)
     text = f"{told} of the promoted speed"
     if busy:
-        own_speed = DriftFinding(kind="speed", is_drift=False, is_open=True, text=f"{text}, but {busy}")
-        return [*([replace(ratio, is_drift=False, is_open=True)] if ratio else []), own_speed]
+        found = [*([ratio] if ratio else []), DriftFinding(kind="speed", is_drift=False, text=text)]
+        return [replace(one, is_drift=False, is_open=True, text=f"{one.text}, but {busy}") for one in found]
     if ratio is None:
         return [DriftFinding(kind="speed", is_drift=own == "slower", is_open=own == "unclear", text=text)]
     if own == "slower" and not ratio.is_drift and not ratio.is_open:

@@ -158,7 +158,7 @@ def render_verification(found: Verification) -> RenderableType:
     grid.add_column(overflow="fold", ratio=1)
     for one in found.findings:
         grid.add_row(one.kind.replace("_", "-"), _finding_mark(one, found), Text(plain(one.text)))
-    return Group(title, grid)
+    return Group(*mark(found.virtual), title, grid)
 
 
 def _finding_mark(one: DriftFinding, found: Verification) -> Text:
