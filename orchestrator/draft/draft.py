@@ -17,6 +17,7 @@ from orchestrator.draft.machine import DraftedMachine
 from orchestrator.draft.model import DraftedModel
 from orchestrator.errors import ConfigError
 from orchestrator.search.prediction.prediction import Prediction
+from orchestrator.units import num_bytes
 from trials.files import write_atomically
 
 MAX_LINES = 30
@@ -132,7 +133,8 @@ def _lines(name: str, model: DraftedModel, machine: DraftedMachine, choices: Cho
 
 def expected_words(found: Prediction) -> str:
     """Time and memory that are expected of a baseline, in words."""
-    return f"{found.step_s:.3g} s a step and {found.peak_bytes / 1e9:.3g} of {found.limit_bytes / 1e9:.3g} GB of memory"
+    memory = f"{num_bytes(found.peak_bytes)} of {num_bytes(found.limit_bytes)} of memory"
+    return f"{found.step_s:.3g} s a step and {memory}"
 
 
 def _text(lines: list[str]) -> str:

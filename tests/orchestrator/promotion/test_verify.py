@@ -66,6 +66,14 @@ def test_nothing_is_claimed_of_rounds_on_a_busy_machine():
         )
 
 
+def test_the_reason_of_an_open_finding_is_told_with_it():
+    now = Speeds(configuration=(2.97, 3.0, 3.03), baseline=(1.0, 1.0, 1.0))
+    assert all(
+        one.text.endswith("5% of the promoted speed, but busy") or "5%, but busy" in one.text
+        for one in drift.speeds(THEN, now, 0.05, "busy")
+    )
+
+
 def test_without_a_baseline_the_speed_alone_is_judged():
     cases = {(0.99, 1.0, 1.01): OK, (0.85, 0.86, 0.87): DRIFT, (0.5, 0.9, 1.3): OPEN}
     for now, found in cases.items():
