@@ -15,6 +15,7 @@ from rich.text import Text
 from orchestrator import units
 from orchestrator.commands import control
 from orchestrator.errors import ConfigError
+from orchestrator.invocation import Invocation
 from orchestrator.status.watch import follow
 from orchestrator.sweep.events import Action
 from orchestrator.sweep.home import Home, is_at_work
@@ -179,11 +180,12 @@ def replace_unmeasured(name: str, home: Home) -> Removed:
     best = sweep.state.best if sweep is not None else None
     if sweep is None or best is not None:
         what = f"has measured {units.trial_id(best.number)}" if best is not None else "has a ledger that cannot be read"
+        typed = Invocation.current(home.path)
         raise ConfigError(
             f"the sweep {name!r} {what}: --replace is for sweeps that measured nothing",
             key="name",
-            remedy=f"Give this one another name, go on with `tune-cluster resume {name}`, or remove it with "
-            f"`tune-cluster delete {name}`.",
+            remedy=f"Give this one another name, go on with `{typed.command('resume', name)}`, or remove it with "
+            f"`{typed.command('delete', name)}`.",
         )
     with _alone(name, home, sweep):
         return _remove(name, home, sweep, None)

@@ -59,7 +59,7 @@ def render_sweep_explanation(explained: SweepExplanation) -> RenderableType:
     sections.append(
         section("Which knob matters", Group(_knobs(explained.importance, explained.effects), *_left_out(explained)))
     )
-    sections.append(section("Expected and measured", _predictions(explained.predictions)))
+    sections.append(section(f"Expected and {explained.virtual or 'measured'}", _predictions(explained.predictions)))
     return Group(*sections)
 
 
@@ -107,10 +107,11 @@ def _mark(parts: Iterable[Part]) -> str:
 
 def _part_notes(explained: SweepExplanation, sides: Iterable[Diagnosis]) -> list[RenderableType]:
     sources = {part.source for side in sides for part in side.parts.parts}
+    whole = f"the {explained.virtual} step" if explained.virtual else "what the clock measured"
     legend = {
         "measured": "unmarked: measured by the trial's own clock",
-        "profiled": "p: a profile's share of what the clock measured",
-        "modelled": "~: the cost model's share of what the clock measured",
+        "profiled": f"p: a profile's share of {whole}",
+        "modelled": f"~: the cost model's share of {whole}",
     }
     lines = [words for source, words in legend.items() if source in sources]
     if "modelled" in sources:
