@@ -72,7 +72,7 @@ class Questions:
 
 
 def draft_sweep(questions: Questions, output: Path, *, force: bool) -> SweepDraft:
-    """SweepDraft a sweep, and write its file.
+    """Draft a sweep, and write its file.
 
     Raises:
         ConfigError: see :class:`Questions`, :func:`make_draft` and :func:`write_draft`.

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator import units
 from orchestrator.config.knobs import BaselineSection
 from orchestrator.draft.machine import DraftedMachine
 from orchestrator.draft.model import DraftedModel
@@ -99,7 +100,7 @@ def _first_that_fits(
     assert least is not None
     raise ConfigError(
         f"this model does not fit into {machine.label}: the least that one of its devices would need is "
-        f"{least.peak_bytes / 1e9:.1f} GB, and there are {least.limit_bytes / 1e9:.1f} GB",
+        f"{units.num_bytes(least.peak_bytes)}, and there are {units.num_bytes(least.limit_bytes)}",
         remedy="Take more nodes (--nodes), or describe a cluster: --cluster dgx-h100 --nodes 8.",
     )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator import units
 from orchestrator.config.sweep import load_sweep
 from orchestrator.draft.choices import Choices, choose, drafted_workload
 from orchestrator.draft.machine import DraftedMachine
@@ -132,7 +133,8 @@ def _lines(name: str, model: DraftedModel, machine: DraftedMachine, choices: Cho
 
 def expected_words(found: Prediction) -> str:
     """Time and memory that are expected of a baseline, in words."""
-    return f"{found.step_s:.3g} s a step and {found.peak_bytes / 1e9:.3g} of {found.limit_bytes / 1e9:.3g} GB of memory"
+    memory = f"{units.num_bytes(found.peak_bytes)} of {units.num_bytes(found.limit_bytes)} of memory"
+    return f"{units.milliseconds(found.step_s)} a step and {memory}"
 
 
 def _text(lines: list[str]) -> str:
