@@ -33,6 +33,7 @@ class CostFunction(Protocol):
     def __call__(self, spec: TrialSpec) -> Cost: ...
 
 
+_GIB = 2.0**30
 Fault = Literal["crash", "hang", "start_hang", "exit"]
 """A rank raises, stops in the middle, never starts, or is killed."""
 Faults = Callable[[GangLaunch, random.Random], Fault | None]
@@ -107,7 +108,7 @@ class SimulatedCluster(VirtualCluster):
         nodes = launch.placement.nodes
         limit = spec.memory_limit_bytes or min(self._memory_bytes[node] for node in nodes)
         if cost.peak_bytes > limit:
-            message = f"out of memory: {cost.peak_bytes} bytes are needed, {limit} are there"
+            message = f"out of memory: {cost.peak_bytes / _GIB:.1f} GiB are needed, {limit / _GIB:.1f} are there"
             at_s = behaviour.start_s + cost.step_time_s
             gone = failure(launch, "oom", message, rank=0, phase="warmup", at_s=at_s)
             begun = Moment(at_s=behaviour.start_s, progress=RankProgress(phase="warmup", step=0, step_time_s=None))

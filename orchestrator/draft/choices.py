@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator import units
 from orchestrator.config.knobs import BaselineSection
 from orchestrator.draft.machine import DraftedMachine
 from orchestrator.draft.model import DraftedModel
@@ -15,6 +14,7 @@ from orchestrator.search.prediction.prediction import Prediction, make_predictor
 from orchestrator.search.prediction.predictor import UnpredictableError
 from orchestrator.space.knobs.canonical import build_candidate
 from orchestrator.space.rules import check
+from orchestrator.units import num_bytes
 from trials.legality.rules import DATA_OF_MODEL
 from trials.spec import Candidate, Data, ImageFolderData, RandomData, TextData, Workload
 
@@ -100,7 +100,7 @@ def _first_that_fits(
     assert least is not None
     raise ConfigError(
         f"this model does not fit into {machine.label}: the least that one of its devices would need is "
-        f"{units.num_bytes(least.peak_bytes)}, and there are {units.num_bytes(least.limit_bytes)}",
+        f"{num_bytes(least.peak_bytes)}, and there are {num_bytes(least.limit_bytes)}",
         remedy="Take more nodes (--nodes), or describe a cluster: --cluster dgx-h100 --nodes 8.",
     )
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator import units
 from orchestrator.config.sweep import load_sweep
 from orchestrator.draft.choices import Choices, choose, drafted_workload
 from orchestrator.draft.machine import DraftedMachine
 from orchestrator.draft.model import DraftedModel
 from orchestrator.errors import ConfigError
 from orchestrator.search.prediction.prediction import Prediction
+from orchestrator.units import num_bytes
 from trials.files import write_atomically
 
 MAX_LINES = 30
@@ -133,8 +133,8 @@ def _lines(name: str, model: DraftedModel, machine: DraftedMachine, choices: Cho
 
 def expected_words(found: Prediction) -> str:
     """Time and memory that are expected of a baseline, in words."""
-    memory = f"{units.num_bytes(found.peak_bytes)} of {units.num_bytes(found.limit_bytes)} of memory"
-    return f"{units.milliseconds(found.step_s)} a step and {memory}"
+    memory = f"{num_bytes(found.peak_bytes)} of {num_bytes(found.limit_bytes)} of memory"
+    return f"{found.step_s:.3g} s a step and {memory}"
 
 
 def _text(lines: list[str]) -> str:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trials.files import write_atomically
+
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -69,6 +71,6 @@ def plugin(folder: Path, name: str) -> None:
     """Write into ``folder`` what offers this module to MLflow as ``name``, where the folder is on Python's path."""
     info = folder / "tune_cluster_server-1.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tune-cluster-server\nVersion: 1\n", encoding="ascii")
+    write_atomically(info / "METADATA", [b"Metadata-Version: 2.1\nName: tune-cluster-server\nVersion: 1\n"])
     entry = f"[mlflow.app]\n{name} = {__name__}:create_app\n"
-    (info / "entry_points.txt").write_text(entry, encoding="ascii")
+    write_atomically(info / "entry_points.txt", [entry.encode("ascii")])

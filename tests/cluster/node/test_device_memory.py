@@ -122,7 +122,8 @@ def test_a_gang_on_free_devices_is_measured(cluster, smi):
     end = run(cluster, "ok")
     assert isinstance(end.outcome, Measured), end.outcome
     assert end.outcome.measurement.places == ("gpu-node/0", "gpu-node/1")
-    assert [query for query in smi.asked if "compute-apps" in query] == [], "one question before and one after suffice"
+    asked = [query for query in smi.asked if "compute-apps" in query]
+    assert len(asked) <= 1, "one question before and one after suffice, and that of the watch for strangers beside it"
 
 
 @pytest.mark.slow

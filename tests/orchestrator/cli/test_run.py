@@ -105,7 +105,7 @@ def test_a_sweep_is_read_once_and_planned_once(
     assert counts.of("report", name, "--home", home) == (0, 0)
     assert counts.of("explain", name, "t001", "--home", home) == (0, 0)
     assert counts.of("explain", name, "--home", home) == (1, 1)
-    assert counts.of("promote", name, "--name", "llama", "--force", "--home", home) == (0, 0)
+    assert counts.of("promote", name, "--name", "llama", "--candidate", "--home", home) == (0, 0)
 
 
 def test_what_cannot_be_explained_is_not_planned(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,9 +38,13 @@ def supervising(home: Path, *words: str, address: str | None = None) -> Iterator
     """A supervisor with short pauses of a controller that obeys ``words``, in a process group of its own."""
     controller = [sys.executable, "-m", "tests.orchestrator.commands.controllers", str(folder_of(home)), *words]
     argv = supervisor.command(controller, home=home, sweep="story", address=address)
+    argv = argv[argv.index("--home") :]
     program = f"{QUICK}; sys.exit(s.main(sys.argv[1:]))"
     process = subprocess.Popen(
-        [sys.executable, "-c", program, *argv[3:]], stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", program, *argv],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         yield process

@@ -66,6 +66,7 @@ def is_meant(path, bad):
         ("profile", "output"),
         ("gate", "loss_tolerance"),
         ("gate", "grad_norm_tolerance"),
+        ("cluster", "price_per_device_hour"),
     )
     pattern = path == ("workload", "data", "pattern")  # the path is a file, so the pattern is not used
     huge_number = bad == 10**30 and isinstance(at(FULL, path), float)

@@ -51,7 +51,7 @@ BY_HAND = [
     # one for every section
     (changed(FULL, ("name",), "../../etc/passwd"), "name"),
     (changed(FULL, ("workload", "model"), "../../etc/no.yaml"), "workload.model"),
-    (changed(FULL, ("workload", "data", "path"), "../missing"), "workload.data.path"),
+    (changed(LOCAL, ("workload", "data"), {"kind": "text", "path": "../missing"}), "workload.data.path"),
     (changed(FULL, ("workload", "global_batch_size"), 0), "workload.global_batch_size"),
     (changed(FULL, ("cluster", "min_nodes"), 3), "cluster.min_nodes"),
     (changed(FULL, ("cluster", "max_wait"), 60), "cluster.max_wait"),

@@ -17,6 +17,7 @@ import pytest
 
 from orchestrator.proof.evaluation import EvaluationProcess, facts
 from orchestrator.proof.progress import gate_report
+from orchestrator.proof.tolerances import ROUNDING
 from orchestrator.sweep.events import Event, FinalistsChosen
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.state import SweepState, attempt_id
@@ -167,7 +168,8 @@ def story() -> SweepState:
     """A baseline and a finalist that trained for the gate."""
     searched = [proposed(0), launched(0), ended(0, measured()), proposed(1), launched(1), ended(1, measured(0.05))]
     chosen = FinalistsChosen(at_s=4.0, finalists=(1,), reason="test", first_check=2)
-    checks = (GateRun(of=0, role="baseline"), GateRun(of=1, role="finalist"))
+    twin = GateRun(of=0, role="twin", perturbation=ROUNDING["float32"])
+    checks = (GateRun(of=0, role="baseline"), GateRun(of=1, role="finalist"), twin)
     trained: list[Event] = []
     for trial, check in enumerate(checks, start=2):
         proposal = dataclasses.replace(proposed(trial, Candidate(micro_batch_size=check.of + 1)), check=check)
@@ -186,4 +188,4 @@ def test_facts_say_what_was_found(tmp_path: Path) -> None:
     run_of = told["runs"]["finalist"]
     assert run_of["trial"] == 3 and run_of["trajectory"]["losses"] == [5.5, 5.4, 5.3]
     assert run_of["folder"] == str(tmp_path / "attempts" / attempt_id(3, 0, "token-3-0"))
-    assert set(told["runs"]) == {"baseline", "finalist"}
+    assert set(told["runs"]) == {"baseline", "finalist", "twin"}

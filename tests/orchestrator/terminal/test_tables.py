@@ -166,7 +166,7 @@ def test_what_no_sweep_shows_fits_too(seen, width):
     for content in (
         render_dry_runs([verdict(estimate)]),
         render_dry_runs([verdict(estimate), verdict(failed)], as_table=True),
-        render_history({"name": "llama", "production": 2, "is_settled": True, "records": [RECORD]}),
+        render_history({"name": "llama", "production": 2, "is_settled": True, "records": [RECORD], "gaps": [2]}),
         render_difference(difference),
         render_profile(profile_tables(trial(FIRST, SECOND))),
         render_live(fold(running("busy")), {}, 1.7e9),

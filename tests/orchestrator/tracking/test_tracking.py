@@ -167,7 +167,8 @@ def test_the_parent_holds_the_curve_and_the_result(ledger: Ledger, uri: str, tmp
     best = {metric.step: metric.value for metric in history}
     assert best[0] == pytest.approx(2560)
     assert [best[step] for step in range(1, 8)] == [pytest.approx(3200)] * 7
-    assert sweep.data.tags["mlflow.note.content"].startswith("**1.25x the speed of your present configuration")
+    note = r"\*\*1\.25x \(1\.23x . 1\.27x\) the speed of your present configuration"
+    assert re.match(note, sweep.data.tags["mlflow.note.content"])
     assert sweep.info.end_time == round(1000 * state.now_s)
     assert json.loads(recording.artifact(sweep, "summary.json", tmp_path)) == summarize(state, uri).to_json()
     assert recording.artifact(sweep, "sweep.yaml", tmp_path) == "name: story\n"
