@@ -79,6 +79,7 @@ def test_nothing_is_overwritten_unless_forced(folder):
         (("--parameters", "1B", "--nodes", 2), ("one node", "--cluster")),
         (("--model", "missing.json"), ("missing.json",)),
         (("--example", "nothing"), ("quickstart",)),
+        (("--example", "quickstart", "--output", "no/sweep.yaml"), ("no/sweep.yaml", "folder", "--output")),
     ],
 )
 def test_what_cannot_be_drafted_is_said_with_a_remedy(folder, arguments, words):
