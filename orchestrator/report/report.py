@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 ShownRole = Literal["winner", "fastest", "baseline"]
-"""Why a trial is shown first; only what was shown to be faster is called the winner."""
+"""Why a trial is shown first; only what the proof confirmed is called the winner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +262,8 @@ def _shown(state: SweepState, summary: Summary, explanation: SweepExplanation | 
     found = [_shown_trial("baseline", summary.baseline, own, explanation)] if summary.baseline else []
     if chosen is None:
         return tuple(found)
-    role: ShownRole = "winner" if is_worth_it(state, summary) else "fastest"
+    is_confirmed = state.verdict is not None and state.verdict.conclusion == "confirmed"
+    role: ShownRole = "winner" if is_confirmed else "fastest"
     return (_shown_trial(role, chosen, pair.figures if pair else None, explanation), *found)
 
 

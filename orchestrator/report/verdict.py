@@ -114,7 +114,7 @@ def _search_headline(state: SweepState, summary: Summary) -> str:
         return f"Fastest: {winner}; the baseline was not measured."
     if compared.verdict == "faster":
         gain = f"{units.ratio(compared.ratio.value, compared.ratio.ci95)} {_gained(state, best.trial)}"
-        return f"{gain} of your present configuration{_devices(state, best.trial)}: {winner}."
+        return f"{gain[0].upper()}{gain[1:]} of your present configuration{_devices(state, best.trial)}: {winner}."
     if best.trial.number == 0:
         return f"Keep what you have: nothing measured is faster than your present configuration ({winner})."
     return f"Keep what you have: {winner} does not differ from your present configuration by more than the noise."

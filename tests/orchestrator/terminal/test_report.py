@@ -58,10 +58,10 @@ def test_shown_commands_can_be_typed_as_they_stand(monkeypatch):
     assert Invocation.current(Path("tune-cluster-runs")).command("status") == "tune-cluster status"
 
 
-def test_the_report_tells_winner_changes_failures_and_what_to_do_next():
+def test_the_report_tells_the_fastest_changes_failures_and_what_to_do_next():
     shown = full_report(state(all_kinds()))
     assert "1.25x (1.23x – 1.27x) the speed of your present configuration: t001 at 3,200 tokens/s/p" in shown  # noqa: RUF001
-    assert re.search(r"winner +t001 [^\n]*\n[^\n]*step 80 ms, 6,400 tokens/s, 3,200 tokens/s/p, 2 of 2 devices", shown)
+    assert re.search(r"fastest +t001 [^\n]*\n[^\n]*step 80 ms, 6,400 tokens/s, 3,200 tokens/s/p, 2 of 2 devices", shown)
     assert re.search(r"baseline +t000 [^\n]*\n[^\n]*step 100 ms, 5,120 tokens/s, 2,560 tokens/s/p", shown)
     assert re.search(r"dp_replicate +2 +→ +1", shown)
     assert re.search(r"zero_stage +0 +→ +2", shown)
@@ -200,7 +200,7 @@ def test_markdown_begins_with_the_result():
     sweep = state(speeds(0.1, 0.08))
     lines = report_markdown(made(sweep)).splitlines()
     assert lines[0] == "**1.25x (1.23x – 1.27x) the speed of your present configuration: t001 at 3,200 tokens/s/p.**"  # noqa: RUF001
-    assert any(line.startswith("| winner | t001 |") for line in lines)
+    assert any(line.startswith("| fastest | t001 |") for line in lines)
 
 
 FOUND_WORDS = (
@@ -218,14 +218,14 @@ FOUND_WORDS = (
 )
 
 
-def test_findings_are_told_of_winner_and_baseline_everywhere():
+def test_findings_are_told_of_the_fastest_and_baseline_everywhere():
     sweep = state([measured(0.1), measured(0.05, findings=FOUND)])
     shown = " ".join(full_report(sweep, 200).split())
     page, markdown = html(sweep), report_markdown(made(sweep))
     for words in FOUND_WORDS:
         assert words in shown
         assert words in page
-        assert f"- winner: {words}" in markdown
+        assert f"- fastest: {words}" in markdown
     assert "shape &lt;changed&gt;" in page
     assert "Found out" not in full_report(state(speeds(0.1, 0.05)))
 
@@ -233,7 +233,7 @@ def test_findings_are_told_of_winner_and_baseline_everywhere():
 def test_a_bubble_shows_in_a_pipeline_only():
     pipeline = StepBreakdown(forward_s=0.02, backward_s=0.05, bubble_s=0.03)
     sweep = state([measured(0.1), measured(0.05, breakdown=pipeline)])
-    assert re.search(r"step .*bubble.*\n.*\n +winner +50 ms .* 30%", full_report(sweep))
+    assert re.search(r"step .*bubble.*\n.*\n +fastest +50 ms .* 30%", full_report(sweep))
     assert ">bubble<" in html(sweep)
     assert "bubble" not in full_report(state(speeds(0.1, 0.05)))
 
