@@ -9,7 +9,7 @@ from urllib.parse import urlencode, urlsplit, urlunsplit
 from orchestrator.errors import ConfigError
 from trials.secrets import redact
 
-URI_PATTERN = r"^(https?://|sqlite:////)\S+$"
+URI_PATTERN = r"^(https?://\S+|sqlite:////.*\S)$"
 """Tracking URIs that are accepted: a server, or an SQLite file by its absolute path."""
 PAGE = "report.html"
 """Artifact of a sweep's run that its pages show as it is: the verdict first, then what it rests on."""

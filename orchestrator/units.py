@@ -26,9 +26,10 @@ def trial_id(number: int) -> str:
     return f"t{number:03d}"
 
 
-def status_words(status: str) -> str:
-    """The status of a trial for people: ``out of memory`` for ``oom``."""
-    return STATUS_WORDS.get(status, status)
+def status_words(status: str, virtual: str | None = None) -> str:
+    """The status of a trial for people: ``out of memory`` for ``oom``. On a cluster that does not exist nothing is
+    measured: there a trial is what the sweep is, ``simulated`` or ``replayed``."""
+    return virtual if virtual and status == "measured" else STATUS_WORDS.get(status, status)
 
 
 def rounded(value: float, digits: int = 4) -> float:

@@ -58,9 +58,14 @@ def export(
     made = recipes.export(name, described.candidate, described.workload, allow_lossy=allow_lossy)
     written = [] if out is None else _write(made, out)
     if as_json:
-        print_result(True, {"exported": described.label, **_to_json(made), "written": written}, lambda: None)
+        print_result(
+            True,
+            {"exported": described.label, "verdict": described.verdict, **_to_json(made), "written": written},
+            lambda: None,
+        )
         return
     _tell(made, described.label, out)
+    click.echo(f"how it was proven: {described.verdict}", err=True)
 
 
 def _print_formats(as_json: bool) -> None:

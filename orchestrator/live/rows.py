@@ -88,7 +88,9 @@ def _row(trial: Trial, sweep: Snapshot) -> Row:
         "id": units.trial_id(trial.number),
         "name": short_name(trial.candidate),
         "status": trial.status,
-        "state": "waiting" if trial.number in sweep.state.waiting else units.status_words(trial.status),
+        "state": "waiting"
+        if trial.number in sweep.state.waiting
+        else units.status_words(trial.status, sweep.state.virtual),
         "devices": trial.candidate.layout.world_size,
         "reason": plain(trial.reason),
         "failure": _failure(trial),

@@ -88,15 +88,18 @@ def speeds(then: Speeds, now: Speeds, tolerance: float, busy: str) -> list[Drift
     own, told = standing(speed_ratio(then.configuration, now.configuration), tolerance)
     text = f"{told} of the promoted speed"
     if busy:
-        own_speed = DriftFinding(kind="speed", is_drift=False, is_open=True, text=f"{text}, but {busy}")
-        return [*([replace(ratio, is_drift=False, is_open=True)] if ratio else []), own_speed]
+        found = [*([ratio] if ratio else []), DriftFinding(kind="speed", is_drift=False, text=text)]
+        return [replace(one, is_drift=False, is_open=True, text=f"{one.text}, but {busy}") for one in found]
     if ratio is None:
         return [DriftFinding(kind="speed", is_drift=own == "slower", is_open=own == "unclear", text=text)]
     if own == "slower" and not ratio.is_drift and not ratio.is_open:
         _, baseline = standing(speed_ratio(then.baseline, now.baseline), tolerance)
         text += f"; the baseline's is {baseline}: the machine is slower, the configuration keeps its lead"
         return [ratio, DriftFinding(kind="speed", is_drift=False, is_open=True, text=text)]
-    return [ratio, DriftFinding(kind="speed", is_drift=own == "slower" and ratio.is_drift, text=text)]
+    if own == "unclear" and not ratio.is_open:
+        text += "; the speed-up beside the baseline is what counts"
+    is_drift, is_open = own == "slower" and ratio.is_drift, own == "unclear" and ratio.is_open
+    return [ratio, DriftFinding(kind="speed", is_drift=is_drift, is_open=is_open, text=text)]
 
 
 def _speed_up(then: Speeds, now: Speeds, tolerance: float) -> DriftFinding:

@@ -240,13 +240,14 @@ def _arrow(record: Record) -> str:
 
 
 def _markdown(record: Record) -> str:
-    alias = "candidate" if record.action == "candidate" else "production"
+    is_candidate = record.action == "candidate"
+    alias, force = ("candidate", "registered without proof") if is_candidate else ("production", "promoted by force")
     head = f"**{record.name}@{alias} {_arrow(record)}** — {record.action} by {record.by}"
     facts = {
         "reason": record.reason,
         "configuration": record.short_name and f"`{record.short_name}`, {record.speedup}",
         "from": record.sweep and f"trial {record.trial} of sweep {record.sweep}",
-        "promoted by force": "; ".join(record.missing) if record.forced else "",
+        force: "; ".join(record.missing) if record.forced else "",
         "did not come about" if record.state == "void" else "note": record.note,
     }
     return "\n".join([head, "", *(f"- {what}: {text}" for what, text in facts.items() if text)])

@@ -30,6 +30,7 @@ from orchestrator.sweep.snapshot import Observer
 from orchestrator.sweep.values import GateSettings
 from orchestrator.tracking.registry import Registry
 from orchestrator.tracking.tracker import Tracker
+from orchestrator.virtual import Virtual
 from trials.codec import from_json, to_json
 from trials.outcome import Measurement
 from trials.spec import Workload
@@ -54,6 +55,8 @@ class Verification:
     at_s: float
     problem: str = ""
     """Why nothing could be measured at all; empty where something was."""
+    virtual: Virtual | None = None
+    """Set where the version is of a cluster that does not exist: then nothing was measured now either."""
     run_id: str = ""
     """MLflow run that holds it."""
 
@@ -94,6 +97,7 @@ class Verification:
             "version": self.version,
             "answer": self.answer,
             "result": self.result,
+            "virtual": self.virtual,
             "drifted": list(self.drifted),
             "reasons": list(self.doubts),
             "ignored": list(self.ignored),
@@ -144,6 +148,7 @@ def verify(
         sweeps=tuple(state.sweep.sweep for state in found.states) if found else (),
         at_s=at_s,
         problem=problem,
+        virtual=promoted.manifest["evidence"].get("virtual"),
     )
     return _record(verification, tracker)
 

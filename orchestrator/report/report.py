@@ -28,7 +28,7 @@ from orchestrator.statistics import Estimate
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.sweep.values import Conclusion
-from orchestrator.units import trial_id
+from orchestrator.units import is_wide, trial_id
 from trials.codec import to_json
 from trials.outcome import Measurement
 
@@ -339,13 +339,24 @@ def _failed_commands(state: SweepState) -> dict[CommandPurpose, tuple[str, ...]]
     return words
 
 
+def _is_undecided(state: SweepState) -> bool:
+    """Whether nothing is shown faster, but the fastest of the search was not measured again, or too noisily to tell."""
+    if state.verdict is None or state.verdict.conclusion != "keep" or state.best is None or state.best.number == 0:
+        return False
+    measured_again = state.proof.finalists if state.proof is not None else ()
+    return state.best.number not in measured_again or is_wide(state.verdict.speedup)
+
+
 def _result_commands(state: SweepState) -> dict[CommandPurpose, tuple[str, ...]]:
     name, conclusion = state.sweep.sweep, state.verdict.conclusion if state.verdict else None
     words: dict[CommandPurpose, tuple[str, ...]] = {"ui": ("ui", name), "page": ("report", name, "--html")}
     if state.best is None:
         return words  # there is nothing to explain, to confirm or to promote
     words["explain"] = ("explain", name)
-    if conclusion not in ("keep", "rehearsed"):
+    if state.trials[0].measurement is None:  # without it nothing can be confirmed
+        words |= {"logs": ("logs", name, trial_id(0)), "story": ("explain", name, trial_id(0))}
+        words["retry"] = ("retry", name, "--failed")
+    elif conclusion not in ("keep", "rehearsed") or _is_undecided(state):
         words["confirm"] = ("confirm", name)
     if conclusion in (None, "confirmed"):
         words["promote" if conclusion else "force"] = ("promote", name, "--name", "NAME")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from orchestrator import units
 from orchestrator.report import words
 from orchestrator.report.artifacts import log_tail
 from orchestrator.report.summary import ENDED, Speedup, speedup
@@ -24,6 +25,8 @@ class TrialRow:
     """Short name of its candidate, without what all trials of the table share."""
     candidate: Candidate
     status: TrialStatus
+    state: str
+    """Its status in words."""
     measurement: Measurement | None
     compared: Speedup | None
     """Against the baseline; None for the baseline itself, and where either was not measured."""
@@ -106,6 +109,7 @@ def make_trial_table(state: SweepState, trials: Sequence[Trial]) -> TrialTable:
             name=name,
             candidate=trial.candidate,
             status=trial.status,
+            state=units.status_words(trial.status, state.virtual),
             measurement=trial.measurement,
             compared=versus_baseline(trial, state),
             speed=state.score(trial),

@@ -22,7 +22,7 @@ def headline(state: SweepState, summary: Summary) -> str:
     if state.virtual is not None:
         return _virtual_headline(state, summary, state.virtual)
     if verdict is None:
-        return _search_headline(state, summary) + _proof_going_on(state)
+        return _search_headline(state, summary) + _proof_going_on(state, summary)
     if verdict.conclusion == "confirmed" and verdict.winner is not None:
         winner = state.trials[verdict.winner]
         speed = f"{_gain(state, winner, verdict.speedup)} of" if verdict.speedup else "faster than"
@@ -120,11 +120,12 @@ def _search_headline(state: SweepState, summary: Summary) -> str:
     return f"Keep what you have: {winner} does not differ from your present configuration by more than the noise."
 
 
-def _proof_going_on(state: SweepState) -> str:
-    """What the headline adds where the proof was begun and not ended."""
-    if state.proof is None:
-        return ""
-    return " Not confirmed yet." if state.is_over else " Being confirmed."
+def _proof_going_on(state: SweepState, summary: Summary) -> str:
+    """What the headline adds where there is no verdict: that a gain is the search's alone, or its proof goes on."""
+    if state.proof is not None:
+        return " Not confirmed yet." if state.is_over else " Being confirmed."
+    is_gain = summary.speedup is not None and summary.speedup.verdict == "faster"
+    return " As the search measured it, not confirmed." if is_gain else ""
 
 
 def confidence(state: SweepState, summary: Summary) -> str:
@@ -162,7 +163,9 @@ def chosen_result(state: SweepState, summary: Summary) -> TrialResult | None:
 
 def cost(summary: Summary) -> str:
     """Trials by outcome, the device time they took, how long the sweep took, and what was known before the first."""
-    counts = ", ".join(f"{summary.trials[s]} {units.status_words(s)}" for s in ENDED if summary.trials[s])
+    counts = ", ".join(
+        f"{summary.trials[s]} {units.status_words(s, summary.virtual)}" for s in ENDED if summary.trials[s]
+    )
     total = units.count(summary.trials["total"], "trial")
     time = units.device_time(summary.device_hours * 3600)
     if summary.saved_device_hours:

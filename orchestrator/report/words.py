@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from orchestrator.objective import Figures
     from orchestrator.report.proof import Finalist
     from orchestrator.report.summary import Speedup
+    from orchestrator.virtual import Virtual
 
 FinalistOutcome = Literal[
     "winner",
@@ -117,6 +118,11 @@ def promotion_words(record: Mapping[str, str]) -> str:
 def change_heading(*, is_faster: bool) -> str:
     """The heading above the knobs in which the trial shown beside the baseline differs from it."""
     return "What changed" if is_faster else "How the fastest differs from what you have"
+
+
+def confirmation_heading(virtual: Virtual | None) -> str:
+    """The heading above the finalists; on a cluster that does not exist it claims no measurement."""
+    return f"Confirmation, {virtual}" if virtual else "Confirmation"
 
 
 def check_words(check: Check | None) -> str:

@@ -353,7 +353,7 @@ def describe_failure(outcome: Any) -> str:
     if evidence.node:
         where = f"{where} on {evidence.node}".strip()
     what = evidence.message.strip().splitlines()[0] if evidence.message.strip() else outcome.kind
-    return f"{where}: {what}" if where else what
+    return f"{where}: {what.removeprefix(f'rank {evidence.rank} ')}" if where else what
 
 
 def nodes_to_avoid(trial: Trial) -> tuple[str, ...]:

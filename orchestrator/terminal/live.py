@@ -64,7 +64,7 @@ def _checks(state: SweepState, progress: Mapping[int, GangProgress]) -> list[Ren
     """The confirmation so far, and the checks that run now."""
     parts: list[RenderableType] = []
     if (confirmed := render_confirmation(proof_result(state))) is not None:
-        parts += [Text("confirmation", style="bold"), indented(confirmed)]
+        parts += [Text(words.confirmation_heading(state.virtual).lower(), style="bold"), indented(confirmed)]
     for number in sorted(state.running):
         if what := words.check_words(state.trials[number].check):
             doing = phase_words(progress[number]) if number in progress else "started"
@@ -170,7 +170,8 @@ def trial_line(state: SweepState, trial: Trial) -> str:
         if isinstance(trial.check, ProfileRun):
             result = "recorded"  # its times are no measurement
         compared = words.versus(versus_baseline(trial, state))
-        tail = "  baseline" if trial.number == 0 else f"  {compared} vs baseline"
+        versus = f"  {compared} vs baseline" if compared != units.DASH else ""
+        tail = "  baseline" if trial.number == 0 else versus
         tail += "  best so far" if best and trial.number else ""
     if what := words.check_words(trial.check):
         return f"{units.trial_id(trial.number)}  {what}  {result}{'' if measurement else tail}"

@@ -131,7 +131,8 @@ def _row(record: Mapping[str, Any]) -> list[Text]:
 
 
 def _reasons(record: Mapping[str, Any]) -> str:
-    forced = f"forced: {'; '.join(record['missing'])}" if record["forced"] and record["missing"] else ""
+    what = "registered without proof" if record["action"] == "candidate" else "forced"
+    forced = f"{what}: {'; '.join(record['missing'])}" if record["forced"] and record["missing"] else ""
     state = _STATE_WORDS.get(record["state"], "")
     return "; ".join(part for part in (record["reason"], forced, state, record["note"]) if part)
 
@@ -157,7 +158,7 @@ def render_verification(found: Verification) -> RenderableType:
     grid.add_column(overflow="fold", ratio=1)
     for one in found.findings:
         grid.add_row(one.kind.replace("_", "-"), _finding_mark(one, found), Text(plain(one.text)))
-    return Group(title, grid)
+    return Group(*mark(found.virtual), title, grid)
 
 
 def _finding_mark(one: DriftFinding, found: Verification) -> Text:

@@ -42,7 +42,7 @@ def render_confirmation(proof: ProofResult) -> RenderableType | None:
         Column(title="", name="speed-up", is_number=True),
         Column(title="", name="interval", priority=9),
         Column(title="", name="rounds", priority=8),
-        Column(title="", name="result", min_width=16),
+        Column(title="", name="result", min_width=24),
     )
     grid = FittedTable(columns=columns)
     for one in proof.finalists:

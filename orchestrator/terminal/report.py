@@ -30,13 +30,17 @@ STATE_STYLES = {"finished": "green", "failed": "red", "running": "cyan"}
 
 def render_report(report: Report) -> RenderableType:
     """The whole result: winner against baseline, what changed, trials by speed, failures, where to look next."""
-    parts: list[RenderableType] = [*mark(report.summary.virtual), _title(report), _result_panel(report)]
+    virtual = report.summary.virtual
+    heading = words.confirmation_heading(virtual)
+    parts: list[RenderableType] = [*mark(virtual), _title(report), _result_panel(report)]
     if report.change is not None:
         parts.append(section(words.change_heading(is_faster=report.is_faster), _changes(report.change)))
     sections = {
         f"Where the step time goes{_in_the_search(report, 'it')}": _step_times(report.shown),
         "Found out": _findings(report.shown),
-        "Confirmation (speed over the baseline's, measured again side by side)": render_confirmation(report.proof),
+        f"{heading} (speed over the baseline's, {virtual or 'measured'} again side by side)": render_confirmation(
+            report.proof
+        ),
         "Loss gate": render_gate(report.proof),
         f"Trials{_in_the_search(report, 'them')} ({report.cost})": _trials(report),
         "Not measured": _failures(report),

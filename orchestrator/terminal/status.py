@@ -15,7 +15,7 @@ from orchestrator.report import words
 from orchestrator.report.proof import proof_result
 from orchestrator.report.summary import speedup
 from orchestrator.report.verdict import cost, headline
-from orchestrator.report.words import check_words
+from orchestrator.report.words import check_words, confirmation_heading
 from orchestrator.space.naming import short_name
 from orchestrator.status.overview import budgets, failures, summary_of
 from orchestrator.status.words import (
@@ -53,7 +53,7 @@ def render_status(sweep: Snapshot, home: Home, invocation: Invocation) -> Render
     if sweep.running:
         parts.append(_running(sweep))
     if sweep.state.created is not None and (confirmed := render_confirmation(proof_result(sweep.state))):
-        parts += [_section("Confirmation"), indented(confirmed)]
+        parts += [_section(confirmation_heading(sweep.state.virtual)), indented(confirmed)]
     if lost := failures(sweep.state):
         parts.append(_section("Not measured, the latest first"))
         parts += [_failure(trial, index, describe_failure(outcome), outcome.kind) for trial, index, outcome in lost]

@@ -169,9 +169,9 @@ STATUS_STYLES = {
 SPEED_STYLES: Mapping[SpeedVerdict, str] = {"faster": "green", "slower": "red", "tie": "dim"}
 
 
-def status_text(status: str, doing: str = "") -> Text:
-    """The status of a trial, or what it is ``doing`` in its place, in the style of the status."""
-    return Text(doing or units.status_words(status), style=STATUS_STYLES.get(status, "yellow"))
+def status_text(status: str, words: str = "") -> Text:
+    """The status of a trial, or ``words`` in its place, in the style of the status."""
+    return Text(words or units.status_words(status), style=STATUS_STYLES.get(status, "yellow"))
 
 
 def versus_text(compared: Speedup | None) -> Text:
@@ -215,7 +215,7 @@ def _trial_columns(unit: str, *, has_sizes: bool) -> list[Column]:
 
 def _cells(row: TrialRow, doing: str, sizes: list[Text]) -> list[Text]:
     baseline, measurement = Text("baseline", style="blue"), row.measurement
-    cells = [Text(units.trial_id(row.number)), Text(row.name), *sizes, status_text(row.status, doing)]
+    cells = [Text(units.trial_id(row.number)), Text(row.name), *sizes, status_text(row.status, doing or row.state)]
     if measurement is not None and measurement.disturbed_by:
         cells[-1].append(f" {words.BUSY_MARK}", style="yellow")
     if measurement is None:

@@ -90,6 +90,7 @@ def _is_loopback(host: str) -> bool:
 def _command(uri: str, host: str, port: int) -> list[str]:
     command = python_module("mlflow", "server", "--backend-store-uri", uri, "--host", host)
     command += ["--port", str(port), "--workers", "1", "--app-name", APP]
+    command += ["--uvicorn-opts", "--log-level warning"]  # a line per request would scroll the addresses away
     artifacts = artifact_folder(uri)
     return [*command, "--artifacts-destination", str(artifacts)] if artifacts else command
 
@@ -102,6 +103,7 @@ def _server(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     """
     env = {name: value for name, value in os.environ.items() if not is_secret_name(name)}
     env |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    env["PYTHONWARNINGS"] = "ignore"  # of MLflow's own libraries, nothing that its user could mend
     env["PYTHONSAFEPATH"] = "1"  # of what it starts in turn; that looks for modules in its folder besides
     with tempfile.TemporaryDirectory(prefix="tc-mlflow-") as folder:
         plugin(Path(folder), APP)

@@ -23,7 +23,7 @@ _GATE_HEIGHT_IN = 5.8
 
 def plot_rounds(found: Sequence[Finalist], title: str) -> Figure:
     """The speed of each finalist over the baseline's in every round; at the right, over all rounds."""
-    what = "speed over the baseline's, measured side by side in every round; right: over all rounds, 95 % interval"
+    what = "speed over the baseline's, side by side in every round; right: over all rounds, 95 % interval"
     figure = new_figure(title, what, 3.1)
     axes = add_axes(figure, right_in=1.2)
     axes.grid(axis="y")

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from orchestrator import units
+from orchestrator.errors import ConfigError
+from orchestrator.mlflow_urls import check_tracking_uri
 from orchestrator.notifications.content import payload
 from orchestrator.objective import Objective
 from orchestrator.proof.next_check import ratio_interval
@@ -25,7 +27,7 @@ from orchestrator.tracking.checks import verdict_tags
 from tests.orchestrator.terminal.test_report import text
 from tests.support.long_story import candidate, events, speeds
 from tests.support.proof_story import proof_events
-from tests.support.story import created, ended, launched, measured, proposed
+from tests.support.story import created, ended, failures, launched, measured, proposed
 from trials.spec import Layout
 
 
@@ -144,3 +146,41 @@ def test_webhooks_tell_the_figures_too():
     assert body["objective"] == "tokens_per_s_per_device"
     assert {"step_time_s", "tokens_per_s", "num_devices"} <= body["winner"].keys() & body["baseline"].keys()
     assert body["confirmed"]["num_rounds"] == 4
+
+
+def test_the_store_of_a_home_with_a_space_can_be_named():
+    for uri in ("sqlite:////home/a b/mlflow.db", "https://mlflow:5000"):
+        assert check_tracking_uri(uri) == uri
+    for uri in ("https://mlflow 5000", "sqlite:////", "sqlite:///relative.db"):
+        with pytest.raises(ConfigError, match="no tracking URI"):
+            check_tracking_uri(uri)
+
+
+def next_of(state):
+    """Purposes of the commands that the report names."""
+    return [one.purpose for one in make_report(state, summarize(state, "")).commands]
+
+
+def test_a_gain_of_the_search_alone_is_called_that():
+    sweep = fold(events(speeds(0.1, 0.08)))
+    assert headline(sweep, summarize(sweep, "")).endswith("As the search measured it, not confirmed.")
+    assert "confirm" in next_of(sweep)
+
+
+def test_a_sweep_without_a_baseline_is_not_to_be_confirmed_but_mended():
+    sweep = fold(events([failures()["crashed"], measured(), measured()]))
+    assert {"logs", "story", "retry"} <= set(next_of(sweep))
+    assert "confirm" not in next_of(sweep)
+
+
+def test_nothing_is_called_measured_where_nothing_was():
+    story = events(speeds(0.1, 0.08))
+    story[0] = replace(story[0], cluster_kind="simulated")
+    sweep = fold(story)
+    report = make_report(sweep, summarize(sweep, ""))
+    assert {row.state for row in report.trials.rows} == {"simulated"}
+    assert "2 simulated" in report.cost
+    assert (
+        "measured"
+        not in text(render_report(report), 200).partition("nothing was measured here")[2].partition("t000")[0]
+    )

@@ -199,7 +199,8 @@ def test_drawing_never_stops_a_sweep():
 def test_markdown_begins_with_the_result():
     sweep = state(speeds(0.1, 0.08))
     lines = report_markdown(made(sweep)).splitlines()
-    assert lines[0] == "**1.25x (1.23x – 1.27x) the speed of your present configuration: t001 at 3,200 tokens/s/p.**"  # noqa: RUF001
+    said = "1.25x (1.23x – 1.27x) the speed of your present configuration: t001 at 3,200 tokens/s/p."  # noqa: RUF001
+    assert lines[0] == f"**{said} As the search measured it, not confirmed.**"
     assert any(line.startswith("| fastest | t001 |") for line in lines)
 
 
