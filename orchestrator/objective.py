@@ -22,13 +22,6 @@ from trials.outcome import Measurement
 
 ObjectiveName = Literal["tokens_per_s_per_device", "step_time", "device_cost"]
 
-MEANINGS: Mapping[ObjectiveName, str] = {
-    "tokens_per_s_per_device": "tokens per second and device used",
-    "step_time": "time of a step, however many devices it takes",
-    "device_cost": "device-hours of whole nodes per token",
-}
-"""What each objective asks for, in a few words."""
-
 GAINS: Mapping[ObjectiveName, str] = {
     "tokens_per_s_per_device": "the speed per device",
     "step_time": "the speed",

@@ -88,10 +88,11 @@ def retry(
     """
     from orchestrator.commands import control
     from orchestrator.sweep.home import Home
+    from orchestrator.units import trial_id
 
     sweeps = Home(home)
     receipt = control.retry(sweep, sweeps, _classes(failed))
-    numbers = ", ".join(f"t{number:03d}" for number in receipt.trials)
+    numbers = ", ".join(trial_id(number) for number in receipt.trials)
     click.echo(f"to be launched again: {numbers}", err=True)
     carry_out(receipt, sweeps, where, as_json=as_json)
 
@@ -167,11 +168,12 @@ def _check(
 ) -> None:
     from orchestrator.commands import control
     from orchestrator.sweep.home import Home
+    from orchestrator.units import trial_id
 
     sweeps = Home(home)
     receipt = control.ask_checks(sweep, sweeps, what, trial)
     words = {"confirm": "to be confirmed", "profile": "to be profiled"}[what]
-    click.echo(f"{words}: t{receipt.trials[0]:03d}", err=True)
+    click.echo(f"{words}: {trial_id(receipt.trials[0])}", err=True)
     profiled = receipt.trials[0] if what == "profile" else None
     carry_out(receipt, sweeps, where, as_json=as_json, profile_of=profiled)
 

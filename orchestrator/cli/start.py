@@ -13,12 +13,12 @@ from orchestrator.cli.options import CLUSTER_HELP, home_option, json_option, pri
 from orchestrator.errors import EXIT_FAILED
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from orchestrator.commands.init import Questions
     from orchestrator.draft.draft import SweepDraft
 
 _MODEL = "A Hugging Face config.json, a folder with one, or a model file."
-MAX_STEP_WIDTH = 74
-"""Characters of a command and what it is for, up to which both stand in one line."""
 _OUTPUT = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -101,30 +101,35 @@ def _listed(found: dict[str, str]) -> str:
     return "\n".join(f"{name:<{width}}  {about}" for name, about in found.items())
 
 
-def _drafted(draft: SweepDraft, file: Path) -> str:
+def _drafted(draft: SweepDraft, file: Path) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
     from orchestrator.draft.draft import expected_words
 
-    lines = [_next_steps(file, (file,)), "", f"hardware  {draft.hardware}{', simulated' if draft.simulated else ''}"]
+    lines = [f"hardware  {draft.hardware}{', simulated' if draft.simulated else ''}"]
     expected = draft.choices.prediction
     if expected is not None:
         lines.append(f"baseline  expected to take {expected_words(expected)}")
     if draft.differences:
         lines.append(f"model     an approximation, trained with: {'; '.join(draft.differences)}")
-    return "\n".join(lines)
+    return Group(_next_steps(file, (file,)), "", *map(Text, lines))
 
 
-def _next_steps(file: Path, files: tuple[Path, ...]) -> str:
+def _next_steps(file: Path, files: tuple[Path, ...]) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
     from orchestrator.invocation import DEFAULT_HOME, Invocation
+    from orchestrator.terminal.layout import NextCommands, indented
 
     program = Invocation.current(DEFAULT_HOME)
     steps = {
         program.command("plan", str(file)): "what it would try, and why; starts nothing",
         program.command("submit", str(file)): "run it",
     }
-    width = max(map(len, steps))
-    is_wide = width + max(map(len, steps.values())) > MAX_STEP_WIDTH
-    lines = (f"  {command}" if is_wide else f"  {command:<{width}}  {what}" for command, what in steps.items())
-    return "\n".join([f"Written: {', '.join(str(path) for path in files)}. Put what you run today in, then:", *lines])
+    written = f"Written: {', '.join(str(path) for path in files)}. Put what you run today in, then:"
+    return Group(Text(written), indented(NextCommands(steps)))
 
 
 @click.command()

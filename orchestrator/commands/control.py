@@ -18,6 +18,7 @@ from orchestrator.sweep.requests import action, asker, checks, chosen
 from orchestrator.sweep.requests import retry as retry_request
 from orchestrator.sweep.snapshot import read_snapshot
 from orchestrator.sweep.state import SweepState, SweepStatus, find_trial
+from orchestrator.units import trial_id
 
 CLOSING_S = 30.0
 """For how long to wait for the controller of a sweep that has just ended."""
@@ -100,7 +101,7 @@ def ask_checks(name: str, home: Home, what: Literal["confirm", "profile"], trial
             )
         chosen_trial = find_trial(state, trial, name) if trial else (state.best if what == "confirm" else state.winner)
         if chosen_trial is not None and chosen_trial.check is not None:
-            of = f"t{chosen_trial.check.of:03d}"
+            of = trial_id(chosen_trial.check.of)
             raise ConfigError(f"{trial} of {name!r} is a check of {of}", remedy=f"Name {of} itself.")
         if chosen_trial is None or chosen_trial.measurement is None:
             raise ConfigError(f"{trial or 'the best trial'} of {name!r} was not measured", remedy="Name another trial.")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import CONFIGS
-from orchestrator.draft.draft import SweepDraft, make_draft, write_draft
+from orchestrator.draft.draft import SweepDraft, make_draft, require_room, write_draft
 from orchestrator.draft.machine import DraftedMachine, described_machine, machine_at, machine_here
 from orchestrator.draft.model import DraftedModel, model_of_file, model_of_size
 from orchestrator.errors import ConfigError
@@ -72,7 +72,7 @@ class Questions:
 
 
 def draft_sweep(questions: Questions, output: Path, *, force: bool) -> SweepDraft:
-    """SweepDraft a sweep, and write its file.
+    """Draft a sweep, and write its file.
 
     Raises:
         ConfigError: see :class:`Questions`, :func:`make_draft` and :func:`write_draft`.
@@ -112,8 +112,7 @@ def copy_example(name: str, output: Path, *, force: bool) -> tuple[Path, ...]:
         text = _MODEL_REFERENCE.sub(r"\1\3", text)
     files = {output: text, **files}
     for file in files:
-        if file.exists() and not force:
-            raise ConfigError("there is such a file already", file=file, remedy="Give another --output, or --force.")
+        require_room(file, force=force)
     for file, content in files.items():
         write_atomically(file, [content.encode()])
     return tuple(files)

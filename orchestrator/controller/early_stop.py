@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from cluster.base import GangProgress
 from orchestrator.objective import TIMES, Objective
 from orchestrator.sweep.state import SweepState, Trial, weighted_step_s
+from orchestrator.units import trial_id
 from trials.outcome import Evidence, GangLost, Outcome, StoppedEarly
 from trials.spec import Protocol
 
@@ -79,4 +80,5 @@ def _settled_times_s(trial: Trial, progress: Sequence[GangProgress]) -> tuple[fl
 
 def _reason(times_s: Sequence[float], ratio: float, incumbent: int, objective: Objective) -> str:
     shown = f"{len(times_s)} steps of {min(times_s):.4g} s or more"
-    return f"stopped after {shown}: {ratio:.2f} times the {TIMES[objective.name]} of t{incumbent:03d}, the best so far"
+    best = f"the {TIMES[objective.name]} of {trial_id(incumbent)}, the best so far"
+    return f"stopped after {shown}: {ratio:.2f} times {best}"

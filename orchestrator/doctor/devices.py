@@ -13,6 +13,7 @@ from typing import Any
 
 from cluster.hardware.topology import cpu_model, num_usable_cores, visible_gpus
 from cluster.processes import python_module
+from orchestrator import units
 from orchestrator.doctor.check import TroubleError
 from trials.torch_support import REMEDY, TESTED, installed_version, problem
 
@@ -79,7 +80,7 @@ def devices() -> str:
             raise TroubleError("nvidia-smi lists no GPU, though there is a driver or a tool of it", remedy)
         return f"{num_usable_cores()} CPU cores ({cpu_model()}), no GPU"
     seen = _probe()["devices"]
-    words = f"{len(gpus)} x {gpus[0][0]}, {gpus[0][1] / (1 << 30):.0f} GiB each"
+    words = f"{len(gpus)} x {gpus[0][0]}, {units.num_bytes(gpus[0][1])} each"
     if len(seen) != len(gpus):
         remedy = "Install the build of torch for this driver (https://pytorch.org/get-started)."
         raise TroubleError(f"{words}; torch sees {len(seen)} of them", remedy, "fail")

@@ -47,7 +47,7 @@ class Patient:
     def tracking_uri(self) -> str:
         """The MLflow store's: as in the file, else the home's own."""
         in_file = self.spec.tracking.uri if self.spec is not None else None
-        return in_file or os.environ.get("MLFLOW_TRACKING_URI") or self.home.default_tracking_uri
+        return in_file or self.home.default_tracking_uri
 
 
 def make_patient(home: Home, file: Path | None, address: str | None) -> Patient:

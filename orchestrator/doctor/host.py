@@ -13,15 +13,17 @@ import time
 from pathlib import Path
 
 from cluster.hardware.topology import num_usable_cores, read_or_empty, usable_memory_bytes
+from cluster.node import cpu_load
+from orchestrator import units
 from orchestrator.doctor.check import TroubleError
+from orchestrator.report.words import disturbance_words
 
 MIN_DISK_BYTES, LOW_DISK_BYTES = 200 << 20, 5 << 30
 """Free space of the home below which a sweep fails, and below which it may."""
 LOW_SHM_BYTES = 1 << 30
 MIN_FILES = 1024
 LOW_MEMORY_BYTES = 2 << 30
-BUSY = 0.25
-"""Share of the cores that others may use before measurements suffer."""
+LOAD_WINDOW_S = cpu_load.MIN_WINDOW_S + 0.2
 STRAY_MODULES = ("orchestrator", "cluster", "trials", "configs")
 
 
@@ -63,7 +65,7 @@ def home_disk(home: Path) -> str:
         remedy = "Make it writable, or name another folder with --home."
         raise TroubleError(f"{folder} cannot be written: {error.strerror}", remedy, "fail") from None
     free = shutil.disk_usage(folder).free
-    words = f"{_size(free)} free for {home}"
+    words = f"{units.num_bytes(free)} free for {home}"
     if free < LOW_DISK_BYTES:
         remedy = "Free some, or name a folder on another disk with --home."
         raise TroubleError(words, remedy, "fail" if free < MIN_DISK_BYTES else "warn")
@@ -76,7 +78,7 @@ def shared_memory() -> str:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
         raise TroubleError("there is no /dev/shm", "Mount one; data loaders with workers need it.") from None
-    words = f"{_size(usage.free)} of {_size(usage.total)} free in /dev/shm"
+    words = f"{units.num_bytes(usage.free)} of {units.num_bytes(usage.total)} free in /dev/shm"
     if usage.free < LOW_SHM_BYTES:
         raise TroubleError(
             words, "In a container: --shm-size=8g or --ipc=host; on Kubernetes an emptyDir of medium Memory."
@@ -88,7 +90,7 @@ def memory() -> str:
     """Host memory that is available now, within the control group's limit."""
     available = {line.split(":")[0]: line.split()[1] for line in read_or_empty("/proc/meminfo").splitlines() if line}
     free = min(int(available.get("MemAvailable", "0")) << 10, usable_memory_bytes())
-    words = f"{_size(free)} of {_size(usable_memory_bytes())} available"
+    words = f"{units.num_bytes(free)} of {units.num_bytes(usable_memory_bytes())} available"
     if free < LOW_MEMORY_BYTES:
         raise TroubleError(words, "End other programs; every rank takes half a gigabyte and its model.")
     return words
@@ -137,28 +139,13 @@ def clock() -> str:
 
 
 def load() -> str:
-    """What other programs use of the cores, within a second: measurements on a busy machine are no measurements."""
-    cores = os.cpu_count() or 1
-    before, own = _busy_s(), time.process_time()
-    began_s = time.monotonic()
-    time.sleep(1.0)
-    passed_s = time.monotonic() - began_s
-    after = _busy_s()
-    used = max(0.0, (after - before - (time.process_time() - own)) / passed_s)
-    words = f"others use {used:.1f} of {cores} cores; {num_usable_cores()} may be used here"
-    if used > BUSY * cores:
-        raise TroubleError(
-            words, "Wait, or end other programs: what is measured beside them is slower than it would be."
-        )
-    return words
-
-
-def _busy_s() -> float:
-    """Seconds that all cores together have worked since the host was started."""
-    fields = [int(field) for field in read_or_empty("/proc/stat").partition("\n")[0].split()[1:]]
-    idle = fields[3] + fields[4] if len(fields) > 4 else 0
-    return (sum(fields[:8]) - idle) / os.sysconf("SC_CLK_TCK")
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 30):.1f} GiB"
+    """What other programs use of the cores, by the measure and the limits by which trials count as disturbed."""
+    before = cpu_load.look()
+    time.sleep(LOAD_WINDOW_S)
+    found = cpu_load.disturbance(platform.node(), before, cpu_load.look(), os.getpid())
+    if found.is_disturbing:
+        remedy = "Wait, or end other programs: what is measured beside them is slower than it would be."
+        raise TroubleError(disturbance_words(found), remedy)
+    if found.foreign_cpu is None:
+        return f"not told by the kernel; {num_usable_cores()} cores may be used here"
+    return f"others use {found.foreign_cpu:.0%} of the {num_usable_cores()} cores that may be used here"

@@ -14,12 +14,12 @@ from importlib import metadata
 from pathlib import Path
 
 from orchestrator.doctor.check import TroubleError
+from orchestrator.mlflow_urls import sqlite_path
 
 RAY_S = 75.0
 """How long a Ray cluster may take to tell its nodes."""
 STORE_S = 20.0
 MAX_SKEW_S = 5.0
-_SQLITE = "sqlite:///"
 _REVISION = re.compile(r"^(down_)?revision\b[^=]*=\s*[\"']([0-9a-f]+)[\"']", re.MULTILINE)
 
 
@@ -80,8 +80,8 @@ def store(uri: str) -> str:
         version = metadata.version("mlflow")
     except metadata.PackageNotFoundError:
         raise TroubleError("MLflow is not installed", "pip install mlflow", "fail") from None
-    if uri.startswith(_SQLITE):
-        return f"MLflow {version}, {_sqlite_store(Path(uri.removeprefix(_SQLITE)))}"
+    if (path := sqlite_path(uri)) is not None:
+        return f"MLflow {version}, {_sqlite_store(path, uri)}"
     try:
         with urllib.request.urlopen(f"{uri.rstrip('/')}/version", timeout=10) as answer:
             theirs = answer.read(100).decode(errors="replace").strip()
@@ -95,7 +95,7 @@ def store(uri: str) -> str:
     return f"MLflow {version}, server {theirs} at {uri}"
 
 
-def _sqlite_store(path: Path) -> str:
+def _sqlite_store(path: Path, uri: str) -> str:
     """What there is to say of a store in a file. It is only read."""
     if not path.exists():
         return f"a new store will be made at {path}"
@@ -111,7 +111,7 @@ def _sqlite_store(path: Path) -> str:
         remedy = "Install that version of MLflow, or name another store with tracking.uri."
         raise TroubleError(f"the store {path} was written by a newer MLflow than is installed", remedy, "fail")
     if row and newest and row[0] != newest:
-        remedy = f"Back it up, then: mlflow db upgrade {_SQLITE}{path}"
+        remedy = f"Back it up, then: mlflow db upgrade {uri}"
         raise TroubleError(f"the store {path} was written by an older MLflow than is installed", remedy, "fail")
     return f"store {path} with {num_runs:,} runs"
 

@@ -85,14 +85,24 @@ def make_draft(
     )
 
 
+def require_room(file: Path, *, force: bool) -> None:
+    """
+    Raises:
+        ConfigError: the file is there already and not to be overwritten, or its folder is not there.
+    """
+    if file.exists() and not force:
+        raise ConfigError("there is such a file already", file=file, remedy="Give another --output, or --force.")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError("its folder is not there", file=file, remedy="Make it first, or give another --output.")
+
+
 def write_draft(text: str, file: Path, *, force: bool) -> None:
     """Write the sweep file, once it is known to be a legal one.
 
     Raises:
         ConfigError: there is such a file already, or the text is none that ``plan`` accepts.
     """
-    if file.exists() and not force:
-        raise ConfigError("there is such a file already", file=file, remedy="Give another --output, or --force.")
+    require_room(file, force=force)
     trial = file.with_name(f".{file.name}.draft")
     try:
         write_atomically(trial, [text.encode()])

@@ -15,6 +15,7 @@ from orchestrator.sweep.events import Action
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.requests import RETRIABLE
 from orchestrator.text import first_line, plain
+from orchestrator.units import trial_id
 
 ACTIONS = (*get_args(Action), "retry", "resume")
 """What may be asked for."""
@@ -45,7 +46,7 @@ class Actions:
             return f"asked to {action}" if receipt.is_controlled else f"now {receipt.state}"
         if action == "retry":
             receipt = control.retry(sweep, self._home, _kinds(body))
-            numbers = ", ".join(f"t{number:03d}" for number in receipt.trials)
+            numbers = ", ".join(trial_id(number) for number in receipt.trials)
             if receipt.is_controlled:
                 return f"to be launched again: {numbers}"
             return f"to be launched again: {numbers}; {self._resume(sweep, tell)}"

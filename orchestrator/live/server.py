@@ -73,7 +73,7 @@ class PageServer(ThreadingHTTPServer):
                 return
             except OSError as error:
                 problem = error.strerror
-        raise ConfigError(f"cannot listen on {HOST}:{port}: {problem}", remedy="Choose another with --port.")
+        raise ConfigError(f"cannot listen on {HOST}:{one}: {problem}", remedy="Choose another with --port.")
 
     @property
     def base(self) -> str:

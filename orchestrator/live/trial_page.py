@@ -42,7 +42,6 @@ def trial_document(home: Home, sweep: str, number: int, invocation: Invocation) 
         "status": trial.status,
         "state": units.status_words(trial.status),
         "check": words.check_words(trial.check),
-        "origin": trial.origin,
         "reason": plain(trial.reason),
         "changed": [[k, words.value_words(old), words.value_words(new)] for k, (old, new) in found.changed.items()],
         "configuration": [[k, words.value_words(v)] for k, v in flat_params(trial.candidate).items()],
@@ -101,7 +100,6 @@ def _curves(measurement: Measurement) -> dict[str, list[float]]:
     return {
         "step_times": list(measurement.step_times_s[-MAX_POINTS:]),
         "losses": list(measurement.losses[-MAX_POINTS:]),
-        "grad_norms": list(measurement.grad_norms[-MAX_POINTS:]),
     }
 
 
@@ -118,7 +116,6 @@ def _attempt(one: AttemptExplanation) -> dict[str, Any]:
         "duration": units.duration(one.duration_s),
         "cost": units.device_time(attempt.device_seconds),
         "consequences": [plain(line) for line in one.consequences],
-        "folder": str(one.folder),
         "evidence": _evidence(evidence, is_blameless=one.is_blameless) if evidence else None,
     }
 
@@ -132,7 +129,6 @@ def _evidence(evidence: Evidence, *, is_blameless: bool) -> dict[str, Any]:
         "blamed": "" if is_blameless else plain(blamed),
         "message": plain(evidence.message.strip()),
         "log": [plain(line) for line in evidence.log_tail],
-        "collateral": [plain(line) for line in evidence.collateral],
     }
 
 

@@ -154,7 +154,7 @@ def loss(then: Mapping[str, Any], now: Mapping[str, Any], settings: GateSettings
     report = judge_gate(0, runs, gate, workload)
     if report.answer == "inconclusive":
         doubts = "; ".join(report.doubts).replace("the baseline's", "the promoted one's")
-        return DriftFinding(kind="loss", is_drift=False, text=f"could not be told: {doubts}")
+        return DriftFinding(kind="loss", is_drift=False, is_open=True, text=doubts)
     if report.passed:
         deviation = f"{report.loss_deviation:.2g}" if report.loss_deviation is not None else "unknown"
         return DriftFinding(kind="loss", is_drift=False, text=f"the same in {num_steps} steps (within {deviation})")

@@ -26,6 +26,7 @@ from orchestrator.sweep.home import Home, check_name
 from orchestrator.sweep.state import find_trial
 from orchestrator.tracking.registry import Registered, Registry
 from orchestrator.tracking.tracker import Tracker
+from orchestrator.units import trial_id
 from trials.codec import from_json
 from trials.spec import Candidate, Workload
 
@@ -153,7 +154,7 @@ def _of_trial(sweep: str, trial: str, home: Home) -> VersionDescription:
     found = find_trial(state, trial, sweep)
     measured, verdict = result(found, state.objective), state.verdict
     return VersionDescription(
-        label=f"{sweep}:t{found.number:03d}",
+        label=f"{sweep}:{trial_id(found.number)}",
         candidate=found.candidate,
         workload=state.sweep.workload,
         hardware=state.sweep.hardware,

@@ -32,13 +32,12 @@ from orchestrator.sweep.home import Home
 from orchestrator.sweep.snapshot import Observer
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.tracking.tracker import Tracker
+from orchestrator.units import trial_id
 from trials.files import write_atomically
 from trials.outcome import GangLost, Measurement, TimedOut
 from trials.spec import Candidate
 
 FOLDER = EXPERIMENT = "verifications"
-CONFIGURATION = 1
-"""Number of the promoted configuration's trial, where it is not the baseline."""
 _KEPT = ("workload", "cluster", "measure", "runner", "objective", "deadlines")
 """Sections of the promoted sweep's file that say how is measured."""
 
@@ -200,7 +199,7 @@ def _lost(trials: Any, state: SweepState) -> str:
     """Why one of the trials says nothing about its configuration: its gang was lost, or hung, or never launched."""
     for trial in trials:
         if trial.outcome is None:
-            return f"the sweep {state.sweep.sweep} ended before t{trial.number:03d} ran: {state.finish_reason}"
+            return f"the sweep {state.sweep.sweep} ended before {trial_id(trial.number)} ran: {state.finish_reason}"
         if isinstance(trial.outcome, GangLost | TimedOut):
-            return f"t{trial.number:03d} of {state.sweep.sweep} was lost: {words.failure(trial)}"
+            return f"{trial_id(trial.number)} of {state.sweep.sweep} was lost: {words.failure(trial)}"
     return ""

@@ -48,6 +48,7 @@ from orchestrator.sweep.values import (
     ProfileRun,
     Verdict,
 )
+from orchestrator.units import trial_id
 from trials.outcome import Failure, GangLost
 from trials.spec import Layout
 
@@ -63,7 +64,7 @@ def next_command(state: SweepState, end: End) -> Command:
         return _prove(state, state.proof)
     for number in _to_be_profiled(state):
         check = ProfileRun(of=number, profile=state.sweep.profile)
-        return _propose(state, check, f"profile of t{number:03d}")
+        return _propose(state, check, f"profile of {trial_id(number)}")
     return Finish(status="finished", reason=end.reason, cause=end.cause)
 
 
@@ -146,7 +147,7 @@ def _measure_again(state: SweepState, found: Confirmation) -> Command:
         why = f"{MAX_VOID_ROUNDS} rounds could not be measured on the same nodes"
         return _conclude(found, "unconfirmed", None, why)
     of = found.missing[0]
-    name = "the baseline" if of == BASELINE else f"t{of:03d}"
+    name = "the baseline" if of == BASELINE else trial_id(of)
     return _propose(state, ConfirmationRun(of=of, round=number), f"round {number + 1} of confirming {name}")
 
 
@@ -210,7 +211,7 @@ def _train_for_gate(state: SweepState, finalist: int) -> Command:
     runs = gate_runs(state, finalist)
     role: GateRole = next(role for role in gate_roles(state, finalist) if role not in runs)
     run = gate_run(state, finalist, role)
-    who = "the baseline" if run.of == BASELINE else f"t{finalist:03d}"
+    who = "the baseline" if run.of == BASELINE else trial_id(finalist)
     who += " in fp32" if role.endswith("reference") else ""
     who += " with initial weights off by rounding errors" if run.perturbation else ""
     return _propose(state, run, f"losses of {who} for the gate")
@@ -279,22 +280,24 @@ def _conclude(
 
 def _winner_reason(found: Confirmation, winner: int) -> str:
     tied = found.judgement.tied_with_leader if winner == found.judgement.leader else ()
-    reason = f"t{winner:03d} is faster than the baseline in {len(found.complete)} rounds"
+    reason = f"{trial_id(winner)} is faster than the baseline in {len(found.complete)} rounds"
     if not tied:
         return reason
-    return f"{reason}; it cannot be told from {' '.join(f't{n:03d}' for n in tied)}"
+    return f"{reason}; it cannot be told from {' '.join(trial_id(n) for n in tied)}"
 
 
 def _rehearsed_reason(found: Confirmation, winner: int) -> str:
-    return f"t{winner:03d} came out faster than the baseline in {len(found.complete)} rounds, none of them measured"
+    return (
+        f"{trial_id(winner)} came out faster than the baseline in {len(found.complete)} rounds, none of them measured"
+    )
 
 
 def _keep_reason(found: Confirmation, reports: Sequence[GateReport], evaluations: Sequence[Evaluation]) -> str:
     evaluated = {one.trial for one in evaluations}
     not_passed = [r for r in reports if not r.passed and not (r.answer == "inconclusive" and r.trial in evaluated)]
-    refused = [f"t{r.trial:03d} {_gate_reason(r)}: {r.objections[0]}" for r in not_passed]
-    refused += [f"t{e.trial:03d} failed your evaluation" for e in evaluations if not e.passed]
-    refused += [f"t{n:03d} failed when it was measured again: {why}" for n, why in found.failed.items()]
+    refused = [f"{trial_id(r.trial)} {_gate_reason(r)}: {r.objections[0]}" for r in not_passed]
+    refused += [f"{trial_id(e.trial)} failed your evaluation" for e in evaluations if not e.passed]
+    refused += [f"{trial_id(n)} failed when it was measured again: {why}" for n, why in found.failed.items()]
     if not found.finalists:
         return "; ".join(refused)
     others = "other " if refused else ""

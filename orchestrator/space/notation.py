@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from orchestrator.space.knobs.text import (
+    DTYPE_SHORT,
     lists_text,
     loss_scale_text,
     plain,
-    precision_text,
     recompute_text,
     stage_layers_text,
     steps_text,
@@ -222,8 +222,7 @@ def _recompute_parts(candidate: Candidate) -> Iterator[NamePart]:
 
 def _precision_parts(precision: Precision) -> Iterator[NamePart]:
     lists, scale = lists_text(precision), loss_scale_text(precision)
-    number_format = precision_text(precision).partition("-")[2].removesuffix(scale).removesuffix(lists)
-    yield NamePart(PRECISIONS[precision.level], {"TYPE": number_format})
+    yield NamePart(PRECISIONS[precision.level], {"TYPE": DTYPE_SHORT[precision.dtype]})
     if precision.level != "O0" and lists:
         yield NamePart(LISTS, {"+A-B": lists})
     if precision.level != "O0" and scale:

@@ -14,6 +14,7 @@ from orchestrator.sweep.home import attempt_folder
 from orchestrator.sweep.snapshot import Snapshot
 from orchestrator.sweep.state import Trial
 from orchestrator.text import plain, tail
+from orchestrator.units import trial_id
 from trials.codec import to_json
 from trials.outcome import Evidence, Measured
 
@@ -73,7 +74,7 @@ def attempt_logs(
     index = _attempt_index(trial, attempt)
     found = trial.attempts[index]
     if rank is not None and not 0 <= rank < len(found.ranks):
-        raise ConfigError(f"t{trial.number:03d} has no rank {rank}", remedy=f"Ranks: 0 to {len(found.ranks) - 1}.")
+        raise ConfigError(f"{trial_id(trial.number)} has no rank {rank}", remedy=f"Ranks: 0 to {len(found.ranks) - 1}.")
     evidence = getattr(found.outcome, "evidence", None)
     root = evidence.rank if evidence else None
     ranks = [rank] if rank is not None else sorted(range(len(found.ranks)), key=lambda r: (r != root, r))
@@ -90,13 +91,13 @@ def attempt_logs(
 
 def _attempt_index(trial: Trial, attempt: int | None) -> int:
     if not trial.attempts:
-        raise ConfigError(f"t{trial.number:03d} was not launched yet, so it has no log")
+        raise ConfigError(f"{trial_id(trial.number)} was not launched yet, so it has no log")
     if attempt is None:
         return len(trial.attempts) - 1
     if 0 <= attempt < len(trial.attempts):
         return attempt
     raise ConfigError(
-        f"t{trial.number:03d} has no attempt {attempt}", remedy=f"Attempts: 0 to {len(trial.attempts) - 1}."
+        f"{trial_id(trial.number)} has no attempt {attempt}", remedy=f"Attempts: 0 to {len(trial.attempts) - 1}."
     )
 
 

@@ -28,6 +28,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.objective import Figures, Objective
 from orchestrator.sweep.events import Action, CandidatesPruned, Origin, Promoted, SweepCreated
 from orchestrator.sweep.values import Check, Evaluation, FinishCause, PredictedResult, Verdict
+from orchestrator.units import trial_id
 from orchestrator.vector import Vector
 from orchestrator.virtual import Virtual
 from trials.outcome import Failure, GangLost, HostOutOfMemory, Measured, Measurement, Outcome, StoppedEarly
@@ -388,7 +389,7 @@ def find_trial(state: SweepState, text: str, sweep: str) -> Trial:
     if number is not None and number < len(state.trials):
         return state.trials[number]
     last = len(state.trials) - 1
-    known = f"It has t000 to t{last:03d}." if last > 0 else "It has t000 only." if last == 0 else "It has none yet."
+    known = {-1: "It has none yet.", 0: "It has t000 only."}.get(last, f"It has t000 to {trial_id(last)}.")
     words = "nothing was measured yet" if text in ("best", "winner") else f"no trial {text!r}"
     raise ConfigError(f"{words} in the sweep {sweep!r}", remedy=f"{known} Write 3, t003, baseline, best or winner.")
 

@@ -107,8 +107,8 @@ def _server(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     env["PYTHONSAFEPATH"] = "1"  # of what it starts in turn; that looks for modules in its folder besides
     with tempfile.TemporaryDirectory(prefix="tc-mlflow-") as folder:
         plugin(Path(folder), APP)
-        path = [folder, str(_SOURCES), *filter(None, [env.get("PYTHONPATH")])]
-        env["PYTHONPATH"] = os.pathsep.join(path)
+        own = [str(Path(entry).absolute()) for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        env["PYTHONPATH"] = os.pathsep.join([folder, str(_SOURCES), *own])
         server = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True, cwd="/"
         )

@@ -74,11 +74,12 @@ def test_nothing_is_overwritten_unless_forced(folder):
     [
         ((), ("--model", "--parameters")),
         (("--parameters", "large"), ("'large'", "13B")),
-        (("--parameters", "405B", "--cluster", "dgx-a100"), ("does not fit", "GB", "--nodes")),
+        (("--parameters", "405B", "--cluster", "dgx-a100"), ("does not fit", "GiB", "--nodes")),
         (("--parameters", "1B", "--cluster", "nowhere"), ("'nowhere'", "dgx-h100")),
         (("--parameters", "1B", "--nodes", 2), ("one node", "--cluster")),
         (("--model", "missing.json"), ("missing.json",)),
         (("--example", "nothing"), ("quickstart",)),
+        (("--example", "quickstart", "--output", "no/sweep.yaml"), ("no/sweep.yaml", "folder", "--output")),
     ],
 )
 def test_what_cannot_be_drafted_is_said_with_a_remedy(folder, arguments, words):
