@@ -86,3 +86,11 @@ def resolve(value: str | None, info: ValidationInfo) -> str | None:
         raise fault(None, "not a path", "Name a file or folder, or leave the key out.")
     folder = Path((info.context or {}).get("folder", "."))
     return os.path.normpath(folder.absolute() / value)
+
+
+def is_there(path: Path) -> bool:
+    """Whether anything lies at this path; nothing does where no file system could take such a name."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False

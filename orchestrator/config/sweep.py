@@ -15,7 +15,7 @@ from orchestrator.config.knobs import BaselineSection, SpaceSection
 from orchestrator.config.notify import NotifySection
 from orchestrator.config.profile import ProfileSection
 from orchestrator.config.proof import ConfirmSection, ConfirmValue, GateSection, GateValue
-from orchestrator.config.scalars import Identifier
+from orchestrator.config.scalars import Identifier, is_there
 from orchestrator.config.sections import (
     BudgetSection,
     ClusterSection,
@@ -260,7 +260,7 @@ def _with_model(source: YamlSource) -> dict[str, Any]:
     if not isinstance(workload, dict) or not isinstance(reference, str):
         return dict(source.data)
     file = source.file.parent / reference
-    if "\0" in reference or not file.is_file():
+    if not is_there(file) or file.is_dir():
         raise source.error(
             ("workload", "model"), f"there is no model file {file}", "The path is relative to the sweep file."
         )

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
 from pydantic_core import CoreSchema
 
-from orchestrator.config.scalars import Positive, Size, resolve
+from orchestrator.config.scalars import Positive, Size, is_there, resolve
 from orchestrator.space.knobs.sections import Section, fault
 from trials.legality.rules import DATA_OF_MODEL
 from trials.spec import (
@@ -240,7 +240,7 @@ class WorkloadSection(Section):
     def _are_files_here(self, context: Mapping[str, Any]) -> bool:
         """Whether the data are to be looked at: those of a cluster elsewhere may lie on its hosts only."""
         path = getattr(self.data, "path", None)
-        is_elsewhere = context.get("is_remote", False) and path is not None and not Path(path).exists()
+        is_elsewhere = context.get("is_remote", False) and path is not None and not is_there(Path(path))
         return bool(context.get("check_files", True)) and not is_elsewhere
 
     @property
