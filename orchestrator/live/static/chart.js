@@ -3,7 +3,7 @@
 import { h, s } from "./dom.js";
 
 // As wide as the window where that is narrow, so that letters stay legible.
-const W = Math.max(320, Math.min(560, window.innerWidth - 24)), H = 250, LEFT = 62, RIGHT = 14, TOP = 12, BOTTOM = 34;
+const W = Math.max(320, Math.min(560, window.innerWidth - 24)), H = 250, LEFT = 62, RIGHT = 14, TOP = 22, BOTTOM = 34;
 
 const short = value => {
   const size = Math.abs(value);
