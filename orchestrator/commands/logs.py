@@ -127,6 +127,8 @@ def _show_rank(log: RankLog, out: Output, *, with_heading: bool) -> None:
         out.note(f"... the last {len(log.lines)} lines")
     for line in log.lines:
         click.echo(line)
+    if not log.lines:
+        out.note("nothing was printed")
 
 
 def _show_evidence(found: AttemptLogs, out: Output) -> None:

@@ -12,7 +12,7 @@ from orchestrator.report.summary import ENDED, Speedup, speedup
 from orchestrator.space.naming import names_apart, short_name
 from orchestrator.space.notation import legend, spelled
 from orchestrator.sweep.state import SweepState, Trial, TrialStatus
-from trials.outcome import Measurement, StoppedEarly
+from trials.outcome import GangLost, Measurement, StoppedEarly
 from trials.spec import Candidate
 
 
@@ -109,7 +109,7 @@ def make_trial_table(state: SweepState, trials: Sequence[Trial]) -> TrialTable:
             name=name,
             candidate=trial.candidate,
             status=trial.status,
-            state=units.status_words(trial.status, state.virtual),
+            state=_state_words(trial, state),
             measurement=trial.measurement,
             compared=versus_baseline(trial, state),
             speed=state.score(trial),
@@ -118,6 +118,14 @@ def make_trial_table(state: SweepState, trials: Sequence[Trial]) -> TrialTable:
         for trial, name in zip(trials, names, strict=True)
     )
     return TrialTable(rows=tuple(rows), common=common, unit=state.unit)
+
+
+def _state_words(trial: Trial, state: SweepState) -> str:
+    """What a trial's row says of it; one that was ended because its sweep was is no loss."""
+    outcome = trial.outcome
+    if isinstance(outcome, GangLost) and outcome.cause == "controller":
+        return "interrupted"
+    return units.status_words(trial.status, state.virtual)
 
 
 def failures(state: SweepState) -> list[Failures]:
