@@ -144,7 +144,7 @@ def test_pages_of_files_are_no_memory_of_the_model(tmp_path: Path) -> None:
     file = tmp_path / "data"
     file.write_bytes(bytes(64 << 20))
     memory = PeakMemory(torch.device("cpu"))
-    kept = torch.ones(8 << 20)
+    kept = torch.ones(24 << 20)  # more than malloc would take from what earlier tests have freed
     mapped = torch.from_file(str(file), size=64 << 20, dtype=torch.uint8)
     assert int(mapped.view(torch.int64).sum()) == 0
     assert 0.9 * kept.nbytes < memory.allocated_bytes() < 1.5 * kept.nbytes
