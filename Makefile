@@ -18,8 +18,11 @@ sweep: $(VENV)/.run
 test: check
 	$(PYTEST) -m "not exhaustive"
 
+# The second file apart: late in a long run the test process that held it was killed, twice, for a reason not yet found.
+APART = tests/orchestrator/cli/test_run.py
 test-exhaustive: $(VENV)/.test
-	$(PYTEST) -m exhaustive
+	$(PYTEST) -m exhaustive --ignore $(APART)
+	$(PYTEST) -m exhaustive $(APART)
 
 test-all: check
 	$(PYTEST)
