@@ -18,7 +18,8 @@ sweep: $(VENV)/.run
 test: check
 	$(PYTEST) -m "not exhaustive"
 
-# The second file apart: late in a long run the test process that held it was killed, twice, for a reason not yet found.
+# The second file apart: late in a long run its test process was killed, twice; most likely by Ray, whose head an earlier
+# test had killed in the same process, as none does any more.
 APART = tests/orchestrator/cli/test_run.py
 test-exhaustive: $(VENV)/.test
 	$(PYTEST) -m exhaustive --ignore $(APART)

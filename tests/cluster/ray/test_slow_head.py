@@ -2,15 +2,17 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
-from cluster.base import ClusterLostError
 from cluster.connect import connect
 from cluster.ray import lease
 from cluster.request import ClusterRequest
 from tests.cluster.gangs import PRELOAD, run
+from tests.support import ROOT
 from trials.outcome import Measured
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.fault, pytest.mark.exhaustive]
@@ -40,11 +42,29 @@ def test_our_own_head_is_waited_for_while_its_process_lives(cluster, monkeypatch
     assert cluster.lost_nodes == frozenset()
 
 
-def test_our_own_head_that_is_gone_is_not_waited_for_as_long(cluster, monkeypatch):
-    monkeypatch.setattr(lease, "HEAD_LOST_S", 2.0)
+GONE = """
+import os, signal, sys, time
+from pathlib import Path
+from cluster.base import ClusterLostError
+from cluster.connect import connect
+from cluster.ray import lease
+from cluster.request import ClusterRequest
+
+lease.HEAD_LOST_S = 2.0
+with connect(ClusterRequest(device="cpu", devices_per_node=2), workdir=Path(sys.argv[1])) as cluster:
     (head,) = cluster._lease._head.pids
     os.kill(head, signal.SIGKILL)
     began_s = time.monotonic()
-    with pytest.raises(ClusterLostError, match="has not answered for 2 s"):
+    try:
         while time.monotonic() < began_s + 60.0:
             cluster.poll(0.5)
+    except ClusterLostError as error:
+        print(f"lost: {error}", flush=True)
+"""
+
+
+def test_our_own_head_that_is_gone_is_not_waited_for_as_long(tmp_path):
+    """In a process of its own: Ray ends its driver, whatever else that does, a minute after its head is gone."""
+    words = [sys.executable, "-c", GONE, str(tmp_path / "work")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
+    assert "has not answered for 2 s" in done.stdout, done.stderr
