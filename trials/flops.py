@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trials.spec import LinearModel, LlamaModel, Model, ResNetModel
+from trials.spec import LinearModel, LlamaModel, Model, ResNetModel, ScriptModel
 
 
 def num_parameters(model: Model) -> int:
-    """Trained parameters of the model."""
+    """Trained parameters of the model; 0 for a program of the user's own whose shape is not known."""
     match model:
         case LlamaModel():
             return _num_decoder_parameters(model)
@@ -17,6 +17,8 @@ def num_parameters(model: Model) -> int:
             return _num_resnet_parameters(model)
         case LinearModel():
             return model.num_layers * model.size**2
+        case ScriptModel():
+            return num_parameters(model.shape) if model.shape else 0
 
 
 def _num_decoder_parameters(model: LlamaModel) -> int:
@@ -28,7 +30,7 @@ def _num_decoder_parameters(model: LlamaModel) -> int:
 def model_flops_per_token(model: Model, seq_length: int) -> float:
     """Forward and backward FLOPs of one token (of one sample where samples are no sequences), none recomputed.
 
-    A multiplication and its addition are 2 FLOPs forward and 4 backward.
+    A multiplication and its addition are 2 FLOPs forward and 4 backward. 0 where the model's shape is not known.
     """
     match model:
         case LlamaModel():
@@ -37,6 +39,8 @@ def model_flops_per_token(model: Model, seq_length: int) -> float:
             return 6.0 * _num_resnet_multiplications(model)
         case LinearModel():
             return 6.0 * num_parameters(model)
+        case ScriptModel():
+            return model_flops_per_token(model.shape, seq_length) if model.shape else 0.0
 
 
 def _decoder_flops_per_token(model: LlamaModel, seq_length: int) -> float:
@@ -108,6 +112,8 @@ def num_kernels(model: Model) -> int:
             return 3 * len(list(_convolutions(model)))
         case LinearModel():
             return model.num_layers
+        case ScriptModel():
+            return num_kernels(model.shape) if model.shape else 0
 
 
 def _halved(size: int) -> int:

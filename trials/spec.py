@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from trials.codec import digest
+from trials.codec import digest, to_json
+from trials.shapes import LinearModel as LinearModel
+from trials.shapes import LlamaModel as LlamaModel
+from trials.shapes import ResNetModel as ResNetModel
+from trials.shapes import ScriptModel as ScriptModel
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from outer to inner; a rank's coordinates follow this order (``tp`` varies fastest)."""
@@ -16,52 +20,7 @@ Counts = tuple[tuple[int, ...], ...]
 rank. Without a pipeline that is ``((n,),)``. Where a count is optional, ``()`` stands for none anywhere."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LlamaModel:
-    """Shape of a Llama-style decoder (RMSNorm, RoPE, SwiGLU, grouped-query attention, untied head)."""
-
-    kind: ClassVar[str] = "llama"
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    ffn_hidden_size: int
-    vocab_size: int = 256
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResNetModel:
-    """ResNet v1.5 for images (He et al., arXiv 1512.03385; stride in the 3x3 convolution), batch norm."""
-
-    kind: ClassVar[str] = "resnet"
-    depth: Literal[18, 50] = 50
-    num_classes: int = 1000
-    image_size: int = 224
-    width: int = 64
-    """Channels of the first stage."""
-
-    @property
-    def blocks_per_stage(self) -> tuple[int, ...]:
-        """Residual blocks of the four stages (table 1 of the paper)."""
-        return (2, 2, 2, 2) if self.depth == 18 else (3, 4, 6, 3)
-
-    @property
-    def num_layers(self) -> int:
-        return sum(self.blocks_per_stage)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearModel:
-    """A chain of square Linear layers without bias or activation: pure matrix multiplication, as AMP guides time."""
-
-    kind: ClassVar[str] = "linear"
-    num_layers: int = 9
-    size: int = 8192
-
-
-Model = LlamaModel | ResNetModel | LinearModel
+Model = LlamaModel | ResNetModel | LinearModel | ScriptModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +59,14 @@ class RandomData:
     kind: ClassVar[str] = "random"
 
 
-Data = TextData | TokenFileData | ImageFolderData | RandomData
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptData:
+    """Whatever the user's own training program reads."""
+
+    kind: ClassVar[str] = "script"
+
+
+Data = TextData | TokenFileData | ImageFolderData | RandomData | ScriptData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +106,7 @@ class Workload:
     @property
     def speed_unit(self) -> str:
         """What throughput is counted in, per second and device: tokens, or samples where they are no sequences."""
-        return "tokens/s/p" if isinstance(self.model, LlamaModel) else "samples/s/p"
+        return "tokens/s/p" if isinstance(self.model, LlamaModel) or self.seq_length > 1 else "samples/s/p"
 
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zbv"]
@@ -289,6 +255,16 @@ class Kernels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnChoice:
+    """The value of one of the user's own knobs: an argument, a key of a configuration file, an environment variable."""
+
+    name: str
+    """As in the sweep file: ``--flag``, ``file:dotted.key``, ``$NAME``, or a placeholder of the command."""
+    value: Any
+    """A string, number or truth value, or None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """One configuration: a point of the search space, canonical, hashable."""
 
@@ -299,6 +275,8 @@ class Candidate:
     precision: Precision = Precision()
     loader: Loader = Loader()
     kernels: Kernels = Kernels()
+    own: tuple[OwnChoice, ...] = ()
+    """The user's own knobs, by name; only where their own program is trained."""
 
     @property
     def config_key(self) -> str:
@@ -313,7 +291,10 @@ class Candidate:
 @functools.lru_cache(maxsize=2**17)
 def _config_key(candidate: Candidate) -> str:
     """The candidate's digest, kept because every proposal of a search asks for that of every trial."""
-    return digest(candidate)
+    content = to_json(candidate)
+    if not candidate.own:
+        del content["own"]  # candidates of old, which had none, are known by the same key
+    return digest(content)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

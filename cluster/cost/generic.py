@@ -15,7 +15,7 @@ from cluster.cost.inputs import Array
 from cluster.hardware.accelerators import ClusterDescription
 from trials.dryrun.estimate import DryRunEstimate
 from trials.flops import activation_elements, model_flops_per_token, num_kernels, num_parameters
-from trials.spec import Candidate, LlamaModel, Workload
+from trials.spec import Candidate, LinearModel, ResNetModel, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +194,7 @@ def _by_formula(workload: Workload, candidate: Candidate) -> dict[str, float]:
     """Work and memory from the model's shape. Recomputing n of N layers in full keeps that share less, and repeats
     it."""
     model, level = workload.model, candidate.precision.level
-    assert not isinstance(model, LlamaModel), "decoders have a model of their own"
+    assert isinstance(model, ResNetModel | LinearModel), "decoders have a model of their own"
     size = OPERAND_BYTES[level]
     repeated = sum(map(sum, candidate.recompute.full)) / model.num_layers
     kept = activation_elements(model) * size

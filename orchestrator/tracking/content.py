@@ -25,7 +25,7 @@ from trials.codec import to_json
 from trials.outcome import Measured, Outcome
 from trials.reports.findings import Findings
 from trials.secrets import redact_all
-from trials.spec import LinearModel, LlamaModel, Model, ResNetModel
+from trials.spec import LinearModel, LlamaModel, Model, ResNetModel, ScriptModel
 
 MAX_TAG_CHARS = 5000
 
@@ -55,6 +55,8 @@ def _model_name(model: Model) -> str:
             return f"resnet{model.depth}-w{model.width}-i{model.image_size}"
         case LinearModel():
             return f"linear-{model.size}-l{model.num_layers}"
+        case ScriptModel():
+            return model.recipe
 
 
 def slug(name: str) -> str:

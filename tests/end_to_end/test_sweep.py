@@ -297,12 +297,12 @@ def test_a_cluster_that_loses_every_gang_stops_the_sweep_which_then_goes_on(tmp_
 @pytest.mark.fault
 def test_sigterm_ends_in_good_order_and_the_next_submit_goes_on(tmp_path):
     home = fresh_home(tmp_path)
-    file = sweeps.write(tmp_path, measure={"num_steps": 400, "max_steps": 400}, budget={"max_trials": 1})
+    file = sweeps.write(tmp_path, measure={"num_steps": 3000, "max_steps": 3000}, budget={"max_trials": 1})
     process = command("submit", file, home=home)
     while num_events(home) < 4:
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    time.sleep(1.0)
+    time.sleep(0.5)
     process.terminate()
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -311,7 +311,7 @@ def test_sigterm_ends_in_good_order_and_the_next_submit_goes_on(tmp_path):
     state = controller.load("tiny", Home(home)).state
     assert state.trials[0].status == "gang_lost"
     assert state.trials[0].num_lost == 0
-    assert state.device_seconds >= 1.0
+    assert state.device_seconds > 0
     assert [trial.status for trial in submit(file, home).state.trials] == ["measured"]
 
 

@@ -27,7 +27,7 @@ from trials.operators import in_backward
 from trials.parallel.mesh import build_mesh
 from trials.parallel.shards import stored_part
 from trials.precision.mixed import LossScaler
-from trials.spec import LinearModel, LlamaModel, Recompute, TrialSpec
+from trials.spec import LinearModel, LlamaModel, Recompute, ResNetModel, TrialSpec
 from trials.stages import coordinates
 from trials.training.build import ModelPart
 from trials.training.pipeline import Pipeline, Stage
@@ -164,6 +164,7 @@ def _whole_batch(spec: TrialSpec) -> tuple[Tensor, Tensor]:
         return torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
     if isinstance(model, LinearModel):
         return torch.zeros(rows, model.size), torch.zeros(rows, model.size)
+    assert isinstance(model, ResNetModel), "a program of the user's own is not simulated"
     images = torch.zeros(rows, 3, model.image_size, model.image_size)
     return images, torch.zeros(rows, dtype=torch.long)
 

@@ -6,10 +6,13 @@ from trials.models.base import Initial, Loss, TrainModel
 from trials.models.linear import LinearChain, squared_error
 from trials.models.llama import Llama, next_token_loss
 from trials.models.resnet import ResNet, class_loss
-from trials.spec import LinearModel, LlamaModel, Model, ResNetModel, Workload
+from trials.spec import LinearModel, LlamaModel, Model, ResNetModel, ScriptModel, Workload
 from trials.stages import Chunk
 
 __all__ = ["Initial", "Loss", "TrainModel", "build_model", "loss_of"]
+
+
+_BUILDS_ITS_OWN = "a program of the user's own builds its model itself"
 
 
 def build_model(workload: Workload, chunk: Chunk) -> TrainModel:
@@ -21,6 +24,8 @@ def build_model(workload: Workload, chunk: Chunk) -> TrainModel:
             return ResNet(shape, chunk)
         case LinearModel() as shape:
             return LinearChain(shape, chunk)
+        case ScriptModel():
+            raise ValueError(_BUILDS_ITS_OWN)
 
 
 def loss_of(model: Model) -> Loss:
@@ -32,3 +37,5 @@ def loss_of(model: Model) -> Loss:
             return class_loss
         case LinearModel():
             return squared_error
+        case ScriptModel():
+            raise ValueError(_BUILDS_ITS_OWN)

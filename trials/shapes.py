@@ -1,0 +1,74 @@
+"""Kinds of models: the shapes of built-in ones, and training programs of the user's own. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaModel:
+    """Shape of a Llama-style decoder (RMSNorm, RoPE, SwiGLU, grouped-query attention, untied head)."""
+
+    kind: ClassVar[str] = "llama"
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_hidden_size: int
+    vocab_size: int = 256
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResNetModel:
+    """ResNet v1.5 for images (He et al., arXiv 1512.03385; stride in the 3x3 convolution), batch norm."""
+
+    kind: ClassVar[str] = "resnet"
+    depth: Literal[18, 50] = 50
+    num_classes: int = 1000
+    image_size: int = 224
+    width: int = 64
+    """Channels of the first stage."""
+
+    @property
+    def blocks_per_stage(self) -> tuple[int, ...]:
+        """Residual blocks of the four stages (table 1 of the paper)."""
+        return (2, 2, 2, 2) if self.depth == 18 else (3, 4, 6, 3)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(self.blocks_per_stage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearModel:
+    """A chain of square Linear layers without bias or activation: pure matrix multiplication, as AMP guides time."""
+
+    kind: ClassVar[str] = "linear"
+    num_layers: int = 9
+    size: int = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptModel:
+    """A training program of the user's own, which ranks start as it is instead of training a model themselves."""
+
+    kind: ClassVar[str] = "script"
+    recipe: str
+    """The framework it is written for: a name of :data:`orchestrator.recipes.trainings.TRAININGS`, or ``custom``."""
+    run: tuple[str, ...]
+    """The command as the user wrote it, without a shell; ``{name}`` stands for what a trial fills in."""
+    cwd: str
+    """Absolute path of the folder it starts in."""
+    env: tuple[tuple[str, ...], ...] = ()
+    """Environment of its own, pairs of name and value."""
+    files: tuple[tuple[str, ...], ...] = ()
+    """Configuration files of which trials get copies, pairs of name and absolute path."""
+    launcher: Literal["env", "own"] = "env"
+    """Who starts its ranks: we do, one per device with torchrun's variables, or the command, once per node."""
+    num_layers: int = 1
+    """Repeated layers, as far as known; 1 stands for all of them together."""
+    shape: LlamaModel | None = None
+    """The decoder that it trains, where its dimensions are known."""
