@@ -49,6 +49,8 @@ class Trajectory:
     precision: Precision
     matmul_precision: str = "highest"
     micro_batch_size: int | None = None
+    loss_resolution: float = 0.0
+    """Half the last digit of the losses, where they were read from text."""
 
     @property
     def class_name(self) -> str:
