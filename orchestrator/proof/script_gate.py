@@ -19,9 +19,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from orchestrator.proof.loss_gate import UNFINISHED, undecided_gate
+from orchestrator.proof.loss_gate import UNFINISHED, LossComparison, undecided_gate
 from orchestrator.proof.tolerances import ERRORS, Limits
-from orchestrator.proof.trajectories import NOISE_FACTOR, Trajectory
+from orchestrator.proof.trajectories import NOISE_FACTOR, Curve, Trajectory
 from orchestrator.sweep.values import GateReport, GateSettings
 
 BAND_SIGMAS = 3.0
@@ -126,7 +126,9 @@ def _step_by_step(trial: int, runs: ScriptRuns, settings: GateSettings) -> GateR
         )
     norm_off, norm_limit, odd = _norms(runs, settings)
     if odd > EXCUSED_NORMS * len(found):
-        reasons.append(f"the gradient norm is beyond its limit in {odd} of {len(found)} steps, up to {norm_off:.2g} off")
+        reasons.append(
+            f"the gradient norm is beyond its limit in {odd} of {len(found)} steps, up to {norm_off:.2g} off"
+        )
     return GateReport(
         trial=trial,
         passed=not reasons,
@@ -179,6 +181,31 @@ def _notes(runs: ScriptRuns) -> tuple[str, ...]:
     if not runs.baseline.grad_norms or not runs.finalist.grad_norms:
         notes.append("the program tells no gradient norms: losses alone were compared")
     return tuple(notes)
+
+
+def compare_script(runs: ScriptRuns, settings: GateSettings) -> LossComparison | None:
+    """The runs step by step, as curves to look at; None where there are no losses of the same steps."""
+    num_steps = min(len(runs.baseline.losses), len(runs.finalist.losses))
+    if num_steps == 0:
+        return None
+    again = runs.again if runs.again is not None and len(runs.again.losses) >= num_steps else None
+    runs = replace(runs, again=again).first(num_steps)
+    expected = runs.baseline.losses
+    loss = Curve(
+        deviations=tuple(_deviations(expected, runs.finalist.losses)),
+        limits=tuple(_loss_limit(runs, settings, step, value) for step, value in enumerate(expected, start=1)),
+        twin=tuple(_largest_yet(_deviations(expected, runs.again.losses))) if runs.again else (),
+    )
+    norms, own = runs.baseline.grad_norms, runs.finalist.grad_norms
+    is_told = len(norms) == len(own) == num_steps
+    limits = tuple(runs.limits.grad_norm.at(step) for step in range(1, num_steps + 1))
+    deviations = tuple(_deviations(norms, own)) if is_told else (None,) * num_steps
+    return LossComparison(
+        loss=loss,
+        grad_norm=Curve(deviations=deviations, limits=limits),
+        compared_with="baseline",
+        precision_class=f"{runs.finalist.class_name} against {runs.baseline.class_name}",
+    )
 
 
 # ---- the own band ----

@@ -38,3 +38,7 @@ class ScriptReport:
     """Pairs of name and version of the packages that it uses."""
     notes: tuple[str, ...] = ()
     """Sentences about what could not be read or was left out."""
+
+    def fact(self, name: str) -> str | None:
+        """What was seen of one thing; None where nothing was."""
+        return next((pair[1] for pair in self.facts if pair[0] == name), None)
