@@ -1,13 +1,13 @@
 """The loss gate of a training program of the user's own: does a finalist train as the command that stands today does?
 
-Nothing can be perturbed in a program that we did not write, and its losses are whatever it calls a loss. So the baseline
-trains the same steps twice, and what it does to itself is the measure:
+Nothing can be perturbed in a program that we did not write, and its losses are whatever it calls a loss. So the
+baseline trains the same steps twice, and what it does to itself is the measure:
 
 - Where the baseline repeats itself, losses that agree step by step within the errors of the number format pass. That is
   the strict way, for programs whose data order does not depend on the layout.
-- Where the baseline does not repeat itself, or the finalist splits the batch otherwise, single steps cannot be compared:
-  then the mean loss over all steps has to lie in the baseline's *own band*, which its fluctuation from step to step
-  makes, and the report says how wide that is.
+- Where the baseline does not repeat itself, or the finalist splits the batch otherwise, single steps cannot be
+  compared: then the mean loss over all steps has to lie in the baseline's *own band*, which its fluctuation from step
+  to step makes, and the report says how wide that is.
 
 See docs/loss-gate.md. Standard library only.
 """
@@ -79,7 +79,7 @@ def judge_script(trial: int, runs: ScriptRuns, settings: GateSettings) -> GateRe
     is_comparable = runs.again is None or _repeats_itself(runs) or settings.loss_tolerance is not None
     if is_comparable and (strict.passed or _is_final(runs, settings)):
         return strict
-    return _by_own_band(strict, runs, settings)
+    return _by_own_band(strict, runs)
 
 
 def _is_final(runs: ScriptRuns, settings: GateSettings) -> bool:
@@ -121,8 +121,8 @@ def _step_by_step(trial: int, runs: ScriptRuns, settings: GateSettings) -> GateR
     if beyond:
         twice = f" and the baseline's own second run makes {noise[step]:.2g}" if runs.again else ""
         reasons.append(
-            f"the loss is {found[step]:.2g} (relative) off the baseline's in step {step + 1}, where {limits[step]:.2g} is"
-            f" allowed{twice}, and beyond its limit in {len(beyond)} of {len(found)} steps"
+            f"the loss is {found[step]:.2g} (relative) off the baseline's in step {step + 1}, where {limits[step]:.2g}"
+            f" is allowed{twice}, and beyond its limit in {len(beyond)} of {len(found)} steps"
         )
     norm_off, norm_limit, odd = _norms(runs, settings)
     if odd > EXCUSED_NORMS * len(found):
@@ -211,7 +211,7 @@ def compare_script(runs: ScriptRuns, settings: GateSettings) -> LossComparison |
 # ---- the own band ----
 
 
-def _by_own_band(strict: GateReport, runs: ScriptRuns, settings: GateSettings) -> GateReport:
+def _by_own_band(strict: GateReport, runs: ScriptRuns) -> GateReport:
     """The mean loss over all steps against the baseline's, where single steps cannot be compared."""
     means = [statistics.fmean(run.losses) for run in (runs.baseline, runs.again) if run is not None]
     expected, mean = statistics.fmean(means), statistics.fmean(runs.finalist.losses)
