@@ -103,15 +103,15 @@ def trajectory(measurement: Measurement, candidate: Candidate) -> Trajectory:
 
 def _trained_precision(measurement: Measurement, candidate: Candidate) -> Precision:
     """The candidate's; of a program of the user's own, what was seen in it, where that is coarser."""
-    seen = measurement.findings.script.fact("dtype") if measurement.findings.script else None
+    seen = measurement.findings.script.facts.dtype if measurement.findings.script else None
     if candidate.precision.level != "O0" or seen not in ("bfloat16", "float16"):
         return candidate.precision
     return Precision(level="O1", dtype="bfloat16" if seen == "bfloat16" else "float16")
 
 
 def _loss_resolution(measurement: Measurement) -> float:
-    sources = measurement.findings.script.sources if measurement.findings.script else ()
-    return next((one.resolution / 2 for one in sources if one.name == "losses"), 0.0)
+    source = measurement.findings.script.source_of("loss") if measurement.findings.script else None
+    return source.resolution / 2 if source else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
