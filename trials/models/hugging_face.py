@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trials.failure import InfeasibleSpec
 from trials.models.own import Built
 from trials.own_code import described
+from trials.spec import LlamaModel
 
 MISSING = (
     "models of kind huggingface need the transformers package where trials run, and where the sweep is submitted;"
@@ -90,3 +91,34 @@ def _plan(module: Any) -> Iterator[tuple[str, str]]:
     for pattern, style in (getattr(module, "tp_plan", None) or {}).items():
         if not (is_tied and names.get(pattern) in ends):
             yield pattern, style
+
+
+def shape_of(built: Built, config: str, vocab_size: int) -> LlamaModel | None:
+    """The built-in decoder with as many weights per layer and the same attention; None for what is unlike one.
+
+    Its feed-forward is as wide as the weights of a layer tell, whatever number of matrices they are in.
+    """
+    if "expert" in config:
+        return None  # of a mixture's weights only a part works on each token
+    text = built.module.config.get_text_config()  # type: ignore[operator, union-attr]
+    hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    layers = list(built.module.get_submodule(built.layers).children())
+    number = sum(parameter.numel() for parameter in layers[0].parameters())
+    others = 2 * hidden * hidden + 2 * hidden * (hidden // heads) * kv_heads
+    ffn = max(1, round((number - others) / (3 * hidden)))
+    if hidden % heads or heads % kv_heads or number <= others:
+        return None
+    return LlamaModel(
+        hidden_size=hidden,
+        num_layers=len(layers),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        ffn_hidden_size=int(getattr(text, "intermediate_size", 0)) if _is_gated(layers[0]) else ffn,
+        vocab_size=vocab_size,
+    )
+
+
+def _is_gated(layer: nn.Module) -> bool:
+    """Whether the feed-forward has a gate, as those of Llamas do."""
+    return any("gate_proj" in name for name, _ in layer.named_modules())
