@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, ValidationError, model_validator
 
 from cluster.base import Deadlines
 from cluster.hardware.topology import Topology
 from orchestrator.config.knobs import BaselineSection, SpaceSection
 from orchestrator.config.notify import NotifySection
 from orchestrator.config.profile import ProfileSection
+from orchestrator.config.own_module.python import PythonSection
 from orchestrator.config.proof import ConfirmSection, ConfirmValue, GateSection, GateValue
 from orchestrator.config.scalars import Identifier, is_there
 from orchestrator.config.sections import (
@@ -45,11 +46,24 @@ REMOVED: Mapping[str, str] = {"staged": "off"}
 """Keys that ``search`` no longer has, with their defaults: in stored sweeps, and in the hashes these are known by."""
 
 
+def _workload_tag(value: Any) -> str:
+    """Which section a workload is: told by the keys that only one of them has."""
+    if isinstance(value, Mapping):
+        return PythonSection.TAG if "kind" in value else WorkloadSection.TAG
+    return str(getattr(type(value), "TAG", WorkloadSection.TAG))
+
+
+WorkloadChoice = Annotated[
+    Annotated[WorkloadSection, Tag(WorkloadSection.TAG)] | Annotated[PythonSection, Tag(PythonSection.TAG)],
+    Discriminator(_workload_tag),
+]
+
+
 class SweepSpec(Section):
     """One sweep, as the user described it."""
 
     name: Identifier = Field(description="Name of the sweep; names its folder and its records.")
-    workload: WorkloadSection = Field(description="What is trained.")
+    workload: WorkloadChoice = Field(description="What is trained.")
     cluster: ClusterSection = Field(default=ClusterSection(), description="Where trials run.")
     space: SpaceSection = Field(description="What may be changed.")
     baseline: BaselineSection = Field(default=BaselineSection(), description="What is used today; always trial 0.")
@@ -139,7 +153,7 @@ class SweepSpec(Section):
         """The baseline in canonical form; of a replay sweep, the row used today."""
         if (replayed := self.replayed) is not None:
             return replayed.baseline
-        return build_candidate(self.baseline.values(), self.workload.model.to_model())
+        return build_candidate(self.baseline.values(), self.to_workload().model)
 
     @property
     def choices(self) -> dict[str, tuple[Any, ...]]:
@@ -168,15 +182,7 @@ class SweepSpec(Section):
         )
 
     def to_workload(self) -> Workload:
-        workload = self.workload
-        return Workload(
-            model=workload.model.to_model(),
-            data=workload.data.to_data(),
-            seq_length=workload.tokens_per_sample,
-            global_batch_size=workload.global_batch_size,
-            optimizer=workload.optimizer.to_optimizer(),
-            seed=workload.seed,
-        )
+        return self.workload.to_workload()
 
     @property
     def proof(self) -> ProofSettings:
@@ -257,7 +263,7 @@ def _with_model(source: YamlSource) -> dict[str, Any]:
     """The data of the file, with the content of ``workload.model`` where that names another file."""
     workload = source.data.get("workload")
     reference = workload.get("model") if isinstance(workload, dict) else None
-    if not isinstance(workload, dict) or not isinstance(reference, str):
+    if not isinstance(workload, dict) or not isinstance(reference, str) or "kind" in workload:
         return dict(source.data)
     file = source.file.parent / reference
     if not is_there(file) or file.is_dir():
@@ -270,7 +276,7 @@ def _with_model(source: YamlSource) -> dict[str, Any]:
     if section is None:
         raise model.error(("kind",), "expected " + ", ".join(MODEL_SECTIONS), "Name the kind of model.")
     try:
-        section.model_validate(model.data)
+        section.model_validate(model.data, context={"folder": source.file.parent})
     except ValidationError as error:
         raise to_config_error(error, model, section) from None
     return {**source.data, "workload": {**workload, "model": model.data}}
