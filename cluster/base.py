@@ -51,6 +51,9 @@ class GangLaunch:
     placement: Placement
     deadlines: Deadlines = Deadlines()
     env: Mapping[str, str] = field(default_factory=dict)
+    one_rank_per_node: bool = False
+    """Whether one process per node holds all devices of the gang there and starts the ranks for them, instead of one
+    process per device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
