@@ -1,40 +1,96 @@
-"""What ranks tell of a training program of the user's own: where each value comes from, and what was seen of it.
-
-Standard library only. Programs say of themselves what they like; so every value remembers its source, best first:
-
-    report  the program's own call of the reporting module, or its own JSON line
-    hook    what our hook sees inside its Python
-    file    a structured file that its framework writes
-    log     a line that it prints
-"""
+"""What a training program of the user's own told of itself, and how it told it. Standard library only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-Source = Literal["report", "hook", "file", "log"]
+MAX_NOTES = 24
+"""Notes kept of a rank, each once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValueSource:
-    """Where one value of a rank's report comes from."""
+class ScriptSource:
+    """Where one kind of value came from."""
 
     name: str
-    """A field of :class:`trials.outcome.RankReport`: ``step_times_s``, ``losses``, ..."""
-    source: Source
+    """What is measured: ``step_time_s``, ``loss``, ``grad_norm``, ``tokens``, ``allocated_bytes``, ..."""
+    source: str
+    """``report``, ``hook:NAME``, ``file:FORMAT`` or ``log:FORMAT``."""
     resolution: float = 0.0
-    """Difference between neighbouring values that can be told apart, in the value's unit; 0: full precision."""
+    """Smallest difference that it can show, in the value's unit, by the digits printed; 0: full precision."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptFacts:
+    """What was seen inside the program, by which a knob shows that it acts; None: not seen."""
+
+    world_size: int | None = None
+    micro_batch_size: int | None = None
+    """Samples of a forward pass on this rank."""
+    forwards_per_step: float | None = None
+    """Forward passes of an optimiser step on this rank."""
+    dtype: str | None = None
+    """Number format of the first linear layer's output."""
+    parameter_bytes_local: int | None = None
+    """Bytes of parameters that this rank holds."""
+    parameter_bytes_global: int | None = None
+    """Bytes of all parameters of the model, each counted once."""
+    layer_calls_per_forward: float | None = None
+    """How often a layer runs per forward pass: more than once where it is recomputed."""
+    flops_per_step: float | None = None
+    """FLOPs of an optimiser step over all ranks, recomputation left out."""
+    parameters: int | None = None
+    """Number of the model's parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptReport:
-    """What a rank saw of a training program of the user's own, besides what it measured."""
+    """How a rank's figures were come by, for people and for later decisions; figures themselves are elsewhere."""
 
-    sources: tuple[ValueSource, ...] = ()
-    facts: tuple[tuple[str, ...], ...] = ()
-    """Pairs of name and value, as text, of what was seen inside the program: world size, parameter bytes, ..."""
+    sources: tuple[ScriptSource, ...] = ()
+    facts: ScriptFacts = ScriptFacts()
     versions: tuple[tuple[str, ...], ...] = ()
-    """Pairs of name and version of the packages that it uses."""
+    """Pairs of package and version, as the program saw them."""
+    tokens_per_step: float | None = None
+    """Mean over the measured steps, where the program counts them; batches may vary in length."""
+    samples_per_step: float | None = None
+    """The same for samples."""
+    num_steps_seen: int = 0
+    """Optimiser steps that it told of, those beyond the required ones included."""
+    exit_code: int | None = None
+    """How the command ended, negative for a signal; None where it was still running and was ended."""
+    extras: tuple[tuple[str, ...], ...] = ()
+    """Pairs of name and last value of what else it reported."""
     notes: tuple[str, ...] = ()
-    """Sentences about what could not be read or was left out."""
+    """What was left out, ignored or unusual, as sentences."""
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether this rank told of no step: another one speaks for it."""
+        return not self.sources
+
+    def source_of(self, name: str) -> ScriptSource | None:
+        """Where values of this name came from; None where there are none."""
+        return next((source for source in self.sources if source.name == name), None)
+
+
+def merge_scripts(ranks: tuple[ScriptReport, ...]) -> ScriptReport | None:
+    """One report for a gang, from those of its ranks in rank order: figures of the first rank that has them, facts of
+    the first that saw any, all notes."""
+    if not ranks:
+        return None
+    speaking = next((rank for rank in ranks if not rank.is_silent), ranks[0])
+    facts = next((rank.facts for rank in ranks if rank.facts != ScriptFacts()), speaking.facts)
+    sources = {source.name: source for rank in reversed(ranks) for source in rank.sources}
+    notes = dict.fromkeys(note for rank in ranks for note in rank.notes)
+    return ScriptReport(
+        sources=tuple(sources[name] for name in sorted(sources)),
+        facts=facts,
+        versions=next((rank.versions for rank in ranks if rank.versions), ()),
+        tokens_per_step=next((r.tokens_per_step for r in ranks if r.tokens_per_step is not None), None),
+        samples_per_step=next((r.samples_per_step for r in ranks if r.samples_per_step is not None), None),
+        num_steps_seen=max(rank.num_steps_seen for rank in ranks),
+        exit_code=speaking.exit_code,
+        extras=speaking.extras,
+        notes=tuple(notes)[:MAX_NOTES],
+    )
