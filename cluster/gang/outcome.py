@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from cluster.gang.messages import RankFailure, RankPlace, RankResult, RankSuccess
@@ -24,7 +23,7 @@ from trials.outcome import (
 )
 from trials.reports.disturbance import Disturbance, most_disturbed
 from trials.reports.findings import Findings, OperatorCast, PatternEffect
-from trials.reports.script import ScriptReport
+from trials.reports.script import merge_scripts
 from trials.secrets import redact
 
 COLLATERAL = frozenset({"connection"})
@@ -220,16 +219,8 @@ def merge_findings(ranks: Sequence[Findings]) -> Findings:
         memory_format=_first(findings.memory_format for findings in ranks),
         rates=tuple(rates for findings in ranks for rates in findings.rates),
         profile=tuple(profile for findings in ranks for profile in findings.profile),
-        script=_merged_script([findings.script for findings in ranks if findings.script is not None]),
+        script=merge_scripts(tuple(findings.script for findings in ranks if findings.script is not None)),
     )
-
-
-def _merged_script(ranks: Sequence[ScriptReport]) -> ScriptReport | None:
-    """What the first rank saw that heard anything of its program, with the notes of all."""
-    if not ranks:
-        return None
-    told = next((one for one in ranks if one.sources), ranks[0])
-    return replace(told, notes=tuple(dict.fromkeys(note for one in ranks for note in one.notes)))
 
 
 def _largest_effects(ranks: Iterable[Iterable[PatternEffect]]) -> tuple[PatternEffect, ...]:

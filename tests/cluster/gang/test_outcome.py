@@ -21,7 +21,7 @@ from trials.outcome import (
     TimedOut,
 )
 from trials.reports.findings import Findings
-from trials.reports.script import ScriptReport, ValueSource
+from trials.reports.script import ScriptReport, ScriptSource
 
 OOM_WINDOW_S = CAUSE_WINDOW_S["oom"]
 
@@ -221,7 +221,7 @@ def of_script(rank, times, place=None, **changes):
 
 
 def test_one_rank_of_a_program_of_the_users_own_that_tells_its_steps_is_enough():
-    sources = (ValueSource(name="step_times_s", source="log", resolution=0.1),)
+    sources = (ScriptSource(name="step_time_s", source="log:pattern", resolution=0.1),)
     last = Findings(script=ScriptReport(sources=sources, notes=("no memory",)))
     silent = Findings(script=ScriptReport(notes=("it says nothing",)))
     told = of_script(1, [0.5, 0.4], losses=(3.0, 2.0), findings=last, step_time_resolution_s=0.1, tokens_per_step=16)
