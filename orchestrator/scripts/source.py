@@ -14,7 +14,7 @@ from trials.codec import digest
 SUFFIXES = frozenset({".py", ".sh", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp"})
 """Endings of files that count as source. Programs write YAML and JSON themselves: of such files those count that the
 command names."""
-SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages", "build", "dist", "wandb", "mlruns"})
+SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages", "build", "dist", "mlruns"})
 """Folders that hold no source; hidden ones and virtual environments are left out, too."""
 MAX_FILES = 5_000
 """More files are no training program: the rest is left out, and the tree says so."""
