@@ -197,9 +197,9 @@ class _OrPath:
 
 
 class WorkloadSection(Section):
-    """What is trained, the same for every trial."""
+    """A model that our runner trains, the same for every trial."""
 
-    TAG: ClassVar[str] = "built_in"
+    TAG: ClassVar[str] = "built-in"
     model: Annotated[Annotated[ModelSection, Field(discriminator="kind")], _OrPath()] = Field(
         description="The model: a mapping, or the path of a YAML file with that mapping, relative to the sweep file."
     )
