@@ -49,8 +49,7 @@ def build_candidate(
     """The canonical candidate of a full set of knob values, and of values of the user's own knobs."""
     layout = build_layout(values, model.num_layers)
     recompute = resolve_recompute(values["recompute"], layers_of(layout, model.num_layers))
-    # Modules of the user's are split by a plan, which only one engine reads.
-    engine = "dtensor" if isinstance(model, OwnModel) and values["tp_engine"] == "auto" else values["tp_engine"]
+    engine = engine_for(values["tp_engine"], model)
     engine = resolve_tp_engine(engine, layout, recomputes_communication=recompute.communication != ())
     return Candidate(
         layout=with_tp_engine(layout, engine),
@@ -134,6 +133,11 @@ def canonical_layout(layout: Layout) -> Layout:
         num_virtual_stages=chunks,
         stage_layers=layout.stage_layers if has_pipeline else (),
     )
+
+
+def engine_for(engine: str, model: Model) -> str:
+    """The engine of tensor parallelism as asked for; modules of the user's go by a plan, which only one engine reads."""
+    return "dtensor" if isinstance(model, OwnModel) and engine == "auto" else engine
 
 
 def resolve_tp_engine(engine: str, layout: Layout, *, recomputes_communication: bool) -> str:
