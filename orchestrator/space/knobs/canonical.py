@@ -136,7 +136,7 @@ def canonical_layout(layout: Layout) -> Layout:
 
 
 def engine_for(engine: str, model: Model) -> str:
-    """The engine of tensor parallelism as asked for; modules of the user's go by a plan, which only one engine reads."""
+    """The engine as asked for; tensor parallelism of the user's modules goes by a plan, which only one engine reads."""
     return "dtensor" if isinstance(model, OwnModel) and engine == "auto" else engine
 
 
