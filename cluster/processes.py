@@ -108,6 +108,29 @@ def process_info(pid: int) -> ProcessInfo | None:
     return ProcessInfo(state=fields[0], parent_pid=int(fields[1]), started_at=int(fields[19]))
 
 
+def descendants(pid: int) -> list[int]:
+    """Pids of all processes below ``pid``, as far as they still have a parent there."""
+    below: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        if (info := process_info(int(entry.name))) is not None:
+            below.setdefault(info.parent_pid, []).append(int(entry.name))
+    found, next_ones = list[int](), [pid]
+    while next_ones:
+        next_ones = [child for parent in next_ones for child in below.get(parent, [])]
+        found += next_ones
+    return found
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal, and would not be ended by it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 def close_inherited(keep: Container[int]) -> None:
     """Close every file descriptor above standard error but those in ``keep``: for use right after a fork."""
     for fd in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
