@@ -117,4 +117,4 @@ class Findings:
     profile: tuple[RankProfile, ...] = ()
     """Profiles of a recorded run, one entry per recorded rank."""
     script: ScriptReport | None = None
-    """What a training program of the user's own told; None where ours trains."""
+    """What was seen of a training program of the user's own; None where a rank trained a model of ours."""
