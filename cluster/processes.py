@@ -110,14 +110,18 @@ def process_info(pid: int) -> ProcessInfo | None:
 
 def descendants(pid: int) -> list[int]:
     """Pids of all processes below ``pid``, as far as they still have a parent there."""
-    below: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        if (info := process_info(int(entry.name))) is not None:
-            below.setdefault(info.parent_pid, []).append(int(entry.name))
-    found, next_ones = list[int](), [pid]
-    while next_ones:
-        next_ones = [child for parent in next_ones for child in below.get(parent, [])]
-        found += next_ones
+    found, parents = list[int](), [pid]
+    while parents:
+        parents = [child for parent in parents for child in _children_of(parent)]
+        found += parents
+    return found
+
+
+def _children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, task.read_text().split())
     return found
 
 
