@@ -25,8 +25,8 @@ ROLES = {
     "seq_length": "seq_length seq_len sequence_length block_size context_length max_seq_len max_seq_length bptt",
     "steps": "steps max_steps num_steps train_steps total_steps iters max_iters num_iters iterations num_iterations "
     "train_iters max_iterations n_steps",
-    "out": "out out_dir output output_dir save_dir checkpoint_dir ckpt_dir save_path log_dir logdir work_dir result_dir "
-    "results_dir",
+    "out": "out out_dir output output_dir save_dir checkpoint_dir ckpt_dir save_path log_dir logdir work_dir "
+    "result_dir results_dir",
 }
 _ROLE_OF = {name: role for role, names in ROLES.items() for name in names.split()}
 

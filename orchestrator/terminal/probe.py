@@ -1,5 +1,5 @@
-"""What is looked at before a sweep, on the terminal: what a probe measured of nodes and network, what the doctor found of
-this host, what a short run of the smallest candidate showed."""
+"""What is looked at before a sweep, on the terminal: what a probe measured of nodes and network, what the doctor found
+of this host, what a short run of the smallest candidate showed."""
 
 from __future__ import annotations
 
@@ -223,7 +223,10 @@ def _checked_lines(checked: Checked) -> Iterator[tuple[str, str]]:
         found = checked.measurement
         yield "step", f"{found.step_time_s * 1000:,.3g} ms, the median of {len(found.step_times_s)} steps"
     if checked.facts:
-        yield "seen", ", ".join(f"{name.replace('_', ' ')} {_plain_number(value)}" for name, value in checked.facts.items())
+        yield (
+            "seen",
+            ", ".join(f"{name.replace('_', ' ')} {_plain_number(value)}" for name, value in checked.facts.items()),
+        )
     for note in checked.seen.notes:
         yield "note", plain(note)
 
