@@ -13,7 +13,7 @@ import errno
 from collections.abc import Iterator
 from typing import Literal
 
-FailureClass = Literal["oom", "host_oom", "infeasible", "diverged", "data", "connection", "disk", "error"]
+FailureClass = Literal["oom", "host_oom", "infeasible", "diverged", "data", "connection", "disk", "port", "error"]
 
 
 class InfeasibleSpec(ValueError):  # noqa: N818  # named like the outcome it leads to
@@ -62,6 +62,10 @@ _CONNECTION = (
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Numbers of errors that say that nothing can be written on this host: no fault of the candidate."""
 
+_PORT_TAKEN = ("eaddrinuse", "address already in use")
+"""Lower-case message parts that say that somebody else listens on the port at which ranks were to meet: no fault of
+the candidate, and the next attempt gets another port."""
+
 _BY_TYPE_NAME: dict[str, FailureClass] = {
     "InfeasibleSpec": "infeasible",
     "DataError": "data",
@@ -105,6 +109,8 @@ def _classify_one(error: BaseException) -> FailureClass:
         return "oom"
     if getattr(error, "errno", None) in _DISK:
         return "disk"
+    if any(part in message for part in _PORT_TAKEN) or getattr(error, "errno", None) == errno.EADDRINUSE:
+        return "port"
     for cls in type(error).__mro__:
         if cls.__name__ in _BY_TYPE_NAME:
             return _BY_TYPE_NAME[cls.__name__]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.gang.deadlines import RankClock, due_at_s, overdue_reason
+from cluster.gang.environment import with_master
 from cluster.gang.messages import (
     Beat,
     NodeFailing,
@@ -118,6 +119,7 @@ class Warden:
                 self._note("device_busy", f"{self._launch.node} is not free: {problem}")
                 self._stop(problem)
                 return
+            self._launch = with_master(self._launch)
             for slot in self._launch.slots:
                 self._fork(slot)
         except OSError as error:
@@ -129,7 +131,8 @@ class Warden:
         if self._launch.device_kind == "cuda":
             return wait_until_free(device_names(self._launch), SETTLE_BEFORE_S)
         limit_bytes = self._launch.spec.get("memory_limit_bytes")  # as in TrialSpec; other runners may have none
-        return shortage(len(self._launch.slots), limit_bytes) if isinstance(limit_bytes, int) else None
+        num_devices = sum(len(slot.devices) for slot in self._launch.slots)
+        return shortage(num_devices, limit_bytes) if isinstance(limit_bytes, int) else None
 
     def _fork(self, slot: RankSlot) -> None:
         read, write = os.pipe()
