@@ -1,4 +1,4 @@
-"""What ``tune-cluster check`` does: one short run of a sweep's smallest candidate, before a sweep is spent on a typo."""
+"""What ``tune-cluster check`` does: one short run of a sweep's smallest candidate, before more is spent on a typo."""
 
 from __future__ import annotations
 

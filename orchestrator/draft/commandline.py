@@ -48,7 +48,7 @@ class TypedCommand:
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables in front of the command, and those that its launcher would have set."""
     launcher: str | None = None
-    """Name of the launcher that was stripped, or that stays because it starts the ranks itself; None: there was none."""
+    """Name of the launcher that was stripped, or that stays as it starts the ranks itself; None: there was none."""
     starts_ranks: bool = False
     """Whether ``argv`` still is a launcher, which starts the ranks of a node itself."""
     num_processes: int | None = None

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 _PRINTERS = {"print", "info", "log", "write", "warning", "print_rank_0", "rank_zero_info", "rank0_print", "echo"}
-_NUMBER = r"[-+\d.,eEnaifNI]+"
+_NUMBER = r"[\w.+-]+"
 _STEP = re.compile(r"\b(global_?step|step|iter|iteration|iter_num|it|batch|batch_idx|i)\b", re.IGNORECASE)
 _SIGNS = (
     ("loss", re.compile(r"\b(train_?)?loss\b", re.IGNORECASE)),
