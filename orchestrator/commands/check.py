@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import Callable
@@ -37,6 +38,8 @@ ROOM = 3.0
 """Times the start that was seen, a deadline that leaves room for compilation and a busy host."""
 MAX_LOG_LINES = 20
 Tell = Callable[[str], None]
+_OWN_FRAME = 'cluster/node/rank.py"'
+"""How the frame of our own rank ends in a traceback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +99,13 @@ class Checked:
 
     @property
     def log_tail(self) -> tuple[str, ...]:
-        return self.evidence.log_tail[-MAX_LOG_LINES:] if self.evidence is not None else ()
+        """The end of the output of the rank to blame, without what our own rank wrote when it gave up."""
+        lines = self.evidence.log_tail if self.evidence is not None else ()
+        ours = next((at for at, line in enumerate(lines) if _OWN_FRAME in line), None)
+        if ours is not None:
+            starts = [at for at in range(ours) if lines[at].startswith("Traceback ")]
+            lines = lines[: starts[-1]] if starts else lines
+        return lines[-MAX_LOG_LINES:]
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON form of ``check --json``."""
@@ -151,6 +160,8 @@ def check_sweep(spec: SweepSpec, home: Home, *, address: str | None = None, tell
         ran = _run(spec, candidate, _request(spec, home, address, candidate), folder, say)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another one may run beside
+            folder.parent.rmdir()
     return Checked(
         sweep=spec.name,
         candidate=short_name(candidate),

@@ -202,6 +202,15 @@ def render_checked(checked: Checked) -> RenderableType:
     return Group(*parts)
 
 
+def check_line(checked: Checked) -> str:
+    """The same in one line, of a run that went well."""
+    seen = [title for name, (title, _) in VALUES.items() if checked.seen.source_of(name) is not None]
+    found = f"; seen: {', '.join(seen)}" if seen else ""
+    late = checked.needed_starting_s
+    hint = f"; deadlines.starting_s is tight: {late} would leave room" if late is not None else ""
+    return f"{checked.candidate} runs; first step after {checked.starting_s or 0:.0f} s{found}{hint}"
+
+
 def _check_verdict(checked: Checked) -> Text:
     if checked.is_good:
         return Text(f"{checked.sweep}: its trials can be measured", style="bold green")
@@ -221,7 +230,7 @@ def _checked_lines(checked: Checked) -> Iterator[tuple[str, str]]:
         yield "start", _start(checked)
     if checked.measurement is not None:
         found = checked.measurement
-        yield "step", f"{found.step_time_s * 1000:,.3g} ms, the median of {len(found.step_times_s)} steps"
+        yield "step", f"{units.milliseconds(found.step_time_s)}, the median of {len(found.step_times_s)} steps"
     if checked.facts:
         yield (
             "seen",
@@ -275,7 +284,7 @@ def _last(found: Measurement, name: str) -> str:
         return ""
     if name.endswith("_bytes"):
         return units.num_bytes(value)
-    return f"{value * 1000:,.4g} ms" if name.endswith("_s") else f"{value:,.5g}"
+    return units.milliseconds(value) if name == "step_times_s" else f"{value:,.5g}"
 
 
 def _resolution(name: str, resolution: float) -> str:
