@@ -26,6 +26,7 @@ from trials.spec import (
     ResNetModel,
     TextData,
     TokenFileData,
+    Workload,
 )
 
 
@@ -193,8 +194,9 @@ class _OrPath:
 
 
 class WorkloadSection(Section):
-    """What is trained, the same for every trial."""
+    """A model that our runner trains, the same for every trial."""
 
+    TAG: ClassVar[str] = "built-in"
     model: Annotated[Annotated[ModelSection, Field(discriminator="kind")], _OrPath()] = Field(
         description="The model: a mapping, or the path of a YAML file with that mapping, relative to the sweep file."
     )
@@ -242,6 +244,16 @@ class WorkloadSection(Section):
         path = getattr(self.data, "path", None)
         is_elsewhere = context.get("is_remote", False) and path is not None and not is_there(Path(path))
         return bool(context.get("check_files", True)) and not is_elsewhere
+
+    def to_workload(self) -> Workload:
+        return Workload(
+            model=self.model.to_model(),
+            data=self.data.to_data(),
+            seq_length=self.tokens_per_sample,
+            global_batch_size=self.global_batch_size,
+            optimizer=self.optimizer.to_optimizer(),
+            seed=self.seed,
+        )
 
     @property
     def tokens_per_sample(self) -> int:
