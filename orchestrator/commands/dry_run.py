@@ -90,7 +90,7 @@ def refuse_own_code(workload: Workload) -> None:
         raise ConfigError(
             f"dry runs know built-in models only, not kind {workload.model.kind}",
             key="workload",
-            remedy="Set cluster.device_memory, and let trials find out what fits; what was out of memory prunes others.",
+            remedy="Trials find out what fits: whatever runs out of memory rules others out.",
         )
 
 

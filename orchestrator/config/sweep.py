@@ -349,8 +349,8 @@ def _with_model(source: YamlSource) -> dict[str, Any]:
     """The data of the file, with the content of ``workload.model`` where that names another file."""
     workload = source.data.get("workload")
     reference = workload.get("model") if isinstance(workload, dict) else None
-    is_model = _kind_of_workload(workload) == WorkloadSection.TAG
-    if not is_model or not isinstance(workload, dict) or not isinstance(reference, str):
+    is_model_file = _kind_of_workload(workload) == WorkloadSection.TAG
+    if not is_model_file or not isinstance(workload, dict) or not isinstance(reference, str):
         return dict(source.data)
     file = source.file.parent / reference
     if not is_there(file) or file.is_dir():
