@@ -5,6 +5,7 @@
     InfeasibleSpec (ValueError)      no launch of this specification can work
     DataError (ValueError)           the training data cannot be read, or is too short
     NonFiniteLoss (ArithmeticError)  the loss or the gradient norm became inf or nan
+    NodeFault (RuntimeError)         the node failed, not the candidate
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import errno
 from collections.abc import Iterator
 from typing import Literal
 
-FailureClass = Literal["oom", "host_oom", "infeasible", "diverged", "data", "connection", "disk", "port", "error"]
+FailureClass = Literal[
+    "oom", "host_oom", "infeasible", "diverged", "data", "connection", "disk", "port", "lost", "error"
+]
 
 
 class InfeasibleSpec(ValueError):  # noqa: N818  # named like the outcome it leads to
@@ -26,6 +29,10 @@ class DataError(ValueError):
 
 class NonFiniteLoss(ArithmeticError):  # noqa: N818  # says what was found
     """Training diverged. The message names the step and the value."""
+
+
+class NodeFault(RuntimeError):  # noqa: N818  # says whose fault it is
+    """The node is at fault or something on it is in the way; another launch may work. The message says what."""
 
 
 _DEVICE_MEMORY = ("out of memory", "cublas_status_alloc_failed")
@@ -70,6 +77,7 @@ _BY_TYPE_NAME: dict[str, FailureClass] = {
     "InfeasibleSpec": "infeasible",
     "DataError": "data",
     "NonFiniteLoss": "diverged",
+    "NodeFault": "lost",
     "OutOfMemoryError": "oom",
     "MemoryError": "host_oom",
     "DistNetworkError": "connection",
