@@ -1,4 +1,4 @@
-"""A candidate laid over a training command, as it is stored, exported and pasted: a script to start it, the copies of its
+"""A candidate laid over a training command, as it is stored, exported and pasted: a script to start it, copies of its
 configuration files, and what differs from the user's own command."""
 
 from __future__ import annotations
@@ -85,9 +85,7 @@ def artifact(script: Script, candidate: Candidate, name: str) -> ScriptArtifact:
     )
 
 
-def start_script(
-    script: Script, laid: Overlay, names: Mapping[str, str], candidate: Candidate, name: str
-) -> str:
+def start_script(script: Script, laid: Overlay, names: Mapping[str, str], candidate: Candidate, name: str) -> str:
     """A shell script that starts the training from the folder in which it lies with the copies of the files."""
     is_env = script.model.launcher == "env"
     head = _HEAD.format(
