@@ -10,7 +10,7 @@ from cluster.hardware.topology import discover_node
 from cluster.local import LocalCluster
 from cluster.node.agent import SCRIPT_PRELOAD
 from tests.cluster import scripts
-from tests.cluster.gangs import run
+from tests.cluster.gangs import events_until_end, launch, run
 from trials.outcome import GangLost, Measured, TimedOut
 
 pytestmark = pytest.mark.slow
@@ -87,3 +87,12 @@ def test_a_hanging_program_is_asked_for_its_stack_only_where_that_does_not_end_i
     assert isinstance(outcome, TimedOut), outcome
     assert how in outcome.evidence.message
     assert "step 2 loss 2.8 took 20 ms" in outcome.evidence.log_tail
+
+
+def test_ranks_that_say_nothing_keep_the_deadlines_of_those_that_do(cluster, tmp_path):
+    text = f"import os\n{scripts.STEPS}\ntime.sleep(1.5)\ntrain() if os.environ['RANK'] == '1' else time.sleep(2)\n"
+    spec = scripts.spec(scripts.write(tmp_path / "own", text))
+    deadlines = Deadlines(starting_s=4.0)
+    *told, end = events_until_end(cluster, launch(cluster, scripts.RUNNER, spec=spec, deadlines=deadlines))
+    assert isinstance(end.outcome, Measured), end.outcome
+    assert (told[-1].phase, told[-1].step) == ("measuring", scripts.NUM_STEPS)
