@@ -16,7 +16,9 @@ from trials.secrets import redact
 
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 8192
-_CHILD_KILLED = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)")
+_CHILD_KILLED = re.compile(
+    r"DataLoader worker .*(killed by signal|exited unexpectedly)|the command was killed by signal 9\b"
+)
 
 
 @dataclass(slots=True, kw_only=True)

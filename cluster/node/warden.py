@@ -47,6 +47,7 @@ from cluster.node.warden_link import CHUNK, AgentLink
 from cluster.processes import adopt_orphans, close_inherited, kill_descendants
 from trials.codec import from_json
 from trials.files import make_private_folder
+from trials.script.places import remove_scratch
 from trials.secrets import redact_file
 
 COLLATERAL_GRACE_S = 2.0
@@ -313,7 +314,9 @@ class Warden:
 
     def _release(self) -> None:
         """See to it that no process of the gang is left and that its devices' memory is free, or note what is not."""
-        if survivors := kill_descendants(self._launch.release_s):
+        survivors = kill_descendants(self._launch.release_s)
+        remove_scratch(Path(self._launch.directory))
+        if survivors:
             self._note("lost", f"processes {survivors} on {self._launch.node} cannot be killed")
         elif (
             self._ranks
