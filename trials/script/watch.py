@@ -18,8 +18,8 @@ from trials.script.judge import Judge, StepTimes
 from trials.script.lines import LineSplitter, RankLog
 from trials.script.logs import make_parser
 from trials.script.logs.base import LogParser
-from trials.script.places import Places, Word
 from trials.script.logs.tails import FolderTails
+from trials.script.places import Places, Word
 
 LOOK_S = 0.1
 """How often files are looked at."""
