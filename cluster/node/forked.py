@@ -21,7 +21,9 @@ LOG_TAIL_BYTES = 8192
 WEIGH_S = 0.5
 SYSTEM = "system"
 """Source of what the operating system tells of a program."""
-_CHILD_KILLED = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)")
+_CHILD_KILLED = re.compile(
+    r"DataLoader worker .*(killed by signal|exited unexpectedly)|the command was killed by signal 9\b"
+)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -346,7 +346,8 @@ class Warden:
 
     def _release(self) -> None:
         """See to it that no process of the gang is left and that its devices' memory is free, or note what is not."""
-        if survivors := kill_descendants(self._launch.release_s):
+        survivors = kill_descendants(self._launch.release_s)
+        if survivors:
             self._note("lost", f"processes {survivors} on {self._launch.node} cannot be killed")
         elif (
             self._ranks
