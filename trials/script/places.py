@@ -42,6 +42,8 @@ class Word:
     phase: Phase | None = None
     step: int = 0
     step_time_s: float | None = None
+    has_measured: bool = False
+    """It has its steps, also when it is gone."""
 
 
 class Places:
@@ -57,6 +59,7 @@ class Places:
         self.error_file = self.scratch / f"error{rank.rank}.json"
         self._ranks = self.scratch / "ranks"
         self._rank = rank
+        self._has_measured = False
         self._attempt = attempt if is_own_folder else None
 
     @classmethod
@@ -95,6 +98,7 @@ class Places:
 
     def tell(self, word: Word) -> None:
         """Leave word for the other ranks of this node."""
+        self._has_measured = self._has_measured or word.has_measured
         if self._rank.local_slots > 1:
             with contextlib.suppress(OSError):
                 write_atomically(self._ranks / str(self._rank.rank), [canonical_json(word).encode()])
@@ -111,7 +115,7 @@ class Places:
 
     def leave(self) -> None:
         """Delete the scratch folder, if this is the last rank of the node to leave it."""
-        self.tell(Word(state="gone"))
+        self.tell(Word(state="gone", has_measured=self._has_measured))
         if self._rank.local_slots == 1 or all_gone(self.told(), self._rank.local_slots):
             shutil.rmtree(self.scratch, ignore_errors=True)
             if self._attempt is not None:

@@ -220,10 +220,11 @@ class Watch:
 
     def _last_word(self) -> Word:
         """That this rank has its steps."""
-        return Word(state="measured", phase="measuring", step=self._command.protocol.num_steps)
+        step = self._command.protocol.num_steps
+        return Word(state="measured", phase="measuring", step=step, has_measured=True)
 
     def _is_measured_by_peer(self) -> bool:
-        return any(word.state == "measured" for word in self._places.told())
+        return any(word.has_measured for word in self._places.told())
 
     def _num_done(self) -> int:
         """How many ranks of the node need their programs no more."""
