@@ -48,7 +48,7 @@ def test_a_command_that_starts_its_ranks_has_all_devices_of_its_slot(cluster, tm
     text = f"import os\nos.environ.setdefault('WORLD_SIZE', 'unset')\n{seen}\n{scripts.STEPS}train()\n"
     options = {"num_devices": 3, "launcher": "own"}
     path = scripts.write(tmp_path / "own", text)
-    _, found = measured(cluster, path, world_size=3, one_rank_per_node=True, spec=options)
+    _, found = measured(cluster, path, world_size=3, options={"one_rank_per_node": True}, spec=options)
     assert (found.world_size, len(found.places)) == (3, 3)
 
 
