@@ -16,6 +16,9 @@ from orchestrator.config.notify import NotifySection
 from orchestrator.config.profile import ProfileSection
 from orchestrator.config.proof import ConfirmSection, ConfirmValue, GateSection, GateValue
 from orchestrator.config.scalars import Identifier, is_there
+from orchestrator.config.script.checks import refuse_for_scripts
+from orchestrator.config.script.resolve import ScriptSweep, resolve_script
+from orchestrator.config.script.section import ScriptSection
 from orchestrator.config.sections import (
     BudgetSection,
     ClusterSection,
@@ -25,9 +28,6 @@ from orchestrator.config.sections import (
     TrackingSection,
     check_runner,
 )
-from orchestrator.config.script.checks import refuse_for_scripts
-from orchestrator.config.script.resolve import ScriptSweep, resolve_script
-from orchestrator.config.script.section import ScriptSection
 from orchestrator.config.validation import refuse_secrets, to_config_error
 from orchestrator.config.workload import MODEL_SECTIONS, WorkloadSection
 from orchestrator.config.yaml_source import KeyPath, YamlSource, dotted, read_yaml
