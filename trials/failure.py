@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 FailureClass = Literal[
-    "oom", "host_oom", "infeasible", "diverged", "data", "connection", "disk", "lost", "port", "error"
+    "oom", "host_oom", "infeasible", "diverged", "data", "connection", "disk", "port", "lost", "error"
 ]
 
 

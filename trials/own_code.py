@@ -30,7 +30,9 @@ def load_function(name: str, folder: str) -> Callable[..., Any]:
     """
     module, _, function = name.partition(":")
     if module.partition(".")[0] in RESERVED:
-        raise InfeasibleSpec(f"{name}: a module of yours cannot be called {module.partition('.')[0]!r}; rename the file")
+        raise InfeasibleSpec(
+            f"{name}: a module of yours cannot be called {module.partition('.')[0]!r}; rename the file"
+        )
     if folder not in sys.path:
         sys.path.append(folder)
         importlib.invalidate_caches()

@@ -122,7 +122,11 @@ class Workload:
     @property
     def speed_unit(self) -> str:
         """What throughput is counted in, per second and device: tokens, or samples where they are no sequences."""
-        return "tokens/s/p" if isinstance(self.model, LlamaModel | HuggingFaceModel) or self.seq_length > 1 else "samples/s/p"
+        return (
+            "tokens/s/p"
+            if isinstance(self.model, LlamaModel | HuggingFaceModel) or self.seq_length > 1
+            else "samples/s/p"
+        )
 
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zbv"]

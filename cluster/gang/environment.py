@@ -66,9 +66,14 @@ def cache_folder(workdir: Path, node: str) -> Path:
     return workdir / CACHE_FOLDER.format(node=node)
 
 
+def rank_folder(launch: NodeLaunch) -> Path:
+    """The attempt's folder for what ranks of one node share: nodes may have one file system, and with it paths."""
+    directory = Path(launch.directory)
+    return directory if launch.num_nodes == 1 else directory / f"node{launch.node_rank}"
+
+
 def rank_env(launch: NodeLaunch, slot: RankSlot) -> dict[str, str]:
     """What one rank sees beside the node's own environment; what the launch says goes over it."""
-    directory = Path(launch.directory)
     return {
         "RANK": str(slot.rank),
         "WORLD_SIZE": str(launch.world_size),
@@ -77,8 +82,8 @@ def rank_env(launch: NodeLaunch, slot: RankSlot) -> dict[str, str]:
         "GROUP_RANK": str(launch.node_rank),
         "GROUP_WORLD_SIZE": str(launch.num_nodes),
         "OMP_NUM_THREADS": str(launch.num_threads),
-        "TUNE_CLUSTER_ATTEMPT_DIR": str(directory),
+        "TUNE_CLUSTER_ATTEMPT_DIR": str(rank_folder(launch)),
         "TUNE_CLUSTER_NUM_DEVICES": str(len(slot.devices)),
-        "TUNE_CLUSTER_CACHE_DIR": str(cache_folder(directory.parent, launch.node)),
+        "TUNE_CLUSTER_CACHE_DIR": str(cache_folder(Path(launch.directory).parent, launch.node)),
         **launch.env,
     }

@@ -13,6 +13,8 @@ from trials.codec import to_json
 from trials.outcome import Phase, RankReport
 from trials.reports.disturbance import Disturbance
 
+SCRIPT_RUNNERS = "trials.script."
+"""How the names of runners begin whose work is a program of the user's own."""
 PHASES: tuple[Phase, ...] = ("starting", "warmup", "measuring")
 
 
@@ -119,6 +121,11 @@ class NodeLaunch:
     num_nodes: int = 1
     release_s: float = 60.0
     """How long processes may take to end after a SIGKILL or their last report; a driver may hold them for ever."""
+
+    @property
+    def is_script(self) -> bool:
+        """Whether its ranks run a program of the user's own."""
+        return self.runner.startswith(SCRIPT_RUNNERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -62,7 +62,7 @@ class _Operators(TorchDispatchMode):
         super().__init__()
         self.number = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.number += not func.is_view
         return func(*args, **(kwargs or {}))
 
@@ -157,9 +157,7 @@ def _stages_problem(built: Built, num_layers: int, inputs: Tensor) -> str | None
     found: Any = inputs
     try:
         for i, layers in enumerate((range(1), range(1, num_layers))):
-            chunk = Chunk(
-                chunk=0, stage=i, virtual_stage=i, layer_ids=tuple(layers), is_first=i == 0, is_last=i == 1
-            )
+            chunk = Chunk(chunk=0, stage=i, virtual_stage=i, layer_ids=tuple(layers), is_first=i == 0, is_last=i == 1)
             stage = part_of(_copied(built), num_layers, chunk)
             found = stage(found)
             if not isinstance(found, Tensor):

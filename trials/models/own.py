@@ -138,7 +138,9 @@ def loss_of_python(model: PythonModel) -> Loss:
         made = function(outputs, targets)
         if not isinstance(made, Tensor) or made.dim():
             shape = f" of shape {tuple(made.shape)}" if isinstance(made, Tensor) else ""
-            raise InfeasibleSpec(f"{model.loss} gives a {type(made).__name__}{shape}; it has to give the mean, a scalar")
+            raise InfeasibleSpec(
+                f"{model.loss} gives a {type(made).__name__}{shape}; it has to give the mean, a scalar"
+            )
         return made.float()
 
     return loss

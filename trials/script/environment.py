@@ -20,18 +20,106 @@ HOOK = Path(__file__).parent / "hook"
 """Folder that makes unchanged programs report, once it is on Python's path."""
 
 NAMES = frozenset(
-    "PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR TMP TEMP HOSTNAME PWD VIRTUAL_ENV CONDA_PREFIX "
-    "CONDA_DEFAULT_ENV PYTHONPATH PYTHONHOME PYTHONNOUSERSITE PYTHONWARNINGS PYTHONHASHSEED LD_LIBRARY_PATH LD_PRELOAD "
-    "LIBRARY_PATH CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH CC CXX CFLAGS CXXFLAGS LDFLAGS CUDACXX MAX_JOBS "
-    "XDG_CACHE_HOME XDG_CONFIG_HOME XDG_DATA_HOME SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE "
-    "HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_ENDPOINT HF_HUB_OFFLINE HF_DATASETS_OFFLINE MODELSCOPE_CACHE "
-    "MODELSCOPE_OFFLINE WANDB_MODE NO_COLOR".split()
+    [
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "LANG",
+        "LANGUAGE",
+        "TZ",
+        "TMPDIR",
+        "TMP",
+        "TEMP",
+        "HOSTNAME",
+        "PWD",
+        "VIRTUAL_ENV",
+        "CONDA_PREFIX",
+        "CONDA_DEFAULT_ENV",
+        "PYTHONPATH",
+        "PYTHONHOME",
+        "PYTHONNOUSERSITE",
+        "PYTHONWARNINGS",
+        "PYTHONHASHSEED",
+        "LD_LIBRARY_PATH",
+        "LD_PRELOAD",
+        "LIBRARY_PATH",
+        "CPATH",
+        "C_INCLUDE_PATH",
+        "CPLUS_INCLUDE_PATH",
+        "CC",
+        "CXX",
+        "CFLAGS",
+        "CXXFLAGS",
+        "LDFLAGS",
+        "CUDACXX",
+        "MAX_JOBS",
+        "XDG_CACHE_HOME",
+        "XDG_CONFIG_HOME",
+        "XDG_DATA_HOME",
+        "SSL_CERT_FILE",
+        "SSL_CERT_DIR",
+        "REQUESTS_CA_BUNDLE",
+        "CURL_CA_BUNDLE",
+        "HF_HOME",
+        "HF_HUB_CACHE",
+        "HF_DATASETS_CACHE",
+        "HF_ENDPOINT",
+        "HF_HUB_OFFLINE",
+        "HF_DATASETS_OFFLINE",
+        "MODELSCOPE_CACHE",
+        "MODELSCOPE_OFFLINE",
+        "WANDB_MODE",
+        "NO_COLOR",
+    ]
 )
 """Variables of the node that programs see."""
 PREFIXES = tuple(
-    "LC_ CUDA_ CUDNN_ CUBLAS_ NVIDIA_ NVTE_ NCCL_ RCCL_ HCCL_ GLOO_ UCX_ UCC_ FI_ OMP_ GOMP_ KMP_ MKL_ OPENBLAS_ "
-    "NUMEXPR_ MALLOC_ TORCH_ TORCHINDUCTOR_ TORCHDYNAMO_ PYTORCH_ TRITON_ HIP_ HSA_ ROCM_ ROCR_ MIOPEN_ GPU_ ASCEND_ "
-    "ONEAPI_ ZE_ SYCL_ HABANA_ TRANSFORMERS_ TOKENIZERS_ ACCELERATE_ DS_ FLAGS_ MS_".split()
+    [
+        "LC_",
+        "CUDA_",
+        "CUDNN_",
+        "CUBLAS_",
+        "NVIDIA_",
+        "NVTE_",
+        "NCCL_",
+        "RCCL_",
+        "HCCL_",
+        "GLOO_",
+        "UCX_",
+        "UCC_",
+        "FI_",
+        "OMP_",
+        "GOMP_",
+        "KMP_",
+        "MKL_",
+        "OPENBLAS_",
+        "NUMEXPR_",
+        "MALLOC_",
+        "TORCH_",
+        "TORCHINDUCTOR_",
+        "TORCHDYNAMO_",
+        "PYTORCH_",
+        "TRITON_",
+        "HIP_",
+        "HSA_",
+        "ROCM_",
+        "ROCR_",
+        "MIOPEN_",
+        "GPU_",
+        "ASCEND_",
+        "ONEAPI_",
+        "ZE_",
+        "SYCL_",
+        "HABANA_",
+        "TRANSFORMERS_",
+        "TOKENIZERS_",
+        "ACCELERATE_",
+        "DS_",
+        "FLAGS_",
+        "MS_",
+    ]
 )
 """Beginnings of further names that they see: libraries of devices, of communication, of mathematics, frameworks."""
 DEFAULTS = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
@@ -53,6 +141,8 @@ class ScriptRank:
     num_slots: int
     local_rank: int
     local_slots: int
+    node_rank: int
+    num_nodes: int
     num_devices: int
     """Devices of this slot."""
     master_addr: str
@@ -68,24 +158,18 @@ class ScriptRank:
             num_slots=num_slots,
             local_rank=local_rank,
             local_slots=int(environment.get("LOCAL_WORLD_SIZE", num_slots)),
+            node_rank=int(environment.get("GROUP_RANK", "0")),
+            num_nodes=int(environment.get("GROUP_WORLD_SIZE", "1")),
             num_devices=int(environment.get("TUNE_CLUSTER_NUM_DEVICES", "1")),
             master_addr=environment.get("MASTER_ADDR", "127.0.0.1"),
             master_port=environment.get("MASTER_PORT", "29500"),
         )
 
-    @property
-    def node_rank(self) -> int:
-        return int((self.rank - self.local_rank) / max(1, self.local_slots))
 
-    @property
-    def num_nodes(self) -> int:
-        return max(1, round(self.num_slots / max(1, self.local_slots)))
-
-
-def cache_folder(command: ScriptCommand) -> Path:
-    """Where this command's compilers keep what they made."""
-    if command.cache_dir is not None:
-        return Path(command.cache_dir)
+def cache_folder(command: ScriptCommand, node: Mapping[str, str]) -> Path:
+    """Where this command's compilers keep what they made, on the node with this environment."""
+    if folder := command.cache_dir or node.get("TUNE_CLUSTER_CACHE_DIR"):
+        return Path(folder)
     return Path(tempfile.gettempdir()) / f"tune-cluster-{getpass.getuser()}" / "caches"
 
 
@@ -103,7 +187,7 @@ def child_environment(
     environment = {name: value for name, value in node.items() if name in passed or _is_allowed(name)}
     environment = {**DEFAULTS, **environment}
     for name, folder in CACHES.items():
-        environment[name] = str(cache_folder(command) / folder)
+        environment[name] = str(cache_folder(command, node) / folder)
     environment |= _torchrun(rank) if command.launcher == "env" else _nodes(rank)
     environment["TORCHELASTIC_ERROR_FILE"] = str(error_file)
     environment |= {pair[0]: pair[1] for pair in command.env if len(pair) == 2}

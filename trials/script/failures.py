@@ -137,17 +137,13 @@ def failure(
     errors = [error for error in told if error.type_name not in ("SystemExit", "KeyboardInterrupt")]
     cause = next((error for error in reversed(errors) if is_out_of_memory(error)), errors[-1] if errors else None)
     cause = cause or left_behind(file) or output.cause()
-    if output.is_port_taken and (cause is None or _is_port(cause) or _is_collateral(cause)):
-        return NodeFault(f"a port of the command was taken: address already in use{suffix}")
+    if output.is_port_taken and (cause is None or _is_collateral(cause)):
+        return NodeFault(f"the port at which ranks were to meet: address already in use{suffix}")
     if cause is not None:
         return raised(cause, suffix)
     if exit_code:
         return CommandError(f"the command {how_it_ended(exit_code)} {where}")
     return None
-
-
-def _is_port(error: ToldError) -> bool:
-    return _PORT_TAKEN.search(error.message) is not None
 
 
 def how_it_ended(exit_code: int | None) -> str:

@@ -32,6 +32,11 @@ class StepTimes:
     def seconds(self) -> tuple[float, ...]:
         return tuple(value.value for value in self.values)
 
+    @property
+    def resolution_s(self) -> float:
+        """The coarsest of the steps'."""
+        return max(value.resolution for value in self.values)
+
 
 class Judge:
     """Judges one rank's book against its command."""
@@ -87,12 +92,17 @@ class Judge:
         for origin, facts in self._book.facts.items():
             for problem in _contradictions(self._command.expected, facts):
                 raise InfeasibleSpec(f"not applied: {problem} (seen by {origin})")
+        for series in self._book.series.values():
+            seen = {value.value for step, value in series.by_step("samples").items() if step in self._measured}
+            if len(seen) == 1 and self._command.samples_per_step not in seen:
+                wanted = f"the candidate wants {self._command.samples_per_step} samples per optimiser step"
+                raise InfeasibleSpec(
+                    f"not applied: {wanted}, but the program has {seen.pop():g} (seen by {series.name})"
+                )
 
     def sources(self, times: StepTimes) -> Iterator[ScriptSource]:
         """Where each kind of value comes from."""
-        yield ScriptSource(
-            name="step_time_s", source=times.source, resolution=max(value.resolution for value in times.values)
-        )
+        yield ScriptSource(name="step_time_s", source=times.source, resolution=times.resolution_s)
         for name in (
             "loss",
             "grad_norm",

@@ -40,7 +40,7 @@ class Places:
         self.scratch = attempt / SCRATCH
         self.out = self.scratch / "out"
         self.files = self.scratch / "files"
-        self.report = self.scratch / "report" / str(rank.rank)
+        self.report = report_folder(attempt, rank.rank)
         self.error_file = self.scratch / f"error{rank.rank}.json"
         self._ranks = self.scratch / "ranks"
         self._rank = rank
@@ -103,6 +103,11 @@ class Places:
             if self._attempt is not None:
                 with contextlib.suppress(OSError):
                     self._attempt.rmdir()
+
+
+def report_folder(attempt: Path, rank: int) -> Path:
+    """``$TUNE_CLUSTER_REPORT`` of a rank whose node has this folder for the attempt."""
+    return attempt / SCRATCH / "report" / str(rank)
 
 
 def remove_scratch(attempt: Path) -> None:

@@ -45,7 +45,7 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
     places.make(command)
     try:
         if rank.local_rank == 0:
-            remove_stale_locks(cache_folder(command))
+            remove_stale_locks(cache_folder(command, os.environ))
         report = _run(command, rank, places, progress)
     finally:
         places.leave()
@@ -96,8 +96,8 @@ def _report(
     allocated = judge.peak("allocated_bytes") or (judge.peak("rss_bytes") if command.device == "cpu" else 0)
     return RankReport(
         rank=rank.rank,
-        world_size=command.num_devices if command.launcher == "own" else rank.num_slots,
-        tokens_per_step=command.tokens_per_step,
+        world_size=rank.num_slots,
+        tokens_per_step=_amount(script.tokens_per_step, command.tokens_per_step),
         step_times_s=seconds,
         breakdown=StepBreakdown(data_s=data_s, other_s=rest_s),
         peak_allocated_bytes=allocated,
@@ -106,9 +106,16 @@ def _report(
         losses=judge.per_step("loss"),
         grad_norms=judge.per_step("grad_norm"),
         model_flops_per_token=command.model_flops_per_token,
-        samples_per_step=command.samples_per_step,
+        samples_per_step=_amount(script.samples_per_step, command.samples_per_step),
         findings=Findings(script=script),
+        num_ranks=rank.num_devices if command.launcher == "own" else 1,
+        step_time_resolution_s=times.resolution_s if times is not None else 0.0,
     )
+
+
+def _amount(seen: float | None, said: int) -> int:
+    """What a step trained on, by the program's own count where it has one: batches may vary in length."""
+    return max(1, round(seen)) if seen is not None else said
 
 
 def main() -> None:
