@@ -13,6 +13,7 @@ from cluster.base import Deadlines
 from cluster.hardware.topology import Topology
 from orchestrator.config.knobs import BaselineSection, SpaceSection
 from orchestrator.config.notify import NotifySection
+from orchestrator.config.own_module.python import PythonSection
 from orchestrator.config.profile import ProfileSection
 from orchestrator.config.proof import ConfirmSection, ConfirmValue, GateSection, GateValue
 from orchestrator.config.scalars import Identifier, is_there
@@ -57,13 +58,18 @@ FROM_RUN = "from_run"
 
 
 def _kind_of_workload(value: Any) -> str:
-    keys = value if isinstance(value, Mapping) else ()
-    is_script = isinstance(value, ScriptSection) or "recipe" in keys or "run" in keys
-    return ScriptSection.TAG if is_script else WorkloadSection.TAG
+    """Which section a workload is: told by the keys that only one of them has."""
+    if not isinstance(value, Mapping):
+        return str(getattr(type(value), "TAG", WorkloadSection.TAG))
+    if "recipe" in value or "run" in value:
+        return ScriptSection.TAG
+    return PythonSection.TAG if "kind" in value else WorkloadSection.TAG
 
 
 WorkloadValue = Annotated[
-    Annotated[WorkloadSection, Tag(WorkloadSection.TAG)] | Annotated[ScriptSection, Tag(ScriptSection.TAG)],
+    Annotated[WorkloadSection, Tag(WorkloadSection.TAG)]
+    | Annotated[PythonSection, Tag(PythonSection.TAG)]
+    | Annotated[ScriptSection, Tag(ScriptSection.TAG)],
     Discriminator(_kind_of_workload),
 ]
 BaselineValue = Annotated[BaselineSection, ShortForms({FROM_RUN: {}})]
@@ -342,8 +348,8 @@ def _with_model(source: YamlSource) -> dict[str, Any]:
     """The data of the file, with the content of ``workload.model`` where that names another file."""
     workload = source.data.get("workload")
     reference = workload.get("model") if isinstance(workload, dict) else None
-    is_script = _kind_of_workload(workload) == ScriptSection.TAG
-    if is_script or not isinstance(workload, dict) or not isinstance(reference, str):
+    is_model_file = _kind_of_workload(workload) == WorkloadSection.TAG
+    if not is_model_file or not isinstance(workload, dict) or not isinstance(reference, str):
         return dict(source.data)
     file = source.file.parent / reference
     if not is_there(file) or file.is_dir():
@@ -356,7 +362,7 @@ def _with_model(source: YamlSource) -> dict[str, Any]:
     if section is None:
         raise model.error(("kind",), "expected " + ", ".join(MODEL_SECTIONS), "Name the kind of model.")
     try:
-        section.model_validate(model.data)
+        section.model_validate(model.data, context={"folder": source.file.parent})
     except ValidationError as error:
         raise to_config_error(error, model, section) from None
     return {**source.data, "workload": {**workload, "model": model.data}}
