@@ -47,7 +47,7 @@ def device_names(launch: NodeLaunch) -> tuple[str, ...]:
         return ()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else None
-    return tuple(names[slot.index] if names else str(slot.index) for slot in launch.slots)
+    return tuple(names[index] if names else str(index) for slot in launch.slots for index in slot.devices)
 
 
 def wait_until_free(names: Sequence[str], timeout_s: float) -> str | None:

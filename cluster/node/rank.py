@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from cluster.gang.environment import rank_env
 from cluster.gang.messages import (
     NodeLaunch,
     RankFailure,
@@ -71,14 +72,9 @@ def _set_up(launch: NodeLaunch, slot: RankSlot, pipe: int, warden_pid: int) -> N
     os.close(log)
     os.environ.update(
         {
-            "RANK": str(slot.rank),
-            "WORLD_SIZE": str(launch.world_size),
-            "LOCAL_RANK": str(slot.local_rank),
-            "LOCAL_WORLD_SIZE": str(len(launch.slots)),
-            "OMP_NUM_THREADS": str(launch.num_threads),
             PROFILE_VARIABLE: str(Path(launch.directory) / PROFILE),
             **_visible_devices(launch),
-            **launch.env,
+            **rank_env(launch, slot),
         }
     )
     if (torch := sys.modules.get("torch")) is not None:  # read OMP_NUM_THREADS before the fork
@@ -126,10 +122,10 @@ def resolve(runner: str) -> Runner:
 
 
 def _device(slot: RankSlot) -> str:
-    """The UUID of the GPU that the rank used; elsewhere the index of its slot."""
+    """The UUID of the GPU that the rank used; elsewhere the positions of its slot's devices."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
-        return str(slot.index)
+        return ",".join(map(str, slot.devices))
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 

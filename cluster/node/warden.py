@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.gang.deadlines import RankClock, due_at_s, overdue_reason
+from cluster.gang.environment import rank_folder, with_master
 from cluster.gang.messages import (
     Beat,
     NodeFailing,
@@ -38,7 +39,7 @@ from cluster.gang.messages import (
 from cluster.gang.outcome import COLLATERAL
 from cluster.node import hang
 from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, device_names, wait_until_free
-from cluster.node.forked import ForkedRank, how_it_ended, with_host_cause, with_log
+from cluster.node.forked import ForkedRank, how_it_ended, with_host_cause, with_log, with_program_memory
 from cluster.node.host_memory import OomKills, shortage
 from cluster.node.load_watch import LoadWatch
 from cluster.node.rank import rank_main
@@ -46,6 +47,7 @@ from cluster.node.warden_link import CHUNK, AgentLink
 from cluster.processes import adopt_orphans, close_inherited, kill_descendants
 from trials.codec import from_json
 from trials.files import make_private_folder
+from trials.script.places import remove_scratch, report_folder
 from trials.secrets import redact_file
 
 COLLATERAL_GRACE_S = 2.0
@@ -118,6 +120,7 @@ class Warden:
                 self._note("device_busy", f"{self._launch.node} is not free: {problem}")
                 self._stop(problem)
                 return
+            self._launch = with_master(self._launch)
             for slot in self._launch.slots:
                 self._fork(slot)
         except OSError as error:
@@ -129,7 +132,8 @@ class Warden:
         if self._launch.device_kind == "cuda":
             return wait_until_free(device_names(self._launch), SETTLE_BEFORE_S)
         limit_bytes = self._launch.spec.get("memory_limit_bytes")  # as in TrialSpec; other runners may have none
-        return shortage(len(self._launch.slots), limit_bytes) if isinstance(limit_bytes, int) else None
+        num_devices = sum(len(slot.devices) for slot in self._launch.slots)
+        return shortage(num_devices, limit_bytes) if isinstance(limit_bytes, int) else None
 
     def _fork(self, slot: RankSlot) -> None:
         read, write = os.pipe()
@@ -171,6 +175,8 @@ class Warden:
         for message in rank.lines.feed(chunk):
             if message["kind"] == RankProgress.kind:
                 rank.clock.advance(from_json(RankProgress, message), time.monotonic())
+                if self._launch.is_script:
+                    rank.weigh(time.monotonic())
                 self._tell_progress()
             else:
                 self._settle(rank, from_json(RankResult, message))
@@ -230,6 +236,8 @@ class Warden:
                 self._kill_at_s = min(self._kill_at_s, time.monotonic() + COLLATERAL_GRACE_S)
             else:
                 self._stop(result.message)
+        elif self._launch.device_kind == "cpu":
+            result = with_program_memory(result, rank.program_peak_bytes)
         rank.result = result
         if not self._is_stopping and len(self._ranks) == len(self._launch.slots) and not self._unsettled():
             self._release_due_s = time.monotonic() + self._launch.release_s
@@ -269,13 +277,24 @@ class Warden:
         overdue = min(waiting, key=lambda rank: due_at_s(rank.clock, deadlines), default=None)
         if overdue is None or now_s < due_at_s(overdue.clock, deadlines):
             return
-        rank, finding = _guiltiest(waiting)
+        rank, finding = self._guiltiest(waiting)
         message = f"{overdue_reason(overdue.clock, deadlines)}; {finding.where}"
         self._hung = rank, self._failure(rank, "deadline", message, log_tail=finding.tail)
         if finding.blame is hang.Blame.WAITING and len(self._ranks) < self._launch.world_size:
             self._kill_at_s = min(self._kill_at_s, time.monotonic() + PEER_GRACE_S)
         else:
             self._stop(self._blame(*self._hung))
+
+    def _guiltiest(self, waiting: Sequence[ForkedRank]) -> tuple[ForkedRank, hang.HangFinding]:
+        """The rank that keeps the others waiting: of those least far the one that least evidently waits itself."""
+        least = min(rank.clock.position for rank in waiting)
+        suspects = [rank for rank in waiting if rank.clock.position == least]
+        findings = hang.examine([self._to_look_at(rank) for rank in suspects])
+        return min(zip(suspects, findings, strict=True), key=lambda pair: pair[1].blame)
+
+    def _to_look_at(self, rank: ForkedRank) -> hang.HangingRank:
+        reports = report_folder(rank_folder(self._launch), rank.slot.rank) if self._launch.is_script else None
+        return hang.HangingRank(pid=rank.pid, log=rank.log, reports=reports)
 
     def _blame(self, rank: ForkedRank, failure: RankFailure) -> str:
         rank.result = rank.result or failure
@@ -324,6 +343,7 @@ class Warden:
             self._note("preempted", SIGTERM_SEEN, self._preempted_at_s)
 
     def _finish(self) -> None:
+        remove_scratch(rank_folder(self._launch))
         for rank in self._ranks:
             with contextlib.suppress(OSError):  # a full disk: the log stays as it is, for its owner alone
                 redact_file(rank.log)
@@ -350,14 +370,6 @@ def warden_main(fd: int) -> None:
     close_inherited(keep=(fd,))
     adopt_orphans()
     Warden(socket.socket(fileno=fd)).run()
-
-
-def _guiltiest(waiting: Sequence[ForkedRank]) -> tuple[ForkedRank, hang.HangFinding]:
-    """The rank that keeps the others waiting: of those least far the one that least evidently waits itself."""
-    least = min(rank.clock.position for rank in waiting)
-    suspects = [rank for rank in waiting if rank.clock.position == least]
-    findings = hang.examine([(rank.pid, rank.log) for rank in suspects])
-    return min(zip(suspects, findings, strict=True), key=lambda pair: pair[1].blame)
 
 
 def _is_sigterm(failure: RankFailure) -> bool:

@@ -13,7 +13,7 @@ LIMIT_S = 60.0
 _numbers = itertools.count()
 
 
-def launch(cluster, runner, *, world_size=2, devices=None, spec=None, deadlines=None, env=None, isolation="device"):
+def launch(cluster, runner, *, world_size=2, devices=None, spec=None, deadlines=None, isolation="device", **options):
     """Launch ``runner`` on free devices, those of ``devices`` or all, and return the launch."""
     pool = Pool(cluster.topology)
     if devices is not None:
@@ -26,7 +26,7 @@ def launch(cluster, runner, *, world_size=2, devices=None, spec=None, deadlines=
         spec=spec or {},
         placement=pool.place(world_size=world_size, tp=1, isolation=isolation),
         deadlines=deadlines or Deadlines(),
-        env=env or {},
+        **options,
     )
     cluster.launch(gang)
     return gang
