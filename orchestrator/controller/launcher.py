@@ -13,6 +13,7 @@ from orchestrator.config.sweep import SweepSpec
 from orchestrator.controller.early_stop import EarlyStop
 from orchestrator.controller.recovery import Recovered, recovered
 from orchestrator.scripts.command import RUNNER, script_command
+from orchestrator.scripts.script import Script
 from orchestrator.sweep.state import Trial
 from orchestrator.sweep.values import GateRun, GateSettings, ProfileRun
 from trials.codec import to_json
@@ -60,19 +61,20 @@ class _GangBuilder:
     device: DeviceKind
 
     def build(self, trial: Trial, attempt_id: str, token: str, placement: Placement) -> GangLaunch:
+        script = self.spec.script
         return GangLaunch(
             attempt_id=attempt_id,
             token=token,
-            runner=self.spec.runner if self.spec.script is None else RUNNER,
-            spec=to_json(self._trial_spec(trial) if self.spec.script is None else self._command(trial)),
+            runner=self.spec.runner if script is None else RUNNER,
+            spec=to_json(self._trial_spec(trial) if script is None else self._command(script, trial)),
             placement=placement,
             deadlines=self.spec.to_deadlines(),
+            one_rank_per_node=script is not None and script.model.launcher == "own",
         )
 
-    def _command(self, trial: Trial) -> ScriptCommand:
-        assert self.spec.script is not None
+    def _command(self, script: Script, trial: Trial) -> ScriptCommand:
         return script_command(
-            self.spec.script,
+            script,
             trial.candidate,
             self._protocol(trial),
             device=self.device,

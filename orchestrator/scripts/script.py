@@ -1,4 +1,4 @@
-"""A training program of the user's own, read once: its command and files, what they say, what a sweep changes in them."""
+"""A training program of the user's own, read once: its command and files, what they say, what a sweep changes."""
 
 from __future__ import annotations
 
