@@ -65,6 +65,8 @@ class OverlayRequest:
     global_batch_size: int
     num_microbatches: int
     seed: int | None = None
+    device: str | None = None
+    """Kind of device that ranks train on, as torch calls it: ``cpu``, ``cuda``; None where it is not known."""
 
     def changes(self, path: str, value: Any) -> bool:
         """Whether ``value`` has to be written at ``path``: the command says something else, or nothing although the

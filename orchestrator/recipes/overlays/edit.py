@@ -39,9 +39,9 @@ class Edit:
     """Values by dotted key and file that are to be written."""
 
     @classmethod
-    def of_run(cls, run: Run) -> Edit:
-        """The command with a placeholder for every file there is a copy of."""
-        argv = tuple(_placed(word, run) for word in run.argv)
+    def of_run(cls, run: Run, *, copies_files: bool = True) -> Edit:
+        """The command, with a placeholder for every file of which there are to be copies."""
+        argv = tuple(_placed(word, run) for word in run.argv) if copies_files else run.argv
         names = {name: Path(path).name for name, path in run.paths.items()}
         return cls(argv, dict(run.files), names, given_env=run.env)
 
@@ -164,6 +164,6 @@ def _placed(word: str, run: Run) -> str:
     head, mark, value = word.rpartition("=")
     for name, path in run.paths.items():
         for text in (word, value):
-            if text and name in run.files and os.path.normpath(os.path.join(run.cwd, text)) == os.path.normpath(path):
+            if text and name in run.files and os.path.normpath(Path(run.cwd, text)) == os.path.normpath(path):
                 return f"{{{name}}}" if text == word else f"{head}{mark}{{{name}}}"
     return word

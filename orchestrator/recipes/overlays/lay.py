@@ -3,6 +3,7 @@ else."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,15 +36,21 @@ class Laying:
     seed: Callable[[Edit, int], None]
     check: Callable[[Edit, OverlayRequest], None]
     """Notes what the framework itself would refuse, and what it needs besides."""
+    copies_files: bool = True
+    """Whether configuration files that the arguments point to are changed in copies; else arguments say it all."""
 
     def overlay(self, run: Run, request: OverlayRequest) -> Overlay:
         """The command with the candidate laid over it; errors among the notes say what it does not say."""
-        edit = Edit.of_run(run)
+        edit = Edit.of_run(run, copies_files=self.copies_files)
         reading = self._write(edit, request)
         self.check(edit, request)
         said = [note for note in reading.notes if note.severity == "error" or note not in request.reading.notes]
         spoken = [note.knob for note in edit.notes if note.severity == "error"]
-        wrong = [note for note in contradictions(request, reading) if not any(_touch(note.knob, k) for k in spoken)]
+        wrong = [
+            note
+            for note in contradictions(request, reading, _filled(edit))
+            if not any(_touch(note.knob, k) for k in spoken)
+        ]
         edit.notes = list(dict.fromkeys([*edit.notes, *said, *wrong]))
         return edit.overlay()
 
@@ -69,9 +76,9 @@ def _again(first: Reading, now: Reading) -> Reading:
     return replace(now, shape=first.shape, num_layers=first.num_layers, seq_length=first.seq_length)
 
 
-def contradictions(request: OverlayRequest, said: Reading) -> list[Note]:
+def contradictions(request: OverlayRequest, said: Reading, filled: frozenset[str] = frozenset()) -> list[Note]:
     """An error for every field of the candidate that a command says otherwise, or not at all although the sweep names
-    it."""
+    it; knobs whose placeholders are ``filled`` in are said."""
     asked = values_of(request.candidate)
     canonical = values_of(_canonical(candidate_of({**asked, **_of_candidate(said.values)})))
     wrong = {
@@ -87,8 +94,15 @@ def contradictions(request: OverlayRequest, said: Reading) -> list[Note]:
         and any(_touch(path, name) for name in request.named)
         and value != defaults().get(path)
         and path not in _LEFT_OVER
+        and not filled.intersection(path.split("."))
     ]
     return notes + _batch(request, said)
+
+
+def _filled(edit: Edit) -> frozenset[str]:
+    """Names of all placeholders among the arguments, in files and variables."""
+    texts = (*edit.argv, *edit.env.values(), *edit.given_env.values())
+    return frozenset(name for text in texts for name in re.findall(r"\{(\w+)\}", text))
 
 
 def _batch(request: OverlayRequest, said: Reading) -> list[Note]:
