@@ -24,7 +24,7 @@ VALUES = (
     *("allocated_bytes", "reserved_bytes", "rss_bytes"),
 )
 """Keys of report lines that are values of a step."""
-_KNOWN = frozenset((*VALUES, "v", "source", "t", "step", "event", "type", "message", "versions"))
+_KNOWN = frozenset((*VALUES, "v", "source", "t", "step", "event", "versions", "pid", "stack_signal"))
 FACTS: dict[str, Callable[[float], Any]] = {
     "world_size": int,
     "micro_batch_size": int,
@@ -100,8 +100,11 @@ class StepBook:
         event, clock = told.get("event"), _number(told.get("t"))
         if event == "error":
             self._take_error(told)
-        elif event == "begin":
-            self.has_begun = True
+            return
+        if event == "note":
+            self.note(f"{origin}: {str(told.get('text'))[:MAX_TEXT]}")
+            return
+        self.has_begun = self.has_begun or event == "begin"
         self._take_facts(told, origin)
         self._take_rest(told)
         series = self._of(kind, source, origin)

@@ -1,7 +1,7 @@
 """Why a program ended before its steps were measured: from what it told, printed and left behind.
 
-Out of memory is believed of an error's type, or of the very words in which allocators fail; "out of memory" somewhere in
-what a program prints is none of them. The errors raised here carry the program's own type, by which
+Out of memory is believed of an error's type, or of the very words in which allocators fail; "out of memory" somewhere
+in what a program prints is none of them. The errors raised here carry the program's own type, by which
 :func:`trials.failure.classify` judges as it does for our own training.
 """
 

@@ -18,8 +18,8 @@ from trials.script.judge import Judge, StepTimes
 from trials.script.lines import LineSplitter, RankLog
 from trials.script.logs import make_parser
 from trials.script.logs.base import LogParser
-from trials.script.places import Places
-from trials.script.tails import FolderTails
+from trials.script.logs.tails import FolderTails
+from trials.script.places import Places, Word
 
 LOOK_S = 0.1
 """How often files are looked at."""
@@ -65,6 +65,7 @@ class Watch:
         self._told_steps = -1
         self._told_at_s = time.monotonic()
         self._heard_bytes = 0
+        self._told_word: Word | None = None
 
     def follow(self) -> StepTimes | None:
         """Watch until the measured steps are there, and peers have had theirs; None where another rank of this node
@@ -80,7 +81,7 @@ class Watch:
             if self._is_spoken_for():
                 return None
             self._wait(LOOK_S)
-        self._places.tell("measured")
+        self._places.tell(self._last_word())
         self._let_peers_finish(times)
         return self._measured()
 
@@ -147,29 +148,43 @@ class Watch:
         command, now_s = self._command, time.monotonic()
         steps = min(self.judge.num_steps, command.num_required_steps)
         is_alive = self._output_bytes > self._heard_bytes and now_s - self._told_at_s >= LIFE_S
-        has_begun = steps > 0 or self.book.has_begun
-        if not has_begun or (steps <= self._told_steps and not is_alive):
+        if steps == 0 and not self.book.has_begun:
+            self._tell_of_peers()
+            return
+        if steps <= self._told_steps and not is_alive:
             return
         self._told_steps, self._told_at_s, self._heard_bytes = max(steps, self._told_steps), now_s, self._output_bytes
         is_warm = self._told_steps > command.num_warmup_steps
         phase: Phase = "measuring" if is_warm else "warmup"
         step = self._told_steps - (command.num_warmup_steps if is_warm else 0)
-        self._progress(phase, step=step, step_time_s=self.judge.last_step_time_s())
+        time_s = self.judge.last_step_time_s()
+        self._places.tell(Word(state="training", phase=phase, step=step, step_time_s=time_s))
+        self._progress(phase, step=step, step_time_s=time_s)
+
+    def _tell_of_peers(self) -> None:
+        """Report the progress of a rank of this node that speaks for this one."""
+        if self._rank.local_slots == 1:
+            return
+        words = [word for word in self._places.told() if word.phase is not None]
+        furthest = max(words, key=lambda word: (word.phase == "measuring", word.step), default=None)
+        if furthest is not None and furthest.phase is not None and furthest != self._told_word:
+            self._told_word = furthest
+            self._progress(furthest.phase, step=furthest.step, step_time_s=furthest.step_time_s)
 
     def _let_peers_finish(self, times: StepTimes) -> None:
-        """Go on until all ranks of the node are done and those elsewhere have had the time, or the program has ended."""
+        """Go on until all ranks of the node are done and others have had the time, or the program has ended."""
         grace_s = min(MAX_GRACE_S, GRACE_S + 2 * times.seconds[-1])
         end_s = time.monotonic() + grace_s
         is_alone = self._rank.num_slots == self._rank.local_slots
         while time.monotonic() < end_s and self._child.exit_code is None:
-            if is_alone and len(self._places.told()) >= self._rank.local_slots:
+            if is_alone and self._num_done() >= self._rank.local_slots:
                 break
             self._wait(LOOK_S)
         self._finish_reading()
 
     def _is_spoken_for(self) -> bool:
         """Whether another rank of the node has measured, and this one has nothing to tell."""
-        if self._rank.local_slots == 1 or "measured" not in self._places.told():
+        if self._rank.local_slots == 1 or not self._is_measured_by_peer():
             return False
         if self.judge.last_step_time_s() is not None:
             end_s = time.monotonic() + MAX_GRACE_S
@@ -178,29 +193,42 @@ class Watch:
             if self._measured() is not None or self._child.exit_code is not None:
                 return False
             self.book.note("this rank told of fewer steps than another one of its node, which speaks for it")
-        self._places.tell("silent")
+        self._tell_of_peers()
+        self._places.tell(Word(state="silent"))
         return True
 
     def _after_end(self) -> StepTimes | None:
         """The times that came with the program's last words, or the reason why there are none."""
         self._finish_reading()
         if (times := self._measured()) is not None:
-            self._places.tell("measured")
+            self._places.tell(self._last_word())
             return times
         cause = self._failure()
         is_good = self._child.exit_code == 0 and isinstance(cause, NoMetricsError | TooFewStepsError)
         end_s = time.monotonic() + (PEER_WAIT_S if is_good else PEER_WAIT_AFTER_FAILURE_S)
         while self._rank.local_slots > 1 and time.monotonic() < end_s:
-            if "measured" in (told := self._places.told()):
-                self._places.tell("silent")
+            if self._is_measured_by_peer():
+                self._places.tell(Word(state="silent"))
                 return None
-            if len(told) >= self._rank.local_slots:
+            if self._num_done() >= self._rank.local_slots - 1:
                 break
             time.sleep(LOOK_S)
         if is_good and self._rank.num_slots > self._rank.local_slots and not self.book.series:
-            self._places.tell("silent")
+            self._places.tell(Word(state="silent"))
             return None
         raise cause
+
+    def _last_word(self) -> Word:
+        """That this rank has its steps."""
+        step = self._command.protocol.num_steps
+        return Word(state="measured", phase="measuring", step=step, has_measured=True)
+
+    def _is_measured_by_peer(self) -> bool:
+        return any(word.has_measured for word in self._places.told())
+
+    def _num_done(self) -> int:
+        """How many ranks of the node need their programs no more."""
+        return sum(word.state != "training" for word in self._places.told())
 
     def _finish_reading(self) -> None:
         """Take in what is left of output and files."""
@@ -231,38 +259,30 @@ class Watch:
 
     def _nothing_told(self) -> str:
         """How it could have told of its steps, and what was seen of each way."""
-        log = self._command.log
-        hooked = (
-            "the hook was loaded and saw no optimiser step"
-            if self.book.facts or self.book.versions
-            else ("nothing was heard of the hook" if self._command.hook else "the hook is off")
-        )
-        pattern = (
-            "no log format is given"
-            if log.name == "none"
-            else (
-                f"{self._output_bytes} bytes of output and {len(self._file_parsers)} log files have no line that "
-                + (f"{log.pattern!r} matches" if log.name == "pattern" else f"looks like {log.name}'s")
-            )
-        )
+        log, hooked = self._command.log, "the hook is off"
+        if self.book.facts or self.book.versions:
+            hooked = "the hook was loaded and saw no optimiser step"
+        elif self._command.hook:
+            hooked = "nothing was heard of the hook"
+        looked_at = f"{self._output_bytes} bytes of output and {len(self._file_parsers)} log files have no line that"
+        lines = f"{looked_at} looks like {log.name}'s"
+        if log.name in ("none", "pattern"):
+            lines = f"{looked_at} {log.pattern!r} matches" if log.pattern else "no log format is given"
         return (
-            f"the command {how_it_ended(self._child.exit_code)} but told of no step. It can do so by"
-            f" `from tune_cluster_report import report` (no line came in {len(self._reports.tails)} report files),"
-            f" by the hook, which is loaded into its Python ({hooked}), or by a line that it prints ({pattern})"
+            f"the command {how_it_ended(self._child.exit_code)} but told of no step. It can do so by `from"
+            f" tune_cluster_report import report` ({len(self._reports.tails)} report files are there), by the hook in"
+            f" its Python ({hooked}), or by a line that it prints ({lines})"
         )
 
     def _too_few(self) -> str:
         """What is missing in the steps that it told of."""
-        command = self._command
-        needed = f"{command.num_required_steps} ({command.num_warmup_steps} to warm up, {command.protocol.num_steps} to measure)"
-        if self.judge.num_steps < command.num_required_steps:
-            return (
-                f"the command {how_it_ended(self._child.exit_code)} after {self.judge.num_steps} of {needed} steps:"
-                " have it train longer"
-            )
+        needed, warm_up = self._command.num_required_steps, self._command.num_warmup_steps
+        told = f"{self.judge.num_steps} of {needed} steps ({warm_up} to warm up, {needed - warm_up} to measure)"
+        if self.judge.num_steps < needed:
+            return f"the command {how_it_ended(self._child.exit_code)} after {told}: have it train longer"
         return (
-            f"the command told of {self.judge.num_steps} of {needed} steps, but not how long each of them took: have it"
-            " tell of every step, with its time, or print each line as the step ends"
+            f"the command told of {told}, but not how long each of them took: have it tell of each step, with its"
+            " time, or print each line as the step ends"
         )
 
 

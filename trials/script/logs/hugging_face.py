@@ -5,8 +5,8 @@
     {"current_steps": 10, "total_steps": 10, "loss": 5.4109, "throughput": 7176.33, ...}               trainer_log.jsonl
     {"loss": 5.58893633, "global_step/max_steps": "1/6", "memory(GiB)": 0.0, ...}                      logging.jsonl
 
-Release 5 prints strings of 4 significant digits. No step number, no time of a step: lines are counted, and a line stands
-for the steps since the last one. The Trainer may hide a loss that is not a number (``logging_nan_inf_filter``).
+Release 5 prints strings of 4 significant digits. No step number, no time of a step: lines are counted, one for each
+step. The Trainer may hide a loss that is not a number (``logging_nan_inf_filter``).
 """
 
 from __future__ import annotations
