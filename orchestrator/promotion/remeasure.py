@@ -129,6 +129,9 @@ def _sweeps(spec: dict[str, Any], candidate: Candidate, folder: Path) -> list[di
 
 
 def _loaded(folder: Path, content: Mapping[str, Any]) -> SweepSpec:
+    """The sweep of this content. A program of the user's own has its configuration files as they were promoted."""
+    if _is_script(content):
+        return SweepSpec.from_json(content)
     file = folder / f"{content['name']}.yaml"
     write_atomically(file, [yaml.safe_dump(dict(content), sort_keys=False).encode()])
     return load_sweep(file)

@@ -28,6 +28,8 @@ set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 cd {cwd}
 """
+_GIVEN = {OUT: '"${OUT:-out}"', "steps": '"${STEPS:?number of optimiser steps}"'}
+"""What whoever starts it says in the environment, by the placeholder."""
 _HOW_ENV = "NNODES: hosts, each running this; NODE_RANK: number of this one; MASTER_ADDR, MASTER_PORT: where rank 0 is."
 _HOW_OWN = "The command starts its own ranks: run it as you run your own, on every host."
 
@@ -115,14 +117,14 @@ def _launcher(words: list[str], world_size: int) -> list[str]:
 
 def _word(word: str, names: Mapping[str, str]) -> str:
     """The word for a shell: copies lie beside the script, and what it writes goes into ``$OUT``."""
-    marks = {name: f"\0here/{file}\0" for name, file in names.items()} | {OUT: "\0out\0"}
+    marks = {name: f"\0here/{file}\0" for name, file in names.items()} | {name: f"\0{name}\0" for name in _GIVEN}
     parts = filled(word, marks).split("\0")
     return "".join(_part(part) for part in parts) or "''"
 
 
 def _part(part: str) -> str:
-    if part == "out":
-        return '"${OUT:-out}"'
+    if part in _GIVEN:
+        return _GIVEN[part]
     if part.startswith("here/"):
         return f'"$here"/{shlex.quote(part.removeprefix("here/"))}'
     return shlex.quote(part) if part else ""
