@@ -126,7 +126,8 @@ steps()
         says="gradient norm is nan in steps 3, 4, 5",
     ),
     "leaves the loss out": Case(
-        "for n in range(1, 7): print(f' iteration {n}/ 6 | elapsed time per iteration (ms): 12.5 | number of nan iterations: {n // 4} |')",
+        "for n in range(1, 7):\n"
+        "    print(f' iteration {n}/ 6 | elapsed time per iteration (ms): 12.5 | number of nan iterations: {n // 4} |')",
         kind="diverged",
         says="the log counts 1 nan iterations",
         log=MEGATRON,
@@ -140,10 +141,12 @@ steps()
     ),
     "closes its output": Case("sys.stdout.close(); os.close(1); os.close(2); time.sleep(0.3); steps()"),
     "reports lines without end": Case(
-        "file = open(path, 'a'); file.write('{\"step\": ' + '1' * 3_000_000 + '}\\n[' + '[' * 100_000 + '\\n'); file.close(); steps()"
+        "file = open(path, 'a'); file.write('{\"step\": ' + '1' * 3_000_000 + '}\\n[' + '[' * 100_000 + '\\n')\n"
+        "file.close(); steps()"
     ),
     "replaces its report": Case(
-        "steps(3); time.sleep(0.4); os.rename(path, path + '.old'); time.sleep(0.4); steps(3, 4); os.truncate(path, 0); time.sleep(0.4); tell(step=7, loss=1.0)"
+        "steps(3); time.sleep(0.4); os.rename(path, path + '.old'); time.sleep(0.4); steps(3, 4)\n"
+        "os.truncate(path, 0); time.sleep(0.4); tell(step=7, loss=1.0)"
     ),
     "reports into a pipe": Case(
         "os.mkfifo(path); print('nothing'); time.sleep(0.3)", kind="crashed", says="told of no step"
@@ -159,7 +162,8 @@ steps()
     "finds its port taken": Case(f"sys.exit({NO_PORT!r})", kind="gang_lost", says="address already in use"),
     "suspects its node": Case("sys.exit(16)", kind="gang_lost", says="Megatron-LM asks", log=MEGATRON),
     "is told by its last rank only": Case(
-        "for n in range(1, 7):\n    time.sleep(0.01)\n    if rank == '1': print(f'step {n} loss 5.1 12.5 ms', flush=True)\ntime.sleep(600)",
+        "for n in range(1, 7):\n    time.sleep(0.01)\n"
+        "    if rank == '1': print(f'step {n} loss 5.1 12.5 ms', flush=True)\ntime.sleep(600)",
         world_size=2,
         log=LINES,
     ),
