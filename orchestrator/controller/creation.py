@@ -19,9 +19,10 @@ from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.planning.plan import Plan, check_plan, make_plan, plan_document
 from orchestrator.planning.predictions import plan_predictor
 from orchestrator.search.guided import GuidedSearch
-from orchestrator.search.prediction.predictor import UnpredictableError
+from orchestrator.search.prediction.predictor import UnknownDimensionsError, UnpredictableError
 from orchestrator.search.prediction.transfer import EarlierTrial, num_sweeps
 from orchestrator.search.search import Search
+from orchestrator.space.knobs.own import memory_ranks
 from orchestrator.space.naming import flat_params
 from orchestrator.sweep.documents import PLAN, Tracking
 from orchestrator.sweep.events import Budget, SweepCreated
@@ -127,6 +128,8 @@ def make_search(spec: SweepSpec, plan: Plan, topology: Topology | None, known: P
                 objective=spec.to_objective(topology),
             )
             guide = GuidedSearch(predictor)
+        except UnknownDimensionsError as error:
+            logger.info("%s", error)
         except UnpredictableError as error:
             logger.warning("the guided sampler falls back to tpe: %s", error)
     return Search(
@@ -137,6 +140,7 @@ def make_search(spec: SweepSpec, plan: Plan, topology: Topology | None, known: P
         guide=guide,
         stop_when_converged=spec.search.stop_when_converged,
         beyond=plan.beyond,
+        own_memory=memory_ranks(spec.own_knobs),
     )
 
 

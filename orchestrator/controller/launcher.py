@@ -12,9 +12,11 @@ from cluster.hardware.topology import DeviceKind, Topology
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.controller.early_stop import EarlyStop
 from orchestrator.controller.recovery import Recovered, recovered
+from orchestrator.scripts.command import RUNNER, script_command
 from orchestrator.sweep.state import Trial
 from orchestrator.sweep.values import GateRun, GateSettings, ProfileRun
 from trials.codec import to_json
+from trials.script.command import ScriptCommand
 from trials.spec import Candidate, Protocol, TrialSpec
 
 
@@ -58,7 +60,27 @@ class _GangBuilder:
     device: DeviceKind
 
     def build(self, trial: Trial, attempt_id: str, token: str, placement: Placement) -> GangLaunch:
-        spec = TrialSpec(
+        return GangLaunch(
+            attempt_id=attempt_id,
+            token=token,
+            runner=self.spec.runner if self.spec.script is None else RUNNER,
+            spec=to_json(self._trial_spec(trial) if self.spec.script is None else self._command(trial)),
+            placement=placement,
+            deadlines=self.spec.to_deadlines(),
+        )
+
+    def _command(self, trial: Trial) -> ScriptCommand:
+        assert self.spec.script is not None
+        return script_command(
+            self.spec.script,
+            trial.candidate,
+            self._protocol(trial),
+            device=self.device,
+            memory_limit_bytes=self.spec.cluster.device_memory_bytes,
+        )
+
+    def _trial_spec(self, trial: Trial) -> TrialSpec:
+        return TrialSpec(
             workload=self.spec.to_workload(),
             candidate=trial.candidate,
             protocol=self._protocol(trial),
@@ -66,14 +88,6 @@ class _GangBuilder:
             memory_limit_bytes=self.spec.cluster.device_memory_bytes,
             profile=trial.check.profile if isinstance(trial.check, ProfileRun) else None,
             perturbation=trial.check.perturbation if isinstance(trial.check, GateRun) else 0.0,
-        )
-        return GangLaunch(
-            attempt_id=attempt_id,
-            token=token,
-            runner=self.spec.runner,
-            spec=to_json(spec),
-            placement=placement,
-            deadlines=self.spec.to_deadlines(),
         )
 
     def _protocol(self, trial: Trial) -> Protocol:

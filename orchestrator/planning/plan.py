@@ -194,7 +194,7 @@ def _legal_space(sorter: _Sorter, space: Space) -> tuple[Space, LargeSpace | Non
 
 def _space(spec: SweepSpec) -> Space:
     try:
-        return make_space(spec.choices, spec.to_workload().model)
+        return make_space(spec.choices, spec.to_workload().model, spec.own_knobs)
     except SpaceTooLargeError as error:
         raise spec.error(("space",), str(error), error.remedy) from None
 

@@ -1,0 +1,1 @@
+../../../tune_cluster_report.py

@@ -1,0 +1,123 @@
+"""Puts the hooks in place, before the program runs: frameworks get theirs right after they are imported."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from typing import Any, Callable, Sequence
+
+from . import channel, deepspeed_engine, device, torch_steps, transformers_trainer
+from .steps import STEPS
+
+HOOKS: dict[str, Callable[[Any], None]] = {
+    "torch": device.limit_memory,
+    "torch.optim.optimizer": torch_steps.optimizers,
+    "torch.autograd": torch_steps.backward,
+    "torch.amp.grad_scaler": torch_steps.grad_scaler,
+    "torch.cuda.amp.grad_scaler": torch_steps.grad_scaler,
+    "torch.utils.data.dataloader": torch_steps.data_loader,
+    "transformers.trainer": transformers_trainer.trainer,
+    "deepspeed.runtime.engine": deepspeed_engine.engine,
+}
+"""What happens when the program has imported a module. Lightning needs none, see :mod:`.lightning_callback`."""
+
+
+LAUNCHERS_ERRORS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException")
+"""What launchers raise when a process of theirs has failed, which tells of itself."""
+
+
+class AfterImport:
+    """Finds the modules of :data:`HOOKS` as Python does, and runs their hooks once they are imported."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        """The usual spec, with a loader that runs the hook as well; None for all other modules."""
+        hook = HOOKS.get(name)
+        if hook is None:
+            return None
+        spec = self._usual(name, path, target)
+        loader = getattr(spec, "loader", None)
+        if loader is None or not hasattr(loader, "exec_module"):
+            return spec
+        execute = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            channel.guarded(name)(hook)(module)
+
+        try:
+            loader.exec_module = exec_module
+        except AttributeError:
+            channel.note(f"hook {name}: its loader is sealed")
+        return spec
+
+    def _usual(self, name: str, path: Sequence[str] | None, target: Any) -> Any:
+        for finder in sys.meta_path:
+            find_spec = getattr(finder, "find_spec", None)
+            if finder is not self and find_spec is not None:
+                spec = find_spec(name, path, target)
+                if spec is not None:
+                    return spec
+        return None
+
+
+def install() -> None:
+    """Called by ``sitecustomize`` in every Python that the trial starts, launchers and helpers among them."""
+    sys.meta_path.insert(0, AfterImport())
+    STEPS.stack_signal = _register_stacks()
+    _watch_errors()
+    atexit.register(_at_exit)
+    if os.environ.get("RANK"):
+        STEPS.loaded("hook:torch")
+
+
+def _register_stacks() -> bool:
+    """Whether SIGUSR1 makes this process write the stacks of its threads, rather than end it."""
+    try:
+        if signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
+            return False
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=False)
+    except (AttributeError, OSError, RuntimeError, ValueError):
+        return False
+    return True
+
+
+_told: set[int] = set()
+"""Errors that were reported, by identity."""
+
+
+def _tell(error: Any, **values: Any) -> None:
+    if error is None or isinstance(error, (SystemExit, KeyboardInterrupt)) or id(error) in _told:
+        return
+    _told.add(id(error))
+    channel.guarded("unfinished line")(STEPS.flush)()
+    kind = type(error)
+    if kind.__name__ in LAUNCHERS_ERRORS:
+        return
+    module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+    channel.error(module + kind.__qualname__, str(error), **values)
+
+
+def _watch_errors() -> None:
+    """Reports the error that ends the program, or a thread of it, and lets Python go on as before."""
+    shown, thread_shown = sys.excepthook, threading.excepthook
+
+    def excepthook(kind: Any, error: Any, traceback: Any) -> None:
+        channel.guarded("errors")(_tell)(error)
+        shown(kind, error, traceback)
+
+    def thread_excepthook(args: Any) -> None:
+        channel.guarded("errors")(_tell)(args.exc_value, thread=getattr(args.thread, "name", None))
+        thread_shown(args)
+
+    sys.excepthook, threading.excepthook = excepthook, thread_excepthook
+
+
+@channel.guarded("exit")
+def _at_exit() -> None:
+    """An error that somebody else's excepthook has shown, and the last line."""
+    _tell(getattr(sys, "last_value", None))
+    STEPS.end("hook:torch")
