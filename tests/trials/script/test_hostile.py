@@ -127,7 +127,7 @@ steps()
     ),
     "leaves the loss out": Case(
         "for n in range(1, 7):\n"
-        "    print(f' iteration {n}/ 6 | elapsed time per iteration (ms): 12.5 | number of nan iterations: {n // 4} |')",
+        "    print(f' iteration {n}/6 | elapsed time per iteration (ms): 12.5 | number of nan iterations: {n // 4} |')",
         kind="diverged",
         says="the log counts 1 nan iterations",
         log=MEGATRON,
