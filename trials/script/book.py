@@ -59,6 +59,8 @@ class StepBook:
         self.notes: dict[str, None] = {}
         self.non_finite: list[tuple[int, str]] = []
         """Step and reason of divergence that no loss shows."""
+        self.shares: set[str] = set()
+        """Sources whose losses are those of a rank's own share of the batch."""
         self.has_begun = False
         self._limit = 4 * command.num_required_steps + 64
         self._num_bad_lines = 0
@@ -104,6 +106,8 @@ class StepBook:
             self.note(f"{origin}: {str(told.get('text'))[:MAX_TEXT]}")
             return
         self.has_begun = self.has_begun or event == "begin"
+        if told.get("loss_scope") == "rank":
+            self.shares.add(source)
         self._take_facts(told, origin)
         self._take_rest(told)
         series = self._of(kind, source, origin)

@@ -7,8 +7,9 @@ file names them (``env_pass``). Values of the sweep file's ``env`` go over all e
 from __future__ import annotations
 
 import getpass
+import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +110,13 @@ def child_environment(
         environment[MEMORY_LIMIT_VARIABLE] = str(command.memory_limit_bytes)
     environment["PYTHONPATH"] = with_hook(environment.get("PYTHONPATH"), hook=command.hook)
     return environment
+
+
+def remember_secrets(pairs: Iterable[Sequence[str]]) -> None:
+    """Have what the sweep file tells the program in confidence redacted from all that this process writes."""
+    for pair in pairs:
+        if len(pair) == 2 and is_secret_name(pair[0]):
+            os.environ[pair[0]] = pair[1]
 
 
 def _is_allowed(name: str) -> bool:

@@ -73,7 +73,7 @@ class Watch:
         speaks for this one.
 
         Raises:
-            NonFiniteLoss, InfeasibleSpec, NodeFault: see :mod:`trials.failure`.
+            NotApplied, TrainingDiverged, NodeFault: see :mod:`trials.failure`.
             Exception: whatever ended the program before its steps were measured, by its own type.
         """
         while (times := self._measured()) is None:
