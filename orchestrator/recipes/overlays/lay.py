@@ -3,7 +3,6 @@ else."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -97,15 +96,16 @@ _ONE_LAYER = ((1,),)
 """All layers of a model of which nobody knows how many there are."""
 
 
-def contradictions(request: OverlayRequest, said: Reading, filled: frozenset[str] = frozenset()) -> list[Note]:
+def contradictions(request: OverlayRequest, said: Reading) -> list[Note]:
     """An error for every field of the candidate that a command says otherwise, or not at all although the sweep names
-    it; knobs whose placeholders are ``filled`` in are said."""
+    it."""
     asked = values_of(_canonical(request.candidate))
     canonical = values_of(_canonical(candidate_of({**asked, **_of_candidate(said.values)})))
     wrong = {
         path: (asked.get(path, ABSENT), canonical.get(path, ABSENT))
         for path in sorted({*asked, *canonical})
         if _is_said(path, said.values) and asked.get(path, ABSENT) != canonical.get(path, ABSENT)
+        if path not in request.told
     }
     notes = [_error(path, f"asked for {a}, but the command says {b}") for path, (a, b) in wrong.items()]
     notes += [
@@ -114,16 +114,9 @@ def contradictions(request: OverlayRequest, said: Reading, filled: frozenset[str
         if not _is_said(path, said.values)
         and any(_touch(path, name) for name in request.named)
         and value != defaults().get(path)
-        and path not in _LEFT_OVER
-        and not filled.intersection(path.split("."))
+        and path not in (*_LEFT_OVER, *request.told)
     ]
     return notes + _batch(request, said)
-
-
-def _filled(edit: Edit) -> frozenset[str]:
-    """Names of all placeholders among the arguments, in files and variables."""
-    texts = (*edit.argv, *edit.env.values(), *edit.given_env.values())
-    return frozenset(name for text in texts for name in re.findall(r"\{(\w+)\}", text))
 
 
 def _batch(request: OverlayRequest, said: Reading) -> list[Note]:
