@@ -46,11 +46,7 @@ class Laying:
         self.check(edit, request)
         said = [note for note in reading.notes if note.severity == "error" or note not in request.reading.notes]
         spoken = [note.knob for note in edit.notes if note.severity == "error"]
-        wrong = [
-            note
-            for note in contradictions(request, reading, _filled(edit))
-            if not any(_touch(note.knob, k) for k in spoken)
-        ]
+        wrong = [note for note in contradictions(request, reading) if not any(_touch(note.knob, k) for k in spoken)]
         edit.notes = list(dict.fromkeys([*edit.notes, *said, *wrong]))
         return edit.overlay()
 
