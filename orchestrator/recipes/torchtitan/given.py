@@ -126,7 +126,8 @@ class Given:
 
     def put_policy(self, policy: str) -> None:
         """Name the policy of activation checkpointing; options of another one go with it."""
-        self._edit.argv = (*self.options, f"activation-checkpoint:{policy}")
+        if self._at == len(self._edit.argv) or self.get(ACTIVATION_CHECKPOINT) != policy:
+            self._edit.argv = (*self.options, f"activation-checkpoint:{policy}")
 
 
 def _is_policy(word: str) -> bool:
