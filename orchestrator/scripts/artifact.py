@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.recipes.training import Overlay
-from orchestrator.scripts.overlay import render, warnings
+from orchestrator.scripts.overlay import render
 from orchestrator.scripts.placeholders import OUT, filled
 from orchestrator.scripts.script import Script
 from trials.spec import Candidate
@@ -83,7 +83,7 @@ def artifact(script: Script, candidate: Candidate, name: str) -> ScriptArtifact:
         env=laid.env,
         files={name: text for name, text in files.items() if text},
         changes=changes,
-        notes=warnings(script, candidate),
+        notes=tuple(f"{note.knob}: {note.message}" if note.knob else note.message for note in laid.notes),
     )
 
 
