@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from orchestrator.recipes import documents
 from orchestrator.recipes.arguments import as_truth
-from orchestrator.recipes.documents import ABSENT, value_at
-from orchestrator.recipes.hugging_face.settings import DEEPSPEED, FSDP, TrainerArguments
-from orchestrator.recipes.overlays.edit import Edit
+from orchestrator.recipes.documents import ABSENT
+from orchestrator.recipes.hugging_face.settings import FSDP, Section, TrainerArguments
+from orchestrator.recipes.overlays.edit import Document, Edit
 
 MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
 USE_DEEPSPEED, USE_FSDP = "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"
@@ -33,13 +32,12 @@ _NEW: Mapping[str, Any] = {
 class Engine:
     """The engine of a command in the making; ``arguments`` are the Trainer's, if the program has them."""
 
-    def __init__(self, edit: Edit, env: Mapping[str, str], arguments: TrainerArguments | None) -> None:
+    def __init__(self, edit: Edit, arguments: TrainerArguments | None) -> None:
         self.edit = edit
-        self._env = env
         self._arguments = arguments
 
     def variable(self, name: str) -> str | None:
-        return self.edit.env.get(name, self._env.get(name))
+        return self.edit.env.get(name, self.edit.given_env.get(name))
 
     def is_set(self, name: str) -> bool:
         return as_truth(self.variable(name)) is True
@@ -73,15 +71,12 @@ class Engine:
     # ---- DeepSpeed ----
 
     @property
-    def config(self) -> Mapping[str, Any] | None:
+    def config(self) -> Section | None:
         """DeepSpeed's configuration; None where there is none that can be read."""
         if self.by_arguments == "deepspeed" and self._arguments is not None:
-            return self._arguments.mapping("deepspeed")[0]
+            return self._arguments.section("deepspeed")
         placed = (self.variable(DEEPSPEED_FILE) or "").strip("{}")
-        if placed in self.edit.files:
-            content = documents.load(self.edit.files[placed], self.edit.names.get(placed, placed))
-            return content if isinstance(content, Mapping) else None
-        return None
+        return Section(Document(self.edit, placed)) if placed in self.edit.files else None
 
     @property
     def preset(self) -> int | None:
@@ -101,21 +96,22 @@ class Engine:
             return self.preset
         given: Any = self.variable(DEEPSPEED_STAGE) or 2
         if self.config is not None:
-            given = value_at(self.config, "zero_optimization.stage", 0)
+            given = self.config.get("zero_optimization.stage", 0)
         elif self.by_arguments == "deepspeed" or self.variable(DEEPSPEED_FILE) not in (None, "none"):
             return None
         return int(given) if str(given) in ("0", "1", "2", "3") else None
 
     def put_config(self, changes: Mapping[str, Any]) -> None:
         """Change keys of DeepSpeed's configuration, which is made where there is none."""
-        if self._arguments is None or (self.kind == "deepspeed" and self.by_arguments is None):
-            self._put_variables(changes)
-            return
-        if self.kind != "deepspeed":
-            made = {**_NEW, **{key: value for key, value in changes.items() if value is not ABSENT}}
-            self._arguments.put_mapping("deepspeed", made, MADE)
-        else:
-            self._arguments.put_mapping("deepspeed", changes, DEEPSPEED)
+        is_by_variables = self._arguments is None or (self.kind == "deepspeed" and self.by_arguments is None)
+        if is_by_variables:
+            self.edit.env[USE_DEEPSPEED] = "true"
+        elif self.kind != "deepspeed" and self._arguments is not None:
+            self._arguments.make_section("deepspeed", _NEW, MADE)
+        if self.config is not None:
+            self.config.put(changes)
+        elif is_by_variables and "zero_optimization.stage" in changes:
+            self.edit.env[DEEPSPEED_STAGE] = str(changes["zero_optimization.stage"])
 
     def put_preset(self, stage: int) -> None:
         """Name ms-swift's configuration for a stage, with offloading where the one before had it."""
@@ -123,32 +119,24 @@ class Engine:
         offload = "_offload" if str(self._arguments.given("deepspeed")).endswith("_offload") and stage > 1 else ""
         self._arguments.put("deepspeed", f"zero{stage}{offload}")
 
-    def _put_variables(self, changes: Mapping[str, Any]) -> None:
-        placed = (self.variable(DEEPSPEED_FILE) or "").strip("{}")
-        self.edit.env[USE_DEEPSPEED] = "true"
-        if placed in self.edit.files:
-            file = self.edit.names.get(placed, placed)
-            self.edit.files[placed] = documents.edited(self.edit.files[placed], file, changes)
-        elif "zero_optimization.stage" in changes:
-            self.edit.env[DEEPSPEED_STAGE] = str(changes["zero_optimization.stage"])
-
     # ---- FSDP ----
 
     def fsdp(self, key: str) -> Any:
         """A setting of FSDP by its name without ``fsdp_``; None where it is not given."""
-        if self.by_arguments == "fsdp" and self._arguments is not None:
-            content = self._arguments.mapping(FSDP)[0] or {}
-            return content.get(key, content.get(f"fsdp_{key}"))
-        return self.variable(f"FSDP_{key.upper()}")
+        if self.by_arguments != "fsdp" or self._arguments is None:
+            return self.variable(f"FSDP_{key.upper()}")
+        section = self._arguments.section(FSDP)
+        return None if section is None else section.get(key, section.get(f"fsdp_{key}"))
 
     def put_fsdp(self, key: str, value: Any) -> None:
         """Change a setting of FSDP where it is given, or add it."""
         if self.by_arguments != "fsdp" or self._arguments is None:
             self.edit.env[f"FSDP_{key.upper()}"] = str(value).lower()
             return
-        content = self._arguments.mapping(FSDP)[0] or {}
-        name = f"fsdp_{key}" if f"fsdp_{key}" in content else key
-        self._arguments.put_mapping(FSDP, {name: value}, FSDP)
+        if (section := self._arguments.section(FSDP)) is None:
+            self._arguments.make_section(FSDP, {key: value}, FSDP)
+        else:
+            section.put({f"fsdp_{key}" if section.has(f"fsdp_{key}") else key: value})
 
     def _fsdp_stage(self) -> int | None:
         """3 where weights are given back after the forward pass, else 2."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from orchestrator.recipes.base import Note
-from orchestrator.recipes.documents import value_at
 from orchestrator.recipes.fields import is_at_or_below
 from orchestrator.recipes.hugging_face.engine import MIXED_PRECISION, Engine
-from orchestrator.recipes.hugging_face.reading import attention, opened, read_trainer
+from orchestrator.recipes.hugging_face.reading import attention, opened, read_edit
 from orchestrator.recipes.hugging_face.settings import Dialect, TrainerArguments
 from orchestrator.recipes.overlays.edit import Edit
 from orchestrator.recipes.overlays.lay import contradictions, values_of
@@ -39,9 +39,9 @@ class Laying:
 
 def overlay_trainer(run: Run, request: OverlayRequest, dialect: Dialect) -> Overlay:
     """The Trainer's arguments with the candidate laid over them; files they point to are changed in copies."""
-    edit, arguments, engine, _ = opened(run, dialect)
-    arguments.write_out("deepspeed", "fsdp_config")
-    laying = Laying(edit, engine, request)
+    edit, _ = opened(run)
+    arguments = TrainerArguments(edit, dialect)
+    laying = Laying(edit, Engine(edit, arguments), request)
     _write_batch(laying, arguments)
     write_layout(laying, arguments.dialect.presets)
     _write_precision(laying, arguments)
@@ -51,13 +51,12 @@ def overlay_trainer(run: Run, request: OverlayRequest, dialect: Dialect) -> Over
     _write_seed(laying, arguments)
     for choice in request.candidate.own:
         arguments.drop(choice.name) if choice.value is None else arguments.put(choice.name, choice.value)
-    return finished(laying, run, lambda again: read_trainer(again, dialect))
+    return finished(laying, read_edit(edit, dialect, Path(run.cwd)))
 
 
-def finished(laying: Laying, run: Run, read: Callable[[Run], Reading]) -> Overlay:
+def finished(laying: Laying, said: Reading) -> Overlay:
     """The overlay, with an error for every field that it says otherwise, or cannot say, and that no note speaks of."""
     edit, request = laying.edit, laying.request
-    said = read(edit.run(run))
     policy = laying.candidate.recompute.full
     if said.num_layers is None and said.values.get("recompute.full") and policy:
         values = {**said.values, "recompute.full": policy}  # all of them, however many there are
@@ -107,13 +106,10 @@ def write_batch_of_deepspeed(engine: Engine, request: OverlayRequest) -> None:
         "train_batch_size": request.global_batch_size,
     }
     config = engine.config if engine.kind == "deepspeed" else None
-    wrong = {name: size for name, size in sizes.items() if _is_number(config, name) and value_at(config, name) != size}
+    said = {name: config.get(name) for name in sizes} if config is not None else {}
+    wrong = {name: sizes[name] for name, size in said.items() if isinstance(size, int | float) and size != sizes[name]}
     if wrong:
         engine.put_config(wrong)
-
-
-def _is_number(config: Any, name: str) -> bool:
-    return config is not None and isinstance(value_at(config, name), int | float)
 
 
 def write_layout(laying: Laying, presets: bool = False) -> None:
@@ -200,19 +196,22 @@ def write_precision_of_engine(laying: Laying) -> None:
         _refuse(laying, "precision.level", "FSDP itself computes in 16 bits (O2), without autocast")
     if precision.loss_scale is not None and not (engine.kind == "deepspeed" and precision.level == "O2"):
         _warn(laying, "precision.loss_scale", "torch's GradScaler is taken as it is")
-    if engine.kind == "deepspeed" and engine.preset is None and engine.config is not None:
+    if engine.kind == "deepspeed" and engine.preset is None:
         _write_deepspeed_precision(laying)
 
 
 def _write_deepspeed_precision(laying: Laying) -> None:
     precision, engine = laying.candidate.precision, laying.engine
+    config = engine.config
+    if config is None:
+        return
     changes: dict[str, Any] = {}
     short = _SHORT.get(precision.dtype) if precision.level == "O2" else None
     for name in ("bf16", "fp16"):
-        said = value_at(engine.config, f"{name}.enabled", None)
+        said = config.get(f"{name}.enabled")
         if said not in (None, "auto", name == short) or (said is None and name == short):
             changes[f"{name}.enabled"] = name == short
-    has_autocast = value_at(engine.config, "torch_autocast.enabled", default=False)
+    has_autocast = config.get("torch_autocast.enabled")
     if precision.level == "O1":
         changes |= {"torch_autocast.enabled": True, "torch_autocast.dtype": precision.dtype}
         changes["torch_autocast.lower_precision_safe_modules"] = []

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.recipes.documents import ABSENT, value_at
+from orchestrator.recipes.documents import ABSENT
 from orchestrator.recipes.gaps import TORCH_SCALER
 from orchestrator.recipes.hugging_face.accelerate_launch import environment, world_size
 from orchestrator.recipes.hugging_face.config_file import decoder_in
 from orchestrator.recipes.hugging_face.engine import MIXED_PRECISION, Engine
-from orchestrator.recipes.hugging_face.settings import Dialect, TrainerArguments
-from orchestrator.recipes.launchers import Launched, program_of, without_launcher
+from orchestrator.recipes.hugging_face.settings import Dialect, Section, TrainerArguments
+from orchestrator.recipes.launchers import program_of, without_launcher
 from orchestrator.recipes.overlays.edit import Edit
 from orchestrator.recipes.overlays.findings import Findings, without_pipeline
 from orchestrator.recipes.training import Reading, Run
+from trials.spec import LlamaModel
 
 _MODEL_FOLDERS = ("config_name", "model_name_or_path", "model", "model_id_or_path")
 """Arguments that name a model, or a folder with its ``config.json``."""
@@ -27,34 +29,41 @@ MODES = ("default", "reduce-overhead", "max-autotune")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
 
 
-def opened(run: Run, dialect: Dialect) -> tuple[Edit, TrainerArguments, Engine, Launched]:
-    """The command without its launcher, whose variables it has instead, ready to be read and changed."""
+def opened(run: Run) -> tuple[Edit, int | None]:
+    """The command without its launcher, whose variables it has instead; and how many ranks that would start."""
     edit = Edit.of_run(run)
     launched = without_launcher(edit.argv)
     edit.argv = launched.argv
+    world = launched.world_size
     if launched.launcher == "accelerate":
         edit.env |= environment(launched.options, edit)
-    arguments = TrainerArguments(edit, dialect)
-    return edit, arguments, Engine(edit, run.env, arguments), launched
+        world = world_size(launched, edit)
+    return edit, world or _whole(run.env.get("WORLD_SIZE"))
 
 
 def read_trainer(run: Run, dialect: Dialect) -> Reading:
     """The Trainer's arguments in our words, its defaults included."""
-    edit, arguments, engine, launched = opened(run, dialect)
-    found = Findings(notes=list(edit.notes))
-    world = world_size(launched, edit) or _whole(run.env.get("WORLD_SIZE"))
+    edit, world = opened(run)
+    return read_edit(edit, dialect, Path(run.cwd), world)
+
+
+def read_edit(edit: Edit, dialect: Dialect, cwd: Path, world: int | None = None) -> Reading:
+    """What a command in the making says by now, on ``world`` ranks where that is known."""
+    found, arguments = Findings(notes=list(edit.notes)), TrainerArguments(edit, dialect)
+    engine = Engine(edit, arguments)
     read_layout(engine, found, world)
     number = _read_batch(arguments, found)
-    _read_recompute(arguments, engine, found, layers := _decoder(run, arguments))
+    shape = _shape(cwd, arguments)
+    _read_recompute(arguments, engine, found, shape.num_layers if shape else 1)
     _read_precision(arguments, engine, found)
     _read_loader(arguments, found)
     _read_kernels(arguments, engine, found)
-    _read_rest(run, arguments, found)
+    _read_rest(cwd, arguments, found)
     micro, tp = found.values.get("micro_batch_size"), found.values.get("layout.tp", 1)
     return Reading(
         values=found.values,
-        shape=layers.shape if layers else None,
-        num_layers=layers.shape.num_layers if layers else None,
+        shape=shape,
+        num_layers=shape.num_layers if shape else None,
         seq_length=next((size for size in map(arguments.get, _LENGTHS) if isinstance(size, int) and size > 0), None),
         global_batch_size=world // tp * micro * number if world and micro and number else None,
         num_microbatches=number,
@@ -67,13 +76,20 @@ def _whole(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdigit() else None
 
 
-def _decoder(run: Run, arguments: TrainerArguments) -> Any:
+def _shape(cwd: Path, arguments: TrainerArguments) -> LlamaModel | None:
     """The decoder of the model's folder, if that is on this machine and of a known type."""
     for name in _MODEL_FOLDERS:
         given = arguments.get(name)
-        if isinstance(given, str) and given and (decoder := decoder_in(Path(run.cwd, given))) is not None:
-            return decoder
+        if isinstance(given, str) and given and (shape := _shape_in(cwd / given)) is not None:
+            return shape
     return None
+
+
+@functools.lru_cache(maxsize=32)
+def _shape_in(path: Path) -> LlamaModel | None:
+    """The decoder in a folder, which is read once: every candidate of a plan asks for it."""
+    decoder = decoder_in(path)
+    return None if decoder is None else decoder.shape
 
 
 # ---- layout, batch ----
@@ -102,7 +118,7 @@ def _tensor_parallel(engine: Engine, found: Findings) -> int | None:
             found.unread("layout", f"parallelism_config: {name.lower()}")
     given: Any = engine.variable("PARALLELISM_CONFIG_TP_SIZE") or 1
     if engine.kind == "deepspeed" and engine.config is not None:
-        given = value_at(engine.config, "tensor_parallel.autotp_size", given)
+        given = engine.config.get("tensor_parallel.autotp_size", given)
     return found.whole("layout.tp", "tensor parallelism", given, 1)
 
 
@@ -117,7 +133,7 @@ def _read_batch(arguments: TrainerArguments, found: Findings) -> int | None:
 # ---- recompute ----
 
 
-def _read_recompute(arguments: TrainerArguments, engine: Engine, found: Findings, decoder: Any) -> None:
+def _read_recompute(arguments: TrainerArguments, engine: Engine, found: Findings, num_layers: int) -> None:
     found.say({"recompute.selective": (), "recompute.communication": ()})
     name = arguments.dialect.recompute
     is_off = name.startswith("disable_")
@@ -126,7 +142,6 @@ def _read_recompute(arguments: TrainerArguments, engine: Engine, found: Findings
         on.append(arguments.is_on("activation_checkpointing"))
     if engine.kind == "fsdp":
         on.append(str(engine.fsdp("activation_checkpointing")).lower() in ("true", "1"))
-    num_layers = decoder.shape.num_layers if decoder else 1
     found.say({"recompute.full": ((num_layers,),) if any(on) else ()})
 
 
@@ -145,8 +160,8 @@ def read_precision(engine: Engine, found: Findings, short: str) -> None:
     config = engine.config if engine.kind == "deepspeed" else None
     level = "O1" if engine.kind == "ddp" else "O2"
     if config is not None:
-        if value_at(config, "torch_autocast.enabled", default=False) is True:
-            dtype = str(value_at(config, "torch_autocast.dtype", "bfloat16")).removeprefix("torch.")
+        if config.get("torch_autocast.enabled") is True:
+            dtype = str(config.get("torch_autocast.dtype", "bfloat16")).removeprefix("torch.")
             short, level = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype, dtype), "O1"
         else:
             short = _deepspeed_dtype(config, short)
@@ -160,22 +175,22 @@ def read_precision(engine: Engine, found: Findings, short: str) -> None:
         found.say(TORCH_SCALER)
 
 
-def _deepspeed_dtype(config: Mapping[str, Any], asked: str) -> str:
+def _deepspeed_dtype(config: Section, asked: str) -> str:
     """What DeepSpeed computes in: its own word, or the arguments' where it says ``auto`` or nothing."""
     for name in ("bf16", "fp16"):
-        said = value_at(config, f"{name}.enabled")
-        if said is True or (said in ("auto", ABSENT) and asked == name):
+        said = config.get(f"{name}.enabled")
+        if said is True or (said in ("auto", None) and asked == name):
             return name
     return "no"
 
 
-def _loss_scale(config: Mapping[str, Any]) -> dict[str, Any]:
+def _loss_scale(config: Section) -> dict[str, Any]:
     """DeepSpeed's loss scale, with its defaults; it doubles and halves, like torch."""
-    static = value_at(config, "fp16.loss_scale", 0)
+    static = config.get("fp16.loss_scale", 0)
     return TORCH_SCALER | {
-        "precision.loss_scale.initial": float(static or 2.0 ** value_at(config, "fp16.initial_scale_power", 16)),
-        "precision.loss_scale.growth_interval": value_at(config, "fp16.loss_scale_window", 1000),
-        "precision.loss_scale.backoff_interval": value_at(config, "fp16.hysteresis", 2),
+        "precision.loss_scale.initial": float(static or 2.0 ** config.get("fp16.initial_scale_power", 16)),
+        "precision.loss_scale.growth_interval": config.get("fp16.loss_scale_window", 1000),
+        "precision.loss_scale.backoff_interval": config.get("fp16.hysteresis", 2),
         "precision.loss_scale.dynamic": not static,
     }
 
@@ -228,9 +243,9 @@ def attention(arguments: TrainerArguments) -> tuple[str, Mapping[str, str]]:
     return arguments.dialect.attention or ("attn_implementation", ATTENTION)
 
 
-def _read_rest(run: Run, arguments: TrainerArguments, found: Findings) -> None:
+def _read_rest(cwd: Path, arguments: TrainerArguments, found: Findings) -> None:
     script = program_of(arguments.edit.argv).script
-    if script is not None and Path(run.cwd, script).with_suffix(".args").is_file():
+    if script is not None and (cwd / script).with_suffix(".args").is_file():
         found.unread(
             "workload", f"{Path(script).with_suffix('.args').name}, which transformers reads beside the script"
         )
@@ -239,5 +254,5 @@ def _read_rest(run: Run, arguments: TrainerArguments, found: Findings) -> None:
     for name in ("deepspeed", "fsdp_config"):
         given = arguments.given(name)
         is_path = isinstance(given, str) and given and "{" not in given and not arguments.dialect.presets
-        if is_path and arguments.mapping(name)[0] is None:
+        if is_path and arguments.section(name) is None:
             found.unread("layout.zero_stage", f"{name} {given}: there is no such file")

@@ -12,17 +12,57 @@ from orchestrator.recipes import documents
 from orchestrator.recipes.arguments import Argument, Words, as_truth, either_dash, read, remove, write
 from orchestrator.recipes.documents import ABSENT
 from orchestrator.recipes.launchers import program_of
-from orchestrator.recipes.overlays.edit import Edit
+from orchestrator.recipes.overlays.edit import Document, Edit
 from orchestrator.recipes.overlays.findings import Findings
 
 ARGS, DEEPSPEED, FSDP = "args", "deepspeed", "fsdp_config"
 """Placeholders of the file of arguments, and of the configuration files that arguments point to."""
 SWITCHES = frozenset(
-    ["activation_checkpointing", "auto_find_batch_size", "bf16", "bf16_full_eval", "dataloader_persistent_workers", "dataloader_pin_memory", "disable_gradient_checkpointing", "disable_tqdm", "do_eval", "do_predict", "eval_on_start", "fp16", "fp16_full_eval", "gradient_checkpointing", "load_best_model_at_end", "logging_first_step", "logging_nan_inf_filter", "plot_loss", "push_to_hub", "tf32", "torch_compile", "use_cpu", "no_cuda", "use_reentrant_gc", "add_version", "pure_bf16"]
+    [
+        "activation_checkpointing",
+        "auto_find_batch_size",
+        "bf16",
+        "bf16_full_eval",
+        "dataloader_persistent_workers",
+        "dataloader_pin_memory",
+        "disable_gradient_checkpointing",
+        "disable_tqdm",
+        "do_eval",
+        "do_predict",
+        "eval_on_start",
+        "fp16",
+        "fp16_full_eval",
+        "gradient_checkpointing",
+        "load_best_model_at_end",
+        "logging_first_step",
+        "logging_nan_inf_filter",
+        "plot_loss",
+        "push_to_hub",
+        "tf32",
+        "torch_compile",
+        "use_cpu",
+        "no_cuda",
+        "use_reentrant_gc",
+        "add_version",
+        "pure_bf16",
+    ]
 )
 """Arguments that are true or false."""
 COUNTS = frozenset(
-    ["per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_num_workers", "dataloader_prefetch_factor", "max_steps", "seed", "block_size", "max_seq_length", "model_max_length", "cutoff_len", "max_length", "deepspeed_autotp_size"]
+    [
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "dataloader_num_workers",
+        "dataloader_prefetch_factor",
+        "max_steps",
+        "seed",
+        "block_size",
+        "max_seq_length",
+        "model_max_length",
+        "cutoff_len",
+        "max_length",
+        "deepspeed_autotp_size",
+    ]
 )
 """Arguments that are whole numbers."""
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -61,45 +101,66 @@ TRAINER_DEFAULTS: Mapping[str, Any] = {
 """What ``TrainingArguments`` is where nothing is said, of transformers 4.40 to 5.23."""
 
 
+class Section:
+    """The part below a key of a configuration file; the whole of it below no key."""
+
+    def __init__(self, document: Document, key: str = "") -> None:
+        self._document = document
+        self._head = f"{key}." if key else ""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._document.get(self._head + key, default)
+
+    def has(self, key: str) -> bool:
+        return self._document.has(self._head + key)
+
+    def put(self, changes: Mapping[str, Any]) -> None:
+        self._document.put({self._head + key: value for key, value in changes.items()})
+
+
 class TrainerArguments:
     """Arguments of a command in the making, by name."""
 
     def __init__(self, edit: Edit, dialect: Dialect) -> None:
         self.edit = edit
         self.dialect = dialect
+        self._program = program_of(edit.argv)
+        placed = [_placeholder(word) for word in file_words(self._program.arguments)]
+        self.file = next((name for name in placed if name in edit.files), None)
+        """Placeholder of the file of arguments, if the command has one."""
+        self._document = Document(edit, self.file or "")
+        for name in (DEEPSPEED, FSDP):
+            self._place(name)
+
+    def _place(self, name: str) -> None:
+        """Give a configuration written in place of a path a file of its own; one that a file of arguments points to
+        is put in the path's place, because no copy of another file can be named there."""
+        given = self.given(name)
+        if not isinstance(given, str):
+            return
+        in_words = read(self.words, self._argument(name)) is not None
+        if in_words and given.lstrip().startswith("{") and _placeholder(given) == given:
+            self.edit.files[name], self.edit.names[name] = given, f"{name}.json"
+            self.put(name, f"{{{name}}}")
+        elif not in_words and name in self.edit.files and PurePath(given).name == self.edit.names.get(name):
+            self._document.put({name: documents.load(self.edit.files[name], given)})
 
     # ---- where they stand ----
 
     @property
     def words(self) -> Words:
-        return program_of(self.edit.argv).arguments
+        return self.edit.argv[len(self._program.head) :]
 
     @words.setter
     def words(self, words: Words) -> None:
-        self.edit.argv = (*program_of(self.edit.argv).head, *words)
-
-    @property
-    def file(self) -> str | None:
-        """Placeholder of the file of arguments, if the command has one."""
-        return next((name for name in map(_placeholder, file_words(self.words)) if name in self.edit.files), None)
-
-    @property
-    def content(self) -> Mapping[str, Any]:
-        name = self.file
-        found = {} if name is None else documents.load(self.edit.files[name], self.edit.names.get(name, name))
-        return found if isinstance(found, Mapping) else {}
-
-    @property
-    def is_file_alone(self) -> bool:
-        """Whether the program takes its arguments from the file only: no word may stand beside it."""
-        return self.file is not None and len(self.words) == 1 and self.dialect.overrides == "argument"
+        self.edit.argv = (*self._program.head, *words)
 
     # ---- reading ----
 
     def given(self, name: str) -> Any:
         """An argument as it is given, or :data:`ABSENT`."""
         said = read(self.words, self._argument(name))
-        return documents.value_at(self.content, name) if said is None else said
+        return self._document.get(name, ABSENT) if said is None else said
 
     def get(self, name: str, found: Findings | None = None, knob: str = "") -> Any:
         """An argument's value, its default where it is not given; None where it is neither, or not understood."""
@@ -114,87 +175,48 @@ class TrainerArguments:
     def is_on(self, name: str) -> bool:
         return self.get(name) is True
 
-    def mapping(self, name: str) -> tuple[Mapping[str, Any] | None, str | None]:
-        """What an argument says that is a mapping, or the path of a file with one; and that file's placeholder."""
+    def section(self, name: str) -> Section | None:
+        """The mapping that an argument gives, in the file of arguments or one of its own; None where there is none."""
         given = self.given(name)
         if isinstance(given, Mapping):
-            return given, None
-        if not isinstance(given, str):
-            return None, None
-        placed = _placeholder(given)
-        if placed not in self.edit.files and PurePath(given).name == self.edit.names.get(name):
-            placed = name
-        if placed in self.edit.files:
-            content = documents.load(self.edit.files[placed], self.edit.names.get(placed, placed))
-            return content if isinstance(content, Mapping) else None, placed
-        if given.lstrip().startswith("{"):
-            content = documents.load(given, f"{name}.json")
-            return content if isinstance(content, Mapping) else None, None
-        return None, None
+            return Section(self._document, name)
+        placed = _placeholder(given) if isinstance(given, str) else ""
+        return Section(Document(self.edit, placed)) if placed in self.edit.files else None
 
     # ---- writing ----
 
     def put(self, name: str, value: Any) -> None:
         """Give an argument a value where it is given now; a new one goes into the file, or behind the words."""
-        argument, words = self._argument(name), self.words
+        argument = self._argument(name)
         if self._is_in_file(name):
-            self._put_key(name, value)
+            self._document.put({name: value})
         elif isinstance(value, bool) and argument.takes == "switch":
-            self.words = write(words, argument, value)
+            self.words = write(self.words, argument, value)
         else:
             text = json.dumps(value) if isinstance(value, Mapping) else str(value)
-            self.words = write(words, argument, text.lower() if isinstance(value, bool) else text)
+            self.words = write(self.words, argument, text.lower() if isinstance(value, bool) else text)
 
-    def put_mapping(self, name: str, changes: Mapping[str, Any], placeholder: str) -> None:
-        """Change keys of a mapping that an argument gives; where it gives none, make one.
-
-        In a file of its own it is changed there, in a copy; in a file of arguments it is written out in its place.
-        """
-        content, placed = self.mapping(name)
-        if placed is not None and not self._is_in_file(name):
-            file = self.edit.names.get(placed, placed)
-            self.edit.files[placed] = documents.edited(self.edit.files[placed], file, changes)
+    def make_section(self, name: str, content: Mapping[str, Any], placeholder: str) -> None:
+        """Give an argument a mapping: in the file of arguments, or in a file of its own under ``placeholder``."""
+        if self._is_in_file(name):
+            self._document.put({name: dict(content)})
             return
-        text = documents.edited(json.dumps(dict(content or {})), f"{name}.json", changes)
-        if self.file is not None and self._is_in_file(name):
-            self._put_key(name, json.loads(text))
-        else:
-            self.edit.files[placeholder] = text
-            self.put(name, f"{{{placeholder}}}")
-
-    def write_out(self, *names: str) -> None:
-        """Put what a file of arguments only points to into its copy: no copy of another file can be named there."""
-        for name in names:
-            content, placed = self.mapping(name)
-            if content is not None and placed is not None and self._is_in_file(name):
-                self._put_key(name, dict(content))
-
-    def _is_in_file(self, name: str) -> bool:
-        """Whether the file of arguments says an argument, or is to say it."""
-        in_words = read(self.words, self._argument(name)) is not None
-        return self.file is not None and not in_words and self._goes_into_file(name)
+        file = f"{placeholder}.json"
+        self.edit.files[placeholder], self.edit.names[placeholder] = documents.dumped(dict(content), file), file
+        self.put(name, f"{{{placeholder}}}")
 
     def drop(self, *names: str) -> None:
         """Take arguments away."""
         self.words = remove(self.words, *(self._argument(name) for name in names))
-        gone = {name: ABSENT for name in names if documents.value_at(self.content, name) is not ABSENT}
-        if gone and self.file is not None:
-            self._edit_file(gone)
+        self._document.drop(*names)
 
-    def _goes_into_file(self, name: str) -> bool:
-        return (
-            self.is_file_alone
-            or self.dialect.overrides == "assignment"
-            or documents.value_at(self.content, name) is not ABSENT
-        )
-
-    def _put_key(self, name: str, value: Any) -> None:
-        self._edit_file({name: value})
-
-    def _edit_file(self, changes: Mapping[str, Any]) -> None:
-        file = self.file
-        assert file is not None
-        self.edit.files[file] = documents.edited(self.edit.files[file], self.edit.names.get(file, file), changes)
+    def _is_in_file(self, name: str) -> bool:
+        """Whether the file of arguments says an argument, or is to say it: a program that takes a file alone takes no
+        words beside it."""
+        if self.file is None or read(self.words, self._argument(name)) is not None:
+            return False
+        is_alone = len(self.words) == 1 or self.dialect.overrides == "assignment"
+        return is_alone or self._document.has(name)
 
     def _argument(self, name: str) -> Argument:
         if self.dialect.overrides == "assignment" and self.file is not None:

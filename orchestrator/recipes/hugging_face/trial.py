@@ -39,8 +39,9 @@ ENVIRONMENT: Mapping[str, str] = {
 
 def edit_of(overlay: Overlay) -> Edit:
     """The overlay ready to be changed; its files' formats are seen from their text."""
-    names = {name: _file_name(name, text) for name, text in overlay.files.items()}
-    return Edit.of_overlay(overlay, names)
+    edit = Edit.of_overlay(overlay)
+    edit.names = {name: _file_name(name, text) for name, text in overlay.files.items()}
+    return edit
 
 
 def _file_name(name: str, text: str) -> str:

@@ -1,7 +1,7 @@
 """ms-swift: ``swift sft`` with arguments, or a YAML or JSON in front of them that its launcher writes out as arguments.
 
-Names and defaults are those of ms-swift 4.6 (``swift/cli/main.py``, ``swift/arguments``, ``swift/trainers``). Activations
-are recomputed unless told otherwise, and accumulation makes up 16 samples where nothing is said.
+Names and defaults are those of ms-swift 4.6 (``swift/cli/main.py``, ``swift/arguments``, ``swift/trainers``).
+Activations are recomputed unless told otherwise, and accumulation makes up 16 samples where nothing is said.
 """
 
 from __future__ import annotations
@@ -53,11 +53,10 @@ def _plain(run: Run) -> Run:
     argv = without_launcher(run.argv).argv
     program, method = program_of(argv), _method(run.argv)
     words, env = program.arguments, dict(run.env)
+    head = program.head
     if program.name == "swift":
         head = (python_beside(program.head[-1]), "-m", f"swift.cli.{method}")
         words = words[1:]
-    else:
-        head = program.head
     name = words[0].strip("{}") if words else ""
     name = name if name in run.files else ARGS if words and words[0].endswith((".yaml", ".yml", ".json")) else name
     if name in run.files:

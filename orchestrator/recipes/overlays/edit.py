@@ -56,7 +56,8 @@ class Edit:
         self.notes.append(Note(knob=knob, message=message, severity="error"))
 
     def overlay(self) -> Overlay:
-        placed = [name for name in self.files if any(f"{{{name}}}" in word for word in self.argv)]
+        words = (*self.argv, *self.env.values())
+        placed = [name for name in self.files if any(f"{{{name}}}" in word for word in words)]
         texts = {name: functools.partial(self._text, name) for name in placed}
         return Overlay(argv=self.argv, env=self.env, files=Texts(texts), notes=tuple(self.notes))
 
