@@ -11,7 +11,8 @@ from orchestrator.recipes.fields import is_at_or_below
 from orchestrator.recipes.training import Overlay, OverlayRequest, Reading, Run
 from orchestrator.scripts.own import is_settled, with_own
 from orchestrator.scripts.placeholders import filled_run, names_in, placeholder_values
-from orchestrator.scripts.script import PATHS, Script, flat, values_of
+from orchestrator.scripts.script import PATHS, Script, flat, paths_of, values_of
+from orchestrator.space.knobs import KNOB_NAMES
 from orchestrator.space.knobs.canonical import build_candidate
 from orchestrator.space.rules import Rule
 from trials.spec import Candidate
@@ -25,11 +26,18 @@ def request_of(script: Script, candidate: Candidate) -> OverlayRequest:
         candidate=dataclasses.replace(candidate, own=left),
         reading=script.reading,
         named=frozenset() if is_unchanged else script.named,
+        told=told_paths(script.run),
         world_size=candidate.layout.world_size,
         global_batch_size=batch,
         num_microbatches=max(1, candidate.num_microbatches(batch)),
         seed=script.seed,
     )
+
+
+def told_paths(run: Run) -> frozenset[str]:
+    """Paths of the fields that a command has placeholders for."""
+    names = names_in((*run.argv, *run.env.values(), *run.files.values()))
+    return frozenset(path for name in names if name in KNOB_NAMES for path in paths_of(name))
 
 
 def render(script: Script, candidate: Candidate, *, last_step: int | None = None) -> Overlay:

@@ -218,12 +218,12 @@ def _write_deepspeed_precision(laying: Laying) -> None:
     elif has_autocast:
         changes["torch_autocast.enabled"] = False
     if precision.loss_scale is not None and short == "fp16":
-        changes |= _scale(precision.loss_scale)
+        changes |= scale_of_deepspeed(precision.loss_scale)
     if changes:
         engine.put_config(changes)
 
 
-def _scale(scale: LossScale) -> dict[str, Any]:
+def scale_of_deepspeed(scale: LossScale) -> dict[str, Any]:
     """The loss scale in DeepSpeed's words, which doubles and halves it."""
     return {
         "fp16.loss_scale": 0 if scale.dynamic else scale.initial,

@@ -14,7 +14,7 @@ from orchestrator.recipes.hugging_face.config_file import decoder_in
 from orchestrator.recipes.hugging_face.engine import MIXED_PRECISION, Engine
 from orchestrator.recipes.hugging_face.settings import Dialect, Section, TrainerArguments
 from orchestrator.recipes.launchers import program_of, without_launcher
-from orchestrator.recipes.overlays.edit import Edit
+from orchestrator.recipes.overlays.edit import Document, Edit
 from orchestrator.recipes.overlays.findings import Findings, without_pipeline
 from orchestrator.recipes.training import Reading, Run
 from trials.spec import LlamaModel
@@ -170,7 +170,7 @@ def read_precision(engine: Engine, found: Findings, short: str) -> None:
         return
     found.say({"precision.level": "O0" if short == "no" else level, "precision.dtype": _DTYPES[short]})
     if short == "fp16" and config is not None and level == "O2":
-        found.say(_loss_scale(config))
+        found.say(loss_scale_of_deepspeed(config))
     elif short == "fp16":
         found.say(TORCH_SCALER)
 
@@ -184,7 +184,7 @@ def _deepspeed_dtype(config: Section, asked: str) -> str:
     return "no"
 
 
-def _loss_scale(config: Section) -> dict[str, Any]:
+def loss_scale_of_deepspeed(config: Section | Document) -> dict[str, Any]:
     """DeepSpeed's loss scale, with its defaults; it doubles and halves, like torch."""
     static = config.get("fp16.loss_scale", 0)
     return TORCH_SCALER | {

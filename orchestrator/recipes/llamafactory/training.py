@@ -82,6 +82,7 @@ TRAINING = Training(
     title="LLaMA-Factory",
     package="llamafactory",
     releases=">=0.9.3,<0.10",
+    takes_launchers=True,
     log=LogFormat(name="llamafactory", files=("{out}/trainer_log.jsonl",)),
     recognises=_recognises,
     find_files=_find_files,

@@ -127,6 +127,7 @@ TRAINING = Training(
     title="ms-swift",
     package="ms-swift",
     releases=">=4.0,<5",
+    takes_launchers=True,
     log=LogFormat(name="ms_swift", files=("{out}/logging.jsonl",)),
     recognises=_recognises,
     find_files=_find_files,
