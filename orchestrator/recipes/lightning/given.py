@@ -49,9 +49,11 @@ class Given:
 
     def __init__(self, edit: Edit) -> None:
         self._edit = edit
-        for name in edit.files:
-            edit.names.setdefault(name, f"{name}.yaml")
-        self._files = [Document(edit, name) for name in edit.files]
+        placed = [word.rpartition("=")[2][1:-1] for word in _configs(edit.argv)]
+        names = [name for name in placed if name in edit.files]
+        for name in names:
+            edit.names[name] = f"{name}.yaml"
+        self._files = [Document(edit, name) for name in names]
 
     def get(self, name: str, default: Any = NOTHING) -> Any:
         """The value that counts; ``default`` where the command does not say it."""

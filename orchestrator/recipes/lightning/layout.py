@@ -21,12 +21,13 @@ _FORMATS = {
     "16-mixed": ("O1", "float16"),
 }
 _NAMES = {("O0", "float32"): "32-true", ("O1", "bfloat16"): "bf16-mixed", ("O1", "float16"): "16-mixed"}
+_NO_FSDP = "Lightning's strategy fsdp refuses CPUs"
 _NO_CLI = "the program does not take LightningCLI's arguments: put the knobs' placeholders into run"
 
 
 def read(run: Run) -> Reading:
     """A command in our words, the Trainer's defaults included; of other programs than LightningCLI's nothing."""
-    return read_edit(Edit.of_run(run, copies_files=False))
+    return read_edit(Edit.of_run(run))
 
 
 def read_edit(edit: Edit) -> Reading:
@@ -55,7 +56,7 @@ def _read_strategy(given: Given, found: Findings) -> None:
     elif isinstance(strategy, str) and strategy in _STAGES:
         found.say({"layout.zero_stage": _STAGES[strategy], "layout.dp_replicate": 1})
         if strategy == "fsdp" and given.get("trainer.accelerator", "auto") == "cpu":
-            found.refuse("layout.zero_stage", "Lightning's strategy fsdp refuses the accelerator cpu")
+            found.refuse("layout.zero_stage", _NO_FSDP)
     else:
         found.unread("layout.zero_stage", f"trainer.strategy {strategy}")
 
@@ -95,6 +96,8 @@ def _write_strategy(edit: Edit, request: OverlayRequest) -> None:
         given.put("trainer.strategy", "ddp")
     else:
         given.put("trainer.strategy", "fsdp" if layout.zero_stage == 3 else f"deepspeed_stage_{layout.zero_stage}")
+    if layout.zero_stage == 3 and request.device == "cpu":
+        edit.refuse("layout.zero_stage", _NO_FSDP)
     if layout.zero_stage and layout.dp_replicate > 1:
         edit.refuse("layout.dp_replicate", "strategies that shard do so over all ranks")
 
@@ -165,5 +168,4 @@ LAYING = Laying(
     batch=_write_batch,
     seed=_write_seed,
     check=_check,
-    copies_files=False,
 )

@@ -1,4 +1,4 @@
-"""Lightning as people run it: LightningCLI's ``main.py fit --config FILE --trainer.key value``, and other scripts, whose
+"""Lightning as people run it: ``main.py fit --config FILE --trainer.key value``, and other scripts, whose
 arguments only placeholders can fill.
 
 Names and defaults are those of 2.6.6. The reporting hook is a callback, which measures and stops either kind.
@@ -75,7 +75,7 @@ TRAINING = Training(
     title="Lightning",
     package="pytorch-lightning",
     releases=">=2.2,<3",
-    log=LogFormat(name="none"),
+    log=LogFormat(name="lightning"),
     recognises=recognises,
     find_files=find_files,
     read=read,

@@ -79,7 +79,7 @@ def _again(first: Reading, now: Reading) -> Reading:
 def contradictions(request: OverlayRequest, said: Reading, filled: frozenset[str] = frozenset()) -> list[Note]:
     """An error for every field of the candidate that a command says otherwise, or not at all although the sweep names
     it; knobs whose placeholders are ``filled`` in are said."""
-    asked = values_of(request.candidate)
+    asked = values_of(_canonical(request.candidate))
     canonical = values_of(_canonical(candidate_of({**asked, **_of_candidate(said.values)})))
     wrong = {
         path: (asked.get(path, ABSENT), canonical.get(path, ABSENT))

@@ -15,6 +15,8 @@ from typing import Any
 
 UNKNOWN = "unknown"
 """A value that is computed, or set where it cannot be told whether."""
+ELSEWHERE = "*"
+"""Name in settings that start from a function of another file: what they do not set is unknown, not the default."""
 MODEL = "model_spec"
 ACTIVATION_CHECKPOINT = "activation_checkpoint"
 _POLICIES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory-budget"}
@@ -64,6 +66,11 @@ def _returned(functions: Mapping[str, ast.FunctionDef], name: str, above: tuple[
                 variables[variable] = _value(value, functions, variables, (*above, name))
             case ast.Assign(targets=[ast.Attribute() as target], value=value):
                 _assign(variables, ast.unparse(target), _value(value, functions, variables, (*above, name)))
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=parts)) if all(
+                isinstance(target, ast.Attribute) for target in targets
+            ):
+                for target, part in zip(targets, parts, strict=False):
+                    _assign(variables, ast.unparse(target), _value(part, functions, variables, (*above, name)))
             case ast.Return(value=value) if value is not None:
                 found = _value(value, functions, variables, (*above, name))
                 return found if isinstance(found, dict) else None
@@ -88,6 +95,8 @@ def _value(
     called = ast.unparse(node.func)
     if called in functions and not node.args and not node.keywords:
         return _returned(functions, called, above) or UNKNOWN
+    if isinstance(node.func, ast.Name) and not node.args and not node.keywords:
+        return {ELSEWHERE: UNKNOWN}
     if called == "model_registry":
         return ast.literal_eval(node.args[0]) if node.args and isinstance(node.args[0], ast.Constant) else UNKNOWN
     owner = called.removesuffix(".Config")

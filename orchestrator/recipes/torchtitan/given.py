@@ -10,7 +10,14 @@ from orchestrator.recipes import arguments
 from orchestrator.recipes.arguments import Argument, Words, either_dash
 from orchestrator.recipes.overlays.edit import Edit
 from orchestrator.recipes.overlays.findings import Findings
-from orchestrator.recipes.torchtitan.config_text import ACTIVATION_CHECKPOINT, MODEL, UNKNOWN, find, settings_of
+from orchestrator.recipes.torchtitan.config_text import (
+    ACTIVATION_CHECKPOINT,
+    ELSEWHERE,
+    MODEL,
+    UNKNOWN,
+    find,
+    settings_of,
+)
 
 MODULE, FUNCTION = Argument(name="--module"), Argument(name="--config")
 OLD = either_dash("--job.config_file", aliases=("--job.config-file",))
@@ -101,7 +108,7 @@ class Given:
             return said
         if self.config is None:
             return UNKNOWN
-        return self.config.get(name, DEFAULTS[name])
+        return self.config.get(name, UNKNOWN if ELSEWHERE in self.config else DEFAULTS[name])
 
     def whole(self, found: Findings, knob: str, name: str) -> int | None:
         """A whole number; None where it is not known."""
