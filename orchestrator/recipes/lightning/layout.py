@@ -137,7 +137,7 @@ def _write_data(edit: Edit, request: OverlayRequest) -> None:
 def _write_batch(edit: Edit, request: OverlayRequest) -> None:
     if is_cli(edit.argv):
         Given(edit).put("trainer.accumulate_grad_batches", request.num_microbatches)
-    elif request.num_microbatches > 1 and not any("{accumulation}" in word for word in edit.argv):
+    elif request.num_microbatches > 1 and "micro_batch_size" not in request.told:
         edit.refuse("micro_batch_size", f"{request.num_microbatches} accumulation steps: put {{accumulation}} into run")
 
 
