@@ -13,7 +13,7 @@ from typing import Any
 from orchestrator.draft.commandline import TypedCommand
 from orchestrator.draft.machine import DraftedMachine
 from orchestrator.draft.program import ReadProgram, read_program
-from orchestrator.draft.source import ScriptSource, find_script, read_source
+from orchestrator.draft.source import ScriptSource, find_script, read_source, with_settings
 from orchestrator.draft.sweep_text import comment, quoted, safe_name, sweep_text, value_text, words_text
 from orchestrator.errors import ConfigError
 from orchestrator.recipes.training import Reading, Run, Training
@@ -93,8 +93,8 @@ class ScriptDraft:
         }
 
 
-def read_command(command: TypedCommand, cwd: Path, *, recipe: str | None, is_gpu: bool) -> DraftedScript:
-    """What the command, its files and its script's source tell.
+def read_command(command: TypedCommand, cwd: Path, *, recipe: str | None, is_gpu: bool, ranks: int) -> DraftedScript:
+    """What the command, its files and its script's source tell, for as many ranks.
 
     Raises:
         ConfigError: there is no such recipe.
@@ -105,12 +105,12 @@ def read_command(command: TypedCommand, cwd: Path, *, recipe: str | None, is_gpu
     texts = {name: Path(path).read_text(encoding="utf-8") for name, path in paths.items()}
     run = Run(argv=run.argv, cwd=run.cwd, env=run.env, files=texts, paths=paths)
     path = find_script(command.argv, cwd)
-    source = read_source(path) if path is not None else None
+    source = with_settings(read_source(path), command.argv, cwd) if path is not None else None
     return DraftedScript(
         command=command,
         framework=known,
         reading=known.read(run),
-        program=read_program(command.argv, source, is_gpu=is_gpu, cores=os.cpu_count() or 1),
+        program=read_program(command.argv, source, is_gpu=is_gpu, cores=os.cpu_count() or 1, ranks=ranks),
         source=source,
         run=run,
     )
