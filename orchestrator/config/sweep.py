@@ -154,7 +154,10 @@ class SweepSpec(Section):
         refuse_for_scripts(self)
         num_devices = self.cluster.devices_per_node
         num_devices = None if num_devices is None else num_devices * self.cluster.nodes[0]
-        self._scripted = resolve_script(self.workload, self.space, self.baseline, num_devices=num_devices)
+        device = None if self.cluster.device == "auto" else self.cluster.device
+        self._scripted = resolve_script(
+            self.workload, self.space, self.baseline, num_devices=num_devices, device=device
+        )
         return self
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from orchestrator.recipes.arguments import as_truth, either_dash, read, remove, write
 from orchestrator.recipes.documents import ABSENT, edited, load, value_at
@@ -100,6 +101,6 @@ def _with_placeholder(word: str, run: Run, names: list[str]) -> str:
     """The word with the placeholder of a file in the place of its path."""
     head, equals, path = word.rpartition("=")
     for name in names:
-        if name in run.paths and os.path.normpath(os.path.join(run.cwd, path)) == run.paths[name]:
+        if name in run.paths and os.path.normpath(Path(run.cwd) / path) == run.paths[name]:
             return f"{head}{equals}{{{name}}}"
     return word

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import tempfile
@@ -18,6 +19,7 @@ from trials.spec import (
     HuggingFaceModel,
     Kernels,
     Layout,
+    LlamaModel,
     LossScale,
     ModuleFacts,
     Precision,
