@@ -38,7 +38,7 @@ def test_ranks_meet_and_what_they_do_not_tell_is_the_systems_word_or_unknown(tmp
     assert (found.world_size, len(found.step_times_s), found.step_time_resolution_s) == (2, scripts.NUM_STEPS, 0.001)
     assert found.losses[-1] == pytest.approx(2.6) and found.grad_norms == () and found.mfu is None
     assert 2 << 20 < found.peak_bytes < 1 << 30, "a Python without torch"
-    assert found.findings.script.source_of("rss_bytes").source == "system"
+    assert found.findings.script.source_of("allocated_bytes").source == "system"
     assert not (Path(end.log_dir) / "script").exists()
     assert not cache.exists(), "caches go with the lease"
 
