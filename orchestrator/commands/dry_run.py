@@ -99,6 +99,9 @@ def dry_run(
         ConfigError: for the file, a trial nobody knows or that breaks a rule, or a size without its unit.
     """
     spec = load_sweep(file)
+    if spec.script is not None:
+        message = "nobody can simulate a training program of your own"
+        raise spec.error(("workload",), message, "`tune-cluster check FILE` runs it for some steps.")
     choices = TrialChoices(spec, home)
     topology = choices.topology
     chosen = [(name, choices.find(name)) for name in trials or (() if num_legal else (BASELINE,))]
