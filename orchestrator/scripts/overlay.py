@@ -25,6 +25,7 @@ def request_of(script: Script, candidate: Candidate, device: str | None = None) 
         candidate=dataclasses.replace(candidate, own=left),
         reading=script.reading,
         named=frozenset() if is_unchanged else script.named,
+        told=script.told,
         world_size=candidate.layout.world_size,
         global_batch_size=batch,
         num_microbatches=max(1, candidate.num_microbatches(batch)),

@@ -153,7 +153,9 @@ class ScriptSection(Section):
         """Read what the command consists of; what was read when the sweep was created counts instead."""
         context = info.context or {}
         known = context.get("read")
-        check_command(self.run, self.to_training().launcher if self.launcher is None else self.launcher)
+        training = self.to_training()
+        if not training.takes_launchers:
+            check_command(self.run, training.launcher if self.launcher is None else self.launcher)
         if known is not None:
             files = {name: (str(one["path"]), str(one["text"])) for name, one in known.items()}
         else:

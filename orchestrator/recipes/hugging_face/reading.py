@@ -14,7 +14,7 @@ from orchestrator.recipes.hugging_face.config_file import decoder_in
 from orchestrator.recipes.hugging_face.engine import MIXED_PRECISION, Engine
 from orchestrator.recipes.hugging_face.settings import Dialect, Section, TrainerArguments
 from orchestrator.recipes.launchers import program_of, without_launcher
-from orchestrator.recipes.overlays.edit import Edit
+from orchestrator.recipes.overlays.edit import Document, Edit
 from orchestrator.recipes.overlays.findings import Findings, without_pipeline
 from orchestrator.recipes.training import Reading, Run
 from trials.spec import LlamaModel
@@ -150,7 +150,11 @@ def _read_recompute(arguments: TrainerArguments, engine: Engine, found: Findings
 
 def _read_precision(arguments: TrainerArguments, engine: Engine, found: Findings) -> None:
     found.say({"precision.white": (), "precision.black": ()})
-    short = next((name for name in ("fp16", "bf16") if arguments.is_on(name)), None)
+    given = {name: arguments.get(name, found, "precision.dtype") for name in ("fp16", "bf16")}
+    if set(given.values()) == {None}:
+        found.warn("precision", "neither bf16 nor fp16 is said: the number format is the model's own")
+        return
+    short = next((name for name, is_on in given.items() if is_on), None)
     short = short or engine.variable(MIXED_PRECISION) or "no"
     read_precision(engine, found, short)
 
@@ -170,7 +174,7 @@ def read_precision(engine: Engine, found: Findings, short: str) -> None:
         return
     found.say({"precision.level": "O0" if short == "no" else level, "precision.dtype": _DTYPES[short]})
     if short == "fp16" and config is not None and level == "O2":
-        found.say(_loss_scale(config))
+        found.say(loss_scale_of_deepspeed(config))
     elif short == "fp16":
         found.say(TORCH_SCALER)
 
@@ -184,7 +188,7 @@ def _deepspeed_dtype(config: Section, asked: str) -> str:
     return "no"
 
 
-def _loss_scale(config: Section) -> dict[str, Any]:
+def loss_scale_of_deepspeed(config: Section | Document) -> dict[str, Any]:
     """DeepSpeed's loss scale, with its defaults; it doubles and halves, like torch."""
     static = config.get("fp16.loss_scale", 0)
     return TORCH_SCALER | {

@@ -85,6 +85,7 @@ def contradictions(request: OverlayRequest, said: Reading, filled: frozenset[str
         path: (asked.get(path, ABSENT), canonical.get(path, ABSENT))
         for path in sorted({*asked, *canonical})
         if _is_said(path, said.values) and asked.get(path, ABSENT) != canonical.get(path, ABSENT)
+        if path not in request.told
     }
     notes = [_error(path, f"asked for {a}, but the command says {b}") for path, (a, b) in wrong.items()]
     notes += [
@@ -93,8 +94,12 @@ def contradictions(request: OverlayRequest, said: Reading, filled: frozenset[str
         if not _is_said(path, said.values)
         and any(_touch(path, name) for name in request.named)
         and value != defaults().get(path)
+<<<<<<< HEAD
         and path not in _LEFT_OVER
         and not filled.intersection(path.split("."))
+=======
+        and path not in (*_LEFT_OVER, *request.told)
+>>>>>>> w-recipes1
     ]
     return notes + _batch(request, said)
 
