@@ -94,12 +94,8 @@ def contradictions(request: OverlayRequest, said: Reading, filled: frozenset[str
         if not _is_said(path, said.values)
         and any(_touch(path, name) for name in request.named)
         and value != defaults().get(path)
-<<<<<<< HEAD
-        and path not in _LEFT_OVER
-        and not filled.intersection(path.split("."))
-=======
         and path not in (*_LEFT_OVER, *request.told)
->>>>>>> w-recipes1
+        and not filled.intersection(path.split("."))
     ]
     return notes + _batch(request, said)
 
