@@ -92,7 +92,7 @@ def _with_argument(argv: tuple[str, ...], name: str, value: OwnScalar) -> tuple[
 
 
 def _with_changes(run: Run, changes: Mapping[str, Mapping[str, OwnScalar]]) -> Run:
-    """The command with changed copies of files, which its words name by placeholders; other files stay where they are."""
+    """The command with changed copies of files, which its words name by placeholders; other files stay in place."""
     texts = dict(run.files)
     for file, values in changes.items():
         texts[file] = edited(texts[file], run.paths.get(file, file), values)

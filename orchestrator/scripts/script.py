@@ -59,6 +59,12 @@ class Script:
         return self.workload.model
 
     @functools.cached_property
+    def judged(self) -> dict[tuple[Candidate, str | None], str | None]:
+        """Why candidates cannot run on a kind of device, None where they can, as far as somebody asked: every plan
+        asks for all of them."""
+        return {}
+
+    @functools.cached_property
     def placeholders(self) -> frozenset[str]:
         """Names of all placeholders that the command has, its environment and its files among it."""
         return frozenset(names_in((*self.run.argv, *self.run.env.values(), *self.run.files.values())))
@@ -67,6 +73,11 @@ class Script:
     def told(self) -> frozenset[str]:
         """Paths of the fields that the command has placeholders for."""
         return frozenset(path for name in self.placeholders if name in KNOB_NAMES for path in paths_of(name))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was not understood of the command, for people."""
+        return tuple(f"{note.knob}: {note.message}" if note.knob else note.message for note in self.reading.notes)
 
     @property
     def rule_id(self) -> str:
