@@ -90,7 +90,7 @@ def _read_data(given: Given, found: Findings) -> None:
 def _write_strategy(edit: Edit, request: OverlayRequest) -> None:
     """Write the strategy; with a single rank it means nothing and stays as it is."""
     given, layout = Given(edit), request.candidate.layout
-    if layout.dp == 1:
+    if layout.dp == 1 or not is_cli(edit.argv):
         return
     if layout.zero_stage == 0:
         given.put("trainer.strategy", "ddp")
@@ -103,6 +103,8 @@ def _write_strategy(edit: Edit, request: OverlayRequest) -> None:
 
 
 def _write_precision(edit: Edit, request: OverlayRequest) -> None:
+    if not is_cli(edit.argv):
+        return
     precision = request.candidate.precision
     name = _NAMES.get((precision.level, precision.dtype))
     if name is None:
@@ -120,6 +122,8 @@ def _torch_scale() -> dict[str, Any]:
 
 
 def _write_data(edit: Edit, request: OverlayRequest) -> None:
+    if not is_cli(edit.argv):
+        return
     given, candidate = Given(edit), request.candidate
     pairs = (
         ("micro_batch_size", "batch_size", candidate.micro_batch_size),
@@ -133,8 +137,6 @@ def _write_data(edit: Edit, request: OverlayRequest) -> None:
 def _write_batch(edit: Edit, request: OverlayRequest) -> None:
     if is_cli(edit.argv):
         Given(edit).put("trainer.accumulate_grad_batches", request.num_microbatches)
-    elif request.num_microbatches > 1 and not any("{accumulation}" in word for word in edit.argv):
-        edit.refuse("micro_batch_size", f"{request.num_microbatches} accumulation steps: put {{accumulation}} into run")
 
 
 def _write_seed(edit: Edit, seed: int) -> None:
