@@ -34,7 +34,7 @@ SCRATCH = "script"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Word:
+class PeerWord:
     """What a rank lets the others of its node know."""
 
     state: Literal["training", "measured", "silent", "gone"]
@@ -93,25 +93,25 @@ class Places:
             text = text.replace(placeholder, value)
         return text
 
-    def tell(self, word: Word) -> None:
+    def tell(self, word: PeerWord) -> None:
         """Leave word for the other ranks of this node."""
         if self._rank.local_slots > 1:
             with contextlib.suppress(OSError):
                 write_atomically(self._ranks / str(self._rank.rank), [canonical_json(word).encode()])
 
-    def told(self) -> list[Word]:
+    def told(self) -> list[PeerWord]:
         """The last words of the ranks of this node, as far as they have left any."""
-        found: list[Word] = []
+        found: list[PeerWord] = []
         with contextlib.suppress(OSError):
             for path in self._ranks.iterdir():
                 if not path.name.startswith("."):
                     with contextlib.suppress(OSError, ValueError):
-                        found.append(from_json(Word, json.loads(path.read_bytes())))
+                        found.append(from_json(PeerWord, json.loads(path.read_bytes())))
         return found
 
     def leave(self) -> None:
         """Delete the scratch folder, if this is the last rank of the node to leave it."""
-        self.tell(Word(state="gone"))
+        self.tell(PeerWord(state="gone"))
         if self._rank.local_slots == 1 or all_gone(self.told(), self._rank.local_slots):
             shutil.rmtree(self.scratch, ignore_errors=True)
             if self._attempt is not None:
@@ -119,7 +119,7 @@ class Places:
                     self._attempt.rmdir()
 
 
-def all_gone(words: Sequence[Word], num_ranks: int) -> bool:
+def all_gone(words: Sequence[PeerWord], num_ranks: int) -> bool:
     """Whether all ranks of the node have said that they are gone."""
     return sum(word.state == "gone" for word in words) >= num_ranks
 

@@ -14,12 +14,12 @@ from trials.script.child import Child
 from trials.script.command import OUT, ScriptCommand
 from trials.script.environment import ScriptRank
 from trials.script.failures import NEEDLES, NoMetricsError, OutputWatch, TooFewStepsError, failure, how_it_ended
-from trials.script.judge import Judge, StepTimes
-from trials.script.lines import LineSplitter, RankLog
+from trials.script.judge import Judge, MeasuredSteps
+from trials.script.lines import BoundedLog, LineSplitter
 from trials.script.logs import make_parser
 from trials.script.logs.base import LogParser
 from trials.script.logs.tails import FolderTails
-from trials.script.places import Places, Word
+from trials.script.places import PeerWord, Places
 
 LOOK_S = 0.1
 """How often files are looked at."""
@@ -37,7 +37,7 @@ PEER_WAIT_S = 5.0
 PEER_WAIT_AFTER_FAILURE_S = 0.5
 
 
-class Watch:
+class ProgramWatch:
     """One rank's program, from its start to the end of its measured steps."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Watch:
         self.book = StepBook(command)
         self.judge = Judge(command, self.book)
         self._errors = OutputWatch()
-        self._log = RankLog(1, is_own=places.has_own_log)
+        self._log = BoundedLog(1, is_own=places.has_own_log)
         self._parser = make_parser(command.log)
         needles = None if self._parser.needles is None else (*self._parser.needles, *NEEDLES)
         self._lines = LineSplitter(needles)
@@ -65,11 +65,11 @@ class Watch:
         self._told_steps = -1
         self._told_at_s = time.monotonic()
         self._heard_bytes = 0
-        self._told_word: Word | None = None
+        self._told_word: PeerWord | None = None
         self._has_measured = False
 
-    def follow(self) -> StepTimes | None:
-        """Watch until the measured steps are there, and peers have had theirs; None where another rank of this node
+    def follow(self) -> MeasuredSteps | None:
+        """Follow it until the measured steps are there, and peers have had theirs; None where another rank of this node
         speaks for this one.
 
         Raises:
@@ -137,7 +137,7 @@ class Watch:
         for path in (*self._reports.full, *self._files.full):
             self.book.note(f"{Path(path).name} is not read to its end: it is too long")
 
-    def _measured(self) -> StepTimes | None:
+    def _measured(self) -> MeasuredSteps | None:
         """Times of the measured steps, once they are there and nothing speaks against them."""
         if self.judge.num_steps < max(1, self._command.num_warmup_steps):
             return None
@@ -162,7 +162,7 @@ class Watch:
         phase: Phase = "measuring" if is_warm else "warmup"
         step = self._told_steps - (command.num_warmup_steps if is_warm else 0)
         time_s = self.judge.last_step_time_s()
-        self._places.tell(Word(state="training", phase=phase, step=step, step_time_s=time_s))
+        self._places.tell(PeerWord(state="training", phase=phase, step=step, step_time_s=time_s))
         self._progress(phase, step=step, step_time_s=time_s)
 
     def _tell_of_peers(self) -> None:
@@ -175,7 +175,7 @@ class Watch:
             self._told_word = furthest
             self._progress(furthest.phase, step=furthest.step, step_time_s=furthest.step_time_s)
 
-    def _let_peers_finish(self, times: StepTimes) -> None:
+    def _let_peers_finish(self, times: MeasuredSteps) -> None:
         """Go on until all ranks of the node are done and others have had the time, or the program has ended."""
         grace_s = min(MAX_GRACE_S, GRACE_S + 2 * times.seconds[-1])
         end_s = time.monotonic() + grace_s
@@ -197,10 +197,10 @@ class Watch:
                 return False
             self.book.note("this rank told of fewer steps than another one of its node, which speaks for it")
         self._tell_of_peers()
-        self._places.tell(Word(state="silent"))
+        self._places.tell(PeerWord(state="silent"))
         return True
 
-    def _after_end(self) -> StepTimes | None:
+    def _after_end(self) -> MeasuredSteps | None:
         """The times that came with the program's last words, or the reason why there are none."""
         self._finish_reading()
         if (times := self._measured()) is not None:
@@ -211,13 +211,13 @@ class Watch:
         end_s = time.monotonic() + (PEER_WAIT_S if is_good else PEER_WAIT_AFTER_FAILURE_S)
         while self._rank.local_slots > 1 and time.monotonic() < end_s:
             if self._is_measured_by_peer():
-                self._places.tell(Word(state="silent"))
+                self._places.tell(PeerWord(state="silent"))
                 return None
             if self._num_done() >= self._rank.local_slots - 1:
                 break
             time.sleep(LOOK_S)
         if is_good and self._rank.num_slots > self._rank.local_slots and not self.book.series:
-            self._places.tell(Word(state="silent"))
+            self._places.tell(PeerWord(state="silent"))
             return None
         raise cause
 
@@ -225,7 +225,7 @@ class Watch:
         """Tell everybody that this rank has its steps; the last thing that they hear of it."""
         self._tell()
         self._has_measured = True
-        self._places.tell(Word(state="measured", phase="measuring", step=self._command.protocol.num_steps))
+        self._places.tell(PeerWord(state="measured", phase="measuring", step=self._command.protocol.num_steps))
 
     def _is_measured_by_peer(self) -> bool:
         return any(word.state == "measured" for word in self._places.told())
