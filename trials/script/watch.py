@@ -23,6 +23,8 @@ from trials.script.places import PeerWord, Places
 
 LOOK_S = 0.1
 """How often files are looked at."""
+PEERS_S = 0.2
+"""How often it is looked what the ranks of the node have told."""
 LIFE_S = 5.0
 """How often a program that prints but ends no step is told to be alive."""
 READ_BYTES = 1 << 18
@@ -67,6 +69,8 @@ class ProgramWatch:
         self._heard_bytes = 0
         self._told_word: PeerWord | None = None
         self._has_measured = False
+        self._peers: list[PeerWord] = []
+        self._asked_at_s = 0.0
 
     def follow(self) -> MeasuredSteps | None:
         """Follow it until the measured steps are there, and peers have had theirs; None where another rank of this node
@@ -76,12 +80,14 @@ class ProgramWatch:
             NotApplied, TrainingDiverged, NodeFault: see :mod:`trials.failure`.
             Exception: whatever ended the program before its steps were measured, by its own type.
         """
-        while (times := self._measured()) is None:
+        times = None
+        while times is None:
             if self._child.exit_code is not None:
                 return self._after_end()
-            if self._is_spoken_for():
-                return None
-            self._wait(LOOK_S)
+            if self._wait(LOOK_S):
+                times = self._measured()
+                if times is None and self._is_spoken_for():
+                    return None
         self._say_measured()
         self._let_peers_finish(times)
         return self._measured()
@@ -91,16 +97,19 @@ class ProgramWatch:
         self._selector.close()
         self._log.close()
 
-    def _wait(self, timeout_s: float) -> None:
-        """Sleep until the program prints or ends, at most so long; then take in what is new."""
+    def _wait(self, timeout_s: float) -> bool:
+        """Sleep until the program prints or ends, at most so long, and take in what is new; whether files were looked
+        at, too, which is done now and then."""
         for key, _ in self._selector.select(timeout_s):
             if key.fd == self._child.output:
                 self._read()
             else:
                 self._selector.unregister(self._child.pidfd)
-        if time.monotonic() - self._looked_at_s >= LOOK_S:
+        is_due = time.monotonic() - self._looked_at_s >= LOOK_S
+        if is_due:
             self._look()
             self._tell()
+        return is_due
 
     def _read(self) -> bool:
         """Take in what the program has printed; whether there may be more."""
@@ -169,7 +178,7 @@ class ProgramWatch:
         """Report the progress of a rank of this node that speaks for this one."""
         if self._rank.local_slots == 1:
             return
-        words = [word for word in self._places.told() if word.phase is not None]
+        words = [word for word in self._words() if word.phase is not None]
         furthest = max(words, key=lambda word: (word.phase == "measuring", word.step), default=None)
         if furthest is not None and furthest.phase is not None and furthest != self._told_word:
             self._told_word = furthest
@@ -227,12 +236,18 @@ class ProgramWatch:
         self._has_measured = True
         self._places.tell(PeerWord(state="measured", phase="measuring", step=self._command.protocol.num_steps))
 
+    def _words(self) -> list[PeerWord]:
+        """What the ranks of the node have told, as of late."""
+        if time.monotonic() - self._asked_at_s >= PEERS_S:
+            self._asked_at_s, self._peers = time.monotonic(), self._places.told()
+        return self._peers
+
     def _is_measured_by_peer(self) -> bool:
-        return any(word.state == "measured" for word in self._places.told())
+        return any(word.state == "measured" for word in self._words())
 
     def _num_done(self) -> int:
         """How many ranks of the node need their programs no more."""
-        return 1 if self._rank.local_slots == 1 else sum(word.state != "training" for word in self._places.told())
+        return 1 if self._rank.local_slots == 1 else sum(word.state != "training" for word in self._words())
 
     def _finish_reading(self) -> None:
         """Take in what is left of output and files."""
