@@ -34,6 +34,7 @@ DRAIN_S = 1.0
 GRACE_S = 2.0
 """How long peers on other nodes may take to end the step in which this rank is done, beside two steps' time."""
 MAX_GRACE_S = 30.0
+"""How long a rank whose steps are there waits for those of its node, and at most for others."""
 PEER_WAIT_S = 5.0
 """How long a rank that told nothing waits for one that speaks for it, after its program has ended well."""
 PEER_WAIT_AFTER_FAILURE_S = 0.5
@@ -186,10 +187,10 @@ class ProgramWatch:
 
     def _let_peers_finish(self, times: MeasuredSteps) -> None:
         """Go on until all ranks of the node are done and others have had the time, or the program has ended."""
-        grace_s = min(MAX_GRACE_S, GRACE_S + 2 * times.seconds[-1])
-        end_s = time.monotonic() + grace_s
-        while time.monotonic() < end_s and self._child.exit_code is None:
-            if self._rank.num_slots == self._rank.local_slots and self._num_done() >= self._rank.local_slots:
+        begin_s, are_all_here = time.monotonic(), self._rank.num_slots == self._rank.local_slots
+        grace_s = 0.0 if are_all_here else min(MAX_GRACE_S, GRACE_S + 2 * times.seconds[-1])
+        while (waited_s := time.monotonic() - begin_s) < MAX_GRACE_S and self._child.exit_code is None:
+            if waited_s >= grace_s and self._num_done() >= self._rank.local_slots:
                 break
             self._wait(LOOK_S)
         self._finish_reading()
@@ -247,7 +248,11 @@ class ProgramWatch:
 
     def _num_done(self) -> int:
         """How many ranks of the node need their programs no more."""
-        return 1 if self._rank.local_slots == 1 else sum(word.state != "training" for word in self._words())
+        return (
+            1
+            if self._rank.local_slots == 1
+            else sum(word.state != "training" or word.is_gone for word in self._words())
+        )
 
     def _finish_reading(self) -> None:
         """Take in what is left of output and files."""
