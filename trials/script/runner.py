@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,9 @@ def _start(command: ScriptCommand, rank: ScriptRank, places: Places) -> Child:
     try:
         return Child(argv, cwd=command.cwd, environment=environment)
     except OSError as error:
+        if not Path(command.cwd).is_dir():
+            where = f"there is no folder {command.cwd} on node {socket.gethostname()}"
+            raise CommandError(f"{where}: a program starts from its own path, which has to be on every node") from error
         reason = error.strerror or type(error).__name__
         raise CommandError(f"cannot start {argv[0]!r} in {command.cwd}: {reason}") from error
 

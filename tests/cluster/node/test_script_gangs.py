@@ -10,7 +10,7 @@ from cluster.hardware.topology import discover_node
 from cluster.local import LocalCluster
 from cluster.node.agent import SCRIPT_PRELOAD
 from tests.cluster import scripts
-from tests.cluster.gangs import run
+from tests.cluster.gangs import events_until_end, launch, run
 from trials.outcome import GangLost, Measured, TimedOut
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ def test_ranks_meet_and_what_they_do_not_tell_is_the_systems_word_or_unknown(tmp
     assert (found.world_size, len(found.step_times_s), found.step_time_resolution_s) == (2, scripts.NUM_STEPS, 0.001)
     assert found.losses[-1] == pytest.approx(2.6) and found.grad_norms == () and found.mfu is None
     assert 2 << 20 < found.peak_bytes < 1 << 30, "a Python without torch"
-    assert found.findings.script.source_of("rss_bytes").source == "system"
+    assert found.findings.script.source_of("allocated_bytes").source == "system"
     assert not (Path(end.log_dir) / "script").exists()
     assert not cache.exists(), "caches go with the lease"
 
@@ -48,7 +48,7 @@ def test_a_command_that_starts_its_ranks_has_all_devices_of_its_slot(cluster, tm
     text = f"import os\nos.environ.setdefault('WORLD_SIZE', 'unset')\n{seen}\n{scripts.STEPS}train()\n"
     options = {"num_devices": 3, "launcher": "own"}
     path = scripts.write(tmp_path / "own", text)
-    _, found = measured(cluster, path, world_size=3, one_rank_per_node=True, spec=options)
+    _, found = measured(cluster, path, world_size=3, options={"one_rank_per_node": True}, spec=options)
     assert (found.world_size, len(found.places)) == (3, 3)
 
 
@@ -87,3 +87,12 @@ def test_a_hanging_program_is_asked_for_its_stack_only_where_that_does_not_end_i
     assert isinstance(outcome, TimedOut), outcome
     assert how in outcome.evidence.message
     assert "step 2 loss 2.8 took 20 ms" in outcome.evidence.log_tail
+
+
+def test_ranks_that_say_nothing_keep_the_deadlines_of_those_that_do(cluster, tmp_path):
+    text = f"import os\n{scripts.STEPS}\ntime.sleep(1.5)\ntrain() if os.environ['RANK'] == '1' else time.sleep(2)\n"
+    spec = scripts.spec(scripts.write(tmp_path / "own", text))
+    deadlines = Deadlines(starting_s=4.0)
+    *told, end = events_until_end(cluster, launch(cluster, scripts.RUNNER, spec=spec, deadlines=deadlines))
+    assert isinstance(end.outcome, Measured), end.outcome
+    assert (told[-1].phase, told[-1].step) == ("measuring", scripts.NUM_STEPS)
