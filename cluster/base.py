@@ -51,6 +51,9 @@ class GangLaunch:
     placement: Placement
     deadlines: Deadlines = Deadlines()
     env: Mapping[str, str] = field(default_factory=dict)
+    one_rank_per_node: bool = False
+    """Whether one process per node holds all devices of the gang there and starts the ranks for them, instead of one
+    process per device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +114,7 @@ class Cluster(Protocol):
     - ``ranks_meet``: the ranks of a gang form a process group, and their reports are merged into one measurement.
     - ``result_on_disk``: the result can be recovered from the attempt's folder without the controller.
     - ``environment``: ranks see the variables that torchrun would set, and those of the launch.
+    - ``one_rank_per_node``: where the launch says so, one process per node has all of the gang's devices there.
     - ``exception``: a rank's exception ends the gang with its rank, type, message and the end of its log as evidence.
     - ``killed_rank``: a rank that is killed is the cause, not the connections of its peers that break.
     - ``exit_code``: a rank that exits without a report crashes the gang, with its exit code as evidence.

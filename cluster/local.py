@@ -11,7 +11,8 @@ from typing import Self
 from uuid import uuid4
 
 from cluster.base import GangEvent, GangLaunch
-from cluster.gang.messages import StopGang, node_launch, single_node_env
+from cluster.gang.environment import single_node_env
+from cluster.gang.messages import StopGang, node_launch
 from cluster.gang.tracker import GangTracker
 from cluster.hardware.topology import Node, Topology, discover_node
 from cluster.node.agent import PRELOAD, Agent

@@ -108,6 +108,33 @@ def process_info(pid: int) -> ProcessInfo | None:
     return ProcessInfo(state=fields[0], parent_pid=int(fields[1]), started_at=int(fields[19]))
 
 
+def descendants(pid: int) -> list[int]:
+    """Pids of all processes below ``pid``, as far as they still have a parent there."""
+    found, parents = list[int](), [pid]
+    while parents:
+        parents = [child for parent in parents for child in _children_of(parent)]
+        found += parents
+    return found
+
+
+def _children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, task.read_text().split())
+    return found
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal, and would not be ended by it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 def close_inherited(keep: Container[int]) -> None:
     """Close every file descriptor above standard error but those in ``keep``: for use right after a fork."""
     for fd in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:

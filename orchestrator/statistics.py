@@ -3,6 +3,9 @@
 All intervals cover the noise between the steps of one run. Noise between runs (placement, clocks, neighbours) is not
 in them, which is why :func:`compare` also asks for a difference of at least :data:`MIN_DIFFERENCE`, and why the best
 of many trials is measured again before it is trusted in production.
+
+Step times that a program printed are known to their last digit only, however often it is the same: no spread and no
+interval of theirs is narrower than the difference of two neighbouring values, the resolution.
 """
 
 from __future__ import annotations
@@ -44,25 +47,25 @@ class Estimate:
     ci95: Interval | None
 
 
-def relative_spread(samples: Sequence[float]) -> float:
-    """Inter-quartile range over median; 0 for a single sample."""
+def relative_spread(samples: Sequence[float], resolution: float = 0.0) -> float:
+    """Inter-quartile range, or the resolution where that is more, over median; 0 for a single exact sample."""
     low, middle, high = np.percentile(samples, (25, 50, 75))
-    return float((high - low) / middle)
+    return float(max(high - low, resolution) / middle)
 
 
-def median(samples: Sequence[float]) -> Estimate:
-    """Median of positive samples with the interval of the true median.
+def median(samples: Sequence[float], resolution: float = 0.0) -> Estimate:
+    """Median of positive samples, known to ``resolution``, with the interval of the true median.
 
     Percentile bootstrap (Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13) with a fixed seed, so
     the same samples always give the same interval.
     """
-    draws = _median_draws(tuple(samples), 0)
+    draws = _median_draws(tuple(samples), 0, resolution)
     return Estimate(float(np.median(samples)), _central95(draws) if draws is not None else None)
 
 
 def speed(measurement: Measurement, objective: Objective) -> Estimate:
     """The score of a measurement with its interval; with the default objective, tokens/s/p."""
-    step_time_s = median(measurement.step_times_s)
+    step_time_s = median(measurement.step_times_s, measurement.step_time_resolution_s)
     weighted_tokens = measurement.tokens_per_step / objective.weight(measurement.world_size)
     ci95 = step_time_s.ci95
     return Estimate(
@@ -79,7 +82,8 @@ def tokens_per_s_per_device(measurement: Measurement) -> Estimate:
 def speed_ratio(a: Measurement, b: Measurement, objective: Objective) -> Estimate:
     """How many times the score of ``b`` that of ``a`` is, resampling both independently."""
     value = objective.score(a) / objective.score(b)
-    draws_a, draws_b = _median_draws(a.step_times_s, 0), _median_draws(b.step_times_s, 1)
+    draws_a = _median_draws(a.step_times_s, 0, a.step_time_resolution_s)
+    draws_b = _median_draws(b.step_times_s, 1, b.step_time_resolution_s)
     if draws_a is None or draws_b is None:
         return Estimate(value, None)
     scale = objective.score_of(a.tokens_per_step, 1.0, a.world_size)
@@ -104,11 +108,22 @@ def verdict(ratio: Estimate) -> SpeedVerdict:
 
 
 @lru_cache(maxsize=4096)
-def _median_draws(samples: tuple[float, ...], seed: int) -> NDArray[np.float64] | None:
-    """Draws from the distribution of the median's estimate, shape (num_draws,); None for a single sample."""
+def _median_draws(samples: tuple[float, ...], seed: int, resolution: float = 0.0) -> NDArray[np.float64] | None:
+    """Draws from the distribution of the median's estimate, shape (num_draws,); None for a single sample.
+
+    What is rounded away could be anything up to half the resolution, and is the same in all samples at worst.
+    """
     if len(samples) < 2:
         return None
     rng = np.random.default_rng(seed)
+    draws = _exact_median_draws(samples, rng)
+    if not resolution:
+        return draws
+    shifts = rng.permutation(np.linspace(-0.5, 0.5, _NUM_DRAWS)) * resolution / 0.95  # 95 % of them span one resolution
+    return np.asarray(np.maximum(draws + shifts, 0.1 * draws))
+
+
+def _exact_median_draws(samples: tuple[float, ...], rng: np.random.Generator) -> NDArray[np.float64]:
     values = np.asarray(samples, dtype=np.float64)
     if len(values) >= _MIN_TO_RESAMPLE:
         return np.asarray(np.median(rng.choice(values, size=(_NUM_DRAWS, len(values))), axis=1))

@@ -5,6 +5,7 @@
     InfeasibleSpec (ValueError)      no launch of this specification can work
     DataError (ValueError)           the training data cannot be read, or is too short
     NonFiniteLoss (ArithmeticError)  the loss or the gradient norm became inf or nan
+    NodeFault (RuntimeError)         the node failed, not the candidate
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import errno
 from collections.abc import Iterator
 from typing import Literal
 
-FailureClass = Literal["oom", "host_oom", "infeasible", "diverged", "data", "connection", "disk", "error"]
+FailureClass = Literal[
+    "oom", "host_oom", "infeasible", "diverged", "data", "connection", "disk", "port", "lost", "error"
+]
 
 
 class InfeasibleSpec(ValueError):  # noqa: N818  # named like the outcome it leads to
@@ -26,6 +29,10 @@ class DataError(ValueError):
 
 class NonFiniteLoss(ArithmeticError):  # noqa: N818  # says what was found
     """Training diverged. The message names the step and the value."""
+
+
+class NodeFault(RuntimeError):  # noqa: N818  # says whose fault it is
+    """The node is at fault or something on it is in the way; another launch may work. The message says what."""
 
 
 _DEVICE_MEMORY = ("out of memory", "cublas_status_alloc_failed")
@@ -62,10 +69,15 @@ _CONNECTION = (
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Numbers of errors that say that nothing can be written on this host: no fault of the candidate."""
 
+_PORT_TAKEN = ("eaddrinuse", "address already in use")
+"""Lower-case message parts that say that somebody else listens on the port at which ranks were to meet: no fault of
+the candidate, and the next attempt gets another port."""
+
 _BY_TYPE_NAME: dict[str, FailureClass] = {
     "InfeasibleSpec": "infeasible",
     "DataError": "data",
     "NonFiniteLoss": "diverged",
+    "NodeFault": "lost",
     "OutOfMemoryError": "oom",
     "MemoryError": "host_oom",
     "DistNetworkError": "connection",
@@ -105,6 +117,8 @@ def _classify_one(error: BaseException) -> FailureClass:
         return "oom"
     if getattr(error, "errno", None) in _DISK:
         return "disk"
+    if any(part in message for part in _PORT_TAKEN) or getattr(error, "errno", None) == errno.EADDRINUSE:
+        return "port"
     for cls in type(error).__mro__:
         if cls.__name__ in _BY_TYPE_NAME:
             return _BY_TYPE_NAME[cls.__name__]

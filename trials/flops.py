@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trials.spec import LinearModel, LlamaModel, Model, ResNetModel, ScriptModel
+from trials.spec import HuggingFaceModel, LinearModel, LlamaModel, Model, PythonModel, ResNetModel, ScriptModel
 
 
 def num_parameters(model: Model) -> int:
@@ -17,6 +17,8 @@ def num_parameters(model: Model) -> int:
             return _num_resnet_parameters(model)
         case LinearModel():
             return model.num_layers * model.size**2
+        case PythonModel() | HuggingFaceModel():
+            return model.facts.num_parameters
         case ScriptModel():
             return num_parameters(model.shape) if model.shape else 0
 
@@ -39,6 +41,8 @@ def model_flops_per_token(model: Model, seq_length: int) -> float:
             return 6.0 * _num_resnet_multiplications(model)
         case LinearModel():
             return 6.0 * num_parameters(model)
+        case PythonModel() | HuggingFaceModel():
+            return model.facts.flops_per_sample / seq_length
         case ScriptModel():
             return model_flops_per_token(model.shape, seq_length) if model.shape else 0.0
 
@@ -90,7 +94,7 @@ def _convolutions(model: ResNetModel) -> Iterator[_Convolution]:
             channels_in = channels * expansion
 
 
-def activation_elements(model: ResNetModel | LinearModel) -> int:
+def activation_elements(model: ResNetModel | LinearModel | PythonModel | HuggingFaceModel) -> int:
     """Elements that one sample's forward pass keeps for the backward pass.
 
     A Linear layer keeps its input; a convolution its input (what the ReLU before it gave) and its output (the input of
@@ -99,6 +103,8 @@ def activation_elements(model: ResNetModel | LinearModel) -> int:
     match model:
         case LinearModel():
             return model.num_layers * model.size
+        case PythonModel() | HuggingFaceModel():
+            return model.facts.activation_elements
         case ResNetModel():
             return sum(2 * conv.channels_out * conv.output_size**2 for conv in _convolutions(model))
 
@@ -112,6 +118,8 @@ def num_kernels(model: Model) -> int:
             return 3 * len(list(_convolutions(model)))
         case LinearModel():
             return model.num_layers
+        case PythonModel() | HuggingFaceModel():
+            return model.facts.num_kernels
         case ScriptModel():
             return num_kernels(model.shape) if model.shape else 0
 

@@ -51,10 +51,15 @@ class StepBreakdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What one rank measured. Sequences over steps are in step order; times are this rank's own, in seconds."""
+    """What one rank measured. Sequences over steps are in step order; times are this rank's own, in seconds.
+
+    A rank that ran a program of the user's own tells what it learnt of it: an empty tuple, 0 bytes and 0 FLOPs mean
+    "not known". Of a gang, one such rank at least has to know its step times.
+    """
 
     rank: int
     world_size: int
+    """Processes of the gang, each of which gives such a report."""
     tokens_per_step: int
     step_times_s: tuple[float, ...]
     """Seconds of the measured steps, waiting for data included."""
@@ -79,13 +84,21 @@ class RankReport:
     step_memory_bytes: tuple[int, ...] = ()
     """Peak of every step, from the first warm-up step on; empty if not known."""
     findings: Findings = field(default_factory=Findings)
+    num_ranks: int = 1
+    """Ranks that the report speaks for, one per device: several where a command starts those of its node itself."""
+    step_time_resolution_s: float = 0.0
+    """Difference between step times that can be told apart, where they were read as rounded figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """A gang's measurement: step times are the maximum over ranks, step by step."""
+    """A gang's measurement: step times are the maximum over ranks, step by step.
+
+    Of a program of the user's own, what nobody told is empty or 0: losses, gradient norms, peaks, breakdown, FLOPs.
+    """
 
     world_size: int
+    """Ranks, one per device."""
     tokens_per_step: int
     step_times_s: tuple[float, ...]
     breakdown: StepBreakdown
@@ -109,6 +122,8 @@ class Measurement:
     """Host and device that each rank ran on, no two alike; empty on virtual clusters, which have no ranks."""
     disturbances: tuple[Disturbance, ...] = ()
     """What else its nodes did meanwhile, the most disturbed first; empty where nobody looked."""
+    step_time_resolution_s: float = 0.0
+    """Difference between step times that can be told apart; no spread below it means anything."""
 
     @property
     def disturbed_by(self) -> Disturbance | None:
@@ -136,8 +151,9 @@ class Measurement:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation in 0..1 (Chowdhery et al., arXiv 2204.02311, appendix B); None without a peak."""
-        if self.peak_flops_per_s is None:
+        """Model FLOPs utilisation in 0..1 (Chowdhery et al., arXiv 2204.02311, appendix B); None where the device's
+        peak or the model's FLOPs are not known."""
+        if self.peak_flops_per_s is None or not self.model_flops_per_token:
             return None
         return self.tokens_per_s_per_device * self.model_flops_per_token / self.peak_flops_per_s
 

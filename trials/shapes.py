@@ -1,4 +1,7 @@
-"""Kinds of models: the shapes of built-in ones, and training programs of the user's own. Standard library only."""
+"""Kinds of models: shapes of built-in ones, PyTorch modules and training programs of the user's own.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -72,3 +75,75 @@ class ScriptModel:
     """Repeated layers, as far as known; 1 stands for all of them together."""
     shape: LlamaModel | None = None
     """The decoder that it trains, where its dimensions are known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleFacts:
+    """What building a PyTorch module once, beforehand, told of it. Zeros and None stand for what is not known."""
+
+    num_layers: int
+    num_parameters: int = 0
+    flops_per_sample: float = 0.0
+    """Forward and backward FLOPs of one sample, none recomputed."""
+    activation_elements: int = 0
+    """Elements that one sample's forward pass keeps for the backward pass."""
+    num_kernels: int = 0
+    """Operators that a forward pass calls."""
+    no_pipeline: str | None = None
+    """Why pipeline stages cannot split it; None: they can."""
+    no_tensor_parallel: str | None = None
+    """Why tensor parallelism cannot; None: it can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonModel:
+    """A PyTorch module of the user's, which ranks build by calling a function of theirs."""
+
+    kind: ClassVar[str] = "python"
+    model: str
+    """Function without arguments that builds the module, as ``module:function``."""
+    loss: str
+    """Function of outputs and targets that gives the mean loss, a scalar, as ``module:function``."""
+    layers: str
+    """Dotted path of the list of repeated layers inside the module."""
+    cwd: str
+    """Absolute path of the folder that the functions are imported from."""
+    before: tuple[str, ...] | None = None
+    """Paths of the modules that do all the work before the layers; None: not told."""
+    after: tuple[str, ...] | None = None
+    """Paths of the modules that do all the work after the layers; None: not told."""
+    tensor_parallel: tuple[tuple[str, ...], ...] = ()
+    """Pairs of a pattern of module paths, ``*`` for any one part, and how tensor parallelism splits these."""
+    facts: ModuleFacts
+
+    @property
+    def num_layers(self) -> int:
+        return self.facts.num_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HuggingFaceModel:
+    """A decoder of transformers, built from its configuration without weights."""
+
+    kind: ClassVar[str] = "huggingface"
+    config: str
+    """Content of its ``config.json``."""
+    vocab_size: int
+    shape: LlamaModel | None = None
+    """The built-in decoder with the same matrix products, by which its time is predicted; None: there is none."""
+    facts: ModuleFacts
+
+    @property
+    def num_layers(self) -> int:
+        return self.facts.num_layers
+
+
+OwnModel = PythonModel | HuggingFaceModel
+"""Models whose code is not ours, but which our runner trains."""
+
+
+def decoder_of(model: object) -> LlamaModel | None:
+    """The decoder by whose dimensions the model is reckoned; None for what is no decoder, or of unknown dimensions."""
+    if isinstance(model, LlamaModel):
+        return model
+    return model.shape if isinstance(model, HuggingFaceModel | ScriptModel) else None

@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from trials.codec import digest, to_json
+from trials.shapes import HuggingFaceModel as HuggingFaceModel
 from trials.shapes import LinearModel as LinearModel
 from trials.shapes import LlamaModel as LlamaModel
+from trials.shapes import ModuleFacts as ModuleFacts
+from trials.shapes import OwnModel as OwnModel
+from trials.shapes import PythonModel as PythonModel
 from trials.shapes import ResNetModel as ResNetModel
 from trials.shapes import ScriptModel as ScriptModel
+from trials.shapes import decoder_of as decoder_of
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from outer to inner; a rank's coordinates follow this order (``tp`` varies fastest)."""
@@ -20,7 +25,7 @@ Counts = tuple[tuple[int, ...], ...]
 rank. Without a pipeline that is ``((n,),)``. Where a count is optional, ``()`` stands for none anywhere."""
 
 
-Model = LlamaModel | ResNetModel | LinearModel | ScriptModel
+Model = LlamaModel | ResNetModel | LinearModel | PythonModel | HuggingFaceModel | ScriptModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +65,24 @@ class RandomData:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PythonData:
+    """Samples of a data set of the user's own: pairs of input and target."""
+
+    kind: ClassVar[str] = "python"
+    dataset: str
+    """Function without arguments that gives a map-style data set, as ``module:function``."""
+    cwd: str
+    """Absolute path of the folder that the function is imported from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptData:
     """Whatever the user's own training program reads."""
 
     kind: ClassVar[str] = "script"
 
 
-Data = TextData | TokenFileData | ImageFolderData | RandomData | ScriptData
+Data = TextData | TokenFileData | ImageFolderData | RandomData | PythonData | ScriptData
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +122,11 @@ class Workload:
     @property
     def speed_unit(self) -> str:
         """What throughput is counted in, per second and device: tokens, or samples where they are no sequences."""
-        return "tokens/s/p" if isinstance(self.model, LlamaModel) or self.seq_length > 1 else "samples/s/p"
+        return (
+            "tokens/s/p"
+            if isinstance(self.model, LlamaModel | HuggingFaceModel) or self.seq_length > 1
+            else "samples/s/p"
+        )
 
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zbv"]

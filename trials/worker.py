@@ -39,7 +39,7 @@ from trials.precision.mixed import check_device
 from trials.profiling.profiler import Profiler, check_profile, folder_of_environment, long_enough
 from trials.reports.findings import Findings, LoaderTuningReport
 from trials.reports.profile import FOLDER_VARIABLE
-from trials.spec import Loader, Protocol, TrialSpec
+from trials.spec import Loader, Protocol, PythonModel, TrialSpec, Workload
 from trials.stages import coordinates, data_parallel_rank
 from trials.training.measure import Measurer, Recording
 from trials.training.memory import PeakMemory, limit_device_memory
@@ -69,7 +69,12 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
         raise ValueError(f"the layout needs {wanted} ranks but WORLD_SIZE is {identity.world_size}; launch {wanted}")
     device = select_device(trial.device, identity)
     check_device(trial.candidate.precision, device)
-    with expected_warnings(), process_group(identity, device), kernel_settings(trial, device):
+    with (
+        expected_warnings(),
+        own_folder(trial.workload),
+        process_group(identity, device),
+        kernel_settings(trial, device),
+    ):
         report = _train(trial, identity, device, progress)
     return to_json(report)  # type: ignore[no-any-return]
 
@@ -86,6 +91,12 @@ def expected_warnings() -> Iterator[None]:
         ):
             warnings.filterwarnings("ignore", message=message, category=UserWarning)
         yield
+
+
+def own_folder(workload: Workload) -> contextlib.AbstractContextManager[None]:
+    """Work in the folder of the user's code for the duration of the body, where there is any."""
+    model = workload.model
+    return contextlib.chdir(model.cwd) if isinstance(model, PythonModel) else contextlib.nullcontext()
 
 
 def open_dataset(trial: TrialSpec, rank: int) -> StepBatches:
@@ -113,6 +124,8 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
     memory = PeakMemory(device)
     place = coordinates(candidate.layout, identity.rank)
     trainer = Trainer(trial, build_mesh(candidate.layout, device), device, place=place)
+    if trainer.parts[0].model.is_own:
+        memory.restart()  # of its parts this rank now has no more than it keeps
     dataset = open_dataset(trial, identity.rank) if trainer.reads_inputs or trainer.reads_targets else None
     pin_memory = candidate.loader.pin_memory and device.type == "cuda"
     loader, loader_report = _settle_loader(candidate.loader, dataset, device, pin_memory=pin_memory)

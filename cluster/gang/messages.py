@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 from cluster.base import Deadlines, GangLaunch
@@ -15,6 +13,8 @@ from trials.codec import to_json
 from trials.outcome import Phase, RankReport
 from trials.reports.disturbance import Disturbance
 
+SCRIPT_RUNNERS = "trials.script."
+"""How the names of runners begin whose work is a program of the user's own."""
 PHASES: tuple[Phase, ...] = ("starting", "warmup", "measuring")
 
 
@@ -80,12 +80,19 @@ class RankProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSlot:
-    """Where on its node a rank runs."""
+    """Where on its node a process of a gang runs, which is one rank or starts several."""
 
     rank: int
     local_rank: int
     index: int
     """Position of its device among those visible to the agent."""
+    held: tuple[int, ...] = ()
+    """Positions of all its devices, where it starts ranks for them itself; else it has the one at ``index``."""
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Positions of all its devices."""
+        return self.held or (self.index,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +109,23 @@ class NodeLaunch:
     """Absolute path of the attempt's folder."""
     slots: tuple[RankSlot, ...]
     world_size: int
+    """Slots on all nodes."""
     deadlines: Deadlines
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment of every rank, beside torchrun's per-rank variables."""
     num_threads: int = 1
+    """Threads per device."""
     device_kind: DeviceKind = "cpu"
+    node_rank: int = 0
+    """Position of the node among those of the gang."""
+    num_nodes: int = 1
     release_s: float = 60.0
     """How long processes may take to end after a SIGKILL or their last report; a driver may hold them for ever."""
+
+    @property
+    def is_script(self) -> bool:
+        """Whether its ranks run a program of the user's own."""
+        return self.runner.startswith(SCRIPT_RUNNERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +205,7 @@ class Lines:
 
 def node_launch(launch: GangLaunch, *, node: Node, directory: str, env: Mapping[str, str]) -> NodeLaunch:
     """The part of ``launch`` placed on ``node``; ``env`` holds what the backend adds, ``launch.env`` goes over it."""
-    devices = launch.placement.ranks
-    ranks = [rank for rank, device in enumerate(devices) if device.node == node.name]
+    nodes = launch.placement.nodes
     return NodeLaunch(
         attempt_id=launch.attempt_id,
         token=launch.token,
@@ -197,19 +213,20 @@ def node_launch(launch: GangLaunch, *, node: Node, directory: str, env: Mapping[
         spec=launch.spec,
         node=node.name,
         directory=directory,
-        slots=tuple(RankSlot(rank=rank, local_rank=i, index=devices[rank].index) for i, rank in enumerate(ranks)),
-        world_size=len(devices),
+        slots=_slots(launch, node.name),
+        world_size=len(nodes if launch.one_rank_per_node else launch.placement.ranks),
         deadlines=launch.deadlines,
         env={**env, **launch.env},
         num_threads=node.threads_per_device,
         device_kind=node.device_kind,
+        node_rank=nodes.index(node.name),
+        num_nodes=len(nodes),
     )
 
 
-def single_node_env(directory: str) -> dict[str, str]:
-    """Environment of ranks that share a node: they meet at a file, and talk over loopback unless the user says
-    otherwise."""
-    return {
-        "TUNE_CLUSTER_RENDEZVOUS": (Path(directory) / "rendezvous").as_uri(),
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-    }
+def _slots(launch: GangLaunch, node: str) -> tuple[RankSlot, ...]:
+    placed = [(rank, device.index) for rank, device in enumerate(launch.placement.ranks) if device.node == node]
+    if launch.one_rank_per_node:
+        held = tuple(index for _, index in placed)
+        return (RankSlot(rank=launch.placement.nodes.index(node), local_rank=0, index=held[0], held=held),)
+    return tuple(RankSlot(rank=rank, local_rank=i, index=index) for i, (rank, index) in enumerate(placed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -19,10 +20,12 @@ from trials.outcome import (
     Measurement,
     Outcome,
     OutOfMemory,
+    RankReport,
     TimedOut,
 )
 from trials.reports.disturbance import Disturbance, most_disturbed
 from trials.reports.findings import Findings, OperatorCast, PatternEffect
+from trials.reports.script import merge_scripts
 from trials.secrets import redact
 
 COLLATERAL = frozenset({"connection"})
@@ -37,7 +40,7 @@ CLOCK_SKEW_S = 0.5
 :data:`_EVIDENCE`; those on one node by their time, which one clock gives."""
 _EVIDENCE = (
     ("oom", "host_oom"),
-    ("infeasible", "data", "diverged", "device_busy", "disk", "preempted"),
+    ("infeasible", "data", "diverged", "device_busy", "disk", "port", "preempted"),
     ("error", "exception", "exit"),
 )
 """Categories from those that no peer's failure can bring about to those that may be an effect; what only tells of an
@@ -110,7 +113,7 @@ def _outcome(root: RankFailure, *, collateral: Sequence[RankFailure]) -> Failure
             return Diverged(evidence=evidence)
         case "deadline":
             return TimedOut(phase=root.phase, evidence=evidence)
-        case "lost" | "device_busy" | "disk":
+        case "lost" | "device_busy" | "disk" | "port":
             return GangLost(evidence=evidence)
         case "controller":
             return GangLost(evidence=evidence, cause="controller")
@@ -151,30 +154,67 @@ def _merge(successes: Sequence[RankSuccess], disturbances: Sequence[Disturbance]
     reports = [success.report for success in successes]
     if (refused := refusal(reports)) is not None:
         return refused
-    first = reports[0]
-    slowest = max(reports, key=lambda report: sum(report.step_times_s))
+    told = [report for report in reports if report.step_times_s]
+    first = told[0]
+    slowest = max(told, key=lambda report: sum(report.step_times_s))
     return Measured(
         measurement=Measurement(
-            world_size=first.world_size,
-            tokens_per_step=first.tokens_per_step,
-            step_times_s=tuple(max(times) for times in zip(*(r.step_times_s for r in reports), strict=True)),
+            world_size=sum(report.num_ranks for report in reports),
+            tokens_per_step=_counting(told, "tokens_per_step").tokens_per_step,
+            step_times_s=tuple(max(times) for times in zip(*(r.step_times_s for r in told), strict=True)),
             breakdown=slowest.breakdown,
-            peak_allocated_bytes=tuple(report.peak_allocated_bytes for report in reports),
-            peak_reserved_bytes=tuple(report.peak_reserved_bytes for report in reports),
+            peak_allocated_bytes=_if_any(report.peak_allocated_bytes for report in reports),
+            peak_reserved_bytes=_if_any(report.peak_reserved_bytes for report in reports),
             num_warmup_steps=first.num_warmup_steps,
-            losses=first.losses,
-            grad_norms=first.grad_norms,
-            model_flops_per_token=first.model_flops_per_token,
-            peak_flops_per_s=first.peak_flops_per_s,
+            losses=_losses(reports),
+            grad_norms=_first_full(report.grad_norms for report in reports),
+            model_flops_per_token=max(report.model_flops_per_token for report in reports),
+            peak_flops_per_s=_first(report.peak_flops_per_s for report in reports),
             num_skipped_steps=first.num_skipped_steps,
             compile_s=max(report.compile_s for report in reports),
-            samples_per_step=first.samples_per_step,
-            step_memory_bytes=tuple(max(sizes) for sizes in zip(*(r.step_memory_bytes for r in reports), strict=False)),
+            samples_per_step=_counting(told, "samples_per_step").samples_per_step,
+            step_memory_bytes=_largest_per_step(report.step_memory_bytes for report in reports),
             findings=merge_findings([report.findings for report in reports]),
-            places=tuple(f"{place.node}/{place.device}" for place in places),
+            places=tuple(f"{place.node}/{device}" for place in places for device in place.device.split(",")),
             disturbances=most_disturbed(disturbances),
+            step_time_resolution_s=max(report.step_time_resolution_s for report in told),
         )
     )
+
+
+def _if_any(sizes: Iterable[int]) -> tuple[int, ...]:
+    """The sizes of all ranks; empty where none is known."""
+    known = tuple(sizes)
+    return known if any(known) else ()
+
+
+def _counting(told: Sequence[RankReport], amount: str) -> RankReport:
+    """The first rank whose program counted what it trains on; where none did, the first."""
+    scripts = ((report, report.findings.script) for report in told)
+    return next((r for r, script in scripts if script is not None and getattr(script, amount) is not None), told[0])
+
+
+def _losses(reports: Sequence[RankReport]) -> tuple[float, ...]:
+    """The gang's losses: where every rank tells that of its own share, their mean."""
+    shares = [report.losses for report in reports if report.losses and _tells_share(report)]
+    if len(shares) > 1 and all(report.losses in ((), *shares) for report in reports):
+        return tuple(statistics.fmean(losses) for losses in zip(*shares, strict=False))
+    return _first_full(report.losses for report in reports)
+
+
+def _tells_share(report: RankReport) -> bool:
+    script = report.findings.script
+    source = script.source_of("loss") if script is not None else None
+    return source is not None and source.is_share
+
+
+def _first_full(sequences: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
+    """The values of the first rank that has any: those of some programs are told by their last rank only."""
+    return next((values for values in sequences if values), ())
+
+
+def _largest_per_step(ranks: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(max(sizes) for sizes in zip(*(sizes for sizes in ranks if sizes), strict=False))
 
 
 T = TypeVar("T")
@@ -201,6 +241,7 @@ def merge_findings(ranks: Sequence[Findings]) -> Findings:
         memory_format=_first(findings.memory_format for findings in ranks),
         rates=tuple(rates for findings in ranks for rates in findings.rates),
         profile=tuple(profile for findings in ranks for profile in findings.profile),
+        script=merge_scripts(tuple(findings.script for findings in ranks if findings.script is not None)),
     )
 
 

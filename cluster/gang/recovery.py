@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.gang.messages import RankFailure, RankResult
+from cluster.gang.messages import RankFailure, RankResult, RankSuccess
 from cluster.gang.outcome import COLLATERAL, fold
 from trials.codec import CodecError, from_json
 from trials.outcome import Evidence, GangLost, Outcome
@@ -26,7 +26,7 @@ class Remains:
 def recover(attempts: Path, token: str, world_size: int) -> Remains:
     """The outcome of the attempt with this token, if it is known; else ``GangLost``.
 
-    It is known when every rank had stored its report, or some rank why it failed: its peers were killed for it.
+    It is known when reports of all ranks were stored, or why some rank failed: its peers were killed for it.
     ``attempts`` is the folder the backend worked in; what ranks stored on other hosts is not found. Results of other
     launches (other tokens) do not count.
     """
@@ -36,7 +36,8 @@ def recover(attempts: Path, token: str, world_size: int) -> Remains:
     ended_at_s = max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
     results = [_result(folder / f"rank{rank}.json", token) for rank in range(world_size)]
     complete = [result for result in results if result is not None]
-    if len(complete) < world_size and not any(_is_root_cause(result) for result in complete):
+    num_ranks = sum(result.report.num_ranks if isinstance(result, RankSuccess) else 1 for result in complete)
+    if num_ranks < world_size and not any(_is_root_cause(result) for result in complete):
         return Remains(_lost("the controller ended while the gang was running"), ended_at_s)
     return Remains(fold(complete, _disturbances(folder)), ended_at_s)
 

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import selectors
+import shutil
 import socket
 import subprocess
 import threading
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.base import ClusterError
+from cluster.gang.environment import cache_folder
 from cluster.gang.messages import Beat, Lines, NodeEvent, NodeGone, NodeLaunch, RankFailure, StopGang, line
 from cluster.node.guardian import SELF_CLEANING_VARIABLE
 from cluster.processes import python_module
@@ -27,6 +29,8 @@ from trials.secrets import for_ranks, redact
 logger = logging.getLogger(__name__)
 
 PRELOAD = ("torch", "torch.distributed", "trials.worker")
+SCRIPT_PRELOAD = ("trials.script.runner",)
+"""What ranks need that start a program of the user's own, which imports what it needs itself."""
 READY_TIMEOUT_S = 180.0
 CLOSE_TIMEOUT_S = 150.0
 """How long processes are waited for at the end: longer than wardens and fork server take for any that can be ended."""
@@ -80,6 +84,7 @@ class Agent:
         self._promised_s = -math.inf
         """Until when (monotonic) the wardens know that the controller lives."""
         self._log_path = workdir / f"fork-server-{node}.log"
+        self._cache = cache_folder(workdir, node)
         self._lock = threading.RLock()
         self._selector = selectors.DefaultSelector()
         self._attempts: dict[str, _Attempt] = {}
@@ -122,7 +127,7 @@ class Agent:
         return events
 
     def close(self) -> None:
-        """End every process of this agent. Idempotent."""
+        """End every process of this agent, and drop what compilers left for the next attempt. Idempotent."""
         with self._lock:
             if self._is_closed:
                 return
@@ -134,6 +139,7 @@ class Agent:
                 self._fork_server.wait(CLOSE_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 logger.error("processes on %s cannot be killed; a driver may hold them: restart the host", self._node)
+            shutil.rmtree(self._cache, ignore_errors=True)
             self._selector.close()
 
     def _promise(self, timeout_s: float) -> None:

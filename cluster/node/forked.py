@@ -10,13 +10,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cluster.gang.deadlines import RankClock
-from cluster.gang.messages import Lines, RankFailure, RankResult, RankSlot
-from cluster.node.host_memory import OomKills
+from cluster.gang.messages import Lines, RankFailure, RankResult, RankSlot, RankSuccess
+from cluster.node.host_memory import OomKills, peak_below
+from trials.reports.script import ScriptSource
 from trials.secrets import redact
 
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 8192
-_CHILD_KILLED = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)")
+WEIGH_S = 0.5
+SYSTEM = "system"
+"""Source of what the operating system tells of a program."""
+_CHILD_KILLED = re.compile(
+    r"DataLoader worker .*(killed by signal|exited unexpectedly)|the command was killed by signal 9\b"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,6 +38,15 @@ class ForkedRank:
     lines: Lines = field(default_factory=Lines)
     result: RankResult | None = None
     is_running: bool = True
+    program_peak_bytes: int = 0
+    """Most resident memory seen of a process of the user's own program; 0 where the rank runs a model of ours."""
+    weighed_at_s: float = 0.0
+
+    def weigh(self, now_s: float) -> None:
+        """Look how much memory the rank's program has taken so far, at most twice a second."""
+        if now_s - self.weighed_at_s >= WEIGH_S:
+            self.weighed_at_s = now_s
+            self.program_peak_bytes = max(self.program_peak_bytes, peak_below(self.pid))
 
     def kill(self) -> None:
         """Kill the rank, which must not have been reaped, and whatever shares its process group."""
@@ -61,6 +76,17 @@ def with_host_cause(failure: RankFailure, oom_kills: OomKills) -> RankFailure:
     if failure.category == "error" and _CHILD_KILLED.search(failure.message) and oom_kills.grew():
         return replace(failure, category="host_oom")
     return failure
+
+
+def with_program_memory(success: RankSuccess, peak_bytes: int) -> RankSuccess:
+    """The report of a rank whose program told nothing of its memory, with what the system knows of it."""
+    report, script = success.report, success.report.findings.script
+    if script is None or report.peak_allocated_bytes or report.peak_reserved_bytes or not peak_bytes:
+        return success
+    told = ScriptSource(name="allocated_bytes", source=SYSTEM)
+    sources = (*script.sources, told) if script.sources else script.sources
+    findings = replace(report.findings, script=replace(script, sources=sources))
+    return replace(success, report=replace(report, peak_allocated_bytes=peak_bytes, findings=findings))
 
 
 def with_log(result: RankResult, log: Path) -> RankResult:

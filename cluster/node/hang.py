@@ -1,13 +1,15 @@
 """Finds which of several ranks without progress is to blame, while the others only wait for it.
 
 Ranks in step report the same progress, so the stacks decide. The fork server has faulthandler dump them into the
-rank's log on SIGUSR1, which works even while C code holds the interpreter.
+rank's log on SIGUSR1, which works even while C code holds the interpreter. Programs of the user's own would be ended by
+that signal: it goes to those processes of theirs only in which our hook has said that it may.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import json
 import os
 import re
 import signal
@@ -16,13 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.processes import process_info
+from cluster.processes import catches, descendants, process_info
 from trials.secrets import redact
 
 DUMP_SIGNAL = signal.SIGUSR1
 DUMP_S = 0.3
 """How long stacks take to be written."""
 TAIL_LINES = 20
+REPORT_BYTES = 1 << 20
+"""How far into a report file is looked for what our hook says when it is loaded."""
 _HEADER = "(most recent call first):"
 _FRAME = re.compile(r'^ *File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
@@ -51,24 +55,78 @@ class HangFinding:
     """The log's last lines and the innermost frames of the main thread."""
 
 
-def examine(ranks: Sequence[tuple[int, Path]]) -> list[HangFinding]:
-    """Look at hanging ranks, each a pid and its log. Takes :data:`DUMP_S`."""
-    sizes = [_size(log) for _, log in ranks]
-    for pid, _ in ranks:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangingRank:
+    """A rank to look at."""
+
+    pid: int
+    log: Path
+    reports: Path | None = None
+    """Folder in which a program of the user's own, and our hook in it, report; None where it runs a model of ours."""
+
+    @property
+    def trained_by(self) -> list[int]:
+        """The processes that train, the rank itself or those of its program."""
+        return [self.pid] if self.reports is None else descendants(self.pid)
+
+    @property
+    def telling(self) -> list[int]:
+        """Those of them that write their stacks when they are asked."""
+        if self.reports is None:
+            return [self.pid]
+        registered = _registered(self.reports)
+        return [pid for pid in self.trained_by if pid in registered and catches(pid, DUMP_SIGNAL)]
+
+
+def examine(ranks: Sequence[HangingRank]) -> list[HangFinding]:
+    """Look at hanging ranks. Takes :data:`DUMP_S`."""
+    before = [_Before.of(rank.log) for rank in ranks]
+    for pid in [pid for rank in ranks for pid in rank.telling]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, DUMP_SIGNAL)
     time.sleep(DUMP_S)
-    return [_finding(pid, log, size) for (pid, log), size in zip(ranks, sizes, strict=True)]
+    return [_finding(rank, log) for rank, log in zip(ranks, before, strict=True)]
 
 
-def _finding(pid: int, log: Path, size: int) -> HangFinding:
-    stack = main_thread(_read(log, size))
-    before = tuple(redact(_read(log, max(0, size - 4096), size)).splitlines()[-TAIL_LINES // 4 :])
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """A rank's log before it was asked for stacks."""
+
+    size: int
+    silent_s: float
+    """Seconds since it last grew."""
+
+    @classmethod
+    def of(cls, log: Path) -> _Before:
+        try:
+            status = log.stat()
+        except OSError:
+            return cls(0, 0.0)
+        return cls(status.st_size, max(0.0, time.time() - status.st_mtime))
+
+
+def _registered(reports: Path) -> set[int]:
+    """Pids of the processes in which our hook has the stacks written on :data:`DUMP_SIGNAL`, by what they reported."""
+    found = set()
+    for path in reports.glob("rank*.jsonl"):
+        for text in _read(path, 0, REPORT_BYTES).splitlines():
+            if '"stack_signal"' in text:
+                with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                    told = json.loads(text)
+                    found |= {int(told["pid"])} if told["stack_signal"] is True else set()
+    return found
+
+
+def _finding(rank: HangingRank, log: _Before) -> HangFinding:
+    stack = main_thread(_read(rank.log, log.size))
+    before = tuple(redact(_read(rank.log, max(0, log.size - 4096), log.size)).splitlines()[-TAIL_LINES // 4 :])
     tail = (*before, *stack)[:TAIL_LINES]
-    info = process_info(pid)
-    if info is not None and info.state in ("T", "t"):
+    states = [info.state for pid in rank.trained_by if (info := process_info(pid)) is not None]
+    if any(state in ("T", "t") for state in states):
         return HangFinding(blame=Blame.STOPPED, where="it was stopped by a signal", tail=tail)
     blame, where = judge(stack)
+    if rank.reports is not None and not stack:
+        where = f"its program had printed nothing for {log.silent_s:.0f} s"
     return HangFinding(blame=blame, where=where, tail=tail)
 
 
@@ -91,13 +149,6 @@ def judge(stack: Sequence[str]) -> tuple[Blame, str]:
     if in_torch and re.fullmatch(r"distributed/[^/]+", part):  # not what lies deeper, DTensor's and FSDP's own work
         return Blame.WAITING, f"{where}, waiting for its peers"
     return (Blame.UNCLEAR if in_torch and part.startswith(("autograd/", "distributed/")) else Blame.ELSEWHERE), where
-
-
-def _size(log: Path) -> int:
-    try:
-        return log.stat().st_size
-    except OSError:
-        return 0
 
 
 def _read(log: Path, start: int, end: int | None = None) -> str:

@@ -1,4 +1,5 @@
-"""Whether the host has memory enough for a gang, and whether the kernel killed a process for want of it.
+"""Whether the host has memory enough for a gang, how much its programs take, and whether the kernel killed a process
+for want of it.
 
 A control group counts the processes that the kernel killed in it for want of memory, whether its own limit or the
 host's memory was exhausted. That counter tells such a death from any other SIGKILL.
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.hardware.topology import read_or_empty
+from cluster.processes import descendants
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -94,6 +96,13 @@ def available_bytes() -> int | None:
             reclaimable = _field(read_or_empty(group.folder / "memory.stat"), group.reclaimable)
             amounts.append(max(0, int(limit) - int(used) + reclaimable))
     return min(amounts, default=None)
+
+
+def peak_below(pid: int) -> int:
+    """The most memory, in bytes, that any one of the living processes below ``pid`` has ever had resident; 0 if there
+    is none. What they share counts in each, so there is no telling for all of them together."""
+    statuses = [read_or_empty(f"/proc/{child}/status").replace("\t", " ") for child in descendants(pid)]
+    return max((_field(status, "VmHWM:") << 10 for status in statuses), default=0)
 
 
 def _field(text: str, name: str) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from cluster.gang.environment import rank_env
 from cluster.gang.messages import (
     NodeLaunch,
     RankFailure,
@@ -32,6 +33,7 @@ from trials.files import write_atomically
 from trials.outcome import Phase, ProgressSink, RankReport
 from trials.reports.profile import FOLDER as PROFILE
 from trials.reports.profile import FOLDER_VARIABLE as PROFILE_VARIABLE
+from trials.script.failures import is_of_program
 from trials.secrets import redact
 
 Runner = Callable[[Mapping[str, Any], ProgressSink], Any]
@@ -71,14 +73,9 @@ def _set_up(launch: NodeLaunch, slot: RankSlot, pipe: int, warden_pid: int) -> N
     os.close(log)
     os.environ.update(
         {
-            "RANK": str(slot.rank),
-            "WORLD_SIZE": str(launch.world_size),
-            "LOCAL_RANK": str(slot.local_rank),
-            "LOCAL_WORLD_SIZE": str(len(launch.slots)),
-            "OMP_NUM_THREADS": str(launch.num_threads),
             PROFILE_VARIABLE: str(Path(launch.directory) / PROFILE),
             **_visible_devices(launch),
-            **launch.env,
+            **rank_env(launch, slot),
         }
     )
     if (torch := sys.modules.get("torch")) is not None:  # read OMP_NUM_THREADS before the fork
@@ -107,7 +104,10 @@ def _run(launch: NodeLaunch, slot: RankSlot, pipe: int) -> int:
         result: RankResult = RankSuccess(rank=slot.rank, report=from_json(RankReport, report), place=place)
     except BaseException as error:
         with contextlib.suppress(OSError):  # the log is on a full disk
-            traceback.print_exc()
+            if is_of_program(error):  # its own words stand above, and are what people look for
+                sys.stderr.write(f"tune-cluster: {error}\n")
+            else:
+                traceback.print_exc()
         result = _failure(error, launch, slot, reached)
     with contextlib.suppress(OSError):  # what is told counts; it is kept for controllers that die before they hear it
         _store(launch, slot, result)
@@ -126,10 +126,10 @@ def resolve(runner: str) -> Runner:
 
 
 def _device(slot: RankSlot) -> str:
-    """The UUID of the GPU that the rank used; elsewhere the index of its slot."""
+    """The UUID of the GPU that the rank used; elsewhere the positions of its slot's devices."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
-        return str(slot.index)
+        return ",".join(map(str, slot.devices))
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.gang.environment import free_port
 from cluster.gang.files import PIECE_BYTES, FilePiece, HomeMark, pieces
 from cluster.gang.messages import NodeEvent, NodeGone, NodeLaunch, StopGang
 from cluster.hardware.topology import DeviceChoice, Node, discover_node
@@ -77,11 +78,8 @@ class NodeAgent:
         return NodeDescription(node=self._node, interface=interface_of(self._node.address), node_id=node_id)
 
     def free_port(self) -> int:
-        """A TCP port nobody listens on now."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port: int = probe.getsockname()[1]
-            return port
+        """A TCP port of the node, for ranks to meet at."""
+        return free_port()
 
     def launch(self, launch: NodeLaunch) -> None:
         self._launches[launch.attempt_id] = launch

@@ -19,8 +19,9 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from cluster.base import ClusterError, GangEvent, GangLaunch
+from cluster.gang.environment import several_nodes_env, single_node_env
 from cluster.gang.files import FilePiece, FileReceiver, HomeMark
-from cluster.gang.messages import NodeEvent, StopGang, node_launch, single_node_env
+from cluster.gang.messages import NodeEvent, StopGang, node_launch
 from cluster.gang.tracker import GangTracker
 from cluster.hardware.topology import Node, Topology, discover_node
 from cluster.node.agent import PRELOAD
@@ -326,9 +327,7 @@ class RayCluster:
         self._agents.stop(node, attempt_id, order)
 
     def _rendezvous(self, first: str) -> dict[str, str]:
-        """Gangs over several nodes meet at a TCP store that rank 0 opens on the first."""
-        address = self._described[first].node.address
-        return {"TUNE_CLUSTER_RENDEZVOUS": f"tcp://{address}:{self._agents.free_port(first)}"}
+        return several_nodes_env(self._described[first].node.address, self._agents.free_port(first))
 
     def _interface(self, name: str) -> dict[str, str]:
         interface = self._described[name].interface

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from orchestrator.cli import completion, control, export, plan, registry, run, start, sweeps
+from orchestrator.cli import check, completion, control, export, plan, registry, run, start, sweeps
 from orchestrator.errors import EXIT_INTERRUPTED, EXIT_USER
 from trials.secrets import RedactingFormatter, redact, redact_uncaught
 
@@ -67,6 +67,6 @@ def main(verbose: bool) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, handlers=[handler])
 
 
-for _module in (start, plan, run, sweeps, control, registry, export, completion):
+for _module in (start, plan, check, run, sweeps, control, registry, export, completion):
     for _command in _module.COMMANDS:
         main.add_command(completion.offer_names(_command))

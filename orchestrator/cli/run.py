@@ -14,10 +14,11 @@ from orchestrator.cli.run_controller import Where, carry_out, resume_sweep, subm
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--replace", is_flag=True, help="Begin a sweep of this name anew that measured nothing.")
+@click.option("--no-check", is_flag=True, help="Leave out the short run that comes before a training program's sweep.")
 @where_options
 @home_option
 @json_option
-def submit(file: Path, replace: bool, where: Where, home: Path, as_json: bool) -> None:
+def submit(file: Path, replace: bool, no_check: bool, where: Where, home: Path, as_json: bool) -> None:
     """Run the sweep in FILE, or go on with it if it was interrupted or paused.
 
     Without a cluster's address it runs here until it has ended, or apart from this terminal with --detach. With one
@@ -33,7 +34,7 @@ def submit(file: Path, replace: bool, where: Where, home: Path, as_json: bool) -
     """
     from orchestrator.sweep.home import Home
 
-    submit_file(file, Home(home), where, as_json=as_json, replace=replace)
+    submit_file(file, Home(home), where, as_json=as_json, is_new=replace, is_checked=no_check)
 
 
 @click.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
@@ -75,13 +76,21 @@ def carry_out(receipt: Receipt, home: Home, where: Where, *, as_json: bool, prof
     resume_sweep(receipt.sweep, home, where, as_json=as_json, profile_of=profile_of)
 
 
-def submit_file(file: Path, home: Home, where: Where, *, as_json: bool, replace: bool = False) -> None:
-    """Run the sweep of a file, or go on with it; with ``replace``, begin one anew that measured nothing."""
+def submit_file(
+    file: Path, home: Home, where: Where, *, as_json: bool, is_new: bool = False, is_checked: bool = False
+) -> None:
+    """Run the sweep of a file, or go on with it; with ``is_new``, begin one anew that measured nothing."""
     from orchestrator.commands.submit import submission_of_file
 
     options = program_options()
     submission = submission_of_file(
-        file, home, address=where.address, mode=where.mode, options=options, replace=replace
+        file,
+        home,
+        address=where.address,
+        mode=where.mode,
+        options=options,
+        replace=is_new,
+        is_checked=is_checked,
     )
     _run_submission(submission, follow=where.follow, as_json=as_json)
 
@@ -105,6 +114,8 @@ def _run_submission(submission: Submission, *, follow: bool, as_json: bool, prof
         _run_in_foreground(submission, as_json, profile_of)
         return
     started = find_running(submission.home, submission.name)
+    if started is None and submission.address is None and submission.needs_check:
+        submission = _checked(submission)
     if started is None:
         started = start_in_background(submission, lambda line: click.echo(line, err=True))
     if started.exit_code:
@@ -127,7 +138,31 @@ def _run_in_foreground(submission: Submission, as_json: bool, profile_of: int | 
     if submission.needs_supervisor and not run:
         shown = [] if profile_of is None else ["--profile-of", str(profile_of)]
         _become(submission.supervised(*(["--json"] if as_json else []), *shown))
+    if run <= 1 and submission.needs_check:
+        submission = _checked(submission)
     _run_here(submission, run, as_json, profile_of)
+
+
+def _checked(submission: Submission) -> Submission:
+    """The submission once a short run has shown that its trials can be measured; otherwise the program ends, with what
+    was seen on stderr."""
+    from rich.console import Console
+
+    from orchestrator.commands.check import check_sweep
+    from orchestrator.processes import interruptible
+    from orchestrator.terminal.probe import check_line, render_checked
+
+    def tell(line: str) -> None:
+        click.echo(f"check: {line}", err=True)
+
+    with interruptible():
+        checked = check_sweep(submission.spec, submission.home, address=submission.address, tell=tell)
+    if not checked.is_good:
+        Console(stderr=True).print(render_checked(checked))
+        click.echo("error: the sweep was not begun. Mend that, or submit with --no-check", err=True)
+        sys.exit(EXIT_USER)
+    click.echo(f"check: {check_line(checked)}", err=True)
+    return replace(submission, is_checked=True)
 
 
 def _become(argv: list[str]) -> NoReturn:

@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 
     from orchestrator.commands.init import Questions
     from orchestrator.draft.draft import SweepDraft
+    from orchestrator.draft.script import ScriptDraft
 
 _MODEL = "A Hugging Face config.json, a folder with one, or a model file."
 _OUTPUT = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command()
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND...]")
+@click.option("--recipe", metavar="NAME", help="Framework that COMMAND is written for; default: the one it looks like.")
 @click.option("--model", type=click.Path(path_type=Path), help=_MODEL)
 @click.option("--parameters", metavar="SIZE", help="Instead: a Llama of that many weights, like 13B.")
 @click.option("--cluster", metavar="NAME|FILE", help=CLUSTER_HELP)
@@ -40,6 +43,8 @@ _OUTPUT = click.Path(dir_okay=False, path_type=Path)
 @click.option("--yes", is_flag=True, help="Ask nothing, also in a terminal.")
 @json_option
 def init(
+    command: tuple[str, ...],
+    recipe: str | None,
     output: Path | None,
     example: str | None,
     list_examples: bool,
@@ -48,16 +53,18 @@ def init(
     as_json: bool,
     **asked: Any,
 ) -> None:
-    """Write a first sweep file: for your model and your cluster, short and commented.
+    """Write a first sweep file, short and commented: for your own training command, or for a model and a cluster.
 
-    The cost model chooses a usual baseline that fits into the memory: put what you run today in its place. In a
-    terminal, what is not given is asked for. A cluster that is only described is simulated; the file says how to
-    measure for real.
+    A training command is read, not run: its framework, its present configuration as the baseline, what may be tuned.
+    What could not be read is said. For a model, the cost model chooses a usual baseline that fits into the memory: put
+    what you run today in its place. A cluster that is only described is simulated.
 
     \b
     Examples:
+      tune-cluster init -- torchrun --nproc-per-node 2 train.py --bs 4
+      tune-cluster init train.py
+      tune-cluster init --recipe deepspeed -- deepspeed --num_gpus 8 train.py --deepspeed_config ds.json
       tune-cluster init --model config.json --cluster dgx-h100 --nodes 8
-      tune-cluster init --model config.json --address HOST:PORT
       tune-cluster init --parameters 1B
       tune-cluster init --example quickstart
     """
@@ -72,6 +79,11 @@ def init(
         print_result(as_json, {"files": [str(file) for file in files]}, lambda: _next_steps(files[0], files))
         return
     questions = init_command.Questions(**asked)
+    if command or recipe is not None:
+        file = output or Path("sweep.yaml")
+        script = init_command.draft_command(command, questions, file, recipe=recipe, force=force)
+        print_result(as_json, init_command.init_json(script, file), lambda: _drafted_script(script, file))
+        return
     if sys.stdin.isatty() and not yes and not as_json:
         questions = _ask(questions)
     file = output or Path("sweep.yaml")
@@ -114,6 +126,30 @@ def _drafted(draft: SweepDraft, file: Path) -> RenderableType:
     if draft.differences:
         lines.append(f"model     an approximation, trained with: {'; '.join(draft.differences)}")
     return Group(_next_steps(file, (file,)), "", *map(Text, lines))
+
+
+def _drafted_script(draft: ScriptDraft, file: Path) -> RenderableType:
+    import shlex
+
+    from rich.console import Group
+    from rich.text import Text
+
+    from orchestrator.invocation import DEFAULT_HOME, Invocation
+    from orchestrator.terminal.layout import NextCommands, indented, label_grid
+
+    grid = label_grid()
+    grid.add_row("program", draft.title)
+    grid.add_row("command", shlex.join(draft.run))
+    grid.add_row("batch", f"{draft.global_batch_size} samples an optimiser step")
+    grid.add_row("hardware", draft.hardware)
+    for remark in draft.remarks:
+        grid.add_row("not read", remark)
+    program = Invocation.current(DEFAULT_HOME)
+    steps = {
+        program.command("check", str(file)): "one short run: do arguments hold, is everything seen that counts",
+        program.command("submit", str(file)): "the same, then the whole sweep",
+    }
+    return Group(Text(f"Written: {file}"), indented(grid), Text("Next:"), indented(NextCommands(steps)))
 
 
 def _next_steps(file: Path, files: tuple[Path, ...]) -> RenderableType:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from configs import CONFIGS
+from orchestrator.draft.commandline import take_apart
 from orchestrator.draft.draft import SweepDraft, make_draft, require_room, write_draft
 from orchestrator.draft.machine import DraftedMachine, described_machine, machine_at, machine_here
 from orchestrator.draft.model import DraftedModel, model_of_file, model_of_size
+from orchestrator.draft.script import ScriptDraft, draft_script, read_command
+from orchestrator.draft.source import find_script
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.home import check_name
 from trials.files import write_atomically
 
 _FOLDER = CONFIGS / "sweeps"
+_PROGRAMS = CONFIGS / "examples"
 _MODEL_REFERENCE = re.compile(r"^(\s*model:\s*)(\.\./models/(\S+\.yaml))", re.MULTILINE)
 
 
@@ -52,23 +57,28 @@ class Questions:
             remedy="Name a Hugging Face config.json, or a size: --parameters 13B. --list shows complete examples.",
         )
 
-    def drafted_machine(self) -> DraftedMachine:
+    def drafted_machine(self, used_per_node: int | None = None, used_nodes: int = 1) -> DraftedMachine:
         """The hardware asked for; else this host's.
+
+        Args:
+            used_per_node: devices per node that a command uses, where nobody asks for others.
+            used_nodes: nodes that it uses.
 
         Raises:
             ConfigError: it is not described, does not answer, or is too small.
         """
         if self.cluster is not None and self.address is not None:
             raise ConfigError("--cluster and --address exclude each other", remedy="Leave one out.")
+        devices, nodes = self.devices_per_node or used_per_node, self.nodes or (used_nodes if used_nodes > 1 else None)
         if self.cluster is not None:
-            return described_machine(self.cluster, self.nodes, self.devices_per_node)
+            return described_machine(self.cluster, nodes, devices)
         if self.address is not None:
-            return machine_at(self.address, self.nodes, self.devices_per_node)
-        if self.nodes not in (None, 1):
+            return machine_at(self.address, nodes, devices)
+        if nodes not in (None, 1):
             raise ConfigError(
-                f"this host is one node, not {self.nodes}", key="--nodes", remedy="Give --cluster or --address, too."
+                f"this host is one node, not {nodes}", key="--nodes", remedy="Give --cluster or --address, too."
             )
-        return machine_here(self.devices_per_node)
+        return machine_here(devices)
 
 
 def draft_sweep(questions: Questions, output: Path, *, force: bool) -> SweepDraft:
@@ -91,13 +101,47 @@ def draft_sweep(questions: Questions, output: Path, *, force: bool) -> SweepDraf
     return draft
 
 
+def draft_command(
+    words: Sequence[str], questions: Questions, output: Path, *, recipe: str | None, force: bool
+) -> ScriptDraft:
+    """Draft a sweep of a training program of the user's own, and write its file.
+
+    Raises:
+        ConfigError: the command or its batch cannot be read, see :class:`Questions` and :func:`write_draft`.
+    """
+    if questions.model is not None or questions.parameters is not None or questions.cluster is not None:
+        raise ConfigError(
+            "a command trains its own model, on hardware that is there",
+            remedy="Leave out --model, --parameters and --cluster; --address names a Ray cluster.",
+        )
+    if questions.name is not None:
+        check_name(questions.name, "sweep name")
+    require_room(output, force=force)
+    command, cwd = take_apart(words), Path.cwd()
+    if len(words) == 1 and find_script(words, cwd) is None:
+        raise ConfigError("there is no such file", file=words[0], remedy="Name a Python file, or the whole command.")
+    alone = command.launcher is None and len(words) > 1
+    machine = questions.drafted_machine(command.num_processes or (1 if alone else None), command.num_nodes)
+    draft = draft_script(
+        read_command(command, cwd, recipe=recipe, is_gpu=machine.is_gpu, ranks=machine.topology.num_devices),
+        machine,
+        name=questions.name,
+        seq_length=questions.seq_length,
+        global_batch_size=questions.global_batch_size,
+        max_trials=questions.max_trials,
+        folder=output.absolute().parent,
+    )
+    write_draft(draft.text, output, force=force)
+    return draft
+
+
 def examples() -> dict[str, str]:
     """The example sweeps that come with the program: what each shows, by name."""
     return {path.stem: _about(path) for path in sorted(_FOLDER.glob("*.yaml"))}
 
 
 def copy_example(name: str, output: Path, *, force: bool) -> tuple[Path, ...]:
-    """Write an example sweep, and the model file that it names beside it; return the files written.
+    """Write an example sweep, and the model file or program that it names beside it; return the files written.
 
     Raises:
         ConfigError: there is no such example, or one of the files is there already.
@@ -106,7 +150,8 @@ def copy_example(name: str, output: Path, *, force: bool) -> tuple[Path, ...]:
     if name not in examples():
         raise ConfigError(f"no example {name[:40]!r}", key="--example", remedy=f"There are {', '.join(examples())}.")
     text = source.read_text(encoding="utf-8").replace("# yaml-language-server: $schema=sweep.schema.json\n", "")
-    files: dict[Path, str] = {}
+    files = {output.parent / path.name: path.read_text(encoding="utf-8") for path in _programs(text)}
+    text = text.replace(f"cwd: ../{_PROGRAMS.name}", "cwd: .")
     if model := _MODEL_REFERENCE.search(text):
         files[output.parent / model[3]] = (_FOLDER / model[2]).read_text(encoding="utf-8")
         text = _MODEL_REFERENCE.sub(r"\1\3", text)
@@ -116,6 +161,11 @@ def copy_example(name: str, output: Path, *, force: bool) -> tuple[Path, ...]:
     for file, content in files.items():
         write_atomically(file, [content.encode()])
     return tuple(files)
+
+
+def _programs(text: str) -> tuple[Path, ...]:
+    """The training programs of the examples, and their files, that a sweep file names."""
+    return tuple(path for path in sorted(_PROGRAMS.iterdir()) if re.search(rf"\b{re.escape(path.name)}\b", text))
 
 
 def _about(path: Path) -> str:
@@ -130,6 +180,6 @@ def _about(path: Path) -> str:
     return " ".join(comment).partition(". ")[0].rstrip(".") + "."
 
 
-def init_json(draft: SweepDraft, output: Path) -> dict[str, Any]:
+def init_json(draft: SweepDraft | ScriptDraft, output: Path) -> dict[str, Any]:
     """The documented JSON form of ``init --json``."""
     return {"file": str(output), **draft.to_json()}

@@ -53,8 +53,16 @@ class Submission:
     """The Ray cluster's; None: no cluster but this host, or one that does not exist."""
     is_over: bool = False
     """Nothing is left to do but to show the result."""
+    is_checked: bool = False
+    """A short run has shown already that its trials can be measured, or nobody wants to know."""
     options: tuple[str, ...] = ()
     """Options of the whole program, such as ``--verbose``."""
+
+    @property
+    def needs_check(self) -> bool:
+        """Whether a short run is to come first: of training programs of the user's own, before the sweep begins."""
+        is_new = self.verb == "submit" and not self.is_over and self.name not in self.home.sweeps()
+        return is_new and not self.is_checked and self.spec.script is not None
 
     @property
     def name(self) -> str:
@@ -69,9 +77,10 @@ class Submission:
         """The command line of the controller, with options ``extra``. A Ray Job learns the address from its cluster."""
         address = ["--address", self.address] if self.address and self.mode != "ray job" else []
         home = ["--home", str(self.home.path.absolute())]
+        checked = ["--no-check"] if self.is_checked and self.verb == "submit" else []
         return [
             *python_module("orchestrator", *self.options),
-            *(self.verb, self.target, *home, "--foreground", *address, *extra),
+            *(self.verb, self.target, *home, "--foreground", *checked, *address, *extra),
         ]
 
     def supervised(self, *extra: str) -> list[str]:
@@ -116,11 +125,13 @@ def submission_of_file(
     mode: Mode | None,
     options: tuple[str, ...] = (),
     replace: bool = False,
+    is_checked: bool = False,
 ) -> Submission:
     """What ``submit FILE`` asks for.
 
     Args:
         replace: begin a sweep of the same name anew, which measured nothing.
+        is_checked: leave out the short run that comes first.
         address: as the user gave it; None looks at ``RAY_ADDRESS``, then at the file.
         mode: None: a Ray Job where there is an address, else in the foreground.
 
@@ -148,6 +159,7 @@ def submission_of_file(
         mode=_mode(mode, where, is_over=is_over),
         address=where,
         is_over=is_over,
+        is_checked=is_checked,
         options=options,
     )
 

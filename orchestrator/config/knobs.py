@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from orchestrator.config.scalars import Size
 from orchestrator.space.knobs import KNOB_NAMES, KNOBS
+from orchestrator.space.knobs.own import OwnAccepted, OwnGiven, OwnKnob, OwnSpace, own_knobs
 from orchestrator.space.knobs.sections import OneOrMany, Section, fault
 
 _WORLD_SIZE = (
@@ -44,7 +45,12 @@ _SpaceKnobs: Any = create_model("_SpaceKnobs", __base__=Section, **_patterns(res
 
 
 class BaselineSection(_BaselineKnobs):  # type: ignore[misc]
-    """The configuration used today: one value per knob, the knob's default where left out."""
+    """The configuration used today: one value per knob, the knob's default where left out; of your own training program
+    what its command says, which is all that `from_run` means."""
+
+    own: OwnGiven | None = Field(
+        default=None, description="Values of knobs of your own, by name; those left out are as the command says."
+    )
 
     def values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in KNOB_NAMES}
@@ -52,6 +58,8 @@ class BaselineSection(_BaselineKnobs):  # type: ignore[misc]
 
 class PatternSection(_PatternKnobs):  # type: ignore[misc]
     """Knobs and accepted values; matches a candidate when all of them match."""
+
+    own: OwnAccepted | None = Field(default=None, description="Knobs of your own and accepted values.")
 
     @model_validator(mode="after")
     def _not_empty(self) -> PatternSection:
@@ -61,7 +69,7 @@ class PatternSection(_PatternKnobs):  # type: ignore[misc]
 
     def accepted(self) -> dict[str, tuple[Any, ...]]:
         given = {name: getattr(self, name) for name in (*KNOB_NAMES, "world_size")}
-        return {name: values for name, values in given.items() if values is not None}
+        return {**{name: values for name, values in given.items() if values is not None}, **(self.own or {})}
 
 
 def _to_tuple(value: Any) -> Any:
@@ -75,6 +83,11 @@ Patterns = Annotated[tuple[PatternSection, ...], BeforeValidator(_to_tuple)]
 class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
     """The search space: every knob one value (fixed) or a list of choices; left out, it keeps the baseline's value."""
 
+    own: OwnSpace | None = Field(
+        default=None,
+        description="Knobs of your own training program: `--flag`, `file:dotted.key`, `$NAME`, or a placeholder of its "
+        "command, each with a value, a list, or a mapping of values, flag, memory and when.",
+    )
     forbid: Patterns = Field(default=(), description="Candidates matching any of these patterns are left out.")
     require: Patterns = Field(default=(), description="Candidates must match all of these patterns.")
     balance: bool = Field(
@@ -87,3 +100,12 @@ class SpaceSection(_SpaceKnobs):  # type: ignore[misc]
         """Values of every knob; those left out take the one of ``baseline``."""
         given = {name: getattr(self, name) for name in KNOB_NAMES}
         return {name: (baseline[name],) if values is None else values for name, values in given.items()}
+
+    @model_validator(mode="after")
+    def _sound_own_knobs(self) -> SpaceSection:
+        self.own_knobs()
+        return self
+
+    def own_knobs(self) -> tuple[OwnKnob, ...]:
+        """The user's own knobs, each after those that its conditions name."""
+        return own_knobs(self.own or {})

@@ -7,15 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import AfterValidator, Discriminator, Field, PrivateAttr, Tag, ValidationError, model_validator
 
 from cluster.base import Deadlines
 from cluster.hardware.topology import Topology
 from orchestrator.config.knobs import BaselineSection, SpaceSection
 from orchestrator.config.notify import NotifySection
+from orchestrator.config.own_module.python import PythonSection
 from orchestrator.config.profile import ProfileSection
 from orchestrator.config.proof import ConfirmSection, ConfirmValue, GateSection, GateValue
 from orchestrator.config.scalars import Identifier, is_there
+from orchestrator.config.script.checks import refuse_for_scripts
+from orchestrator.config.script.resolve import ScriptSweep, resolve_script
+from orchestrator.config.script.section import ScriptSection
 from orchestrator.config.sections import (
     BudgetSection,
     ClusterSection,
@@ -30,8 +34,11 @@ from orchestrator.config.workload import MODEL_SECTIONS, WorkloadSection
 from orchestrator.config.yaml_source import KeyPath, YamlSource, dotted, read_yaml
 from orchestrator.errors import ConfigError
 from orchestrator.objective import Objective, ObjectiveName
+from orchestrator.scripts.overlay import problem, rule_of
+from orchestrator.scripts.script import Script
 from orchestrator.space.knobs.canonical import build_candidate
-from orchestrator.space.knobs.sections import Section, fault
+from orchestrator.space.knobs.own import OwnKnob, OwnScalar
+from orchestrator.space.knobs.sections import Section, ShortForms, fault
 from orchestrator.space.replay import ReplayError, ReplaySpace, replay_space
 from orchestrator.space.rules import Filters, check
 from orchestrator.sweep.events import SweepCreated
@@ -41,18 +48,48 @@ from trials.spec import Candidate, Protocol, Workload
 
 OPERATIONAL = frozenset({"address", "min_nodes", "max_wait", "queue", "priority"})
 """Keys of ``cluster`` that say where and when, not what is measured on."""
+READ = "read"
+"""Key of a stored ``workload`` with the files of a training program as they were when the sweep was created."""
 REMOVED: Mapping[str, str] = {"staged": "off"}
 """Keys that ``search`` no longer has, with their defaults: in stored sweeps, and in the hashes these are known by."""
+
+
+FROM_RUN = "from_run"
+
+
+def _kind_of_workload(value: Any) -> str:
+    """Which section a workload is: told by the keys that only one of them has."""
+    if not isinstance(value, Mapping):
+        return str(getattr(type(value), "TAG", WorkloadSection.TAG))
+    if "recipe" in value or "run" in value:
+        return ScriptSection.TAG
+    return PythonSection.TAG if "kind" in value else WorkloadSection.TAG
+
+
+WorkloadValue = Annotated[
+    Annotated[WorkloadSection, Tag(WorkloadSection.TAG)]
+    | Annotated[PythonSection, Tag(PythonSection.TAG)]
+    | Annotated[ScriptSection, Tag(ScriptSection.TAG)],
+    Discriminator(_kind_of_workload),
+]
+BaselineValue = Annotated[BaselineSection, ShortForms({FROM_RUN: {}})]
 
 
 class SweepSpec(Section):
     """One sweep, as the user described it."""
 
     name: Identifier = Field(description="Name of the sweep; names its folder and its records.")
-    workload: WorkloadSection = Field(description="What is trained.")
+    workload: WorkloadValue = Field(
+        description="What is trained: a model or a module of your own that our runner trains, or a training program of "
+        "your own."
+    )
     cluster: ClusterSection = Field(default=ClusterSection(), description="Where trials run.")
     space: SpaceSection = Field(description="What may be changed.")
-    baseline: BaselineSection = Field(default=BaselineSection(), description="What is used today; always trial 0.")
+    baseline: BaselineValue = Field(
+        default=BaselineSection(),
+        description="What is used today; always trial 0. from_run: your own training program exactly as its command "
+        "stands.",
+    )
     objective: ObjectiveName = Field(
         default=Objective().name,
         description="What counts as faster, see docs/objective.md: tokens per second and device used, the time of a "
@@ -78,6 +115,7 @@ class SweepSpec(Section):
     notify: NotifySection | None = Field(default=None, description="Who is told when something happens to it.")
 
     _source: YamlSource | None = PrivateAttr(default=None)
+    _scripted: ScriptSweep | None = PrivateAttr(default=None)
 
     def __eq__(self, other: object) -> bool:
         """Whether both mean the same, wherever they were read from."""
@@ -97,6 +135,37 @@ class SweepSpec(Section):
             return ConfigError(message, key=dotted(path), remedy=remedy)
         return self._source.error(path, message, remedy)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _only_scripts_run(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("baseline") == FROM_RUN:
+            workload = values.get("workload")
+            if isinstance(workload, Mapping) and _kind_of_workload(workload) != ScriptSection.TAG:
+                remedy = "Give the values used today, or workload: {recipe: ..., run: [...]}."
+                raise fault("baseline", "from_run is for a training program of your own", remedy)
+        return values
+
+    @model_validator(mode="after")
+    def _settle_script(self) -> Self:
+        """Read a training program of the user's own together with what is to be changed in it."""
+        if not isinstance(self.workload, ScriptSection):
+            if own := next((name for name in ("space", "baseline") if getattr(self, name).own), None):
+                raise fault(f"{own}.own", "is for a training program of your own", "Remove it.")
+            return self
+        refuse_for_scripts(self)
+        num_devices = self.cluster.devices_per_node
+        num_devices = None if num_devices is None else num_devices * self.cluster.nodes[0]
+        device = None if self.cluster.device == "auto" else self.cluster.device
+        self._scripted = resolve_script(
+            self.workload, self.space, self.baseline, num_devices=num_devices, device=device
+        )
+        return self
+
+    @property
+    def script(self) -> Script | None:
+        """The user's own training program; None where our runner trains a model."""
+        return None if self._scripted is None else self._scripted.script
+
     @model_validator(mode="after")
     def _legal_baseline(self) -> Self:
         """Refuse an illegal baseline. The user's own filters do not apply: they say what should not be proposed."""
@@ -106,6 +175,8 @@ class SweepSpec(Section):
         broken = check(self.baseline_candidate, self.to_workload())
         if broken:
             raise fault("baseline", f"not a legal configuration: {broken[0].reason}", "Correct the baseline.")
+        if self.script is not None and (reason := problem(self.script, self.baseline_candidate)):
+            raise fault("baseline", f"{self.script.training.title} cannot run it: {reason}", "Correct the baseline.")
         return self
 
     def _check_replay(self) -> None:
@@ -139,12 +210,33 @@ class SweepSpec(Section):
         """The baseline in canonical form; of a replay sweep, the row used today."""
         if (replayed := self.replayed) is not None:
             return replayed.baseline
-        return build_candidate(self.baseline.values(), self.workload.model.to_model())
+        if self._scripted is not None:
+            return self._scripted.baseline
+        return build_candidate(self.baseline.values(), self.to_workload().model)
 
     @property
     def choices(self) -> dict[str, tuple[Any, ...]]:
         """Values to try of every knob, as written."""
+        if self._scripted is not None:
+            return dict(self._scripted.choices)
         return self.space.choices(self.baseline.values())
+
+    @property
+    def own_knobs(self) -> tuple[OwnKnob, ...]:
+        """The user's own knobs; none where our runner trains a model."""
+        return () if self.script is None else self.script.own
+
+    def candidate_of(self, values: Mapping[str, Any], own: Mapping[str, OwnScalar]) -> Candidate:
+        """The baseline with these values of knobs, ours and the user's own."""
+        scripted = self._scripted
+        if scripted is None:
+            return build_candidate({**self.baseline.values(), **values}, self.to_workload().model)
+        return build_candidate(
+            {**scripted.baseline_values, **values},
+            scripted.script.model,
+            scripted.script.own,
+            {**scripted.baseline_own, **own},
+        )
 
     @property
     def filters(self) -> Filters:
@@ -156,6 +248,7 @@ class SweepSpec(Section):
             world_size=self.space.world_size,
             whole_lease=self.space.world_size is None,
             min_nodes=least if least < most else None,
+            others=() if self.script is None else (rule_of(self.script),),
         )
 
     def to_objective(self, topology: Topology | None) -> Objective:
@@ -168,15 +261,10 @@ class SweepSpec(Section):
         )
 
     def to_workload(self) -> Workload:
-        workload = self.workload
-        return Workload(
-            model=workload.model.to_model(),
-            data=workload.data.to_data(),
-            seq_length=workload.tokens_per_sample,
-            global_batch_size=workload.global_batch_size,
-            optimizer=workload.optimizer.to_optimizer(),
-            seed=workload.seed,
-        )
+        if isinstance(self.workload, ScriptSection):
+            assert self._scripted is not None, "settled when the file was checked"
+            return self._scripted.script.workload
+        return self.workload.to_workload()
 
     @property
     def proof(self) -> ProofSettings:
@@ -196,7 +284,12 @@ class SweepSpec(Section):
 
     def to_json(self) -> dict[str, Any]:
         """The content of an equivalent sweep file: everything written out, paths absolute, the model in place."""
-        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+        content = self.model_dump(mode="json", by_alias=True, exclude_none=True)
+        if isinstance(self.workload, ScriptSection):
+            content["workload"][READ] = self.workload.what_was_read()
+            given = self.baseline.model_fields_set
+            content["baseline"] = {key: value for key, value in content["baseline"].items() if key in given}
+        return content
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -205,7 +298,9 @@ class SweepSpec(Section):
         Does not look whether the training text is still there.
         """
         search = {key: value for key, value in data.get("search", {}).items() if key not in REMOVED}
-        return cls.model_validate({**data, "search": search}, context={"check_files": False})
+        workload = dict(data.get("workload", {}))
+        context = {"check_files": False, READ: workload.pop(READ, None)}
+        return cls.model_validate({**data, "search": search, "workload": workload}, context=context)
 
     @property
     def spec_hash(self) -> str:
@@ -257,7 +352,8 @@ def _with_model(source: YamlSource) -> dict[str, Any]:
     """The data of the file, with the content of ``workload.model`` where that names another file."""
     workload = source.data.get("workload")
     reference = workload.get("model") if isinstance(workload, dict) else None
-    if not isinstance(workload, dict) or not isinstance(reference, str):
+    is_model_file = _kind_of_workload(workload) == WorkloadSection.TAG
+    if not is_model_file or not isinstance(workload, dict) or not isinstance(reference, str):
         return dict(source.data)
     file = source.file.parent / reference
     if not is_there(file) or file.is_dir():
@@ -270,7 +366,7 @@ def _with_model(source: YamlSource) -> dict[str, Any]:
     if section is None:
         raise model.error(("kind",), "expected " + ", ".join(MODEL_SECTIONS), "Name the kind of model.")
     try:
-        section.model_validate(model.data)
+        section.model_validate(model.data, context={"folder": source.file.parent})
     except ValidationError as error:
         raise to_config_error(error, model, section) from None
     return {**source.data, "workload": {**workload, "model": model.data}}

@@ -79,8 +79,10 @@ def _translate(details: ErrorDetails, source: YamlSource, model: type[BaseModel]
 
 
 def _in_file(path: KeyPath, source: YamlSource) -> KeyPath:
-    """``path`` as the file has it: without the kinds of models and data that pydantic puts after the section they stand
-    in, and without the places of single values that stand for a list of one."""
+    """``path`` as the file has it: without the kinds of workloads, models and data that pydantic puts after the section
+    they stand in, and without the places of single values that stand for a list of one."""
+    if path[:1] == ("workload",):
+        path = (*path[:1], *path[2:])
     if path[:2] in (("workload", "model"), ("workload", "data")):
         path = (*path[:2], *path[3:])
     kept: KeyPath = ()
@@ -109,6 +111,8 @@ def _keys_at(model: type[BaseModel], path: KeyPath) -> tuple[str, ...]:
 
 
 def _kind_of(section: type[BaseModel]) -> str | None:
+    if (tag := getattr(section, "TAG", None)) is not None:
+        return str(tag)
     kind = section.model_fields.get("kind")
     return next(iter(typing.get_args(kind.annotation)), None) if kind is not None else None
 

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, GetJsonSchemaHandler, ValidationInfo, field_validator, model_validator
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError
 
+from orchestrator.config.own_module.hugging_face import HuggingFaceSection
 from orchestrator.config.scalars import Positive, Size, is_there, resolve
 from orchestrator.space.knobs.sections import Section, fault
 from trials.legality.rules import DATA_OF_MODEL
 from trials.spec import (
     AdamW,
+    HuggingFaceModel,
     ImageFolderData,
     LinearModel,
     LlamaModel,
@@ -26,6 +28,7 @@ from trials.spec import (
     ResNetModel,
     TextData,
     TokenFileData,
+    Workload,
 )
 
 
@@ -119,7 +122,7 @@ class TokenFileSection(Section):
 
     def check_files(self, model: Model, seq_length: int) -> None:
         check_tokens(Path(self.path), num_tokens=seq_length + 1, token_bytes=self.NUM_BYTES[self.dtype])
-        assert isinstance(model, LlamaModel), "other models read no tokens"
+        assert isinstance(model, LlamaModel | HuggingFaceModel), "other models read no tokens"
         check_ids(Path(self.path), self.TYPE_CODES[self.dtype], vocab_size=model.vocab_size)
 
 
@@ -169,7 +172,7 @@ class OptimizerSection(Section):
         return AdamW(**self.model_dump(exclude={"kind"}))
 
 
-ModelSection = LlamaSection | ResNetSection | LinearSection
+ModelSection = LlamaSection | ResNetSection | LinearSection | HuggingFaceSection
 
 
 DataSection = TextSection | TokenFileSection | ImageFolderSection | RandomSection
@@ -179,6 +182,7 @@ MODEL_SECTIONS: Mapping[str, type[Section]] = {
     "llama": LlamaSection,
     "resnet": ResNetSection,
     "linear": LinearSection,
+    "huggingface": HuggingFaceSection,
 }
 
 
@@ -193,19 +197,20 @@ class _OrPath:
 
 
 class WorkloadSection(Section):
-    """What is trained, the same for every trial."""
+    """A model that our runner trains, the same for every trial."""
 
+    TAG: ClassVar[str] = "built-in"
     model: Annotated[Annotated[ModelSection, Field(discriminator="kind")], _OrPath()] = Field(
         description="The model: a mapping, or the path of a YAML file with that mapping, relative to the sweep file."
     )
     data: Annotated[DataSection, Field(discriminator="kind")] = Field(
         default=None,
         validate_default=True,
-        description="The training data; a kind left out is the default of the model: text for llama, image_folder "
-        "for resnet, random for linear.",
+        description="The training data; a kind left out is the default of the model: text for llama and huggingface, "
+        "image_folder for resnet, random for linear.",
     )
     seq_length: Size | None = Field(
-        default=None, description="Tokens per sequence; llama needs it, other models have none."
+        default=None, description="Tokens per sequence; llama and huggingface need it, others have none."
     )
     global_batch_size: Size = Field(description="Samples (sequences) per optimiser step over all ranks.")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="The optimiser.")
@@ -225,14 +230,17 @@ class WorkloadSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> WorkloadSection:
-        if self.model.kind == "llama" and self.seq_length is None:
+        reads_tokens = self.model.kind in ("llama", "huggingface")
+        if reads_tokens and self.seq_length is None:
             raise fault("seq_length", "missing", "Add 'seq_length'.")
-        if self.model.kind != "llama" and self.seq_length not in (None, 1):
+        if not reads_tokens and self.seq_length not in (None, 1):
             raise fault("seq_length", f"{self.model.kind} models read no sequences", "Leave it out.")
         fitting = [data.kind for data in DATA_OF_MODEL[_MODELS[self.model.kind]]]
         if self.data.kind not in fitting:
             message = f"{self.model.kind} models cannot train on {self.data.kind}"
             raise fault("data.kind", message, f"Use {' or '.join(fitting)}.")
+        if isinstance(self.model, HuggingFaceSection) and (info.context or {}).get("check_files", True):
+            self._count(self.model)
         if self._are_files_here(info.context or {}):
             self.data.check_files(self.model.to_model(), self.tokens_per_sample)
         return self
@@ -242,6 +250,25 @@ class WorkloadSection(Section):
         path = getattr(self.data, "path", None)
         is_elsewhere = context.get("is_remote", False) and path is not None and not is_there(Path(path))
         return bool(context.get("check_files", True)) and not is_elsewhere
+
+    def _count(self, model: HuggingFaceSection) -> None:
+        if model.vocab_size < 256 and isinstance(self.data, TextSection):
+            raise fault("model.config", f"vocab_size {model.vocab_size} is below the 256 of bytes", "Use token_file.")
+        try:
+            model.count(self.data.to_data(), self.tokens_per_sample)
+        except PydanticCustomError as error:
+            context = error.context or {}
+            raise fault("model.config", str(context["text"]), str(context["remedy"])) from None
+
+    def to_workload(self) -> Workload:
+        return Workload(
+            model=self.model.to_model(),
+            data=self.data.to_data(),
+            seq_length=self.tokens_per_sample,
+            global_batch_size=self.global_batch_size,
+            optimizer=self.optimizer.to_optimizer(),
+            seed=self.seed,
+        )
 
     @property
     def tokens_per_sample(self) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cluster.base import Cluster
 from cluster.connect import clock_of, connect
+from cluster.node.agent import PRELOAD, SCRIPT_PRELOAD
 from cluster.request import ClusterRequest
 from orchestrator.config.sweep import SweepSpec, check_same
 from orchestrator.controller import creation
@@ -30,6 +31,7 @@ from orchestrator.sweep.snapshot import Observer, read_snapshot
 from orchestrator.sweep.state import SweepState
 from orchestrator.tracking.tracker import Tracker
 from trials.secrets import redact
+from trials.shapes import ScriptModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,9 @@ class _Controller:
         observer = Observers([self.observer, heartbeat, *_profile_copies(self.spec, ledger)])
         request = cluster_request(self.spec, self.home, address=self.address)
         waiting = Waiting(ledger, observer)
-        with connect(request, workdir=_attempts(ledger), on_wait=waiting) as cluster:
+        is_script = isinstance(self.spec.to_workload().model, ScriptModel)
+        preload = SCRIPT_PRELOAD if is_script else PRELOAD
+        with connect(request, workdir=_attempts(ledger), on_wait=waiting, preload=preload) as cluster:
             self._runtime(ledger, cluster, request, observer, waiting.num_requests).run()
             return _result(ledger, self.home)
 

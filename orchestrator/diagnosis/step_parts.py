@@ -40,6 +40,8 @@ for the trial's clock."""
 IN_PASSES: tuple[PartName, ...] = ("compute", "recompute", "communication", "dispatch")
 """Parts into which forward and backward are split."""
 
+_SCRIPT = "your program tells only how long a step takes"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOf:
@@ -93,7 +95,7 @@ def split(trial: Trial, terms_s: Mapping[str, float], unmodelled: str, profile: 
     assert found is not None, "only measured trials have a step time"
     clock, modelled = _Clock.of(found), _by_part(terms_s)
     if clock is None:
-        parts, notes = _modelled_parts(found.step_time_s, modelled, unmodelled)
+        parts, notes = _modelled_parts(found, modelled, unmodelled)
     else:
         passes, notes = _passes(trial, clock, modelled, unmodelled, profile)
         parts = [*passes, *(Part(name, seconds, "measured") for name, seconds in clock.others_s.items())]
@@ -109,11 +111,16 @@ def _by_part(terms_s: Mapping[str, float]) -> dict[PartName, float]:
     return by_part
 
 
-def _modelled_parts(step_s: float, modelled: Mapping[PartName, float], unmodelled: str) -> tuple[list[Part], list[str]]:
+def _modelled_parts(
+    found: Measurement, modelled: Mapping[PartName, float], unmodelled: str
+) -> tuple[list[Part], list[str]]:
+    """The split of a step of which only the whole was measured."""
+    is_script = found.findings.script is not None
+    nobody = f"its phases are not known, {_SCRIPT}" if is_script else "nobody looked inside the steps of this cluster"
     if not modelled:
-        return [Part("other", step_s, "measured")], [f"the step is not split: {unmodelled}"]
-    note = "nobody looked inside the steps of this cluster: the whole split is the cost model's"
-    return _shared_out(step_s, modelled, "modelled"), [note]
+        why = f"{_SCRIPT}, and {unmodelled}" if is_script else unmodelled
+        return [Part("other", found.step_time_s, "measured")], [f"the step is not split: {why}"]
+    return _shared_out(found.step_time_s, modelled, "modelled"), [f"{nobody}: the whole split is the cost model's"]
 
 
 def _passes(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +12,12 @@ from orchestrator.config.sweep import load_sweep
 from orchestrator.draft.choices import Choices, choose, drafted_workload
 from orchestrator.draft.machine import DraftedMachine
 from orchestrator.draft.model import DraftedModel
+from orchestrator.draft.sweep_text import comment, safe_name, sweep_text, value_text
 from orchestrator.errors import ConfigError
 from orchestrator.search.prediction.prediction import Prediction
 from orchestrator.units import num_bytes
 from trials.files import write_atomically
 
-MAX_LINES = 30
-_WIDTH = 116
 _PATIENCE = {"starting_s": (600.0, 0), "warmup_s": (300.0, 40), "measuring_s": (600.0, 200), "stall_s": (300.0, 30)}
 """A trial's deadlines: seconds at least, and for how many steps at the pace that is expected of the baseline. The loss
 gate trains twenty steps in float32, which may take ten times as long."""
@@ -73,10 +69,10 @@ def make_draft(
     """
     choices = choose(model, machine, drafted_workload(model, machine, seq_length, global_batch_size))
     trials = max_trials or (25 if machine.is_gpu else 12)
-    name = name or _safe(model.name)
+    name = name or safe_name(model.name)
     return SweepDraft(
         name=name,
-        text=_text(list(_lines(name, model, machine, choices, trials))),
+        text=sweep_text(list(_lines(name, model, machine, choices, trials))),
         hardware=machine.label,
         choices=choices,
         simulated=machine.is_simulated,
@@ -116,13 +112,13 @@ def write_draft(text: str, file: Path, *, force: bool) -> None:
 
 def _lines(name: str, model: DraftedModel, machine: DraftedMachine, choices: Choices, max_trials: int) -> Iterator[str]:
     workload, size = choices.workload, model.num_parameters
-    yield from _comment(f"{name}: {model.source}{f', {_count(size)} weights' if size else ''}, on {machine.label}.")
+    yield from comment(f"{name}: {model.source}{f', {_count(size)} weights' if size else ''}, on {machine.label}.")
     if model.differences:
-        yield from _comment(f"An approximation, trained with: {'; '.join(model.differences)}.")
+        yield from comment(f"An approximation, trained with: {'; '.join(model.differences)}.")
     for remark in machine.remarks:
-        yield from _comment(remark)
+        yield from comment(remark)
     yield from (f"name: {name}", "", "workload: # what is trained, the same in every trial")
-    yield f"  model: {_flow(model.keys)}"
+    yield f"  model: {value_text(model.keys)}"
     if model.keys["kind"] == "llama":
         yield "  data: {kind: text, path: null} # stands in for yours: {kind: token_file, path: FILE, dtype: uint16}"
         yield f"  seq_length: {workload.seq_length}"
@@ -133,24 +129,18 @@ def _lines(name: str, model: DraftedModel, machine: DraftedMachine, choices: Cho
     yield "# Put here what you run today: it is always the first trial, and what the winner is compared with."
     if choices.prediction is not None:
         yield f"# This one is expected to take {expected_words(choices.prediction)}."
-    yield f"baseline: {_flow(choices.baseline)}"
+    yield f"baseline: {value_text(choices.baseline)}"
     yield from ("", "space: # what may be changed; every knob is in docs/knobs.md")
-    yield from (f"  {key}: {_value(value)}" for key, value in choices.space.items())
+    yield from (f"  {key}: {value_text(value)}" for key, value in choices.space.items())
     if limits := _deadlines(choices):
-        yield f"deadlines: {_flow(limits)} # large models take their time"
-    yield f"budget: {_flow({'max_trials': max_trials})}"
+        yield f"deadlines: {value_text(limits)} # large models take their time"
+    yield f"budget: {value_text({'max_trials': max_trials})}"
 
 
 def expected_words(found: Prediction) -> str:
     """Time and memory that are expected of a baseline, in words."""
     memory = f"{num_bytes(found.peak_bytes)} of {num_bytes(found.limit_bytes)} of memory"
     return f"{found.step_s:.3g} s a step and {memory}"
-
-
-def _text(lines: list[str]) -> str:
-    """The lines as a file; without the empty ones where there are too many."""
-    kept = lines if len(lines) <= MAX_LINES else [line for line in lines if line]
-    return "\n".join(kept) + "\n"
 
 
 def _deadlines(choices: Choices) -> dict[str, int]:
@@ -162,33 +152,9 @@ def _deadlines(choices: Choices) -> dict[str, int]:
     return {key: math.ceil(limit_s / 100) * 100 for key, limit_s in limits.items()}
 
 
-def _comment(text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ")
-
-
-def _flow(keys: Mapping[str, Any]) -> str:
-    return "{" + ", ".join(f"{key}: {_value(value)}" for key, value in keys.items()) + "}"
-
-
-def _value(value: Any) -> str:
-    """A value as YAML in one line; ``off`` and its like in quotes, for they are words here."""
-    if isinstance(value, Mapping):
-        return _flow(value)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(_value(item) for item in value)}]"
-    if isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w-]*", value) and value not in ("off", "on", "yes", "no"):
-        return value
-    return json.dumps(value)
-
-
 def _count(number: int) -> str:
     """A large number in words."""
     for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if number >= size:
             return f"{number / size:.3g} {word}"
     return f"{number:,}"
-
-
-def _safe(name: str) -> str:
-    """A sweep's name made of a model's."""
-    return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._")[:63] or "sweep"

@@ -62,7 +62,7 @@ def _measured(measurement: Measurement, figures: str) -> list[list[str]]:
     rows = [
         ["speed", figures],
         ["spread of the step time", words.spread(measurement)],
-        ["peak memory", f"{words.peak_memory(measurement)} on the fullest rank"],
+        *([["peak memory", f"{words.peak_memory(measurement)} on the fullest rank"]] if measurement.peak_bytes else []),
         ["steps", f"{len(measurement.step_times_s)} measured after {measurement.num_warmup_steps} of warm-up"],
     ]  # fmt: skip
     if measurement.mfu is not None:

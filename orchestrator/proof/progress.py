@@ -21,6 +21,7 @@ from orchestrator.proof.loss_gate import (
     trajectory,
     undecided_gate,
 )
+from orchestrator.proof.script_gate import ScriptRuns, judge_script
 from orchestrator.proof.tolerances import ROUNDING
 from orchestrator.statistics import Estimate
 from orchestrator.sweep.state import ProofState, SweepState, Trial, describe_failure
@@ -35,6 +36,7 @@ from orchestrator.sweep.values import (
     RatioInterval,
 )
 from trials.outcome import Failure, GangLost, TimedOut
+from trials.spec import ScriptModel
 
 BASELINE = 0
 """Number of the trial everything is compared with."""
@@ -51,6 +53,11 @@ class Round:
     def scores(self, objective: Objective) -> dict[int, float]:
         """How good each was."""
         return {of: objective.score(run.measurement) for of, run in self.runs.items() if run.measurement}
+
+    def rounded_away(self) -> dict[int, float]:
+        """How far the logarithm of each speed may be off by the digits in which step times were told."""
+        found = {of: run.measurement for of, run in self.runs.items() if run.measurement}
+        return {of: one.step_time_resolution_s / 2 / one.step_time_s for of, one in found.items()}
 
     @property
     def has_baseline(self) -> bool:
@@ -114,6 +121,7 @@ def confirmation(state: SweepState) -> Confirmation | None:
             finalists=finalists,
             min_rounds=settings.min_rounds,
             max_rounds=settings.max_rounds,
+            rounded_away={number: away for one in of for number, away in one.rounded_away().items()},
         )
 
     last = rounds[-1] if rounds else None
@@ -214,6 +222,8 @@ def gate_run(state: SweepState, finalist: int, role: GateRole) -> GateRun:
             return GateRun(of=finalist, role=role)
         case "baseline" | "reference":
             return GateRun(of=BASELINE, role=role)
+        case "twin" if is_script(state):
+            return GateRun(of=BASELINE, role=role)  # nothing can be perturbed there: it trains once more as it is
         case "twin":
             return GateRun(of=BASELINE, role=role, perturbation=rounding(baseline, candidate))
         case "reference_twin":
@@ -229,6 +239,8 @@ def gate_roles(state: SweepState, finalist: int) -> tuple[GateRole, ...]:
     is beyond the limits of fp32: otherwise there is nothing that rounding could explain.
     """
     roles = _certain_roles(state, finalist)
+    if is_script(state):
+        return roles
     settings, found = gate_settings(state), gate_trajectories(state, finalist)
     if found is None or settings is None or found.num_steps < settings.num_steps:
         return roles
@@ -241,6 +253,8 @@ def gate_roles(state: SweepState, finalist: int) -> tuple[GateRole, ...]:
 
 def _certain_roles(state: SweepState, finalist: int) -> tuple[GateRole, ...]:
     """Roles that train whatever comes of it, but for the twin, which takes the place of a reference that failed."""
+    if is_script(state):
+        return "baseline", "twin", "finalist"
     baseline, candidate = state.trials[BASELINE].candidate, state.trials[finalist].candidate
     is_coarse = candidate.precision.level != "O0"
     has_reference = needs_reference(baseline, candidate) or (is_coarse and baseline.precision.level != "O0")
@@ -291,8 +305,22 @@ def gate_report(state: SweepState, finalist: int, settings: GateSettings) -> Gat
             return _unmeasured_report(finalist, role, runs[role], settings)
     found = gate_trajectories(state, finalist)
     assert found is not None, "baseline and finalist were measured"
+    if is_script(state):
+        return judge_script(finalist, script_runs(state, finalist, found), settings)
     report = judge_gate(finalist, found, settings, state.sweep.workload)
     return replace(report, notes=(*report.notes, *_role_notes(runs, roles)))
+
+
+def script_runs(state: SweepState, finalist: int, found: GateTrajectories) -> ScriptRuns:
+    """What was trained, where a program of the user's own is."""
+    one, other = state.trials[BASELINE].candidate, state.trials[finalist].candidate
+    alike = (one.layout.dp, one.micro_batch_size) == (other.layout.dp, other.micro_batch_size)
+    return ScriptRuns(baseline=found.baseline, again=found.twin, finalist=found.finalist, splits_alike=alike)
+
+
+def is_script(state: SweepState) -> bool:
+    """Whether a program of the user's own is trained."""
+    return isinstance(state.sweep.workload.model, ScriptModel)
 
 
 def _unmeasured_report(finalist: int, role: GateRole, run: Trial, settings: GateSettings) -> GateReport:

@@ -49,6 +49,8 @@ class Trajectory:
     precision: Precision
     matmul_precision: str = "highest"
     micro_batch_size: int | None = None
+    loss_resolution: float = 0.0
+    """Half the last digit of the losses, where they were read from text."""
 
     @property
     def class_name(self) -> str:
@@ -57,7 +59,7 @@ class Trajectory:
 
     @property
     def num_steps(self) -> int:
-        return min(len(self.losses), len(self.grad_norms))
+        return min(len(self.losses), len(self.grad_norms) or len(self.losses))
 
     @property
     def skipped(self) -> frozenset[int]:
@@ -92,10 +94,24 @@ def trajectory(measurement: Measurement, candidate: Candidate) -> Trajectory:
         losses=measurement.losses,
         grad_norms=measurement.grad_norms,
         num_skipped_steps=measurement.num_skipped_steps,
-        precision=candidate.precision,
+        precision=_trained_precision(measurement, candidate),
         matmul_precision=candidate.kernels.matmul_precision,
         micro_batch_size=candidate.micro_batch_size,
+        loss_resolution=_loss_resolution(measurement),
     )
+
+
+def _trained_precision(measurement: Measurement, candidate: Candidate) -> Precision:
+    """The candidate's; of a program of the user's own, what was seen in it, where that is coarser."""
+    seen = measurement.findings.script.facts.dtype if measurement.findings.script else None
+    if candidate.precision.level != "O0" or seen not in ("bfloat16", "float16"):
+        return candidate.precision
+    return Precision(level="O1", dtype="bfloat16" if seen == "bfloat16" else "float16")
+
+
+def _loss_resolution(measurement: Measurement) -> float:
+    source = measurement.findings.script.source_of("loss") if measurement.findings.script else None
+    return source.resolution / 2 if source else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from orchestrator.recipes.fields import candidate_of, defaults, flatten, is_at_or_below
-from trials.spec import Candidate, Workload
+from trials.spec import Candidate, ScriptModel, Workload
 
 Severity = Literal["warning", "error"]
 
@@ -140,6 +140,17 @@ def custom(
     return Setting(paths=tuple(paths), names=tuple(names), write=write, read=read)
 
 
+def _refuse_scripts(draft: Draft) -> None:
+    if draft.candidate.own:
+        draft.refuse("own", "knobs of one's own belong to one's own program")
+    if isinstance(draft.workload.model, ScriptModel):
+        draft.refuse("workload.model.script", "the program is one's own: its export is the command with its files")
+
+
+SCRIPTS = custom(("own", "workload.model.script", "workload.data.script"), (), _refuse_scripts)
+"""Setting of every recipe: a program of the user's own is not written anew for any framework."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """One framework's format: ``render`` writes the files of a finished draft, ``load`` reads them."""
@@ -153,10 +164,14 @@ class Recipe:
     load: Callable[[Mapping[str, str]], Settings]
     command: Callable[[Draft], str]
 
+    @property
+    def all_settings(self) -> tuple[Setting, ...]:
+        return (*self.settings, SCRIPTS)
+
     def export(self, candidate: Candidate, workload: Workload) -> Export:
         """Files and command for one configuration, with notes on what they do not say."""
         draft = Draft(candidate, workload, flatten(candidate, workload))
-        for setting in self.settings:
+        for setting in self.all_settings:
             setting.write(draft)
         return Export(format=self.name, files=self.render(draft), command=self.command(draft), notes=tuple(draft.notes))
 

@@ -16,7 +16,7 @@ FORMATS = {
     "mindformers": "orchestrator.recipes.mindformers.recipe",
     "paddlenlp": "orchestrator.recipes.paddlenlp.recipe",
     "accelerate": "orchestrator.recipes.accelerate.recipe",
-    "torchrun": "orchestrator.recipes.torchrun",
+    "torchrun": "orchestrator.recipes.torchrun.recipe",
 }
 """Module of each format, imported when asked for; its recipe is called ``RECIPE``."""
 

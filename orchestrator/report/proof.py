@@ -15,8 +15,11 @@ from orchestrator.proof.progress import (
     gate_report,
     gate_runs,
     gate_trajectories,
+    is_script,
     ratio_interval,
+    script_runs,
 )
+from orchestrator.proof.script_gate import compare_script
 from orchestrator.report import words
 from orchestrator.report.words import FinalistOutcome
 from orchestrator.space.naming import short_name
@@ -156,13 +159,15 @@ def gate_curves(state: SweepState) -> list[GateCurves]:
     for number in state.proof.finalists if state.proof and state.virtual is None else ():
         trials = gate_runs(state, number)
         runs = {role: trial.measurement for role, trial in trials.items() if trial.measurement is not None}
-        if "finalist" in runs:
+        if "finalist" in runs and runs["finalist"].losses:
             found.append(GateCurves(trial=number, runs=runs, comparison=_comparison(state, number)))
     return found
 
 
 def _comparison(state: SweepState, finalist: int) -> LossComparison | None:
     found = gate_trajectories(state, finalist)
+    if found is not None and is_script(state):
+        return compare_script(script_runs(state, finalist, found), _settings(state))
     return None if found is None else deviations(found, _settings(state), state.sweep.workload)
 
 

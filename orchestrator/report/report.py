@@ -296,6 +296,8 @@ def _clock_parts(number: int, measurement: Measurement) -> StepParts:
         return StepParts(trial=number, step_time_s=step_time_s, parts=())  # nobody looked inside, as on simulated ones
     if not clock["bubble"]:
         del clock["bubble"]  # no pipeline
+    if measurement.findings.script is not None:
+        clock = {name: seconds for name, seconds in clock.items() if seconds}  # it tells of some phases only
     scale = step_time_s / sum(clock.values())
     parts = tuple(Part(name, seconds * scale, "measured") for name, seconds in clock.items())
     return StepParts(trial=number, step_time_s=step_time_s, parts=parts)

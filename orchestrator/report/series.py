@@ -29,7 +29,7 @@ class SpeedPoint:
     high: float
     """95 % interval of the speed; the speed itself where that is unknown."""
     peak_bytes: int
-    """Largest peak of allocated memory over ranks."""
+    """Largest peak of allocated memory over ranks; 0 where it is not known."""
     name: str = ""
     """Short name of its candidate."""
 
@@ -95,9 +95,9 @@ def speed_point(trial: Trial, objective: Objective) -> SpeedPoint | None:
 
 
 def front(points: Sequence[SpeedPoint]) -> list[SpeedPoint]:
-    """Points that no other beats in both speed and memory, from little memory to much."""
+    """Points of known memory that no other beats in both speed and memory, from little memory to much."""
     found: list[SpeedPoint] = []
-    for point in sorted(points, key=lambda p: (p.peak_bytes, -p.speed)):
+    for point in sorted((p for p in points if p.peak_bytes), key=lambda p: (p.peak_bytes, -p.speed)):
         if not found or point.speed > found[-1].speed:
             found.append(point)
     return found

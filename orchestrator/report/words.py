@@ -134,7 +134,9 @@ def check_words(check: Check | None) -> str:
         case ConfirmationRun():
             return f"{of} again, round {check.round + 1}"
         case GateRun():
-            return f"{of}{GATE_ROLE_WORDS.get(check.role, '')} for the loss gate"
+            is_repeat = check.role == "twin" and not check.perturbation
+            role = " once more" if is_repeat else GATE_ROLE_WORDS.get(check.role, "")
+            return f"{of}{role} for the loss gate"
         case _:
             return f"{of} with the profiler"
 
@@ -150,13 +152,13 @@ def failure(trial: Trial) -> str:
 
 
 def peak_memory(measurement: Measurement) -> str:
-    """The largest peak over ranks, reserved by the allocator where that is known."""
-    return units.num_bytes(measurement.peak_bytes)
+    """The largest peak over ranks, reserved by the allocator where that is known; a dash where nobody told any."""
+    return units.num_bytes(measurement.peak_bytes) if measurement.peak_bytes else units.DASH
 
 
 def spread(measurement: Measurement) -> str:
-    """Half the relative inter-quartile range of the step times: ``± 1.2 %``."""
-    return f"± {50 * relative_spread(measurement.step_times_s):.1f} %"
+    """Half the relative inter-quartile range of the step times, no less than their digits show: ``± 1.2 %``."""
+    return f"± {50 * relative_spread(measurement.step_times_s, measurement.step_time_resolution_s):.1f} %"
 
 
 def versus(compared: Speedup | None) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.space.dominance import Pruner
+from orchestrator.space.dominance import OwnMemory, Pruner
 from orchestrator.sweep.state import SweepState, Trial
 from trials.outcome import OutOfMemory
 from trials.spec import Candidate
@@ -24,9 +24,11 @@ class OpenCandidates:
 
     Args:
         candidates: without duplicates; their order numbers the rows of all arrays.
+        own_memory: what is known of the memory that the user's own knobs take.
     """
 
-    def __init__(self, candidates: Sequence[Candidate]) -> None:
+    def __init__(self, candidates: Sequence[Candidate], own_memory: OwnMemory | None = None) -> None:
+        self._own_memory = own_memory
         self.candidates = tuple(candidates)
         self.row_of = {candidate.config_key: row for row, candidate in enumerate(self.candidates)}
         self._start()
@@ -72,7 +74,8 @@ class OpenCandidates:
 
     def _rule_out(self, trial: Trial, state: SweepState, place: int) -> None:
         if self._pruner is None:
-            self._pruner = Pruner(self.candidates, global_batch_size=state.sweep.workload.global_batch_size)
+            batch = state.sweep.workload.global_batch_size
+            self._pruner = Pruner(self.candidates, global_batch_size=batch, own=self._own_memory)
         if trial.number in self._ruled_out:
             return
         found = self._ruled_out[trial.number] = self._pruner.add(trial.candidate)

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.search.open_candidates import OpenCandidates
-from orchestrator.space.dominance import Pruner
+from orchestrator.space.dominance import OwnMemory, Pruner
+from orchestrator.space.knobs.own import INHERITED
 from orchestrator.space.large import LargeSpace, Lookup, without_effect
 from orchestrator.space.naming import Features, Scalar
 from orchestrator.sweep.events import CandidatesPruned
@@ -61,6 +62,7 @@ class Search:
         stop_when_converged: end when the guide expects nothing better, rather than with the budget.
         beyond: the space of which ``candidates`` are a part, where it was too large to enumerate. Then ``guided`` is
             conditional TPE over the whole space, after a warm start with what the guide proposes of the part.
+        own_memory: what is known of the memory that the user's own knobs take.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Search:
         guide: GuidedSearch | None = None,
         stop_when_converged: bool = False,
         beyond: LargeSpace | None = None,
+        own_memory: OwnMemory | None = None,
     ) -> None:
         self._candidates = {candidate.config_key: candidate for candidate in candidates}
         self._features = features
@@ -80,7 +83,8 @@ class Search:
         self._seed = seed
         self._guide = guide if sampler == "guided" else None
         self._stop_when_converged = stop_when_converged
-        self._open = OpenCandidates(tuple(self._candidates.values()))
+        self._own_memory = own_memory
+        self._open = OpenCandidates(tuple(self._candidates.values()), own_memory)
         self._beyond = beyond
         if beyond is not None and sampler == "guided":
             logger.warning("%s", beyond.message)
@@ -158,13 +162,19 @@ class Search:
             study = self._rebuild_study(state, seed=rng.randrange(2**31))
             for _ in range(_MAX_DRAWS):
                 candidate = self._lookup.nearest(study.ask(self._space.distributions).params, rng)
-                if candidate not in tried and large.is_legal(candidate) and not _is_ruled_out(candidate, state):
+                if candidate not in tried and large.is_legal(candidate) and not self._is_ruled_out(candidate, state):
                     return Suggestion(candidate, "proposed by conditional TPE")
         for _ in range(_MAX_RANDOM_DRAWS):
             drawn = large.draw(rng)
-            if drawn is not None and drawn not in tried and not _is_ruled_out(drawn, state):
+            if drawn is not None and drawn not in tried and not self._is_ruled_out(drawn, state):
                 return Suggestion(drawn, "drawn at random")
         return None
+
+    def _is_ruled_out(self, candidate: Candidate, state: SweepState) -> bool:
+        """Whether it needs at least the memory of one that ran out of it."""
+        batch = state.sweep.workload.global_batch_size
+        pruner = Pruner((candidate,), global_batch_size=batch, own=self._own_memory)
+        return any(isinstance(trial.outcome, OutOfMemory) and pruner.add(trial.candidate) for trial in state.trials)
 
     @functools.cached_property
     def _lookup(self) -> Lookup:
@@ -213,11 +223,14 @@ class Search:
 
 
 class _Space:
-    """Knobs that differ between candidates; each choice is encoded as its index in sorted order."""
+    """Knobs that differ between candidates; each choice is encoded as its index in sorted order.
+
+    An own knob that a candidate does not set has a value of its own there.
+    """
 
     def __init__(self, rows: Sequence[Mapping[str, Scalar]]) -> None:
         names = dict.fromkeys(name for row in rows for name in row)
-        choices = {name: sorted({row[name] for row in rows if name in row}, key=_sort_key) for name in names}
+        choices = {name: sorted({row.get(name, INHERITED) for row in rows}, key=_sort_key) for name in names}
         self._choices = {name: values for name, values in choices.items() if len(values) > 1}
 
     @property
@@ -227,7 +240,8 @@ class _Space:
     def encode(self, row: Mapping[str, Scalar]) -> dict[str, int]:
         """Index of each knob's value; -1 for one that no candidate has."""
         return {
-            name: values.index(row[name]) if row.get(name) in values else -1 for name, values in self._choices.items()
+            name: values.index(value) if (value := row.get(name, INHERITED)) in values else -1
+            for name, values in self._choices.items()
         }
 
     @property
@@ -275,12 +289,6 @@ def _told(state: SweepState) -> list[int]:
 def _consequence(trial: Trial) -> str:
     assert trial.outcome is not None
     return trial.outcome.consequence
-
-
-def _is_ruled_out(candidate: Candidate, state: SweepState) -> bool:
-    """Whether it needs at least the memory of one that ran out of it."""
-    pruner = Pruner((candidate,), global_batch_size=state.sweep.workload.global_batch_size)
-    return any(isinstance(trial.outcome, OutOfMemory) and pruner.add(trial.candidate) for trial in state.trials)
 
 
 def _num_startup_trials(state: SweepState) -> int:

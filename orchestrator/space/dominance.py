@@ -7,6 +7,8 @@ engine of plain replication under ZeRO), so that candidates across that border c
 Only confirmed out-of-memory outcomes are evidence; what is inferred from them never is. Nothing here deletes a
 candidate for being slow: such priors belong to the search.
 
+The user's own knobs have the direction that the sweep file gives them, and must be equal without one.
+
 Virtual stages and layers per stage must be equal: plain 1F1B holds fewer activations than interleaved, and other splits
 move layers between ranks.
 """
@@ -21,12 +23,16 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 import numpy as np
 from numpy.typing import NDArray
 
-from trials.spec import Candidate, Counts, Layout
+from trials.spec import Candidate, Counts, Layout, OwnChoice
 
 LESS_WITH_MORE = ("zero_stage", "dp_shard", "tp", "cp", "sequence_parallel", "shard_embedding")
 """Fields of the layout whose larger values need less memory, or as much."""
 MORE_WITH_MORE = ("num_workers", "prefetch_factor")
 """Fields of the loader whose larger values need more memory, or as much (host memory, where that is the device's)."""
+
+
+OwnMemory = Mapping[str, Mapping[OwnChoice, int]]
+"""By the name of an own knob whose effect on memory is known: a number per choice that rises with the memory."""
 
 
 class Pruner:
@@ -37,42 +43,49 @@ class Pruner:
     through the forward pass may outweigh a smaller micro-batch.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], *, global_batch_size: int | None = None) -> None:
+    def __init__(
+        self, candidates: Sequence[Candidate], *, global_batch_size: int | None = None, own: OwnMemory | None = None
+    ) -> None:
         self._candidates = candidates
         self._batch = global_batch_size
+        self._own: OwnMemory = own or {}
         self._groups: dict[Hashable, _Group] = {}
 
     @functools.cached_property
     def _members(self) -> dict[Hashable, list[int]]:
         members: dict[Hashable, list[int]] = defaultdict(list)
         for row, candidate in enumerate(self._candidates):
-            members[_group(candidate, self._batch)].append(row)
+            members[self._key(candidate)].append(row)
         return members
+
+    def _key(self, candidate: Candidate) -> Hashable:
+        return _group(candidate, self._batch), _undirected(candidate, self._own)
 
     def add(self, witness: Candidate) -> dict[int, str]:
         """What ``witness`` rules out beyond those before it: row of the candidate to rule id.
 
         Rule ids are ``oom-<knob>``; ``oom-several`` where more than one knob differs, ``oom-same`` for the witness.
         """
-        key = _group(witness, self._batch)
+        key = self._key(witness)
         if key not in self._groups:
             rows = self._members.get(key, [])
-            self._groups[key] = _Group([self._candidates[row] for row in rows], np.array(rows, dtype=np.int64))
+            candidates = [self._candidates[row] for row in rows]
+            self._groups[key] = _Group(candidates, np.array(rows, dtype=np.int64), self._own)
         return self._groups[key].add(witness)
 
 
 class _Group:
     """Candidates with the same undeclared knobs: what each demands, and which are left."""
 
-    def __init__(self, candidates: Sequence[Candidate], rows: NDArray[np.int64]) -> None:
-        self._candidates, self._rows = candidates, rows
+    def __init__(self, candidates: Sequence[Candidate], rows: NDArray[np.int64], own: OwnMemory) -> None:
+        self._candidates, self._rows, self._own = candidates, rows, own
         self._engines = np.array([_engine_codes(candidate.layout) for candidate in candidates], dtype=np.int64)
         self._left = np.arange(len(candidates))
         self._describe(_patterns(candidates))
 
     def _describe(self, patterns: tuple[str, ...]) -> None:
         self._patterns = patterns
-        demands = [_demand(candidate, patterns) for candidate in self._candidates]
+        demands = [_demand(candidate, patterns, self._own) for candidate in self._candidates]
         self._names = [name for name, numbers in (demands[0] if demands else {}).items() for _ in numbers]
         self._matrix = np.array([_flat(demand) for demand in demands], dtype=np.int64)
 
@@ -81,7 +94,7 @@ class _Group:
             return {}
         if unknown := [pattern for pattern in _patterns((witness,)) if pattern not in self._patterns]:
             self._describe((*self._patterns, *unknown))
-        row = np.array(_flat(_demand(witness, self._patterns)), dtype=np.int64)
+        row = np.array(_flat(_demand(witness, self._patterns, self._own)), dtype=np.int64)
         engine = np.array(_engine_codes(witness.layout), dtype=np.int64)
         left = self._left
         meets = (self._engines[left] == engine) | (self._engines[left] == 0) | (engine == 0)
@@ -142,7 +155,12 @@ def _engine_codes(layout: Layout) -> tuple[int, ...]:
     return tuple(("", "ddp", "fsdp2", "dtensor", "local", "all_gather", "ulysses").index(e) for e in _engines(layout))
 
 
-def _demand(candidate: Candidate, patterns: Sequence[str]) -> dict[str, tuple[int, ...]]:
+def _undirected(candidate: Candidate, own: OwnMemory) -> Hashable:
+    """The part of the key that own knobs make up: values without a direction, and which knobs have one."""
+    return tuple(choice.name if choice in own.get(choice.name, {}) else choice for choice in candidate.own)
+
+
+def _demand(candidate: Candidate, patterns: Sequence[str], own: OwnMemory) -> dict[str, tuple[int, ...]]:
     """Numbers by knob that grow with the memory the knob costs."""
     layout = candidate.layout
     return {
@@ -152,6 +170,7 @@ def _demand(candidate: Candidate, patterns: Sequence[str]) -> dict[str, tuple[in
         **{name: (-int(getattr(layout, name)),) for name in LESS_WITH_MORE},
         **{name: (int(getattr(candidate.loader, name)),) for name in MORE_WITH_MORE},
         "recompute": _kept_layers(candidate, patterns),
+        **{f"own.{c.name}": (own[c.name][c],) for c in candidate.own if c in own.get(c.name, {})},
     }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from orchestrator.space.knobs import KNOBS
+from orchestrator.space.knobs.own import INHERITED
 from orchestrator.space.knobs.text import plain_knob
 from orchestrator.space.notation import word_text, words_of
 from trials.spec import Candidate
@@ -25,15 +26,23 @@ def describe(candidate: Candidate) -> dict[str, Any]:
 
 
 def diff(candidate: Candidate, baseline: Candidate) -> dict[str, tuple[Any, Any]]:
-    """Knobs in which the two differ: name to (value in the baseline, value in the candidate), as scalars."""
+    """Knobs in which the two differ: name to (value in the baseline, value in the candidate), as scalars.
+
+    An own knob that only one of them sets is :data:`INHERITED` in the other.
+    """
     before, after = flat_params(baseline), flat_params(candidate)
-    return {name: (before[name], after[name]) for name in after if before[name] != after[name]}
+    pairs = {name: (before.get(name, INHERITED), after.get(name, INHERITED)) for name in {**before, **after}}
+    return {name: (old, new) for name, (old, new) in pairs.items() if old != new}
 
 
 def flat_params(candidate: Candidate) -> dict[str, Scalar]:
-    """Knob values as scalars, plus ``world_size``: parameters of a record, features of a search."""
+    """Knob values as scalars, plus ``world_size``: parameters of a record, features of a search.
+
+    The user's own knobs follow by their names, those only that the candidate sets.
+    """
     params = {knob.name: plain_knob(knob.name, knob.read(candidate), candidate) for knob in KNOBS}
-    return {"world_size": candidate.layout.world_size, **params}
+    own = {choice.name: choice.value for choice in candidate.own}
+    return {"world_size": candidate.layout.world_size, **params, **own}
 
 
 def short_name(candidate: Candidate) -> str:

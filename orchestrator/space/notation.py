@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from orchestrator.space.knobs.own import own_text
 from orchestrator.space.knobs.text import (
     DTYPE_SHORT,
     lists_text,
@@ -16,7 +17,8 @@ from orchestrator.space.knobs.text import (
     stage_layers_text,
     steps_text,
 )
-from trials.spec import Candidate, Kernels, Layout, Loader, Precision, Recompute
+from trials.codec import digest
+from trials.spec import Candidate, Kernels, Layout, Loader, OwnChoice, Precision, Recompute
 
 _VALUE = r"\{([^}]+)\}"
 """A value in the text of a sign."""
@@ -114,11 +116,14 @@ KERNELS: Mapping[Sign, Callable[[Kernels], str | None]] = {
     ),
 }
 """Sign to its value in a candidate's kernels; None where the name does not hold it."""
+OWN = _sign("{KNOB}={VALUE}", "your own knob {KNOB}: {VALUE}", "own")
+MAX_OWN_CHARS = 24
+"""Characters of a value of an own knob in a name; of longer ones the first and a tag."""
 
 NOTATION: tuple[Sign, ...] = (
     PP, *SCHEDULES.values(), CHUNKS, STAGE_LAYERS, REPLICAS, WITH_FSDP2, SHARDS, EMBEDDING, CONTEXT, ULYSSES, TENSOR,
     SEQUENCE, LOCAL, COPIES, MICRO_BATCH, FULL, SELECTIVE, COMMUNICATION, *PRECISIONS.values(), LISTS, LOSS_SCALE,
-    WORKERS, PREFETCH, TUNED, PINNED, KEPT, FULL_BATCH, *COMPILED.values(), COMPILE_MODE, BACKEND, *KERNELS,
+    WORKERS, PREFETCH, TUNED, PINNED, KEPT, FULL_BATCH, *COMPILED.values(), COMPILE_MODE, BACKEND, *KERNELS, OWN,
 )  # fmt: skip
 """All signs, in the order in which names hold them."""
 
@@ -163,6 +168,7 @@ def words_of(candidate: Candidate) -> Iterator[Word]:
     yield tuple(_precision_parts(candidate.precision))
     yield from _loader_words(candidate.loader)
     yield from _kernel_words(candidate.kernels)
+    yield from _own_words(candidate.own)
 
 
 def spelled(candidate: Candidate) -> list[tuple[str, str]]:
@@ -252,3 +258,18 @@ def _kernel_words(kernels: Kernels) -> Iterator[Word]:
     for sign, value_of in KERNELS.items():
         if (value := value_of(kernels)) is not None:
             yield (NamePart(sign, dict.fromkeys(re.findall(_VALUE, sign.text), value)),)
+
+
+def _own_words(own: tuple[OwnChoice, ...]) -> Iterator[Word]:
+    shorts = [_short_own(choice.name) for choice in own]
+    for choice, short in zip(own, shorts, strict=True):
+        name = short if shorts.count(short) == 1 else choice.name
+        text = re.sub(r"\s+", "_", own_text(choice.value))
+        if len(text) > MAX_OWN_CHARS:
+            text = f"{text[: MAX_OWN_CHARS - 7]}~{digest(choice.value)[:6]}"
+        yield (NamePart(OWN, {"KNOB": name, "VALUE": text}),)
+
+
+def _short_own(name: str) -> str:
+    """The name without dashes, dollar, file and the keys above: ``zero_optimization.overlap_comm`` -> overlap_comm."""
+    return name.lstrip("-$").rpartition(":")[2].rpartition(".")[2] or name

@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 from cluster.hardware.topology import Topology
 from orchestrator.space.knobs import KNOBS
+from orchestrator.space.knobs.own import INHERITED
 from orchestrator.space.knobs.text import show_pattern
 from trials.legality import rules as legality
-from trials.spec import Candidate, Layout, Workload
+from trials.spec import Candidate, Layout, ScriptModel, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,8 @@ class Violation:
 class Filters:
     """The user's own restrictions; values are compared whole, in canonical form.
 
-    A pattern maps knobs (or ``world_size``) to accepted values and matches when all of them match.
+    A pattern maps knobs (or ``world_size``, or the user's own knobs) to accepted values and matches when all of them
+    match.
     """
 
     forbid: tuple[Pattern, ...] = ()
@@ -71,12 +73,38 @@ class Filters:
     """Whether a candidate has to use all devices of the lease."""
     min_nodes: int | None = None
     """Nodes of a lease that may shrink which are always held, and count as all of it; None: it does not shrink."""
+    others: tuple[Rule, ...] = ()
+    """What the user's own training program brings along: rules of its framework."""
+
+
+OF_ANY_TRAINER = frozenset(
+    (
+        "degrees",
+        "shard-needs-zero",
+        "sp-needs-tp",
+        "global-batch",
+        "virtual-stages",
+        "stage-layers",
+        "recompute-shape",
+        "recompute-pattern",
+        "cudnn-range",
+        "amp-level",
+        "loss-scale",
+        "amp-lists",
+        "loader",
+    )
+)
+"""Rules of the trial runner that follow from what the words of a candidate mean, whatever program trains it."""
 
 
 def _of_runner(rule: legality.LegalityRule) -> Rule:
     """A rule of the trial runner as a rule of the search space."""
-    check = rule.check
-    return Rule(id=rule.id, reads=rule.reads, check=lambda case: check(case.workload, case.candidate))
+
+    def check(case: Case) -> str | None:
+        is_foreign = isinstance(case.workload.model, ScriptModel) and rule.id not in OF_ANY_TRAINER
+        return None if is_foreign else rule.check(case.workload, case.candidate)
+
+    return Rule(id=rule.id, reads=rule.reads, check=check)
 
 
 def _tp_in_node(case: Case) -> str | None:
@@ -144,7 +172,7 @@ def violations(rules: Iterable[Rule], case: Case) -> Iterator[Violation]:
 
 def rules_for(filters: Filters | None) -> tuple[Rule, ...]:
     """The fixed rules and those the user's filters stand for, rules on layouts first."""
-    own = _filter_rules(filters) if filters is not None else ()
+    own = (*_filter_rules(filters), *filters.others) if filters is not None else ()
     return tuple(sorted((*RULES, *own), key=lambda rule: rule.reads != "layout"))
 
 
@@ -202,6 +230,8 @@ def _accepts(name: str, accepted: tuple[Any, ...], case: Case) -> bool:
     candidate = case.candidate
     if name == "world_size":
         return candidate.layout.world_size in accepted
+    if name not in _KNOBS:
+        return next((choice.value for choice in candidate.own if choice.name == name), INHERITED) in accepted
     knob = _KNOBS[name]
     value = knob.read(candidate)
     if knob.resolve is None:

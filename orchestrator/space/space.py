@@ -15,10 +15,12 @@ from orchestrator.space.knobs.canonical import (
     build_layout,
     build_loader,
     canonical_precision,
+    engine_for,
     resolve_tp_engine,
     with_tp_engine,
 )
 from orchestrator.space.knobs.layer_choices import layers_of, resolve_recompute
+from orchestrator.space.knobs.own import OwnKnob, combinations
 from trials.spec import Candidate, Layout, Model, Recompute
 
 Choices = Mapping[str, tuple[Any, ...]]
@@ -55,7 +57,7 @@ class Space:
 
     frames: tuple[Frame, ...]
     parts: Mapping[str, tuple[Any, ...]]
-    """Choices of precision, loader and kernels, by field of Candidate."""
+    """Choices of precision, loader, kernels and the user's own knobs, by field of Candidate."""
     product_size: int
     """Combinations of choices before duplicates are removed."""
 
@@ -81,33 +83,41 @@ class Space:
             yield from self.completions(frame)
 
 
-def make_space(choices: Choices, model: Model) -> Space:
-    """The space that ``choices`` span for ``model``; of more than ``MAX_SETTINGS`` layouts a random part.
+def make_space(choices: Choices, model: Model, own: Sequence[OwnKnob] = ()) -> Space:
+    """The space that ``choices`` and the user's ``own`` knobs span for ``model``; of more than ``MAX_SETTINGS`` layouts
+    a random part.
 
     Raises:
-        SpaceTooLargeError: when the knobs of the loader or of the kernels span more combinations than that.
+        SpaceTooLargeError: when the knobs of the loader, of the kernels or the user's own span more combinations.
     """
     for part in ("loader", "kernels"):
         if (size := _num_settings(choices, part)) > MAX_SETTINGS:
-            raise _too_large(choices, part, size)
+            raise _too_large(part, {name: len(choices[name]) for name in _knobs_of(part)}, size)
+    own_sizes = {knob.name: len(knob.values) for knob in own}
+    if (size := math.prod(own_sizes.values())) > MAX_SETTINGS:
+        raise _too_large("workload", own_sizes, size)
     parts = {
         "precision": _distinct(choices["precision"], canonical_precision),
         "loader": _distinct(_settings(choices, "loader"), build_loader),
         "kernels": _distinct(_settings(choices, "kernels"), lambda values: build_kernels(values, model)),
+        "own": tuple(dict.fromkeys(combinations(own))),
     }
     frames = tuple(
         Frame(layout=layout, micro_batch_size=micro_batch_size, recomputes=recomputes)
-        for layout, recomputes in _layouts(choices, model.num_layers).items()
+        for layout, recomputes in _layouts(choices, model).items()
         for micro_batch_size in choices["micro_batch_size"]
     )
-    return Space(frames=frames, parts=parts, product_size=math.prod(map(len, choices.values())))
+    product_size = math.prod([*map(len, choices.values()), *own_sizes.values()])
+    return Space(frames=frames, parts=parts, product_size=product_size)
 
 
-def _layouts(choices: Choices, num_layers: int) -> dict[Layout, tuple[Recompute, ...]]:
+def _layouts(choices: Choices, model: Model) -> dict[Layout, tuple[Recompute, ...]]:
     """Distinct layouts with the distinct recompute policies that go with each."""
     found: dict[Layout, dict[Recompute, None]] = {}
+    num_layers = model.num_layers
+    engines = tuple(dict.fromkeys(engine_for(engine, model) for engine in choices["tp_engine"]))
     without_engine = _distinct(_settings(choices, "layout"), lambda values: build_layout(values, num_layers))
-    for layout, engine in product(without_engine, choices["tp_engine"]):
+    for layout, engine in product(without_engine, engines):
         present = layers_of(layout, num_layers)
         for choice in choices["recompute"]:
             policy = resolve_recompute(choice, present)
@@ -144,9 +154,9 @@ def _distinct(values: Sequence[Any] | Iterator[Any], build: Callable[[Any], Any]
     return tuple(dict.fromkeys(build(value) for value in values))
 
 
-def _too_large(choices: Choices, part: str, size: int) -> SpaceTooLargeError:
-    largest = sorted(_knobs_of(part), key=lambda name: len(choices[name]), reverse=True)[:3]
-    shown = ", ".join(f"{name} ({len(choices[name])})" for name in largest)
+def _too_large(part: str, sizes: Mapping[str, int], size: int) -> SpaceTooLargeError:
+    largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:3]
+    shown = ", ".join(f"{name} ({sizes[name]})" for name in largest)
     return SpaceTooLargeError(
         f"the knobs of the {part} span {size:,} combinations, more than {MAX_SETTINGS:,}",
         remedy=f"Shorten the longest lists: {shown}.",

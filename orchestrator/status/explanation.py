@@ -338,7 +338,7 @@ def _measured_json(measurement: Measurement | None) -> dict[str, Any] | None:
     return {
         "step_time_s": measurement.step_time_s,
         "tokens_per_s_per_device": measurement.tokens_per_s_per_device,
-        "peak_bytes": measurement.peak_bytes,
+        "peak_bytes": measurement.peak_bytes or None,
         "disturbed": disturbed(measurement),
         "nodes": to_json(measurement.disturbances),
     }

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from orchestrator import units
-from orchestrator.report.words import disturbed
+from orchestrator.report.words import disturbed, peak_memory
 from orchestrator.space.naming import short_name
 from orchestrator.space.notation import spelled
 from orchestrator.status.explanation import AttemptExplanation, Explanation
@@ -65,7 +65,8 @@ def _proposed(explained: Explanation) -> RenderableType:
         grid.add_row("expected", Text(f"{words}, {memory}"))
     if measured:
         ratio = f"; {explained.surprise:.2f} times the expected step" if explained.surprise is not None else ""
-        grid.add_row("measured", Text(f"{explained.figures}, peak {units.num_bytes(measured.peak_bytes)}{ratio}"))
+        peak = f", peak {peak_memory(measured)}" if measured.peak_bytes else ""
+        grid.add_row("measured", Text(f"{explained.figures}{peak}{ratio}"))
         if why := disturbed(measured):
             grid.add_row("disturbed", Text(why, style="yellow"))
     return indented(grid)

@@ -1,8 +1,10 @@
-"""What a probe measured of the nodes and the network, and what the doctor found of this host, on the terminal."""
+"""What is looked at before a sweep, on the terminal: what a probe measured of nodes and network, what the doctor found
+of this host, what a short run of the smallest candidate showed."""
 
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -14,10 +16,14 @@ from rich.text import Text
 from cluster.probe.probe import Progress as Report
 from cluster.probe.profile import SLOW_DEVIATIONS, SLOW_RATIO, Network, NodeRates, Profile, SlowFigure
 from orchestrator import units
+from orchestrator.commands.check import Checked
 from orchestrator.commands.probe import Probed
 from orchestrator.doctor.check import Finding
 from orchestrator.doctor.doctor import Diagnosed
+from orchestrator.terminal.layout import indented, label_grid
 from orchestrator.terminal.table import Column, FittedTable
+from orchestrator.text import plain
+from trials.outcome import Measurement
 
 FORMATS = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16"}
 COPIES = {"device": "copy", "to_device": "to device", "from_device": "from device"}
@@ -25,6 +31,16 @@ FINDING_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 MAX_NODES = 32
 """Nodes shown; slow ones come first, and JSON has all."""
 _NODE = Column(title="node", min_width=12)
+
+VALUES = {
+    "step_time_s": ("step time", "step_times_s"),
+    "loss": ("loss", "losses"),
+    "grad_norm": ("gradient norm", "grad_norms"),
+    "allocated_bytes": ("memory allocated", "peak_allocated_bytes"),
+    "reserved_bytes": ("memory reserved", "peak_reserved_bytes"),
+}
+"""What trials are shown by, in the order of the table: its title, and where a measurement has it."""
+SOURCES = {"report": "its own report", "hook": "seen from inside", "file": "a file that it writes", "log": "its output"}
 
 
 @contextlib.contextmanager
@@ -169,3 +185,111 @@ def _finding_words(finding: Finding) -> Text:
         words.append("\n")
         words.append(finding.remedy, style="italic")
     return words
+
+
+def render_checked(checked: Checked) -> RenderableType:
+    """The verdict, then what supports it."""
+    parts: list[RenderableType] = [_check_verdict(checked)]
+    grid = label_grid()
+    for label, words in _checked_lines(checked):
+        grid.add_row(label, words)
+    parts.append(indented(grid))
+    if checked.measurement is not None and checked.seen.sources:
+        parts += [Text(""), _sources(checked, checked.measurement)]
+    if checked.log_tail:
+        parts += [Text(""), Text("the end of its output", style="bold")]
+        parts += [Text(f"  | {plain(line)}", overflow="fold") for line in checked.log_tail]
+    return Group(*parts)
+
+
+def check_line(checked: Checked) -> str:
+    """The same in one line, of a run that went well."""
+    seen = [title for name, (title, _) in VALUES.items() if checked.seen.source_of(name) is not None]
+    found = f"; seen: {', '.join(seen)}" if seen else ""
+    late = checked.needed_starting_s
+    hint = f"; deadlines.starting_s is tight: {late} would leave room" if late is not None else ""
+    return f"{checked.candidate} runs; first step after {checked.starting_s or 0:.0f} s{found}{hint}"
+
+
+def _check_verdict(checked: Checked) -> Text:
+    if checked.is_good:
+        return Text(f"{checked.sweep}: its trials can be measured", style="bold green")
+    what = "a knob does not act" if checked.is_not_applied else "its trials cannot be measured"
+    return Text(f"{checked.sweep}: {what}", style="bold red")
+
+
+def _checked_lines(checked: Checked) -> Iterator[tuple[str, str]]:
+    yield "ran", checked.candidate
+    if checked.command:
+        yield "command", shlex.join(checked.command)
+    if checked.evidence is not None:
+        code = checked.evidence.exit_code
+        ended = f" (exit code {code})" if code is not None else ""
+        yield "problem", f"{units.status_words(checked.outcome.kind)}{ended}: {plain(checked.evidence.message)}"
+    if checked.starting_s is not None:
+        yield "start", _start(checked)
+    if checked.measurement is not None:
+        found = checked.measurement
+        yield "step", f"{units.milliseconds(found.step_time_s)}, the median of {len(found.step_times_s)} steps"
+    if checked.facts:
+        yield (
+            "seen",
+            ", ".join(f"{name.replace('_', ' ')} {_plain_number(value)}" for name, value in checked.facts.items()),
+        )
+    for note in checked.seen.notes:
+        yield "note", plain(note)
+
+
+def _start(checked: Checked) -> str:
+    took = f"the first step came {checked.starting_s:.0f} s after the launch"
+    if checked.needed_starting_s is None:
+        return f"{took}; deadlines.starting_s allows {checked.deadline_s:.0f}"
+    allowed = f"deadlines.starting_s allows {checked.deadline_s:.0f}"
+    return f"{took}, and {allowed}: write deadlines: {{starting_s: {checked.needed_starting_s}}}"
+
+
+def _sources(checked: Checked, found: Measurement) -> RenderableType:
+    """A line per value: the last one, where it comes from, and how finely it is told."""
+    columns = [Column(title="value"), Column(title="seen", is_number=True), Column(title="from", min_width=12)]
+    columns.append(Column(title="told to", is_number=True))
+    table = FittedTable(columns=columns)
+    sources = {source.name: source for source in checked.seen.sources}
+    for name, (title, key) in VALUES.items():
+        source = sources.pop(name, None)
+        if source is not None:
+            table.add_row(title, _last(found, key), _source(source.source), _resolution(name, source.resolution))
+        elif name in ("step_time_s", "loss"):
+            table.add_row(title, units.DASH, "not found", "")
+    for source in sources.values():
+        title = source.name.replace("_", " ")
+        table.add_row(title, "", _source(source.source), _resolution(source.name, source.resolution))
+    return table
+
+
+def _source(source: str) -> str:
+    """``hook:torch`` in words."""
+    kind, _, name = source.partition(":")
+    return f"{SOURCES.get(kind, kind)} ({name})" if name else SOURCES.get(kind, kind)
+
+
+def _plain_number(value: object) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _last(found: Measurement, name: str) -> str:
+    value = getattr(found, name, None)
+    if isinstance(value, tuple):
+        value = value[-1] if value else None
+    if value is None:
+        return ""
+    if name.endswith("_bytes"):
+        return units.num_bytes(value)
+    return units.milliseconds(value) if name == "step_times_s" else f"{value:,.5g}"
+
+
+def _resolution(name: str, resolution: float) -> str:
+    if not resolution:
+        return "all digits"
+    if name.endswith("_bytes"):
+        return units.num_bytes(int(resolution))
+    return f"{resolution * 1000:.3g} ms" if name.endswith("_s") else f"{resolution:.3g}"

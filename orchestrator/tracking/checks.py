@@ -31,9 +31,10 @@ def check_note(trial: Trial, name: str, score: float, unit: str) -> str:
     if isinstance(trial.check, ConfirmationRun):
         return f"**{units.rate(score)} {unit}** — {name}"
     if isinstance(trial.check, GateRun):
-        return (
-            f"**{len(trial.measurement.losses)} steps trained**, last loss {trial.measurement.losses[-1]:.4g} — {name}"
-        )
+        losses = trial.measurement.losses
+        if not losses:
+            return f"**{len(trial.measurement.step_times_s)} steps trained**, losses not known — {name}"
+        return f"**{len(losses)} steps trained**, last loss {losses[-1]:.4g} — {name}"
     return f"**Profiled** — {name}"
 
 

@@ -79,12 +79,26 @@ def ok(spec, progress):
 
 def environment(spec, progress):
     """Fails with the rank's environment as its message, for the test to read."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "EXTRA")
-    seen = {name: os.environ.get(name) for name in names}
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    seen = {name: os.environ.get(name) for name in (*names, "MASTER_ADDR", "OMP_NUM_THREADS", "EXTRA")}
     seen |= {"threads": torch.get_num_threads(), "ray": "ray" in sys.modules}
     if os.environ["RANK"] == "0":
         raise ValueError(repr(seen))
     time.sleep(FOREVER_S)
+
+
+def joins_by_address(spec, progress):
+    """Meets its peers as programs do that know nothing but torchrun's variables."""
+    dist.init_process_group("gloo", init_method="env://")
+    return report(model_flops_per_token=all_reduce())
+
+
+def speaks_for_its_node(spec, progress):
+    sign_in(spec)
+    num_devices = int(os.environ["TUNE_CLUSTER_NUM_DEVICES"])
+    assert Path(os.environ["TUNE_CLUSTER_ATTEMPT_DIR"], f"rank{os.environ['RANK']}.log").exists()
+    Path(os.environ["TUNE_CLUSTER_CACHE_DIR"]).mkdir(exist_ok=True)
+    return report(num_ranks=num_devices)
 
 
 def raises(spec, progress):

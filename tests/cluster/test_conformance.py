@@ -7,6 +7,7 @@ run processes.
 import ast
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 
@@ -245,18 +246,36 @@ def test_result_on_disk(processes, tmp_path_factory, pids):
 
 
 def test_environment(processes):
-    end = run(processes, "environment", env={"EXTRA": "yes"})
+    end = run(processes, "environment", options={"env": {"EXTRA": "yes"}})
     assert isinstance(end.outcome, Crashed)
     assert ast.literal_eval(end.outcome.evidence.message) == {
         "RANK": "0",
         "WORLD_SIZE": "2",
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
         "OMP_NUM_THREADS": "1",
         "EXTRA": "yes",
         "threads": 1,
         "ray": False,
     }
+
+    met = run(processes, "joins_by_address").outcome.measurement
+    assert met.model_flops_per_token == 2.0, "the all-reduce saw both ranks"
+
+
+def test_one_rank_per_node(processes, pids):
+    devices = processes.topology.devices[1:4]
+    options = {"one_rank_per_node": True}
+    gang = launch(processes, "speaks_for_its_node", on=devices, spec={"pids": pids}, options=options)
+    end = end_of(processes, gang)
+    assert isinstance(end.outcome, Measured), end.outcome
+    found, node = end.outcome.measurement, processes.topology.nodes[0].name
+    assert (found.world_size, len(found.peak_allocated_bytes)) == (3, 1)
+    assert found.places == tuple(f"{node}/{device.index}" for device in devices)
+    assert len(list(Path(pids).iterdir())) == 1
 
 
 def test_exception(processes, pids):

@@ -130,3 +130,15 @@ def test_a_difference_too_small_to_matter_is_a_tie_however_sure():
 def test_relative_spread_is_the_interquartile_range_over_the_median():
     assert statistics.relative_spread((1.0, 2.0, 3.0, 4.0, 5.0)) == pytest.approx(2.0 / 3.0)
     assert statistics.relative_spread((0.7,)) == 0.0
+
+
+def test_no_interval_is_narrower_than_the_digits_that_were_printed():
+    def rounded(time_s: float, resolution_s: float) -> Measurement:
+        return measurement((time_s,) * 8, step_time_resolution_s=resolution_s)
+
+    estimate = statistics.median((0.02,) * 8, 0.001)
+    assert estimate.ci95 is not None
+    assert estimate.ci95.high - estimate.ci95.low == pytest.approx(0.001, rel=1e-3)
+    assert statistics.relative_spread((0.02,) * 8, 0.001) == pytest.approx(0.05)
+    assert statistics.compare(rounded(0.0196, 0.001), rounded(0.02, 0.001), OBJECTIVE) == "tie"
+    assert statistics.compare(rounded(0.0196, 0.0), rounded(0.02, 0.0), OBJECTIVE) == "faster"

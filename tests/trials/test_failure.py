@@ -36,6 +36,7 @@ def raised(outer: BaseException, inner: BaseException, *, explicit: bool) -> Bas
         (InfeasibleSpec("num_heads 6 is not divisible by tp 4"), "infeasible"),
         (NonFiniteLoss("step 3: loss is nan"), "diverged"),
         (DataError("no text"), "data"),
+        (dist.DistNetworkError("The server socket has failed to listen: port: 29500, name: EADDRINUSE"), "port"),
         (OSError(errno.ENOSPC, "No space left on device"), "disk"),
         (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242"), "connection"),
         (RuntimeError("[pair.cc:534] Read error [127.0.0.1]:4242: Connection reset by peer"), "connection"),

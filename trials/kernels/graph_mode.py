@@ -22,8 +22,8 @@ _MAX_COMPILATIONS = 4096
 def apply_compile(model: TrainModel, kernels: Kernels, *, tensor_parallel: bool) -> None:
     """Compile in place every layer, equal ones sharing the code, or the model as a whole.
 
-    A layer must be one graph; the whole model may break into several, as it does at FSDP's hooks. Shapes are fixed
-    within a trial, so every shape gets a graph of its own instead of one for all.
+    A layer of ours must be one graph; the whole model may break into several, as it does at FSDP's hooks. Shapes are
+    fixed within a trial, so every shape gets a graph of its own instead of one for all.
     """
     if kernels.compile == "off":
         return
@@ -32,7 +32,8 @@ def apply_compile(model: TrainModel, kernels: Kernels, *, tensor_parallel: bool)
     mode = None if kernels.compile_mode == "default" else kernels.compile_mode
     targets: list[nn.Module] = [model] if kernels.compile == "model" else list(model.layers.values())
     for target in targets:
-        target.compile(backend=kernels.backend, mode=mode, dynamic=False, fullgraph=kernels.compile == "block")
+        whole = kernels.compile == "block" and not model.is_own
+        target.compile(backend=kernels.backend, mode=mode, dynamic=False, fullgraph=whole)
 
 
 def _clone_output(_module: nn.Module, _args: object, output: Tensor) -> Tensor:

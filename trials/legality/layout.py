@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from trials.spec import Candidate, Counts, Layout, LlamaModel, Workload
+from trials.spec import Candidate, Counts, Layout, LlamaModel, OwnModel, Workload, decoder_of
 
 Check = Callable[[Workload, Candidate], str | None]
 """Gives a one-line reason why the runner refuses the pair, or None."""
@@ -58,10 +58,31 @@ def _degrees(_workload: Workload, candidate: Candidate) -> str | None:
 
 
 def _model_kind(workload: Workload, candidate: Candidate) -> str | None:
-    layout = candidate.layout
-    if isinstance(workload.model, LlamaModel) or max(layout.pp, layout.cp, layout.tp) == 1:
+    layout, model = candidate.layout, workload.model
+    if isinstance(model, LlamaModel) or max(layout.pp, layout.cp, layout.tp) == 1:
         return None
-    return f"model kind {workload.model.kind} runs data-parallel only: pp, cp and tp are for llama"
+    if isinstance(model, OwnModel):
+        return None if layout.cp == 1 else f"model kind {model.kind} has no context parallelism: cp is for llama"
+    return f"model kind {model.kind} runs data-parallel only: pp, cp and tp are for llama"
+
+
+def _own_pipeline(workload: Workload, candidate: Candidate) -> str | None:
+    model = workload.model
+    if not isinstance(model, OwnModel) or candidate.layout.pp == 1 or model.facts.no_pipeline is None:
+        return None
+    return f"pp {candidate.layout.pp}: {model.facts.no_pipeline}"
+
+
+def _own_tensor_parallel(workload: Workload, candidate: Candidate) -> str | None:
+    """Modules of the user's are split by a plan, which the local engine cannot read."""
+    layout, model = candidate.layout, workload.model
+    if not isinstance(model, OwnModel) or layout.tp == 1:
+        return None
+    if model.facts.no_tensor_parallel is not None:
+        return f"tp {layout.tp}: {model.facts.no_tensor_parallel}"
+    if layout.tp_engine == "local" or layout.sequence_parallel:
+        return f"tp of model kind {model.kind} goes by a plan: tp_engine dtensor without sequence_parallel, and no DDP"
+    return None
 
 
 def _shard_needs_zero(_workload: Workload, candidate: Candidate) -> str | None:
@@ -98,7 +119,7 @@ def _tp_divides(name: str) -> tuple[str, Check]:
     """Id and check of the rule that ``tp`` divides this size of the model."""
 
     def check(workload: Workload, candidate: Candidate) -> str | None:
-        size = getattr(workload.model, name, 0)
+        size = getattr(decoder_of(workload.model), name, 0)
         return (
             None if size % candidate.layout.tp == 0 else f"{name} {size} is not divisible by tp {candidate.layout.tp}"
         )
@@ -229,6 +250,8 @@ LAYOUT_RULES = make_rules(
     "layout",
     ("degrees", _degrees),
     ("model-kind", _model_kind),
+    ("own-pipeline", _own_pipeline),
+    ("own-tensor-parallel", _own_tensor_parallel),
     ("shard-needs-zero", _shard_needs_zero),
     *(_tp_divides(name) for name in ("num_heads", "num_kv_heads", "hidden_size", "ffn_hidden_size", "vocab_size")),
     ("sp-needs-tp", _sp_needs_tp),

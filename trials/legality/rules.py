@@ -11,11 +11,14 @@ from trials.legality.pattern import pattern_problem
 from trials.spec import (
     Candidate,
     Data,
+    HuggingFaceModel,
     ImageFolderData,
     LinearModel,
     LlamaModel,
     Model,
     Protocol,
+    PythonData,
+    PythonModel,
     RandomData,
     ResNetModel,
     TextData,
@@ -43,6 +46,8 @@ DATA_OF_MODEL: dict[type[Model], tuple[type[Data], ...]] = {
     LlamaModel: (TextData, TokenFileData),
     ResNetModel: (ImageFolderData,),
     LinearModel: (RandomData,),
+    PythonModel: (PythonData,),
+    HuggingFaceModel: (TextData, TokenFileData),
 }
 """Kinds of data a kind of model trains on, its default first."""
 
@@ -80,9 +85,10 @@ def _workload_problems(workload: Workload) -> Iterator[str]:
     model, data = workload.model, workload.data
     if isinstance(model, LlamaModel):
         yield from _llama_problems(model)
+    if isinstance(model, LlamaModel | HuggingFaceModel):
         if isinstance(data, TextData) and model.vocab_size < 256:
             yield f"vocab_size {model.vocab_size} is below the 256 values of byte-level tokens"
-    elif workload.seq_length != 1:
+    elif not isinstance(model, PythonModel) and workload.seq_length != 1:
         yield f"seq_length is 1 for model kind {model.kind}, not {workload.seq_length}"
     if not isinstance(data, DATA_OF_MODEL[type(model)]):
         yield f"model kind {model.kind} cannot train on data kind {data.kind}"

@@ -2,40 +2,70 @@
 
 from __future__ import annotations
 
+import torch
+
 from trials.models.base import Initial, Loss, TrainModel
+from trials.models.hugging_face import build_hugging_face
 from trials.models.linear import LinearChain, squared_error
 from trials.models.llama import Llama, next_token_loss
+from trials.models.own import Built, GivenModel, build_python, loss_of_python, part_of, seeded
 from trials.models.resnet import ResNet, class_loss
-from trials.spec import LinearModel, LlamaModel, Model, ResNetModel, ScriptModel, Workload
+from trials.spec import (
+    HuggingFaceModel,
+    LinearModel,
+    LlamaModel,
+    Model,
+    OwnModel,
+    PythonModel,
+    ResNetModel,
+    ScriptModel,
+    Workload,
+)
 from trials.stages import Chunk
 
-__all__ = ["Initial", "Loss", "TrainModel", "build_model", "loss_of"]
+__all__ = ["GivenModel", "Initial", "Loss", "TrainModel", "build_model", "build_own", "loss_of"]
 
 
 _BUILDS_ITS_OWN = "a program of the user's own builds its model itself"
 
 
 def build_model(workload: Workload, chunk: Chunk) -> TrainModel:
-    """The part of the workload's model that ``chunk`` holds; call it under ``torch.device("meta")``."""
+    """The part of the workload's model that ``chunk`` holds: on the meta device, one of the user's with its values."""
     match workload.model:
-        case LlamaModel() as shape:
-            return Llama(shape, workload.seq_length, chunk)
-        case ResNetModel() as shape:
-            return ResNet(shape, chunk)
-        case LinearModel() as shape:
-            return LinearChain(shape, chunk)
+        case PythonModel() | HuggingFaceModel() as model:
+            return part_of(build_own(model, workload.seed), model.num_layers, chunk)
         case ScriptModel():
             raise ValueError(_BUILDS_ITS_OWN)
+    with torch.device("meta"):
+        match workload.model:
+            case LlamaModel() as shape:
+                return Llama(shape, workload.seq_length, chunk)
+            case ResNetModel() as shape:
+                return ResNet(shape, chunk)
+            case LinearModel() as shape:
+                return LinearChain(shape, chunk)
+
+
+def build_own(model: OwnModel, seed: int) -> Built:
+    """The whole module, with the same values in every process: its own initial ones, drawn from ``seed``.
+
+    Raises:
+        InfeasibleSpec: it cannot be built.
+    """
+    with seeded(seed):
+        return build_python(model) if isinstance(model, PythonModel) else build_hugging_face(model.config)
 
 
 def loss_of(model: Model) -> Loss:
     """The loss that goes with the model's outputs and the data's targets."""
     match model:
-        case LlamaModel():
+        case LlamaModel() | HuggingFaceModel():
             return next_token_loss
         case ResNetModel():
             return class_loss
         case LinearModel():
             return squared_error
+        case PythonModel():
+            return loss_of_python(model)
         case ScriptModel():
             raise ValueError(_BUILDS_ITS_OWN)

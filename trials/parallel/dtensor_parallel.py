@@ -13,10 +13,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from trials.models import GivenModel
 from trials.models.base import TrainModel
 from trials.models.llama import Llama
 from trials.parallel.collectives import group_of
 from trials.parallel.local_tensor_parallel import apply_local_tensor_parallel
+from trials.parallel.plans import apply_plan
 from trials.parallel.shards import ShardMap
 from trials.spec import Layout
 
@@ -29,6 +31,8 @@ def apply_tensor_parallel(model: TrainModel, mesh: DeviceMesh, layout: Layout) -
     With sequence parallelism the regions between them, norms included, hold ``S / tp`` positions each (Korthikanti et
     al., arXiv 2205.05198). ``mesh`` is the tensor-parallel one.
     """
+    if isinstance(model, GivenModel):
+        return apply_plan(model, mesh)
     assert isinstance(model, Llama), "legality keeps tensor parallelism to models that have it"
     if layout.tp_engine == "local":
         return apply_local_tensor_parallel(model, group_of(mesh), sequence_parallel=layout.sequence_parallel)

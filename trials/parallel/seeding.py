@@ -1,5 +1,7 @@
 """Fills a model with initial weights that do not depend on the layout.
 
+A module of the user's draws its own, before it is split, from one seed in every process. For models of ours:
+
 The global random stream depends on build order and sharding, so every parameter gets a generator seeded by its name;
 the full tensor is drawn on the CPU and each rank keeps its slice.
 """
@@ -52,6 +54,14 @@ def init_parameters(model: TrainModel, seed: int, shard_map: ShardMap, perturbat
             parameter.to_local().copy_(part.to_local())
         else:
             parameter.copy_(full)
+
+
+@torch.no_grad()
+def perturb_parameters(model: TrainModel, seed: int, perturbation: float) -> None:
+    """Move the weights of a model that has its values already, and is not split yet, off by a share of them."""
+    if perturbation:
+        for name, parameter in model.named_parameters():
+            parameter.copy_(perturbed(parameter, name, perturbation, seed))
 
 
 def _full_size(size: torch.Size, shard: LocalShard | None) -> torch.Size:

@@ -79,8 +79,8 @@ def apply_recompute(model: TrainModel, recompute: Recompute, chunk: Chunk) -> Re
     limits = [count_at(counts, chunk.chunk, chunk.stage) for _, _, counts in patterns]
     for i, name in enumerate(names):
         if i < num_full:
-            # The model draws no random numbers, so there is no state to restore.
-            model.layers[name] = checkpoint_wrapper(model.layers[name], preserve_rng_state=False)
+            # Models of ours draw no random numbers, so there is no state to restore.
+            model.layers[name] = checkpoint_wrapper(model.layers[name], preserve_rng_state=model.is_own)
         elif chosen := [tally for tally, limit in zip(tallies, limits, strict=True) if i < limit]:
             recompute_selected(model.layers[name], chosen)
     meter = RecomputeMeter(tallies)

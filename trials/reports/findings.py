@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from trials.reports.profile import RankProfile
 from trials.reports.rates import RankRates
+from trials.reports.script import ScriptReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,3 +116,5 @@ class Findings:
     """Rates of a probe, one entry per rank."""
     profile: tuple[RankProfile, ...] = ()
     """Profiles of a recorded run, one entry per recorded rank."""
+    script: ScriptReport | None = None
+    """What was seen of a training program of the user's own; None where a rank trained a model of ours."""

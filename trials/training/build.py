@@ -15,7 +15,7 @@ from trials.parallel.context_parallel import apply_context_parallel
 from trials.parallel.copies import apply_copies
 from trials.parallel.data_parallel import apply_ddp, apply_fsdp, uses_fsdp
 from trials.parallel.dtensor_parallel import apply_tensor_parallel
-from trials.parallel.seeding import init_parameters
+from trials.parallel.seeding import init_parameters, perturb_parameters
 from trials.parallel.shards import ShardMap
 from trials.precision.autocast_lists import CastMeter, apply_autocast_lists
 from trials.precision.mixed import compute_dtype, parameter_dtype
@@ -49,14 +49,16 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
 
     The order matters: tensor parallelism swaps plain weights for sharded ones, so everything after must see those;
     recompute wraps a whole layer, so that compile captures the recomputation too; FSDP's hooks go around the compiled
-    layer, because gathering weights is no part of the graph. The model has no storage until all that is done, so no
-    rank ever holds more than its part. DDP comes last: it needs real weights to build its buckets from.
+    layer, because gathering weights is no part of the graph. A model of ours has no storage until all that is done, so
+    no rank ever holds more than its part; one of the user's comes with its values, of which each rank keeps its part.
+    DDP comes last: it needs real weights to build its buckets from.
     """
     candidate = spec.candidate
     layout = candidate.layout
-    with torch.device("meta"):
-        model = build_model(spec.workload, chunk)
-    model.to(parameter_dtype(candidate.precision, sharded=uses_fsdp(layout)))
+    model = build_model(spec.workload, chunk)
+    if model.is_own:
+        perturb_parameters(model, spec.workload.seed, spec.perturbation)
+    model.store_as(parameter_dtype(candidate.precision, sharded=uses_fsdp(layout)))
     shard_map = ShardMap()
     if layout.tp > 1:
         assert mesh is not None
@@ -72,9 +74,12 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
     if uses_fsdp(layout) and has_parameters:
         assert mesh is not None
         apply_fsdp(model, mesh, layout, candidate.precision)
-    model.to_empty(device=device)
-    model.materialize(device)
-    init_parameters(model, spec.workload.seed, shard_map, spec.perturbation)
+    if model.is_own:
+        model.to(device)
+    else:
+        model.to_empty(device=device)
+        model.materialize(device)
+        init_parameters(model, spec.workload.seed, shard_map, spec.perturbation)
     module: nn.Module = model
     if uses_ddp(layout) and has_parameters:
         assert mesh is not None

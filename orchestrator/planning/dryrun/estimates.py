@@ -57,6 +57,8 @@ class DryRunEstimates:
 
 def load_estimates(spec: SweepSpec, topology: Topology | None, cache: DryRunCache) -> DryRunEstimates:
     """What ``cache`` holds for the workload on the kind of device its trials run on; exact simulations count first."""
+    if spec.script is not None:  # nobody simulates a program
+        return DryRunEstimates()
     kind = device_kind(spec, topology)
     mode: Mode = "cpu" if kind == "cpu" else "accelerator"
     workload = spec.to_workload()

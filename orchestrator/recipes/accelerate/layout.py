@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from orchestrator.recipes import hf_model
 from orchestrator.recipes.base import Draft, Setting, Settings, custom, fixed, lacking
 from orchestrator.recipes.gaps import WHOLE_BETWEEN, no_pipeline, unable
+from orchestrator.recipes.hugging_face import model_file
 from trials.spec import Layout, LlamaModel
 
 FILE = "accelerate.yaml"
@@ -77,8 +77,8 @@ def _write_fsdp(draft: Draft, layout: Layout) -> None:
     draft.settings |= {f"{_MIRROR}{name}": value for name, value in {"version": 2, **shared}.items()}
     draft.settings[f"{ARGUMENTS}:fsdp"] = True
     if is_llama:
-        draft.settings[f"{_FSDP}transformer_layer_cls_to_wrap"] = hf_model.LAYER_CLASS
-        draft.settings[f"{_MIRROR}transformer_layer_cls_to_wrap"] = [hf_model.LAYER_CLASS]
+        draft.settings[f"{_FSDP}transformer_layer_cls_to_wrap"] = model_file.LAYER_CLASS
+        draft.settings[f"{_MIRROR}transformer_layer_cls_to_wrap"] = [model_file.LAYER_CLASS]
 
 
 def _note_engine(draft: Draft, layout: Layout, engine: str) -> None:
@@ -144,7 +144,7 @@ def _write_recompute(draft: Draft) -> None:
 
 
 def _read_recompute(settings: Settings) -> dict[str, Any]:
-    num_layers = hf_model.num_layers(settings)
+    num_layers = model_file.num_layers(settings)
     is_on = settings[_PLAIN_RECOMPUTE] or settings.get(_RECOMPUTE, False)
     return {"recompute.full": ((num_layers,),) if is_on and num_layers else ()}
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from orchestrator.recipes import hf_model
 from orchestrator.recipes.accelerate import layout, run
 from orchestrator.recipes.accelerate.layout import ARGUMENTS, FILE
 from orchestrator.recipes.base import Draft, Recipe, comments, settings_of, tree
+from orchestrator.recipes.hugging_face import model_file
 
 
 def _render(draft: Draft) -> dict[str, str]:
@@ -23,19 +23,19 @@ def _render(draft: Draft) -> dict[str, str]:
     return {
         FILE: head + yaml.safe_dump(tree(draft.settings, FILE), sort_keys=False),
         ARGUMENTS: json.dumps(tree(draft.settings, ARGUMENTS), indent=2) + "\n",
-        **hf_model.render(draft),
+        **model_file.render(draft),
     }
 
 
 def _load(files: Mapping[str, str]) -> dict[str, Any]:
     launcher, arguments = yaml.safe_load(files[FILE]), json.loads(files[ARGUMENTS])
-    return {**settings_of(FILE, launcher), **settings_of(ARGUMENTS, arguments), **hf_model.load(files)}
+    return {**settings_of(FILE, launcher), **settings_of(ARGUMENTS, arguments), **model_file.load(files)}
 
 
 RECIPE = Recipe(
     name="accelerate",
     title="Accelerate",
-    settings=(*layout.SETTINGS, *run.SETTINGS, *hf_model.SETTINGS),
+    settings=(*layout.SETTINGS, *run.SETTINGS, *model_file.SETTINGS),
     render=_render,
     load=_load,
     command=lambda _: f"accelerate launch --config_file {FILE} train.py {ARGUMENTS}",

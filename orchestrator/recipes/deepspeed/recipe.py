@@ -11,11 +11,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.recipes import hf_model
 from orchestrator.recipes.base import Draft, Recipe, Setting, fixed, option, settings_of, tree
 from orchestrator.recipes.deepspeed import layout, precision
 from orchestrator.recipes.deepspeed.layout import FILE
 from orchestrator.recipes.gaps import KERNELS_OF_SCRIPT, betas, left_to_script, own_data, own_seed
+from orchestrator.recipes.hugging_face import model_file
 
 _OPTIMIZER = "workload.optimizer"
 _PARAMS = f"{FILE}:optimizer.params"
@@ -44,11 +44,11 @@ _RUN: tuple[Setting, ...] = (
 
 
 def _render(draft: Draft) -> dict[str, str]:
-    return {FILE: json.dumps(tree(draft.settings, FILE), indent=2) + "\n", **hf_model.render(draft)}
+    return {FILE: json.dumps(tree(draft.settings, FILE), indent=2) + "\n", **model_file.render(draft)}
 
 
 def _load(files: Mapping[str, str]) -> dict[str, Any]:
-    return {**settings_of(FILE, json.loads(files[FILE])), **hf_model.load(files)}
+    return {**settings_of(FILE, json.loads(files[FILE])), **model_file.load(files)}
 
 
 def _command(draft: Draft) -> str:
@@ -59,7 +59,7 @@ def _command(draft: Draft) -> str:
 RECIPE = Recipe(
     name="deepspeed",
     title="DeepSpeed",
-    settings=(*layout.SETTINGS, *precision.SETTINGS, *_RUN, *hf_model.SETTINGS),
+    settings=(*layout.SETTINGS, *precision.SETTINGS, *_RUN, *model_file.SETTINGS),
     render=_render,
     load=_load,
     command=_command,

@@ -101,6 +101,7 @@ def _history_title(found: History) -> str:
 
 def plot_pareto(points: Sequence[SpeedPoint], unit: str, limit_bytes: int | None = None) -> Figure:
     """Speed over peak memory, with the front of what cannot be had faster in less memory."""
+    points = [point for point in points if point.peak_bytes]
     best = front(points)
     figure = new_figure(_pareto_title(best), f"{unit} over the largest peak of a rank's device memory", 3.3)
     axes = add_axes(figure, right_in=0.4)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from orchestrator.search.prediction.posterior import MEMORY_SHIFT_STD, MEMORY_ST
 from orchestrator.search.prediction.transfer import EarlierTrial, nearest
 from orchestrator.space.naming import Features, Scalar
 from trials.dryrun.estimate import DryRunEstimate
-from trials.spec import Candidate, LlamaModel, Workload
+from trials.spec import Candidate, HuggingFaceModel, LlamaModel, OwnModel, ScriptModel, Workload, decoder_of
 
 MAX_CANDIDATES = 200_000
 """Candidates the cost model ranks one by one; each takes some 2 kB."""
@@ -58,6 +59,29 @@ NOISE_STD = 0.01
 
 class UnpredictableError(ValueError):
     """The cost model cannot predict these candidates; the message says why."""
+
+
+class UnknownDimensionsError(UnpredictableError):
+    """Nobody knows the dimensions of what the user's own program trains; no defect, but there is no cost model then."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's dimensions are not known: TPE, and memory directions of knobs, decide")
+
+
+def predicted_workload(workload: Workload) -> Workload:
+    """What the cost model takes in the place of a training program of the user's own, or of a module of transformers:
+    the decoder that it trains, or that has the same matrix products.
+
+    Raises:
+        UnknownDimensionsError: it has a program, and nobody knows what that trains.
+    """
+    if isinstance(workload.model, HuggingFaceModel) and workload.model.shape is not None:
+        return replace(workload, model=workload.model.shape)
+    if not isinstance(workload.model, ScriptModel):
+        return workload
+    if workload.model.shape is None or workload.seq_length == 1:
+        raise UnknownDimensionsError
+    return replace(workload, model=workload.model.shape)
 
 
 class Predictor:
@@ -93,7 +117,8 @@ class Predictor:
                 f"{len(candidates):,} candidates are too many to rank one by one (limit {MAX_CANDIDATES:,})"
             )
         self.candidates = tuple(candidates)
-        self.earlier = tuple(t for t in earlier if isinstance(t.workload.model, type(workload.model)))
+        self.earlier = _comparable(earlier, workload)
+        workload = predicted_workload(workload)
         self.cluster = cluster
         self.objective = objective or Objective()
         self.on_cpu = cluster.accelerator.name == "cpu"
@@ -214,6 +239,17 @@ class Predictor:
         x = self.inputs.take(np.array(rows))
         predict = functools.partial(model_families.log_peak, x, on_cpu=self.on_cpu)
         return fit(prior, predict, np.log(peaks), np.array(sides, dtype=np.int64))
+
+
+def _comparable(earlier: Sequence[EarlierTrial], workload: Workload) -> tuple[EarlierTrial, ...]:
+    """Trials of the same kind of model; where the code is the user's own, of that very program or module."""
+    if not isinstance(workload.model, ScriptModel | OwnModel):
+        return tuple(trial for trial in earlier if isinstance(trial.workload.model, type(workload.model)))
+    same = tuple(trial for trial in earlier if trial.workload.model == workload.model)
+    shape = decoder_of(workload.model)
+    if shape is None:
+        return same if isinstance(workload.model, OwnModel) else ()
+    return tuple(replace(trial, workload=replace(trial.workload, model=shape)) for trial in same)
 
 
 def narrowed(prior: Prior, local_std: float) -> Prior:

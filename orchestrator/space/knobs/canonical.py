@@ -3,33 +3,54 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.space.knobs import KNOBS
 from orchestrator.space.knobs.layer_choices import layers_of, resolve_recompute, resolve_stage_layers
+from orchestrator.space.knobs.own import OwnKnob, OwnScalar, chosen
 from trials.legality.rules import uses_ddp
 from trials.spec import (
     Candidate,
     Kernels,
     Layout,
-    LlamaModel,
     Loader,
     LoaderTuning,
     LossScale,
     Model,
+    OwnModel,
     Precision,
     ResNetModel,
+    ScriptModel,
+    decoder_of,
 )
 
 DEFAULT_PREFETCH_FACTOR = 2
 
 
-def build_candidate(values: Mapping[str, Any], model: Model) -> Candidate:
-    """The canonical candidate of a full set of knob values."""
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """A data-parallel degree that takes up the devices which the other axes leave of ``num_devices``.
+
+    As ``dp_shard`` it does so where something is to be sharded, and is 1 elsewhere.
+    """
+
+    num_devices: int
+
+    def of(self, taken: int) -> int:
+        """What is left beside ``taken``; where that does not divide, so much that legality rules find fault."""
+        return max(1, self.num_devices // max(1, taken))
+
+
+def build_candidate(
+    values: Mapping[str, Any], model: Model, own: Sequence[OwnKnob] = (), own_values: Mapping[str, OwnScalar] = {}
+) -> Candidate:
+    """The canonical candidate of a full set of knob values, and of values of the user's own knobs."""
     layout = build_layout(values, model.num_layers)
     recompute = resolve_recompute(values["recompute"], layers_of(layout, model.num_layers))
-    engine = resolve_tp_engine(values["tp_engine"], layout, recomputes_communication=recompute.communication != ())
+    engine = engine_for(values["tp_engine"], model)
+    engine = resolve_tp_engine(engine, layout, recomputes_communication=recompute.communication != ())
     return Candidate(
         layout=with_tp_engine(layout, engine),
         micro_batch_size=values["micro_batch_size"],
@@ -37,6 +58,7 @@ def build_candidate(values: Mapping[str, Any], model: Model) -> Candidate:
         precision=canonical_precision(values["precision"]),
         loader=build_loader(values),
         kernels=build_kernels(values, model),
+        own=chosen(own, own_values),
     )
 
 
@@ -56,10 +78,11 @@ def build_layout(values: Mapping[str, Any], num_layers: int) -> Layout:
     if engine == "auto":
         is_plain = values["tp"] == 1 and (pp == 1 or chunks == 1) and not values["shard_embedding"]
         engine = "ddp" if is_plain else "fsdp2"
+    replicate, shard = _data_parallel(values)
     layout = Layout(
         pp=pp,
-        dp_replicate=values["dp_replicate"],
-        dp_shard=values["dp_shard"],
+        dp_replicate=replicate,
+        dp_shard=shard,
         cp=values["cp"],
         tp=values["tp"],
         zero_stage=values["zero_stage"],
@@ -75,6 +98,16 @@ def build_layout(values: Mapping[str, Any], num_layers: int) -> Layout:
         ),
     )
     return canonical_layout(layout)
+
+
+def _data_parallel(values: Mapping[str, Any]) -> tuple[int, int]:
+    """``dp_replicate`` and ``dp_shard``, with what is to take up the rest of the devices resolved."""
+    replicate, shard = values["dp_replicate"], values["dp_shard"]
+    taken = values["pp"] * values["cp"] * values["tp"]
+    if isinstance(shard, Rest):
+        rest, others = (replicate, 1) if isinstance(replicate, Rest) else (shard, replicate)
+        shard = rest.of(taken * others) if values["zero_stage"] else 1
+    return (replicate.of(taken * shard) if isinstance(replicate, Rest) else replicate), shard
 
 
 def canonical_layout(layout: Layout) -> Layout:
@@ -100,6 +133,11 @@ def canonical_layout(layout: Layout) -> Layout:
         num_virtual_stages=chunks,
         stage_layers=layout.stage_layers if has_pipeline else (),
     )
+
+
+def engine_for(engine: str, model: Model) -> str:
+    """The engine as asked for; tensor parallelism of the user's modules goes by a plan, which only one engine reads."""
+    return "dtensor" if isinstance(model, OwnModel) and engine == "auto" else engine
 
 
 def resolve_tp_engine(engine: str, layout: Layout, *, recomputes_communication: bool) -> str:
@@ -171,7 +209,10 @@ def canonical_kernels(kernels: Kernels, model: Model) -> Kernels:
     """The kernels with defaults for settings of absent compilers and for kernels of absent operators."""
     default = Kernels()
     compiles = kernels.compile != "off"
-    has_attention, has_convolutions = isinstance(model, LlamaModel), isinstance(model, ResNetModel)
+    if isinstance(model, ScriptModel):
+        has_attention = has_convolutions = True  # as far as anybody knows
+    else:
+        has_attention, has_convolutions = decoder_of(model) is not None, isinstance(model, ResNetModel)
     return dataclasses.replace(
         kernels,
         backend=kernels.backend if compiles else default.backend,

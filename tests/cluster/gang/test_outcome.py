@@ -20,6 +20,8 @@ from trials.outcome import (
     StepBreakdown,
     TimedOut,
 )
+from trials.reports.findings import Findings
+from trials.reports.script import ScriptReport, ScriptSource
 
 OOM_WINDOW_S = CAUSE_WINDOW_S["oom"]
 
@@ -209,3 +211,35 @@ def test_ranks_that_ran_elsewhere_than_ordered_are_no_measurement(first, second,
     assert isinstance(outcome, GangLost)
     assert problem in outcome.evidence.message
     assert outcome.evidence.node == second.node
+
+
+def of_script(rank, times, place=None, **changes):
+    """The success of a rank that ran a program of the user's own, of which it learnt nothing but ``times``."""
+    nothing = {"losses": (), "grad_norms": (), "peak_allocated_bytes": 0, "peak_reserved_bytes": 0}
+    values = {"model_flops_per_token": 0.0, "findings": Findings(script=ScriptReport()), **nothing, **changes}
+    return success(rank, times, place, **values)
+
+
+def test_one_rank_of_a_program_of_the_users_own_that_tells_its_steps_is_enough():
+    sources = (ScriptSource(name="step_time_s", source="log:pattern", resolution=0.1),)
+    last = Findings(script=ScriptReport(sources=sources, notes=("no memory",)))
+    silent = Findings(script=ScriptReport(notes=("it says nothing",)))
+    told = of_script(1, [0.5, 0.4], losses=(3.0, 2.0), findings=last, step_time_resolution_s=0.1, tokens_per_step=16)
+    outcome = fold([of_script(0, [], findings=silent), told])
+    assert isinstance(outcome, Measured), outcome
+    found = outcome.measurement
+    assert (found.step_times_s, found.step_time_resolution_s, found.tokens_per_step) == ((0.5, 0.4), 0.1, 16)
+    assert (found.losses, found.grad_norms) == ((3.0, 2.0), ()), "of the rank that has them"
+    assert (found.peak_allocated_bytes, found.peak_bytes, found.mfu) == ((), 0, None), "not known"
+    assert found.findings.script == ScriptReport(sources=sources, notes=("it says nothing", "no memory"))
+    nothing = fold([of_script(0, []), of_script(1, [])])
+    assert isinstance(nothing, Crashed)
+    assert "no rank told the time of any step" in nothing.evidence.message
+
+
+def test_a_report_that_speaks_for_several_ranks_counts_as_many():
+    places = [place("a", "0,1"), place("b", "2,3,4")]
+    reports = [of_script(rank, [1.0], places[rank], num_ranks=2 + rank, tokens_per_step=10) for rank in (0, 1)]
+    found = fold(reports).measurement
+    assert (found.world_size, found.tokens_per_s_per_device) == (5, 2.0)
+    assert found.places == ("a/0", "a/1", "b/2", "b/3", "b/4")

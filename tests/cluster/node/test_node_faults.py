@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from cluster.base import Deadlines
-from cluster.gang.messages import NodeGone, NodeLaunch, NodeProgress, RankSlot, single_node_env
+from cluster.gang.environment import single_node_env
+from cluster.gang.messages import NodeGone, NodeLaunch, NodeProgress, RankSlot
 from cluster.gang.outcome import fold
 from cluster.node.agent import Agent
 from cluster.node.hang import Blame, judge, main_thread

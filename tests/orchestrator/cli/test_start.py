@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from orchestrator.cli.main import main
-from orchestrator.draft.draft import MAX_LINES
+from orchestrator.draft.sweep_text import MAX_LINES
 from tests.orchestrator.promotion.proven import proven_home
 from tests.support import ROOT
 

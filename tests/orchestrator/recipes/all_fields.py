@@ -22,7 +22,7 @@ def parts():
 def handled(recipe):
     """By path, or part above paths: the framework's names for it; ``()`` where it has none."""
     found = {}
-    for setting in recipe.settings:
+    for setting in recipe.all_settings:
         for path in setting.paths:
             found[path] = (*found.get(path, ()), *setting.names)
     return found

@@ -6,9 +6,10 @@ from tests.orchestrator.recipes.all_fields import all_paths, handled, parts
 
 
 def rows():
-    """Fields of a candidate one by one; of a workload by the part that recipes treat as one."""
+    """Fields of a candidate one by one; of a workload by the part that recipes treat as one. No format has any of the
+    user's own programs: what exports those is their overlay."""
     whole = {"loader.tuning", "precision.loss_scale", "workload.data", "workload.model.llama"}
-    other = {"workload.model.resnet", "workload.model.linear", "workload.model.kind"}
+    other = {"workload.model.resnet", "workload.model.linear", "workload.model.kind", "workload.model.script", "own"}
     found = [path for path in sorted(all_paths()) if not any(is_at_or_below(path, part) for part in whole | other)]
     return sorted([*found, *whole, "workload.model.resnet", "workload.model.linear"])
 

@@ -14,7 +14,7 @@ from tests.orchestrator.recipes.configurations import WORKLOAD
 from tests.orchestrator.recipes.matrix import table
 from tests.orchestrator.space.candidate_strategies import CANDIDATES, OTHER_WORKLOADS, WORKLOADS
 from tests.support import ROOT
-from trials.spec import Candidate, Layout, Loader, Precision, Workload
+from trials.spec import Candidate, Layout, Loader, OwnChoice, Precision, ScriptData, ScriptModel, Workload
 
 
 @settings(max_examples=50, deadline=None)
@@ -69,6 +69,15 @@ def test_all_formats_at_once_with_reasons_for_those_that_cannot():
     refused = {name for name, result in made.items() if isinstance(result, ConfigError)}
     assert refused == {"megatron", "deepspeed", "paddlenlp", "accelerate"}
     assert "layout.schedule: Megatron-LM has no zero-bubble schedule" in str(made["megatron"])
+
+
+def test_no_format_takes_programs_of_the_users_own():
+    model = ScriptModel(recipe="transformers", run=("python", "train.py"), cwd="/")
+    workload = dataclasses.replace(WORKLOAD, model=model, data=ScriptData())
+    candidate = Candidate(own=(OwnChoice(name="--optim", value="adafactor"),))
+    for name, result in export_all(candidate, workload).items():
+        assert isinstance(result, ConfigError), name
+        assert "own: knobs of one's own belong" in str(result) and "workload.model.script: the program" in str(result)
 
 
 def test_an_unknown_format_is_answered_with_those_there_are():

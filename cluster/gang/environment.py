@@ -1,0 +1,89 @@
+"""The environment in which ranks start: torchrun's variables, where they meet, and a few of our own.
+
+Programs find each other through ``MASTER_ADDR`` and ``MASTER_PORT`` as under torchrun. Runners of ours meet at
+``TUNE_CLUSTER_RENDEZVOUS``, on one node a file: nobody else can take it, as they can a port.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.gang.messages import NodeLaunch, RankSlot
+
+LOOPBACK = "127.0.0.1"
+PORTS = range(20000, 32000)
+"""Ports for ranks to meet at: below those that Linux gives to outgoing connections, which would take one in between."""
+MAX_TRIES = 50
+CACHE_FOLDER = "cache-{node}"
+"""Folder for compilers' caches beside those of the attempts, shared by all of a lease on one node."""
+
+
+def single_node_env(directory: str) -> dict[str, str]:
+    """Environment of ranks that share a node: they meet at a file, and talk over loopback unless the user says
+    otherwise."""
+    return {
+        "TUNE_CLUSTER_RENDEZVOUS": (Path(directory) / "rendezvous").as_uri(),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }
+
+
+def several_nodes_env(address: str, port: int) -> dict[str, str]:
+    """Environment of ranks on several nodes, which meet at a TCP store that rank 0 opens on the first."""
+    return {
+        "TUNE_CLUSTER_RENDEZVOUS": f"tcp://{address}:{port}",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+
+
+def with_master(launch: NodeLaunch) -> NodeLaunch:
+    """The launch with a place for its ranks to meet that is free now, unless it has one already."""
+    if "MASTER_PORT" in launch.env:
+        return launch
+    return replace(launch, env={"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), **launch.env})
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody uses now; somebody may before it is used."""
+    chance = random.SystemRandom()  # processes forked from one draw alike from any other
+    for port in [*(chance.choice(PORTS) for _ in range(MAX_TRIES)), 0]:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            found: int = probe.getsockname()[1]
+            return found
+    raise OSError("no TCP port is free on this host")
+
+
+def cache_folder(workdir: Path, node: str) -> Path:
+    """Where compilers on ``node`` keep what they made for the attempts in ``workdir``."""
+    return workdir / CACHE_FOLDER.format(node=node)
+
+
+def rank_folder(launch: NodeLaunch) -> Path:
+    """The attempt's folder for what ranks of one node share: nodes may have one file system, and with it paths."""
+    directory = Path(launch.directory)
+    return directory if launch.num_nodes == 1 else directory / f"node{launch.node_rank}"
+
+
+def rank_env(launch: NodeLaunch, slot: RankSlot) -> dict[str, str]:
+    """What one rank sees beside the node's own environment; what the launch says goes over it."""
+    return {
+        "RANK": str(slot.rank),
+        "WORLD_SIZE": str(launch.world_size),
+        "LOCAL_RANK": str(slot.local_rank),
+        "LOCAL_WORLD_SIZE": str(len(launch.slots)),
+        "GROUP_RANK": str(launch.node_rank),
+        "GROUP_WORLD_SIZE": str(launch.num_nodes),
+        "OMP_NUM_THREADS": str(launch.num_threads),
+        "TUNE_CLUSTER_ATTEMPT_DIR": str(rank_folder(launch)),
+        "TUNE_CLUSTER_NUM_DEVICES": str(len(slot.devices)),
+        "TUNE_CLUSTER_CACHE_DIR": str(cache_folder(Path(launch.directory).parent, launch.node)),
+        **launch.env,
+    }

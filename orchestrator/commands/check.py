@@ -1,0 +1,268 @@
+"""What ``tune-cluster check`` does: one short run of a sweep's smallest candidate, before more is spent on a typo."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from cluster.base import ClusterError, Deadlines, GangEnded, GangLaunch, GangProgress
+from cluster.connect import connect
+from cluster.hardware.placement import Placement, Pool
+from cluster.hardware.topology import Topology
+from cluster.request import ClusterRequest
+from orchestrator.config.sweep import SweepSpec, load_sweep
+from orchestrator.controller.launcher import make_launcher
+from orchestrator.planning.hardware.request import cluster_request, known_topology
+from orchestrator.planning.plan import make_plan
+from orchestrator.space.naming import flat_params, short_name
+from orchestrator.sweep.home import Home
+from orchestrator.sweep.state import Trial
+from trials.codec import to_json
+from trials.outcome import Evidence, Infeasible, Measured, Measurement, Outcome
+from trials.reports.script import ScriptReport
+from trials.spec import Candidate, Protocol
+
+SHORT = Protocol(min_warmup_steps=1, max_warmup_steps=1, num_steps=2, max_steps=2)
+"""Steps of the run: the first one compiles, and two can be compared."""
+STEPS_S = 60.0
+"""How long these steps may take; the start has its own limit."""
+MIN_STARTING_S = 600.0
+"""How long the program may take to start, at least, so that it can be told how long it takes."""
+ROOM = 3.0
+"""Times the start that was seen, a deadline that leaves room for compilation and a busy host."""
+MAX_LOG_LINES = 20
+Tell = Callable[[str], None]
+_OWN_FRAME = 'cluster/node/rank.py"'
+"""How the frame of our own rank ends in a traceback."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What one short run showed."""
+
+    sweep: str
+    candidate: str
+    """What ran, in the short notation."""
+    values: dict[str, Any]
+    """The same, knob by knob."""
+    command: tuple[str, ...]
+    """What a rank started, placeholders of the trial's own files in place."""
+    outcome: Outcome
+    starting_s: float | None
+    """Seconds from the launch to the first step; None: there was none."""
+    deadline_s: float
+    """What the file allows for starting."""
+    duration_s: float
+
+    @property
+    def measurement(self) -> Measurement | None:
+        return self.outcome.measurement if isinstance(self.outcome, Measured) else None
+
+    @property
+    def evidence(self) -> Evidence | None:
+        return None if isinstance(self.outcome, Measured) else self.outcome.evidence
+
+    @property
+    def is_good(self) -> bool:
+        return self.measurement is not None
+
+    @property
+    def seen(self) -> ScriptReport:
+        """What was seen of a program of the user's own; empty for others."""
+        found = self.measurement.findings.script if self.measurement is not None else None
+        return found or ScriptReport()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What was seen inside the program, by name."""
+        facts = self.seen.facts
+        named = {field.name: getattr(facts, field.name) for field in fields(facts)}
+        return {name: value for name, value in named.items() if value is not None}
+
+    @property
+    def is_not_applied(self) -> bool:
+        """Whether the program trained something else than it was told."""
+        return isinstance(self.outcome, Infeasible) and "not applied" in self.outcome.evidence.message
+
+    @property
+    def needed_starting_s(self) -> int | None:
+        """What ``deadlines.starting_s`` should be, where the file allows less than leaves room."""
+        if self.starting_s is None or self.starting_s * ROOM <= self.deadline_s:
+            return None
+        return round(self.starting_s * ROOM / 60 + 0.5) * 60
+
+    @property
+    def log_tail(self) -> tuple[str, ...]:
+        """The end of the output of the rank to blame, without what our own rank wrote when it gave up."""
+        lines = self.evidence.log_tail if self.evidence is not None else ()
+        ours = next((at for at, line in enumerate(lines) if _OWN_FRAME in line), None)
+        if ours is not None:
+            starts = [at for at in range(ours) if lines[at].startswith("Traceback ")]
+            lines = lines[: starts[-1]] if starts else lines
+        return lines[-MAX_LOG_LINES:]
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON form of ``check --json``."""
+        found, evidence = self.measurement, self.evidence
+        return {
+            "sweep": self.sweep,
+            "ok": self.is_good,
+            "candidate": self.candidate,
+            "knobs": self.values,
+            "command": list(self.command),
+            "outcome": self.outcome.kind,
+            "problem": evidence.message if evidence else None,
+            "not_applied": self.is_not_applied,
+            "exit_code": evidence.exit_code if evidence else None,
+            "log_tail": list(self.log_tail),
+            "step_time_s": found.step_time_s if found else None,
+            "sources": [to_json(value) for value in self.seen.sources],
+            "facts": self.facts,
+            "versions": dict(self.seen.versions),
+            "notes": list(self.seen.notes),
+            "starting_s": self.starting_s,
+            "starting_deadline_s": self.deadline_s,
+            "needed_starting_s": self.needed_starting_s,
+            "duration_s": self.duration_s,
+        }
+
+
+def check_file(file: Path, home: Home, *, address: str | None = None, tell: Tell | None = None) -> Checked:
+    """Run the smallest candidate of a sweep file for a few steps.
+
+    Args:
+        address: the Ray cluster's, in place of the one in the file.
+        tell: gets what there is to say meanwhile.
+
+    Raises:
+        ConfigError: the file, or a cluster on which nothing runs.
+        ClusterError: no lease, or no room for the candidate.
+    """
+    return check_sweep(load_sweep(file, address=address), home, address=address, tell=tell)
+
+
+def check_sweep(spec: SweepSpec, home: Home, *, address: str | None = None, tell: Tell | None = None) -> Checked:
+    """The same for a sweep that is known already."""
+    if spec.cluster.kind not in ("ray", "local"):
+        raise spec.error(("cluster", "kind"), f"on a {spec.cluster.kind} cluster nothing is run", "Use ray or local.")
+    say = _once(tell or (lambda _: None))
+    candidate = smallest(spec, known_topology(spec, home, address=address))
+    folder = home.path / "checks" / f"{spec.name}-{uuid4().hex[:8]}"
+    begun_s = time.monotonic()
+    say(f"running {short_name(candidate)} for {SHORT.min_warmup_steps + SHORT.num_steps} steps")
+    try:
+        ran = _run(spec, candidate, _request(spec, home, address, candidate), folder, say)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another one may run beside
+            folder.parent.rmdir()
+    return Checked(
+        sweep=spec.name,
+        candidate=short_name(candidate),
+        values=flat_params(candidate),
+        command=ran.command,
+        outcome=ran.outcome,
+        starting_s=ran.starting_s,
+        deadline_s=spec.to_deadlines().starting_s,
+        duration_s=time.monotonic() - begun_s,
+    )
+
+
+def _once(tell: Tell) -> Tell:
+    """The same, without saying a thing twice in a row."""
+    last: list[str] = []
+
+    def say(line: str) -> None:
+        if last != [line]:
+            last[:] = [line]
+            tell(line)
+
+    return say
+
+
+def smallest(spec: SweepSpec, topology: Topology | None) -> Candidate:
+    """The candidate that asks for the least: on one node where one fits there, with little memory.
+
+    Raises:
+        ConfigError: as :func:`orchestrator.planning.plan.make_plan`.
+    """
+    plan = make_plan(spec, topology)
+    devices = topology.nodes[0].num_devices if topology is not None else 8
+
+    def needs(candidate: Candidate) -> tuple[Any, ...]:
+        layout = candidate.layout
+        return (
+            layout.world_size > devices,
+            candidate.kernels.compile != "off",
+            candidate.micro_batch_size,
+            layout.zero_stage == 0,
+            not candidate.recompute.full,
+            -layout.world_size,
+        )
+
+    return min((plan.baseline, *plan.candidates), key=needs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ran:
+    """What became of the launch."""
+
+    command: tuple[str, ...]
+    outcome: Outcome
+    starting_s: float | None
+
+
+def _request(spec: SweepSpec, home: Home, address: str | None, candidate: Candidate) -> ClusterRequest:
+    """As few nodes as the candidate needs; this host without a Ray where the sweep would start one on it."""
+    request = cluster_request(spec, home, address=address)
+    per_node = request.devices_per_node
+    nodes = 1 if per_node is None else -(-candidate.layout.world_size // per_node)
+    kind = "local" if request.address is None and nodes == 1 else request.kind
+    claim = replace(request.claim, min_nodes=nodes, max_nodes=nodes) if request.claim is not None else None
+    return replace(request, kind=kind, min_nodes=nodes, max_nodes=nodes, claim=claim)
+
+
+def _run(spec: SweepSpec, candidate: Candidate, request: ClusterRequest, folder: Path, say: Tell) -> _Ran:
+    with connect(request, workdir=folder, on_wait=say) as cluster:
+        topology = cluster.topology
+        layout = candidate.layout
+        placement = Pool(topology).place(world_size=layout.world_size, tp=layout.tp, isolation="node")
+        if placement is None:
+            raise ClusterError(f"{layout.world_size} devices are needed, and the lease has {topology.num_devices}")
+        launch = _launch(spec, candidate, topology, folder, placement)
+        begun_s, starting_s = time.monotonic(), None
+        cluster.launch(launch)
+        while True:
+            for event in cluster.poll(1.0):
+                if isinstance(event, GangEnded):
+                    return _Ran(command=_argv(launch), outcome=event.outcome, starting_s=starting_s)
+                if isinstance(event, GangProgress) and event.step and starting_s is None:
+                    starting_s = time.monotonic() - begun_s - (event.step_time_s or 0.0)
+                    say(f"the first step came {starting_s:.1f} s after the launch")
+
+
+def _launch(
+    spec: SweepSpec, candidate: Candidate, topology: Topology, folder: Path, placement: Placement
+) -> GangLaunch:
+    """The gang as the sweep would launch it, with few steps and its own deadlines."""
+    measure = spec.measure.model_copy(update={name: getattr(SHORT, name) for name in _COUNTS})
+    short = spec.model_copy(update={"measure": measure})
+    trial = Trial(number=0, candidate=candidate, origin="baseline", reason="check", proposed_at_s=time.time())
+    built = make_launcher(short, topology, folder).build(trial, "check", uuid4().hex, placement)
+    start_s = max(MIN_STARTING_S, built.deadlines.starting_s)
+    deadlines = Deadlines(starting_s=start_s, warmup_s=STEPS_S, measuring_s=STEPS_S, stall_s=start_s)
+    return replace(built, deadlines=deadlines)
+
+
+_COUNTS = ("min_warmup_steps", "max_warmup_steps", "num_steps", "max_steps")
+
+
+def _argv(launch: GangLaunch) -> tuple[str, ...]:
+    found = launch.spec.get("argv", ())
+    return tuple(map(str, found)) if isinstance(found, list | tuple) else ()

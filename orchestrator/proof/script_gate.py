@@ -1,0 +1,272 @@
+"""The loss gate of a training program of the user's own: does a finalist train as the command that stands today does?
+
+Nothing can be perturbed in a program that we did not write, and its losses are whatever it calls a loss. So the
+baseline trains the same steps twice, and what it does to itself is the measure:
+
+- Where the baseline repeats itself, losses that agree step by step within the errors of the number format pass. That is
+  the strict way, for programs whose data order does not depend on the layout.
+- Where the baseline does not repeat itself, or the finalist splits the batch otherwise, single steps cannot be
+  compared: then the mean loss over all steps has to lie in the baseline's *own band*, which its fluctuation from step
+  to step makes, and the report says how wide that is.
+
+See docs/loss-gate.md. Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from orchestrator.proof.loss_gate import UNFINISHED, LossComparison, undecided_gate
+from orchestrator.proof.tolerances import ERRORS, Limits
+from orchestrator.proof.trajectories import NOISE_FACTOR, Curve, Trajectory
+from orchestrator.sweep.values import GateReport, GateSettings
+
+BAND_SIGMAS = 3.0
+"""Half the width of the own band, in standard errors of the difference of two means: chance alone goes beyond it in 0.3
+of 100 cases."""
+MAX_BAND = 0.05
+"""Widest own band that tells anything, relative to the loss."""
+EXCUSED_NORMS = 0.5
+"""Share of the steps whose gradient norms may be beyond their limits."""
+NO_LOSSES = "the program tells no losses"
+REPORT_LOSSES = (
+    "Have it tell them (docs/report-api.md), or decide with an evaluation of your own (gate.command);"
+    " neither is needed for `promote --force`"
+)
+TELL_MORE = "More steps (gate.num_steps) or an evaluation of your own (gate.command) tell more"
+_TINY = 1e-12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptRuns:
+    """What was trained to judge a finalist."""
+
+    baseline: Trajectory
+    again: Trajectory | None
+    """The baseline once more; None where that run failed."""
+    finalist: Trajectory
+    splits_alike: bool
+    """Whether finalist and baseline give every rank the same samples in the same passes."""
+
+    def first(self, num_steps: int) -> ScriptRuns:
+        """The first ``num_steps`` steps of all."""
+        again = self.again and self.again.first(num_steps)
+        return replace(
+            self, baseline=self.baseline.first(num_steps), again=again, finalist=self.finalist.first(num_steps)
+        )
+
+    @property
+    def limits(self) -> Limits:
+        """How far equal training may lie apart by rounding alone."""
+        return ERRORS[self.baseline.class_name] + ERRORS[self.finalist.class_name]
+
+
+def judge_script(trial: int, runs: ScriptRuns, settings: GateSettings) -> GateReport:
+    """Whether the finalist trained as the baseline did, as far as can be told."""
+    for who, run in (("baseline", runs.baseline), ("finalist", runs.finalist)):
+        if not run.losses:
+            return undecided_gate(trial, settings, f"{NO_LOSSES} of the {who}", REPORT_LOSSES)
+        if len(run.losses) < settings.num_steps:
+            why = f"the {who} told the losses of {len(run.losses)} of {settings.num_steps} steps"
+            return undecided_gate(trial, settings, why, UNFINISHED)
+    if runs.again is not None and len(runs.again.losses) < settings.num_steps:
+        runs = replace(runs, again=None)
+    runs = runs.first(settings.num_steps)
+    strict = _step_by_step(trial, runs, settings)
+    is_comparable = runs.again is None or _repeats_itself(runs) or settings.loss_tolerance is not None
+    if is_comparable and (strict.passed or _is_final(runs, settings)):
+        return strict
+    return _by_own_band(strict, runs)
+
+
+def _is_final(runs: ScriptRuns, settings: GateSettings) -> bool:
+    """Whether single steps are evidence against the finalist: the baseline repeats itself, and both split the batch
+    alike, or the user set the limit."""
+    return settings.loss_tolerance is not None or (runs.splits_alike and _repeats_itself(runs))
+
+
+def _repeats_itself(runs: ScriptRuns) -> bool:
+    limits = runs.limits.loss
+    return runs.again is not None and all(
+        off <= limits.at(step) + _resolution(runs, value)
+        for step, (off, value) in enumerate(
+            zip(_deviations(runs.baseline.losses, runs.again.losses), runs.baseline.losses, strict=True), start=1
+        )
+    )
+
+
+def _resolution(runs: ScriptRuns, value: float) -> float:
+    """What printed digits alone may make of a value, relative."""
+    return (runs.baseline.loss_resolution + runs.finalist.loss_resolution) / max(abs(value), _TINY)
+
+
+def _deviations(expected: Sequence[float], values: Sequence[float]) -> list[float]:
+    return [abs(b - a) / max(abs(a), _TINY) for a, b in zip(expected, values, strict=True)]
+
+
+# ---- step by step ----
+
+
+def _step_by_step(trial: int, runs: ScriptRuns, settings: GateSettings) -> GateReport:
+    expected, found = runs.baseline.losses, _deviations(runs.baseline.losses, runs.finalist.losses)
+    noise = _largest_yet(_deviations(expected, runs.again.losses)) if runs.again else [0.0] * len(expected)
+    limits = [_loss_limit(runs, settings, step, value) for step, value in enumerate(expected, start=1)]
+    allowed = [max(limit, NOISE_FACTOR * off) for limit, off in zip(limits, noise, strict=True)]
+    step = max(range(len(found)), key=lambda i: found[i] / allowed[i])
+    beyond = [i for i, off in enumerate(found) if off > allowed[i]]
+    reasons = []
+    if beyond:
+        twice = f" and the baseline's own second run makes {noise[step]:.2g}" if runs.again else ""
+        reasons.append(
+            f"the loss is {found[step]:.2g} (relative) off the baseline's in step {step + 1}, where {limits[step]:.2g}"
+            f" is allowed{twice}, and beyond its limit in {len(beyond)} of {len(found)} steps"
+        )
+    norm_off, norm_limit, odd = _norms(runs, settings)
+    if odd > EXCUSED_NORMS * len(found):
+        reasons.append(
+            f"the gradient norm is beyond its limit in {odd} of {len(found)} steps, up to {norm_off:.2g} off"
+        )
+    return GateReport(
+        trial=trial,
+        passed=not reasons,
+        reasons=tuple(reasons),
+        precision_class=f"{runs.finalist.class_name} against {runs.baseline.class_name}",
+        compared_with="baseline",
+        num_steps=settings.num_steps,
+        loss_tolerance=allowed[step],
+        grad_norm_tolerance=norm_limit,
+        loss_deviation=found[step],
+        grad_norm_deviation=norm_off,
+        notes=_notes(runs),
+        twin_loss_deviation=noise[-1] if runs.again else None,
+    )
+
+
+def _loss_limit(runs: ScriptRuns, settings: GateSettings, step: int, value: float) -> float:
+    limit = settings.loss_tolerance or runs.limits.loss.at(step)
+    return limit + _resolution(runs, value)
+
+
+def _norms(runs: ScriptRuns, settings: GateSettings) -> tuple[float | None, float, int]:
+    """The largest deviation of a gradient norm, its limit, and in how many steps one is beyond it; where the program
+    tells norms."""
+    expected, own = runs.baseline.grad_norms, runs.finalist.grad_norms
+    if len(expected) != len(own) or not expected:
+        return None, 0.0, 0
+    limit = settings.grad_norm_tolerance
+    allowed = [limit or runs.limits.grad_norm.at(step) for step in range(1, len(own) + 1)]
+    if runs.again is not None and len(runs.again.grad_norms) == len(own):
+        noise = _largest_yet(_deviations(expected, runs.again.grad_norms))
+        allowed = [max(one, NOISE_FACTOR * off) for one, off in zip(allowed, noise, strict=True)]
+    found = _deviations(expected, own)
+    odd = sum(off > one for off, one in zip(found, allowed, strict=True))
+    worst = max(range(len(found)), key=lambda i: found[i] / allowed[i])
+    return found[worst], allowed[worst], odd
+
+
+def _largest_yet(values: Sequence[float]) -> list[float]:
+    found: list[float] = []
+    for value in values:
+        found.append(max(value, found[-1] if found else 0.0))
+    return found
+
+
+def _notes(runs: ScriptRuns) -> tuple[str, ...]:
+    notes = []
+    if runs.again is None:
+        notes.append("whether the baseline repeats itself is not known: its second run failed")
+    if not runs.baseline.grad_norms or not runs.finalist.grad_norms:
+        notes.append("the program tells no gradient norms: losses alone were compared")
+    return tuple(notes)
+
+
+def compare_script(runs: ScriptRuns, settings: GateSettings) -> LossComparison | None:
+    """The runs step by step, as curves to look at; None where there are no losses of the same steps."""
+    num_steps = min(len(runs.baseline.losses), len(runs.finalist.losses))
+    if num_steps == 0:
+        return None
+    again = runs.again if runs.again is not None and len(runs.again.losses) >= num_steps else None
+    runs = replace(runs, again=again).first(num_steps)
+    expected = runs.baseline.losses
+    loss = Curve(
+        deviations=tuple(_deviations(expected, runs.finalist.losses)),
+        limits=tuple(_loss_limit(runs, settings, step, value) for step, value in enumerate(expected, start=1)),
+        twin=tuple(_largest_yet(_deviations(expected, runs.again.losses))) if runs.again else (),
+    )
+    norms, own = runs.baseline.grad_norms, runs.finalist.grad_norms
+    is_told = len(norms) == len(own) == num_steps
+    limits = tuple(runs.limits.grad_norm.at(step) for step in range(1, num_steps + 1))
+    deviations = tuple(_deviations(norms, own)) if is_told else (None,) * num_steps
+    return LossComparison(
+        loss=loss,
+        grad_norm=Curve(deviations=deviations, limits=limits),
+        compared_with="baseline",
+        precision_class=f"{runs.finalist.class_name} against {runs.baseline.class_name}",
+    )
+
+
+# ---- the own band ----
+
+
+def _by_own_band(strict: GateReport, runs: ScriptRuns) -> GateReport:
+    """The mean loss over all steps against the baseline's, where single steps cannot be compared."""
+    means = [statistics.fmean(run.losses) for run in (runs.baseline, runs.again) if run is not None]
+    expected, mean = statistics.fmean(means), statistics.fmean(runs.finalist.losses)
+    num_steps = len(runs.finalist.losses)
+    error = _fluctuation(runs) * math.sqrt(1 / num_steps + 1 / (num_steps * len(means)))
+    scale = max(abs(expected), _TINY)
+    band = max(BAND_SIGMAS * error / scale, runs.limits.loss.at(num_steps) + _resolution(runs, expected))
+    off = abs(mean - expected) / scale
+    why = _why_not_steps(runs)
+    report = replace(
+        strict,
+        passed=False,
+        reasons=(),
+        precision_class="own band",
+        loss_tolerance=band,
+        loss_deviation=off,
+        grad_norm_tolerance=0.0,
+        grad_norm_deviation=None,
+    )
+    if off > band:
+        reason = (
+            f"the mean loss over {num_steps} steps is {100 * off:.2g} % off the baseline's, where {100 * band:.2g} % is"
+            f" its own band ({why})"
+        )
+        return replace(report, reasons=(reason,))
+    if band > MAX_BAND:
+        doubt = (
+            f"{why}, and the baseline's own band is {100 * band:.2g} % wide: a difference of less could not be seen in"
+            f" {num_steps} steps"
+        )
+        return replace(report, doubts=(doubt,), remedy=TELL_MORE)
+    note = (
+        f"{why}: judged within the baseline's own band, {100 * off:.2g} % off in the mean over {num_steps} steps, where"
+        f" {100 * band:.2g} % is chance; a smaller difference could not be seen"
+    )
+    return replace(report, passed=True, notes=(*report.notes, note))
+
+
+def _why_not_steps(runs: ScriptRuns) -> str:
+    if runs.again is not None and not _repeats_itself(runs):
+        off = max(_deviations(runs.baseline.losses, runs.again.losses))
+        return f"the baseline does not repeat itself (two runs are up to {100 * off:.2g} % apart)"
+    return "it splits the batch otherwise than the baseline, so that single steps show other samples"
+
+
+def _fluctuation(runs: ScriptRuns) -> float:
+    """Standard deviation of a step's loss around its trend: from the differences of the baseline's two runs where these
+    differ, and from second differences in time, which no linear trend changes."""
+    found = [_around_trend(run.losses) for run in (runs.baseline, runs.finalist)]
+    if runs.again is not None:
+        apart = [b - a for a, b in zip(runs.baseline.losses, runs.again.losses, strict=True)]
+        found.append(statistics.pstdev(apart) / math.sqrt(2))
+    return max(found)
+
+
+def _around_trend(values: Sequence[float]) -> float:
+    seconds = [a - 2 * b + c for a, b, c in zip(values, values[1:], values[2:], strict=False)]
+    return math.sqrt(statistics.fmean(one * one for one in seconds) / 6) if seconds else 0.0

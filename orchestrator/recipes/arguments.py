@@ -1,0 +1,255 @@
+"""Reads and changes command lines as people write them, and leaves every word alone that nobody asked to change.
+
+Of an argument that is given several times the last one counts, as for argparse. A change replaces that one where it
+stands, in its own spelling (``--a b`` or ``--a=b``), and drops the ones before, which had no effect; what is not there
+is appended. Words after ``--`` are no arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Words = tuple[str, ...]
+Given = str | bool | Words
+"""What a command says: a text of a ``value`` or ``assignment``, True or False of a ``flag``, either of a ``switch``
+(a text only where it is no word of truth), texts of a ``list``."""
+_NUMBER = re.compile(r"-(\d|\.\d)[\w.+-]*")
+_TRUE, _FALSE = ("true", "t", "yes", "y", "1", "on"), ("false", "f", "no", "n", "0", "off")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """How one argument is spelled.
+
+    ``value`` takes one word: ``--a b``, ``--a=b``, ``-ab``. ``flag`` takes none: ``--a``. ``switch`` may take one:
+    ``--a``, ``--a true``, as the booleans of transformers. ``list`` takes all up to the next option. ``assignment`` is
+    one word without dashes: ``a.b=c``, as in Hydra and OmegaConf.
+    """
+
+    name: str
+    """As it is written where the command does not have it: ``--micro-batch-size``, ``trainer.lr``."""
+    aliases: Words = ()
+    negative: Words = ()
+    """Spellings that say no: ``--no-bias``; a flag without one says no by its absence."""
+    takes: Literal["value", "flag", "switch", "list", "assignment"] = "value"
+
+    @property
+    def spellings(self) -> Words:
+        return (self.name, *self.aliases)
+
+
+@functools.lru_cache(maxsize=4096)
+def either_dash(
+    name: str,
+    takes: Literal["value", "flag", "switch", "list", "assignment"] = "value",
+    *,
+    negative: Words = (),
+    aliases: Words = (),
+) -> Argument:
+    """An argument whose hyphens and underscores are the same to its parser, as transformers' and torch's."""
+    others = tuple(dict.fromkeys(other for word in (name, *aliases) for other in _both_dashes(word)))
+    refusals = tuple(dict.fromkeys(other for word in negative for other in _both_dashes(word)))
+    kept = tuple(other for other in others if other != name)
+    return Argument(name=name, aliases=kept, negative=refusals, takes=takes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Words from ``start`` up to ``stop`` that give an argument."""
+
+    start: int
+    stop: int
+    spelling: str
+    given: Given
+    is_joined: bool
+    """Whether name and value are one word."""
+
+
+# ---- reading ----
+
+
+def read(words: Sequence[str], argument: Argument) -> Given | None:
+    """What the command says of an argument, last wins; None where it says nothing."""
+    places = list(_places(tuple(words), argument))
+    return places[-1].given if places else None
+
+
+def is_given(words: Sequence[str], argument: Argument) -> bool:
+    return any(True for _ in _places(tuple(words), argument))
+
+
+def read_text(words: Sequence[str], argument: Argument) -> str | None:
+    """The one word that an argument was given; None where there is none."""
+    given = read(words, argument)
+    if isinstance(given, tuple):
+        return " ".join(given)
+    return given if isinstance(given, str) else None
+
+
+def as_truth(given: Given | None) -> bool | None:
+    """Truth of a flag or switch, of any spelling that argparse-like parsers take; None where it is none."""
+    if isinstance(given, str):
+        word = given.lower()
+        return True if word in _TRUE else False if word in _FALSE else None
+    return given if isinstance(given, bool) else None
+
+
+def expanded(words: Sequence[str], text_of: Callable[[str], str | None]) -> Words:
+    """The words with those of argument files (``@path``, one word per line, as argparse reads them) in their places.
+
+    ``text_of`` gives a file's text by path, or None where there is no such file; the word then stays.
+    """
+    found: list[str] = []
+    for word in words:
+        text = text_of(word[1:]) if word.startswith("@") and len(word) > 1 else None
+        found += [word] if text is None else text.splitlines()
+    return tuple(found)
+
+
+def is_option(word: str) -> bool:
+    """Whether a word is the name of an option to argparse: dashes in front, and no negative number."""
+    return len(word) > 1 and word.startswith("-") and not _NUMBER.fullmatch(word)
+
+
+# ---- writing ----
+
+
+def write(words: Sequence[str], argument: Argument, value: Given) -> Words:
+    """The words with the argument at this value.
+
+    Raises:
+        ValueError: a value of a kind that the argument does not take.
+    """
+    given = tuple(words)
+    places = list(_places(given, argument))
+    if places and places[-1].given == value and not _is_overruled(given, places[-1]):
+        return given
+    if not places or _is_overruled(given, places[-1]):
+        kept = _without(given, places)
+        end = kept.index("--") if "--" in kept else len(kept)
+        return (*kept[:end], *_words_of(argument, value, None), *kept[end:])
+    last = places[-1]
+    said = (*given[: last.start], *_words_of(argument, value, last), *given[last.stop :])
+    return _without(said, places[:-1])
+
+
+def remove(words: Sequence[str], *arguments: Argument) -> Words:
+    """The words without these arguments."""
+    found = tuple(words)
+    for argument in arguments:
+        found = _without(found, list(_places(found, argument)))
+    return found
+
+
+def _is_overruled(words: Words, place: _Place) -> bool:
+    """Whether an argument file behind a place might say something else."""
+    return any(len(word) > 1 and word.startswith("@") for word in words[place.stop :])
+
+
+def _without(words: Words, places: Sequence[_Place]) -> Words:
+    dropped = {index for place in places for index in range(place.start, place.stop)}
+    return tuple(word for index, word in enumerate(words) if index not in dropped)
+
+
+def _words_of(argument: Argument, value: Given, old: _Place | None) -> Words:
+    """The words that give an argument, spelled as they were where that says the same."""
+    name = old.spelling if old and old.spelling not in argument.negative else argument.name
+    if argument.takes == "flag":
+        return _flag(argument, name, value)
+    if argument.takes == "list":
+        return (name, *_texts(argument, value))
+    text = str(value).lower() if isinstance(value, bool) else value
+    if not isinstance(text, str):
+        raise ValueError(f"{argument.name} takes one value, not {value!r}")
+    if argument.takes == "assignment":
+        return (f"{name}={text}",)
+    is_joined = (old is not None and old.is_joined) or is_option(text)
+    if not is_joined:
+        return (name, text)
+    return (f"{name}={text}",)
+
+
+def _flag(argument: Argument, name: str, value: Given) -> Words:
+    if not isinstance(value, bool):
+        raise ValueError(f"{argument.name} takes no value, but {value!r} was given")
+    if value:
+        return (name,)
+    return argument.negative[:1]
+
+
+def _texts(argument: Argument, value: Given) -> Words:
+    if not isinstance(value, tuple) or any(is_option(text) for text in value):
+        raise ValueError(f"{argument.name} takes words that are no options, not {value!r}")
+    return value
+
+
+# ---- finding ----
+
+
+def _places(words: Words, argument: Argument) -> Iterator[_Place]:
+    """Every place at which an argument is given, in order."""
+    end = words.index("--") if "--" in words else len(words)
+    index = 0
+    while index < end:
+        place = _place_at(words[:end], index, argument)
+        if place is not None:
+            yield place
+        index = place.stop if place is not None else index + 1
+
+
+def _place_at(words: Words, index: int, argument: Argument) -> _Place | None:
+    word = words[index]
+    if word in argument.negative:
+        return _Place(index, index + 1, word, given=False, is_joined=False)
+    for name in argument.spellings:
+        if argument.takes == "assignment":
+            if word.startswith(f"{name}="):
+                return _Place(index, index + 1, name, word.partition("=")[2], is_joined=True)
+        elif word == name:
+            return _separate(words, index, argument)
+        elif (joined := _joined(word, name)) is not None and argument.takes != "flag":
+            return _Place(index, index + 1, name, _given(argument, joined), is_joined=True)
+    return None
+
+
+def _joined(word: str, name: str) -> str | None:
+    """The value that is one word with its name: ``--a=b``, ``-ab``, ``-a=b``."""
+    if word.startswith(f"{name}="):
+        return word.partition("=")[2]
+    is_short = len(name) == 2 and name[0] == "-" and name[1] != "-"
+    return word[2:] if is_short and word.startswith(name) else None
+
+
+def _separate(words: Words, index: int, argument: Argument) -> _Place:
+    """A name with its values in the words that follow."""
+    name, stop = words[index], index + 1
+    if argument.takes == "flag":
+        return _Place(index, stop, name, given=True, is_joined=False)
+    if argument.takes == "list":
+        while stop < len(words) and not is_option(words[stop]):
+            stop += 1
+        return _Place(index, stop, name, words[index + 1 : stop], is_joined=False)
+    has_value = stop < len(words) and not is_option(words[stop])
+    if has_value and argument.takes == "switch" and as_truth(words[stop]) is None:
+        has_value = False
+    if not has_value:
+        return _Place(index, stop, name, given=argument.takes == "switch" or "", is_joined=False)
+    return _Place(index, stop + 1, name, _given(argument, words[stop]), is_joined=False)
+
+
+def _given(argument: Argument, text: str) -> Given:
+    """A word as the value of an argument: a truth word of a switch is its truth."""
+    if argument.takes == "list":
+        return (text,)
+    truth = as_truth(text) if argument.takes == "switch" else None
+    return text if truth is None else truth
+
+
+def _both_dashes(name: str) -> Iterator[str]:
+    head = name[: len(name) - len(name.lstrip("-"))]
+    rest = name[len(head) :]
+    yield from dict.fromkeys((name, head + rest.replace("-", "_"), head + rest.replace("_", "-")))

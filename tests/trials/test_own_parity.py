@@ -1,0 +1,172 @@
+"""Modules whose code is not ours train alike whatever the layout: a user's encoder, and decoders of transformers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import ROOT
+from tests.trials.gang import Result, differences, run_gang
+from trials.spec import (
+    AdamW,
+    Candidate,
+    HuggingFaceModel,
+    Kernels,
+    Layout,
+    LossScale,
+    ModuleFacts,
+    Precision,
+    Protocol,
+    PythonData,
+    PythonModel,
+    Recompute,
+    SelectiveRecompute,
+    TextData,
+    TrialSpec,
+    Workload,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.parity, pytest.mark.timeout(600)]
+
+MODULE = "tests.trials.own_modules"
+PROTOCOL = Protocol(min_warmup_steps=1, max_warmup_steps=1, num_steps=3, max_steps=3)
+ENCODER = PythonModel(
+    model=f"{MODULE}:build",
+    loss=f"{MODULE}:loss",
+    layers="encoder.blocks",
+    cwd=str(ROOT),
+    before=("embed",),
+    after=("head",),
+    tensor_parallel=(
+        ("encoder.blocks.*.query", "colwise"),
+        ("encoder.blocks.*.key", "colwise"),
+        ("encoder.blocks.*.value", "colwise"),
+        ("encoder.blocks.*.merge", "rowwise"),
+    ),
+    facts=ModuleFacts(num_layers=3),
+)
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 256,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+}
+
+
+def decoder(model_type: str, **keys: Any) -> HuggingFaceModel:
+    config = json.dumps({"model_type": model_type, **SIZES, **keys})
+    return HuggingFaceModel(config=config, vocab_size=256, facts=ModuleFacts(num_layers=3))
+
+
+MODELS: dict[str, PythonModel | HuggingFaceModel] = {
+    "encoder": ENCODER,
+    "llama": decoder("llama"),
+    "qwen3": decoder("qwen3", tie_word_embeddings=False),
+    "qwen3-tied": decoder("qwen3", tie_word_embeddings=True),
+    "gpt_neox": decoder("gpt_neox"),
+}
+PIPELINE = {"pp": 2, "stage_layers": ((1, 2),)}
+O1 = Precision(level="O1", dtype="bfloat16")
+O2 = Precision(level="O2", dtype="bfloat16")
+KNOBS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "accumulation": {"micro_batch_size": 2},
+    "full": {"recompute": Recompute(full=((2,),))},
+    "selective": {"recompute": Recompute(selective=(SelectiveRecompute(pattern=r".*silu", num_layers=((3,),)),))},
+    "O1": {"precision": O1},
+    "block": {"kernels": Kernels(compile="block", backend="aot_eager")},
+    "model": {"kernels": Kernels(compile="model", backend="eager")},
+    "ddp": {"layout": Layout(dp_replicate=2)},
+    "ddp-O2": {"layout": Layout(dp_replicate=2), "precision": O2},
+    "zero1": {"layout": Layout(dp_shard=2, zero_stage=1)},
+    "zero2": {"layout": Layout(dp_shard=2, zero_stage=2), "micro_batch_size": 2},
+    "zero2-O2": {"layout": Layout(dp_shard=2, zero_stage=2), "precision": O2},
+    "zero3": {"layout": Layout(dp_shard=2, zero_stage=3)},
+    "zero3-full-O1": {
+        "layout": Layout(dp_shard=2, zero_stage=3),
+        "recompute": Recompute(full=((2,),)),
+        "precision": O1,
+    },
+    "zero3-block": {"layout": Layout(dp_shard=2, zero_stage=3), "kernels": Kernels(compile="block", backend="eager")},
+    "replicate": {"layout": Layout(dp_replicate=2, replicate_with="fsdp2")},
+    "tp": {"layout": Layout(tp=2)},
+    "tp-full": {"layout": Layout(tp=2), "recompute": Recompute(full=((3,),)), "micro_batch_size": 4},
+    "pp": {"layout": Layout(**PIPELINE), "micro_batch_size": 2},
+    "pp-full": {"layout": Layout(**PIPELINE), "micro_batch_size": 2, "recompute": Recompute(full=((1, 1),))},
+    "zbv": {
+        "layout": Layout(pp=2, schedule="zbv", num_virtual_stages=2, stage_layers=((1, 1), (0, 1))),
+        "micro_batch_size": 2,
+    },
+    "pp-zero3-O1": {
+        "layout": Layout(**PIPELINE, dp_shard=2, zero_stage=3),
+        "micro_batch_size": 1,
+        "precision": O1,
+    },
+    "tp-zero2": {"layout": Layout(tp=2, dp_shard=2, zero_stage=2)},
+    "tp-pp": {"layout": Layout(tp=2, **PIPELINE), "micro_batch_size": 2},
+    "O1-fp16": {"precision": Precision(level="O1", dtype="float16", loss_scale=LossScale())},
+}
+NOT_FOR = {("qwen3-tied", knob) for knob in KNOBS if "pp" in knob or knob == "zbv"}
+"""Combinations that legality refuses."""
+CASES = [f"{model}/{knob}" for model in MODELS for knob in KNOBS if (model, knob) not in NOT_FOR]
+FEW = [
+    *(f"encoder/{knob}" for knob in ("accumulation", "full", "O1", "zero2", "zero3", "ddp", "pp", "tp")),
+    *(f"llama/{knob}" for knob in ("ddp", "zero3-full-O1", "tp", "pp")),
+]
+
+
+def spec_of(case: str) -> TrialSpec:
+    name, _, knob = case.partition("/")
+    model = MODELS[name]
+    data = PythonData(dataset=f"{MODULE}:dataset", cwd=str(ROOT)) if isinstance(model, PythonModel) else TextData()
+    workload = Workload(
+        model=model,
+        data=data,
+        seq_length=1 if isinstance(model, PythonModel) else 16,
+        global_batch_size=8,
+        optimizer=AdamW(lr=1e-3),
+        seed=3,
+    )
+    knobs = KNOBS[knob]
+    layout = knobs.get("layout", Layout())
+    micro_batch_size = knobs.get("micro_batch_size", 8 // layout.dp)
+    return TrialSpec(
+        workload=workload,
+        candidate=Candidate(**{**knobs, "micro_batch_size": micro_batch_size}),
+        protocol=PROTOCOL,
+    )
+
+
+@functools.cache
+def results(world_size: int, few: bool) -> dict[str, Result]:
+    names = [case for case in CASES if size_of(case) == world_size and (case in FEW) == few]
+    with tempfile.TemporaryDirectory() as folder:
+        return dict(zip(names, run_gang([spec_of(name) for name in names], Path(folder)), strict=True))
+
+
+@functools.cache
+def alone(model: str) -> Result:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_gang([spec_of(f"{model}/one")], Path(folder))[0]
+
+
+def size_of(case: str) -> int:
+    return spec_of(case).candidate.layout.world_size
+
+
+@pytest.mark.representative(*FEW)
+@pytest.mark.parametrize("case", sorted(CASES, key=size_of))
+def test_trains_like_a_single_process(case: str) -> None:
+    loss, norm = differences(results(size_of(case), case in FEW)[case], alone(case.partition("/")[0]))
+    is_exact = spec_of(case).candidate.precision.level == "O0"
+    loss_limit, norm_limit = (1e-5, 2e-5) if is_exact else (5e-3, 5e-2)
+    assert loss <= loss_limit and norm <= norm_limit, (loss, norm)

@@ -1,0 +1,297 @@
+"""Follows a running program until its steps are measured or it has ended: output, report files, log files, peers."""
+
+from __future__ import annotations
+
+import glob
+import os
+import selectors
+import time
+from pathlib import Path
+
+from trials.outcome import Phase, ProgressSink
+from trials.script.book import StepBook
+from trials.script.child import Child
+from trials.script.command import OUT, ScriptCommand
+from trials.script.environment import ScriptRank
+from trials.script.failures import NEEDLES, NoMetricsError, OutputWatch, TooFewStepsError, failure, how_it_ended
+from trials.script.judge import Judge, StepTimes
+from trials.script.lines import LineSplitter, RankLog
+from trials.script.logs import make_parser
+from trials.script.logs.base import LogParser
+from trials.script.logs.tails import FolderTails
+from trials.script.places import Places, Word
+
+LOOK_S = 0.1
+"""How often files are looked at."""
+LIFE_S = 5.0
+"""How often a program that prints but ends no step is told to be alive."""
+READ_BYTES = 1 << 18
+READS_PER_LOOK = 16
+DRAIN_S = 1.0
+"""How long the output of a program that has ended is read: what it left behind may print for ever."""
+GRACE_S = 2.0
+"""How long peers on other nodes may take to end the step in which this rank is done, beside two steps' time."""
+MAX_GRACE_S = 30.0
+PEER_WAIT_S = 5.0
+"""How long a rank that told nothing waits for one that speaks for it, after its program has ended well."""
+PEER_WAIT_AFTER_FAILURE_S = 0.5
+
+
+class Watch:
+    """One rank's program, from its start to the end of its measured steps."""
+
+    def __init__(
+        self, command: ScriptCommand, rank: ScriptRank, places: Places, child: Child, progress: ProgressSink
+    ) -> None:
+        self._command, self._rank, self._places, self._child = command, rank, places, child
+        self._progress = progress
+        self.book = StepBook(command)
+        self.judge = Judge(command, self.book)
+        self._errors = OutputWatch()
+        self._log = RankLog(1, is_own=places.has_own_log)
+        self._parser = make_parser(command.log)
+        needles = None if self._parser.needles is None else (*self._parser.needles, *NEEDLES)
+        self._lines = LineSplitter(needles)
+        self._reports = FolderTails([f"{glob.escape(str(places.report))}/rank*.jsonl"], look_again_s=LOOK_S)
+        self._files = FolderTails([_pattern(file, command, places) for file in command.log.files], needles)
+        self._files.skip_present()
+        self._file_parsers: dict[str, LogParser] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(child.output, selectors.EVENT_READ)
+        self._selector.register(child.pidfd, selectors.EVENT_READ)
+        self._output_bytes = 0
+        self._is_open = True
+        self._looked_at_s = self._heard_at_s = 0.0
+        self._told_steps = -1
+        self._told_at_s = time.monotonic()
+        self._heard_bytes = 0
+        self._told_word: Word | None = None
+        self._has_measured = False
+
+    def follow(self) -> StepTimes | None:
+        """Watch until the measured steps are there, and peers have had theirs; None where another rank of this node
+        speaks for this one.
+
+        Raises:
+            NotApplied, TrainingDiverged, NodeFault: see :mod:`trials.failure`.
+            Exception: whatever ended the program before its steps were measured, by its own type.
+        """
+        while (times := self._measured()) is None:
+            if self._child.exit_code is not None:
+                return self._after_end()
+            if self._is_spoken_for():
+                return None
+            self._wait(LOOK_S)
+        self._say_measured()
+        self._let_peers_finish(times)
+        return self._measured()
+
+    def close(self) -> None:
+        """Write what is left of the log."""
+        self._selector.close()
+        self._log.close()
+
+    def _wait(self, timeout_s: float) -> None:
+        """Sleep until the program prints or ends, at most so long; then take in what is new."""
+        for key, _ in self._selector.select(timeout_s):
+            if key.fd == self._child.output:
+                self._read()
+            else:
+                self._selector.unregister(self._child.pidfd)
+        if time.monotonic() - self._looked_at_s >= LOOK_S:
+            self._look()
+            self._tell()
+
+    def _read(self) -> bool:
+        """Take in what the program has printed; whether there may be more."""
+        for _ in range(READS_PER_LOOK):
+            try:
+                chunk = os.read(self._child.output, READ_BYTES)
+            except BlockingIOError:
+                return False
+            if not chunk:
+                self._selector.unregister(self._child.output)
+                self._is_open = False
+                return False
+            self._output_bytes += len(chunk)
+            self._heard_at_s = time.monotonic()
+            self._log.write(chunk)
+            for line in self._lines.feed(chunk):
+                self._hear(line, self._parser, "output")
+        return True
+
+    def _hear(self, line: str, parser: LogParser, origin: str) -> None:
+        self._errors.feed(line)
+        for record in parser.feed(line):
+            self.book.hear_log(record, format_name=self._command.log.name, origin=origin, arrived_s=self._heard_at_s)
+
+    def _look(self, *, is_last: bool = False) -> None:
+        """Take in what has been appended to files."""
+        self._looked_at_s = self._heard_at_s = time.monotonic()
+        for path, line in self._reports.new_lines(is_last=is_last):
+            self.book.hear_report(line, origin=Path(path).name, arrived_s=self._looked_at_s)
+        for path, line in self._files.new_lines(is_last=is_last):
+            if path not in self._file_parsers:
+                self._file_parsers[path] = make_parser(self._command.log)
+            self._hear(line, self._file_parsers[path], path)
+        for path in (*self._reports.full, *self._files.full):
+            self.book.note(f"{Path(path).name} is not read to its end: it is too long")
+
+    def _measured(self) -> StepTimes | None:
+        """Times of the measured steps, once they are there and nothing speaks against them."""
+        if self.judge.num_steps < max(1, self._command.num_warmup_steps):
+            return None
+        self.judge.check_finite()
+        self.judge.check_facts()
+        return self.judge.times() if self.judge.num_steps >= self._command.num_required_steps else None
+
+    def _tell(self) -> None:
+        """Report progress: new steps, or that the program is alive."""
+        if self._has_measured:
+            return
+        command, now_s = self._command, time.monotonic()
+        steps = min(self.judge.num_steps, command.num_required_steps)
+        is_alive = self._output_bytes > self._heard_bytes and now_s - self._told_at_s >= LIFE_S
+        if steps == 0 and not self.book.has_begun:
+            self._tell_of_peers()
+            return
+        if steps <= self._told_steps and not is_alive:
+            return
+        self._told_steps, self._told_at_s, self._heard_bytes = max(steps, self._told_steps), now_s, self._output_bytes
+        is_warm = self._told_steps > command.num_warmup_steps
+        phase: Phase = "measuring" if is_warm else "warmup"
+        step = self._told_steps - (command.num_warmup_steps if is_warm else 0)
+        time_s = self.judge.last_step_time_s()
+        self._places.tell(Word(state="training", phase=phase, step=step, step_time_s=time_s))
+        self._progress(phase, step=step, step_time_s=time_s)
+
+    def _tell_of_peers(self) -> None:
+        """Report the progress of a rank of this node that speaks for this one."""
+        if self._rank.local_slots == 1:
+            return
+        words = [word for word in self._places.told() if word.phase is not None]
+        furthest = max(words, key=lambda word: (word.phase == "measuring", word.step), default=None)
+        if furthest is not None and furthest.phase is not None and furthest != self._told_word:
+            self._told_word = furthest
+            self._progress(furthest.phase, step=furthest.step, step_time_s=furthest.step_time_s)
+
+    def _let_peers_finish(self, times: StepTimes) -> None:
+        """Go on until all ranks of the node are done and others have had the time, or the program has ended."""
+        grace_s = min(MAX_GRACE_S, GRACE_S + 2 * times.seconds[-1])
+        end_s = time.monotonic() + grace_s
+        while time.monotonic() < end_s and self._child.exit_code is None:
+            if self._rank.num_slots == self._rank.local_slots and self._num_done() >= self._rank.local_slots:
+                break
+            self._wait(LOOK_S)
+        self._finish_reading()
+
+    def _is_spoken_for(self) -> bool:
+        """Whether another rank of the node has measured, and this one has nothing to tell."""
+        if self._rank.local_slots == 1 or not self._is_measured_by_peer():
+            return False
+        if self.judge.last_step_time_s() is not None:
+            end_s = time.monotonic() + MAX_GRACE_S
+            while self._measured() is None and self._child.exit_code is None and time.monotonic() < end_s:
+                self._wait(LOOK_S)
+            if self._measured() is not None or self._child.exit_code is not None:
+                return False
+            self.book.note("this rank told of fewer steps than another one of its node, which speaks for it")
+        self._tell_of_peers()
+        self._places.tell(Word(state="silent"))
+        return True
+
+    def _after_end(self) -> StepTimes | None:
+        """The times that came with the program's last words, or the reason why there are none."""
+        self._finish_reading()
+        if (times := self._measured()) is not None:
+            self._say_measured()
+            return times
+        cause = self._failure()
+        is_good = self._child.exit_code == 0 and isinstance(cause, NoMetricsError | TooFewStepsError)
+        end_s = time.monotonic() + (PEER_WAIT_S if is_good else PEER_WAIT_AFTER_FAILURE_S)
+        while self._rank.local_slots > 1 and time.monotonic() < end_s:
+            if self._is_measured_by_peer():
+                self._places.tell(Word(state="silent"))
+                return None
+            if self._num_done() >= self._rank.local_slots - 1:
+                break
+            time.sleep(LOOK_S)
+        if is_good and self._rank.num_slots > self._rank.local_slots and not self.book.series:
+            self._places.tell(Word(state="silent"))
+            return None
+        raise cause
+
+    def _say_measured(self) -> None:
+        """Tell everybody that this rank has its steps; the last thing that they hear of it."""
+        self._tell()
+        self._has_measured = True
+        step = self._command.protocol.num_steps
+        self._places.tell(Word(state="measured", phase="measuring", step=step, has_measured=True))
+
+    def _is_measured_by_peer(self) -> bool:
+        return any(word.has_measured for word in self._places.told())
+
+    def _num_done(self) -> int:
+        """How many ranks of the node need their programs no more."""
+        return 1 if self._rank.local_slots == 1 else sum(word.state != "training" for word in self._places.told())
+
+    def _finish_reading(self) -> None:
+        """Take in what is left of output and files."""
+        end_s = time.monotonic() + DRAIN_S
+        while self._is_open and time.monotonic() < end_s and self._read():
+            pass
+        for line in self._lines.flush():
+            self._hear(line, self._parser, "output")
+        self._look(is_last=True)
+        self._tell()
+
+    def _failure(self) -> Exception:
+        """Why the program has ended too early."""
+        code, done = self._child.exit_code, min(self.judge.num_steps, self._command.num_required_steps)
+        found = failure(
+            told=self.book.errors,
+            file=self._places.error_file,
+            output=self._errors,
+            exit_code=code,
+            where=f"after {done} of {self._command.num_required_steps} steps",
+            is_megatron=self._command.log.name == "megatron",
+        )
+        if found is not None:
+            return found
+        if self.judge.num_steps == 0:
+            return NoMetricsError(self._nothing_told())
+        return TooFewStepsError(self._too_few())
+
+    def _nothing_told(self) -> str:
+        """How it could have told of its steps, and what was seen of each way."""
+        log, hooked = self._command.log, "the hook is off"
+        if self.book.facts or self.book.versions:
+            hooked = "the hook was loaded and saw no optimiser step"
+        elif self._command.hook:
+            hooked = "nothing was heard of the hook"
+        looked_at = f"{self._output_bytes} bytes of output and {len(self._file_parsers)} log files have no line that"
+        lines = f"{looked_at} looks like {log.name}'s"
+        if log.name in ("none", "pattern"):
+            lines = f"{looked_at} {log.pattern!r} matches" if log.pattern else "no log format is given"
+        return (
+            f"the command {how_it_ended(self._child.exit_code)} but told of no step. It can do so by `from"
+            f" tune_cluster_report import report` ({len(self._reports.tails)} report files are there), by the hook in"
+            f" its Python ({hooked}), or by a line that it prints ({lines})"
+        )
+
+    def _too_few(self) -> str:
+        """What is missing in the steps that it told of."""
+        needed, warm_up = self._command.num_required_steps, self._command.num_warmup_steps
+        told = f"{self.judge.num_steps} of {needed} steps ({warm_up} to warm up, {needed - warm_up} to measure)"
+        if self.judge.num_steps < needed:
+            return f"the command {how_it_ended(self._child.exit_code)} after {told}: have it train longer"
+        return (
+            f"the command told of {told}, but not how long each of them took: have it tell of each step, with its"
+            " time, or print each line as the step ends"
+        )
+
+
+def _pattern(file: str, command: ScriptCommand, places: Places) -> str:
+    """The absolute pattern of a log file."""
+    filled = places.fill(file.replace(OUT, glob.escape(str(places.out))), command)
+    return filled if filled.startswith("/") else f"{glob.escape(command.cwd)}/{filled}"
