@@ -205,7 +205,8 @@ def _read_loader(arguments: TrainerArguments, found: Findings) -> None:
     found.say({"loader.num_workers": workers, "loader.full_batch": False})
     if workers is not None:
         found.say({"loader.prefetch_factor": (ahead or 2) if workers else 0})
-    found.say({"loader.pin_memory": arguments.get("dataloader_pin_memory", found, "loader.pin_memory")})
+    pinned = arguments.get("dataloader_pin_memory", found, "loader.pin_memory")
+    found.say({"loader.pin_memory": pinned and not arguments.is_on("use_cpu")})
     kept = arguments.get("dataloader_persistent_workers", found, "loader.persistent_workers")
     found.say({"loader.persistent_workers": bool(workers) and kept})
 
