@@ -39,9 +39,9 @@ class Edit:
     """Values by dotted key and file that are to be written."""
 
     @classmethod
-    def of_run(cls, run: Run) -> Edit:
-        """The command with a placeholder for every file there is a copy of."""
-        argv = tuple(_placed(word, run) for word in run.argv)
+    def of_run(cls, run: Run, *, copies_files: bool = True) -> Edit:
+        """The command, with a placeholder for every file of which there are to be copies."""
+        argv = tuple(_placed(word, run) for word in run.argv) if copies_files else run.argv
         names = {name: Path(path).name for name, path in run.paths.items()}
         return cls(argv, dict(run.files), names, given_env=run.env)
 
