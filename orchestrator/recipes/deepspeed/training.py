@@ -12,8 +12,8 @@ from typing import Any
 
 from orchestrator.recipes.arguments import Argument, Words, read_text, write
 from orchestrator.recipes.gaps import TORCH_SCALER
-from orchestrator.recipes.hugging_face.engine import Engine
-from orchestrator.recipes.hugging_face.overlay import Laying, expected_of, finished, scale_of_deepspeed
+from orchestrator.recipes.hugging_face.engine import ShardingEngine
+from orchestrator.recipes.hugging_face.overlay import TrainerLaying, expected_of, finished, scale_of_deepspeed
 from orchestrator.recipes.hugging_face.reading import loss_scale_of_deepspeed, opened
 from orchestrator.recipes.hugging_face.trial import ENVIRONMENT, edit_of
 from orchestrator.recipes.launchers import imports, program_of, script_text, without_launcher
@@ -137,7 +137,7 @@ def _read_precision(config: Document, found: Findings) -> None:
 def _overlay(run: Run, request: OverlayRequest) -> Overlay:
     """The JSON with the candidate laid over it; what a script does itself is refused unless it has placeholders."""
     edit, _ = opened(run)
-    laying = Laying(edit, Engine(edit, None), request)
+    laying = TrainerLaying(edit, ShardingEngine(edit, None), request)
     if (name := _name(edit)) is None:
         return finished(laying, _read_edit(edit))
     config = Document(edit, name)
@@ -182,7 +182,7 @@ def _batch(config: Document, request: OverlayRequest) -> Iterator[tuple[str, int
             yield name, size
 
 
-def _write_precision(config: Document, laying: Laying) -> None:
+def _write_precision(config: Document, laying: TrainerLaying) -> None:
     precision = laying.candidate.precision
     short = next((name for name, dtype in _HALVES.items() if dtype == precision.dtype), None)
     changes: dict[str, Any] = {}
