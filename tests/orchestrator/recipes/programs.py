@@ -24,7 +24,7 @@ from orchestrator.space.knobs.layer_choices import (
     resolve_stage_layers,
 )
 from tests.orchestrator.recipes.configurations import MODEL
-from trials.spec import Candidate, Layout, Loader, Precision
+from trials.spec import Layout, Precision
 
 BATCH = 96
 
@@ -262,8 +262,9 @@ def canonical(candidate):
 
 
 @st.composite
-def candidates(draw):
-    """Candidates within what several frameworks have; each refuses some."""
+def candidates(draw, name):
+    """Candidates within what several frameworks have, each of which refuses some; all else is as in the command."""
+    base = as_it_stands(program(name), name)
     pick = lambda *choices: draw(st.sampled_from(choices))  # noqa: E731
     pp, chunks = pick(1, 1, 2, 4), pick(1, 1, 2)
     schedule = "interleaved" if chunks > 1 else pick("1f1b", "1f1b", "gpipe")
@@ -285,15 +286,17 @@ def candidates(draw):
     )
     layout = canonical_layout(dataclasses.replace(layout, stage_layers=layers))
     recompute = pick(RecomputeChoice(), RecomputeChoice(full=ALL_LAYERS), RecomputeChoice(full=2))
-    precision = pick(Precision(), Precision(level="O2", dtype="bfloat16"), Precision(level="O1", dtype="bfloat16"))
-    workers = pick(1, 2)
+    precision = pick(base.precision, base.precision, Precision(), Precision(level="O2", dtype="bfloat16"))
     return canonical(
-        Candidate(
+        dataclasses.replace(
+            base,
             layout=layout,
             micro_batch_size=pick(1, 2, 3),
             recompute=resolve_recompute(recompute, layers_of(layout, MODEL.num_layers)),
             precision=precision,
-            loader=Loader(num_workers=workers, prefetch_factor=2, persistent_workers=pick(False, True)),
+            loader=dataclasses.replace(
+                base.loader, num_workers=pick(1, 2), prefetch_factor=base.loader.prefetch_factor or 2
+            ),
         )
     )
 
