@@ -73,7 +73,8 @@ def problem(script: Script, candidate: Candidate) -> str | None:
         return _sentence(errors[0])
     if candidate == script.unchanged:
         return None
-    run = Run(argv=laid.argv, cwd=script.run.cwd, env=laid.env, files=laid.files, paths=script.run.paths)
+    files = {**script.run.files, **laid.files}
+    run = Run(argv=laid.argv, cwd=script.run.cwd, env=laid.env, files=files, paths=script.run.paths)
     return next(_contradictions(script, script.training.read(run), laid, candidate), None)
 
 

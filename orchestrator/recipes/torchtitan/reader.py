@@ -86,8 +86,9 @@ def _read_degrees(given: Given, found: Findings) -> None:
     found.say({"layout.dp_replicate": replicas, "layout.dp_shard": None if shards == -1 else shards})
     policy = given.get("parallelism.fsdp_reshard_after_forward")
     again = {"always": True, "never": False, "default": found.values.get("layout.pp") == 1}.get(policy)
-    if policy == "default" and "layout.pp" not in found.values:
-        again = None
+    if policy == UNKNOWN or (policy == "default" and "layout.pp" not in found.values):
+        found.warn("layout.zero_stage", "fsdp_reshard_after_forward is not known: taken for the default, stage 3")
+        again = True
     if again is not None:
         found.say({"layout.zero_stage": 0 if shards == 1 else 3 if again else 2})
     if given.get("parallelism.expert_parallel_degree") not in (1, "1", UNKNOWN):
