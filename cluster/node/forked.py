@@ -20,7 +20,9 @@ LOG_TAIL_BYTES = 8192
 WEIGH_S = 0.5
 SYSTEM = "system"
 """Source of what the operating system tells of a program."""
-_CHILD_KILLED = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)")
+_CHILD_KILLED = re.compile(
+    r"DataLoader worker .*(killed by signal|exited unexpectedly)|the command was killed by signal 9\b"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,11 +79,12 @@ def with_host_cause(failure: RankFailure, oom_kills: OomKills) -> RankFailure:
 
 
 def with_program_memory(success: RankSuccess, peak_bytes: int) -> RankSuccess:
-    """The report of a rank on the CPU whose program told nothing of its memory, with what the system knows of it."""
+    """The report of a rank whose program told nothing of its memory, with what the system knows of it."""
     report, script = success.report, success.report.findings.script
     if script is None or report.peak_allocated_bytes or report.peak_reserved_bytes or not peak_bytes:
         return success
-    sources = (*script.sources, ScriptSource(name="rss_bytes", source=SYSTEM)) if script.sources else script.sources
+    told = ScriptSource(name="allocated_bytes", source=SYSTEM)
+    sources = (*script.sources, told) if script.sources else script.sources
     findings = replace(report.findings, script=replace(script, sources=sources))
     return replace(success, report=replace(report, peak_allocated_bytes=peak_bytes, findings=findings))
 

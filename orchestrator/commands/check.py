@@ -151,7 +151,7 @@ def check_sweep(spec: SweepSpec, home: Home, *, address: str | None = None, tell
     """The same for a sweep that is known already."""
     if spec.cluster.kind not in ("ray", "local"):
         raise spec.error(("cluster", "kind"), f"on a {spec.cluster.kind} cluster nothing is run", "Use ray or local.")
-    say = tell or (lambda _: None)
+    say = _once(tell or (lambda _: None))
     candidate = smallest(spec, known_topology(spec, home, address=address))
     folder = home.path / "checks" / f"{spec.name}-{uuid4().hex[:8]}"
     begun_s = time.monotonic()
@@ -172,6 +172,18 @@ def check_sweep(spec: SweepSpec, home: Home, *, address: str | None = None, tell
         deadline_s=spec.to_deadlines().starting_s,
         duration_s=time.monotonic() - begun_s,
     )
+
+
+def _once(tell: Tell) -> Tell:
+    """The same, without saying a thing twice in a row."""
+    last: list[str] = []
+
+    def say(line: str) -> None:
+        if last != [line]:
+            last[:] = [line]
+            tell(line)
+
+    return say
 
 
 def smallest(spec: SweepSpec, topology: Topology | None) -> Candidate:

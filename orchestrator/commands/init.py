@@ -123,7 +123,7 @@ def draft_command(
     alone = command.launcher is None and len(words) > 1
     machine = questions.drafted_machine(command.num_processes or (1 if alone else None), command.num_nodes)
     draft = draft_script(
-        read_command(command, cwd, recipe=recipe, is_gpu=machine.is_gpu),
+        read_command(command, cwd, recipe=recipe, is_gpu=machine.is_gpu, ranks=machine.topology.num_devices),
         machine,
         name=questions.name,
         seq_length=questions.seq_length,

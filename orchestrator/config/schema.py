@@ -65,8 +65,15 @@ def _tables(schema: dict[str, Any]) -> Iterator[str]:
     num_alike = collections.Counter(path for path, _ in sections)
     for path, definition in sections:
         yield ""
-        kind = f", kind {definition['properties']['kind']['const']}" if num_alike[path] > 1 else ""
+        kind = _kind(definition["properties"]) if num_alike[path] > 1 else ""
         yield from _table(f"`{path}`{kind}", definition, definitions)
+
+
+def _kind(properties: dict[str, Any]) -> str:
+    """What tells a section from others at the same path."""
+    if "kind" in properties:
+        return f", kind {properties['kind']['const']}"
+    return ", a training program of your own" if "recipe" in properties else ", a model of our runner"
 
 
 def _sections(node: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -111,7 +118,7 @@ def _default(value: dict[str, Any], title: str) -> str:
     if isinstance(default, dict):
         return "see below" if default else "none"
     if default is None and {"type": "null"} not in value.get("anyOf", []):
-        return {"`space`": "the baseline's", "`workload`": "by model"}.get(title, "none")
+        return {"`space`": "the baseline's", "`workload`": "by model"}.get(title.partition(",")[0], "none")
     return f"`{json.dumps(default)}`"
 
 

@@ -80,7 +80,8 @@ class SweepSpec(Section):
 
     name: Identifier = Field(description="Name of the sweep; names its folder and its records.")
     workload: WorkloadValue = Field(
-        description="What is trained: a model that our runner trains, or a training program of your own."
+        description="What is trained: a model or a module of your own that our runner trains, or a training program of "
+        "your own."
     )
     cluster: ClusterSection = Field(default=ClusterSection(), description="Where trials run.")
     space: SpaceSection = Field(description="What may be changed.")
@@ -154,7 +155,10 @@ class SweepSpec(Section):
         refuse_for_scripts(self)
         num_devices = self.cluster.devices_per_node
         num_devices = None if num_devices is None else num_devices * self.cluster.nodes[0]
-        self._scripted = resolve_script(self.workload, self.space, self.baseline, num_devices=num_devices)
+        device = None if self.cluster.device == "auto" else self.cluster.device
+        self._scripted = resolve_script(
+            self.workload, self.space, self.baseline, num_devices=num_devices, device=device
+        )
         return self
 
     @property

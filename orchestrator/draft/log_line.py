@@ -12,6 +12,7 @@ _STEP = re.compile(r"\b(global_?step|step|iter|iteration|iter_num|it|batch|batch
 _SIGNS = (
     ("loss", re.compile(r"\b(train_?)?loss\b", re.IGNORECASE)),
     ("grad_norm", re.compile(r"\b(grad_?norm|gnorm)\b", re.IGNORECASE)),
+    ("step_ms", re.compile(r"\bms/(batch|step|it|iter|iteration)\b", re.IGNORECASE)),
 )
 _MILLISECONDS = re.compile(r"^\s*(ms|msec|milliseconds)\b", re.IGNORECASE)
 _SECONDS = re.compile(r"^\s*(s|sec|secs|seconds)(/(it|step|iter))?\b", re.IGNORECASE)
@@ -21,13 +22,13 @@ _PERCENT = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[diouxXeEfFgGsra]")
 def log_pattern(tree: ast.AST) -> str | None:
     """A regular expression with the groups ``step`` and ``loss``, and others where they can be told; None: no print
     of the script shows a step and a loss in a simple way."""
+    found = []
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if name in _PRINTERS and node.args and (found := _pattern(list(_pieces(node)))) is not None:
-            return found
-    return None
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in _PRINTERS and node.args and (pattern := _pattern(list(_pieces(node)))) is not None:
+                found.append(pattern)
+    return max(found, key=lambda pattern: (pattern.count("(?P<"), "val" not in pattern), default=None)
 
 
 def _pieces(call: ast.Call) -> Iterator[str | ast.expr]:

@@ -7,6 +7,7 @@ is appended. Words after ``--`` are no arguments.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class Argument:
         return (self.name, *self.aliases)
 
 
+@functools.lru_cache(maxsize=4096)
 def either_dash(
     name: str,
     takes: Literal["value", "flag", "switch", "list", "assignment"] = "value",

@@ -14,11 +14,11 @@ from orchestrator.scripts.placeholders import filled_run, names_in, placeholder_
 from orchestrator.scripts.script import PATHS, Script, flat, paths_of, values_of
 from orchestrator.space.knobs import KNOB_NAMES
 from orchestrator.space.knobs.canonical import build_candidate
-from orchestrator.space.rules import Rule
+from orchestrator.space.rules import Case, Rule
 from trials.spec import Candidate
 
 
-def request_of(script: Script, candidate: Candidate) -> OverlayRequest:
+def request_of(script: Script, candidate: Candidate, device: str | None = None) -> OverlayRequest:
     """What the recipe is to lay over the command: own knobs only as far as nobody else can."""
     batch, is_unchanged = script.workload.global_batch_size, candidate == script.unchanged
     left = tuple(choice for choice in candidate.own if not is_settled(choice.name, script))
@@ -31,6 +31,7 @@ def request_of(script: Script, candidate: Candidate) -> OverlayRequest:
         global_batch_size=batch,
         num_microbatches=max(1, candidate.num_microbatches(batch)),
         seed=script.seed,
+        device=device or script.device,
     )
 
 
@@ -40,17 +41,20 @@ def told_paths(run: Run) -> frozenset[str]:
     return frozenset(path for name in names if name in KNOB_NAMES for path in paths_of(name))
 
 
-def render(script: Script, candidate: Candidate, *, last_step: int | None = None) -> Overlay:
+def render(script: Script, candidate: Candidate, *, last_step: int | None = None, device: str | None = None) -> Overlay:
     """The user's command with the candidate laid over it; with ``last_step`` also in trial mode.
 
     Its environment is that of the command and what was added to it.
 
+    Args:
+        device: kind of device that it runs on, where that is known.
+
     Raises:
         ConfigError: a file of the user's that cannot be changed.
     """
-    values = placeholder_values(candidate, script.workload, last_step=last_step or 1)
+    values = placeholder_values(candidate, script.workload, last_step=last_step)
     run = filled_run(with_own(script, candidate), values)
-    laid = script.training.overlay(run, request_of(script, candidate))
+    laid = script.training.overlay(run, request_of(script, candidate, device))
     if last_step is not None:
         laid = script.training.trial_mode(laid, last_step)
     env = {**run.env, **laid.env}
@@ -59,13 +63,13 @@ def render(script: Script, candidate: Candidate, *, last_step: int | None = None
     return dataclasses.replace(laid, env=env, files={name: files[name] for name in used})
 
 
-def problem(script: Script, candidate: Candidate) -> str | None:
+def problem(script: Script, candidate: Candidate, device: str | None = None) -> str | None:
     """Why the candidate cannot be said in the words of the user's command; None where it can.
 
     What was laid over is read back, so that nobody finds out on the devices that a framework calls something else.
     """
     try:
-        laid = render(script, candidate)
+        laid = render(script, candidate, device=device)
     except ConfigError as error:
         return str(error)
     errors = [note for note in laid.notes if note.severity == "error"]
@@ -80,16 +84,18 @@ def problem(script: Script, candidate: Candidate) -> str | None:
 
 def rule_of(script: Script) -> Rule:
     """Legality by :func:`problem`, under the id ``recipe:NAME``."""
-    return Rule(id=script.rule_id, reads="candidate", check=lambda case: problem(script, case.candidate))
+
+    def check(case: Case) -> str | None:
+        device = case.topology.nodes[0].device_kind if case.topology is not None else None
+        return problem(script, case.candidate, device)
+
+    return Rule(id=script.rule_id, reads="candidate", check=check)
 
 
-def warnings(script: Script, candidate: Candidate) -> tuple[str, ...]:
-    """What the recipe has to say of a candidate that it can lay over the command."""
-    try:
-        laid = render(script, candidate)
-    except ConfigError:
-        return ()
-    return tuple(_sentence(note) for note in laid.notes if note.severity == "warning")
+def notes_of(script: Script, candidate: Candidate) -> tuple[str, ...]:
+    """What was not understood of the command, and what the recipe has to say of this candidate."""
+    notes = [*script.reading.notes, *render(script, candidate).notes]
+    return tuple(dict.fromkeys(_sentence(note) for note in notes))
 
 
 def _contradictions(script: Script, said: Reading, laid: Overlay, candidate: Candidate) -> Iterator[str]:

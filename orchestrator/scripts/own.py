@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from orchestrator.recipes.arguments import as_truth, either_dash, read, remove, write
 from orchestrator.recipes.documents import ABSENT, edited, load, value_at
@@ -88,11 +89,12 @@ def _with_argument(argv: tuple[str, ...], name: str, value: OwnScalar) -> tuple[
 
 
 def _with_changes(run: Run, changes: Mapping[str, Mapping[str, OwnScalar]]) -> Run:
-    """The command with changed copies of files, which its words name by placeholders."""
+    """The command with changed copies of files, which its words name by placeholders; other files stay where they are."""
     texts = dict(run.files)
     for file, values in changes.items():
         texts[file] = edited(texts[file], run.paths.get(file, file), values)
-    argv = tuple(_with_placeholder(word, run, list(changes)) for word in run.argv)
+    changed = [file for file in changes if texts[file] != run.files[file]]
+    argv = tuple(_with_placeholder(word, run, changed) for word in run.argv)
     return dataclasses.replace(run, argv=argv, files=texts)
 
 
@@ -100,6 +102,6 @@ def _with_placeholder(word: str, run: Run, names: list[str]) -> str:
     """The word with the placeholder of a file in the place of its path."""
     head, equals, path = word.rpartition("=")
     for name in names:
-        if name in run.paths and os.path.normpath(os.path.join(run.cwd, path)) == run.paths[name]:
+        if name in run.paths and os.path.normpath(Path(run.cwd) / path) == run.paths[name]:
             return f"{head}{equals}{{{name}}}"
     return word

@@ -1,4 +1,4 @@
-"""A training program of the user's own, read once: its command and files, what they say, what a sweep changes in them."""
+"""A training program of the user's own, read once: its command and files, what they say, what a sweep changes."""
 
 from __future__ import annotations
 
@@ -48,16 +48,13 @@ class Script:
     """The candidate that the command amounts to as it stands; None where the file's baseline says something else."""
     seed: int | None = None
     """None: as the command says."""
+    device: str | None = None
+    """Kind of device that ranks train on, ``cpu`` or ``cuda``; None where the sweep file leaves it open."""
 
     @property
     def model(self) -> ScriptModel:
         assert isinstance(self.workload.model, ScriptModel)
         return self.workload.model
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What was not understood of the command, for people."""
-        return tuple(f"{note.knob}: {note.message}" for note in self.reading.notes)
 
     @property
     def rule_id(self) -> str:

@@ -11,14 +11,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from trials.codec import canonical_json, from_json
 from trials.files import make_private_folder, write_atomically
+from trials.outcome import Phase
 from trials.reports.profile import FOLDER_VARIABLE
 from trials.script.command import OUT, ScriptCommand
 from trials.script.environment import ScriptRank
@@ -28,7 +32,18 @@ ATTEMPT_VARIABLE = "TUNE_CLUSTER_ATTEMPT_DIR"
 SCRATCH = "script"
 """Folder in an attempt's folder that is deleted with the attempt's end."""
 
-State = Literal["measured", "silent", "gone"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """What a rank lets the others of its node know."""
+
+    state: Literal["training", "measured", "silent", "gone"]
+    """``measured``: it has its steps; ``silent``: others speak for it; ``gone``: nothing of its program is left."""
+    phase: Phase | None = None
+    step: int = 0
+    step_time_s: float | None = None
+    has_measured: bool = False
+    """It has its steps, also when it is gone."""
 
 
 class Places:
@@ -44,6 +59,7 @@ class Places:
         self.error_file = self.scratch / f"error{rank.rank}.json"
         self._ranks = self.scratch / "ranks"
         self._rank = rank
+        self._has_measured = False
         self._attempt = attempt if is_own_folder else None
 
     @classmethod
@@ -80,29 +96,36 @@ class Places:
             text = text.replace(placeholder, value)
         return text
 
-    def tell(self, state: State) -> None:
-        """Leave word for the other ranks of this node of how this one fares."""
-        with contextlib.suppress(OSError):
-            write_atomically(self._ranks / str(self._rank.rank), [state.encode()])
+    def tell(self, word: Word) -> None:
+        """Leave word for the other ranks of this node."""
+        self._has_measured = self._has_measured or word.has_measured
+        if self._rank.local_slots > 1:
+            with contextlib.suppress(OSError):
+                write_atomically(self._ranks / str(self._rank.rank), [canonical_json(word).encode()])
 
-    def told(self) -> list[str]:
-        """How the ranks of this node fare, as far as they have left word."""
-        return list(self._states())
-
-    def _states(self) -> Iterator[str]:
+    def told(self) -> list[Word]:
+        """The last words of the ranks of this node, as far as they have left any."""
+        found: list[Word] = []
         with contextlib.suppress(OSError):
             for path in self._ranks.iterdir():
                 if not path.name.startswith("."):
-                    yield path.read_text()
+                    with contextlib.suppress(OSError, ValueError):
+                        found.append(from_json(Word, json.loads(path.read_bytes())))
+        return found
 
     def leave(self) -> None:
         """Delete the scratch folder, if this is the last rank of the node to leave it."""
-        self.tell("gone")
-        if self.told().count("gone") >= self._rank.local_slots:
+        self.tell(Word(state="gone", has_measured=self._has_measured))
+        if self._rank.local_slots == 1 or all_gone(self.told(), self._rank.local_slots):
             shutil.rmtree(self.scratch, ignore_errors=True)
             if self._attempt is not None:
                 with contextlib.suppress(OSError):
                     self._attempt.rmdir()
+
+
+def all_gone(words: Sequence[Word], num_ranks: int) -> bool:
+    """Whether all ranks of the node have said that they are gone."""
+    return sum(word.state == "gone" for word in words) >= num_ranks
 
 
 def report_folder(attempt: Path, rank: int) -> Path:

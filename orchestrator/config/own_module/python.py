@@ -24,12 +24,12 @@ def _function(value: str) -> str:
     return value
 
 
-FunctionName = Annotated[str, AfterValidator(_function), WithJsonSchema({"type": "string", "pattern": FUNCTION.pattern})]
+FunctionName = Annotated[
+    str, AfterValidator(_function), WithJsonSchema({"type": "string", "pattern": FUNCTION.pattern})
+]
 ModulePath = Annotated[str, Field(pattern=r"^\w+(\.\w+)*$")]
 ModulePattern = Annotated[str, Field(pattern=r"^(\w+|\*)(\.(\w+|\*))*$")]
-Style = Literal[
-    "colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce"
-]
+Style = Literal["colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce"]
 
 
 class PythonSection(Section):
@@ -56,7 +56,9 @@ class PythonSection(Section):
         default={}, description="How tp splits modules, by path, * for any one part: {layers.*.up: colwise}."
     )
     cwd: str = Field(
-        default=".", validate_default=True, description="Folder of the code, relative to the sweep file; ranks work in it."
+        default=".",
+        validate_default=True,
+        description="Folder of the code, relative to the sweep file; ranks work in it.",
     )
     seq_length: Size | None = Field(default=None, description="Tokens per sample; null: speeds count samples.")
     global_batch_size: Size = Field(description="Samples per optimiser step over all ranks.")

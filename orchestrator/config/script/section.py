@@ -54,16 +54,17 @@ def _words(value: Any) -> Any:
         raise fault(None, f"expected a list of words, got {show(value)}", "Write [python, train.py, --lr, 1e-3].")
     if not value:
         raise fault(None, "an empty command", "Write [python, train.py].")
-    return ("python", *map(_word, value)) if str(value[0]).startswith("-") else tuple(map(_word, value))
+    words = tuple(_word(word, str(place)) for place, word in enumerate(value))
+    return ("python", *words) if words[0].startswith("-") else words
 
 
-def _word(value: Any) -> str:
+def _word(value: Any, key: str | None = None) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
         return argument_text(value)
     what = "nothing" if value is None else show(value)
-    raise fault(None, f"expected words, got {what}", "Put the word in quotes.")
+    raise fault(key, f"expected text or a number, got {what}", "Put the word in quotes.")
 
 
 def _quoted(word: str) -> str:
@@ -72,7 +73,7 @@ def _quoted(word: str) -> str:
 
 
 def _texts(value: Any) -> Any:
-    return {key: _word(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+    return {key: _word(item, str(key)) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 RecipeName = Annotated[str, AfterValidator(_known_recipe), WithJsonSchema({"enum": list(TRAININGS)})]

@@ -34,9 +34,9 @@ SEED = ("seed",)
 
 
 @functools.lru_cache(maxsize=8)
-def declared(text: str) -> Mapping[str, Any]:
-    """Default by name, without dashes and with underscores, of every ``add_argument`` in a Python text; None where it
-    has none that is a constant."""
+def declared(text: str) -> Mapping[str, tuple[str, Any]]:
+    """Every ``add_argument`` in a Python text, by its name with underscores: how it is spelled there, and its default,
+    None where that is no constant."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -45,20 +45,22 @@ def declared(text: str) -> Mapping[str, Any]:
     return MappingProxyType(dict(found for call in calls for found in _arguments(call)))
 
 
-def _arguments(call: ast.Call) -> Iterator[tuple[str, Any]]:
+def _arguments(call: ast.Call) -> Iterator[tuple[str, tuple[str, Any]]]:
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "add_argument":
         return
     defaults = [word.value for word in call.keywords if word.arg == "default"]
     default = defaults[0].value if defaults and isinstance(defaults[0], ast.Constant) else None
     for word in call.args:
         if isinstance(word, ast.Constant) and isinstance(word.value, str) and word.value.startswith("--"):
-            yield word.value.lstrip("-").replace("-", "_"), default
+            yield word.value.lstrip("-").replace("-", "_"), (word.value, default)
 
 
 def named(words: Words, text: str, names: Iterable[str]) -> tuple[Argument, Any] | None:
     """The first of these arguments that the words give, or the script declares; with its default."""
     known = declared(text)
-    arguments = {name: either_dash(f"--{name}") for name in names}
-    given = next((name for name, argument in arguments.items() if is_given(words, argument)), None)
+    given = next((name for name in names if is_given(words, either_dash(f"--{name}"))), None)
     name = given or next((name for name in names if name in known), None)
-    return None if name is None else (arguments[name], known.get(name))
+    if name is None:
+        return None
+    spelled, default = known.get(name, (f"--{name}", None))
+    return either_dash(spelled), default

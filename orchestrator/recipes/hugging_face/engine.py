@@ -61,6 +61,12 @@ class Engine:
             return "deepspeed"
         return "fsdp" if self.is_set(USE_FSDP) else "ddp"
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether the command asks for the CPU."""
+        asked = self._arguments is not None and (self._arguments.is_on("use_cpu") or self._arguments.is_on("no_cuda"))
+        return asked or self.is_set("ACCELERATE_USE_CPU")
+
     def _is_given(self, name: str) -> bool:
         assert self._arguments is not None
         given = self._arguments.given(name)

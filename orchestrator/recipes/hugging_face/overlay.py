@@ -120,7 +120,7 @@ def write_layout(laying: Laying, presets: bool = False) -> None:
     for name in ("pp", "cp", "tp"):
         if getattr(layout, name) != laying.request.reading.values.get(f"layout.{name}", 1):
             _refuse(laying, f"layout.{name}", _UNABLE[name])
-    if engine.kind == "fsdp" and (laying.request.device == "cpu" or _runs_on_cpu(engine)):
+    if engine.kind == "fsdp" and (laying.request.device == "cpu" or engine.is_on_cpu):
         _refuse(laying, "layout.zero_stage", "FSDP on the CPU trains with DDP, without a word: use DeepSpeed")
     if not laying.changes("layout.zero_stage") and engine.stage == layout.zero_stage:
         return
@@ -137,10 +137,6 @@ _UNABLE = {
     "cp": "splitting sequences is up to the script: ParallelismConfig(cp_size=...)",
     "tp": "splitting matrices is up to the script, which loads the model so: from_pretrained(..., tp_plan='auto')",
 }
-
-
-def _runs_on_cpu(engine: Engine) -> bool:
-    return engine.is_set("ACCELERATE_USE_CPU")
 
 
 def _write_fsdp(laying: Laying) -> None:
@@ -170,10 +166,10 @@ def _write_precision(laying: Laying, arguments: TrainerArguments) -> None:
     if not _changes_precision(laying):
         return
     short = _SHORT.get(precision.dtype)
-    is_autocast = precision.level == "O1" and engine.kind == "deepspeed"
+    is_autocast = precision.level == "O1" and engine.kind == "deepspeed" and engine.config is not None
     for name in ("bf16", "fp16"):
         is_on = name == short and not is_autocast
-        if arguments.is_on(name) != is_on:
+        if arguments.get(name) is not is_on:
             arguments.put(name, is_on)
     if engine.variable(MIXED_PRECISION) is not None:
         laying.edit.env[MIXED_PRECISION] = "no" if is_autocast else short or "no"
@@ -194,9 +190,11 @@ def write_precision_of_engine(laying: Laying) -> None:
         _refuse(laying, "precision.level", "DDP has autocast (O1), but no 16-bit weights with fp32 masters")
     elif engine.kind == "fsdp" and precision.level == "O1":
         _refuse(laying, "precision.level", "FSDP itself computes in 16 bits (O2), without autocast")
+    elif engine.kind == "deepspeed" and precision.level == "O1" and engine.config is None:
+        _refuse(laying, "precision.level", "autocast needs a configuration file of DeepSpeed, and there is none")
     if precision.loss_scale is not None and not (engine.kind == "deepspeed" and precision.level == "O2"):
         _warn(laying, "precision.loss_scale", "torch's GradScaler is taken as it is")
-    if engine.kind == "deepspeed" and engine.preset is None:
+    if engine.kind == "deepspeed":
         _write_deepspeed_precision(laying)
 
 

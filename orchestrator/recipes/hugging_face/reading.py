@@ -150,7 +150,11 @@ def _read_recompute(arguments: TrainerArguments, engine: Engine, found: Findings
 
 def _read_precision(arguments: TrainerArguments, engine: Engine, found: Findings) -> None:
     found.say({"precision.white": (), "precision.black": ()})
-    short = next((name for name in ("fp16", "bf16") if arguments.is_on(name)), None)
+    given = {name: arguments.get(name, found, "precision.dtype") for name in ("fp16", "bf16")}
+    if set(given.values()) == {None}:
+        found.warn("precision", "neither bf16 nor fp16 is said: the number format is the model's own")
+        return
+    short = next((name for name, is_on in given.items() if is_on), None)
     short = short or engine.variable(MIXED_PRECISION) or "no"
     read_precision(engine, found, short)
 

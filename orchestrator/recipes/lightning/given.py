@@ -20,7 +20,8 @@ NOTHING = documents.ABSENT
 
 
 def recognises(run: Run) -> bool:
-    return is_cli(run.argv) or bool(_PACKAGES & imports(script_text(run.argv, run.cwd)))
+    text = script_text(run.argv, run.cwd)
+    return bool(_PACKAGES & imports(text)) if text else is_cli(run.argv)
 
 
 def is_cli(argv: Words) -> bool:

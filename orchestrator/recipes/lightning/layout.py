@@ -90,7 +90,7 @@ def _read_data(given: Given, found: Findings) -> None:
 def _write_strategy(edit: Edit, request: OverlayRequest) -> None:
     """Write the strategy; with a single rank it means nothing and stays as it is."""
     given, layout = Given(edit), request.candidate.layout
-    if layout.dp == 1:
+    if layout.dp == 1 or not is_cli(edit.argv):
         return
     if layout.zero_stage == 0:
         given.put("trainer.strategy", "ddp")
@@ -103,6 +103,8 @@ def _write_strategy(edit: Edit, request: OverlayRequest) -> None:
 
 
 def _write_precision(edit: Edit, request: OverlayRequest) -> None:
+    if not is_cli(edit.argv):
+        return
     precision = request.candidate.precision
     name = _NAMES.get((precision.level, precision.dtype))
     if name is None:
@@ -120,6 +122,8 @@ def _torch_scale() -> dict[str, Any]:
 
 
 def _write_data(edit: Edit, request: OverlayRequest) -> None:
+    if not is_cli(edit.argv):
+        return
     given, candidate = Given(edit), request.candidate
     pairs = (
         ("micro_batch_size", "batch_size", candidate.micro_batch_size),

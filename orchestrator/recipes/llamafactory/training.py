@@ -27,7 +27,6 @@ _DIALECT = Dialect(
     attention=("flash_attn", {"auto": "auto", "flash": "fa2", "math": "disabled"}),
     recompute="disable_gradient_checkpointing",
 )
-_WORLD = ("NPROC_PER_NODE", "NNODES")
 _TRIAL: Mapping[str, Any] = {"overwrite_output_dir": True}
 
 
@@ -60,11 +59,9 @@ def _find_files(argv: Words, cwd: str) -> dict[str, str]:
 def _read(run: Run) -> Reading:
     """The YAML with what stands beside it; how many ranks its own launcher starts is told by variables."""
     plain = _plain(run)
-    if without_launcher(run.argv).world_size is not None:
-        world = without_launcher(run.argv).world_size
-    else:
-        sizes = [plain.env[name] for name in _WORLD if plain.env.get(name, "").isdigit()]
-        world = int(sizes[0]) * int((*sizes[1:], "1")[0]) if "NPROC_PER_NODE" in plain.env and sizes else None
+    world = without_launcher(run.argv).world_size
+    if world is None and _program(run.argv).name in _COMMANDS and run.env.get("NPROC_PER_NODE", "").isdigit():
+        world = int(run.env["NPROC_PER_NODE"]) * int(run.env.get("NNODES", "1"))
     env = {**plain.env, **({"WORLD_SIZE": str(world)} if world else {})}
     return read_trainer(dataclasses.replace(plain, env=env), _DIALECT)
 

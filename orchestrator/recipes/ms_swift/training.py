@@ -14,7 +14,6 @@ from typing import Any
 
 from orchestrator.recipes import documents
 from orchestrator.recipes.arguments import Words
-from orchestrator.recipes.base import Note
 from orchestrator.recipes.hugging_face.overlay import expected_of, overlay_trainer
 from orchestrator.recipes.hugging_face.reading import read_trainer
 from orchestrator.recipes.hugging_face.settings import ARGS, Dialect, find_files
@@ -25,7 +24,13 @@ from trials.script.command import LogFormat
 
 _METHODS = ("pt", "sft", "rlhf")
 _DIALECT = Dialect(
-    defaults={"per_device_train_batch_size": 1, "gradient_checkpointing": True, "gradient_accumulation_steps": None},
+    defaults={
+        "per_device_train_batch_size": 1,
+        "gradient_checkpointing": True,
+        "gradient_accumulation_steps": None,
+        "bf16": None,  # as the model's own number format
+        "fp16": None,
+    },
     attention=("attn_impl", {"auto": "sdpa", "flash": "flash_attention_2", "math": "eager"}),
     presets=True,
 )
@@ -92,19 +97,16 @@ def _find_files(argv: Words, cwd: str) -> dict[str, str]:
 
 def _read(run: Run) -> Reading:
     plain = _plain(run)
-    world = without_launcher(run.argv).world_size or _whole(plain.env.get("NPROC_PER_NODE"))
+    launched = without_launcher(run.argv)
+    world = launched.world_size
+    if world is None and program_of(launched.argv).name == "swift":  # which starts ranks where this is set
+        world = _whole(plain.env.get("NPROC_PER_NODE"))
     env = {**plain.env, **({"WORLD_SIZE": str(world)} if world else {})}
     reading = read_trainer(dataclasses.replace(plain, env=env), _DIALECT)
     micro = reading.values.get("micro_batch_size")
     if reading.num_microbatches is None and isinstance(micro, int) and world:
         number = max(1, -(-_SAMPLES // (micro * world)))
         reading = dataclasses.replace(reading, num_microbatches=number, global_batch_size=micro * number * world)
-    if reading.values.get("precision.level") == "O0":
-        values = {path: value for path, value in reading.values.items() if not path.startswith("precision.")}
-        note = Note(
-            knob="precision", message="not said: ms-swift takes the number format of the model", severity="warning"
-        )
-        reading = dataclasses.replace(reading, values=values, notes=(*reading.notes, note))
     return reading
 
 
@@ -115,7 +117,7 @@ def _whole(text: str | None) -> int | None:
 def _overlay(run: Run, request: OverlayRequest) -> Overlay:
     plain = _plain(run)
     laid = overlay_trainer(plain, request, _DIALECT)
-    return dataclasses.replace(laid, env={**plain.env, **laid.env, "NPROC_PER_NODE": "1"})
+    return dataclasses.replace(laid, env={**plain.env, **laid.env})
 
 
 def _trial_mode(overlay: Overlay, last_step: int) -> Overlay:

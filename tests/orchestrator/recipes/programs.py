@@ -1,210 +1,156 @@
-"""Commands as people write them for five frameworks, after the examples that these ship, and candidates for them.
+"""Commands of programs as people write them, candidates laid over them, and what they say afterwards."""
 
-All train the decoder of :data:`tests.orchestrator.recipes.configurations.MODEL` on a global batch of 96.
-"""
-
-import dataclasses
-import shlex
+from dataclasses import replace
 from pathlib import Path
 
-from hypothesis import strategies as st
-
-from orchestrator.recipes.fields import candidate_of
-from orchestrator.recipes.overlays.lay import values_of
 from orchestrator.recipes.training import OverlayRequest, Run
 from orchestrator.recipes.trainings import training
-from orchestrator.scripts.script import canonical_reading
-from orchestrator.space.knobs.canonical import canonical_layout, canonical_loader, canonical_precision
-from orchestrator.space.knobs.layer_choices import (
-    ALL_LAYERS,
-    RecomputeChoice,
-    StageSplit,
-    layers_of,
-    resolve_recompute,
-    resolve_stage_layers,
+from trials.spec import (
+    Candidate,
+    Kernels,
+    Layout,
+    Loader,
+    Precision,
+    Recompute,
 )
-from tests.orchestrator.recipes.configurations import MODEL
-from trials.spec import Layout, Precision
 
-BATCH = 96
-FOLDER = Path(__file__).parents[2] / "data" / "programs"
-
-MEGATRON = """python pretrain_gpt.py --use-mcore-models --num-layers 8 --hidden-size 64 --ffn-hidden-size 192
-    --num-attention-heads 8 --group-query-attention --num-query-groups 4 --kv-channels 8 --seq-length 128
-    --max-position-embeddings 128 --position-embedding-type rope --rotary-base 500000 --rotary-percent 1.0
-    --attention-dropout 0.0 --hidden-dropout 0.0 --swiglu --normalization RMSNorm --init-method-std 0.0134
-    --norm-epsilon 1e-6 --attention-backend fused --untie-embeddings-and-output-weights --disable-bias-linear
-    --micro-batch-size 1 --global-batch-size 96 --train-samples 1953125 --lr-decay-samples 1949218 --lr 0.00015
-    --min-lr 0.00001 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95
-    --bf16 --grad-reduce-in-bf16 --cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc
-    --empty-unused-memory-level 1 --exit-duration-in-mins 235 --tensor-model-parallel-size 2
-    --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 --sequence-parallel
-    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --recompute-granularity full
-    --recompute-method uniform --recompute-num-layers 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 320
-    --make-vocab-size-divisible-by 32 --split 99,1,0 --num-workers 1 --log-interval 10 --eval-iters 32
-    --eval-interval 100 --save-interval 1000 --log-throughput --profile --profile-step-start 4 --profile-step-end 6
-    --ckpt-format torch_dist --distributed-timeout-minutes 60 --save ckpt --load ckpt --tensorboard-dir tb"""
-
-TITAN_CONFIG = """
-from . import model_registry
-
-def small():
-    model_spec = model_registry("mine")
-    return Trainer.Config(
-        model_spec=model_spec,
-        hf_assets_path="./assets",
-        optimizer=default_adamw(lr=8e-4),
-        training=TrainingConfig(local_batch_size=8, seq_len=128, steps=1000),
-        parallelism=ParallelismConfig(pipeline_parallel_schedule="Interleaved1F1B"),
-        activation_checkpoint=SelectiveAC.Config(),
-    )
-
-def mine():
-    config = small()
-    config.training.local_batch_size = 2
-    config.activation_checkpoint = FullAC.Config()
-    config.compile.enable = True
-    return config
+DEEPSPEED = """\
+{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": "auto",
+ "zero_optimization": {"stage": 2, "overlap_comm": true}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}
 """
-TITAN = """python -m torchtitan.train --module my.configs --config mine --training.local_batch_size=1
-    --training.global_batch_size 96 --parallelism.tensor-parallel-degree 2 --checkpoint.enable
-    --metrics.enable_wandb activation-checkpoint:full --activation-checkpoint.preserve-rng-state"""
-
-LIGHTNING_CONFIG = (FOLDER / "config.yaml").read_text(encoding="utf-8")
-LIGHTNING = "python main.py fit --config config.yaml --trainer.strategy ddp --model.lr 1e-3 --trainer.max_epochs=3"
-
-MINDFORMERS_CONFIG = (FOLDER / "pretrain.yaml").read_text(encoding="utf-8")
-MINDFORMERS = """msrun --worker_num=8 --local_worker_num=8 --master_port=8118 --log_dir=msrun_log --join=False
-    run_mindformer.py --config configs/pretrain.yaml --use_parallel True --load_checkpoint /ckpt/other"""
-
-PADDLE_CONFIG = (FOLDER / "pretrain.json").read_text(encoding="utf-8")
-PADDLE_MODEL = (FOLDER / "model/config.json").read_text(encoding="utf-8")
-PADDLE = """python -u -m paddle.distributed.launch --gpus 0,1,2,3,4,5,6,7 run_pretrain.py ./pretrain.json
-    --learning_rate 1e-4"""
-
-_FILES = {
-    "torchtitan": {"titan_config": ("my/configs.py", TITAN_CONFIG)},
-    "lightning": {"config": ("config.yaml", LIGHTNING_CONFIG)},
-    "mindformers": {"config": ("configs/pretrain.yaml", MINDFORMERS_CONFIG)},
-    "paddlenlp": {"arguments": ("pretrain.json", PADDLE_CONFIG), "model_config": ("model/config.json", PADDLE_MODEL)},
+NUMBERS = """\
+{"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "train_batch_size": 16,
+ "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e7}, "bf16": {"enabled": true},
+ "tensorboard": {"enabled": true, "output_path": "runs"}}
+"""
+ARGS = """\
+# as of last week
+output_dir: runs/one
+per_device_train_batch_size: 4
+learning_rate: 1e-5
+bf16: yes
+deepspeed: ds.json
+report_to: [wandb]
+"""
+FSDP = '{"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "reshard_after_forward": true}'
+LAUNCH = """\
+distributed_type: FSDP
+num_processes: 2
+mixed_precision: bf16
+fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, fsdp_reshard_after_forward: true}
+"""
+FACTORY = """\
+model_name_or_path: model
+stage: pt
+dataset: own
+cutoff_len: 128
+output_dir: saves
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 2
+learning_rate: 1e-5
+"""
+LOOP = """\
+import argparse
+from accelerate import Accelerator
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch", type=int, default=4)
+parser.add_argument("--num-workers", type=int, default=0)
+with Accelerator().accumulate(model): ...
+"""
+TRAINER = "from transformers import HfArgumentParser, Trainer, TrainingArguments\n"
+ENGINE = "import deepspeed\nengine, *_ = deepspeed.initialize()\n"
+MODEL = """\
+{"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+ "intermediate_size": 128, "vocab_size": 512}
+"""
+FILES = {
+    "ds.json": DEEPSPEED,
+    "numbers.json": NUMBERS,
+    "args.yaml": ARGS,
+    "fsdp.json": FSDP,
+    "launch.yaml": LAUNCH,
+    "factory.yaml": FACTORY,
+    "trainer.py": TRAINER,
+    "loop.py": LOOP,
+    "engine.py": ENGINE,
+    "model/config.json": MODEL,
 }
-_COMMANDS = {
-    "megatron": MEGATRON,
-    "torchtitan": TITAN,
-    "lightning": LIGHTNING,
-    "mindformers": MINDFORMERS,
-    "paddlenlp": PADDLE,
+COMMANDS = {
+    "transformers": "torchrun --nproc-per-node 2 trainer.py --output_dir o --per-device-train-batch-size=4 --bf16",
+    "transformers-zero": "python trainer.py --output_dir o --per_device_train_batch_size 4 --deepspeed ds.json --bf16",
+    "transformers-file": "python trainer.py args.yaml",
+    "transformers-fsdp": "python trainer.py --fsdp full_shard --fsdp_config fsdp.json --bf16 --output_dir o",
+    "transformers-launch": "accelerate launch --config_file launch.yaml trainer.py --output_dir o",
+    "accelerate": "python loop.py --batch 2",
+    "accelerate-launch": "accelerate launch --config_file launch.yaml loop.py --batch 2",
+    "deepspeed": "deepspeed --num_gpus 2 engine.py --deepspeed --deepspeed_config numbers.json",
+    "llamafactory": "llamafactory-cli train factory.yaml learning_rate=1e-4",
+    "ms-swift": "swift sft --model model --deepspeed zero2 --bf16 true --per_device_train_batch_size 2",
+    "ms-swift-file": "swift pt factory.yaml --bf16 true",
 }
-FRAMEWORKS = tuple(_COMMANDS)
+"""Commands by recipe and kind."""
 
 
-def program(name, *more, without=(), files=None, env=None):
-    """The command of a framework, with words added or left out, and with other texts of files."""
-    words = [word for word in shlex.split(_COMMANDS[name]) if word not in without]
-    given = _FILES.get(name, {})
-    return Run(
-        argv=(*words, *more),
-        cwd="/work",
-        env=env or {},
-        files={**{key: text for key, (_, text) in given.items()}, **(files or {})},
-        paths={key: f"/work/{path}" for key, (path, _) in given.items()},
-    )
+def recipe_of(kind):
+    return next(name for name in ("ms-swift", kind.partition("-")[0]) if kind.startswith(name))
 
 
-def request_for(run, name, candidate, **more):
-    """What lays a candidate over a command; of torchtitan's model nobody but the sweep file knows the layers."""
-    reading = training(name).read(run)
-    reading = canonical_reading(reading, as_it_stands(run, name))
-    reading = dataclasses.replace(reading, num_layers=reading.num_layers or MODEL.num_layers)
+def written(folder):
+    """The files in a folder."""
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def program(kind, folder, **env):
+    """The framework's training and the command with the files that its arguments point to."""
+    known, argv = training(recipe_of(kind)), tuple(COMMANDS[kind].split())
+    paths = known.find_files(argv, str(folder))
+    files = {name: Path(path).read_text() for name, path in paths.items()}
+    return known, Run(argv=argv, cwd=str(folder), env=env, files=files, paths=paths)
+
+
+def request(known, run, candidate, *, total=16, named=(), world=2):
     return OverlayRequest(
         candidate=candidate,
-        reading=reading,
-        world_size=candidate.layout.world_size,
-        global_batch_size=BATCH,
-        num_microbatches=max(1, candidate.num_microbatches(BATCH)),
-        **more,
+        reading=known.read(run),
+        named=frozenset(named),
+        world_size=world,
+        global_batch_size=total,
+        num_microbatches=total // (candidate.micro_batch_size * candidate.layout.dp),
     )
 
 
-def as_it_stands(run, name, num_ranks=8):
-    """The candidate that the command amounts to on so many ranks."""
-    values = dict(training(name).read(run).values)
-    degrees = [values.get(f"layout.{axis}", 1) for axis in ("tp", "pp", "cp", "dp_replicate", "dp_shard")]
-    left = num_ranks
-    for degree in degrees:
-        left //= degree
-    rest = "layout.dp_shard" if values.get("layout.zero_stage") else "layout.dp_replicate"
-    if rest not in values:
-        values[rest] = left
-    if values.get("recompute.full") == ((1,),):
-        values["recompute.full"] = ((MODEL.num_layers,),)
-    return canonical(candidate_of(values))
-
-
-def canonical(candidate):
-    return dataclasses.replace(
-        candidate,
-        layout=canonical_layout(candidate.layout),
-        loader=canonical_loader(candidate.loader),
-        precision=canonical_precision(candidate.precision),
-    )
-
-
-@st.composite
-def candidates(draw, name):
-    """Candidates within what several frameworks have, each of which refuses some; all else is as in the command."""
-    base = as_it_stands(program(name), name)
-    pick = lambda *choices: draw(st.sampled_from(choices))  # noqa: E731
-    pp, chunks = pick(1, 1, 2, 4), pick(1, 1, 2)
-    schedule = "interleaved" if chunks > 1 else pick("1f1b", "1f1b", "gpipe")
-    stage = pick(0, 0, 1, 2, 3)
-    layout = Layout(
-        pp=pp,
-        tp=pick(1, 1, 2, 4, 8),
-        cp=pick(1, 1, 1, 2),
-        dp_replicate=pick(1, 1, 2),
-        dp_shard=pick(1, 2, 4) if stage else 1,
-        zero_stage=stage,
-        sequence_parallel=pick(False, True),
-        schedule=schedule,
-        num_virtual_stages=chunks,
-    )
-    split = pick(StageSplit(), StageSplit(), StageSplit(kind="offset", rows=((1, *(0,) * (pp - 2), -1),) * chunks))
-    layers = resolve_stage_layers(
-        split if pp > 1 else StageSplit(), num_layers=8, pp=pp, num_virtual_stages=chunks, schedule=schedule
-    )
-    layout = canonical_layout(dataclasses.replace(layout, stage_layers=layers))
-    recompute = pick(RecomputeChoice(), RecomputeChoice(full=ALL_LAYERS), RecomputeChoice(full=2))
-    precision = pick(base.precision, base.precision, Precision(), Precision(level="O2", dtype="bfloat16"))
-    return canonical(
-        dataclasses.replace(
-            base,
-            layout=layout,
-            micro_batch_size=pick(1, 2, 3),
-            recompute=resolve_recompute(recompute, layers_of(layout, MODEL.num_layers)),
-            precision=precision,
-            loader=dataclasses.replace(
-                base.loader, num_workers=pick(1, 2), prefetch_factor=base.loader.prefetch_factor or 2
-            ),
-        )
-    )
+def laid_run(laid, run):
+    """The command that an overlay amounts to, to be read again."""
+    return replace(run, argv=laid.argv, env={**run.env, **laid.env}, files=dict(laid.files))
 
 
 def errors(laid):
-    return {note.knob for note in laid.notes if note.severity == "error"}
+    return {note.knob: note.message for note in laid.notes if note.severity == "error"}
 
 
-def run_of(laid, run):
-    """The command of an overlay, to be read again."""
-    return dataclasses.replace(run, argv=laid.argv, env={**run.env, **laid.env}, files={**run.files, **laid.files})
+def layers(number, policy=True):
+    return Recompute(full=((number,),)) if policy else Recompute()
 
 
-def differing(run, name, candidate):
-    """Fields of which a command says something else than a candidate."""
-    said = training(name).read(run).values
-    asked = values_of(candidate)
-    known = canonical(candidate_of({**asked, **{path: v for path, v in said.items() if path in asked}}))
-    found = values_of(known)
-    if found.get("recompute.full") == ((1,),):
-        found["recompute.full"] = ((MODEL.num_layers,),)
-    return {path for path in asked if found.get(path) != asked[path]}
+def drawn(rng, num_layers):
+    """A candidate on two ranks, of knobs that programs on the Trainer have."""
+    stage, level = rng.choice([0, 1, 2, 3]), rng.choice(["O0", "O1", "O2"])
+    workers = rng.choice([0, 2])
+    return Candidate(
+        layout=Layout(dp_shard=2, zero_stage=stage) if stage else Layout(dp_replicate=2),
+        micro_batch_size=rng.choice([1, 2, 4]),
+        recompute=layers(num_layers, rng.random() < 0.5),
+        precision=Precision() if level == "O0" else Precision(level=level, dtype="bfloat16"),
+        loader=Loader(
+            num_workers=workers,
+            prefetch_factor=rng.choice([2, 4]) if workers else 0,
+            persistent_workers=bool(workers) and rng.random() < 0.5,
+            pin_memory=rng.random() < 0.5,
+        ),
+        kernels=Kernels(
+            compile=rng.choice(["off", "model"]), matmul_precision=rng.choice(["highest", "high"]), attention="auto"
+        ),
+    )

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.recipes.torchtitan.config_text import settings_of
 from orchestrator.recipes.trainings import training
-from tests.orchestrator.recipes.programs import (
+from tests.orchestrator.recipes.commands import (
     TITAN_CONFIG,
     as_it_stands,
     canonical,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from orchestrator.recipes import documents
 from orchestrator.recipes.trainings import recognise, training
 from tests.orchestrator.recipes.configurations import MODEL
-from tests.orchestrator.recipes.programs import (
+from tests.orchestrator.recipes.commands import (
     FRAMEWORKS,
     MINDFORMERS_CONFIG,
     as_it_stands,
