@@ -49,7 +49,7 @@ def _read(run: Run) -> Reading:
 
 def _read_edit(edit: Edit, words: ScriptWords, world: int | None = None) -> Reading:
     found, engine = Findings(notes=list(edit.notes)), Engine(edit, None)
-    read_layout(engine, found, world)
+    read_layout(engine, found)
     short = words.text("precision") or engine.variable(MIXED_PRECISION)
     if short is not None or not words.decides_precision:
         read_precision(engine, found, short or "no")
@@ -67,6 +67,7 @@ def _read_edit(edit: Edit, words: ScriptWords, world: int | None = None) -> Read
         num_microbatches=number,
         global_batch_size=world * micro * number if world and micro and number else None,
         seed=words.whole("seed", found),
+        world_size=world,
         notes=tuple(found.notes),
     )
 

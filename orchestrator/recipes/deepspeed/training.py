@@ -76,20 +76,23 @@ def _read_edit(edit: Edit, world: int | None = None) -> Reading:
         found.warn("workload", message)
         return Reading(values={}, notes=tuple(found.notes))
     config = Document(edit, name)
-    _read_layout(config, found, world)
+    _read_layout(config, found)
     _read_precision(config, found)
     number, total = _read_batch(config, found, world)
-    return Reading(values=found.values, num_microbatches=number, global_batch_size=total, notes=tuple(found.notes))
+    return Reading(
+        values=found.values,
+        num_microbatches=number,
+        global_batch_size=total,
+        world_size=world,
+        notes=tuple(found.notes),
+    )
 
 
-def _read_layout(config: Document, found: Findings, world: int | None) -> None:
+def _read_layout(config: Document, found: Findings) -> None:
     stage = found.whole("layout.zero_stage", _STAGE, config.get(_STAGE, 0), 0)
     tp = found.whole("layout.tp", _TP, config.get(_TP, 1), 1) or 1
     cp = found.whole("layout.cp", "sequence_parallel_size", config.get("sequence_parallel_size", 1), 1) or 1
     found.say({**without_pipeline(), "layout.tp": tp, "layout.cp": cp, "layout.zero_stage": stage})
-    dp = world // (tp * cp) if world else None
-    if stage is not None:
-        found.say({"layout.dp_replicate": 1 if stage else dp, "layout.dp_shard": dp if stage else 1})
 
 
 def _read_batch(config: Document, found: Findings, world: int | None) -> tuple[int | None, int | None]:

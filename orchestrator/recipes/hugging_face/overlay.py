@@ -62,6 +62,11 @@ def finished(laying: Laying, said: Reading) -> Overlay:
         values = {**said.values, "recompute.full": policy}  # all of them, however many there are
         said = dataclasses.replace(said, values=values)
     known = [note.knob for note in edit.notes]
+    stage = said.values.get("layout.zero_stage")
+    if laying.changes("layout.zero_stage") and stage != laying.candidate.layout.zero_stage:
+        _refuse(
+            laying, "layout.zero_stage", f"asked for {laying.candidate.layout.zero_stage}, the command says {stage}"
+        )
     wrong = [note for note in contradictions(request, said) if not _touches(note.knob, known)]
     edit.notes += wrong
     return edit.overlay()
@@ -122,7 +127,7 @@ def write_layout(laying: Laying, presets: bool = False) -> None:
             _refuse(laying, f"layout.{name}", _UNABLE[name])
     if engine.kind == "fsdp" and (laying.request.device == "cpu" or engine.is_on_cpu):
         _refuse(laying, "layout.zero_stage", "FSDP on the CPU trains with DDP, without a word: use DeepSpeed")
-    if not laying.changes("layout.zero_stage") and engine.stage == layout.zero_stage:
+    if not laying.changes("layout.zero_stage"):
         return
     if engine.kind == "fsdp":
         _write_fsdp(laying)

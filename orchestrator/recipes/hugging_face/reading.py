@@ -51,7 +51,7 @@ def read_edit(edit: Edit, dialect: Dialect, cwd: Path, world: int | None = None)
     """What a command in the making says by now, on ``world`` ranks where that is known."""
     found, arguments = Findings(notes=list(edit.notes)), TrainerArguments(edit, dialect)
     engine = Engine(edit, arguments)
-    read_layout(engine, found, world)
+    read_layout(engine, found)
     number = _read_batch(arguments, found)
     shape = _shape(cwd, arguments)
     _read_recompute(arguments, engine, found, shape.num_layers if shape else 1)
@@ -68,6 +68,7 @@ def read_edit(edit: Edit, dialect: Dialect, cwd: Path, world: int | None = None)
         global_batch_size=world // tp * micro * number if world and micro and number else None,
         num_microbatches=number,
         seed=arguments.get("seed", found, "workload.seed"),
+        world_size=world,
         notes=tuple(found.notes),
     )
 
@@ -95,8 +96,8 @@ def _shape_in(path: Path) -> LlamaModel | None:
 # ---- layout, batch ----
 
 
-def read_layout(engine: Engine, found: Findings, world: int | None) -> None:
-    """Degrees; data parallelism takes what the others leave of the ranks, whose number only a launcher tells."""
+def read_layout(engine: Engine, found: Findings) -> None:
+    """Degrees; how many ranks data parallelism has is nothing that the program is told."""
     found.say({**without_pipeline(), "layout.cp": 1, "layout.sequence_parallel": False})
     found.say({"layout.shard_embedding": False, "layout.num_copies": 1})
     found.say({"layout.tp": _tensor_parallel(engine, found)})
@@ -104,11 +105,7 @@ def read_layout(engine: Engine, found: Findings, world: int | None) -> None:
     if stage is None:
         found.unread("layout.zero_stage", f"the configuration of {engine.kind}")
         return
-    found.say({"layout.zero_stage": stage})
-    if stage:
-        found.say({"layout.dp_replicate": 1, "layout.dp_shard": world})
-    else:
-        found.say({"layout.dp_shard": 1, "layout.dp_replicate": world, "layout.replicate_with": "ddp"})
+    found.say({"layout.zero_stage": stage, "layout.replicate_with": "ddp"})
 
 
 def _tensor_parallel(engine: Engine, found: Findings) -> int | None:
@@ -208,7 +205,8 @@ def _read_loader(arguments: TrainerArguments, found: Findings) -> None:
     found.say({"loader.num_workers": workers, "loader.full_batch": False})
     if workers is not None:
         found.say({"loader.prefetch_factor": (ahead or 2) if workers else 0})
-    found.say({"loader.pin_memory": arguments.get("dataloader_pin_memory", found, "loader.pin_memory")})
+    pinned = arguments.get("dataloader_pin_memory", found, "loader.pin_memory")
+    found.say({"loader.pin_memory": pinned and not arguments.is_on("use_cpu")})
     kept = arguments.get("dataloader_persistent_workers", found, "loader.persistent_workers")
     found.say({"loader.persistent_workers": bool(workers) and kept})
 
