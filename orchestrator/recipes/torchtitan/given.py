@@ -82,7 +82,7 @@ def argument(name: str) -> Argument:
     return either_dash(f"--{name}", "flag", negative=(f"--{section}.no_{key}",))
 
 
-class Given:
+class TitanArguments:
     """Settings of an edit by name."""
 
     def __init__(self, edit: Edit) -> None:
