@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from orchestrator.recipes import documents
 from orchestrator.recipes.trainings import recognise, training
-from tests.orchestrator.recipes.configurations import MODEL
 from tests.orchestrator.recipes.commands import (
     FRAMEWORKS,
     MINDFORMERS_CONFIG,
@@ -20,6 +19,7 @@ from tests.orchestrator.recipes.commands import (
     request_for,
     run_of,
 )
+from tests.orchestrator.recipes.configurations import MODEL
 from trials.script.logs import make_parser
 
 
