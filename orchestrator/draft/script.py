@@ -143,6 +143,8 @@ def draft_script(
     tokens = seq_length or script.reading.seq_length or script.program.seq_length
     named = name or safe_name(script.source.path.stem if script.source is not None else script.framework.name)
     workload = _workload(script, argv, batch, tokens, Path(script.run.cwd), folder)
+    if script.command.launcher is None and devices == 1 and script.framework.launcher == "env":
+        workload = {**workload, "launcher": "own"}  # torchrun's variables would make it a distributed one
     return ScriptDraft(
         name=named,
         text=sweep_text(list(_lines(named, script, machine, workload, baseline, space, trials))),
