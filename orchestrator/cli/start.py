@@ -79,14 +79,18 @@ def init(
         print_result(as_json, {"files": [str(file) for file in files]}, lambda: _next_steps(files[0], files))
         return
     questions = init_command.Questions(**asked)
-    if command or recipe is not None:
-        file = output or Path("sweep.yaml")
+    file = output or Path("sweep.yaml")
+    if recipe is not None and not command:
+        init_command.write_skeleton(recipe, questions, file, force=force)
+        body = {"file": str(file), "recipe": recipe}
+        print_result(as_json, body, lambda: f"Written: {file}. Put your command in, then: tune-cluster check {file}")
+        return
+    if command:
         script = init_command.draft_command(command, questions, file, recipe=recipe, force=force)
         print_result(as_json, init_command.init_json(script, file), lambda: _drafted_script(script, file))
         return
     if sys.stdin.isatty() and not yes and not as_json:
         questions = _ask(questions)
-    file = output or Path("sweep.yaml")
     draft = init_command.draft_sweep(questions, file, force=force)
     print_result(as_json, init_command.init_json(draft, file), lambda: _drafted(draft, file))
 

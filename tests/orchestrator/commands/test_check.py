@@ -95,7 +95,9 @@ def test_submit_does_not_begin_what_the_check_refuses(tmp_path):
 def test_a_virtual_cluster_has_nothing_to_check(tmp_path):
     file = sweep(tmp_path)
     content = yaml.safe_load(file.read_text())
-    file.write_text(yaml.safe_dump({**content, "cluster": {"kind": "simulated", "simulation": {"accelerator": "h100"}}}))
+    file.write_text(
+        yaml.safe_dump({**content, "cluster": {"kind": "simulated", "simulation": {"accelerator": "h100"}}})
+    )
     result = run("check", file, "--home", tmp_path / "home")
     assert result.exit_code == 2
     assert "cluster.kind" in result.stderr or "simulated" in result.stderr

@@ -12,6 +12,8 @@ from configs import CONFIGS
 from orchestrator.cli.main import main
 from orchestrator.config.sweep import load_sweep
 from orchestrator.draft.sweep_text import MAX_LINES
+from orchestrator.recipes.trainings import TRAININGS
+from orchestrator.space.knobs import KNOB_NAMES
 
 EXAMPLES = CONFIGS / "examples"
 TORCHRUN = "python -m torch.distributed.run --nproc-per-node 2"
@@ -101,7 +103,7 @@ def test_a_batch_that_cannot_be_read_is_asked_for(folder):
     ("arguments", "word"),
     [
         (("--recipe", "nothing", "--", "python", "train.py"), "'nothing'"),
-        (("--recipe", "deepspeed"), "--"),
+        (("--recipe", "nothing"), "'nothing'"),
         (("--", "bash", "run.sh"), "run.sh"),
         (("missing.py",), "missing.py"),
         (("--cluster", "dgx-h100", "--", "python", "train.py"), "--cluster"),
@@ -112,6 +114,14 @@ def test_commands_that_cannot_be_drafted_are_refused_with_a_remedy(folder, argum
     assert result.exit_code == 2, result.output
     assert word in result.stderr
     assert not (folder / "sweep.yaml").exists()
+
+
+@pytest.mark.parametrize("recipe", TRAININGS)
+def test_a_recipe_alone_gives_a_file_to_fill_in(folder, recipe):
+    assert run("init", "--recipe", recipe).exit_code == 0
+    written = yaml.safe_load((folder / "sweep.yaml").read_text())
+    assert written["workload"]["recipe"] == recipe
+    assert set(written["space"]) <= set(KNOB_NAMES)
 
 
 def test_a_bare_file_runs_on_all_devices_of_this_host(folder):

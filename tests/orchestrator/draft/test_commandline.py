@@ -21,7 +21,12 @@ from orchestrator.errors import ConfigError
         ("python -m torch.distributed.run --nproc-per-node 2 -m pkg.train", "python -m pkg.train", "torchrun", 2),
         ("CUDA_VISIBLE_DEVICES=0,1 nohup python t.py --devices 2", "python t.py --devices 2", None, 2),
         ("t.py --bs 4", "python t.py --bs 4", None, None),
-        ("msrun --worker_num=8 --local_worker_num=4 t.py", "msrun --worker_num=8 --local_worker_num=4 t.py", "msrun", 4),
+        (
+            "msrun --worker_num=8 --local_worker_num=4 t.py",
+            "msrun --worker_num=8 --local_worker_num=4 t.py",
+            "msrun",
+            4,
+        ),
     ],
 )
 def test_what_stands_in_front_of_a_program_is_taken_away(typed, argv, launcher, ranks):
