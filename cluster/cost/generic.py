@@ -15,7 +15,7 @@ from cluster.cost.inputs import Array
 from cluster.hardware.accelerators import ClusterDescription
 from trials.dryrun.estimate import DryRunEstimate
 from trials.flops import activation_elements, model_flops_per_token, num_kernels, num_parameters
-from trials.spec import Candidate, LinearModel, ResNetModel, Workload
+from trials.spec import Candidate, LinearModel, OwnModel, ResNetModel, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +166,11 @@ def _counted_by(candidate: Candidate) -> tuple[object, ...]:
 
 
 def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription, known: _Known) -> dict[str, float]:
-    layout, accelerator = candidate.layout, cluster.accelerator
+    layout, accelerator, model = candidate.layout, cluster.accelerator, workload.model
+    if isinstance(model, OwnModel) and model.facts.flops_per_sample == 0:
+        raise NotImplementedError(f"this {model.kind} model was not counted")
+    if layout.pp * layout.tp > 1:
+        raise NotImplementedError(f"of {model.kind} models only data parallelism and ZeRO are predicted, not pp and tp")
     inside = layout.world_size <= cluster.domain_size
     estimate = known.find(workload, candidate)
     counts = _by_formula(workload, candidate)
@@ -194,13 +198,13 @@ def _by_formula(workload: Workload, candidate: Candidate) -> dict[str, float]:
     """Work and memory from the model's shape. Recomputing n of N layers in full keeps that share less, and repeats
     it."""
     model, level = workload.model, candidate.precision.level
-    assert isinstance(model, ResNetModel | LinearModel), "decoders have a model of their own"
+    assert isinstance(model, ResNetModel | LinearModel | OwnModel), "decoders have a model of their own"
     size = OPERAND_BYTES[level]
     repeated = sum(map(sum, candidate.recompute.full)) / model.num_layers
     kept = activation_elements(model) * size
     weights = num_parameters(model) * size / candidate.micro_batch_size
     return {
-        "forward_flops": model_flops_per_token(model, 1) / 3,
+        "forward_flops": model_flops_per_token(model, workload.seq_length) * workload.seq_length / 3,
         "repeated_share": repeated,
         "activation_bytes": kept * (1 - repeated * (1 - 1 / model.num_layers)),
         "traffic_bytes": PASSES_PER_ACTIVATION * kept + weights,

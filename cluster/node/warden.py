@@ -39,15 +39,16 @@ from cluster.gang.messages import (
 )
 from cluster.gang.outcome import COLLATERAL
 from cluster.node import hang
-from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, device_names, wait_until_free
+from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, device_names, slot_device_names, wait_until_free
 from cluster.node.forked import ForkedRank, how_it_ended, with_host_cause, with_log, with_program_memory
 from cluster.node.host_memory import OomKills, shortage
-from cluster.node.load_watch import LoadWatch
+from cluster.node.load_watch import LoadWatch, most_used
 from cluster.node.rank import rank_main
 from cluster.node.warden_link import CHUNK, AgentLink
 from cluster.processes import adopt_orphans, close_inherited, kill_descendants
 from trials.codec import from_json
 from trials.files import make_private_folder
+from trials.script.environment import remember_secrets
 from trials.script.places import remove_scratch, report_folder
 from trials.secrets import redact_file
 
@@ -240,10 +241,16 @@ class Warden:
         elif self._launch.is_script:
             for other in self._unsettled():
                 other.clock.wait_anew(time.monotonic())
-            result = with_program_memory(result, rank.program_peak_bytes, self._launch.device_kind)
+            result = with_program_memory(result, self._program_peak(rank))
         rank.result = result
         if not self._is_stopping and len(self._ranks) == len(self._launch.slots) and not self._unsettled():
             self._release_due_s = time.monotonic() + self._launch.release_s
+
+    def _program_peak(self, rank: ForkedRank) -> int:
+        """The most memory, in bytes, that the rank's program is known to have taken on a device; 0: nobody told."""
+        if self._launch.device_kind == "cpu":
+            return rank.program_peak_bytes
+        return most_used(self._load.samples, slot_device_names(self._launch, rank.slot))
 
     def _unsettled(self) -> list[ForkedRank]:
         return [rank for rank in self._ranks if rank.result is None]
@@ -362,6 +369,8 @@ class Warden:
 
     def _finish(self) -> None:
         remove_scratch(rank_folder(self._launch))
+        if self._launch.is_script:
+            remember_secrets(self._launch.spec.get("env", ()))
         for rank in self._ranks:
             with contextlib.suppress(OSError):  # a full disk: the log stays as it is, for its owner alone
                 redact_file(rank.log)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from typing import Any
@@ -16,7 +17,7 @@ from cluster.cost.generic import generic_inputs, generic_peak_bytes, generic_ste
 from cluster.hardware.accelerators import ClusterDescription
 from cluster.virtual.simulated import Cost
 from trials.codec import to_json
-from trials.spec import Candidate, LlamaModel, TrialSpec
+from trials.spec import Candidate, TrialSpec, decoder_of
 
 OWN_KNOB_STD = 0.3
 """Standard deviation of the logarithm of the factor by which a knob's value that the cost model does not know changes
@@ -46,9 +47,10 @@ class ModelledCost:
 
     def __call__(self, spec: TrialSpec) -> Cost:
         """Raises ValueError where the cost model knows no such workload."""
-        is_decoder = isinstance(spec.workload.model, LlamaModel)
+        if (shape := decoder_of(spec.workload.model)) is not None:
+            spec = dataclasses.replace(spec, workload=dataclasses.replace(spec.workload, model=shape))
         try:
-            return self._decoder(spec) if is_decoder else self._generic(spec)
+            return self._generic(spec) if shape is None else self._decoder(spec)
         except NotImplementedError as error:
             raise ValueError(f"cannot be simulated: {error}") from None
 

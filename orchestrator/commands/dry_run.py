@@ -27,7 +27,7 @@ from orchestrator.sweep.home import Home
 from trials.codec import to_json
 from trials.dryrun.estimate import CUDA_CONTEXT_BYTES, FRAGMENTATION, DryRunEstimate
 from trials.dryrun.records import Mode, RunFailure
-from trials.spec import Candidate, Workload
+from trials.spec import Candidate, OwnModel, Workload
 
 BASELINE = "baseline"
 Device = Literal["cpu", "cuda"]
@@ -80,6 +80,20 @@ class DryRunVerdict:
         return {**body, "estimate": estimate}
 
 
+def refuse_own_code(workload: Workload) -> None:
+    """Refuse to simulate code that is not ours.
+
+    Raises:
+        ConfigError: the workload has such code; names the way that there is.
+    """
+    if isinstance(workload.model, OwnModel):
+        raise ConfigError(
+            f"dry runs know built-in models only, not kind {workload.model.kind}",
+            key="workload",
+            remedy="Trials find out what fits: whatever runs out of memory rules others out.",
+        )
+
+
 def dry_run(
     file: Path,
     home: Home,
@@ -99,6 +113,7 @@ def dry_run(
         ConfigError: for the file, a trial nobody knows or that breaks a rule, or a size without its unit.
     """
     spec = load_sweep(file)
+    refuse_own_code(spec.to_workload())
     choices = TrialChoices(spec, home)
     topology = choices.topology
     chosen = [(name, choices.find(name)) for name in trials or (() if num_legal else (BASELINE,))]

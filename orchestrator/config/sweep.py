@@ -80,7 +80,8 @@ class SweepSpec(Section):
 
     name: Identifier = Field(description="Name of the sweep; names its folder and its records.")
     workload: WorkloadValue = Field(
-        description="What is trained: a model that our runner trains, or a training program of your own."
+        description="What is trained: a model or a module of your own that our runner trains, or a training program of "
+        "your own."
     )
     cluster: ClusterSection = Field(default=ClusterSection(), description="Where trials run.")
     space: SpaceSection = Field(description="What may be changed.")

@@ -106,7 +106,7 @@ def _keys_at(model: type[BaseModel], path: KeyPath) -> tuple[str, ...]:
         if fields:
             sections = list(_sections_in(fields[0].annotation)) or sections
         elif isinstance(part, str):
-            sections = [s for s in sections if part in (_kind_of(s), getattr(s, "TAG", None))] or sections
+            sections = [s for s in sections if _kind_of(s) == part] or sections
     return tuple(field.alias or name for name, field in sections[0].model_fields.items())
 
 

@@ -17,7 +17,7 @@ from orchestrator.statistics import MIN_DIFFERENCE, Estimate, speed_ratio, verdi
 from orchestrator.sweep.state import Trial
 from orchestrator.units import num_bytes, status_words, trial_id
 from trials.outcome import OutOfMemory
-from trials.spec import Candidate, LlamaModel, ResNetModel, Workload
+from trials.spec import Candidate, LlamaModel, OwnModel, ResNetModel, Workload, decoder_of
 
 IMPLIED: Mapping[str, frozenset[str]] = {
     "pp": frozenset({"schedule", "num_virtual_stages", "stage_layers"}),
@@ -100,7 +100,10 @@ def applicable(kind: Kind, candidate: Candidate, workload: Workload) -> tuple[st
     """Knobs that help against ``kind`` and have an effect on this candidate."""
     is_resnet, is_decoder = isinstance(workload.model, ResNetModel), isinstance(workload.model, LlamaModel)
     pointless = set() if is_resnet else {"memory_format", "cudnn_benchmark"}
-    pointless |= set() if is_decoder else {"attention", "sequence_parallel", "tp", "pp", "cp", "shard_embedding"}
+    if not is_decoder:
+        pointless |= {"sequence_parallel", "cp", "shard_embedding"}
+        pointless |= {"attention"} if decoder_of(workload.model) is None else set()
+        pointless |= set() if isinstance(workload.model, OwnModel) else {"tp", "pp"}
     return tuple(knob for knob in HELPFUL_KNOBS[kind] if knob not in pointless | without_effect(candidate))
 
 

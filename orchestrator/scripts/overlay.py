@@ -52,7 +52,7 @@ def render(script: Script, candidate: Candidate, *, last_step: int | None = None
     Raises:
         ConfigError: a file of the user's that cannot be changed.
     """
-    values = placeholder_values(candidate, script.workload, last_step=last_step or 1)
+    values = placeholder_values(candidate, script.workload, last_step=last_step)
     run = filled_run(with_own(script, candidate), values)
     laid = script.training.overlay(run, request_of(script, candidate, device))
     if last_step is not None:

@@ -89,11 +89,12 @@ def _with_argument(argv: tuple[str, ...], name: str, value: OwnScalar) -> tuple[
 
 
 def _with_changes(run: Run, changes: Mapping[str, Mapping[str, OwnScalar]]) -> Run:
-    """The command with changed copies of files, which its words name by placeholders."""
+    """The command with changed copies of files, which its words name by placeholders; other files stay where they are."""
     texts = dict(run.files)
     for file, values in changes.items():
         texts[file] = edited(texts[file], run.paths.get(file, file), values)
-    argv = tuple(_with_placeholder(word, run, list(changes)) for word in run.argv)
+    changed = [file for file in changes if texts[file] != run.files[file]]
+    argv = tuple(_with_placeholder(word, run, changed) for word in run.argv)
     return dataclasses.replace(run, argv=argv, files=texts)
 
 

@@ -15,6 +15,7 @@ from orchestrator.space.knobs.canonical import (
     build_layout,
     build_loader,
     canonical_precision,
+    engine_for,
     resolve_tp_engine,
     with_tp_engine,
 )
@@ -103,18 +104,20 @@ def make_space(choices: Choices, model: Model, own: Sequence[OwnKnob] = ()) -> S
     }
     frames = tuple(
         Frame(layout=layout, micro_batch_size=micro_batch_size, recomputes=recomputes)
-        for layout, recomputes in _layouts(choices, model.num_layers).items()
+        for layout, recomputes in _layouts(choices, model).items()
         for micro_batch_size in choices["micro_batch_size"]
     )
     product_size = math.prod([*map(len, choices.values()), *own_sizes.values()])
     return Space(frames=frames, parts=parts, product_size=product_size)
 
 
-def _layouts(choices: Choices, num_layers: int) -> dict[Layout, tuple[Recompute, ...]]:
+def _layouts(choices: Choices, model: Model) -> dict[Layout, tuple[Recompute, ...]]:
     """Distinct layouts with the distinct recompute policies that go with each."""
     found: dict[Layout, dict[Recompute, None]] = {}
+    num_layers = model.num_layers
+    engines = tuple(dict.fromkeys(engine_for(engine, model) for engine in choices["tp_engine"]))
     without_engine = _distinct(_settings(choices, "layout"), lambda values: build_layout(values, num_layers))
-    for layout, engine in product(without_engine, choices["tp_engine"]):
+    for layout, engine in product(without_engine, engines):
         present = layers_of(layout, num_layers)
         for choice in choices["recompute"]:
             policy = resolve_recompute(choice, present)

@@ -25,7 +25,7 @@ from trials.codec import to_json
 from trials.outcome import Measured, Outcome
 from trials.reports.findings import Findings
 from trials.secrets import redact_all
-from trials.spec import LinearModel, LlamaModel, Model, ResNetModel, ScriptModel
+from trials.spec import HuggingFaceModel, LinearModel, LlamaModel, Model, PythonModel, ResNetModel, ScriptModel
 
 MAX_TAG_CHARS = 5000
 
@@ -55,6 +55,10 @@ def _model_name(model: Model) -> str:
             return f"resnet{model.depth}-w{model.width}-i{model.image_size}"
         case LinearModel():
             return f"linear-{model.size}-l{model.num_layers}"
+        case PythonModel():
+            return model.model.replace(":", "-")
+        case HuggingFaceModel():
+            return f"{json.loads(model.config)['model_type']}-l{model.num_layers}"
         case ScriptModel():
             return model.recipe
 

@@ -25,7 +25,9 @@ class Mixer(nn.Module):
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         h = self.norm(x)
-        q, k, v = (one(h).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for one in (self.query, self.key, self.value))
+        q, k, v = (
+            one(h).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for one in (self.query, self.key, self.value)
+        )
         x = x + self.merge(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)) * scale
         x = x + F.gelu(self.conv(x.transpose(1, 2))).transpose(1, 2)
         h = self.inner_norm(x)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import tempfile
@@ -19,7 +18,6 @@ from trials.spec import (
     HuggingFaceModel,
     Kernels,
     Layout,
-    LlamaModel,
     LossScale,
     ModuleFacts,
     Precision,

@@ -17,7 +17,7 @@ from functools import partial
 from trials.dryrun.layer_runs import NUM_NAMED, LayerKind, LayerRun, runs_of_stage
 from trials.dryrun.microbatches import enough_microbatches, grown, with_microbatches
 from trials.dryrun.records import Growth, Peak, RankRun, Traffic
-from trials.spec import Counts, Layout, Recompute, ResNetModel, TrialSpec
+from trials.spec import Counts, Layout, LinearModel, LlamaModel, Recompute, ResNetModel, TrialSpec
 
 SMALL, LARGER = 2 * NUM_NAMED + 1, 2 * NUM_NAMED + 2
 """Equal layers in a row in the smallest model, which has every place, and in the models it is compared with."""
@@ -162,7 +162,7 @@ def _resized(
         layout=dataclasses.replace(layout, stage_layers=held if layout.stage_layers else ()),
         recompute=smaller,
     )
-    assert not isinstance(spec.workload.model, ResNetModel)
+    assert isinstance(spec.workload.model, LlamaModel | LinearModel), "others are simulated whole, or not at all"
     model = dataclasses.replace(spec.workload.model, num_layers=sum(sum(row) for row in held))
     return dataclasses.replace(spec, workload=dataclasses.replace(spec.workload, model=model), candidate=candidate)
 

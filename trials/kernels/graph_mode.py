@@ -22,8 +22,8 @@ _MAX_COMPILATIONS = 4096
 def apply_compile(model: TrainModel, kernels: Kernels, *, tensor_parallel: bool) -> None:
     """Compile in place every layer, equal ones sharing the code, or the model as a whole.
 
-    A layer of ours must be one graph; the whole model may break into several, as it does at FSDP's hooks. Shapes are fixed
-    within a trial, so every shape gets a graph of its own instead of one for all.
+    A layer of ours must be one graph; the whole model may break into several, as it does at FSDP's hooks. Shapes are
+    fixed within a trial, so every shape gets a graph of its own instead of one for all.
     """
     if kernels.compile == "off":
         return

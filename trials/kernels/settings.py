@@ -14,7 +14,7 @@ from trials.failure import InfeasibleSpec
 from trials.models.llama import causal_attention
 from trials.parallel.context_parallel import attend_to_the_end
 from trials.precision.mixed import matmul_precision
-from trials.spec import LlamaModel, TrialSpec
+from trials.spec import LlamaModel, TrialSpec, decoder_of
 
 ATTENTION_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -36,8 +36,9 @@ def kernel_settings(spec: TrialSpec, device: torch.device) -> Iterator[None]:
     """
     kernels = spec.candidate.kernels
     with contextlib.ExitStack() as stack:
-        if kernels.attention != "auto" and isinstance(spec.workload.model, LlamaModel):
-            _check_attention(spec, device)
+        decoder = decoder_of(spec.workload.model)
+        if kernels.attention != "auto" and decoder is not None:
+            _check_attention(spec, decoder, device)
             stack.enter_context(sdpa_kernel(ATTENTION_BACKENDS[kernels.attention]))
         if kernels.compile != "off":
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=_MAX_GRAPHS_PER_FUNCTION))
@@ -45,10 +46,9 @@ def kernel_settings(spec: TrialSpec, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _check_attention(spec: TrialSpec, device: torch.device) -> None:
+def _check_attention(spec: TrialSpec, model: LlamaModel, device: torch.device) -> None:
     wanted = spec.candidate.kernels.attention
-    model, dtype = spec.workload.model, getattr(torch, spec.candidate.precision.dtype)
-    assert isinstance(model, LlamaModel)
+    dtype = getattr(torch, spec.candidate.precision.dtype)
     layout = spec.candidate.layout
     masked = layout.cp > 1 and layout.cp_method == "all_gather"
     available = [name for name in ATTENTION_BACKENDS if _runs_attention(name, model, dtype, device, masked=masked)]

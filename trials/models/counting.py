@@ -24,9 +24,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from trials.codec import from_json, to_json
 from trials.datasets.own import collated, open_own
 from trials.failure import InfeasibleSpec
-from trials.models import build_own, loss_of, part_of
+from trials.models import build_own, loss_of
 from trials.models.hugging_face import shape_of
-from trials.models.own import Built
+from trials.models.own import Built, part_of
 from trials.models.stage_cut import layers_in, pipeline_problem
 from trials.models.tensor_plan import plan_problem
 from trials.own_code import described
@@ -55,11 +55,11 @@ class CountReply:
     problem: str | None = None
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operators that compute."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

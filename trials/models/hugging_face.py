@@ -34,7 +34,7 @@ def build_hugging_face(config: str) -> Built:
         content = json.loads(config)
         made = AutoConfig.for_model(content.pop("model_type"), **content)
         drop_nothing(made)
-        module = AutoModelForCausalLM.from_config(made, dtype=torch.float32, trust_remote_code=False)
+        module = AutoModelForCausalLM.from_config(made, dtype=torch.float32, trust_remote_code=False)  # type: ignore[no-untyped-call]
     except (KeyError, TypeError, ValueError, ImportError, OSError) as error:
         raise InfeasibleSpec(f"transformers builds no decoder of this config.json: {described(error)}") from error
     before, after = _ends(module)
@@ -66,7 +66,7 @@ def _layers_path(module: nn.Module, config: Any) -> str:
     number = config.get_text_config().num_hidden_layers
     for name, one in module.named_modules():
         if isinstance(one, nn.ModuleList) and len(one) == number:
-            return name
+            return str(name)
     raise InfeasibleSpec(f"this {config.model_type} has no list of {number} layers; use workload kind python")
 
 

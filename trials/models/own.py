@@ -115,7 +115,8 @@ def part_of(built: Built, num_layers: int, chunk: Chunk) -> GivenModel:
     found = len(list(layers_in(built.module, built.layers).children()))
     if found != num_layers:
         raise InfeasibleSpec(
-            f"{built.layers} has {found} layers, but {num_layers} when the sweep was planned; submit it under a new name"
+            f"{built.layers} has {found} layers, but had {num_layers} when the sweep was planned; submit it under a new"
+            " name"
         )
     # While it is whole: a stage lacks modules that the plan names.
     no_tensor_parallel = plan_problem(built.module, built.tensor_parallel)

@@ -9,15 +9,13 @@ from __future__ import annotations
 import getpass
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trials.script.command import ScriptCommand
+from trials.script.hook_path import MEMORY_LIMIT_VARIABLE, REPORT_VARIABLE, with_hook
 from trials.secrets import is_secret_name
-
-HOOK = Path(__file__).parent / "hook"
-"""Folder that makes unchanged programs report, once it is on Python's path."""
 
 NAMES = frozenset(
     (
@@ -107,10 +105,18 @@ def child_environment(
     environment |= _torchrun(rank) if command.launcher == "env" else _nodes(rank)
     environment["TORCHELASTIC_ERROR_FILE"] = str(error_file)
     environment |= {pair[0]: pair[1] for pair in command.env if len(pair) == 2}
-    environment["TUNE_CLUSTER_REPORT"] = str(report)
-    if command.hook and HOOK.is_dir():
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HOOK), environment.get("PYTHONPATH")]))
+    environment[REPORT_VARIABLE] = str(report)
+    if command.memory_limit_bytes is not None and command.device == "cuda":
+        environment[MEMORY_LIMIT_VARIABLE] = str(command.memory_limit_bytes)
+    environment["PYTHONPATH"] = with_hook(environment.get("PYTHONPATH"), hook=command.hook)
     return environment
+
+
+def remember_secrets(pairs: Iterable[Sequence[str]]) -> None:
+    """Have what the sweep file tells the program in confidence redacted from all that this process writes."""
+    for pair in pairs:
+        if len(pair) == 2 and is_secret_name(pair[0]):
+            os.environ[pair[0]] = pair[1]
 
 
 def _is_allowed(name: str) -> bool:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
-from trials.failure import NodeFault, classify
+from trials.failure import InfeasibleSpec, NodeFault, NonFiniteLoss, classify
 from trials.script.book import ToldError
 
 NEEDLES = (
@@ -57,6 +57,20 @@ class NoMetricsError(RuntimeError):
 
 class TooFewStepsError(RuntimeError):
     """The command ended well, but before the steps that a trial needs."""
+
+
+class NotApplied(InfeasibleSpec):  # named like the outcome it leads to
+    """What the program does is not what the candidate says: its times would be those of something else."""
+
+
+class TrainingDiverged(NonFiniteLoss):  # says what was found
+    """The program's loss or gradient norm became inf or nan."""
+
+
+def is_of_program(error: BaseException) -> bool:
+    """Whether an error is about a program of the user's own: where in our code it was found tells nobody anything."""
+    told = CommandError | NoMetricsError | TooFewStepsError | NotApplied | TrainingDiverged | NodeFault
+    return isinstance(error, told)
 
 
 class OutputWatch:

@@ -41,12 +41,10 @@ class LineSplitter:
     def feed(self, chunk: bytes) -> Iterator[str]:
         """The wanted lines that are complete now that ``chunk`` has arrived, without colours and line ends."""
         if self._is_cut:
-            end = _ENDS.search(chunk)
-            if end is None:
+            ends = [end for end in (chunk.find(b"\n"), chunk.find(b"\r")) if end >= 0]
+            if not ends:
                 return
-            self._is_cut, chunk = False, chunk[end.start() :]
-            yield from self._wanted(self._rest)
-            self._rest = b""
+            self._is_cut, chunk = False, chunk[min(ends) :]
         data = self._rest + chunk
         last = max(data.rfind(b"\n"), data.rfind(b"\r"))
         whole, self._rest = data[: last + 1], data[last + 1 :]

@@ -25,8 +25,8 @@ LOOK_S = 0.1
 """How often files are looked at."""
 LIFE_S = 5.0
 """How often a program that prints but ends no step is told to be alive."""
-READ_BYTES = 1 << 16
-READS_PER_LOOK = 64
+READ_BYTES = 1 << 18
+READS_PER_LOOK = 16
 DRAIN_S = 1.0
 """How long the output of a program that has ended is read: what it left behind may print for ever."""
 GRACE_S = 2.0
@@ -61,18 +61,19 @@ class Watch:
         self._selector.register(child.pidfd, selectors.EVENT_READ)
         self._output_bytes = 0
         self._is_open = True
-        self._looked_at_s = 0.0
+        self._looked_at_s = self._heard_at_s = 0.0
         self._told_steps = -1
         self._told_at_s = time.monotonic()
         self._heard_bytes = 0
         self._told_word: Word | None = None
+        self._has_measured = False
 
     def follow(self) -> StepTimes | None:
         """Watch until the measured steps are there, and peers have had theirs; None where another rank of this node
         speaks for this one.
 
         Raises:
-            NonFiniteLoss, InfeasibleSpec, NodeFault: see :mod:`trials.failure`.
+            NotApplied, TrainingDiverged, NodeFault: see :mod:`trials.failure`.
             Exception: whatever ended the program before its steps were measured, by its own type.
         """
         while (times := self._measured()) is None:
@@ -81,7 +82,7 @@ class Watch:
             if self._is_spoken_for():
                 return None
             self._wait(LOOK_S)
-        self._places.tell(self._last_word())
+        self._say_measured()
         self._let_peers_finish(times)
         return self._measured()
 
@@ -113,6 +114,7 @@ class Watch:
                 self._is_open = False
                 return False
             self._output_bytes += len(chunk)
+            self._heard_at_s = time.monotonic()
             self._log.write(chunk)
             for line in self._lines.feed(chunk):
                 self._hear(line, self._parser, "output")
@@ -121,13 +123,13 @@ class Watch:
     def _hear(self, line: str, parser: LogParser, origin: str) -> None:
         self._errors.feed(line)
         for record in parser.feed(line):
-            self.book.hear_log(record, format_name=self._command.log.name, origin=origin)
+            self.book.hear_log(record, format_name=self._command.log.name, origin=origin, arrived_s=self._heard_at_s)
 
     def _look(self, *, is_last: bool = False) -> None:
         """Take in what has been appended to files."""
-        self._looked_at_s = time.monotonic()
+        self._looked_at_s = self._heard_at_s = time.monotonic()
         for path, line in self._reports.new_lines(is_last=is_last):
-            self.book.hear_report(line, origin=Path(path).name)
+            self.book.hear_report(line, origin=Path(path).name, arrived_s=self._looked_at_s)
         for path, line in self._files.new_lines(is_last=is_last):
             if path not in self._file_parsers:
                 self._file_parsers[path] = make_parser(self._command.log)
@@ -145,6 +147,8 @@ class Watch:
 
     def _tell(self) -> None:
         """Report progress: new steps, or that the program is alive."""
+        if self._has_measured:
+            return
         command, now_s = self._command, time.monotonic()
         steps = min(self.judge.num_steps, command.num_required_steps)
         is_alive = self._output_bytes > self._heard_bytes and now_s - self._told_at_s >= LIFE_S
@@ -175,9 +179,8 @@ class Watch:
         """Go on until all ranks of the node are done and others have had the time, or the program has ended."""
         grace_s = min(MAX_GRACE_S, GRACE_S + 2 * times.seconds[-1])
         end_s = time.monotonic() + grace_s
-        is_alone = self._rank.num_slots == self._rank.local_slots
         while time.monotonic() < end_s and self._child.exit_code is None:
-            if is_alone and self._num_done() >= self._rank.local_slots:
+            if self._rank.num_slots == self._rank.local_slots and self._num_done() >= self._rank.local_slots:
                 break
             self._wait(LOOK_S)
         self._finish_reading()
@@ -201,7 +204,7 @@ class Watch:
         """The times that came with the program's last words, or the reason why there are none."""
         self._finish_reading()
         if (times := self._measured()) is not None:
-            self._places.tell(self._last_word())
+            self._say_measured()
             return times
         cause = self._failure()
         is_good = self._child.exit_code == 0 and isinstance(cause, NoMetricsError | TooFewStepsError)
@@ -218,17 +221,19 @@ class Watch:
             return None
         raise cause
 
-    def _last_word(self) -> Word:
-        """That this rank has its steps."""
+    def _say_measured(self) -> None:
+        """Tell everybody that this rank has its steps; the last thing that they hear of it."""
+        self._tell()
+        self._has_measured = True
         step = self._command.protocol.num_steps
-        return Word(state="measured", phase="measuring", step=step, has_measured=True)
+        self._places.tell(Word(state="measured", phase="measuring", step=step, has_measured=True))
 
     def _is_measured_by_peer(self) -> bool:
         return any(word.has_measured for word in self._places.told())
 
     def _num_done(self) -> int:
         """How many ranks of the node need their programs no more."""
-        return sum(word.state != "training" for word in self._places.told())
+        return 1 if self._rank.local_slots == 1 else sum(word.state != "training" for word in self._places.told())
 
     def _finish_reading(self) -> None:
         """Take in what is left of output and files."""

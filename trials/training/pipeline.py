@@ -97,8 +97,10 @@ class Stage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **options: Any) -> Any:
         with self._context():
             output = super().forward_maybe_with_nosync(*args, **options)  # type: ignore[no-untyped-call]
-        # A stage of no layers gives its input, a receive buffer, which the schedule must not detach.
-        return output.clone() if args and output is args[0] else output
+        # A stage of no layers gives its input, a receive buffer; a module of the user's may give a view. The schedule
+        # must not detach the one, and cannot detach the other.
+        is_buffer = bool(args) and output is args[0]
+        return output.clone() if is_buffer or (isinstance(output, Tensor) and output._is_view()) else output
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **options: Any) -> Any:
         """Run the stage without gradients, before the first step, for the schedule to find out shapes and types."""

@@ -137,8 +137,6 @@ def _write_data(edit: Edit, request: OverlayRequest) -> None:
 def _write_batch(edit: Edit, request: OverlayRequest) -> None:
     if is_cli(edit.argv):
         Given(edit).put("trainer.accumulate_grad_batches", request.num_microbatches)
-    elif request.num_microbatches > 1 and "micro_batch_size" not in request.told:
-        edit.refuse("micro_batch_size", f"{request.num_microbatches} accumulation steps: put {{accumulation}} into run")
 
 
 def _write_seed(edit: Edit, seed: int) -> None:

@@ -31,8 +31,9 @@ from orchestrator.recipes.mindformers.layout import (
 from orchestrator.recipes.mindformers.reader import read_edit
 from orchestrator.recipes.mindformers.run import COMPUTE, FLASH, PREFETCH, RESIDUAL, SCALE, STRATEGY, WORKERS
 from orchestrator.recipes.overlays.edit import Document, Edit
-from orchestrator.recipes.overlays.lay import Laying, Part, written
+from orchestrator.recipes.overlays.lay import Laying, Part, layers_in, written
 from orchestrator.recipes.training import OverlayRequest
+from orchestrator.space.knobs.layer_choices import layers_of
 
 _TASK = "train_dataset_task.dataset_config."
 """Where the section of the data set often stands a second time, by an alias."""
@@ -127,14 +128,9 @@ def _write_recompute(edit: Edit, request: OverlayRequest) -> None:
     """Write recompute as the exports do; all layers and none as true and false, as people write them."""
     config = document(edit)
     settings = written(edit, request, exported_recompute.SETTINGS)
-    if request.candidate.recompute.full == _everything(request):
+    if request.candidate.recompute.full == layers_of(request.candidate.layout, layers_in(request)):
         settings[exported_recompute.FULL] = True
     config.put({key: value for key, value in settings.items() if config.get(key, False) != value})
-
-
-def _everything(request: OverlayRequest) -> Any:
-    layout = request.candidate.layout
-    return layout.stage_layers if layout.pp > 1 else ((request.reading.num_layers or 1,),)
 
 
 def _write_precision(edit: Edit, request: OverlayRequest) -> None:

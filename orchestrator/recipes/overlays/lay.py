@@ -3,7 +3,6 @@ else."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,7 @@ from orchestrator.recipes.fields import WORKLOAD, candidate_of, defaults, flatte
 from orchestrator.recipes.overlays.edit import Edit
 from orchestrator.recipes.training import Overlay, OverlayRequest, Reading, Run
 from orchestrator.space.knobs.canonical import canonical_layout, canonical_loader, canonical_precision
+from orchestrator.space.knobs.layer_choices import layers_of
 from trials.spec import Candidate, ScriptData, ScriptModel, Workload
 
 
@@ -46,11 +46,7 @@ class Laying:
         self.check(edit, request)
         said = [note for note in reading.notes if note.severity == "error" or note not in request.reading.notes]
         spoken = [note.knob for note in edit.notes if note.severity == "error"]
-        wrong = [
-            note
-            for note in contradictions(request, reading, _filled(edit))
-            if not any(_touch(note.knob, k) for k in spoken)
-        ]
+        wrong = [note for note in contradictions(request, reading) if not any(_touch(note.knob, k) for k in spoken)]
         edit.notes = list(dict.fromkeys([*edit.notes, *said, *wrong]))
         return edit.overlay()
 
@@ -60,7 +56,7 @@ class Laying:
         for part in self.parts:
             if any(now.changes(path, asked.get(path)) for path in part.paths):
                 part.write(edit, now)
-                now = replace(now, reading=_again(request.reading, self.read(edit)))
+                now = replace(now, reading=_again(request, self.read(edit)))
         if _batch(request, now.reading) or (now.reading.global_batch_size, now.reading.num_microbatches) == (
             None,
             None,
@@ -68,17 +64,37 @@ class Laying:
             self.batch(edit, now)
         if request.seed is not None and request.seed != request.reading.seed:
             self.seed(edit, request.seed)
-        return _again(request.reading, self.read(edit))
+        return _again(request, self.read(edit))
 
 
-def _again(first: Reading, now: Reading) -> Reading:
+def layers_in(request: OverlayRequest) -> int:
+    """Layers of the model; where the command does not say how many, as many as the candidate recomputes at most."""
+    recompute = request.candidate.recompute
+    counts = [recompute.full, *(part.num_layers for part in recompute.selective)]
+    return request.reading.num_layers or max((sum(map(sum, rows)) for rows in counts), default=0) or 1
+
+
+def _again(request: OverlayRequest, now: Reading) -> Reading:
     """What a command says by now; the model stays the one that the user's own command describes."""
-    return replace(now, shape=first.shape, num_layers=first.num_layers, seq_length=first.seq_length)
+    first, values = request.reading, dict(now.values)
+    if now.num_layers is None:
+        held = layers_of(request.candidate.layout, layers_in(request))
+        values = {path: held if value == _ONE_LAYER else value for path, value in values.items()}
+        parts = values.get("recompute.selective", ())
+        if parts:
+            values["recompute.selective"] = tuple(
+                replace(part, num_layers=held) if part.num_layers == _ONE_LAYER else part for part in parts
+            )
+    return replace(now, values=values, shape=first.shape, num_layers=first.num_layers, seq_length=first.seq_length)
 
 
-def contradictions(request: OverlayRequest, said: Reading, filled: frozenset[str] = frozenset()) -> list[Note]:
+_ONE_LAYER = ((1,),)
+"""All layers of a model of which nobody knows how many there are."""
+
+
+def contradictions(request: OverlayRequest, said: Reading) -> list[Note]:
     """An error for every field of the candidate that a command says otherwise, or not at all although the sweep names
-    it; knobs whose placeholders are ``filled`` in are said."""
+    it."""
     asked = values_of(_canonical(request.candidate))
     canonical = values_of(_canonical(candidate_of({**asked, **_of_candidate(said.values)})))
     wrong = {
@@ -95,15 +111,8 @@ def contradictions(request: OverlayRequest, said: Reading, filled: frozenset[str
         and any(_touch(path, name) for name in request.named)
         and value != defaults().get(path)
         and path not in (*_LEFT_OVER, *request.told)
-        and not filled.intersection(path.split("."))
     ]
     return notes + _batch(request, said)
-
-
-def _filled(edit: Edit) -> frozenset[str]:
-    """Names of all placeholders among the arguments, in files and variables."""
-    texts = (*edit.argv, *edit.env.values(), *edit.given_env.values())
-    return frozenset(name for text in texts for name in re.findall(r"\{(\w+)\}", text))
 
 
 def _batch(request: OverlayRequest, said: Reading) -> list[Note]:
@@ -163,7 +172,7 @@ def _error(knob: str, message: str) -> Note:
 def draft_of(request: OverlayRequest) -> Draft:
     """A draft for settings of the framework's exports, whose names and rules are the same here."""
     reading = request.reading
-    model = ScriptModel(recipe="custom", run=(), cwd="/", num_layers=reading.num_layers or 1)
+    model = ScriptModel(recipe="custom", run=(), cwd="/", num_layers=layers_in(request))
     workload = Workload(
         model=model,
         data=ScriptData(),

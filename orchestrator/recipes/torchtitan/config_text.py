@@ -46,14 +46,26 @@ def _site_packages(cwd: str, python: str) -> list[Path]:
     return [*folders, *([Path(ours.origin).parent.parent] if ours and ours.origin else [])]
 
 
-def settings_of(text: str, function: str) -> Mapping[str, Any] | None:
-    """Value by dotted name of what a function of this text sets; None where that cannot be told."""
+def settings_of(text: str, function: str, base: str = "") -> Mapping[str, Any] | None:
+    """Value by dotted name of what a function of this text sets, which may start from functions of the text ``base``;
+    None where that cannot be told."""
     try:
-        module = ast.parse(text)
+        nodes = [*ast.parse(base).body, *ast.parse(text).body]
     except SyntaxError:
         return None
-    functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
     return _returned(functions, function, ())
+
+
+def base_of(path: str, cwd: str, python: str) -> str | None:
+    """Absolute path of the registry whose functions a file imports to start from; None where it imports none."""
+    try:
+        nodes = ast.parse(Path(path).read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return None
+    modules = (node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module)
+    names = (module for module in modules if module.endswith(".config_registry"))
+    return next((found for name in names if (found := find(name, cwd, python))), None)
 
 
 def _returned(functions: Mapping[str, ast.FunctionDef], name: str, above: tuple[str, ...]) -> dict[str, Any] | None:
@@ -69,8 +81,8 @@ def _returned(functions: Mapping[str, ast.FunctionDef], name: str, above: tuple[
             case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=parts)) if all(
                 isinstance(target, ast.Attribute) for target in targets
             ):
-                for target, part in zip(targets, parts, strict=False):
-                    _assign(variables, ast.unparse(target), _value(part, functions, variables, (*above, name)))
+                for goal, part in zip(targets, parts, strict=False):
+                    _assign(variables, ast.unparse(goal), _value(part, functions, variables, (*above, name)))
             case ast.Return(value=value) if value is not None:
                 found = _value(value, functions, variables, (*above, name))
                 return found if isinstance(found, dict) else None

@@ -15,6 +15,7 @@ from orchestrator.recipes.torchtitan.config_text import (
     ELSEWHERE,
     MODEL,
     UNKNOWN,
+    base_of,
     find,
     settings_of,
 )
@@ -23,6 +24,8 @@ MODULE, FUNCTION = Argument(name="--module"), Argument(name="--config")
 OLD = either_dash("--job.config_file", aliases=("--job.config-file",))
 CONFIG = "titan_config"
 """Name of the configuration function's file among a run's files."""
+BASE = "titan_base"
+"""Name of the file whose functions it starts from."""
 PARTS = "parallelism.module_fqns_per_model_part"
 DEFAULTS: Mapping[str, Any] = {
     "training.local_batch_size": 8,
@@ -86,7 +89,8 @@ class Given:
         self._edit = edit
         function = arguments.read_text(edit.argv, FUNCTION)
         text = edit.files.get(CONFIG)
-        self.config = settings_of(text, function) if text is not None and function else None
+        base = edit.files.get(BASE, "")
+        self.config = settings_of(text, function, base) if text is not None and function else None
         """What the configuration function says; None where it could not be read."""
 
     @property
@@ -122,7 +126,8 @@ class Given:
 
     def put_policy(self, policy: str) -> None:
         """Name the policy of activation checkpointing; options of another one go with it."""
-        self._edit.argv = (*self.options, f"activation-checkpoint:{policy}")
+        if self._at == len(self._edit.argv) or self.get(ACTIVATION_CHECKPOINT) != policy:
+            self._edit.argv = (*self.options, f"activation-checkpoint:{policy}")
 
 
 def _is_policy(word: str) -> bool:
@@ -132,5 +137,7 @@ def _is_policy(word: str) -> bool:
 def find_files(argv: Words, cwd: str) -> Mapping[str, str]:
     """The file of the configuration function, where it can be found."""
     module = arguments.read_text(argv, MODULE)
-    path = find(module, cwd, argv[0] if argv else "python") if module and "{" not in module else None
-    return {CONFIG: path} if path else {}
+    python = argv[0] if argv else "python"
+    path = find(module, cwd, python) if module and "{" not in module else None
+    base = base_of(path, cwd, python) if path else None
+    return {name: found for name, found in ((CONFIG, path), (BASE, base)) if found}

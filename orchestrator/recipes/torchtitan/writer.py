@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from orchestrator.recipes.overlays.edit import Edit
-from orchestrator.recipes.overlays.lay import Laying, Part, draft_of
+from orchestrator.recipes.overlays.lay import Laying, Part, draft_of, layers_in
 from orchestrator.recipes.torchtitan.given import PARTS, Given
 from orchestrator.recipes.torchtitan.layout import LOOPED_GPIPE, SCHEDULES, module_names
 from orchestrator.recipes.torchtitan.reader import read_edit
 from orchestrator.recipes.training import OverlayRequest
+from orchestrator.space.knobs.layer_choices import layers_of
 
 _BATCH, _MICRO = "training.local_batch_size", "parallelism.pipeline_parallel_microbatch_size"
 _GLOBAL = "training.global_batch_size"
@@ -51,8 +52,8 @@ def _write_pipeline(edit: Edit, request: OverlayRequest) -> None:
 
 
 def _write_recompute(edit: Edit, request: OverlayRequest) -> None:
-    given, recompute, layout = Given(edit), request.candidate.recompute, request.candidate.layout
-    held = layout.stage_layers if layout.pp > 1 else ((request.reading.num_layers or 1,),)
+    given, recompute = Given(edit), request.candidate.recompute
+    held = layers_of(request.candidate.layout, layers_in(request))
     if recompute.selective or recompute.full not in ((), held):
         edit.refuse("recompute", "torchtitan recomputes all layers or none; selective has a list of its own")
     else:
@@ -93,6 +94,8 @@ def _write_batch(edit: Edit, request: OverlayRequest) -> None:
     """Write the batch: a rank's is one micro-batch, in a pipeline all those of a step."""
     given, layout = Given(edit), request.candidate.layout
     micro = request.candidate.micro_batch_size
+    if "layout.pp" not in request.reading.values:
+        given.put("parallelism.pipeline_parallel_degree", layout.pp)
     given.put(_BATCH, micro if layout.pp == 1 else micro * request.num_microbatches)
     if layout.pp > 1:
         given.put(_MICRO, micro)

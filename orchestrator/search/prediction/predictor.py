@@ -29,7 +29,7 @@ from orchestrator.search.prediction.posterior import MEMORY_SHIFT_STD, MEMORY_ST
 from orchestrator.search.prediction.transfer import EarlierTrial, nearest
 from orchestrator.space.naming import Features, Scalar
 from trials.dryrun.estimate import DryRunEstimate
-from trials.spec import Candidate, LlamaModel, ScriptModel, Workload
+from trials.spec import Candidate, HuggingFaceModel, LlamaModel, OwnModel, ScriptModel, Workload, decoder_of
 
 MAX_CANDIDATES = 200_000
 """Candidates the cost model ranks one by one; each takes some 2 kB."""
@@ -69,11 +69,14 @@ class UnknownDimensionsError(UnpredictableError):
 
 
 def predicted_workload(workload: Workload) -> Workload:
-    """What the cost model takes in the place of a training program of the user's own: the decoder that it trains.
+    """What the cost model takes in the place of a training program of the user's own, or of a module of transformers:
+    the decoder that it trains, or that has the same matrix products.
 
     Raises:
         UnknownDimensionsError: it has a program, and nobody knows what that trains.
     """
+    if isinstance(workload.model, HuggingFaceModel) and workload.model.shape is not None:
+        return replace(workload, model=workload.model.shape)
     if not isinstance(workload.model, ScriptModel):
         return workload
     if workload.model.shape is None or workload.seq_length == 1:
@@ -239,13 +242,13 @@ class Predictor:
 
 
 def _comparable(earlier: Sequence[EarlierTrial], workload: Workload) -> tuple[EarlierTrial, ...]:
-    """Trials of the same kind of model; where a program of the user's own is trained, of that very program."""
-    if not isinstance(workload.model, ScriptModel):
+    """Trials of the same kind of model; where the code is the user's own, of that very program or module."""
+    if not isinstance(workload.model, ScriptModel | OwnModel):
         return tuple(trial for trial in earlier if isinstance(trial.workload.model, type(workload.model)))
-    shape = workload.model.shape
+    same = tuple(trial for trial in earlier if trial.workload.model == workload.model)
+    shape = decoder_of(workload.model)
     if shape is None:
-        return ()
-    same = (trial for trial in earlier if trial.workload.model == workload.model)
+        return same if isinstance(workload.model, OwnModel) else ()
     return tuple(replace(trial, workload=replace(trial.workload, model=shape)) for trial in same)
 
 

@@ -15,14 +15,15 @@ from trials.spec import (
     Candidate,
     Kernels,
     Layout,
-    LlamaModel,
     Loader,
     LoaderTuning,
     LossScale,
     Model,
+    OwnModel,
     Precision,
     ResNetModel,
     ScriptModel,
+    decoder_of,
 )
 
 DEFAULT_PREFETCH_FACTOR = 2
@@ -48,7 +49,8 @@ def build_candidate(
     """The canonical candidate of a full set of knob values, and of values of the user's own knobs."""
     layout = build_layout(values, model.num_layers)
     recompute = resolve_recompute(values["recompute"], layers_of(layout, model.num_layers))
-    engine = resolve_tp_engine(values["tp_engine"], layout, recomputes_communication=recompute.communication != ())
+    engine = engine_for(values["tp_engine"], model)
+    engine = resolve_tp_engine(engine, layout, recomputes_communication=recompute.communication != ())
     return Candidate(
         layout=with_tp_engine(layout, engine),
         micro_batch_size=values["micro_batch_size"],
@@ -133,6 +135,11 @@ def canonical_layout(layout: Layout) -> Layout:
     )
 
 
+def engine_for(engine: str, model: Model) -> str:
+    """The engine as asked for; tensor parallelism of the user's modules goes by a plan, which only one engine reads."""
+    return "dtensor" if isinstance(model, OwnModel) and engine == "auto" else engine
+
+
 def resolve_tp_engine(engine: str, layout: Layout, *, recomputes_communication: bool) -> str:
     """The engine of tensor parallelism: ``auto`` becomes ``local`` for what DTensors cannot do."""
     if engine != "auto":
@@ -205,7 +212,7 @@ def canonical_kernels(kernels: Kernels, model: Model) -> Kernels:
     if isinstance(model, ScriptModel):
         has_attention = has_convolutions = True  # as far as anybody knows
     else:
-        has_attention, has_convolutions = isinstance(model, LlamaModel), isinstance(model, ResNetModel)
+        has_attention, has_convolutions = decoder_of(model) is not None, isinstance(model, ResNetModel)
     return dataclasses.replace(
         kernels,
         backend=kernels.backend if compiles else default.backend,

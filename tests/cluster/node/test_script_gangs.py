@@ -38,7 +38,7 @@ def test_ranks_meet_and_what_they_do_not_tell_is_the_systems_word_or_unknown(tmp
     assert (found.world_size, len(found.step_times_s), found.step_time_resolution_s) == (2, scripts.NUM_STEPS, 0.001)
     assert found.losses[-1] == pytest.approx(2.6) and found.grad_norms == () and found.mfu is None
     assert 2 << 20 < found.peak_bytes < 1 << 30, "a Python without torch"
-    assert found.findings.script.source_of("rss_bytes").source == "system"
+    assert found.findings.script.source_of("allocated_bytes").source == "system"
     assert not (Path(end.log_dir) / "script").exists()
     assert not cache.exists(), "caches go with the lease"
 
@@ -48,7 +48,7 @@ def test_a_command_that_starts_its_ranks_has_all_devices_of_its_slot(cluster, tm
     text = f"import os\nos.environ.setdefault('WORLD_SIZE', 'unset')\n{seen}\n{scripts.STEPS}train()\n"
     options = {"num_devices": 3, "launcher": "own"}
     path = scripts.write(tmp_path / "own", text)
-    _, found = measured(cluster, path, world_size=3, one_rank_per_node=True, spec=options)
+    _, found = measured(cluster, path, world_size=3, options={"one_rank_per_node": True}, spec=options)
     assert (found.world_size, len(found.places)) == (3, 3)
 
 

@@ -1,4 +1,4 @@
-"""Sweep files with a training program of the user's own: what they mean, and what is found wrong before anything runs."""
+"""Sweep files with a training program of the user's own: what they mean, and what is wrong before anything runs."""
 
 import copy
 import json

@@ -1,0 +1,174 @@
+"""Modules whose code is not ours: found, counted, cut into stages, or refused with the reason and the place."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import ROOT
+from tests.trials import own_modules
+from tests.trials.test_own_parity import ENCODER, decoder
+from trials.datasets.base import Share
+from trials.datasets.own import OwnBatches
+from trials.failure import DataError, InfeasibleSpec
+from trials.legality.rules import violations
+from trials.models.counting import CountRequest, count
+from trials.models.stage_cut import pipeline_problem
+from trials.models.tensor_plan import plan_problem
+from trials.own_code import call_function, load_function
+from trials.spec import Candidate, Layout, PythonData, TextData, Workload
+
+DATA = PythonData(dataset="tests.trials.own_modules:dataset", cwd=str(ROOT))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of code, which the import path forgets again."""
+    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    (tmp_path / "faulty_module.py").write_text("import nothing_like_this\n")
+    (tmp_path / "fine_module.py").write_text("def build():\n    return 1 / 0\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("absent_module:build", r"cannot import absent_module from .*workload\.cwd"),
+        ("faulty_module:build", r"No module named 'nothing_like_this' \(faulty_module\.py, line 1\)"),
+        ("fine_module:make", r"fine_module\.py has no function 'make'"),
+        ("trials:build", "cannot be called 'trials'; rename the file"),
+    ],
+)
+def test_what_cannot_be_imported_is_named_with_its_place(name: str, words: str, folder: Path) -> None:
+    with pytest.raises(InfeasibleSpec, match=words):
+        load_function(name, str(folder))
+
+
+def test_a_function_that_raises_is_named_with_its_line(folder: Path) -> None:
+    with pytest.raises(InfeasibleSpec, match=r"ZeroDivisionError: division by zero \(fine_module\.py, line 2\)"):
+        call_function("fine_module:build", str(folder))
+
+
+def test_an_encoder_is_counted_and_can_be_split() -> None:
+    facts = count(CountRequest(model=ENCODER, data=DATA, seq_length=1)).facts
+    assert facts is not None
+    assert (facts.num_layers, facts.no_pipeline, facts.no_tensor_parallel) == (3, None, None)
+    assert facts.num_parameters == sum(parameter.numel() for parameter in own_modules.build().parameters())
+    # Attention's matmuls and convolutions come on top of 6 FLOPs per weight and position.
+    assert facts.flops_per_sample > 6 * own_modules.LENGTH * 3 * 4 * own_modules.WIDTH**2
+    assert facts.activation_elements > 3 * own_modules.LENGTH * own_modules.WIDTH
+    assert facts.num_kernels > 3 * 10
+
+
+@pytest.mark.slow
+def test_a_decoder_of_transformers_is_counted_like_our_llama() -> None:
+    reply = count(CountRequest(model=decoder("llama"), data=TextData(), seq_length=16))
+    assert reply.facts is not None and reply.shape is not None
+    assert (reply.facts.num_layers, reply.facts.no_pipeline, reply.facts.no_tensor_parallel) == (3, None, None)
+    shape = reply.shape
+    assert (shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.ffn_hidden_size) == (32, 4, 2, 48)
+    tied = count(CountRequest(model=decoder("qwen3", tie_word_embeddings=True), data=TextData(), seq_length=16)).facts
+    assert tied is not None and "share weights" in str(tied.no_pipeline)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["{}", json.dumps({"model_type": "vit"}), json.dumps({"model_type": "no-such"})])
+def test_a_configuration_of_no_decoder_is_refused(text: str) -> None:
+    model = dataclasses.replace(decoder("llama"), config=text)
+    with pytest.raises(InfeasibleSpec, match="transformers builds no decoder"):
+        count(CountRequest(model=model, data=TextData(), seq_length=16))
+
+
+def test_a_module_that_works_between_its_parts_cannot_be_cut() -> None:
+    """Its forward adds positions outside of any module, so on every stage."""
+
+    class Positions(own_modules.Encoder):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.encoder(self.embed(x) + self.shift))
+
+    own_modules.positions = Positions  # type: ignore[attr-defined]
+    model = dataclasses.replace(ENCODER, model="tests.trials.own_modules:positions")
+    facts = count(CountRequest(model=model, data=DATA, seq_length=1)).facts
+    assert facts is not None
+    assert "its forward does more than workload.before, layers and after name" in str(facts.no_pipeline)
+
+
+def test_why_a_module_cannot_be_split() -> None:
+    tied, encoder = own_modules.tied(), own_modules.build()
+    assert "before and after share weights" in str(pipeline_problem(tied, "layers", ("table",), ("out",)))
+    assert "set workload.before and .after" in str(pipeline_problem(encoder, "encoder.blocks", None, ()))
+    assert "head.norm.weight lies neither" in str(pipeline_problem(encoder, "encoder.blocks", ("embed",), ()))
+    with pytest.raises(InfeasibleSpec, match=r"workload\.layers: no module 'blocks' in the model, which has embed"):
+        pipeline_problem(encoder, "blocks", (), ())
+    assert "set workload.tensor_parallel" in str(plan_problem(encoder, ()))
+    assert "no module with weights has such a path" in str(plan_problem(encoder, [("blocks.*", "colwise")]))
+    assert "a Conv1d; only Linear" in str(plan_problem(encoder, [("encoder.blocks.*.conv", "colwise")]))
+    assert "shares its weights" in str(plan_problem(tied, [("out", "colwise")]))
+
+
+def test_legality_tells_what_was_found_out() -> None:
+    facts = dataclasses.replace(ENCODER.facts, no_pipeline="nobody told", no_tensor_parallel="no plan")
+    model = dataclasses.replace(ENCODER, facts=facts)
+    workload = Workload(model=model, data=DATA, seq_length=1, global_batch_size=8)
+    layouts = [
+        (Layout(pp=2, stage_layers=((1, 2),)), ["pp 2: nobody told"]),
+        (Layout(tp=2), ["tp 2: no plan"]),
+        (Layout(dp_shard=2, zero_stage=3), []),
+    ]
+    for layout, expected in layouts:
+        candidate = Candidate(layout=layout, micro_batch_size=1)
+        assert list(violations(workload, candidate)) == expected
+    able = dataclasses.replace(workload, model=ENCODER)
+    (refused,) = violations(able, Candidate(layout=Layout(tp=2, tp_engine="local")))
+    assert "goes by a plan" in refused
+    (refused,) = violations(dataclasses.replace(able, seq_length=4), Candidate(layout=Layout(cp=2)))
+    assert "no context parallelism" in refused
+
+
+def test_ranks_read_the_rows_of_one_global_batch() -> None:
+    whole = OwnBatches(own_modules.dataset(), Share(global_batch_size=8, seed=5), origin="waves")[3]
+    parts = [
+        OwnBatches(own_modules.dataset(), Share(global_batch_size=8, dp_rank=i, dp=2, seed=5), origin="waves")[3]
+        for i in range(2)
+    ]
+    assert torch.equal(torch.cat([inputs for inputs, _ in parts]), whole[0])
+    assert torch.equal(torch.cat([targets for _, targets in parts]), whole[1])
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        ([torch.zeros(3)], "a sample is a Tensor; it has to be a pair"),
+        ([({"a": 1}, 2)], "the input of a sample has to be one tensor"),
+        ([(torch.zeros(2), 0), (torch.zeros(3), 0)], "samples do not make a batch"),
+    ],
+)
+def test_samples_that_make_no_batch_are_named(samples: list, words: str) -> None:
+    batches = OwnBatches(samples, Share(global_batch_size=8), origin="my:data")
+    with pytest.raises(DataError, match=words):
+        for step in range(4):
+            batches[step]
+
+
+def test_perturbed_weights_differ_from_the_others_by_that_much() -> None:
+    from trials.models import build_model
+    from trials.parallel.seeding import perturb_parameters
+    from trials.stages import all_chunks
+
+    workload = Workload(model=ENCODER, data=DATA, seq_length=1, global_batch_size=8)
+    (chunk,) = all_chunks(Layout(), 3)
+    plain, twin = (build_model(workload, chunk) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), twin.parameters(), strict=True))
+    perturb_parameters(twin, seed=1, perturbation=1e-3)
+    off = max(float(((a - b).abs() / b.abs().clamp_min(1e-12)).max()) for a, b in _weights(plain, twin))
+    assert 1e-4 < off <= 1.001e-3
+
+
+def _weights(one: nn.Module, other: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return [(a.detach(), b.detach()) for a, b in pairs if bool(b.abs().min() > 0)]
