@@ -80,19 +80,28 @@ def init(
         return
     questions = init_command.Questions(**asked)
     file = output or Path("sweep.yaml")
-    if recipe is not None and not command:
-        init_command.write_skeleton(recipe, questions, file, force=force)
-        body = {"file": str(file), "recipe": recipe}
-        print_result(as_json, body, lambda: f"Written: {file}. Put your command in, then: tune-cluster check {file}")
-        return
-    if command:
-        script = init_command.draft_command(command, questions, file, recipe=recipe, force=force)
-        print_result(as_json, init_command.init_json(script, file), lambda: _drafted_script(script, file))
+    if command or recipe is not None:
+        _init_program(command, recipe, questions, file, force=force, as_json=as_json)
         return
     if sys.stdin.isatty() and not yes and not as_json:
         questions = _ask(questions)
     draft = init_command.draft_sweep(questions, file, force=force)
     print_result(as_json, init_command.init_json(draft, file), lambda: _drafted(draft, file))
+
+
+def _init_program(
+    command: tuple[str, ...], recipe: str | None, questions: Questions, file: Path, *, force: bool, as_json: bool
+) -> None:
+    """A sweep file for a training program: drafted from its command, or one of its framework to be filled in."""
+    from orchestrator.commands import init as init_command
+
+    if command:
+        script = init_command.draft_command(command, questions, file, recipe=recipe, force=force)
+        print_result(as_json, init_command.init_json(script, file), lambda: _drafted_script(script, file))
+    elif recipe is not None:
+        init_command.write_skeleton(recipe, questions, file, force=force)
+        body = {"file": str(file), "recipe": recipe}
+        print_result(as_json, body, lambda: f"Written: {file}. Put your command in, then: tune-cluster check {file}")
 
 
 def _ask(questions: Questions) -> Questions:
