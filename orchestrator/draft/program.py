@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from orchestrator.draft.source import ScriptOption, ProgramSource
+from orchestrator.draft.source import ProgramSource, ScriptOption
 from orchestrator.recipes.arguments import Argument, is_given, read_text, write
 
 FEW_STEPS = 200
