@@ -137,6 +137,7 @@ TRAINING = Training(
     package="accelerate",
     releases=">=1.0,<2",
     takes_launchers=True,
+    takes_own_names=True,
     log=LogFormat(name="accelerate"),
     recognises=_recognises,
     find_files=_find_files,

@@ -219,6 +219,7 @@ TRAINING = Training(
     package="deepspeed",
     releases=">=0.14,<1",
     takes_launchers=True,
+    takes_own_names=True,
     log=LogFormat(name="deepspeed"),
     recognises=_recognises,
     find_files=_find_files,
