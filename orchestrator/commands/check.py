@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from cluster.base import ClusterError, Deadlines, GangEnded, GangLaunch, GangProgress
+from cluster.base import ClusterError, GangEnded, GangLaunch, GangProgress
 from cluster.connect import connect
 from cluster.hardware.placement import Placement, Pool
 from cluster.hardware.topology import Topology
@@ -31,8 +31,6 @@ from trials.spec import Candidate, Protocol
 
 SHORT = Protocol(min_warmup_steps=1, max_warmup_steps=1, num_steps=2, max_steps=2)
 """Steps of the run: the first one compiles, and two can be compared."""
-STEPS_S = 60.0
-"""How long these steps may take; the start has its own limit."""
 MIN_STARTING_S = 600.0
 """How long the program may take to start, at least, so that it can be told how long it takes."""
 ROOM = 3.0
@@ -269,8 +267,7 @@ def _launch(
     trial = Trial(number=0, candidate=candidate, origin="baseline", reason="check", proposed_at_s=time.time())
     built = make_launcher(short, topology, folder).build(trial, "check", uuid4().hex, placement)
     start_s = max(MIN_STARTING_S, built.deadlines.starting_s)
-    deadlines = Deadlines(starting_s=start_s, warmup_s=STEPS_S, measuring_s=STEPS_S, stall_s=start_s)
-    return replace(built, deadlines=deadlines)
+    return replace(built, deadlines=replace(built.deadlines, starting_s=start_s))
 
 
 _COUNTS = ("min_warmup_steps", "max_warmup_steps", "num_steps", "max_steps")
