@@ -71,7 +71,8 @@ def choose(
         raise ConfigError(
             f"{units.trial_id(chosen.number)} of {name} was not measured ({why})", remedy="Choose another trial."
         )
-    found = Chosen(trial=chosen, missing=(*_missing(state, chosen), *objections), remedy=_remedy(state, chosen, is_changed=bool(objections)))
+    remedy = _remedy(state, chosen, is_changed=bool(objections))
+    found = Chosen(trial=chosen, missing=(*_missing(state, chosen), *objections), remedy=remedy)
     if found.missing and not force and not is_candidate:
         subject = f"{units.trial_id(chosen.number)} of {name} cannot go to production: "
         raise ConfigError(subject + "; ".join(found.missing), remedy=found.remedy)

@@ -20,8 +20,8 @@ if "RANK" not in os.environ or os.environ["RANK"] == "0":
 
 def promoted(folder, launcher):
     (folder / "tell.py").write_text(TELL)
-    run = [sys.executable, "tell.py", "config.json", "--bs", "{micro_batch_size}", "--out", "{out}/x", "--steps={steps}",
-           "it's $HOME"]  # fmt: skip
+    run = [sys.executable, "tell.py", "config.json", "--bs", "{micro_batch_size}", "--out", "{out}/x",
+           "--steps={steps}", "it's $HOME"]  # fmt: skip
     own = {"config:zero.stage": [1, 2], "$MODE": ["a b", "c"]}
     data = changed({"workload.run": run, "workload.launcher": launcher, "space.own": own})
     spec = load_sweep(write(folder, data))
