@@ -122,7 +122,7 @@ class Reporter:
         self._channel = Channel()
         self._step = 0
         self._seen: float | None = None
-        self._silent = False
+        self._silent = self._has_complained = False
 
     def __call__(self, step: Any = None, loss: Any = None, tokens: Any = None, **values: Any) -> None:
         """One finished optimiser step.
@@ -185,8 +185,9 @@ class Reporter:
 
     def _complain(self, error: BaseException) -> None:
         """Says once what went wrong, where the tuner sees it; training goes on."""
-        if not self._silent:
-            self._silent = isinstance(error, OSError)
+        self._silent = self._silent or isinstance(error, OSError)
+        if not self._has_complained:
+            self._has_complained = True
             try:
                 self._channel.write("report", event="note", text=f"report: {type(error).__name__}: {error}")
             except Exception:

@@ -27,6 +27,11 @@ class RankClock:
         self.phase, self.step, self.step_time_s = progress.phase, progress.step, progress.step_time_s
         self.reported_at_s = now_s
 
+    def wait_anew(self, now_s: float) -> None:
+        """Begin the phase again, if nothing was ever reported: a peer is done, and this rank will be."""
+        if self.reported_at_s is None:
+            self.entered_at_s = now_s
+
     @property
     def position(self) -> tuple[int, int]:
         """Phase and step as numbers: larger means further."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from trials.outcome import (
     Measurement,
     Outcome,
     OutOfMemory,
+    RankReport,
     TimedOut,
 )
 from trials.reports.disturbance import Disturbance, most_disturbed
@@ -158,19 +160,19 @@ def _merge(successes: Sequence[RankSuccess], disturbances: Sequence[Disturbance]
     return Measured(
         measurement=Measurement(
             world_size=sum(report.num_ranks for report in reports),
-            tokens_per_step=first.tokens_per_step,
+            tokens_per_step=_counting(told, "tokens_per_step").tokens_per_step,
             step_times_s=tuple(max(times) for times in zip(*(r.step_times_s for r in told), strict=True)),
             breakdown=slowest.breakdown,
             peak_allocated_bytes=_if_any(report.peak_allocated_bytes for report in reports),
             peak_reserved_bytes=_if_any(report.peak_reserved_bytes for report in reports),
             num_warmup_steps=first.num_warmup_steps,
-            losses=_first_full(report.losses for report in reports),
+            losses=_losses(reports),
             grad_norms=_first_full(report.grad_norms for report in reports),
             model_flops_per_token=max(report.model_flops_per_token for report in reports),
             peak_flops_per_s=_first(report.peak_flops_per_s for report in reports),
             num_skipped_steps=first.num_skipped_steps,
             compile_s=max(report.compile_s for report in reports),
-            samples_per_step=first.samples_per_step,
+            samples_per_step=_counting(told, "samples_per_step").samples_per_step,
             step_memory_bytes=_largest_per_step(report.step_memory_bytes for report in reports),
             findings=merge_findings([report.findings for report in reports]),
             places=tuple(f"{place.node}/{device}" for place in places for device in place.device.split(",")),
@@ -184,6 +186,26 @@ def _if_any(sizes: Iterable[int]) -> tuple[int, ...]:
     """The sizes of all ranks; empty where none is known."""
     known = tuple(sizes)
     return known if any(known) else ()
+
+
+def _counting(told: Sequence[RankReport], amount: str) -> RankReport:
+    """The first rank whose program counted what it trains on; where none did, the first."""
+    scripts = ((report, report.findings.script) for report in told)
+    return next((r for r, script in scripts if script is not None and getattr(script, amount) is not None), told[0])
+
+
+def _losses(reports: Sequence[RankReport]) -> tuple[float, ...]:
+    """The gang's losses: where every rank tells that of its own share, their mean."""
+    shares = [report.losses for report in reports if report.losses and _tells_share(report)]
+    if len(shares) > 1 and all(report.losses in ((), *shares) for report in reports):
+        return tuple(statistics.fmean(losses) for losses in zip(*shares, strict=False))
+    return _first_full(report.losses for report in reports)
+
+
+def _tells_share(report: RankReport) -> bool:
+    script = report.findings.script
+    source = script.source_of("loss") if script is not None else None
+    return source is not None and source.is_share
 
 
 def _first_full(sequences: Iterable[tuple[float, ...]]) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ from typing import Literal
 from cluster.base import GangEnded, GangEvent, GangLaunch, GangProgress
 from cluster.gang.messages import (
     PHASES,
+    SCRIPT_RUNNERS,
     NodeEvent,
     NodeFailing,
     NodeGone,
@@ -109,7 +110,8 @@ class GangTracker:
 
     def _progress(self, gang: _TrackedGang, node: str, event: NodeProgress) -> list[GangEvent]:
         gang.progress[node] = event
-        if len(gang.progress) < len(gang.launch.placement.nodes):
+        is_silent_somewhere = gang.launch.runner.startswith(SCRIPT_RUNNERS)  # then one node speaks for all
+        if len(gang.progress) < len(gang.launch.placement.nodes) and not is_silent_somewhere:
             return []
         slowest = min(gang.progress.values(), key=_position)
         if _position(slowest) <= gang.reported:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.gang.messages import NodeLaunch
+from cluster.gang.messages import NodeLaunch, RankSlot
 
 ALLOWANCE_BYTES = 512 << 20
 """What an idle device may show as used: contexts of monitoring tools, the driver's own share."""
@@ -43,11 +43,16 @@ class DeviceUse:
 
 def device_names(launch: NodeLaunch) -> tuple[str, ...]:
     """Names of the ranks' devices for ``CUDA_VISIBLE_DEVICES``, in the order of local ranks; empty without GPUs."""
+    return tuple(name for slot in launch.slots for name in slot_device_names(launch, slot))
+
+
+def slot_device_names(launch: NodeLaunch, slot: RankSlot) -> tuple[str, ...]:
+    """Those of one slot's devices."""
     if launch.device_kind != "cuda":
         return ()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else None
-    return tuple(names[index] if names else str(index) for slot in launch.slots for index in slot.devices)
+    return tuple(names[index] if names else str(index) for index in slot.devices)
 
 
 def wait_until_free(names: Sequence[str], timeout_s: float) -> str | None:

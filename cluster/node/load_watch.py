@@ -26,7 +26,7 @@ from trials.reports.disturbance import LOAD_SUFFIX, Disturbance, reasons_in
 
 PERIOD_S = 5
 """Seconds between two looks at the devices."""
-_CLOCKS = "--query-gpu=index,uuid,clocks_throttle_reasons.active,clocks.sm,clocks.max.sm,temperature.gpu"
+_CLOCKS = "--query-gpu=index,uuid,clocks_throttle_reasons.active,clocks.sm,clocks.max.sm,temperature.gpu,memory.used"
 _PROCESSES = "--query-compute-apps=gpu_uuid,pid"
 _FORMAT = "--format=csv,noheader,nounits"
 _GRACE_S = 2.0
@@ -44,6 +44,8 @@ class DeviceSample:
     clock: float | None
     """Clock of the multiprocessors over its highest possible value."""
     temperature_c: float | None
+    used_bytes: int | None
+    """Memory in use on it, by everybody."""
 
 
 class LoadWatch:
@@ -56,6 +58,8 @@ class LoadWatch:
         self._devices: DeviceWatch | None = None
         self.found: Disturbance | None = None
         """What was seen; None before the end, and where the gang never measured."""
+        self.samples: list[DeviceSample] = []
+        """What nvidia-smi told of devices until the end."""
 
     def enter(self, phase: Phase) -> None:
         """All ranks of the node are in ``phase`` now, maybe since long."""
@@ -76,6 +80,7 @@ class LoadWatch:
         if self._devices is not None:
             own = cpu_load.family(first.processes, self._owner) | cpu_load.family(last.processes, self._owner)
             found = self._devices.end(found, own)
+            self.samples = self._devices.samples()
         self.found = found
         with contextlib.suppress(OSError):  # a full disk: it is told all the same
             path = self._folder / f"{quote(self._node, safe='')}{LOAD_SUFFIX}"
@@ -115,6 +120,15 @@ class DeviceWatch:
         self._running.clear()
         return with_devices(found, read_or_empty(self._clocks), read_or_empty(self._processes), self._names, own)
 
+    def samples(self) -> list[DeviceSample]:
+        """What was seen so far of all devices of the node."""
+        return parse_samples(read_or_empty(self._clocks))
+
+
+def most_used(samples: Sequence[DeviceSample], names: Sequence[str]) -> int:
+    """The most memory, in bytes, that was in use on one of the devices called ``names``; 0 where nobody told."""
+    return max((one.used_bytes for one in samples if one.used_bytes and _is_one_of(names, one)), default=0)
+
 
 def with_devices(
     found: Disturbance, clocks: str, processes: str, names: Sequence[str], own: Collection[int]
@@ -152,8 +166,9 @@ def parse_samples(text: str) -> list[DeviceSample]:
             throttle_mask=int(mask, 16) if mask.startswith("0x") else None,  # else "[N/A]" and the like
             clock=_ratio(_number(clock), _number(highest)),
             temperature_c=_number(temperature),
+            used_bytes=int(used) << 20 if used.isdigit() else None,
         )
-        for index, uuid, mask, clock, highest, temperature in _rows(text, 6)
+        for index, uuid, mask, clock, highest, temperature, used in _rows(text, 7)
     ]
 
 

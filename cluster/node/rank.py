@@ -33,6 +33,7 @@ from trials.files import write_atomically
 from trials.outcome import Phase, ProgressSink, RankReport
 from trials.reports.profile import FOLDER as PROFILE
 from trials.reports.profile import FOLDER_VARIABLE as PROFILE_VARIABLE
+from trials.script.failures import is_of_program
 from trials.secrets import redact
 
 Runner = Callable[[Mapping[str, Any], ProgressSink], Any]
@@ -103,7 +104,10 @@ def _run(launch: NodeLaunch, slot: RankSlot, pipe: int) -> int:
         result: RankResult = RankSuccess(rank=slot.rank, report=from_json(RankReport, report), place=place)
     except BaseException as error:
         with contextlib.suppress(OSError):  # the log is on a full disk
-            traceback.print_exc()
+            if is_of_program(error):  # its own words stand above, and are what people look for
+                sys.stderr.write(f"tune-cluster: {error}\n")
+            else:
+                traceback.print_exc()
         result = _failure(error, launch, slot, reached)
     with contextlib.suppress(OSError):  # what is told counts; it is kept for controllers that die before they hear it
         _store(launch, slot, result)

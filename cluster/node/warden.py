@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cluster.base import Deadlines
 from cluster.gang.deadlines import RankClock, due_at_s, overdue_reason
 from cluster.gang.environment import rank_folder, with_master
 from cluster.gang.messages import (
@@ -38,15 +39,16 @@ from cluster.gang.messages import (
 )
 from cluster.gang.outcome import COLLATERAL
 from cluster.node import hang
-from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, device_names, wait_until_free
+from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, device_names, slot_device_names, wait_until_free
 from cluster.node.forked import ForkedRank, how_it_ended, with_host_cause, with_log, with_program_memory
 from cluster.node.host_memory import OomKills, shortage
-from cluster.node.load_watch import LoadWatch
+from cluster.node.load_watch import LoadWatch, most_used
 from cluster.node.rank import rank_main
 from cluster.node.warden_link import CHUNK, AgentLink
 from cluster.processes import adopt_orphans, close_inherited, kill_descendants
 from trials.codec import from_json
 from trials.files import make_private_folder
+from trials.script.environment import remember_secrets
 from trials.script.places import remove_scratch, report_folder
 from trials.secrets import redact_file
 
@@ -236,14 +238,29 @@ class Warden:
                 self._kill_at_s = min(self._kill_at_s, time.monotonic() + COLLATERAL_GRACE_S)
             else:
                 self._stop(result.message)
-        elif self._launch.device_kind == "cpu":
-            result = with_program_memory(result, rank.program_peak_bytes)
+        elif self._launch.is_script:
+            for other in self._unsettled():
+                other.clock.wait_anew(time.monotonic())
+            result = with_program_memory(result, self._program_peak(rank), self._launch.device_kind)
         rank.result = result
         if not self._is_stopping and len(self._ranks) == len(self._launch.slots) and not self._unsettled():
             self._release_due_s = time.monotonic() + self._launch.release_s
 
+    def _program_peak(self, rank: ForkedRank) -> int:
+        """The most memory, in bytes, that the rank's program is known to have taken on a device; 0: nobody told."""
+        if self._launch.device_kind == "cpu":
+            return rank.program_peak_bytes
+        return most_used(self._load.samples, slot_device_names(self._launch, rank.slot))
+
     def _unsettled(self) -> list[ForkedRank]:
         return [rank for rank in self._ranks if rank.result is None]
+
+    def _watched(self) -> list[ForkedRank]:
+        """The ranks that have to keep deadlines: all that are not done, but of a program of the user's own those that
+        say anything, once any does. The others follow them."""
+        waiting = self._unsettled()
+        speaking = [rank for rank in waiting if rank.clock.reported_at_s is not None]
+        return speaking if speaking and self._launch.is_script else waiting
 
     def _note(self, category: str, message: str, at_s: float | None = None) -> None:
         at_s = at_s or time.time()
@@ -255,7 +272,7 @@ class Warden:
         """Seconds until the next deadline."""
         due_s = min(self._release_due_s, self._kill_at_s, self._silent_at_s)
         if not self._is_stopping and self._hung is None:
-            due_s = min(due_s, *(due_at_s(rank.clock, self._launch.deadlines) for rank in self._unsettled()), math.inf)
+            due_s = min(due_s, *(due_at_s(rank.clock, self._deadlines) for rank in self._watched()), math.inf)
         return None if due_s == math.inf else max(0.0, due_s - time.monotonic())
 
     def _check_clocks(self) -> None:
@@ -271,9 +288,16 @@ class Warden:
         elif self._hung is None:
             self._check_deadlines(now_s)
 
+    @property
+    def _deadlines(self) -> Deadlines:
+        """Those of the launch. Of programs that tell of themselves on one node only, the others hear nothing."""
+        found = self._launch.deadlines
+        if not self._launch.is_script or self._launch.num_nodes == 1:
+            return found
+        return replace(found, starting_s=found.starting_s + found.warmup_s + found.measuring_s)
+
     def _check_deadlines(self, now_s: float) -> None:
-        deadlines = self._launch.deadlines
-        waiting = self._unsettled()
+        deadlines, waiting = self._deadlines, self._watched()
         overdue = min(waiting, key=lambda rank: due_at_s(rank.clock, deadlines), default=None)
         if overdue is None or now_s < due_at_s(overdue.clock, deadlines):
             return
@@ -312,7 +336,7 @@ class Warden:
                     rank.kill()
 
     def _tell_progress(self) -> None:
-        slowest = min(self._ranks, key=lambda rank: rank.clock.position).clock
+        slowest = min(self._watched() or self._ranks, key=lambda rank: rank.clock.position).clock
         if slowest.position > self._reported and len(self._ranks) == len(self._launch.slots):
             self._reported = slowest.position
             self._load.enter(slowest.phase)
@@ -329,7 +353,8 @@ class Warden:
 
     def _release(self) -> None:
         """See to it that no process of the gang is left and that its devices' memory is free, or note what is not."""
-        if survivors := kill_descendants(self._launch.release_s):
+        survivors = kill_descendants(self._launch.release_s)
+        if survivors:
             self._note("lost", f"processes {survivors} on {self._launch.node} cannot be killed")
         elif (
             self._ranks
@@ -344,6 +369,8 @@ class Warden:
 
     def _finish(self) -> None:
         remove_scratch(rank_folder(self._launch))
+        if self._launch.is_script:
+            remember_secrets(self._launch.spec.get("env", ()))
         for rank in self._ranks:
             with contextlib.suppress(OSError):  # a full disk: the log stays as it is, for its owner alone
                 redact_file(rank.log)

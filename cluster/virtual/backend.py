@@ -32,7 +32,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Script:
+class Course:
     """What a gang would do if nobody interfered. ``end_at_s`` is infinite for one that hangs."""
 
     moments: tuple[Moment, ...]
@@ -43,7 +43,7 @@ class Script:
     """The rank that is blamed for a missed deadline."""
 
 
-Play = Callable[[GangLaunch], Script]
+Play = Callable[[GangLaunch], Course]
 """Given a launch, what its gang will do."""
 
 
@@ -121,19 +121,19 @@ class VirtualCluster:
     def launch(self, launch: GangLaunch) -> None:
         if not self._busy.isdisjoint(launch.placement.reserved):
             raise ValueError(f"attempt {launch.attempt_id} is placed on devices that are not free")
-        script = watched(self._play(launch), launch)
+        course = watched(self._play(launch), launch)
         lost_at_s, lost = self._first_loss(launch)
         lost_after_s = max(0.0, lost_at_s - self._now_s)
-        for moment in script.moments:
-            if moment.at_s < min(lost_after_s, script.end_at_s):
+        for moment in course.moments:
+            if moment.at_s < min(lost_after_s, course.end_at_s):
                 self._push(self._now_s + moment.at_s, launch, _as_event(moment.progress, launch))
-        outcome = script.outcome
-        if lost_after_s < script.end_at_s:
+        outcome = course.outcome
+        if lost_after_s < course.end_at_s:
             outcome = failure(launch, "lost", f"node {lost} is lost", node=lost, at_s=lost_at_s)
-        assert outcome is not None, "a script without end was not stopped by a deadline"
+        assert outcome is not None, "a course without end was not stopped by a deadline"
         self._busy.update(launch.placement.reserved)
         self._gangs[launch.attempt_id] = _VirtualGang(launch=launch, launched_at_s=self._now_s, outcome=outcome)
-        self._push(self._now_s + min(lost_after_s, script.end_at_s), launch, outcome)
+        self._push(self._now_s + min(lost_after_s, course.end_at_s), launch, outcome)
 
     def poll(self, timeout_s: float) -> Sequence[GangEvent]:
         """Jump to the next events, or by ``timeout_s`` when there are none before."""
@@ -205,23 +205,23 @@ class VirtualCluster:
         )
 
 
-def watched(script: Script, launch: GangLaunch) -> Script:
-    """``script`` cut short where the launch's deadlines would end it."""
+def watched(course: Course, launch: GangLaunch) -> Course:
+    """``course`` cut short where the launch's deadlines would end it."""
     clock = RankClock(entered_at_s=0.0)
-    for i, moment in enumerate(script.moments):
+    for i, moment in enumerate(course.moments):
         if due_at_s(clock, launch.deadlines) < moment.at_s:
-            return _overdue(script, script.moments[:i], clock, launch)
+            return _overdue(course, course.moments[:i], clock, launch)
         clock.advance(moment.progress, moment.at_s)
-    if due_at_s(clock, launch.deadlines) < script.end_at_s:
-        return _overdue(script, script.moments, clock, launch)
-    return script
+    if due_at_s(clock, launch.deadlines) < course.end_at_s:
+        return _overdue(course, course.moments, clock, launch)
+    return course
 
 
-def _overdue(script: Script, moments: tuple[Moment, ...], clock: RankClock, launch: GangLaunch) -> Script:
+def _overdue(course: Course, moments: tuple[Moment, ...], clock: RankClock, launch: GangLaunch) -> Course:
     at_s = due_at_s(clock, launch.deadlines)
     reason = overdue_reason(clock, launch.deadlines)
-    outcome = failure(launch, "deadline", reason, rank=script.slowest_rank, phase=clock.phase, at_s=at_s)
-    return Script(moments=moments, end_at_s=at_s, outcome=outcome)
+    outcome = failure(launch, "deadline", reason, rank=course.slowest_rank, phase=clock.phase, at_s=at_s)
+    return Course(moments=moments, end_at_s=at_s, outcome=outcome)
 
 
 def failure(

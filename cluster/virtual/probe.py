@@ -14,7 +14,7 @@ from cluster.cost.time import matmul_flops_per_s
 from cluster.gang.messages import RankProgress, RankSuccess
 from cluster.gang.outcome import fold
 from cluster.hardware.accelerators import ClusterDescription
-from cluster.virtual.backend import Moment, Script
+from cluster.virtual.backend import Course, Moment
 from trials.codec import from_json
 from trials.outcome import probe_report
 from trials.reports.rates import Link, MatmulRate, MessageTime, ProbeSpec, RankRates, Rate
@@ -55,7 +55,7 @@ def machine_rates(cluster: ClusterDescription, k: Coefficients, matmul_size: int
     )
 
 
-def probe_script(
+def probe_course(
     launch: GangLaunch,
     machine: MachineRates,
     *,
@@ -63,8 +63,8 @@ def probe_script(
     noise: float,
     start_s: float,
     rng: random.Random,
-) -> Script:
-    """The script of a gang that measures the machine.
+) -> Course:
+    """The course of a gang that measures the machine.
 
     Raises:
         ValueError: the specification is not that of a probe.
@@ -75,7 +75,7 @@ def probe_script(
     reports = [probe_report(found.rank(rank), world_size=world_size, duration_s=PROBE_S) for rank in range(world_size)]
     outcome = fold([RankSuccess(rank=report.rank, report=report) for report in reports])
     begun = Moment(at_s=start_s, progress=RankProgress(phase="warmup", step=0, step_time_s=None))
-    return Script(moments=(begun,), end_at_s=start_s + PROBE_S, outcome=outcome)
+    return Course(moments=(begun,), end_at_s=start_s + PROBE_S, outcome=outcome)
 
 
 class _Measurements:

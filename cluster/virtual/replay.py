@@ -15,7 +15,7 @@ from pathlib import Path
 from cluster.base import GangLaunch
 from cluster.cost.published.table import PublishedRow, read_table
 from cluster.hardware.topology import Topology, uniform_topology
-from cluster.virtual.backend import Script, VirtualCluster, failure
+from cluster.virtual.backend import Course, VirtualCluster, failure
 from cluster.virtual.training import training, trial_spec
 from trials.spec import Candidate, Counts, TrialSpec
 
@@ -56,24 +56,24 @@ class ReplayCluster(VirtualCluster):
             raise ValueError(f"{table} has no problem {problem!r}")
         self._noise = noise
         self._rng = random.Random(seed)
-        super().__init__(_topology(self._rows), self._script)
+        super().__init__(_topology(self._rows), self._course)
 
     @property
     def rows(self) -> tuple[PublishedRow, ...]:
         """The problem's rows, in the table's order."""
         return self._rows
 
-    def _script(self, launch: GangLaunch) -> Script:
+    def _course(self, launch: GangLaunch) -> Course:
         try:
             spec = trial_spec(launch)
             rows = self._found(spec)
         except ValueError as error:
             refused = failure(launch, "infeasible", str(error), rank=0, at_s=START_S)
-            return Script(moments=(), end_at_s=START_S, outcome=refused)
+            return Course(moments=(), end_at_s=START_S, outcome=refused)
         if any(row.out_of_memory for row in rows):
             message = f"out of memory, says row {rows[0]['id']}"
             gone = failure(launch, "oom", message, rank=0, phase="warmup", at_s=START_S)
-            return Script(moments=(), end_at_s=START_S, outcome=gone)
+            return Course(moments=(), end_at_s=START_S, outcome=gone)
         return self._training(launch, spec, rows)
 
     def _found(self, spec: TrialSpec) -> list[PublishedRow]:
@@ -83,7 +83,7 @@ class ReplayCluster(VirtualCluster):
             raise ValueError("the table has no measurement of this configuration")
         return rows
 
-    def _training(self, launch: GangLaunch, spec: TrialSpec, rows: list[PublishedRow]) -> Script:
+    def _training(self, launch: GangLaunch, spec: TrialSpec, rows: list[PublishedRow]) -> Course:
         step_s = statistics.median(row.step_time_s for row in rows if row.step_time_s is not None)
         peaks = [row.peak_bytes for row in rows if row.peak_bytes is not None]
         num_steps = spec.protocol.num_steps

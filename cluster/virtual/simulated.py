@@ -13,8 +13,8 @@ from cluster.gang.messages import RankProgress
 from cluster.hardware.topology import Topology
 from cluster.probe.probe import RUNNER as PROBE
 from cluster.queue.share import Admission
-from cluster.virtual.backend import FOREVER, Moment, Script, VirtualCluster, failure
-from cluster.virtual.probe import MachineRates, probe_script
+from cluster.virtual.backend import FOREVER, Course, Moment, VirtualCluster, failure
+from cluster.virtual.probe import MachineRates, probe_course
 from cluster.virtual.training import training, trial_spec
 from trials.spec import TrialSpec
 
@@ -81,29 +81,29 @@ class SimulatedCluster(VirtualCluster):
         self._seed = seed
         self._launches = itertools.count()
         self._memory_bytes = {node.name: node.device_memory_bytes for node in topology.nodes}
-        super().__init__(topology, self._script, node_losses=self._behaviour.node_losses, admission=admission)
+        super().__init__(topology, self._course, node_losses=self._behaviour.node_losses, admission=admission)
 
-    def _script(self, launch: GangLaunch) -> Script:
+    def _course(self, launch: GangLaunch) -> Course:
         rng = random.Random(f"{self._seed}/{next(self._launches)}")
         start_s = self._behaviour.start_s
         try:
             if launch.runner == PROBE and self._machine is not None:
-                script = self._probe(launch, self._machine, rng)
+                course = self._probe(launch, self._machine, rng)
             else:
                 spec = trial_spec(launch)
-                script = self._training(launch, spec, self._cost(spec), rng)
+                course = self._training(launch, spec, self._cost(spec), rng)
         except ValueError as error:
             refused = failure(launch, "infeasible", str(error), rank=0, at_s=start_s)
-            return Script(moments=(), end_at_s=start_s, outcome=refused)
+            return Course(moments=(), end_at_s=start_s, outcome=refused)
         fault = self._fault(launch, rng)
-        return script if fault is None else _broken(script, fault, launch, rng)
+        return course if fault is None else _broken(course, fault, launch, rng)
 
-    def _probe(self, launch: GangLaunch, machine: MachineRates, rng: random.Random) -> Script:
+    def _probe(self, launch: GangLaunch, machine: MachineRates, rng: random.Random) -> Course:
         behaviour = self._behaviour
         slow, noise, start_s = behaviour.slow_nodes, behaviour.noise, behaviour.start_s
-        return probe_script(launch, machine, slow_nodes=slow, noise=noise, start_s=start_s, rng=rng)
+        return probe_course(launch, machine, slow_nodes=slow, noise=noise, start_s=start_s, rng=rng)
 
-    def _training(self, launch: GangLaunch, spec: TrialSpec, cost: Cost, rng: random.Random) -> Script:
+    def _training(self, launch: GangLaunch, spec: TrialSpec, cost: Cost, rng: random.Random) -> Course:
         behaviour = self._behaviour
         nodes = launch.placement.nodes
         limit = spec.memory_limit_bytes or min(self._memory_bytes[node] for node in nodes)
@@ -112,7 +112,7 @@ class SimulatedCluster(VirtualCluster):
             at_s = behaviour.start_s + cost.step_time_s
             gone = failure(launch, "oom", message, rank=0, phase="warmup", at_s=at_s)
             begun = Moment(at_s=behaviour.start_s, progress=RankProgress(phase="warmup", step=0, step_time_s=None))
-            return Script(moments=(begun,), end_at_s=at_s, outcome=gone)
+            return Course(moments=(begun,), end_at_s=at_s, outcome=gone)
         step_s = cost.step_time_s * max(behaviour.slow_nodes.get(node, 1.0) for node in nodes)
         return training(
             spec,
@@ -134,17 +134,17 @@ class SimulatedCluster(VirtualCluster):
         return None
 
 
-def _broken(script: Script, fault: Fault, launch: GangLaunch, rng: random.Random) -> Script:
-    """``script`` with a fault of a random rank in the middle of its reports."""
+def _broken(course: Course, fault: Fault, launch: GangLaunch, rng: random.Random) -> Course:
+    """``course`` with a fault of a random rank in the middle of its reports."""
     rank = rng.randrange(len(launch.placement.ranks))
     if fault == "start_hang":
-        return Script(moments=(), end_at_s=FOREVER, outcome=None, slowest_rank=rank)
-    kept = script.moments[: rng.randint(1, len(script.moments))]
+        return Course(moments=(), end_at_s=FOREVER, outcome=None, slowest_rank=rank)
+    kept = course.moments[: rng.randint(1, len(course.moments))]
     if fault == "hang":
-        return Script(moments=kept, end_at_s=FOREVER, outcome=None, slowest_rank=rank)
+        return Course(moments=kept, end_at_s=FOREVER, outcome=None, slowest_rank=rank)
     at_s, phase = kept[-1].at_s + 1e-3, kept[-1].progress.phase
     if fault == "crash":
         outcome = failure(launch, "error", "injected fault", rank=rank, phase=phase, at_s=at_s)
     else:
         outcome = failure(launch, "exit", "killed by signal 9", rank=rank, phase=phase, at_s=at_s, exit_code=-9)
-    return Script(moments=kept, end_at_s=at_s, outcome=outcome)
+    return Course(moments=kept, end_at_s=at_s, outcome=outcome)

@@ -1,4 +1,4 @@
-"""The script of a virtual gang that trains: start, warm-up, measured steps of known times, a measurement."""
+"""The course of a virtual gang that trains: start, warm-up, measured steps of known times, a measurement."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from cluster.base import GangLaunch
 from cluster.gang.messages import RankProgress
-from cluster.virtual.backend import Moment, Script
+from cluster.virtual.backend import Course, Moment
 from trials.codec import from_json
 from trials.flops import model_flops_per_token
 from trials.outcome import Measured, Measurement, StepBreakdown
@@ -31,7 +31,7 @@ def training(
     warmup_s: float,
     step_times_s: Sequence[float],
     peak_bytes: int,
-) -> Script:
+) -> Course:
     """A gang that trains: ``start_s`` to the first step, warm-up steps of ``warmup_s``, then ``step_times_s``.
 
     Losses fall alike for every candidate, since only speed and memory are simulated.
@@ -61,4 +61,4 @@ def training(
         model_flops_per_token=model_flops_per_token(spec.workload.model, spec.workload.seq_length),
     )
     end_at_s = moments[-1].at_s + 1e-3
-    return Script(moments=tuple(moments), end_at_s=end_at_s, outcome=Measured(measurement=measurement))
+    return Course(moments=tuple(moments), end_at_s=end_at_s, outcome=Measured(measurement=measurement))

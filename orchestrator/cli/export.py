@@ -10,7 +10,11 @@ import click
 from orchestrator.cli.options import home_option, json_option, print_result
 
 if TYPE_CHECKING:
+    from orchestrator.promotion.references import VersionDescription
     from orchestrator.recipes import Export
+
+COMMAND = "command"
+"""Format of a training program of the user's own: its own command."""
 
 
 @click.command()
@@ -34,6 +38,9 @@ def export(
 ) -> None:
     """Write NAME@production, or trial SWEEP:TRIAL, as a training framework's configuration.
 
+    A training program of your own is written as its own command, with copies of its configuration files and the diff
+    against yours (--format command, the default for these).
+
     What the framework cannot express ends the command with exit code 2, or stands on stderr as a warning where it was
     only approximated or is left to your script.
 
@@ -41,21 +48,23 @@ def export(
     Examples:
       tune-cluster export llama-quickstart@production --format deepspeed --out train
       tune-cluster export quickstart:winner --format accelerate
+      tune-cluster export my-script@production --out train
     """
     from orchestrator import recipes
 
     if lists:
         _print_formats(as_json)
         return
-    if reference is None or name is None:
+    if reference is None:
         raise click.UsageError("say what to export and how: NAME@production --format FORMAT, or --formats for a list")
-    recipes.recipe(name)
+    if name not in (None, COMMAND):
+        recipes.recipe(name)
 
     from orchestrator.promotion import references
     from orchestrator.sweep.home import Home
 
     described = references.describe(reference, Home(home), tracking_uri)
-    made = recipes.export(name, described.candidate, described.workload, allow_lossy=allow_lossy)
+    made = _made(described, name, allow_lossy=allow_lossy)
     written = [] if out is None else _write(made, out)
     if as_json:
         print_result(
@@ -66,6 +75,24 @@ def export(
         return
     _tell(made, described.label, out)
     click.echo(f"how it was proven: {described.verdict}", err=True)
+
+
+def _made(described: VersionDescription, name: str | None, *, allow_lossy: bool) -> Export:
+    """The export in that format; a training program of the user's own is exported as its own command by default."""
+    from orchestrator import recipes
+    from orchestrator.errors import ConfigError
+    from orchestrator.scripts.artifact import START, artifact
+
+    script = described.script
+    if name == COMMAND and script is None:
+        raise ConfigError(f"{described.label} is no training program of your own", remedy="Name a framework's format.")
+    if name is None and script is None:
+        raise click.UsageError("say how to export it: --format FORMAT, or --formats for a list")
+    if script is None or name not in (None, COMMAND):
+        return recipes.export(str(name), described.candidate, described.workload, allow_lossy=allow_lossy)
+    made = artifact(script, described.candidate, described.label)
+    notes = tuple(recipes.Note(knob=script.training.name, message=note, severity="warning") for note in made.notes)
+    return recipes.Export(format=COMMAND, files=made.files, command=f"sh {START}", notes=notes)
 
 
 def _print_formats(as_json: bool) -> None:

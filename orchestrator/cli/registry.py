@@ -256,7 +256,7 @@ def diff(a: str, b: str, tracking_uri: str | None, home: Path, as_json: bool) ->
     "--ignore",
     "ignored",
     multiple=True,
-    type=click.Choice(["driver", "library", "hardware", "training", "speed_up", "speed", "loss"]),
+    type=click.Choice(["driver", "library", "program", "hardware", "training", "speed_up", "speed", "loss"]),
     help="Kind of drift that does not count; may be repeated.",
 )
 @click.option("--address", metavar="HOST:PORT", help="Head of a Ray cluster, in place of the one in the sweep's file.")

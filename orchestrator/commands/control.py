@@ -19,6 +19,7 @@ from orchestrator.sweep.requests import retry as retry_request
 from orchestrator.sweep.snapshot import read_snapshot
 from orchestrator.sweep.state import SweepState, SweepStatus, find_trial
 from orchestrator.units import trial_id
+from trials.spec import ScriptModel
 
 CLOSING_S = 30.0
 """For how long to wait for the controller of a sweep that has just ended."""
@@ -103,6 +104,11 @@ def ask_checks(name: str, home: Home, what: Literal["confirm", "profile"], trial
         if chosen_trial is not None and chosen_trial.check is not None:
             of = trial_id(chosen_trial.check.of)
             raise ConfigError(f"{trial} of {name!r} is a check of {of}", remedy=f"Name {of} itself.")
+        if what == "profile" and isinstance(state.sweep.workload.model, ScriptModel):
+            raise ConfigError(
+                f"{name!r} tunes a training program of your own, which our profiler does not know",
+                remedy="Profile it by its framework's own means.",
+            )
         if chosen_trial is None or chosen_trial.measurement is None:
             raise ConfigError(f"{trial or 'the best trial'} of {name!r} was not measured", remedy="Name another trial.")
         if what == "confirm" and chosen_trial.number == 0:

@@ -118,7 +118,7 @@ def _default(value: dict[str, Any], title: str) -> str:
     if isinstance(default, dict):
         return "see below" if default else "none"
     if default is None and {"type": "null"} not in value.get("anyOf", []):
-        return {"`space`": "the baseline's", "`workload`": "by model"}.get(title, "none")
+        return {"`space`": "the baseline's", "`workload`": "by model"}.get(title.partition(",")[0], "none")
     return f"`{json.dumps(default)}`"
 
 

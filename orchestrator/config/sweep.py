@@ -155,7 +155,10 @@ class SweepSpec(Section):
         refuse_for_scripts(self)
         num_devices = self.cluster.devices_per_node
         num_devices = None if num_devices is None else num_devices * self.cluster.nodes[0]
-        self._scripted = resolve_script(self.workload, self.space, self.baseline, num_devices=num_devices)
+        device = None if self.cluster.device == "auto" else self.cluster.device
+        self._scripted = resolve_script(
+            self.workload, self.space, self.baseline, num_devices=num_devices, device=device
+        )
         return self
 
     @property
@@ -173,7 +176,9 @@ class SweepSpec(Section):
         if broken:
             raise fault("baseline", f"not a legal configuration: {broken[0].reason}", "Correct the baseline.")
         if self.script is not None and (reason := problem(self.script, self.baseline_candidate)):
-            raise fault("baseline", f"{self.script.training.title} cannot run it: {reason}", "Correct the baseline.")
+            is_read = self.baseline_candidate == self.script.unchanged
+            key, what = ("workload.run", "command") if is_read else ("baseline", "baseline")
+            raise fault(key, f"{self.script.training.title} cannot run it: {reason}", f"Correct the {what}.")
         return self
 
     def _check_replay(self) -> None:

@@ -18,13 +18,14 @@ from orchestrator.planning.hardware.request import known_topology
 from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.planning.plan import Plan, check_plan, make_plan, plan_document
 from orchestrator.planning.predictions import plan_predictor
+from orchestrator.scripts.source import PROGRAM, program_source
 from orchestrator.search.guided import GuidedSearch
 from orchestrator.search.prediction.predictor import UnknownDimensionsError, UnpredictableError
 from orchestrator.search.prediction.transfer import EarlierTrial, num_sweeps
 from orchestrator.search.search import Search
 from orchestrator.space.knobs.own import memory_ranks
 from orchestrator.space.naming import flat_params
-from orchestrator.sweep.documents import PLAN, Tracking
+from orchestrator.sweep.documents import PLAN, ProgramSource, Tracking
 from orchestrator.sweep.events import Budget, SweepCreated
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
@@ -83,6 +84,8 @@ def create(
     planned = ahead if ahead is not None and ahead.topology == topology else _planned(spec, topology, home)
     prints = _fingerprint(spec, topology)
     Tracking(uri=spec.tracking.uri).put(ledger)
+    if spec.script is not None and (source := program_source(spec.script)) is not None:
+        ProgramSource(sha256=source.sha256, commit=source.commit, files=source.files).put(ledger)
     known = PriorKnowledge(
         estimates=planned.estimates,
         profile=load_profile(spec, topology, home),
@@ -200,7 +203,10 @@ def _created(
 
 
 def _fingerprint(spec: SweepSpec, topology: Topology) -> dict[str, str]:
-    return fingerprint(topology, _virtual(spec))
+    """Where two sweeps are measured alike; a program of the user's own is part of that."""
+    source = None if spec.script is None else program_source(spec.script)
+    program = {} if source is None else {PROGRAM: source.sha256[:16]}
+    return {**fingerprint(topology, _virtual(spec)), **program}
 
 
 def _virtual(spec: SweepSpec) -> str:

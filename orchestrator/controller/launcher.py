@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.base import GangLaunch
@@ -13,8 +13,9 @@ from orchestrator.config.sweep import SweepSpec
 from orchestrator.controller.early_stop import EarlyStop
 from orchestrator.controller.recovery import Recovered, recovered
 from orchestrator.scripts.command import RUNNER, script_command
+from orchestrator.scripts.script import Script
 from orchestrator.sweep.state import Trial
-from orchestrator.sweep.values import GateRun, GateSettings, ProfileRun
+from orchestrator.sweep.values import ConfirmationRun, GateRun, GateSettings, ProfileRun
 from trials.codec import to_json
 from trials.script.command import ScriptCommand
 from trials.spec import Candidate, Protocol, TrialSpec
@@ -60,19 +61,20 @@ class _GangBuilder:
     device: DeviceKind
 
     def build(self, trial: Trial, attempt_id: str, token: str, placement: Placement) -> GangLaunch:
+        script = self.spec.script
         return GangLaunch(
             attempt_id=attempt_id,
             token=token,
-            runner=self.spec.runner if self.spec.script is None else RUNNER,
-            spec=to_json(self._trial_spec(trial) if self.spec.script is None else self._command(trial)),
+            runner=self.spec.runner if script is None else RUNNER,
+            spec=to_json(self._trial_spec(trial) if script is None else self._command(script, trial)),
             placement=placement,
             deadlines=self.spec.to_deadlines(),
+            one_rank_per_node=script is not None and script.model.launcher == "own",
         )
 
-    def _command(self, trial: Trial) -> ScriptCommand:
-        assert self.spec.script is not None
+    def _command(self, script: Script, trial: Trial) -> ScriptCommand:
         return script_command(
-            self.spec.script,
+            script,
             trial.candidate,
             self._protocol(trial),
             device=self.device,
@@ -91,8 +93,15 @@ class _GangBuilder:
         )
 
     def _protocol(self, trial: Trial) -> Protocol:
-        """How to measure the trial: as the file says; for the loss gate, a fixed number of steps."""
+        """How to measure the trial: as the file says; for the loss gate, a fixed number of steps.
+
+        A program of the user's own may take minutes to start: when it is confirmed, it is measured for as many steps
+        as the file allows, so that fewer rounds settle it.
+        """
+        protocol = self.spec.to_protocol()
+        if isinstance(trial.check, ConfirmationRun) and self.spec.script is not None:
+            return replace(protocol, num_steps=protocol.max_steps)
         if not isinstance(trial.check, GateRun):
-            return self.spec.to_protocol()
+            return protocol
         num_steps = self.spec.proof.gate.num_steps if self.spec.proof.gate else GateSettings().num_steps
         return Protocol(min_warmup_steps=1, max_warmup_steps=1, num_steps=num_steps - 1, max_steps=num_steps - 1)

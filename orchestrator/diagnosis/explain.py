@@ -24,7 +24,7 @@ from orchestrator.space.naming import flat_params
 from orchestrator.space.neighbours import neighbours
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.units import status_words, trial_id
-from trials.spec import Candidate
+from trials.spec import Candidate, ScriptModel
 
 MAX_SPLIT = 200
 """Trials from which on only those are taken apart that are shown."""
@@ -83,6 +83,7 @@ def explain_sweep(state: SweepState, basis: Basis, *, trial: int | None = None) 
         model_error=view.error if view else None,
         num_trials=len(searched),
         num_looked_at=len(kept),
+        is_script=isinstance(state.sweep.workload.model, ScriptModel),
     )
 
 

@@ -342,6 +342,8 @@ class SweepExplanation:
     """Typical error of the cost model after this sweep's trials, as a share: each trial predicted from the others."""
     num_trials: int = 0
     """Trials of the search."""
+    is_script: bool = False
+    """Whether a program of the user's own is trained."""
     num_looked_at: int = 0
     """Trials that importance, effects and the cost model's fit rest on: fewer where the sweep is long."""
 

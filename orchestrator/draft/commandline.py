@@ -44,6 +44,8 @@ _SELF_STARTING = {
 class TypedCommand:
     """What one rank runs, and what the words around it said."""
 
+    words: tuple[str, ...]
+    """As typed."""
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables in front of the command, and those that its launcher would have set."""
@@ -72,14 +74,17 @@ def take_apart(words: Sequence[str]) -> TypedCommand:
     _refuse(Path(argv[0]).name, argv)
     if (own := _self_starting(tuple(argv))) is not None:
         name, number = own
-        return TypedCommand(argv=tuple(argv), env=env, launcher=name, starts_ranks=True, num_processes=number)
+        return TypedCommand(
+            words=tuple(words), argv=tuple(argv), env=env, launcher=name, starts_ranks=True, num_processes=number
+        )
     found = without_launcher(tuple(argv))
     if found.launcher is not None and not found.argv[1:]:
         raise ConfigError(f"{found.launcher} is given no script", remedy="Write the whole command as you type it.")
-    per_node = found.processes_per_node
+    per_node = found.processes_per_node if found.launcher is not None else _own_count(tuple(argv))
     if per_node is None and found.world_size and found.launcher == "accelerate":
         per_node = found.world_size // (found.num_nodes or 1)
     return TypedCommand(
+        words=tuple(words),
         argv=_program(argv, found),
         env={**_variables(found), **env},
         launcher=found.launcher,
@@ -114,6 +119,12 @@ def _self_starting(argv: tuple[str, ...]) -> tuple[str, int | None] | None:
             texts = (read_text(argv, either_dash(option)) for option in options)
             return name, next((int(text) for text in texts if text is not None and text.isdigit()), None)
     return None
+
+
+def _own_count(argv: tuple[str, ...]) -> int | None:
+    """How many devices a program without launcher is told to use, as Lightning's are."""
+    text = read_text(argv, either_dash("--devices", aliases=("--trainer.devices", "--num-devices", "--gpus")))
+    return int(text) if text is not None and text.isdigit() and int(text) else None
 
 
 def _variables(found: Launched) -> dict[str, str]:

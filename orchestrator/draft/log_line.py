@@ -12,6 +12,7 @@ _STEP = re.compile(r"\b(global_?step|step|iter|iteration|iter_num|it|batch|batch
 _SIGNS = (
     ("loss", re.compile(r"\b(train_?)?loss\b", re.IGNORECASE)),
     ("grad_norm", re.compile(r"\b(grad_?norm|gnorm)\b", re.IGNORECASE)),
+    ("step_ms", re.compile(r"\bms/(batch|step|it|iter|iteration)\b", re.IGNORECASE)),
 )
 _MILLISECONDS = re.compile(r"^\s*(ms|msec|milliseconds)\b", re.IGNORECASE)
 _SECONDS = re.compile(r"^\s*(s|sec|secs|seconds)(/(it|step|iter))?\b", re.IGNORECASE)
@@ -21,13 +22,13 @@ _PERCENT = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[diouxXeEfFgGsra]")
 def log_pattern(tree: ast.AST) -> str | None:
     """A regular expression with the groups ``step`` and ``loss``, and others where they can be told; None: no print
     of the script shows a step and a loss in a simple way."""
+    found = []
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if name in _PRINTERS and node.args and (found := _pattern(list(_pieces(node)))) is not None:
-            return found
-    return None
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in _PRINTERS and node.args and (pattern := _pattern(list(_pieces(node)))) is not None:
+                found.append(pattern)
+    return max(found, key=lambda pattern: (pattern.count("(?P<"), "val" not in pattern), default=None)
 
 
 def _pieces(call: ast.Call) -> Iterator[str | ast.expr]:
@@ -81,13 +82,13 @@ def _pattern(pieces: list[str | ast.expr]) -> str | None:
         after = pieces[position + 1] if position + 1 < len(pieces) else ""
         group = _group(piece, str(before), after if isinstance(after, str) else "")
         if group is None or group in found:
-            parts.append(r"\S+?" if isinstance(after, str) and after.strip() else r"\S+")
+            parts.append(r"\s*\S+?" if isinstance(after, str) and after.strip() else r"\s*\S+")
         else:
             found[group] = position
-            parts.append(rf"(?P<{group}>\d+)" if group == "step" else rf"(?P<{group}>{_NUMBER})")
+            parts.append(rf"\s*(?P<{group}>\d+)" if group == "step" else rf"\s*(?P<{group}>{_NUMBER})")
     if not {"step", "loss"} <= set(found):
         return None
-    return "".join(parts[: max(found.values()) + 2]).strip()
+    return "".join(parts[: max(found.values()) + 2]).replace(r"\s*\s*", r"\s*").strip()
 
 
 def _group(value: ast.expr, before: str, after: str) -> str | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from orchestrator.draft.source import ScriptOption, ScriptSource
+from orchestrator.draft.source import ProgramSource, ScriptOption
 from orchestrator.recipes.arguments import Argument, is_given, read_text, write
 
 FEW_STEPS = 200
@@ -35,19 +35,19 @@ class ReadProgram:
     """Samples of a rank's forward pass, as the command says; None: not found."""
     accumulation: int | None = None
     """Forward passes of an optimiser step; None: the program has no option for them."""
+    is_tuned_by_batch: bool = False
+    """Whether the command has placeholders for the batch, so that other sizes can be tried."""
     seq_length: int | None = None
     own: Knobs = field(default_factory=dict)
     """Section ``space.own``."""
     remarks: tuple[str, ...] = ()
     """What could not be read, and what that means."""
 
-    @property
-    def is_tuned_by_batch(self) -> bool:
-        return self.micro_batch_size is not None and self.accumulation is not None
 
-
-def read_program(argv: tuple[str, ...], source: ScriptSource | None, *, is_gpu: bool, cores: int) -> ReadProgram:
-    """What can be told of a program by the options that its source declares."""
+def read_program(
+    argv: tuple[str, ...], source: ProgramSource | None, *, is_gpu: bool, cores: int, ranks: int = 1
+) -> ReadProgram:
+    """What can be told of a program by the options that its source declares, on as many ranks."""
     if source is None or source.problem:
         why = source.problem if source is not None else "no Python file was found in the command"
         return ReadProgram(argv=argv, own=_usual(is_gpu, cores), remarks=(f"{why}: its options are not known",))
@@ -58,31 +58,38 @@ def read_program(argv: tuple[str, ...], source: ScriptSource | None, *, is_gpu: 
     micro = _whole(argv, by_role.get("micro_batch_size"))
     accumulation = _whole(argv, by_role.get("accumulation"))
     words, remarks = argv, []
-    if micro is not None and accumulation is not None:
+    is_shared = source.divides_accumulation and ranks > 1
+    if is_shared and accumulation is not None:
+        accumulation = max(1, accumulation // ranks)
+        remarks.append(f"{source.path.name} shares its accumulation out over the ranks: its batch stays as it is")
+    elif micro is not None and accumulation is not None:
         words = write(words, _argument(by_role["micro_batch_size"]), "{micro_batch_size}")
         words = write(words, _argument(by_role["accumulation"]), "{accumulation}")
     elif micro is not None:
         remarks.append(
-            f"{source.path.name} has no option for gradient accumulation: its batch stays as it is, since another "
+            f"{source.path.name} has no option for gradient accumulation: its batch stays as it is: another "
             "size would be another training"
         )
     else:
-        remarks.append(f"{source.path.name} has no option with a usual name for the batch size: put in how large it is")
+        remarks.append(f"{source.path.name} has no option with a usual name for the batch size: it stays as it is")
     words = _out_and_steps(words, by_role)
     own = dict(_own(argv, by_role, is_gpu=is_gpu, cores=cores))
-    is_fixed = micro is None or accumulation is None
+    is_tuned = micro is not None and accumulation is not None and not is_shared
     return ReadProgram(
         argv=words,
         micro_batch_size=micro,
         accumulation=accumulation,
         seq_length=_whole(argv, by_role.get("seq_length")),
-        own=own or (_usual(is_gpu, cores) if is_fixed else {}),
+        is_tuned_by_batch=is_tuned,
+        own=own or ({} if is_tuned else _usual(is_gpu, cores)),
         remarks=tuple(remarks),
     )
 
 
 def _argument(option: ScriptOption) -> Argument:
-    return Argument(name=option.names[0], aliases=option.names[1:], takes="flag" if option.is_flag else "value")
+    takes: Literal["assignment", "flag", "value"]
+    takes = "assignment" if option.is_assignment else "flag" if option.is_flag else "value"
+    return Argument(name=option.names[0], aliases=option.names[1:], takes=takes)
 
 
 def _whole(argv: tuple[str, ...], option: ScriptOption | None) -> int | None:
@@ -95,10 +102,12 @@ def _whole(argv: tuple[str, ...], option: ScriptOption | None) -> int | None:
 
 
 def _out_and_steps(words: tuple[str, ...], by_role: Mapping[str, ScriptOption]) -> tuple[str, ...]:
-    """The command with a folder of the trial's own for what it writes, and steps enough for a trial."""
+    """The command with a folder of the trial's own for what it writes, a line for every step, and steps enough."""
     out = by_role.get("out")
     if out is not None and not out.is_flag and (is_given(words, _argument(out)) or out.default is not None):
         words = write(words, _argument(out), "{out}")
+    if (every := _whole(words, by_role.get("log_interval"))) is not None and every > 1:
+        words = write(words, _argument(by_role["log_interval"]), "1")
     steps = _whole(words, by_role.get("steps"))
     if steps is not None and steps < FEW_STEPS:
         words = write(words, _argument(by_role["steps"]), "{steps}")
@@ -116,7 +125,12 @@ def _own(
     flags = {"amp": "falls", "checkpointing": "falls", **({"compile": None} if is_gpu else {})}
     for role, memory in flags.items():
         option = by_role.get(role)
-        if option is None or not option.is_flag or (role == "amp" and not is_gpu and "bf16" not in option.names[0]):
+        if (
+            option is None
+            or not option.is_flag
+            or option.is_assignment
+            or (role == "amp" and not is_gpu and "bf16" not in option.names[0])
+        ):
             continue
         yield option.names[0], {"values": [False, True], "memory": memory} if memory else [False, True]
     if (workers := by_role.get("workers")) is not None and not workers.is_flag:

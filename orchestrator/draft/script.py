@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any
 from orchestrator.draft.commandline import TypedCommand
 from orchestrator.draft.machine import DraftedMachine
 from orchestrator.draft.program import ReadProgram, read_program
-from orchestrator.draft.source import ScriptSource, find_script, read_source
-from orchestrator.draft.sweep_text import comment, quoted, safe_name, sweep_text, value_text
+from orchestrator.draft.source import ProgramSource, find_script, read_source, with_settings
+from orchestrator.draft.sweep_text import comment, quoted, safe_name, sweep_text, value_text, words_text
 from orchestrator.errors import ConfigError
 from orchestrator.recipes.training import Reading, Run, Training
 from orchestrator.recipes.trainings import recognise, training
@@ -33,7 +34,7 @@ class DraftedScript:
     framework: Training
     reading: Reading
     program: ReadProgram
-    source: ScriptSource | None
+    source: ProgramSource | None
     run: Run
 
     @property
@@ -53,7 +54,12 @@ class DraftedScript:
     @property
     def remarks(self) -> tuple[str, ...]:
         """What could not be read, for people."""
-        notes = tuple(f"{note.knob}: {note.message}" for note in self.reading.notes)
+        is_done = self.uses_placeholders and self.program.is_tuned_by_batch
+        notes = tuple(
+            f"{note.knob}: {note.message}"
+            for note in self.reading.notes
+            if not (is_done and "placeholder" in note.message)
+        )
         return (*notes, *(self.program.remarks if self.uses_placeholders else ()))
 
 
@@ -87,8 +93,8 @@ class ScriptDraft:
         }
 
 
-def read_command(command: TypedCommand, cwd: Path, *, recipe: str | None, is_gpu: bool) -> DraftedScript:
-    """What the command, its files and its script's source tell.
+def read_command(command: TypedCommand, cwd: Path, *, recipe: str | None, is_gpu: bool, ranks: int) -> DraftedScript:
+    """What the command, its files and its script's source tell, for as many ranks.
 
     Raises:
         ConfigError: there is no such recipe.
@@ -99,12 +105,12 @@ def read_command(command: TypedCommand, cwd: Path, *, recipe: str | None, is_gpu
     texts = {name: Path(path).read_text(encoding="utf-8") for name, path in paths.items()}
     run = Run(argv=run.argv, cwd=run.cwd, env=run.env, files=texts, paths=paths)
     path = find_script(command.argv, cwd)
-    source = read_source(path) if path is not None else None
+    source = with_settings(read_source(path), command.argv, cwd) if path is not None else None
     return DraftedScript(
         command=command,
         framework=known,
         reading=known.read(run),
-        program=read_program(command.argv, source, is_gpu=is_gpu, cores=os.cpu_count() or 1),
+        program=read_program(command.argv, source, is_gpu=is_gpu, cores=os.cpu_count() or 1, ranks=ranks),
         source=source,
         run=run,
     )
@@ -137,6 +143,8 @@ def draft_script(
     tokens = seq_length or script.reading.seq_length or script.program.seq_length
     named = name or safe_name(script.source.path.stem if script.source is not None else script.framework.name)
     workload = _workload(script, argv, batch, tokens, Path(script.run.cwd), folder)
+    if script.command.launcher is None and devices == 1 and script.framework.launcher == "env":
+        workload = {**workload, "launcher": "own"}  # torchrun's variables would make it a distributed one
     return ScriptDraft(
         name=named,
         text=sweep_text(list(_lines(named, script, machine, workload, baseline, space, trials))),
@@ -244,14 +252,16 @@ def _lines(
     space: Knobs,
     trials: int,
 ) -> Iterator[str]:
-    typed = shlex.join(script.command.argv)
-    yield from comment(f"{name}: {script.framework.title}, on {machine.label}. Made from: {typed}"[:230])
+    typed = shlex.join(script.command.words)
+    yield from comment(f"{name}: {script.framework.title}, on {machine.label}.")
+    yield from comment(textwrap.shorten(f"Made from: {typed}", 230, placeholder=" ..."))
     for remark in (*script.remarks[:3], *machine.remarks):
         yield from comment(remark)
     yield from (f"name: {name}", "", "workload: # your own training; every key is in docs/your-own-training.md")
     for key, value in workload.items():
         note = " # samples of an optimiser step over all devices" if key == "global_batch_size" else ""
-        yield f"  {key}: {value_text(value)}{note}"
+        shown = words_text(value) if key == "run" else value_text(value)
+        yield f"  {key}: {shown}{note}"
     yield from (f"cluster: {machine.section}", "")
     if isinstance(baseline, str):
         yield f"baseline: {baseline} # the command as it stands, always the first trial"

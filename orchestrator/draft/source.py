@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ ROLES = {
     "seq_length": "seq_length seq_len sequence_length block_size context_length max_seq_len max_seq_length bptt",
     "steps": "steps max_steps num_steps train_steps total_steps iters max_iters num_iters iterations num_iterations "
     "train_iters max_iterations n_steps",
+    "log_interval": "log_interval log_every log_freq log_steps logging_steps log_iter print_freq print_every "
+    "print_interval print_steps log_every_n_steps",
     "out": "out out_dir output output_dir save_dir checkpoint_dir ckpt_dir save_path log_dir logdir work_dir "
     "result_dir results_dir",
 }
@@ -41,6 +44,8 @@ class ScriptOption:
     choices: tuple[Any, ...] = ()
     is_flag: bool = False
     """Whether it takes no value."""
+    is_assignment: bool = False
+    """Whether it is written as one word, ``--name=value``, and no other way."""
 
     @property
     def role(self) -> str | None:
@@ -52,7 +57,7 @@ class ScriptOption:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptSource:
+class ProgramSource:
     """What a script's source tells."""
 
     path: Path
@@ -61,6 +66,8 @@ class ScriptSource:
     """Top-level packages that it imports."""
     log_pattern: str | None = None
     """A regular expression for the line that it prints per step; None: no such line was found."""
+    divides_accumulation: bool = False
+    """Whether it shares its accumulation steps out over the ranks, as nanoGPT does."""
     problem: str = ""
     """Why it could not be read; empty where it was."""
 
@@ -77,20 +84,19 @@ def find_script(argv: Sequence[str], cwd: Path) -> Path | None:
     return None
 
 
-def read_source(path: Path) -> ScriptSource:
+def read_source(path: Path) -> ProgramSource:
     """What the script's source tells; with the reason where it cannot be read."""
     from orchestrator.draft.log_line import log_pattern
 
     try:
         text = path.read_text(encoding="utf-8")
         if len(text) > MAX_BYTES:
-            return ScriptSource(path=path, problem=f"{path.name} is longer than {MAX_BYTES >> 20} MiB")
+            return ProgramSource(path=path, problem=f"{path.name} is longer than {MAX_BYTES >> 20} MiB")
         tree = ast.parse(text)
     except (OSError, ValueError, SyntaxError, RecursionError) as error:
-        return ScriptSource(path=path, problem=f"{path.name} cannot be read: {error}")
-    return ScriptSource(
-        path=path, options=tuple(_options(tree)), modules=frozenset(_modules(tree)), log_pattern=log_pattern(tree)
-    )
+        return ProgramSource(path=path, problem=f"{path.name} cannot be read: {error}")
+    options = tuple(_options(tree)) or tuple(_assignments(tree, text))
+    return ProgramSource(path=path, options=options, modules=frozenset(_modules(tree)), log_pattern=log_pattern(tree))
 
 
 def _modules(tree: ast.AST) -> Iterator[str]:
@@ -113,6 +119,40 @@ def _options(tree: ast.AST) -> Iterator[ScriptOption]:
             yield _option(sorted(names, key=lambda name: not name.startswith("--")), call)
 
 
+def _assignments(tree: ast.Module, text: str) -> Iterator[ScriptOption]:
+    """Variables of a script that runs a ``configurator.py``, as nanoGPT's do: ``--name=value`` sets each of them."""
+    if "configurator.py" not in text:
+        return
+    for name, value in constants(tree).items():
+        yield ScriptOption(names=(f"--{name}",), default=value, is_assignment=True)
+
+
+def constants(tree: ast.Module) -> dict[str, Any]:
+    """Values of the variables that a module gives a literal, at its top level."""
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            value = _constant(node.value)
+            if isinstance(value, str | int | float):
+                found[node.targets[0].id] = value
+    return found
+
+
+def with_settings(source: ProgramSource, argv: Sequence[str], cwd: Path) -> ProgramSource:
+    """The source with defaults as further Python files of the command set them, as configurators read them."""
+    if not any(option.is_assignment for option in source.options):
+        return source
+    set_there: dict[str, Any] = {}
+    for word in argv:
+        if word.endswith(".py") and not word.startswith("-") and (cwd / word).resolve() != source.path.resolve():
+            try:
+                set_there |= constants(ast.parse((cwd / word).read_text(encoding="utf-8")))
+            except (OSError, ValueError, SyntaxError):
+                continue
+    options = tuple(replace(one, default=set_there.get(one.names[0][2:], one.default)) for one in source.options)
+    return replace(source, options=options)
+
+
 def _option(names: list[str], call: ast.Call) -> ScriptOption:
     said = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
     action, default = _constant(said.get("action")), _constant(said.get("default"))
@@ -122,11 +162,20 @@ def _option(names: list[str], call: ast.Call) -> ScriptOption:
     return ScriptOption(names=tuple(names), default=default, choices=values, is_flag=is_flag)
 
 
+def _divides_accumulation(node: ast.AST) -> bool:
+    if not isinstance(node, ast.AugAssign) or not isinstance(node.op, ast.FloorDiv):
+        return False
+    return isinstance(node.target, ast.Name) and _ROLE_OF.get(node.target.id) == "accumulation"
+
+
 def _constant(node: ast.AST | None) -> Any:
-    """The value of a literal; None for everything else."""
+    """The value of a literal, or of a product of such; None for everything else."""
     if node is None:
         return None
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        factors = _constant(node.left), _constant(node.right)
+        return math.prod(factors) if all(isinstance(factor, int | float) for factor in factors) else None
     try:
-        return ast.literal_eval(node)  # type: ignore[arg-type]
+        return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None

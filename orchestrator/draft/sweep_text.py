@@ -34,6 +34,11 @@ def value_text(value: Any) -> str:
     return quoted(value) if isinstance(value, str) else json.dumps(value)
 
 
+def words_text(words: Sequence[str]) -> str:
+    """The words of a command; whole numbers are words there without quotes."""
+    return f"[{', '.join(word if re.fullmatch('0|[1-9][0-9]{0,15}', word) else quoted(word) for word in words)}]"
+
+
 def quoted(text: str) -> str:
     """Text as a plain scalar where that says the same; in single quotes where a backslash is in it."""
     if _PLAIN.fullmatch(text) and text.lower() not in _WORDS:

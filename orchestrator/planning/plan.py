@@ -12,6 +12,7 @@ from cluster.hardware.topology import Topology
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.errors import ConfigError
 from orchestrator.planning.dryrun.estimates import DryRunEstimates
+from orchestrator.scripts.overlay import notes_of
 from orchestrator.space.large import MAX_ENUMERATED, SAMPLE_SIZE, LargeSpace
 from orchestrator.space.replay import ReplaySpace
 from orchestrator.space.rules import WORLD_SIZE, Case, Rule, Violation, check, rules_for, violations
@@ -70,6 +71,8 @@ class Plan:
     """How many devices candidates use, and how to have other numbers tried; empty where the lease is not known."""
     unbalanced: str = ""
     """Why there are no ``balances`` although the file asks for them; empty otherwise."""
+    notes: tuple[str, ...] = ()
+    """What was not understood of the user's own training program, or is to be known of it."""
 
     @property
     def too_large(self) -> str:
@@ -87,6 +90,7 @@ class Plan:
             "num_balanced": len(self.balances),
             "unbalanced": self.unbalanced,
             "devices": self.devices,
+            "notes": list(self.notes),
             "rejected": [
                 {
                     "rule": rule_id,
@@ -140,6 +144,7 @@ def make_plan(spec: SweepSpec, topology: Topology | None = None, estimates: DryR
         balances=balances,
         unbalanced=unbalanced,
         devices=_devices(spec, candidates, topology, sorter.counts.get(WORLD_SIZE, 0)),
+        notes=() if spec.script is None else notes_of(spec.script, spec.baseline_candidate),
     )
 
 
@@ -285,6 +290,8 @@ def _nothing_left(sorter: _Sorter) -> ConfigError:
     if rule_id == WORLD_SIZE and sorter.spec.space.world_size is None:
         remedy = "Add choices that use the whole lease, or name the numbers of devices to try in space.world_size."
     message = f"no legal candidate: rule {rule_id} removed {sorter.counts[rule_id]} of {total}, for example: {reason}"
+    if (script := sorter.spec.script) is not None and rule_id == script.rule_id and script.notes:
+        message += f" ({script.notes[0]})"
     return sorter.spec.error(("space",), message, remedy)
 
 

@@ -12,7 +12,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.promotion.diff import Difference, compare
 from orchestrator.promotion.evidence import choose
 from orchestrator.promotion.history import CANDIDATE, PRODUCTION
-from orchestrator.promotion.manifest import build_manifest
+from orchestrator.promotion.manifest import build_manifest, script_of, source_changes
 from orchestrator.promotion.records import Record, Records, chain, gaps
 from orchestrator.promotion.references import describe, read, store
 from orchestrator.promotion.release import NONE, ReleaseChange, Releases
@@ -57,12 +57,12 @@ def promote(
     _check_expectation(expect_current)
     with home.open(sweep, read_only=False) as ledger:
         tracker = Tracker(tracking_uri_of(ledger, home))
-        choose(
-            read_snapshot(ledger).state, trial, force=force, is_candidate=is_candidate
-        )  # refuse before anything is waited for
+        changes = source_changes(ledger, script_of(ledger))
+        options: dict[str, Any] = {"force": force, "is_candidate": is_candidate, "objections": changes}
+        choose(read_snapshot(ledger).state, trial, **options)  # refuse before anything is waited for
         with _held(ledger):
             state = read_snapshot(ledger).state
-            chosen = choose(state, trial, force=force, is_candidate=is_candidate)
+            chosen = choose(state, trial, **options)
             manifest = build_manifest(ledger, state, chosen)
             with tracker.reached():
                 _bring_up_to_date(tracker, ledger, state, chosen.trial.number)

@@ -14,15 +14,17 @@ from scipy.special import stdtrit
 from orchestrator import units
 from orchestrator.promotion.diff import differing
 from orchestrator.proof.loss_gate import GateTrajectories, Trajectory, judge_gate
+from orchestrator.proof.script_gate import ScriptRuns, judge_script
+from orchestrator.scripts.source import PROGRAM
 from orchestrator.statistics import Estimate, Interval
 from orchestrator.sweep.values import GateSettings
 from trials.codec import from_json
-from trials.spec import Precision, Workload
+from trials.spec import Precision, ScriptModel, Workload
 
-Kind = Literal["driver", "library", "hardware", "training", "speed_up", "speed", "loss"]
-KINDS: tuple[Kind, ...] = ("driver", "library", "hardware", "training", "speed_up", "speed", "loss")
-"""What is compared; ``training``: whether it still runs, ``speed_up``: its speed over the baseline's, ``speed``: its
-own."""
+Kind = Literal["driver", "library", "program", "hardware", "training", "speed_up", "speed", "loss"]
+KINDS: tuple[Kind, ...] = ("driver", "library", "program", "hardware", "training", "speed_up", "speed", "loss")
+"""What is compared; ``program``: the source of the user's own training program, ``training``: whether it still runs,
+``speed_up``: its speed over the baseline's, ``speed``: its own."""
 
 _HARDWARE = ("hardware", "device_memory_bytes", "threads_per_device", "virtual")
 MIN_STEPS = 2
@@ -57,7 +59,9 @@ def environment(then: Mapping[str, str], now: Mapping[str, str]) -> list[DriftFi
 
 
 def _kind(name: str) -> Kind:
-    return "driver" if name == "driver" else "hardware" if name in _HARDWARE else "library"
+    if name in ("driver", PROGRAM):
+        return "driver" if name == "driver" else "program"
+    return "hardware" if name in _HARDWARE else "library"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +154,11 @@ def loss(then: Mapping[str, Any], now: Mapping[str, Any], settings: GateSettings
         loss_tolerance=settings.loss_tolerance,
         grad_norm_tolerance=settings.grad_norm_tolerance,
     )
-    runs = GateTrajectories(baseline=_trajectory(then), finalist=_trajectory(now))
-    report = judge_gate(0, runs, gate, workload)
+    before, after = _trajectory(then), _trajectory(now)
+    if isinstance(workload.model, ScriptModel):
+        report = judge_script(0, ScriptRuns(baseline=before, again=None, finalist=after, splits_alike=True), gate)
+    else:
+        report = judge_gate(0, GateTrajectories(baseline=before, finalist=after), gate, workload)
     if report.answer == "inconclusive":
         doubts = "; ".join(report.doubts).replace("the baseline's", "the promoted one's")
         return DriftFinding(kind="loss", is_drift=False, is_open=True, text=doubts)
@@ -170,6 +177,7 @@ def _trajectory(stored: Mapping[str, Any]) -> Trajectory:
         precision=from_json(Precision, stored["precision"]),
         matmul_precision=stored["matmul_precision"],
         micro_batch_size=stored["micro_batch_size"],
+        loss_resolution=stored.get("loss_resolution", 0.0),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from orchestrator import units
 from orchestrator.errors import ConfigError
 from orchestrator.proof.progress import checks, gate_runs
+from orchestrator.proof.trajectories import trajectory
 from orchestrator.report import words
 from orchestrator.report.summary import confirmed_figures, interval_json, result, speedup
 from orchestrator.statistics import tokens_per_s_per_device
@@ -34,11 +35,19 @@ class Chosen:
         return bool(self.missing)
 
 
-def choose(state: SweepState, trial: str | None, *, force: bool, is_candidate: bool = False) -> Chosen:
+def choose(
+    state: SweepState,
+    trial: str | None,
+    *,
+    force: bool,
+    is_candidate: bool = False,
+    objections: Sequence[str] = (),
+) -> Chosen:
     """The confirmed winner of a sweep, or the trial that was named.
 
     Args:
         is_candidate: it is to be registered only, not to go to production: nothing needs to be proven.
+        objections: what speaks against it besides its evidence.
 
     Raises:
         ConfigError: there is no such trial, it was not measured or is a check; or, without force, it is not the
@@ -62,7 +71,8 @@ def choose(state: SweepState, trial: str | None, *, force: bool, is_candidate: b
         raise ConfigError(
             f"{units.trial_id(chosen.number)} of {name} was not measured ({why})", remedy="Choose another trial."
         )
-    found = Chosen(trial=chosen, missing=_missing(state, chosen), remedy=_remedy(state, chosen))
+    remedy = _remedy(state, chosen, is_changed=bool(objections))
+    found = Chosen(trial=chosen, missing=(*_missing(state, chosen), *objections), remedy=remedy)
     if found.missing and not force and not is_candidate:
         subject = f"{units.trial_id(chosen.number)} of {name} cannot go to production: "
         raise ConfigError(subject + "; ".join(found.missing), remedy=found.remedy)
@@ -123,9 +133,11 @@ def _gate_missing(report: GateReport | None) -> str:
     return f"the loss gate found that it does not train the same model: {report.reasons[0]}"
 
 
-def _remedy(state: SweepState, chosen: Trial) -> str:
+def _remedy(state: SweepState, chosen: Trial, *, is_changed: bool = False) -> str:
     name, verdict = state.sweep.sweep, state.verdict
     force = "--force promotes it all the same, and that is recorded."
+    if is_changed:
+        return f"Submit the sweep under another name, which measures the program of today. {force}"
     if not state.is_over:
         return f"Wait for it: tune-cluster status {name}. {force}"
     report = gate_of(verdict, chosen.number) if verdict else None
@@ -210,13 +222,15 @@ def trajectory_json(measurement: Measurement | None, candidate: Candidate) -> di
     """How a run trained, step by step from the first: what :class:`orchestrator.proof.loss_gate.Trajectory` needs."""
     if measurement is None:
         return {}
+    run = trajectory(measurement, candidate)
     return {
-        "losses": _finite(measurement.losses),
-        "grad_norms": _finite(measurement.grad_norms),
-        "num_skipped_steps": measurement.num_skipped_steps,
-        "precision": to_json(candidate.precision),
-        "matmul_precision": candidate.kernels.matmul_precision,
-        "micro_batch_size": candidate.micro_batch_size,
+        "losses": _finite(run.losses),
+        "grad_norms": _finite(run.grad_norms),
+        "num_skipped_steps": run.num_skipped_steps,
+        "precision": to_json(run.precision),
+        "matmul_precision": run.matmul_precision,
+        "micro_batch_size": run.micro_batch_size,
+        "loss_resolution": run.loss_resolution,
     }
 
 

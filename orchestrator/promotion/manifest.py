@@ -11,13 +11,17 @@ from typing import Any
 import yaml
 
 from orchestrator import units
+from orchestrator.config.sweep import SweepSpec
 from orchestrator.errors import ConfigError
 from orchestrator.objective import Objective
 from orchestrator.promotion.evidence import Chosen, evidence
 from orchestrator.recipes import export_all
+from orchestrator.scripts.artifact import START, ScriptArtifact, artifact
+from orchestrator.scripts.script import Script
+from orchestrator.scripts.source import program_source
 from orchestrator.space.naming import short_name
 from orchestrator.statistics import Estimate, Interval
-from orchestrator.sweep.documents import SPEC, SweepFile
+from orchestrator.sweep.documents import SPEC, ProgramSource, SweepFile
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState
 from orchestrator.sweep.values import GateReport, Verdict
@@ -28,6 +32,8 @@ from trials.secrets import redact, redact_all
 from trials.spec import Candidate, Workload
 
 JSON, YAML = "recipe.json", "recipe.yaml"
+COMMAND = "command"
+"""Format of the exports of a user's own training program: its own command."""
 SWEEP_AS_WRITTEN, SWEEP_WRITTEN_OUT = "sweep.yaml", "sweep.json"
 AGAIN = "Promote the sweep again."
 WATERMARK_TAG = "watermark"
@@ -62,6 +68,9 @@ def list_files(files: Mapping[str, bytes]) -> dict[str, str]:
 def build_manifest(ledger: Ledger, state: SweepState, chosen: Chosen) -> Manifest:
     """The manifest of a trial, with its files as they are to be stored."""
     candidate, workload = chosen.trial.candidate, state.sweep.workload
+    script = script_of(ledger)
+    made = None if script is None else artifact(script, candidate, short_name(candidate))
+    kept = {"script": {**made.to_json(script), **_origin(ledger, chosen)}} if made and script else {}
     content = redact_all(
         {
             "config_key": candidate.config_key,
@@ -69,13 +78,14 @@ def build_manifest(ledger: Ledger, state: SweepState, chosen: Chosen) -> Manifes
             "candidate": to_json(candidate),
             "evidence": evidence(state, chosen),
             "workload": to_json(workload),
+            **kept,
         }
     )
     files = {
         JSON: json.dumps(content, indent=1, sort_keys=True) + "\n",
         YAML: yaml.safe_dump(content, sort_keys=False, allow_unicode=True),
         **_sweep_files(ledger),
-        **_exports(candidate, workload),
+        **(_exports(candidate, workload) if made is None else _command_files(made)),
     }
     files = {path: redact(text) for path, text in files.items()}
     listed = list_files({path: text.encode() for path, text in files.items()})
@@ -100,6 +110,40 @@ def _exports(candidate: Candidate, workload: Workload) -> dict[str, str]:
         lines += [f"{name}: {made.command}", *(f"  {note}" for note in made.notes)]
         files |= {f"exports/{name}/{path}": text for path, text in made.files.items()}
     return files | {"exports/README.txt": "\n".join(lines) + "\n"}
+
+
+def script_of(ledger: Ledger) -> Script | None:
+    """The user's own training program, as it was read when the sweep was created; None where ours trains."""
+    spec = ledger.document(SPEC)
+    return None if not spec or "run" not in spec.get("workload", {}) else SweepSpec.from_json(spec).script
+
+
+def _command_files(made: ScriptArtifact) -> dict[str, str]:
+    """The user's own command with the configuration laid over it, ready to start, and what differs from theirs."""
+    lines = [f"{COMMAND}: sh {START}", *(f"  {note}" for note in made.notes)]
+    files = {f"exports/{COMMAND}/{path}": text for path, text in made.files.items()}
+    return files | {"exports/README.txt": "\n".join(lines) + "\n"}
+
+
+def _origin(ledger: Ledger, chosen: Chosen) -> dict[str, Any]:
+    """Which program it was: digests of its source when the sweep was created, and versions of what it used."""
+    source, measurement = ProgramSource.read(ledger), chosen.trial.measurement
+    told = measurement.findings.script if measurement else None
+    return {
+        "source": None if source is None else {"sha256": source.sha256, "commit": source.commit},
+        "versions": {pair[0]: pair[1] for pair in told.versions} if told else {},
+    }
+
+
+def source_changes(ledger: Ledger, script: Script | None) -> tuple[str, ...]:
+    """Why the program that lies here is not the one that was measured; empty where it is, or lies elsewhere."""
+    measured = ProgramSource.read(ledger)
+    today = None if script is None else program_source(script)
+    if measured is None or today is None or today.sha256 == measured.sha256:
+        return ()
+    names = today.changed(dict(measured.files))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (f"your program was changed since it was measured ({', '.join(names[:3])}{more})",)
 
 
 def version_tags(manifest: Manifest) -> dict[str, str]:

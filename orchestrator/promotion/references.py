@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.config.sweep import SweepSpec
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import check_tracking_uri
 from orchestrator.promotion.history import PRODUCTION
@@ -22,6 +23,7 @@ from orchestrator.promotion.manifest import (
     verdict_of,
 )
 from orchestrator.report.summary import result
+from orchestrator.scripts.script import Script
 from orchestrator.sweep.home import Home, check_name
 from orchestrator.sweep.state import find_trial
 from orchestrator.tracking.registry import Registered, Registry
@@ -72,6 +74,8 @@ class VersionDescription:
     speed: float | None
     unit: str
     verdict: str
+    script: Script | None = None
+    """The user's own training program; None where ours trains."""
 
 
 def store(home: Home, tracking_uri: str | None) -> Tracker:
@@ -146,11 +150,18 @@ def describe(reference: str, home: Home, tracking_uri: str | None) -> VersionDes
         speed=facts["tokens_per_s_per_device"],
         unit=facts["unit"],
         verdict=verdict_of(facts)[0],
+        script=_script(promoted.spec),
     )
 
 
+def _script(spec: Mapping[str, Any] | None) -> Script | None:
+    is_script = spec is not None and "run" in spec.get("workload", {})
+    return SweepSpec.from_json(spec).script if spec is not None and is_script else None
+
+
 def _of_trial(sweep: str, trial: str, home: Home) -> VersionDescription:
-    state = home.read(sweep, begun=True).state
+    snapshot = home.read(sweep, begun=True)
+    state = snapshot.state
     found = find_trial(state, trial, sweep)
     measured, verdict = result(found, state.objective), state.verdict
     return VersionDescription(
@@ -161,5 +172,6 @@ def _of_trial(sweep: str, trial: str, home: Home) -> VersionDescription:
         fingerprint=state.sweep.fingerprint,
         speed=measured.figures.tokens_per_s_per_device if measured else None,
         unit=state.sweep.workload.speed_unit,
+        script=_script(snapshot.spec),
         verdict=state.virtual or ("confirmed" if verdict and verdict.winner == found.number else "not confirmed"),
     )

@@ -108,7 +108,7 @@ def verification_spec(promoted: Version, tracker: Tracker, num_rounds: int, at_s
         **{key: value for key, value in promoted.spec.items() if key in _KEPT},
         "name": f"verify-{name}-v{promoted.registered.version}-{stamp}",
         "baseline": promoted.spec.get("baseline", {}),
-        "space": space_section(promoted.candidate),
+        "space": _space(promoted.candidate, promoted.spec),
         "search": {"sampler": "grid", "early_stop": "off"},
         "budget": {"max_trials": 2},
         "confirm": {"finalists": 1, "min_rounds": num_rounds, "max_rounds": num_rounds, "always": True},
@@ -123,11 +123,15 @@ def _sweeps(spec: dict[str, Any], candidate: Candidate, folder: Path) -> list[di
     if _loaded(folder, spec).baseline_candidate != candidate:
         return [spec]
     space = {"world_size": [candidate.layout.world_size]}
-    alone = {"baseline": baseline_section(candidate), "space": space, "confirm": "off", "budget": {"max_trials": 1}}
+    baseline = spec["baseline"] if candidate.own or _is_script(spec) else baseline_section(candidate)
+    alone = {"baseline": baseline, "space": space, "confirm": "off", "budget": {"max_trials": 1}}
     return [{**spec, **alone, "name": f"{spec['name']}-r{number}"} for number in range(1, num_rounds + 1)]
 
 
 def _loaded(folder: Path, content: Mapping[str, Any]) -> SweepSpec:
+    """The sweep of this content. A program of the user's own has its configuration files as they were promoted."""
+    if _is_script(content):
+        return SweepSpec.from_json(content)
     file = folder / f"{content['name']}.yaml"
     write_atomically(file, [yaml.safe_dump(dict(content), sort_keys=False).encode()])
     return load_sweep(file)
@@ -151,6 +155,30 @@ def space_section(candidate: Candidate) -> dict[str, Any]:
     body = baseline_section(candidate)
     only = {knob.name: [body.get(knob.name, knob.default)] for knob in KNOBS}
     return {**only, "world_size": [candidate.layout.world_size]}
+
+
+def _is_script(spec: Mapping[str, Any]) -> bool:
+    return "run" in spec["workload"]
+
+
+def _space(candidate: Candidate, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The candidate alone as section ``space``; of a program of the user's own only what the sweep changed in it: what
+    its file does not name stays as the command says."""
+    if not _is_script(spec):
+        return space_section(candidate)
+    named, own = spec.get("space") or {}, {choice.name: choice.value for choice in candidate.own}
+    body = {name: values for name, values in space_section(candidate).items() if named.get(name) is not None}
+    return {**body, "world_size": [candidate.layout.world_size], "own": _own_section(named.get("own") or {}, own)}
+
+
+def _own_section(named: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Own knobs as the file describes them, each with the one value that the candidate has; all of those without one,
+    which mean nothing beside the others."""
+    section = {}
+    for name, knob in named.items():
+        described = knob if isinstance(knob, Mapping) else {"values": knob}
+        section[name] = {**described, "values": [own[name]]} if name in own else knob
+    return section
 
 
 def _interleaved(state: SweepState, candidate: Candidate, num_rounds: int) -> Remeasured:

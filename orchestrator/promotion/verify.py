@@ -33,7 +33,7 @@ from orchestrator.tracking.tracker import Tracker
 from orchestrator.virtual import Virtual
 from trials.codec import from_json, to_json
 from trials.outcome import Measurement
-from trials.spec import Workload
+from trials.spec import ScriptModel, Workload
 
 Answer = Literal["no_drift", "drift", "could_not_verify"]
 DEFAULT_ROUNDS = 3
@@ -166,7 +166,7 @@ def compare(
         return (*findings, DriftFinding(kind="training", is_drift=True, text=problem)), None
     today = trajectory_json(found.trial.measurement, promoted.candidate)
     workload: Workload = from_json(Workload, promoted.manifest["workload"])
-    loss = drift.loss(_training(facts), today, _gate_settings(promoted), workload)
+    loss = drift.loss(_training(facts, workload), today, _gate_settings(promoted), workload)
     if any(one.kind == "hardware" and one.is_open for one in findings) and "hardware" not in ignored:
         return (*findings, loss), None
     then, now = _speeds_then(facts), Speeds(configuration=_rates(found.runs), baseline=_rates(found.baseline_runs))
@@ -200,9 +200,14 @@ def _gate_settings(promoted: Version) -> GateSettings:
     )
 
 
-def _training(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """How the promoted trial trained: in the gate, whose run was the longest, else in the search."""
-    gate = facts["gate"] or {"runs": {}}
+def _training(facts: Mapping[str, Any], workload: Workload) -> Mapping[str, Any]:
+    """How the promoted trial trained: in the gate, whose run was the longest, else in the search.
+
+    A program of the user's own may have a schedule that follows the number of its steps: it is compared with the run in
+    the search, which was asked for as many steps as today's.
+    """
+    gate = facts["gate"] if not isinstance(workload.model, ScriptModel) else None
+    gate = gate or {"runs": {}}
     found: Mapping[str, Any] = gate["runs"].get("finalist") or facts["training"]
     return found
 

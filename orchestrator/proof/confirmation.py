@@ -73,14 +73,23 @@ def order(trials: Sequence[int], round_number: int) -> tuple[int, ...]:
 
 
 def judge(
-    rounds: Sequence[Round], *, baseline: int, finalists: Sequence[int], min_rounds: int, max_rounds: int
+    rounds: Sequence[Round],
+    *,
+    baseline: int,
+    finalists: Sequence[int],
+    min_rounds: int,
+    max_rounds: int,
+    rounded_away: Mapping[int, float] | None = None,
 ) -> Judgement:
     """Judge complete rounds; the first look is after ``min_rounds``, but at least 2.
+
+    ``rounded_away`` is how far the logarithm of a trial's speed may be off because its times were told as rounded
+    figures: the same in all rounds at worst, so that no number of them takes it from an interval.
 
     A finalist is measured no more once it is shown not faster than the baseline, or its place behind or beside the
     leader is settled, or the rounds left cannot be expected to show either. Rounds without it do not count for it.
     """
-    comparing = _Comparing(rounds, len(finalists), max(2, min_rounds), max_rounds)
+    comparing = _Comparing(rounds, len(finalists), max(2, min_rounds), max_rounds, rounded_away or {})
     to_baseline = comparing.effects(finalists, baseline, "baseline")
     faster = [number for number, effect in to_baseline.items() if effect.verdict == "faster"]
     leader = max(faster, key=lambda number: to_baseline[number].mean, default=None)
@@ -170,6 +179,7 @@ class _Comparing:
     num_finalists: int
     first_look: int
     max_rounds: int
+    rounded_away: Mapping[int, float]
 
     def effects(self, numbers: Sequence[int], other: int, family: Family) -> dict[int, _Effect]:
         """Effect of each of ``numbers`` that was in a round with ``other``, as of the last such round."""
@@ -196,12 +206,13 @@ class _Comparing:
             more_degrees = num_left * (len(self.rounds[-1]) - 1)
             half_width = _half_width(noise, num_rounds, degrees, levels[num_rounds - design.first_look])
             at_end = _half_width(noise, num_rounds + num_left, degrees + more_degrees, levels[-1])
+        rounded = self.rounded_away.get(one, 0.0) + self.rounded_away.get(other, 0.0)
         return _Effect(
             mean=mean,
-            half_width=half_width,
+            half_width=half_width + rounded,
             num_rounds=num_rounds,
             num_rounds_left=num_left,
-            half_width_at_end=at_end,
+            half_width_at_end=at_end + rounded,
         )
 
 

@@ -214,6 +214,7 @@ def _train_for_gate(state: SweepState, finalist: int) -> Command:
     who = "the baseline" if run.of == BASELINE else trial_id(finalist)
     who += " in fp32" if role.endswith("reference") else ""
     who += " with initial weights off by rounding errors" if run.perturbation else ""
+    who += ", once more as it is," if role == "twin" and not run.perturbation else ""
     return _propose(state, run, f"losses of {who} for the gate")
 
 

@@ -54,6 +54,11 @@ class Round:
         """How good each was."""
         return {of: objective.score(run.measurement) for of, run in self.runs.items() if run.measurement}
 
+    def rounded_away(self) -> dict[int, float]:
+        """How far the logarithm of each speed may be off by the digits in which step times were told."""
+        found = {of: run.measurement for of, run in self.runs.items() if run.measurement}
+        return {of: one.step_time_resolution_s / 2 / one.step_time_s for of, one in found.items()}
+
     @property
     def has_baseline(self) -> bool:
         """Whether the baseline was measured in it."""
@@ -116,6 +121,7 @@ def confirmation(state: SweepState) -> Confirmation | None:
             finalists=finalists,
             min_rounds=settings.min_rounds,
             max_rounds=settings.max_rounds,
+            rounded_away={number: away for one in of for number, away in one.rounded_away().items()},
         )
 
     last = rounds[-1] if rounds else None

@@ -28,6 +28,9 @@ class _Absent:
 
 ABSENT: Final = _Absent()
 """Value of keys that are not there; as a change: take the key away."""
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+"""The same in C where PyYAML was built with it, ten times as fast: plans lay every candidate over the files."""
 _COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
 _TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\])*"|,(?=\s*[}\]])')
 
@@ -185,7 +188,7 @@ def _unless_quoted(match: re.Match[str]) -> str:
 
 
 def _load_yaml(text: str) -> Any:
-    return yaml.safe_load(text)
+    return yaml.load(text, Loader=_LOADER)
 
 
 _LOADERS: Mapping[str, Callable[[str], Any]] = {".yaml": _load_yaml, ".yml": _load_yaml, ".toml": tomllib.loads}
@@ -198,11 +201,11 @@ def _edit_json(text: str, changes: Mapping[str, Any], wanted: Any) -> str:  # no
 def _edit_yaml(text: str, changes: Mapping[str, Any], wanted: Any) -> str:  # noqa: ARG001
     """Change the tree of nodes, which keeps the spelling of values: ``off``, ``1e-5`` and ``0o17`` mean different
     things to different readers of YAML."""
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    root = yaml.compose(text, Loader=_LOADER)
     root = _node({}) if root is None else _unshared(root)
     for key, value in changes.items():
         _set_node(root, key, value)
-    made: str = yaml.serialize(root, Dumper=yaml.SafeDumper)
+    made: str = yaml.serialize(root, Dumper=_DUMPER)
     return made
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from types import MappingProxyType
@@ -133,6 +133,12 @@ def imports(text: str) -> frozenset[str]:
     return frozenset(name.strip().partition(".")[0].partition(" ")[0] for names in found for name in names.split(","))
 
 
+def python_beside(command: str) -> str:
+    """The interpreter of a command that is named by its path; else whatever ``python`` is."""
+    beside = PurePath(command).with_name("python")
+    return str(beside) if len(beside.parts) > 1 else "python"
+
+
 # ---- launchers ----
 
 
@@ -176,7 +182,7 @@ def _command(argv: Words, start: int, stop: int, options: Words) -> Words:
     before = argv[:start]
     at = next((index for index, word in enumerate(before) if _is_python(word)), None)
     if at is None:
-        head = (*before[: _launcher_word(before)], *_python(before[_launcher_word(before)]))
+        head = (*before[: _launcher_word(before)], python_beside(before[_launcher_word(before)]))
     else:
         head = before[: before.index("-m")] if "-m" in before else before[: at + 1]
     return (*head, *(("-m",) if read(options, MODULE) else ()), *rest)
@@ -184,12 +190,6 @@ def _command(argv: Words, start: int, stop: int, options: Words) -> Words:
 
 def _launcher_word(before: Words) -> int:
     return len(before) - (2 if before[-1] == "launch" else 1)
-
-
-def _python(launcher: str) -> Iterator[str]:
-    """The interpreter beside a launcher that is named by its path; else whatever ``python`` is."""
-    beside = PurePath(launcher).with_name("python")
-    yield str(beside) if len(beside.parts) > 1 else "python"
 
 
 def _is_python(word: str) -> bool:

@@ -48,6 +48,8 @@ class Reading:
     num_microbatches: int | None = None
     """Gradient accumulation steps, where the framework is told these instead."""
     seed: int | None = None
+    world_size: int | None = None
+    """Ranks that its launcher starts today, where it has one: no field of a candidate, because we start the ranks."""
     notes: tuple[Note, ...] = ()
     """What was not understood, and what that means."""
 
@@ -61,14 +63,20 @@ class OverlayRequest:
     """What the command says by itself."""
     named: frozenset[str] = frozenset()
     """Paths of fields that the sweep names: written also where the command does not say them."""
+    told: frozenset[str] = frozenset()
+    """Paths of fields that the command has placeholders for: filled in already, and nobody else's business."""
     world_size: int
     global_batch_size: int
     num_microbatches: int
     seed: int | None = None
+    device: str | None = None
+    """Kind of device that ranks train on, as torch calls it: ``cpu``, ``cuda``; None where it is not known."""
 
     def changes(self, path: str, value: Any) -> bool:
         """Whether ``value`` has to be written at ``path``: the command says something else, or nothing although the
         sweep names the field."""
+        if path in self.told:
+            return False
         if path in self.reading.values:
             return bool(self.reading.values[path] != value)
         return path in self.named
@@ -99,6 +107,11 @@ class Training:
     releases: str = ""
     """Versions that were tried or read, as a specifier: ``>=5.0,<6``; empty: any."""
     launcher: Literal["env", "own"] = "env"
+    takes_launchers: bool = False
+    """Whether overlays take ``torchrun`` or ``accelerate launch`` off a command, and set the variables instead."""
+    takes_own_names: bool = False
+    """Whether overlays write the user's own knobs that are called like arguments without dashes; else that is done
+    before."""
     log: LogFormat
     recognises: Callable[[Run], bool]
     """Whether a command looks like one of this framework."""

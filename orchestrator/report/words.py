@@ -134,7 +134,9 @@ def check_words(check: Check | None) -> str:
         case ConfirmationRun():
             return f"{of} again, round {check.round + 1}"
         case GateRun():
-            return f"{of}{GATE_ROLE_WORDS.get(check.role, '')} for the loss gate"
+            is_repeat = check.role == "twin" and not check.perturbation
+            role = " once more" if is_repeat else GATE_ROLE_WORDS.get(check.role, "")
+            return f"{of}{role} for the loss gate"
         case _:
             return f"{of} with the profiler"
 

@@ -34,7 +34,7 @@ def script_command(
         ConfigError: a file of the user's that cannot be changed.
     """
     workload, shape = script.workload, script.model.shape
-    laid = render(script, candidate, last_step=last_step(protocol))
+    laid = render(script, candidate, last_step=last_step(protocol), device=device)
     return ScriptCommand(
         argv=laid.argv,
         cwd=script.run.cwd,
@@ -50,7 +50,7 @@ def script_command(
         num_devices=candidate.layout.world_size,
         tokens_per_step=workload.tokens_per_step,
         samples_per_step=workload.global_batch_size,
-        expected=script.training.expected(request_of(script, candidate)),
+        expected=script.training.expected(request_of(script, candidate, device)),
         device=device,
         memory_limit_bytes=memory_limit_bytes,
         model_flops_per_token=0.0 if shape is None else flops.model_flops_per_token(shape, workload.seq_length),

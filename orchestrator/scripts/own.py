@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from orchestrator.recipes.arguments import as_truth, either_dash, read, remove, write
 from orchestrator.recipes.documents import ABSENT, edited, load, value_at
@@ -21,9 +22,9 @@ def is_placeholder(name: str, run: Run) -> bool:
 
 def is_settled(name: str, script: Script) -> bool:
     """Whether an own knob is laid over the command here; the others are the recipe's."""
-    if name.startswith(("-", "$")) or ":" in name or is_placeholder(name, script.run):
+    if not script.training.takes_own_names or name.startswith(("-", "$")) or ":" in name:
         return True
-    return any(knob.name == name and knob.flag is not None for knob in script.own)
+    return name in script.placeholders or any(knob.name == name and knob.flag for knob in script.own)
 
 
 def with_own(script: Script, candidate: Candidate) -> Run:
@@ -44,8 +45,8 @@ def with_own(script: Script, candidate: Candidate) -> Run:
         elif ":" in name:
             file, _, key = name.partition(":")
             changes.setdefault(file, {})[key] = choice.value
-        elif name.startswith("-") or (flags.get(name) and not is_placeholder(name, run)):
-            argv = _with_argument(run.argv, flags.get(name) or name, choice.value)
+        elif is_settled(name, script) and name not in script.placeholders:
+            argv = _with_argument(run.argv, flags.get(name) or _argument_name(name), choice.value)
             run = dataclasses.replace(run, argv=argv)
     return _with_changes(run, changes) if changes else run
 
@@ -58,11 +59,14 @@ def said(knob: OwnKnob, run: Run) -> OwnScalar | None:
         file, _, key = knob.name.partition(":")
         given = value_at(load(run.files[file], run.paths.get(file, file)), key) if file in run.files else None
         given = None if given is ABSENT else given
-    elif knob.name.startswith("-") or knob.flag:
-        given = _argument(knob.flag or knob.name, knob, run)
     else:
-        given = None
+        given = _argument(knob.flag or _argument_name(knob.name), knob, run)
     return next((value for value in knob.values if _is_same(value, given)), None)
+
+
+def _argument_name(name: str) -> str:
+    """The argument that a name stands for which is neither placeholder, key nor variable."""
+    return name if name.startswith("-") else f"--{name}"
 
 
 def _argument(name: str, knob: OwnKnob, run: Run) -> object:
@@ -88,11 +92,12 @@ def _with_argument(argv: tuple[str, ...], name: str, value: OwnScalar) -> tuple[
 
 
 def _with_changes(run: Run, changes: Mapping[str, Mapping[str, OwnScalar]]) -> Run:
-    """The command with changed copies of files, which its words name by placeholders."""
+    """The command with changed copies of files, which its words name by placeholders; other files stay in place."""
     texts = dict(run.files)
     for file, values in changes.items():
         texts[file] = edited(texts[file], run.paths.get(file, file), values)
-    argv = tuple(_with_placeholder(word, run, list(changes)) for word in run.argv)
+    changed = [file for file in changes if texts[file] != run.files[file]]
+    argv = tuple(_with_placeholder(word, run, changed) for word in run.argv)
     return dataclasses.replace(run, argv=argv, files=texts)
 
 
@@ -100,6 +105,6 @@ def _with_placeholder(word: str, run: Run, names: list[str]) -> str:
     """The word with the placeholder of a file in the place of its path."""
     head, equals, path = word.rpartition("=")
     for name in names:
-        if name in run.paths and os.path.normpath(os.path.join(run.cwd, path)) == run.paths[name]:
+        if name in run.paths and os.path.normpath(Path(run.cwd) / path) == run.paths[name]:
             return f"{head}{equals}{{{name}}}"
     return word

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping
 
 from orchestrator.recipes.training import Run
 from orchestrator.space.knobs import KNOB_NAMES
+from orchestrator.space.knobs.layer_choices import layers_of
 from orchestrator.space.knobs.own import argument_text
 from orchestrator.space.naming import flat_params
-from trials.spec import Candidate, Workload
+from trials.spec import Candidate, Recompute, Workload
 
 COUNTS = ("accumulation", "world_size", "steps", "seed")
 """Placeholders besides knobs: micro-batches of a step on a rank, ranks, last step, seed."""
@@ -56,13 +57,15 @@ def _filled_file(text: str, values: Mapping[str, str]) -> str:
     return text
 
 
-def placeholder_values(candidate: Candidate, workload: Workload, *, last_step: int) -> dict[str, str]:
-    """What stands for every placeholder but ``{out}`` and the names of files."""
+def placeholder_values(candidate: Candidate, workload: Workload, *, last_step: int | None) -> dict[str, str]:
+    """What stands for every placeholder but ``{out}`` and the names of files; without a last step ``{steps}`` stays."""
     knobs = flat_params(candidate)
+    if candidate.recompute == Recompute(full=layers_of(candidate.layout, workload.num_layers)):
+        knobs = {**knobs, "recompute": "full"}  # the word of sweep files, however many layers there are
     counts = {
         "accumulation": max(1, candidate.num_microbatches(workload.global_batch_size)),
         "world_size": candidate.layout.world_size,
-        "steps": last_step,
+        **({} if last_step is None else {"steps": last_step}),
         "seed": workload.seed,
     }
     own = {choice.name: choice.value for choice in candidate.own}

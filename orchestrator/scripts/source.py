@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.scripts.script import Script
 from trials.codec import digest
 
 SUFFIXES = frozenset({".py", ".sh", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp"})
@@ -16,6 +17,8 @@ SUFFIXES = frozenset({".py", ".sh", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".
 command names."""
 SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages", "build", "dist", "mlruns"})
 """Folders that hold no source; hidden ones and virtual environments are left out, too."""
+PROGRAM = "program"
+"""Name of the source's digest in the fingerprint of a sweep's environment."""
 MAX_FILES = 5_000
 """More files are no training program: the rest is left out, and the tree says so."""
 MAX_BYTES = 4 << 20
@@ -43,6 +46,11 @@ class SourceTree:
         """Paths whose content differs, or that only one of both has."""
         names = sorted({*self.files, *other})
         return tuple(name for name in names if self.files.get(name) != other.get(name))
+
+
+def program_source(script: Script) -> SourceTree | None:
+    """The source of a script and the configuration files of its command; None where it is not on this host."""
+    return source_tree(Path(script.run.cwd), tuple(Path(path) for path in script.run.paths.values()))
 
 
 def source_tree(folder: Path, others: tuple[Path, ...] = ()) -> SourceTree | None:

@@ -61,8 +61,8 @@ class Violation:
 class Filters:
     """The user's own restrictions; values are compared whole, in canonical form.
 
-    A pattern maps knobs (or ``world_size``) to accepted values and matches when all of them match. Own knobs stand in it
-    by their names.
+    A pattern maps knobs (or ``world_size``, or the user's own knobs) to accepted values and matches when all of them
+    match.
     """
 
     forbid: tuple[Pattern, ...] = ()

@@ -119,6 +119,17 @@ class SweepFile(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramSource(Document):
+    """The source of the user's own training program when the sweep was created."""
+
+    name: ClassVar[str] = "program_source"
+    sha256: str
+    commit: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of each file by its path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tracking(Document):
     """The MLflow store that the sweep's file named when the sweep was created."""
 

@@ -146,8 +146,8 @@ def _diagnoses(explained: SweepExplanation) -> RenderableType:
 def _diagnosis(side: Diagnosis, explained: SweepExplanation) -> list[RenderableType]:
     name = f"{side.role} {units.trial_id(side.trial)}"
     if side.bottleneck is None:
-        advice = "a profile of it would tell (`tune-cluster profile`)"
-        return [Text.assemble((name, "bold"), f": nothing tells what holds it back: {explained.unmodelled}; {advice}")]
+        advice = "" if explained.is_script else "; a profile of it would tell (`tune-cluster profile`)"
+        return [Text.assemble((name, "bold"), f": nothing tells what holds it back: {explained.unmodelled}{advice}")]
     first, *others = side.bottlenecks
     words = Text.assemble((f"{name}: ", "bold"), (KIND_WORDS.get(first.kind, first.kind), "bold yellow"))
     words.append(f", {_cost(first)}")

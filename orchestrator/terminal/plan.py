@@ -57,6 +57,8 @@ def render_plan(plan: Plan, *, is_ranked: bool = False) -> RenderableType:
         parts.append(Text(f"nothing was balanced: {plan.unbalanced}", style="yellow"))
     if plan.num_rejected:
         parts += [Text(""), _rejected(plan)]
+    if plan.notes:
+        parts += [Text(""), *(Text(f"note: {note}", style="yellow") for note in plan.notes)]
     return Group(*parts)
 
 

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from cluster.base import Deadlines, GangEnded, GangLaunch
-from cluster.hardware.placement import Pool
+from cluster.hardware.placement import Placement, Pool
 from cluster.processes import process_info
 
 PRELOAD = ("torch", "torch.distributed", "tests.cluster.runners")
@@ -13,23 +13,28 @@ LIMIT_S = 60.0
 _numbers = itertools.count()
 
 
-def launch(cluster, runner, *, world_size=2, devices=None, spec=None, deadlines=None, isolation="device", **options):
-    """Launch ``runner`` on free devices, those of ``devices`` or all, and return the launch."""
-    pool = Pool(cluster.topology)
-    if devices is not None:
-        pool.take(set(cluster.topology.devices) - set(devices))
+def launch(cluster, runner, *, spec=None, deadlines=None, on=None, options=None, **place):
+    """Launch ``runner`` on the devices ``on``, or on those that :func:`placed` finds, and return the launch."""
     number = next(_numbers)
     gang = GangLaunch(
         attempt_id=f"a{number:03d}-{runner.replace('_', '-')}",
         token=f"token{number}",
         runner=runner if ":" in runner else f"tests.cluster.runners:{runner}",
         spec=spec or {},
-        placement=pool.place(world_size=world_size, tp=1, isolation=isolation),
+        placement=Placement(ranks=on, reserved=on) if on else placed(cluster, **place),
         deadlines=deadlines or Deadlines(),
-        **options,
+        **(options or {}),
     )
     cluster.launch(gang)
     return gang
+
+
+def placed(cluster, *, world_size=2, devices=None, isolation="device"):
+    """Free devices for a gang, those of ``devices`` or any."""
+    pool = Pool(cluster.topology)
+    if devices is not None:
+        pool.take(set(cluster.topology.devices) - set(devices))
+    return pool.place(world_size=world_size, tp=1, isolation=isolation)
 
 
 def events_until_end(cluster, *gangs):

@@ -246,7 +246,7 @@ def test_result_on_disk(processes, tmp_path_factory, pids):
 
 
 def test_environment(processes):
-    end = run(processes, "environment", env={"EXTRA": "yes"})
+    end = run(processes, "environment", options={"env": {"EXTRA": "yes"}})
     assert isinstance(end.outcome, Crashed)
     assert ast.literal_eval(end.outcome.evidence.message) == {
         "RANK": "0",
@@ -268,9 +268,8 @@ def test_environment(processes):
 
 def test_one_rank_per_node(processes, pids):
     devices = processes.topology.devices[1:4]
-    gang = launch(
-        processes, "speaks_for_its_node", world_size=3, devices=devices, spec={"pids": pids}, one_rank_per_node=True
-    )
+    options = {"one_rank_per_node": True}
+    gang = launch(processes, "speaks_for_its_node", on=devices, spec={"pids": pids}, options=options)
     end = end_of(processes, gang)
     assert isinstance(end.outcome, Measured), end.outcome
     found, node = end.outcome.measurement, processes.topology.nodes[0].name

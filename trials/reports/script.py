@@ -18,6 +18,8 @@ class ScriptSource:
     """``report``, ``hook:NAME``, ``file:FORMAT`` or ``log:FORMAT``."""
     resolution: float = 0.0
     """Smallest difference that it can show, in the value's unit, by the digits printed; 0: full precision."""
+    is_share: bool = False
+    """Whether it is of the rank's own share of the batch only, so that the mean over ranks is that of the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ VALUES = (
     *("allocated_bytes", "reserved_bytes", "rss_bytes"),
 )
 """Keys of report lines that are values of a step."""
-_KNOWN = frozenset((*VALUES, "v", "source", "t", "step", "event", "type", "message", "versions"))
+_KNOWN = frozenset((*VALUES, "v", "source", "t", "step", "event", "versions", "pid", "stack_signal"))
 FACTS: dict[str, Callable[[float], Any]] = {
     "world_size": int,
     "micro_batch_size": int,
@@ -60,6 +59,8 @@ class StepBook:
         self.notes: dict[str, None] = {}
         self.non_finite: list[tuple[int, str]] = []
         """Step and reason of divergence that no loss shows."""
+        self.shares: set[str] = set()
+        """Sources whose losses are those of a rank's own share of the batch."""
         self.has_begun = False
         self._limit = 4 * command.num_required_steps + 64
         self._num_bad_lines = 0
@@ -69,16 +70,16 @@ class StepBook:
         if len(self.notes) < MAX_NOTES:
             self.notes[text] = None
 
-    def hear_log(self, record: LogRecord, *, format_name: str, origin: str) -> None:
+    def hear_log(self, record: LogRecord, *, format_name: str, origin: str, arrived_s: float) -> None:
         """Take down what a line of output or of a log file said."""
         kind, source = (FILE, f"file:{format_name}") if record.is_structured else (LOG, f"log:{format_name}")
         series = self._of(kind, source, origin)
         if series is not None:
-            series.add(record.step, record.values, at_s=record.at_s, arrived_s=time.monotonic())
+            series.add(record.step, record.values, at_s=record.at_s, arrived_s=arrived_s)
         if record.non_finite and len(self.non_finite) < MAX_NOTES:
             self.non_finite.append((record.step, record.non_finite))
 
-    def hear_report(self, line: str, *, origin: str) -> None:
+    def hear_report(self, line: str, *, origin: str, arrived_s: float) -> None:
         """Take down a JSON line of a report file; one that is none, or is too long, is only counted."""
         if len(line) > MAX_REPORT_LINE:
             self.note(f"{origin}: lines of more than {MAX_REPORT_LINE} characters are ignored")
@@ -91,17 +92,22 @@ class StepBook:
             self._num_bad_lines += 1
             self.note(f"{origin}: not every line is a JSON object")
             return
-        self._take(told, origin)
+        self._take(told, origin, arrived_s)
 
-    def _take(self, told: dict[str, Any], origin: str) -> None:
+    def _take(self, told: dict[str, Any], origin: str, arrived_s: float) -> None:
         source = told.get("source")
         source = source[:MAX_TEXT] if isinstance(source, str) and source.startswith("hook:") else "report"
         kind = REPORT if source == "report" else PLAIN_HOOK if source == "hook:torch" else HOOK
         event, clock = told.get("event"), _number(told.get("t"))
         if event == "error":
             self._take_error(told)
-        elif event == "begin":
-            self.has_begun = True
+            return
+        if event == "note":
+            self.note(f"{origin}: {str(told.get('text'))[:MAX_TEXT]}")
+            return
+        self.has_begun = self.has_begun or event == "begin"
+        if told.get("loss_scope") == "rank":
+            self.shares.add(source)
         self._take_facts(told, origin)
         self._take_rest(told)
         series = self._of(kind, source, origin)
@@ -113,7 +119,7 @@ class StepBook:
         if step is not None and math.isfinite(step.value) and event in (None, "log", "step", "end"):
             values = {name: value for name in VALUES if (value := _number(told.get(name))) is not None}
             if values or event is None:
-                series.add(int(step.value), values, at_s=clock, arrived_s=time.monotonic())
+                series.add(int(step.value), values, at_s=clock, arrived_s=arrived_s)
 
     def _take_error(self, told: dict[str, Any]) -> None:
         if len(self.errors) < MAX_NOTES:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import signal
 import subprocess
@@ -19,6 +20,8 @@ TERM_GRACE_S = 2.0
 """How long the program may take to end after SIGTERM before it is killed."""
 KILL_TIMEOUT_S = 30.0
 """How long the kernel may take to end its processes: a driver may hold them."""
+PIPE_BYTES = 1 << 20
+"""Room for output that the rank has not read yet, so that programs that print much need not wait."""
 _SETTLE_S = 0.01
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -51,6 +54,8 @@ class Child:
         assert self._process.stdout is not None
         self.output: int = self._process.stdout.fileno()
         os.set_blocking(self.output, False)
+        with contextlib.suppress(OSError):  # the user has many pipes already
+            fcntl.fcntl(self.output, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     @property
     def exit_code(self) -> int | None:

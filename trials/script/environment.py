@@ -9,117 +9,31 @@ from __future__ import annotations
 import getpass
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trials.script.command import ScriptCommand
+from trials.script.hook_path import MEMORY_LIMIT_VARIABLE, REPORT_VARIABLE, with_hook
 from trials.secrets import is_secret_name
 
-HOOK = Path(__file__).parent / "hook"
-"""Folder that makes unchanged programs report, once it is on Python's path."""
-
 NAMES = frozenset(
-    [
-        "PATH",
-        "HOME",
-        "USER",
-        "LOGNAME",
-        "SHELL",
-        "LANG",
-        "LANGUAGE",
-        "TZ",
-        "TMPDIR",
-        "TMP",
-        "TEMP",
-        "HOSTNAME",
-        "PWD",
-        "VIRTUAL_ENV",
-        "CONDA_PREFIX",
-        "CONDA_DEFAULT_ENV",
-        "PYTHONPATH",
-        "PYTHONHOME",
-        "PYTHONNOUSERSITE",
-        "PYTHONWARNINGS",
-        "PYTHONHASHSEED",
-        "LD_LIBRARY_PATH",
-        "LD_PRELOAD",
-        "LIBRARY_PATH",
-        "CPATH",
-        "C_INCLUDE_PATH",
-        "CPLUS_INCLUDE_PATH",
-        "CC",
-        "CXX",
-        "CFLAGS",
-        "CXXFLAGS",
-        "LDFLAGS",
-        "CUDACXX",
-        "MAX_JOBS",
-        "XDG_CACHE_HOME",
-        "XDG_CONFIG_HOME",
-        "XDG_DATA_HOME",
-        "SSL_CERT_FILE",
-        "SSL_CERT_DIR",
-        "REQUESTS_CA_BUNDLE",
-        "CURL_CA_BUNDLE",
-        "HF_HOME",
-        "HF_HUB_CACHE",
-        "HF_DATASETS_CACHE",
-        "HF_ENDPOINT",
-        "HF_HUB_OFFLINE",
-        "HF_DATASETS_OFFLINE",
-        "MODELSCOPE_CACHE",
-        "MODELSCOPE_OFFLINE",
-        "WANDB_MODE",
-        "NO_COLOR",
-    ]
+    (
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TMP", "TEMP", "HOSTNAME"),
+        *("VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "PYTHONPATH", "PYTHONHOME", "PYTHONNOUSERSITE"),
+        *("PYTHONWARNINGS", "PYTHONHASHSEED", "LD_LIBRARY_PATH", "LD_PRELOAD", "LIBRARY_PATH", "CPATH", "CUDACXX"),
+        *("C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "MAX_JOBS"),
+        *("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+        *("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ENDPOINT"),
+        *("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "MODELSCOPE_CACHE", "WANDB_MODE", "NO_COLOR"),
+    )
 )
 """Variables of the node that programs see."""
-PREFIXES = tuple(
-    [
-        "LC_",
-        "CUDA_",
-        "CUDNN_",
-        "CUBLAS_",
-        "NVIDIA_",
-        "NVTE_",
-        "NCCL_",
-        "RCCL_",
-        "HCCL_",
-        "GLOO_",
-        "UCX_",
-        "UCC_",
-        "FI_",
-        "OMP_",
-        "GOMP_",
-        "KMP_",
-        "MKL_",
-        "OPENBLAS_",
-        "NUMEXPR_",
-        "MALLOC_",
-        "TORCH_",
-        "TORCHINDUCTOR_",
-        "TORCHDYNAMO_",
-        "PYTORCH_",
-        "TRITON_",
-        "HIP_",
-        "HSA_",
-        "ROCM_",
-        "ROCR_",
-        "MIOPEN_",
-        "GPU_",
-        "ASCEND_",
-        "ONEAPI_",
-        "ZE_",
-        "SYCL_",
-        "HABANA_",
-        "TRANSFORMERS_",
-        "TOKENIZERS_",
-        "ACCELERATE_",
-        "DS_",
-        "FLAGS_",
-        "MS_",
-    ]
+PREFIXES = (
+    *("LC_", "CUDA_", "CUDNN_", "CUBLAS_", "NVIDIA_", "NVTE_", "NCCL_", "RCCL_", "HCCL_", "GLOO_", "UCX_", "UCC_"),
+    *("FI_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "MALLOC_", "TORCH_", "TORCHINDUCTOR_"),
+    *("TORCHDYNAMO_", "PYTORCH_", "TRITON_", "HIP_", "HSA_", "ROCM_", "ROCR_", "MIOPEN_", "GPU_", "ASCEND_"),
+    *("ONEAPI_", "ZE_", "SYCL_", "HABANA_", "TRANSFORMERS_", "TOKENIZERS_", "ACCELERATE_", "DS_", "FLAGS_", "MS_"),
 )
 """Beginnings of further names that they see: libraries of devices, of communication, of mathematics, frameworks."""
 DEFAULTS = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
@@ -137,7 +51,7 @@ class ScriptRank:
     """Who this rank is, as the cluster or torchrun told it."""
 
     rank: int
-    """Of the slot; with ``launcher: own`` slots are nodes."""
+    """Number of its slot; with ``launcher: own`` slots are nodes."""
     num_slots: int
     local_rank: int
     local_slots: int
@@ -191,10 +105,18 @@ def child_environment(
     environment |= _torchrun(rank) if command.launcher == "env" else _nodes(rank)
     environment["TORCHELASTIC_ERROR_FILE"] = str(error_file)
     environment |= {pair[0]: pair[1] for pair in command.env if len(pair) == 2}
-    environment["TUNE_CLUSTER_REPORT"] = str(report)
-    if command.hook and HOOK.is_dir():
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HOOK), environment.get("PYTHONPATH")]))
+    environment[REPORT_VARIABLE] = str(report)
+    if command.memory_limit_bytes is not None and command.device == "cuda":
+        environment[MEMORY_LIMIT_VARIABLE] = str(command.memory_limit_bytes)
+    environment["PYTHONPATH"] = with_hook(environment.get("PYTHONPATH"), hook=command.hook)
     return environment
+
+
+def remember_secrets(pairs: Iterable[Sequence[str]]) -> None:
+    """Have what the sweep file tells the program in confidence redacted from all that this process writes."""
+    for pair in pairs:
+        if len(pair) == 2 and is_secret_name(pair[0]):
+            os.environ[pair[0]] = pair[1]
 
 
 def _is_allowed(name: str) -> bool:

@@ -1,7 +1,7 @@
 """Why a program ended before its steps were measured: from what it told, printed and left behind.
 
-Out of memory is believed of an error's type, or of the very words in which allocators fail; "out of memory" somewhere in
-what a program prints is none of them. The errors raised here carry the program's own type, by which
+Out of memory is believed of an error's type, or of the very words in which allocators fail; "out of memory" somewhere
+in what a program prints is none of them. The errors raised here carry the program's own type, by which
 :func:`trials.failure.classify` judges as it does for our own training.
 """
 
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
-from trials.failure import NodeFault, classify
+from trials.failure import InfeasibleSpec, NodeFault, NonFiniteLoss, classify
 from trials.script.book import ToldError
 
 NEEDLES = (
@@ -57,6 +57,20 @@ class NoMetricsError(RuntimeError):
 
 class TooFewStepsError(RuntimeError):
     """The command ended well, but before the steps that a trial needs."""
+
+
+class NotApplied(InfeasibleSpec):  # named like the outcome it leads to
+    """What the program does is not what the candidate says: its times would be those of something else."""
+
+
+class TrainingDiverged(NonFiniteLoss):  # says what was found
+    """The program's loss or gradient norm became inf or nan."""
+
+
+def is_of_program(error: BaseException) -> bool:
+    """Whether an error is about a program of the user's own: where in our code it was found tells nobody anything."""
+    told = CommandError | NoMetricsError | TooFewStepsError | NotApplied | TrainingDiverged | NodeFault
+    return isinstance(error, told)
 
 
 class OutputWatch:
@@ -104,7 +118,7 @@ def _is_collateral(error: ToldError) -> bool:
 def raised(error: ToldError, suffix: str = "") -> Exception:
     """The program's error as an exception of ours, whose class is called like the program's."""
     module, _, name = error.type_name.rpartition(".")
-    name = "OutOfMemoryError" if name == "ResourceExhaustedError" else name or "Error"
+    name = "OutOfMemoryError" if is_out_of_memory(error) and name != "MemoryError" else name or "Error"
     if name in _AMBIGUOUS:
         module, name = module or "program", f"Program{name}"
     kind = type(name, (CommandError,), {"__module__": module or "builtins"})

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trials.failure import InfeasibleSpec, NonFiniteLoss
 from trials.reports.script import ScriptFacts, ScriptReport, ScriptSource
 from trials.script.book import StepBook
 from trials.script.command import Expected, ScriptCommand
+from trials.script.failures import NotApplied, TrainingDiverged
 from trials.script.logs.base import LogValue
 from trials.script.series import StepSeries
+from trials.secrets import redactor
 
 NORMS_IN_A_ROW = 3
 """So many gradient norms in a row that are not finite mean divergence; fewer are steps that loss scaling skips."""
@@ -22,7 +23,7 @@ SHARDS_TOLERANCE = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
+class MeasuredSteps:
     """Seconds of the measured steps by the best source that has them all."""
 
     source: str
@@ -46,7 +47,7 @@ class Judge:
         self._book = book
         self._measured = range(command.num_warmup_steps + 1, command.num_required_steps + 1)
 
-    def times(self) -> StepTimes | None:
+    def times(self) -> MeasuredSteps | None:
         """Times of the measured steps; None while no source has told of all of them.
 
         Of several processes, each step's time is that of the slowest.
@@ -55,7 +56,7 @@ class Judge:
             tables = [table for series in group if self._covers(table := self._times_of(series))]
             if tables:
                 slowest = (max((t[step] for t in tables), key=lambda v: v.value) for step in self._measured)
-                return StepTimes(source=source, values=tuple(slowest))
+                return MeasuredSteps(source=source, values=tuple(slowest))
         return None
 
     @property
@@ -73,34 +74,32 @@ class Judge:
 
     def check_finite(self) -> None:
         """Raises:
-        NonFiniteLoss: training diverged in a step up to the last required one.
+        TrainingDiverged: training diverged in a step up to the last required one.
         """
         last = self._command.num_required_steps
         for step, reason in self._book.non_finite:
             if step <= last:
-                raise NonFiniteLoss(f"training diverged by step {step}: {reason}")
+                raise TrainingDiverged(f"training diverged by step {step}: {reason}")
         for series in self._book.series.values():
             for step, loss in series.by_step("loss").items():
                 if step <= last and not math.isfinite(loss.value):
-                    raise NonFiniteLoss(f"the loss is {loss.value} at step {step} (by {series.name})")
+                    raise TrainingDiverged(f"the loss is {loss.value} at step {step} (by {series.name})")
             _check_norms(series, last)
 
     def check_facts(self) -> None:
         """Raises:
-        InfeasibleSpec: a knob was seen not to act.
+        NotApplied: a knob was seen not to act.
         """
         for origin, facts in self._book.facts.items():
             for problem in _contradictions(self._command.expected, facts):
-                raise InfeasibleSpec(f"not applied: {problem} (seen by {origin})")
+                raise NotApplied(f"not applied: {problem} (seen by {origin})")
         for series in self._book.series.values():
             seen = {value.value for step, value in series.by_step("samples").items() if step in self._measured}
             if len(seen) == 1 and self._command.samples_per_step not in seen:
                 wanted = f"the candidate wants {self._command.samples_per_step} samples per optimiser step"
-                raise InfeasibleSpec(
-                    f"not applied: {wanted}, but the program has {seen.pop():g} (seen by {series.name})"
-                )
+                raise NotApplied(f"not applied: {wanted}, but the program has {seen.pop():g} (seen by {series.name})")
 
-    def sources(self, times: StepTimes) -> Iterator[ScriptSource]:
+    def sources(self, times: MeasuredSteps) -> Iterator[ScriptSource]:
         """Where each kind of value comes from."""
         yield ScriptSource(name="step_time_s", source=times.source, resolution=times.resolution_s)
         for name in (
@@ -116,16 +115,21 @@ class Judge:
             series = self._best(name)
             if series is not None:
                 values = series.by_step(name).values()
-                yield ScriptSource(name=name, source=series.name, resolution=max(v.resolution for v in values))
+                is_share = name == "loss" and series.name in self._book.shares
+                resolution = max(value.resolution for value in values)
+                yield ScriptSource(name=name, source=series.name, resolution=resolution, is_share=is_share)
 
     def per_step(self, name: str) -> tuple[float, ...]:
-        """A value of every step from the first on; empty where one of them is missing."""
-        for _, group in self._groups():
-            for series in group:
-                table = series.by_step(name)
-                steps = range(1, self._command.num_required_steps + 1)
-                if all(step in table and math.isfinite(table[step].value) for step in steps):
-                    return tuple(table[step].value for step in steps)
+        """A value of every step from the first on; empty where one of them is missing.
+
+        Of several processes it is that of the first, or the mean where each tells that of its own share.
+        """
+        steps = range(1, self._command.num_required_steps + 1)
+        for source, group in self._groups():
+            tables = [table for series in group if _is_full(table := series.by_step(name), steps)]
+            if tables:
+                used = tables if source in self._book.shares else tables[:1]
+                return tuple(statistics.fmean(table[step].value for table in used) for step in steps)
         return ()
 
     def mean(self, name: str) -> float | None:
@@ -141,9 +145,10 @@ class Judge:
         found = (v.value for s in self._book.series.values() for v in s.values.get(name, {}).values())
         return int(max((value for value in found if 0 <= value < 1e18), default=0))
 
-    def report(self, times: StepTimes | None, exit_code: int | None) -> ScriptReport:
+    def report(self, times: MeasuredSteps | None, exit_code: int | None) -> ScriptReport:
         """What is told of the program besides figures."""
         merged: dict[str, Any] = {}
+        clean = redactor()
         for facts in reversed(self._book.facts.values()):
             merged |= facts
         return ScriptReport(
@@ -154,8 +159,8 @@ class Judge:
             samples_per_step=self.mean("samples"),
             num_steps_seen=self.num_steps,
             exit_code=exit_code,
-            extras=tuple(self._book.extras.items()),
-            notes=tuple(self._book.notes),
+            extras=tuple((clean(name), clean(value)) for name, value in self._book.extras.items()),
+            notes=tuple(map(clean, self._book.notes)),
         )
 
     def _groups(self) -> Iterator[tuple[str, list[StepSeries]]]:
@@ -181,6 +186,10 @@ class Judge:
         return all(step in table for step in self._measured)
 
 
+def _is_full(table: dict[int, LogValue], steps: range) -> bool:
+    return all(step in table and math.isfinite(table[step].value) for step in steps)
+
+
 def _natural(name: str) -> tuple[int, str]:
     """Short names first, so that ``rank2`` comes before ``rank10``."""
     return len(name), name
@@ -191,7 +200,7 @@ def _check_norms(series: StepSeries, last: int) -> None:
     for step, norm in series.by_step("grad_norm").items():
         row = [] if math.isfinite(norm.value) or step > last else [*row, step]
         if len(row) == NORMS_IN_A_ROW:
-            raise NonFiniteLoss(f"the gradient norm is {norm.value} in steps {', '.join(map(str, row))}")
+            raise TrainingDiverged(f"the gradient norm is {norm.value} in steps {', '.join(map(str, row))}")
 
 
 def _contradictions(expected: Expected, facts: dict[str, Any]) -> Iterable[str]:

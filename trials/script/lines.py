@@ -41,12 +41,10 @@ class LineSplitter:
     def feed(self, chunk: bytes) -> Iterator[str]:
         """The wanted lines that are complete now that ``chunk`` has arrived, without colours and line ends."""
         if self._is_cut:
-            end = _ENDS.search(chunk)
-            if end is None:
+            ends = [end for end in (chunk.find(b"\n"), chunk.find(b"\r")) if end >= 0]
+            if not ends:
                 return
-            self._is_cut, chunk = False, chunk[end.start() :]
-            yield from self._wanted(self._rest)
-            self._rest = b""
+            self._is_cut, chunk = False, chunk[min(ends) :]
         data = self._rest + chunk
         last = max(data.rfind(b"\n"), data.rfind(b"\r"))
         whole, self._rest = data[: last + 1], data[last + 1 :]
@@ -74,7 +72,7 @@ def plain(text: str) -> str:
     return _ESCAPES.sub("", text) if "\x1b" in text else text
 
 
-class RankLog:
+class BoundedLog:
     """Passes a program's output on to a descriptor, at most about :data:`MAX_LOG_BYTES` of it: the beginning and the
     end. Where the descriptor is a file of the rank's own, the end is on the disk at any time."""
 

@@ -5,20 +5,24 @@
     ATTEMPT/script/out         {out}: whatever the program writes; shared by the node's ranks
     ATTEMPT/script/files       copies of configuration files
     ATTEMPT/script/report/N    $TUNE_CLUSTER_REPORT of rank N, with the file ``stop``
-    ATTEMPT/script/ranks       how each rank of the node fared: ``measured`` or ``silent``, then ``gone``
+    ATTEMPT/script/ranks       what each rank of the node tells the others of itself
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from trials.codec import canonical_json, from_json
 from trials.files import make_private_folder, write_atomically
+from trials.outcome import Phase
 from trials.reports.profile import FOLDER_VARIABLE
 from trials.script.command import OUT, ScriptCommand
 from trials.script.environment import ScriptRank
@@ -28,7 +32,20 @@ ATTEMPT_VARIABLE = "TUNE_CLUSTER_ATTEMPT_DIR"
 SCRATCH = "script"
 """Folder in an attempt's folder that is deleted with the attempt's end."""
 
-State = Literal["measured", "silent", "gone"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerWord:
+    """What a rank lets the others of its node know."""
+
+    state: Literal["training", "measured", "silent"] = "training"
+    """``measured``: it has its steps; ``silent``: others speak for it."""
+    is_gone: bool = False
+    """Whether nothing of its program is left."""
+    phase: Phase | None = None
+    step: int = 0
+    step_time_s: float | None = None
+    number: int = 0
+    """Of two words of a rank the later one has the higher number, though they may say the same."""
 
 
 class Places:
@@ -44,6 +61,7 @@ class Places:
         self.error_file = self.scratch / f"error{rank.rank}.json"
         self._ranks = self.scratch / "ranks"
         self._rank = rank
+        self._last_word = PeerWord()
         self._attempt = attempt if is_own_folder else None
 
     @classmethod
@@ -80,29 +98,36 @@ class Places:
             text = text.replace(placeholder, value)
         return text
 
-    def tell(self, state: State) -> None:
-        """Leave word for the other ranks of this node of how this one fares."""
-        with contextlib.suppress(OSError):
-            write_atomically(self._ranks / str(self._rank.rank), [state.encode()])
+    def tell(self, word: PeerWord) -> None:
+        """Leave word for the other ranks of this node."""
+        self._last_word = word = replace(word, number=self._last_word.number + 1)
+        if self._rank.local_slots > 1:
+            with contextlib.suppress(OSError):
+                write_atomically(self._ranks / str(self._rank.rank), [canonical_json(word).encode()])
 
-    def told(self) -> list[str]:
-        """How the ranks of this node fare, as far as they have left word."""
-        return list(self._states())
-
-    def _states(self) -> Iterator[str]:
+    def told(self) -> list[PeerWord]:
+        """The last words of the ranks of this node, as far as they have left any."""
+        found: list[PeerWord] = []
         with contextlib.suppress(OSError):
             for path in self._ranks.iterdir():
                 if not path.name.startswith("."):
-                    yield path.read_text()
+                    with contextlib.suppress(OSError, ValueError):
+                        found.append(from_json(PeerWord, json.loads(path.read_bytes())))
+        return found
 
     def leave(self) -> None:
         """Delete the scratch folder, if this is the last rank of the node to leave it."""
-        self.tell("gone")
-        if self.told().count("gone") >= self._rank.local_slots:
+        self.tell(replace(self._last_word, is_gone=True))
+        if self._rank.local_slots == 1 or all_gone(self.told(), self._rank.local_slots):
             shutil.rmtree(self.scratch, ignore_errors=True)
             if self._attempt is not None:
                 with contextlib.suppress(OSError):
                     self._attempt.rmdir()
+
+
+def all_gone(words: Sequence[PeerWord], num_ranks: int) -> bool:
+    """Whether all ranks of the node have said that they are gone."""
+    return sum(word.is_gone for word in words) >= num_ranks
 
 
 def report_folder(attempt: Path, rank: int) -> Path:

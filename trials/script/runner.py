@@ -10,22 +10,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trials.codec import from_json, to_json
-from trials.failure import InfeasibleSpec
 from trials.files import write_json
 from trials.outcome import ProgressSink, RankReport, StepBreakdown, ignore_progress
 from trials.reports.findings import Findings
 from trials.script.child import Child
 from trials.script.command import ScriptCommand
-from trials.script.environment import ScriptRank, cache_folder, child_environment
+from trials.script.environment import ScriptRank, cache_folder, child_environment, remember_secrets
 from trials.script.failures import CommandError
-from trials.script.judge import Judge, StepTimes
+from trials.script.judge import Judge, MeasuredSteps
 from trials.script.places import Places, remove_stale_locks
-from trials.script.watch import Watch
+from trials.script.watch import ProgramWatch
 
 
 def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
@@ -36,10 +36,11 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
 
     Raises:
         CodecError: the JSON is no ScriptCommand.
-        InfeasibleSpec, NonFiniteLoss, NodeFault: see :mod:`trials.failure`; anything else is what ended the program,
+        NotApplied, TrainingDiverged, NodeFault: see :mod:`trials.failure`; anything else is what ended the program,
             by its own type, for :func:`trials.failure.classify`.
     """
     command: ScriptCommand = from_json(ScriptCommand, spec)
+    remember_secrets(command.env)
     rank = ScriptRank.from_env(os.environ)
     places = Places.from_env(os.environ, rank)
     places.make(command)
@@ -74,19 +75,24 @@ def _start(command: ScriptCommand, rank: ScriptRank, places: Places) -> Child:
     try:
         return Child(argv, cwd=command.cwd, environment=environment)
     except OSError as error:
+        if not Path(command.cwd).is_dir():
+            where = f"there is no folder {command.cwd} on node {socket.gethostname()}"
+            raise CommandError(f"{where}: a program starts from its own path, which has to be on every node") from error
         reason = error.strerror or type(error).__name__
         raise CommandError(f"cannot start {argv[0]!r} in {command.cwd}: {reason}") from error
 
 
-def _watch(command: ScriptCommand, rank: ScriptRank, places: Places, child: Child, progress: ProgressSink) -> Watch:
+def _watch(
+    command: ScriptCommand, rank: ScriptRank, places: Places, child: Child, progress: ProgressSink
+) -> ProgramWatch:
     try:
-        return Watch(command, rank, places, child, progress)
+        return ProgramWatch(command, rank, places, child, progress)
     except ValueError as error:  # the log's format
-        raise InfeasibleSpec(str(error)) from None
+        raise CommandError(str(error)) from None
 
 
 def _report(
-    command: ScriptCommand, rank: ScriptRank, judge: Judge, times: StepTimes | None, exit_code: int | None
+    command: ScriptCommand, rank: ScriptRank, judge: Judge, times: MeasuredSteps | None, exit_code: int | None
 ) -> RankReport:
     """The rank's report; what nobody told is left out."""
     data_s = judge.mean("data_s") or 0.0

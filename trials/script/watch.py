@@ -14,30 +14,33 @@ from trials.script.child import Child
 from trials.script.command import OUT, ScriptCommand
 from trials.script.environment import ScriptRank
 from trials.script.failures import NEEDLES, NoMetricsError, OutputWatch, TooFewStepsError, failure, how_it_ended
-from trials.script.judge import Judge, StepTimes
-from trials.script.lines import LineSplitter, RankLog
+from trials.script.judge import Judge, MeasuredSteps
+from trials.script.lines import BoundedLog, LineSplitter
 from trials.script.logs import make_parser
 from trials.script.logs.base import LogParser
-from trials.script.places import Places
-from trials.script.tails import FolderTails
+from trials.script.logs.tails import FolderTails
+from trials.script.places import PeerWord, Places
 
 LOOK_S = 0.1
 """How often files are looked at."""
+PEERS_S = 0.2
+"""How often it is looked what the ranks of the node have told."""
 LIFE_S = 5.0
 """How often a program that prints but ends no step is told to be alive."""
-READ_BYTES = 1 << 16
-READS_PER_LOOK = 64
+READ_BYTES = 1 << 18
+READS_PER_LOOK = 16
 DRAIN_S = 1.0
 """How long the output of a program that has ended is read: what it left behind may print for ever."""
 GRACE_S = 2.0
 """How long peers on other nodes may take to end the step in which this rank is done, beside two steps' time."""
 MAX_GRACE_S = 30.0
+"""How long a rank whose steps are there waits for those of its node, and at most for others."""
 PEER_WAIT_S = 5.0
 """How long a rank that told nothing waits for one that speaks for it, after its program has ended well."""
 PEER_WAIT_AFTER_FAILURE_S = 0.5
 
 
-class Watch:
+class ProgramWatch:
     """One rank's program, from its start to the end of its measured steps."""
 
     def __init__(
@@ -48,7 +51,7 @@ class Watch:
         self.book = StepBook(command)
         self.judge = Judge(command, self.book)
         self._errors = OutputWatch()
-        self._log = RankLog(1, is_own=places.has_own_log)
+        self._log = BoundedLog(1, is_own=places.has_own_log)
         self._parser = make_parser(command.log)
         needles = None if self._parser.needles is None else (*self._parser.needles, *NEEDLES)
         self._lines = LineSplitter(needles)
@@ -61,26 +64,32 @@ class Watch:
         self._selector.register(child.pidfd, selectors.EVENT_READ)
         self._output_bytes = 0
         self._is_open = True
-        self._looked_at_s = 0.0
+        self._looked_at_s = self._heard_at_s = 0.0
         self._told_steps = -1
         self._told_at_s = time.monotonic()
         self._heard_bytes = 0
+        self._told_word: PeerWord | None = None
+        self._has_measured = False
+        self._peers: list[PeerWord] = []
+        self._asked_at_s = 0.0
 
-    def follow(self) -> StepTimes | None:
-        """Watch until the measured steps are there, and peers have had theirs; None where another rank of this node
+    def follow(self) -> MeasuredSteps | None:
+        """Follow it until the measured steps are there, and peers have had theirs; None where another rank of this node
         speaks for this one.
 
         Raises:
-            NonFiniteLoss, InfeasibleSpec, NodeFault: see :mod:`trials.failure`.
+            NotApplied, TrainingDiverged, NodeFault: see :mod:`trials.failure`.
             Exception: whatever ended the program before its steps were measured, by its own type.
         """
-        while (times := self._measured()) is None:
+        times = None
+        while times is None:
             if self._child.exit_code is not None:
                 return self._after_end()
-            if self._is_spoken_for():
-                return None
-            self._wait(LOOK_S)
-        self._places.tell("measured")
+            if self._wait(LOOK_S):
+                times = self._measured()
+                if times is None and self._is_spoken_for():
+                    return None
+        self._say_measured()
         self._let_peers_finish(times)
         return self._measured()
 
@@ -89,16 +98,19 @@ class Watch:
         self._selector.close()
         self._log.close()
 
-    def _wait(self, timeout_s: float) -> None:
-        """Sleep until the program prints or ends, at most so long; then take in what is new."""
+    def _wait(self, timeout_s: float) -> bool:
+        """Sleep until the program prints or ends, at most so long, and take in what is new; whether files were looked
+        at, too, which is done now and then."""
         for key, _ in self._selector.select(timeout_s):
             if key.fd == self._child.output:
                 self._read()
             else:
                 self._selector.unregister(self._child.pidfd)
-        if time.monotonic() - self._looked_at_s >= LOOK_S:
+        is_due = time.monotonic() - self._looked_at_s >= LOOK_S
+        if is_due:
             self._look()
             self._tell()
+        return is_due
 
     def _read(self) -> bool:
         """Take in what the program has printed; whether there may be more."""
@@ -112,6 +124,7 @@ class Watch:
                 self._is_open = False
                 return False
             self._output_bytes += len(chunk)
+            self._heard_at_s = time.monotonic()
             self._log.write(chunk)
             for line in self._lines.feed(chunk):
                 self._hear(line, self._parser, "output")
@@ -120,13 +133,13 @@ class Watch:
     def _hear(self, line: str, parser: LogParser, origin: str) -> None:
         self._errors.feed(line)
         for record in parser.feed(line):
-            self.book.hear_log(record, format_name=self._command.log.name, origin=origin)
+            self.book.hear_log(record, format_name=self._command.log.name, origin=origin, arrived_s=self._heard_at_s)
 
     def _look(self, *, is_last: bool = False) -> None:
         """Take in what has been appended to files."""
-        self._looked_at_s = time.monotonic()
+        self._looked_at_s = self._heard_at_s = time.monotonic()
         for path, line in self._reports.new_lines(is_last=is_last):
-            self.book.hear_report(line, origin=Path(path).name)
+            self.book.hear_report(line, origin=Path(path).name, arrived_s=self._looked_at_s)
         for path, line in self._files.new_lines(is_last=is_last):
             if path not in self._file_parsers:
                 self._file_parsers[path] = make_parser(self._command.log)
@@ -134,7 +147,7 @@ class Watch:
         for path in (*self._reports.full, *self._files.full):
             self.book.note(f"{Path(path).name} is not read to its end: it is too long")
 
-    def _measured(self) -> StepTimes | None:
+    def _measured(self) -> MeasuredSteps | None:
         """Times of the measured steps, once they are there and nothing speaks against them."""
         if self.judge.num_steps < max(1, self._command.num_warmup_steps):
             return None
@@ -144,32 +157,47 @@ class Watch:
 
     def _tell(self) -> None:
         """Report progress: new steps, or that the program is alive."""
+        if self._has_measured:
+            return
         command, now_s = self._command, time.monotonic()
         steps = min(self.judge.num_steps, command.num_required_steps)
         is_alive = self._output_bytes > self._heard_bytes and now_s - self._told_at_s >= LIFE_S
-        has_begun = steps > 0 or self.book.has_begun
-        if not has_begun or (steps <= self._told_steps and not is_alive):
+        if steps == 0 and not self.book.has_begun:
+            self._tell_of_peers()
+            return
+        if steps <= self._told_steps and not is_alive:
             return
         self._told_steps, self._told_at_s, self._heard_bytes = max(steps, self._told_steps), now_s, self._output_bytes
         is_warm = self._told_steps > command.num_warmup_steps
         phase: Phase = "measuring" if is_warm else "warmup"
         step = self._told_steps - (command.num_warmup_steps if is_warm else 0)
-        self._progress(phase, step=step, step_time_s=self.judge.last_step_time_s())
+        time_s = self.judge.last_step_time_s()
+        self._places.tell(PeerWord(state="training", phase=phase, step=step, step_time_s=time_s))
+        self._progress(phase, step=step, step_time_s=time_s)
 
-    def _let_peers_finish(self, times: StepTimes) -> None:
-        """Go on until all ranks of the node are done and those elsewhere have had the time, or the program has ended."""
-        grace_s = min(MAX_GRACE_S, GRACE_S + 2 * times.seconds[-1])
-        end_s = time.monotonic() + grace_s
-        is_alone = self._rank.num_slots == self._rank.local_slots
-        while time.monotonic() < end_s and self._child.exit_code is None:
-            if is_alone and len(self._places.told()) >= self._rank.local_slots:
+    def _tell_of_peers(self) -> None:
+        """Report the progress of a rank of this node that speaks for this one."""
+        if self._rank.local_slots == 1:
+            return
+        words = [word for word in self._words() if word.phase is not None]
+        furthest = max(words, key=lambda word: (word.phase == "measuring", word.step), default=None)
+        if furthest is not None and furthest.phase is not None and furthest != self._told_word:
+            self._told_word = furthest
+            self._progress(furthest.phase, step=furthest.step, step_time_s=furthest.step_time_s)
+
+    def _let_peers_finish(self, times: MeasuredSteps) -> None:
+        """Go on until all ranks of the node are done and others have had the time, or the program has ended."""
+        begin_s, are_all_here = time.monotonic(), self._rank.num_slots == self._rank.local_slots
+        grace_s = 0.0 if are_all_here else min(MAX_GRACE_S, GRACE_S + 2 * times.seconds[-1])
+        while (waited_s := time.monotonic() - begin_s) < MAX_GRACE_S and self._child.exit_code is None:
+            if waited_s >= grace_s and self._num_done() >= self._rank.local_slots:
                 break
             self._wait(LOOK_S)
         self._finish_reading()
 
     def _is_spoken_for(self) -> bool:
         """Whether another rank of the node has measured, and this one has nothing to tell."""
-        if self._rank.local_slots == 1 or "measured" not in self._places.told():
+        if self._rank.local_slots == 1 or not self._is_measured_by_peer():
             return False
         if self.judge.last_step_time_s() is not None:
             end_s = time.monotonic() + MAX_GRACE_S
@@ -178,29 +206,53 @@ class Watch:
             if self._measured() is not None or self._child.exit_code is not None:
                 return False
             self.book.note("this rank told of fewer steps than another one of its node, which speaks for it")
-        self._places.tell("silent")
+        self._tell_of_peers()
+        self._places.tell(PeerWord(state="silent"))
         return True
 
-    def _after_end(self) -> StepTimes | None:
+    def _after_end(self) -> MeasuredSteps | None:
         """The times that came with the program's last words, or the reason why there are none."""
         self._finish_reading()
         if (times := self._measured()) is not None:
-            self._places.tell("measured")
+            self._say_measured()
             return times
         cause = self._failure()
         is_good = self._child.exit_code == 0 and isinstance(cause, NoMetricsError | TooFewStepsError)
         end_s = time.monotonic() + (PEER_WAIT_S if is_good else PEER_WAIT_AFTER_FAILURE_S)
         while self._rank.local_slots > 1 and time.monotonic() < end_s:
-            if "measured" in (told := self._places.told()):
-                self._places.tell("silent")
+            if self._is_measured_by_peer():
+                self._places.tell(PeerWord(state="silent"))
                 return None
-            if len(told) >= self._rank.local_slots:
+            if self._num_done() >= self._rank.local_slots - 1:
                 break
             time.sleep(LOOK_S)
         if is_good and self._rank.num_slots > self._rank.local_slots and not self.book.series:
-            self._places.tell("silent")
+            self._places.tell(PeerWord(state="silent"))
             return None
         raise cause
+
+    def _say_measured(self) -> None:
+        """Tell everybody that this rank has its steps; the last thing that they hear of it."""
+        self._tell()
+        self._has_measured = True
+        self._places.tell(PeerWord(state="measured", phase="measuring", step=self._command.protocol.num_steps))
+
+    def _words(self) -> list[PeerWord]:
+        """What the ranks of the node have told, as of late."""
+        if time.monotonic() - self._asked_at_s >= PEERS_S:
+            self._asked_at_s, self._peers = time.monotonic(), self._places.told()
+        return self._peers
+
+    def _is_measured_by_peer(self) -> bool:
+        return any(word.state == "measured" for word in self._words())
+
+    def _num_done(self) -> int:
+        """How many ranks of the node need their programs no more."""
+        return (
+            1
+            if self._rank.local_slots == 1
+            else sum(word.state != "training" or word.is_gone for word in self._words())
+        )
 
     def _finish_reading(self) -> None:
         """Take in what is left of output and files."""
@@ -231,38 +283,30 @@ class Watch:
 
     def _nothing_told(self) -> str:
         """How it could have told of its steps, and what was seen of each way."""
-        log = self._command.log
-        hooked = (
-            "the hook was loaded and saw no optimiser step"
-            if self.book.facts or self.book.versions
-            else ("nothing was heard of the hook" if self._command.hook else "the hook is off")
-        )
-        pattern = (
-            "no log format is given"
-            if log.name == "none"
-            else (
-                f"{self._output_bytes} bytes of output and {len(self._file_parsers)} log files have no line that "
-                + (f"{log.pattern!r} matches" if log.name == "pattern" else f"looks like {log.name}'s")
-            )
-        )
+        log, hooked = self._command.log, "the hook is off"
+        if self.book.facts or self.book.versions:
+            hooked = "the hook was loaded and saw no optimiser step"
+        elif self._command.hook:
+            hooked = "nothing was heard of the hook"
+        looked_at = f"{self._output_bytes} bytes of output and {len(self._file_parsers)} log files have no line that"
+        lines = f"{looked_at} looks like {log.name}'s"
+        if log.name in ("none", "pattern"):
+            lines = f"{looked_at} {log.pattern!r} matches" if log.pattern else "no log format is given"
         return (
-            f"the command {how_it_ended(self._child.exit_code)} but told of no step. It can do so by"
-            f" `from tune_cluster_report import report` (no line came in {len(self._reports.tails)} report files),"
-            f" by the hook, which is loaded into its Python ({hooked}), or by a line that it prints ({pattern})"
+            f"the command {how_it_ended(self._child.exit_code)} but told of no step. It can do so by `from"
+            f" tune_cluster_report import report` ({len(self._reports.tails)} report files are there), by the hook in"
+            f" its Python ({hooked}), or by a line that it prints ({lines})"
         )
 
     def _too_few(self) -> str:
         """What is missing in the steps that it told of."""
-        command = self._command
-        needed = f"{command.num_required_steps} ({command.num_warmup_steps} to warm up, {command.protocol.num_steps} to measure)"
-        if self.judge.num_steps < command.num_required_steps:
-            return (
-                f"the command {how_it_ended(self._child.exit_code)} after {self.judge.num_steps} of {needed} steps:"
-                " have it train longer"
-            )
+        needed, warm_up = self._command.num_required_steps, self._command.num_warmup_steps
+        told = f"{self.judge.num_steps} of {needed} steps ({warm_up} to warm up, {needed - warm_up} to measure)"
+        if self.judge.num_steps < needed:
+            return f"the command {how_it_ended(self._child.exit_code)} after {told}: have it train longer"
         return (
-            f"the command told of {self.judge.num_steps} of {needed} steps, but not how long each of them took: have it"
-            " tell of every step, with its time, or print each line as the step ends"
+            f"the command told of {told}, but not how long each of them took: have it tell of each step, with its"
+            " time, or print each line as the step ends"
         )
 
 

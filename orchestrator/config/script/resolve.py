@@ -39,12 +39,18 @@ class ScriptSweep:
 
 
 def resolve_script(
-    workload: ScriptSection, space: SpaceSection, baseline: BaselineSection, *, num_devices: int | None
+    workload: ScriptSection,
+    space: SpaceSection,
+    baseline: BaselineSection,
+    *,
+    num_devices: int | None,
+    device: str | None = None,
 ) -> ScriptSweep:
     """Put together what the file says and what the command says.
 
     Args:
         num_devices: that the sweep always holds; None where the file does not tell.
+        device: their kind; None where the file leaves it open.
 
     Raises:
         PydanticCustomError: at the key of the sweep file that is wrong, or missing.
@@ -59,7 +65,7 @@ def resolve_script(
     model = _model(workload, reading)
     num_layers = model.num_layers
     values = {**values_of(reading, num_layers=num_layers, num_devices=num_devices), **given}
-    choices = _choices(space, values)
+    choices = _choices(space, values, given, num_devices)
     _check_devices(reading, given, num_devices)
     _check_layers(workload, reading, model, choices, values)
     baseline_own = {knob.name: value for knob in own if (value := _own_value(knob, baseline, run)) is not None}
@@ -86,6 +92,7 @@ def resolve_script(
         named=named,
         unchanged=None if told or any(is_placeholder(knob.name, run) for knob in own) else as_said,
         seed=workload.seed,
+        device=device,
     )
     return ScriptSweep(
         script=script, baseline_values=values, baseline_own=baseline_own, baseline=trial_0, choices=choices
@@ -228,11 +235,24 @@ def _workload(workload: ScriptSection, model: ScriptModel, reading: Reading, bas
     )
 
 
-def _choices(space: SpaceSection, values: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Values to try of every knob; where devices are to be filled up, for every number of them that is allowed."""
+def _choices(
+    space: SpaceSection, values: Mapping[str, Any], given: Mapping[str, Any], num_devices: int | None
+) -> dict[str, tuple[Any, ...]]:
+    """Values to try of every knob.
+
+    Data parallelism that the file does not speak of takes up the devices that the other axes leave: all there are, or
+    each number of them in ``space.world_size``. Replicas of shards stay as the command says.
+    """
     choices = space.choices(values)
-    if isinstance(values["dp_replicate"], Rest) and space.dp_replicate is None and space.world_size is not None:
-        choices["dp_replicate"] = tuple(Rest(size) for size in space.world_size)
+    sizes = space.world_size or (() if num_devices is None else (num_devices,))
+    degrees = [values[name] for name in ("dp_replicate", "dp_shard")]
+    is_hybrid = all(isinstance(degree, int) and degree > 1 for degree in degrees)
+    if not sizes or is_hybrid:
+        return choices
+    if space.dp_replicate is None and "dp_replicate" not in given:
+        choices["dp_replicate"] = tuple(map(Rest, sizes))
+    if space.dp_shard is None and "dp_shard" not in given:
+        choices["dp_shard"] = (Rest(sizes[0]),)
     return choices
 
 

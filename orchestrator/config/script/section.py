@@ -27,6 +27,7 @@ from orchestrator.config.script.checks import (
     variable_name,
 )
 from orchestrator.errors import ConfigError
+from orchestrator.recipes.launchers import without_launcher
 from orchestrator.recipes.training import Run, Training
 from orchestrator.recipes.trainings import TRAININGS, training
 from orchestrator.space.knobs.own import argument_text
@@ -54,16 +55,17 @@ def _words(value: Any) -> Any:
         raise fault(None, f"expected a list of words, got {show(value)}", "Write [python, train.py, --lr, 1e-3].")
     if not value:
         raise fault(None, "an empty command", "Write [python, train.py].")
-    return ("python", *map(_word, value)) if str(value[0]).startswith("-") else tuple(map(_word, value))
+    words = tuple(_word(word, str(place)) for place, word in enumerate(value))
+    return ("python", *words) if words[0].startswith("-") else words
 
 
-def _word(value: Any) -> str:
+def _word(value: Any, key: str | None = None) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
         return argument_text(value)
     what = "nothing" if value is None else show(value)
-    raise fault(None, f"expected words, got {what}", "Put the word in quotes.")
+    raise fault(key, f"expected text or a number, got {what}", "Put the word in quotes.")
 
 
 def _quoted(word: str) -> str:
@@ -72,7 +74,7 @@ def _quoted(word: str) -> str:
 
 
 def _texts(value: Any) -> Any:
-    return {key: _word(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+    return {key: _word(item, str(key)) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 RecipeName = Annotated[str, AfterValidator(_known_recipe), WithJsonSchema({"enum": list(TRAININGS)})]
@@ -152,13 +154,16 @@ class ScriptSection(Section):
         """Read what the command consists of; what was read when the sweep was created counts instead."""
         context = info.context or {}
         known = context.get("read")
-        check_command(self.run, self.to_training().launcher if self.launcher is None else self.launcher)
+        training = self.to_training()
+        if not training.takes_launchers:
+            check_command(self.run, training.launcher if self.launcher is None else self.launcher)
         if known is not None:
             files = {name: (str(one["path"]), str(one["text"])) for name, one in known.items()}
         else:
             if context.get("check_files", True) and not context.get("is_remote", False):
-                check_program(self.run, Path(self.cwd))
-            found = self.to_training().find_files(self.run, self.cwd)
+                words = without_launcher(tuple(self.run)).argv if training.takes_launchers else tuple(self.run)
+                check_program(words, Path(self.cwd))
+            found = training.find_files(self.run, self.cwd)
             named = {**found, **self.files, **({MODEL: self.model} if self.model else {})}
             files = read_files({name: str(Path(self.cwd) / path) for name, path in named.items()}, set(self.files))
         self._run = Run(

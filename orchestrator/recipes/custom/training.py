@@ -22,8 +22,8 @@ def read(run: Run) -> Reading:
     if f"{{{MICRO_BATCH}}}" not in words or f"{{{ACCUMULATION}}}" in words:
         return Reading(values={})
     message = (
-        "the command has {micro_batch_size} but no {accumulation}: unless it works out itself how many micro-batches make "
-        "up global_batch_size, candidates train on batches of different sizes"
+        "the command has {micro_batch_size} but no {accumulation}: unless it works out itself how many micro-batches "
+        "make up global_batch_size, candidates train on batches of different sizes"
     )
     return Reading(values={}, notes=(Note(knob=MICRO_BATCH, message=message, severity="warning"),))
 

@@ -18,7 +18,7 @@ from trials.spec import Recompute, SelectiveRecompute
 
 _GRANULARITY, _METHOD = "--recompute-granularity", "--recompute-method"
 _NUM, _MODULES = "--recompute-num-layers", "--recompute-modules"
-_MODULE_PATTERNS = {
+MODULE_PATTERNS = {
     "core_attn": (r"attention\.scaled_dot_product_attention",),
     "layernorm": ("attention_norm", "feed_forward_norm"),
     "mlp": ("feed_forward",),
@@ -44,13 +44,13 @@ def _write_selective(draft: Draft) -> None:
         draft.refuse("recompute.selective", "Megatron-LM recomputes whole layers or modules in all layers, not both")
         return
     everywhere = {part.pattern for part in recompute.selective if in_every_layer(part.num_layers, recompute, held)}
-    modules = [module for module, patterns in _MODULE_PATTERNS.items() if everywhere.issuperset(patterns)]
-    said = {pattern for module in modules for pattern in _MODULE_PATTERNS[module]}
+    modules = [module for module, patterns in MODULE_PATTERNS.items() if everywhere.issuperset(patterns)]
+    said = {pattern for module in modules for pattern in MODULE_PATTERNS[module]}
     if modules:
         draft.settings |= {_GRANULARITY: "selective", _MODULES: modules}
     left = [part.pattern for part in recompute.selective if part.pattern not in said]
     if left:
-        known = ", ".join(pattern for patterns in _MODULE_PATTERNS.values() for pattern in patterns)
+        known = ", ".join(pattern for patterns in MODULE_PATTERNS.values() for pattern in patterns)
         draft.refuse(
             "recompute.selective", f"{', '.join(left)}: only {known} (both norms), in all layers of all stages"
         )
@@ -68,7 +68,7 @@ def _read_recompute(settings: Settings) -> dict[str, Any]:
     held = held_layers(settings)
     modules = settings.get(_MODULES, [])
     modules = [modules] if isinstance(modules, str) else modules
-    patterns = sorted(pattern for module in modules for pattern in _MODULE_PATTERNS[module])
+    patterns = sorted(pattern for module in modules for pattern in MODULE_PATTERNS[module])
     full = first_layers(int(settings[_NUM]), held) if _NUM in settings else ()
     everywhere = gathered_again(Recompute(full=full), held)
     return {

@@ -15,28 +15,28 @@ NUM_LAYERS = "model.model_config.num_layers"
 COPIES = "micro_batch_interleave_num"
 BATCH, ACCUMULATED = "runner_config.batch_size", "runner_config.gradient_accumulation_steps"
 MICRO_BATCHES = "parallel_config.micro_batch_num"
-_SHARDS, _LEVEL, _SHARD_SIZE = (
+SHARDS, LEVEL, SHARD_SIZE = (
     "parallel.enable_parallel_optimizer",
     "parallel.parallel_optimizer_config.optimizer_level",
     "parallel.parallel_optimizer_config.optimizer_weight_shard_size",
 )
-_INTERLEAVE, _SCHEDULER = "parallel.pipeline_config.pipeline_interleave", "parallel.pipeline_config.pipeline_scheduler"
-_CHUNKS, _OFFSET = "model.model_config.pp_interleave_num", "model.model_config.offset"
-_CP_METHOD = "parallel_config.context_parallel_algo"
-_CP_METHODS = {"all_gather": "colossalai_cp", "ulysses": "ulysses_cp"}
-_SCHEDULERS = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "1f1b", "zbv": "zero_bubble_v"}
+INTERLEAVE, SCHEDULER = "parallel.pipeline_config.pipeline_interleave", "parallel.pipeline_config.pipeline_scheduler"
+CHUNKS, OFFSET = "model.model_config.pp_interleave_num", "model.model_config.offset"
+CP_METHOD = "parallel_config.context_parallel_algo"
+CP_METHODS = {"all_gather": "colossalai_cp", "ulysses": "ulysses_cp"}
+SCHEDULERS = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "1f1b", "zbv": "zero_bubble_v"}
 
 
 def _write_data_parallel(draft: Draft) -> None:
     layout = draft.candidate.layout
-    draft.settings |= {DP: layout.dp, _SHARDS: layout.zero_stage > 0}
+    draft.settings |= {DP: layout.dp, SHARDS: layout.zero_stage > 0}
     if layout.zero_stage:
-        draft.settings |= {_LEVEL: f"level{layout.zero_stage}", _SHARD_SIZE: layout.dp_shard * layout.cp}
+        draft.settings |= {LEVEL: f"level{layout.zero_stage}", SHARD_SIZE: layout.dp_shard * layout.cp}
 
 
 def _read_data_parallel(settings: Settings) -> dict[str, Any]:
-    stage = int(settings[_LEVEL].removeprefix("level")) if settings[_SHARDS] else 0
-    shards = settings[_SHARD_SIZE] // settings[CP] if stage else 1
+    stage = int(settings[LEVEL].removeprefix("level")) if settings[SHARDS] else 0
+    shards = settings[SHARD_SIZE] // settings[CP] if stage else 1
     return {
         "layout.dp_replicate": settings[DP] // shards,
         "layout.dp_shard": shards,
@@ -52,12 +52,12 @@ def _write_embedding(draft: Draft) -> None:
 def _write_cp_method(draft: Draft) -> None:
     layout = draft.candidate.layout
     if layout.cp > 1:
-        draft.settings[_CP_METHOD] = _CP_METHODS[layout.cp_method]
+        draft.settings[CP_METHOD] = CP_METHODS[layout.cp_method]
 
 
 def _read_cp_method(settings: Settings) -> dict[str, Any]:
-    ours = {theirs: name for name, theirs in _CP_METHODS.items()}
-    return {"layout.cp_method": ours[settings[_CP_METHOD]]} if _CP_METHOD in settings else {}
+    ours = {theirs: name for name, theirs in CP_METHODS.items()}
+    return {"layout.cp_method": ours[settings[CP_METHOD]]} if CP_METHOD in settings else {}
 
 
 def _write_pipeline(draft: Draft) -> None:
@@ -65,10 +65,10 @@ def _write_pipeline(draft: Draft) -> None:
     if layout.pp == 1:
         return
     chunks = layout.num_virtual_stages
-    draft.settings |= {_INTERLEAVE: chunks > 1, _SCHEDULER: _SCHEDULERS[layout.schedule], _CHUNKS: chunks}
+    draft.settings |= {INTERLEAVE: chunks > 1, SCHEDULER: SCHEDULERS[layout.schedule], CHUNKS: chunks}
     share = draft.workload.num_layers // (layout.pp * chunks)
     rows = [[count - share for count in row] for row in layout.stage_layers]
-    draft.settings[_OFFSET] = rows[0] if len(rows) == 1 else rows
+    draft.settings[OFFSET] = rows[0] if len(rows) == 1 else rows
     if 0 in [count for row in layout.stage_layers for count in row][1:-1]:
         draft.refuse("layout.stage_layers", "only the first and the last stage may be without layers")
     if num_microbatches(draft) < layout.pp:
@@ -78,9 +78,9 @@ def _write_pipeline(draft: Draft) -> None:
 def _read_pipeline(settings: Settings) -> dict[str, Any]:
     if settings[PP] == 1:
         return {}
-    theirs = settings[_SCHEDULER]
+    theirs = settings[SCHEDULER]
     schedule = {"zero_bubble_v": "zbv"}.get(theirs, theirs)
-    chunks = settings[_CHUNKS]
+    chunks = settings[CHUNKS]
     return {
         "layout.schedule": "interleaved" if chunks > 1 and schedule == "1f1b" else schedule,
         "layout.num_virtual_stages": chunks,
@@ -93,8 +93,8 @@ def held_layers(settings: Settings) -> Counts:
     pp = settings[PP]
     if pp == 1:
         return ((settings.get(NUM_LAYERS, 0),),)
-    share = settings.get(NUM_LAYERS, 0) // (pp * settings[_CHUNKS])
-    offset = settings[_OFFSET]
+    share = settings.get(NUM_LAYERS, 0) // (pp * settings[CHUNKS])
+    offset = settings[OFFSET]
     rows = offset if isinstance(offset[0], list) else [offset]
     return tuple(tuple(share + number for number in row) for row in rows)
 
@@ -116,7 +116,7 @@ def _read_batch(settings: Settings) -> dict[str, Any]:
     }
 
 
-_PIPELINE = (_INTERLEAVE, _SCHEDULER, _CHUNKS, _OFFSET)
+_PIPELINE = (INTERLEAVE, SCHEDULER, CHUNKS, OFFSET)
 
 SETTINGS: tuple[Setting, ...] = (
     option("layout.tp", TP),
@@ -124,7 +124,7 @@ SETTINGS: tuple[Setting, ...] = (
     option("layout.cp", CP),
     custom(
         ("layout.dp_replicate", "layout.dp_shard", "layout.zero_stage"),
-        (DP, _SHARDS, _LEVEL, _SHARD_SIZE),
+        (DP, SHARDS, LEVEL, SHARD_SIZE),
         _write_data_parallel,
         _read_data_parallel,
     ),
@@ -137,7 +137,7 @@ SETTINGS: tuple[Setting, ...] = (
     option("layout.sequence_parallel", "parallel_config.use_seq_parallel"),
     own_collectives("MindSpore's compiler places the collectives", lambda settings: int(settings[TP])),
     custom((), ("parallel_config.vocab_emb_dp",), _write_embedding),
-    custom(("layout.cp_method",), (_CP_METHOD,), _write_cp_method, _read_cp_method),
+    custom(("layout.cp_method",), (CP_METHOD,), _write_cp_method, _read_cp_method),
     custom(
         ("layout.schedule", "layout.num_virtual_stages", "layout.stage_layers"),
         _PIPELINE,

@@ -7,11 +7,11 @@ from typing import Any
 from orchestrator.recipes.base import Draft, Setting, Settings, custom
 from trials.spec import Counts, SelectiveRecompute
 
-_FULL, _SELECT = "recompute_config.recompute", "recompute_config.select_recompute"
-_COMMUNICATION = "recompute_config.select_comm_recompute"
-_GATHERS = r".*\.norm"
+FULL, SELECT = "recompute_config.recompute", "recompute_config.select_recompute"
+COMMUNICATION = "recompute_config.select_comm_recompute"
+GATHERS = r".*\.norm"
 """Operators before which MindFormers gathers sequence shards."""
-_PATTERNS = {
+PATTERNS = {
     "attention": "attention",
     "attention_norm": "attention_norm",
     r"attention_norm\.rms_norm": r"attention_norm\.norm",
@@ -27,17 +27,15 @@ _PATTERNS = {
 
 def _write_recompute(draft: Draft) -> None:
     recompute = draft.candidate.recompute
-    draft.settings |= {_FULL: _rows(recompute.full), _SELECT: False, _COMMUNICATION: False}
-    said = {
-        _PATTERNS[part.pattern]: _rows(part.num_layers) for part in recompute.selective if part.pattern in _PATTERNS
-    }
-    unknown = [part.pattern for part in recompute.selective if part.pattern not in _PATTERNS]
+    draft.settings |= {FULL: _rows(recompute.full), SELECT: False, COMMUNICATION: False}
+    said = {PATTERNS[part.pattern]: _rows(part.num_layers) for part in recompute.selective if part.pattern in PATTERNS}
+    unknown = [part.pattern for part in recompute.selective if part.pattern not in PATTERNS]
     if said:
-        draft.settings[_SELECT] = said
+        draft.settings[SELECT] = said
     if unknown:
-        draft.refuse("recompute.selective", f"{', '.join(unknown)}: known are {', '.join(_PATTERNS)}")
+        draft.refuse("recompute.selective", f"{', '.join(unknown)}: known are {', '.join(PATTERNS)}")
     if recompute.communication:
-        draft.settings[_COMMUNICATION] = {_GATHERS: _rows(recompute.communication)}
+        draft.settings[COMMUNICATION] = {GATHERS: _rows(recompute.communication)}
 
 
 def _rows(counts: Counts) -> Any:
@@ -49,22 +47,22 @@ def _counts(rows: Any) -> Counts:
 
 
 def _read_recompute(settings: Settings) -> dict[str, Any]:
-    ours = {theirs: name for name, theirs in _PATTERNS.items()}
-    select = {ours[pattern]: _counts(rows) for pattern, rows in (settings[_SELECT] or {}).items()}
-    gathers = settings[_COMMUNICATION] or {}
+    ours = {theirs: name for name, theirs in PATTERNS.items()}
+    select = {ours[pattern]: _counts(rows) for pattern, rows in (settings[SELECT] or {}).items()}
+    gathers = settings[COMMUNICATION] or {}
     return {
-        "recompute.full": _counts(settings[_FULL]),
+        "recompute.full": _counts(settings[FULL]),
         "recompute.selective": tuple(
             SelectiveRecompute(pattern=pattern, num_layers=counts) for pattern, counts in sorted(select.items())
         ),
-        "recompute.communication": _counts(gathers.get(_GATHERS)),
+        "recompute.communication": _counts(gathers.get(GATHERS)),
     }
 
 
 SETTINGS: tuple[Setting, ...] = (
     custom(
         ("recompute.full", "recompute.selective", "recompute.communication"),
-        (_FULL, _SELECT, _COMMUNICATION),
+        (FULL, SELECT, COMMUNICATION),
         _write_recompute,
         _read_recompute,
     ),

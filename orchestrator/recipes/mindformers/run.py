@@ -10,24 +10,24 @@ from orchestrator.recipes.mindformers.layout import CP, DP
 from trials.spec import LossScale
 
 _MODEL = "model.model_config"
-_COMPUTE = f"{_MODEL}.compute_dtype"
-_RESIDUAL = f"{_MODEL}.residual_dtype"
-_PARTS = tuple(f"{_MODEL}.{part}" for part in ("layernorm_compute_type", "softmax_compute_type", "rotary_dtype"))
-_WEIGHTS = f"{_MODEL}.param_init_type"
-_SCALE = "runner_wrapper.scale_sense"
-_WORKERS, _PREFETCH = "train_dataset.num_parallel_workers", "train_dataset.prefetch_size"
-_FULL_BATCH, _STRATEGY = "parallel.full_batch", "parallel.dataset_strategy"
+COMPUTE = f"{_MODEL}.compute_dtype"
+RESIDUAL = f"{_MODEL}.residual_dtype"
+PARTS = tuple(f"{_MODEL}.{part}" for part in ("layernorm_compute_type", "softmax_compute_type", "rotary_dtype"))
+WEIGHTS = f"{_MODEL}.param_init_type"
+SCALE = "runner_wrapper.scale_sense"
+WORKERS, PREFETCH = "train_dataset.num_parallel_workers", "train_dataset.prefetch_size"
+FULL_BATCH, STRATEGY = "parallel.full_batch", "parallel.dataset_strategy"
 _BY_MODULE = "formats are set for kinds of modules, not by lists of operators"
-_FLASH = f"{_MODEL}.use_flash_attention"
+FLASH = f"{_MODEL}.use_flash_attention"
 
 
 def _write_precision(draft: Draft) -> None:
     """Write number formats: weights stay fp32, as masters do; O1 keeps norms, softmax and residuals in fp32, too."""
     precision = draft.candidate.precision
     parts = precision.dtype if precision.level == "O2" else "float32"
-    draft.settings |= {_COMPUTE: precision.dtype, _WEIGHTS: "float32", _RESIDUAL: parts}
-    draft.settings |= dict.fromkeys(_PARTS, parts)
-    draft.settings[_SCALE] = 1.0
+    draft.settings |= {COMPUTE: precision.dtype, WEIGHTS: "float32", RESIDUAL: parts}
+    draft.settings |= dict.fromkeys(PARTS, parts)
+    draft.settings[SCALE] = 1.0
     if precision.level == "O1":
         draft.warn("precision.level", _BY_MODULE)
     if precision.loss_scale is not None:
@@ -36,10 +36,10 @@ def _write_precision(draft: Draft) -> None:
 
 def _write_loss_scale(draft: Draft, scale: LossScale) -> None:
     if not scale.dynamic:
-        draft.settings[_SCALE] = scale.initial
+        draft.settings[SCALE] = scale.initial
         return
     draft.settings |= {
-        _SCALE: {
+        SCALE: {
             "type": "DynamicLossScaleUpdateCell",
             "loss_scale_value": scale.initial,
             "scale_factor": int(scale.growth_factor),
@@ -55,16 +55,16 @@ def _write_loss_scale(draft: Draft, scale: LossScale) -> None:
 
 
 def _read_precision(settings: Settings) -> dict[str, Any]:
-    dtype, residual = settings[_COMPUTE], settings[_RESIDUAL]
+    dtype, residual = settings[COMPUTE], settings[RESIDUAL]
     level = "O0" if dtype == "float32" else "O1" if residual == "float32" else "O2"
     values: dict[str, Any] = {"precision.dtype": dtype, "precision.level": level}
     if dtype == "float16":
-        scale = dataclasses.asdict(_read_loss_scale(settings[_SCALE]))
+        scale = dataclasses.asdict(read_loss_scale(settings[SCALE]))
         values |= {f"precision.loss_scale.{name}": value for name, value in scale.items()}
     return values
 
 
-def _read_loss_scale(theirs: Any) -> LossScale:
+def read_loss_scale(theirs: Any) -> LossScale:
     if not isinstance(theirs, dict):
         return LossScale(dynamic=False, initial=float(theirs))
     return LossScale(
@@ -80,54 +80,54 @@ def _write_loader(draft: Draft) -> None:
     loader, settings = draft.candidate.loader, draft.settings
     if loader.tuning is not None:
         return
-    settings |= {_WORKERS: max(1, loader.num_workers), _PREFETCH: max(1, loader.prefetch_factor)}
+    settings |= {WORKERS: max(1, loader.num_workers), PREFETCH: max(1, loader.prefetch_factor)}
     if loader.num_workers == 0:
         draft.warn("loader.num_workers", "MindSpore always reads beside the training process")
         draft.warn("loader.prefetch_factor", "MindSpore always reads ahead")
 
 
 def _read_loader(settings: Settings) -> dict[str, Any]:
-    names = {"loader.num_workers": _WORKERS, "loader.prefetch_factor": _PREFETCH}
+    names = {"loader.num_workers": WORKERS, "loader.prefetch_factor": PREFETCH}
     return {path: settings[name] for path, name in names.items() if name in settings}
 
 
 def _write_full_batch(draft: Draft) -> None:
     full = draft.candidate.loader.full_batch
-    draft.settings |= {_FULL_BATCH: full, _STRATEGY: "full_batch" if full else [[draft.settings[DP], 1]]}
+    draft.settings |= {FULL_BATCH: full, STRATEGY: "full_batch" if full else [[draft.settings[DP], 1]]}
 
 
 def _write_attention(draft: Draft) -> None:
     wanted = draft.candidate.kernels.attention
     flash = wanted != "math" or draft.settings[CP] > 1
-    draft.settings[_FLASH] = flash
+    draft.settings[FLASH] = flash
     if wanted != ("flash" if flash else "math"):
         draft.warn("kernels.attention", "flash attention; context parallelism takes no other")
 
 
 def _read_attention(settings: Settings) -> dict[str, Any]:
-    return {"kernels.attention": "flash" if settings[_FLASH] else "math"}
+    return {"kernels.attention": "flash" if settings[FLASH] else "math"}
 
 
 SETTINGS: tuple[Setting, ...] = (
     custom(
         ("precision.level", "precision.dtype", "precision.loss_scale"),
-        (_COMPUTE, _WEIGHTS, _RESIDUAL, *_PARTS, _SCALE),
+        (COMPUTE, WEIGHTS, RESIDUAL, *PARTS, SCALE),
         _write_precision,
         _read_precision,
     ),
     lacking("precision.white", _BY_MODULE, severity="error"),
     lacking("precision.black", _BY_MODULE, severity="error"),
-    custom(("loader.num_workers", "loader.prefetch_factor"), (_WORKERS, _PREFETCH), _write_loader, _read_loader),
+    custom(("loader.num_workers", "loader.prefetch_factor"), (WORKERS, PREFETCH), _write_loader, _read_loader),
     lacking("loader.persistent_workers", "the data pipeline stays from one epoch to the next", means=True),
-    lacking("loader.tuning", f"nothing is found beforehand; set {_WORKERS} and {_PREFETCH} to what was found"),
+    lacking("loader.tuning", f"nothing is found beforehand; set {WORKERS} and {PREFETCH} to what was found"),
     custom(
         ("loader.full_batch",),
-        (_FULL_BATCH, _STRATEGY),
+        (FULL_BATCH, STRATEGY),
         _write_full_batch,
-        lambda settings: {"loader.full_batch": settings[_FULL_BATCH]},
+        lambda settings: {"loader.full_batch": settings[FULL_BATCH]},
     ),
     lacking("loader.pin_memory", "MindSpore manages the host memory of its data pipeline"),
-    custom(("kernels.attention",), (_FLASH,), _write_attention, _read_attention),
+    custom(("kernels.attention",), (FLASH,), _write_attention, _read_attention),
     lacking("kernels.compile", "MindSpore always compiles the whole model", means="model"),
     lacking("kernels.backend", "MindSpore has its own compiler"),
     lacking("kernels.compile_mode", "MindSpore has its own compiler; its levels are context.jit_config.jit_level"),

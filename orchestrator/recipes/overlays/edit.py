@@ -39,9 +39,9 @@ class Edit:
     """Values by dotted key and file that are to be written."""
 
     @classmethod
-    def of_run(cls, run: Run) -> Edit:
-        """The command with a placeholder for every file there is a copy of."""
-        argv = tuple(_placed(word, run) for word in run.argv)
+    def of_run(cls, run: Run, *, copies_files: bool = True) -> Edit:
+        """The command, with a placeholder for every file of which there are to be copies."""
+        argv = tuple(_placed(word, run) for word in run.argv) if copies_files else run.argv
         names = {name: Path(path).name for name, path in run.paths.items()}
         return cls(argv, dict(run.files), names, given_env=run.env)
 
@@ -56,7 +56,8 @@ class Edit:
         self.notes.append(Note(knob=knob, message=message, severity="error"))
 
     def overlay(self) -> Overlay:
-        placed = [name for name in self.files if any(f"{{{name}}}" in word for word in self.argv)]
+        words = (*self.argv, *self.env.values())
+        placed = [name for name in self.files if any(f"{{{name}}}" in word for word in words)]
         texts = {name: functools.partial(self._text, name) for name in placed}
         return Overlay(argv=self.argv, env=self.env, files=Texts(texts), notes=tuple(self.notes))
 
@@ -164,6 +165,6 @@ def _placed(word: str, run: Run) -> str:
     head, mark, value = word.rpartition("=")
     for name, path in run.paths.items():
         for text in (word, value):
-            if text and name in run.files and os.path.normpath(os.path.join(run.cwd, text)) == os.path.normpath(path):
+            if text and name in run.files and os.path.normpath(Path(run.cwd, text)) == os.path.normpath(path):
                 return f"{{{name}}}" if text == word else f"{head}{mark}{{{name}}}"
     return word

@@ -12,11 +12,12 @@ from orchestrator.recipes.fields import WORKLOAD, candidate_of, defaults, flatte
 from orchestrator.recipes.overlays.edit import Edit
 from orchestrator.recipes.training import Overlay, OverlayRequest, Reading, Run
 from orchestrator.space.knobs.canonical import canonical_layout, canonical_loader, canonical_precision
+from orchestrator.space.knobs.layer_choices import layers_of
 from trials.spec import Candidate, ScriptData, ScriptModel, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class OverlayPart:
     """Fields that belong together: where one of them changes, ``write`` says all of them."""
 
     paths: tuple[str, ...]
@@ -27,7 +28,7 @@ class Part:
 class Laying:
     """How candidates are laid over the commands of one framework."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[OverlayPart, ...]
     """Those of the layout before those whose meaning depends on it."""
     read: Callable[[Edit], Reading]
     batch: Callable[[Edit, OverlayRequest], None]
@@ -35,10 +36,12 @@ class Laying:
     seed: Callable[[Edit, int], None]
     check: Callable[[Edit, OverlayRequest], None]
     """Notes what the framework itself would refuse, and what it needs besides."""
+    copies_files: bool = True
+    """Whether configuration files that the arguments point to are changed in copies; else arguments say it all."""
 
     def overlay(self, run: Run, request: OverlayRequest) -> Overlay:
         """The command with the candidate laid over it; errors among the notes say what it does not say."""
-        edit = Edit.of_run(run)
+        edit = Edit.of_run(run, copies_files=self.copies_files)
         reading = self._write(edit, request)
         self.check(edit, request)
         said = [note for note in reading.notes if note.severity == "error" or note not in request.reading.notes]
@@ -53,7 +56,7 @@ class Laying:
         for part in self.parts:
             if any(now.changes(path, asked.get(path)) for path in part.paths):
                 part.write(edit, now)
-                now = replace(now, reading=_again(request.reading, self.read(edit)))
+                now = replace(now, reading=_again(request, self.read(edit)))
         if _batch(request, now.reading) or (now.reading.global_batch_size, now.reading.num_microbatches) == (
             None,
             None,
@@ -61,23 +64,44 @@ class Laying:
             self.batch(edit, now)
         if request.seed is not None and request.seed != request.reading.seed:
             self.seed(edit, request.seed)
-        return _again(request.reading, self.read(edit))
+        return _again(request, self.read(edit))
 
 
-def _again(first: Reading, now: Reading) -> Reading:
+def layers_in(request: OverlayRequest) -> int:
+    """Layers of the model; where the command does not say how many, as many as the candidate recomputes at most."""
+    recompute = request.candidate.recompute
+    counts = [recompute.full, *(part.num_layers for part in recompute.selective)]
+    return request.reading.num_layers or max((sum(map(sum, rows)) for rows in counts), default=0) or 1
+
+
+def _again(request: OverlayRequest, now: Reading) -> Reading:
     """What a command says by now; the model stays the one that the user's own command describes."""
-    return replace(now, shape=first.shape, num_layers=first.num_layers, seq_length=first.seq_length)
+    first, values = request.reading, dict(now.values)
+    if now.num_layers is None:
+        held = layers_of(request.candidate.layout, layers_in(request))
+        values = {path: held if value == _ONE_LAYER else value for path, value in values.items()}
+        parts = values.get("recompute.selective", ())
+        if parts:
+            values["recompute.selective"] = tuple(
+                replace(part, num_layers=held) if part.num_layers == _ONE_LAYER else part for part in parts
+            )
+    return replace(now, values=values, shape=first.shape, num_layers=first.num_layers, seq_length=first.seq_length)
+
+
+_ONE_LAYER = ((1,),)
+"""All layers of a model of which nobody knows how many there are."""
 
 
 def contradictions(request: OverlayRequest, said: Reading) -> list[Note]:
     """An error for every field of the candidate that a command says otherwise, or not at all although the sweep names
     it."""
-    asked = values_of(request.candidate)
+    asked = values_of(_canonical(request.candidate))
     canonical = values_of(_canonical(candidate_of({**asked, **_of_candidate(said.values)})))
     wrong = {
         path: (asked.get(path, ABSENT), canonical.get(path, ABSENT))
         for path in sorted({*asked, *canonical})
         if _is_said(path, said.values) and asked.get(path, ABSENT) != canonical.get(path, ABSENT)
+        if path not in request.told
     }
     notes = [_error(path, f"asked for {a}, but the command says {b}") for path, (a, b) in wrong.items()]
     notes += [
@@ -86,7 +110,7 @@ def contradictions(request: OverlayRequest, said: Reading) -> list[Note]:
         if not _is_said(path, said.values)
         and any(_touch(path, name) for name in request.named)
         and value != defaults().get(path)
-        and path not in _LEFT_OVER
+        and path not in (*_LEFT_OVER, *request.told)
     ]
     return notes + _batch(request, said)
 
@@ -148,7 +172,7 @@ def _error(knob: str, message: str) -> Note:
 def draft_of(request: OverlayRequest) -> Draft:
     """A draft for settings of the framework's exports, whose names and rules are the same here."""
     reading = request.reading
-    model = ScriptModel(recipe="custom", run=(), cwd="/", num_layers=reading.num_layers or 1)
+    model = ScriptModel(recipe="custom", run=(), cwd="/", num_layers=layers_in(request))
     workload = Workload(
         model=model,
         data=ScriptData(),

@@ -13,8 +13,8 @@ from trials.spec import Counts
 TP, PP = "tensor_parallel_degree", "pipeline_parallel_degree"
 RING, ULYSSES = "context_parallel_degree", "sep_parallel_degree"
 CHUNKS = "virtual_pp_degree"
-_SHARDING, _SHARDS = "sharding", "sharding_parallel_degree"
-_BATCH, _ACCUMULATED = "per_device_train_batch_size", "gradient_accumulation_steps"
+SHARDING, SHARDS = "sharding", "sharding_parallel_degree"
+BATCH, ACCUMULATED = "per_device_train_batch_size", "gradient_accumulation_steps"
 NUM_LAYERS = "model:num_hidden_layers"
 
 
@@ -31,7 +31,7 @@ def _write_data_parallel(draft: Draft) -> None:
     layout = draft.candidate.layout
     draft.settings[WORLD_SIZE] = layout.world_size
     if layout.zero_stage:
-        draft.settings |= {_SHARDING: f"stage{layout.zero_stage}", _SHARDS: layout.dp_shard}
+        draft.settings |= {SHARDING: f"stage{layout.zero_stage}", SHARDS: layout.dp_shard}
     if layout.zero_stage > 1 and layout.pp > 1:
         draft.refuse("layout.zero_stage", "PaddleNLP takes stage1 only beside pipeline stages")
     if layout.zero_stage and layout.cp > 1:
@@ -39,11 +39,11 @@ def _write_data_parallel(draft: Draft) -> None:
 
 
 def _read_data_parallel(settings: Settings) -> dict[str, Any]:
-    shards = settings.get(_SHARDS, 1)
+    shards = settings.get(SHARDS, 1)
     return {
         "layout.dp_replicate": data_parallel(settings) // shards,
         "layout.dp_shard": shards,
-        "layout.zero_stage": int(settings.get(_SHARDING, "stage0").removeprefix("stage")),
+        "layout.zero_stage": int(settings.get(SHARDING, "stage0").removeprefix("stage")),
     }
 
 
@@ -96,11 +96,11 @@ def held_layers(settings: Settings) -> Counts:
 
 
 def _write_batch(draft: Draft) -> None:
-    draft.settings |= {_BATCH: draft.candidate.micro_batch_size, _ACCUMULATED: num_microbatches(draft)}
+    draft.settings |= {BATCH: draft.candidate.micro_batch_size, ACCUMULATED: num_microbatches(draft)}
 
 
 def _read_batch(settings: Settings) -> dict[str, Any]:
-    size, number = settings[_BATCH], settings[_ACCUMULATED]
+    size, number = settings[BATCH], settings[ACCUMULATED]
     return {"micro_batch_size": size, "workload.global_batch_size": size * number * data_parallel(settings)}
 
 
@@ -110,7 +110,7 @@ SETTINGS: tuple[Setting, ...] = (
     custom(("layout.cp", "layout.cp_method"), (RING, ULYSSES), _write_cp, _read_cp),
     custom(
         ("layout.dp_replicate", "layout.dp_shard", "layout.zero_stage"),
-        (WORLD_SIZE, _SHARDING, _SHARDS),
+        (WORLD_SIZE, SHARDING, SHARDS),
         _write_data_parallel,
         _read_data_parallel,
     ),
@@ -131,5 +131,5 @@ SETTINGS: tuple[Setting, ...] = (
         _write_pipeline,
         _read_pipeline,
     ),
-    custom(("micro_batch_size", "workload.global_batch_size"), (_BATCH, _ACCUMULATED), _write_batch, _read_batch),
+    custom(("micro_batch_size", "workload.global_batch_size"), (BATCH, ACCUMULATED), _write_batch, _read_batch),
 )

@@ -10,8 +10,8 @@ from orchestrator.recipes.paddlenlp.layout import CHUNKS, NUM_LAYERS, PP, held_l
 from trials.spec import Counts, Layout, SelectiveRecompute
 from trials.stages import all_chunks
 
-_RECOMPUTE, _GRANULARITY, _KEPT = "recompute", "recompute_granularity", "no_recompute_layers"
-_PATTERNS = {"core_attn": r"attention\.scaled_dot_product_attention", "full_attn": "attention"}
+RECOMPUTE, GRANULARITY, KEPT = "recompute", "recompute_granularity", "no_recompute_layers"
+PATTERNS = {"core_attn": r"attention\.scaled_dot_product_attention", "full_attn": "attention"}
 """What each granularity other than full drops, as the runner's patterns say it."""
 
 
@@ -22,7 +22,7 @@ def _write_recompute(draft: Draft) -> None:
         if recompute.selective:
             draft.refuse("recompute.selective", "whole layers or attention are recomputed, not both")
     elif recompute.selective:
-        granularities = {pattern: name for name, pattern in _PATTERNS.items()}
+        granularities = {pattern: name for name, pattern in PATTERNS.items()}
         first, *others = recompute.selective
         if others or first.pattern not in granularities:
             draft.refuse("recompute.selective", f"one of {', '.join(granularities)} is recomputed, nothing else")
@@ -39,22 +39,22 @@ def _write_granularity(draft: Draft, knob: str, granularity: str, counts: Counts
             knob, "beside pipeline stages every layer is recomputed in full, or none: here every one, which fits"
         )
         kept = []
-    draft.settings |= {_RECOMPUTE: True, _GRANULARITY: granularity, _KEPT: kept}
+    draft.settings |= {RECOMPUTE: True, GRANULARITY: granularity, KEPT: kept}
 
 
 def _read_recompute(settings: Settings) -> dict[str, Any]:
-    if not settings.get(_RECOMPUTE):
+    if not settings.get(RECOMPUTE):
         return {}
-    granularity, counts = settings[_GRANULARITY], _recomputed(settings)
+    granularity, counts = settings[GRANULARITY], _recomputed(settings)
     if granularity == "full":
         return {"recompute.full": counts}
-    part = SelectiveRecompute(pattern=_PATTERNS[granularity], num_layers=counts)
+    part = SelectiveRecompute(pattern=PATTERNS[granularity], num_layers=counts)
     return {"recompute.selective": (part,)}
 
 
 def _recomputed(settings: Settings) -> Counts:
     """Number of layers recomputed, from the first on, in every chunk and stage."""
-    held, kept = held_layers(settings), settings[_KEPT]
+    held, kept = held_layers(settings), settings[KEPT]
     if not kept:
         return first_layers(settings.get(NUM_LAYERS, 0), held)
     layout = Layout(pp=settings[PP], num_virtual_stages=settings.get(CHUNKS, 1), stage_layers=held)
@@ -67,7 +67,7 @@ def _recomputed(settings: Settings) -> Counts:
 SETTINGS: tuple[Setting, ...] = (
     custom(
         ("recompute.full", "recompute.selective"),
-        (_RECOMPUTE, _GRANULARITY, _KEPT),
+        (RECOMPUTE, GRANULARITY, KEPT),
         _write_recompute,
         _read_recompute,
     ),

@@ -9,9 +9,9 @@ from orchestrator.recipes.base import Draft, Setting, Settings, custom, lacking
 from orchestrator.recipes.gaps import two_batches_ahead
 from trials.spec import LossScale
 
-_FLASH = "use_flash_attention"
-_WORKERS = "dataloader_num_workers"
-_OPERATORS = {"linear": "matmul_v2", "softmax": "softmax"}
+FLASH = "use_flash_attention"
+WORKERS = "dataloader_num_workers"
+OPERATORS = {"linear": "matmul_v2", "softmax": "softmax"}
 """Paddle's names of the operators that autocast's lists on both sides can name."""
 
 
@@ -31,10 +31,10 @@ def _write_precision(draft: Draft) -> None:
 
 
 def _write_operators(draft: Draft, name: str, operators: tuple[str, ...]) -> None:
-    unknown = [operator for operator in operators if operator not in _OPERATORS]
+    unknown = [operator for operator in operators if operator not in OPERATORS]
     if unknown:
         draft.refuse(f"precision.{name}", f"no operators of Paddle are known for {', '.join(unknown)}")
-    draft.settings[f"amp_custom_{name}_list"] = [_OPERATORS[known] for known in operators if known in _OPERATORS]
+    draft.settings[f"amp_custom_{name}_list"] = [OPERATORS[known] for known in operators if known in OPERATORS]
 
 
 def _write_loss_scale(draft: Draft, scale: LossScale) -> None:
@@ -50,7 +50,7 @@ def _write_loss_scale(draft: Draft, scale: LossScale) -> None:
 
 def _read_precision(settings: Settings) -> dict[str, Any]:
     dtype = "bfloat16" if settings["bf16"] else "float16" if settings["fp16"] else "float32"
-    names = {theirs: ours for ours, theirs in _OPERATORS.items()}
+    names = {theirs: ours for ours, theirs in OPERATORS.items()}
     values: dict[str, Any] = {"precision.dtype": dtype, "precision.level": settings["fp16_opt_level"]}
     for name in ("white", "black"):
         values[f"precision.{name}"] = tuple(names[theirs] for theirs in settings[f"amp_custom_{name}_list"])
@@ -62,22 +62,22 @@ def _read_precision(settings: Settings) -> dict[str, Any]:
 
 def _write_workers(draft: Draft) -> None:
     if draft.candidate.loader.tuning is None:
-        draft.settings[_WORKERS] = draft.candidate.loader.num_workers
+        draft.settings[WORKERS] = draft.candidate.loader.num_workers
 
 
 def _read_workers(settings: Settings) -> dict[str, Any]:
-    return {"loader.num_workers": settings.get(_WORKERS, 0)}
+    return {"loader.num_workers": settings.get(WORKERS, 0)}
 
 
 def _write_attention(draft: Draft) -> None:
     wanted = draft.candidate.kernels.attention
-    draft.settings[_FLASH] = wanted != "math"
+    draft.settings[FLASH] = wanted != "math"
     if wanted not in ("flash", "math"):
         draft.warn("kernels.attention", "flash attention, for the number formats that it takes")
 
 
 def _read_attention(settings: Settings) -> dict[str, Any]:
-    return {"kernels.attention": "flash" if settings[_FLASH] else "math"}
+    return {"kernels.attention": "flash" if settings[FLASH] else "math"}
 
 
 _AMP = ("bf16", "fp16", "fp16_opt_level", "amp_master_grad", "amp_custom_white_list", "amp_custom_black_list")
@@ -89,13 +89,13 @@ SETTINGS: tuple[Setting, ...] = (
         _write_precision,
         _read_precision,
     ),
-    custom(("loader.num_workers",), (_WORKERS,), _write_workers, _read_workers),
-    two_batches_ahead(lambda settings: settings.get(_WORKERS)),
-    lacking("loader.tuning", f"nothing finds the number of workers; set {_WORKERS} to what was found"),
+    custom(("loader.num_workers",), (WORKERS,), _write_workers, _read_workers),
+    two_batches_ahead(lambda settings: settings.get(WORKERS)),
+    lacking("loader.tuning", f"nothing finds the number of workers; set {WORKERS} to what was found"),
     lacking("loader.pin_memory", "Paddle manages host memory itself"),
     lacking("loader.persistent_workers", "workers are started again for every epoch"),
     lacking("loader.full_batch", "every rank reads its own rows only"),
-    custom(("kernels.attention",), (_FLASH,), _write_attention, _read_attention),
+    custom(("kernels.attention",), (FLASH,), _write_attention, _read_attention),
     lacking("kernels.compile", "dynamic graph; to_static needs Paddle's automatic parallelism"),
     lacking("kernels.backend", "Paddle does not use torch.compile"),
     lacking("kernels.compile_mode", "Paddle does not use torch.compile"),

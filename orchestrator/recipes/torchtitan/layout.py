@@ -29,8 +29,8 @@ _PP, _SCHEDULE, _PARTS, _MICRO = (
     "parallelism.pipeline_parallel_microbatch_size",
 )
 _LOCAL_BATCH, _GLOBAL_BATCH = "training.local_batch_size", "training.global_batch_size"
-_SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble", "gpipe": "GPipe"}
-_LOOPED_GPIPE = "LoopedBFS"
+SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble", "gpipe": "GPipe"}
+LOOPED_GPIPE = "LoopedBFS"
 _ENGINES = {"dtensor": "partial_dtensor", "local": "spmd_types"}
 
 
@@ -94,14 +94,14 @@ def _write_pipeline(draft: Draft) -> None:
     draft.settings[_PP] = layout.pp
     if layout.pp == 1:
         return
-    parts = _module_names(draft)
+    parts = module_names(draft)
     is_looped_gpipe = layout.schedule == "gpipe" and layout.num_virtual_stages > 1
-    draft.settings |= {_SCHEDULE: _LOOPED_GPIPE if is_looped_gpipe else _SCHEDULES[layout.schedule], _PARTS: parts}
+    draft.settings |= {_SCHEDULE: LOOPED_GPIPE if is_looped_gpipe else SCHEDULES[layout.schedule], _PARTS: parts}
     if not all(parts):
         draft.refuse("layout.stage_layers", "torchtitan cannot run a stage without a layer, between first and last")
 
 
-def _module_names(draft: Draft) -> list[list[str]]:
+def module_names(draft: Draft) -> list[list[str]]:
     """Names of the modules of each stage, in the order of the model."""
     chunks = all_chunks(draft.candidate.layout, draft.workload.num_layers)
     parts = [[f"layers.{layer}" for layer in chunk.layer_ids] for chunk in chunks]
@@ -115,7 +115,7 @@ def _read_pipeline(settings: Settings) -> dict[str, Any]:
     if pp == 1:
         return {"layout.pp": 1}
     named = settings[_SCHEDULE]
-    schedule = "gpipe" if named == _LOOPED_GPIPE else next(s for s, name in _SCHEDULES.items() if name == named)
+    schedule = "gpipe" if named == LOOPED_GPIPE else next(s for s, name in SCHEDULES.items() if name == named)
     counts = _stage_layers(settings[_PARTS], pp, schedule)
     return {
         "layout.pp": pp,

@@ -13,6 +13,7 @@ from cluster.hardware.topology import discover_node
 from cluster.local import LocalCluster
 from cluster.node import device_memory
 from cluster.node.device_memory import DeviceQueryError, device_names, device_uses, wait_until_free
+from tests.cluster import scripts
 from tests.cluster.gangs import PRELOAD, end_of, launch, living, run, wait_for_pids
 from trials.outcome import Crashed, GangLost, Measured
 
@@ -20,6 +21,7 @@ SCRIPT = """#!/bin/sh
 echo "$1" >> {folder}/asked
 case "$1" in
 --query-gpu=name,*) printf 'NVIDIA H200, 143771\\nNVIDIA H200, 143771\\n' ;;
+--query-gpu=index,uuid,clocks*) echo '1, GPU-0001-abcd, 0x4, 1, 1, 30, 7000' ;;
 --query-gpu=index,*) . {folder}/gpus ;;
 --query-compute-apps=*) . {folder}/apps ;;
 esac
@@ -124,6 +126,15 @@ def test_a_gang_on_free_devices_is_measured(cluster, smi):
     assert end.outcome.measurement.places == ("gpu-node/0", "gpu-node/1")
     asked = [query for query in smi.asked if "compute-apps" in query]
     assert len(asked) <= 1, "one question before and one after suffice, and that of the watch for strangers beside it"
+
+
+@pytest.mark.slow
+def test_memory_that_a_program_does_not_tell_is_what_was_in_use_on_its_device(cluster, smi, tmp_path):
+    spec = scripts.spec(scripts.write(tmp_path / "own", f"{scripts.STEPS}train()\ntime.sleep(1.5)\n"))
+    end = run(cluster, scripts.RUNNER, spec=spec)
+    assert isinstance(end.outcome, Measured), end.outcome
+    assert end.outcome.measurement.peak_allocated_bytes == (0, 7000 << 20)
+    assert end.outcome.measurement.peak_reserved_bytes == (), "the allocator's own word is not known"
 
 
 @pytest.mark.slow

@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 
 from cluster.node import cpu_load
-from cluster.node.load_watch import LoadWatch, parse_samples, with_devices
+from cluster.node.load_watch import LoadWatch, most_used, parse_samples, with_devices
 from trials.reports.disturbance import FOREIGN_CPU_LIMIT, Disturbance, most_disturbed
 
 BURN = "import sys, time\nend = time.monotonic() + 3\nwhile time.monotonic() < end: pass"
 CLOCKS = """\
-0, GPU-1f6b2a54-7a1e-ea31-9c5d-6c2f2b1f0a01, 0x0000000000000004, 1755, 1980, 61
-1, GPU-5d0c9b12-03c7-51ab-8f0e-9a7be3d4c102, 0x0000000000000040, 1245, 1980, 88
-2, GPU-aa11bb22-3344-5566-7788-99aabbccdd03, [Not Supported], [N/A], [N/A], 45
-0, GPU-1f6b2a54-7a1e-ea31-9c5d-6c2f2b1f0a01, 0x0000000000000004, 1740, 1980, 63
+0, GPU-1f6b2a54-7a1e-ea31-9c5d-6c2f2b1f0a01, 0x0000000000000004, 1755, 1980, 61, 9000
+1, GPU-5d0c9b12-03c7-51ab-8f0e-9a7be3d4c102, 0x0000000000000040, 1245, 1980, 88, 20
+2, GPU-aa11bb22-3344-5566-7788-99aabbccdd03, [Not Supported], [N/A], [N/A], 45, [N/A]
+0, GPU-1f6b2a54-7a1e-ea31-9c5d-6c2f2b1f0a01, 0x0000000000000004, 1740, 1980, 63, 12000
 1, GPU-5d0c9b12-03c7-51ab-8f0e-9a7be3d4c102, 0x00000000000"""
 """What ``nvidia-smi -l`` has written when it is killed: two GPUs with figures, one without, the last line cut off."""
 
@@ -80,6 +80,12 @@ def test_throttling_clocks_and_heat_are_read_from_what_nvidia_smi_prints():
     assert (hot.throttled_by, hot.highest_temperature_c, hot.is_disturbing) == (("hw_thermal",), 88.0, True)
     nothing = with_devices(Disturbance(node="n", seconds=9.0), "", "", ("0",), ())
     assert nothing == Disturbance(node="n", seconds=9.0), "nvidia-smi said nothing: unknown, and no error"
+
+
+def test_the_most_memory_in_use_on_devices_is_kept():
+    samples = parse_samples(CLOCKS)
+    assert (most_used(samples, ("0", "1")), most_used(samples, ("GPU-5d0c",))) == (12000 << 20, 20 << 20)
+    assert most_used(samples, ("2",)) == 0, "not told"
 
 
 def test_processes_of_others_on_the_devices_are_told_from_the_gangs_own():

@@ -12,6 +12,7 @@ from cluster.connect import connect
 from cluster.probe.probe import probe
 from cluster.queue.share import Claim
 from cluster.request import ClusterRequest
+from tests.cluster import scripts
 from tests.cluster.gangs import PRELOAD, end_of, launch, living, run, wait_for_pids, wait_until
 from trials.outcome import Crashed, GangLost, Measured
 
@@ -112,6 +113,35 @@ def test_a_gang_spans_nodes(lease, pids):
     assert isinstance(end.outcome, Measured), end.outcome
     assert end.outcome.measurement.model_flops_per_token == 4.0, "the all-reduce saw all ranks"
     assert living(pids) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("launcher", ["env", "own"])
+def test_a_program_of_the_users_own_spans_nodes_and_is_told_where_to_meet(lease, tmp_path, launcher):
+    path = scripts.write(tmp_path / "own", scripts.DDP)
+    own = "-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --node-rank {node_rank}"
+    address = "--master-addr {master_addr} --master-port {master_port}"
+    argv = tuple(f"{own} {address}".split()) if launcher == "own" else ()
+    spec = scripts.spec(path, argv=argv, launcher=launcher)
+    devices = tuple(node.devices[0] for node in lease.topology.nodes)
+    end = run(lease, scripts.RUNNER, spec=spec, on=devices, options={"one_rank_per_node": launcher == "own"})
+    assert isinstance(end.outcome, Measured), end.outcome
+    found = end.outcome.measurement
+    assert (found.world_size, len(found.step_times_s), len(found.losses)) == (
+        2,
+        scripts.NUM_STEPS,
+        scripts.NUM_STEPS + 1,
+    )
+    assert found.places == tuple(f"{device.node}/{device.index}" for device in devices)
+    assert found.peak_bytes > 50 << 20, "torch alone takes more"
+
+
+@pytest.mark.exhaustive
+def test_a_node_without_the_programs_folder_is_named_with_it(lease, tmp_path):
+    spec = scripts.spec(scripts.write(tmp_path / "own", scripts.STEPS)) | {"cwd": "/nowhere/at/all"}
+    end = run(lease, scripts.RUNNER, spec=spec, world_size=1)
+    assert end.outcome.evidence.message.startswith("there is no folder /nowhere/at/all on node ")
+    assert end.outcome.evidence.node in names(lease)
 
 
 @pytest.mark.exhaustive

@@ -276,3 +276,15 @@ def test_the_levels_agree_with_another_simulation():
     null = statistics(np.random.default_rng(3).standard_normal((20_000, 8, 4)))["larger"]
     other = dict(criticals("larger", null))[name]
     assert [critical_value(3 * (n - 1), level) for n, level in enumerate(levels, 3)] == pytest.approx(other, rel=0.03)
+
+
+def test_no_number_of_rounds_tells_what_was_rounded_away():
+    rounds = [{0: 100.0, 1: 103.0}] * 6
+    exact = judge(rounds, baseline=0, finalists=(1,), min_rounds=3, max_rounds=8)
+    assert exact.against_baseline[1].verdict == "faster"
+    away = {0: 0.02, 1: 0.02}
+    rounded = judge(rounds, baseline=0, finalists=(1,), min_rounds=3, max_rounds=8, rounded_away=away)
+    ratio = rounded.against_baseline[1].ratio
+    assert rounded.against_baseline[1].verdict == "tie" and ratio.ci95 is not None
+    assert math.log(ratio.ci95.high / ratio.ci95.low) >= 2 * sum(away.values())
+    assert rounded.is_decided, "more rounds of the same would not show it"

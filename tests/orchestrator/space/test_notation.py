@@ -1,5 +1,6 @@
 """Every sign of a short name is explained, by one table that writes both."""
 
+import dataclasses
 import random
 
 from orchestrator.config.schema import NOTATION_FILE, with_signs
@@ -8,11 +9,11 @@ from orchestrator.space.naming import names_apart, short_name
 from orchestrator.space.notation import NOTATION, legend, spelled, words_of
 from tests.orchestrator.space.candidate_strategies import random_candidate
 from tests.support import ROOT
-from trials.spec import Candidate, Kernels, Layout, Precision, Recompute, SelectiveRecompute
+from trials.spec import Candidate, Kernels, Layout, OwnChoice, Precision, Recompute, SelectiveRecompute
 
 
 def test_every_knob_has_a_sign():
-    assert {knob for sign in NOTATION for knob in sign.knobs} == set(KNOB_NAMES)
+    assert {knob for sign in NOTATION for knob in sign.knobs} == {*KNOB_NAMES, "own"}
 
 
 def test_the_documented_signs_are_up_to_date():
@@ -23,8 +24,9 @@ def test_the_documented_signs_are_up_to_date():
 def test_every_word_of_any_name_is_explained():
     """The signs make up the name, one after another; each has a meaning in which all its values are filled in."""
     rng, unseen = random.Random(5), set(NOTATION)
-    for _ in range(1500):
-        candidate = random_candidate(rng)
+    for number in range(1500):
+        own = (OwnChoice(name="--opt", value="a b" * (number % 20 + 1)), OwnChoice(name="f:x.opt", value=True))
+        candidate = dataclasses.replace(random_candidate(rng), own=own[: number % 3])
         name, told = short_name(candidate), spelled(candidate)
         rest = name
         for sign, meaning in told:

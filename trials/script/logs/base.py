@@ -1,4 +1,4 @@
-"""Words of log parsers: a record of a step, values with the resolution that their digits give. Standard library only."""
+"""Words of log parsers: a record of a step, and values with the resolution that their digits give."""
 
 from __future__ import annotations
 

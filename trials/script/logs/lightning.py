@@ -28,7 +28,10 @@ class LightningLog:
     def feed(self, line: str) -> Iterator[LogRecord]:
         if line.count(",") > 200:
             return
-        cells = [cell.strip() for cell in next(csv.reader([line]), [])]
+        try:
+            cells = [cell.strip() for cell in next(csv.reader([line]), [])]
+        except csv.Error:
+            return
         if "step" in cells:
             self._names = cells
             return

@@ -1,8 +1,8 @@
 """Megatron-LM's training log, by ``megatron/training/training.py`` of core 0.20 and before::
 
-     [2026-08-22 10:11:12.123456] iteration       10/     100 | consumed samples:  2560 | elapsed time per iteration (ms):
-     1234.5 | learning rate: 3.0E-04 | global batch size:   256 | lm loss: 7.654321E+00 | grad norm: 1.234 | ... |
-     [Rank 0] (after 1 iterations) memory (MB) | allocated: 1.00 | max allocated: 2.00 | reserved: 3.00 | max reserved: 4.00
+     [2026-08-22 10:11:12.123456] iteration       10/     100 | consumed samples:  2560 | elapsed time per iteration
+     (ms): 1234.5 | learning rate: 3.0E-04 | global batch size:   256 | lm loss: 7.654321E+00 | grad norm: 1.234 | ... |
+     [Rank 0] (after 1 iterations) memory (MB) | allocated: 1.00 | max allocated: 2.00 | max reserved: 4.00
 
 A table of names and values, in an order that releases and options change. A loss that is not a number is left out.
 """

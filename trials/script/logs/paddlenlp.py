@@ -1,7 +1,7 @@
 """The Trainer of PaddleNLP and PaddleFormers, by ``trainer/trainer.py`` of PaddleNLP 2.8 and PaddleFormers 1.2::
 
-    [2026-11-22 10:11:12,123] [    INFO] - loss: 10.4912, learning_rate: 3e-05, global_step: 10, max_memory_allocated:
-    12.3, max_memory_reserved: 14.5, interval_runtime: 1.2, interval_samples_per_second: 53.3, interval_steps_per_second: 0.8
+    [2026-11-22 10:11:12,123] [    INFO] - loss: 10.4912, learning_rate: 3e-05, global_step: 10,
+    max_memory_allocated: 12.3, max_memory_reserved: 14.5, interval_runtime: 1.2, interval_steps_per_second: 0.8
 
 Intervals are since the last line. The first local rank writes it to ``LOG_DIR/workerlog.0``.
 """

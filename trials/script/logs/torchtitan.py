@@ -1,7 +1,7 @@
 """torchtitan's log lines and its structured logs, as of release 0.3.0::
 
-    [titan] 2026-11-22 05:58:37,759 - root - INFO - step:  2  loss:  7.63363  grad_norm:  2.4175  memory:  0.00GiB(0.00%)
-    tps: 443  tflops: 0.02  mfu: 0.01%
+    [titan] 2026-11-22 05:58:37,759 - root - INFO - step:  2  loss:  7.63363  grad_norm:  2.4175
+    memory:  0.00GiB(0.00%)  tps: 443  tflops: 0.02  mfu: 0.01%
     {"log_type_name": "step_end", "step": 6, "value": 963.6, "time_us": 1795327123583255, ...}
 
 Every rank prints; tokens/s are per device, since the last line. Structured logs have one file per rank, times in

@@ -1,4 +1,4 @@
-"""What the program is seen to do, from inside, during its first steps: then all hooks on modules are removed.
+"""What the program is seen to do, from inside, during its first two steps: then all hooks on modules are removed.
 
 Knobs that do not act are found by comparing this with the candidate: ranks that never met, a micro-batch of another
 size, parameters that are not sharded, layers that are not recomputed.
@@ -13,8 +13,9 @@ from typing import Any, Mapping
 from . import modules, parameters
 from .channel import emit, guarded
 from .flops import FlopsOfStep
+from .steps import STEPS
 
-STEPS_SEEN = 2
+STEPS_SEEN = 1
 PATIENCE = 4
 """Steps after which the hooks go, even if nothing was seen."""
 PACKAGES = (
@@ -42,6 +43,7 @@ class Facts:
 
     def __init__(self) -> None:
         self.wants_root = True
+        self._root: Any = None
         self._handles: list[Any] = []
         self._spine: list[Calls] = []
         self._layers: list[list[Calls]] = []
@@ -55,7 +57,7 @@ class Facts:
         """The model that an optimiser trains."""
         return modules.root_of(optimizer)
 
-    @guarded("facts")
+    @guarded("model")
     def watch(self, root: Any) -> None:
         """Looks at the model, and hooks into it as far as nothing is compiled."""
         self.wants_root = False
@@ -77,17 +79,19 @@ class Facts:
         for linear in modules.linears(root):
             self._handles.append(linear.register_forward_hook(self._saw_output))
 
-    @guarded("facts")
     def step_ended(self, source: str) -> None:
-        """An optimiser step is over: says what is new."""
-        if self._ends > PATIENCE:
-            return
+        """An optimiser step is over: says what is new. The next step's clock starts after that."""
+        if self._ends <= PATIENCE:
+            self._step_ended(source)
+            STEPS.restart_clock(is_watched=bool(self._handles) or self._flops.is_counting)
+
+    @guarded("facts")
+    def _step_ended(self, source: str) -> None:
         self._ends += 1
         found: dict[str, Any] = {"world_size": parameters.world_size()}
         if self._ends == 1:
             found["versions"] = _versions()
-            if not self.wants_root and hasattr(self, "_root"):
-                found.update(parameters.facts(self._root))
+            found.update(self._of_model() or {})
         found.update(self._of_calls())
         flops = self._flops.step_ended(self._compiled)
         if flops is not None:
@@ -98,6 +102,12 @@ class Facts:
             emit(source, event="facts", **new)
         if self._steps >= STEPS_SEEN or self._ends > PATIENCE:
             self._remove()
+            self._ends = PATIENCE + (0 if self._flops.is_counting else 1)
+
+    @guarded("parameters")
+    def _of_model(self) -> dict[str, int]:
+        """Sizes of the model, if it is known."""
+        return {} if self._root is None else parameters.facts(self._root)
 
     def _remove(self) -> None:
         for handle in self._handles:

@@ -63,6 +63,11 @@ class FlopsOfStep:
         self._counting: Any = None
         self._done = False
 
+    @property
+    def is_counting(self) -> bool:
+        """Whether the present step is counted."""
+        return self._counting is not None
+
     def step_ended(self, compiled: bool) -> int | None:
         """Begins at the end of a step; at the end of the next, the number."""
         if self._counting is not None:

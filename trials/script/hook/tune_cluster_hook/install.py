@@ -120,4 +120,5 @@ def _watch_errors() -> None:
 def _at_exit() -> None:
     """An error that somebody else's excepthook has shown, and the last line."""
     _tell(getattr(sys, "last_value", None))
-    STEPS.end("hook:torch")
+    if not _told:
+        STEPS.end("hook:torch")

@@ -27,10 +27,12 @@ class Steps:
         """Whether SIGUSR1 makes this process write its stacks."""
         self._last: float | None = None
         self._data_s = 0.0
+        self._has_loader = False
         self._losses: list[Any] = []
         self._divided: list[float | None] = []
         self._pending: dict[str, Any] | None = None
         self._said_by = 0
+        self._is_watched = False
 
     def claim(self, level: int) -> bool:
         """Silences sources that know less. Whether this one may speak."""
@@ -79,17 +81,29 @@ class Steps:
         line: dict[str, Any] = {"source": source, "step": self.count}
         if self._last is not None:
             line["step_time_s"] = now - self._last
-            line["data_s"] = min(self._data_s, now - self._last)
+            if self._has_loader:
+                line["data_s"] = min(self._data_s, now - self._last)
         if "loss" not in values:
             line.update(self.backward_losses())
         line.update(device.memory())
         line.update(values)
         self._data_s = 0.0
         self.forget_losses()
+        if self._is_watched:
+            line["watched"] = True
         self._pending = line
-        self._last = now
         if not hold:
             self.flush()
+        self.restart_clock()
+
+    def restart_clock(self, *, is_watched: bool = False) -> None:
+        """The next step begins now: what hooks do between two steps is not charged to the program.
+
+        Args:
+            is_watched: Whether hooks on the model will make that step longer; its line says so.
+        """
+        self._last = time.perf_counter()
+        self._is_watched = is_watched
 
     def amend(self, **values: Any) -> None:
         """Adds to the line of the last step, if that was not written yet."""
@@ -107,7 +121,8 @@ class Steps:
             emit(**line)
 
     def waited(self, seconds: float) -> None:
-        """Time spent waiting for data."""
+        """Time spent waiting for data, by a program that has a loader we see."""
+        self._has_loader = True
         self._data_s += seconds
 
     def add_loss(self, loss: Any, divided_by: float | None = None) -> None:

@@ -121,7 +121,7 @@ def record_loss(tensors: Any, grad_tensors: Any = None) -> None:
     loss: Any = tensors[0] if isinstance(tensors, (list, tuple)) and len(tensors) == 1 else tensors
     if grad_tensors is not None or not hasattr(loss, "numel") or loss.numel() != 1:
         return
-    inner: Any = getattr(loss, UNSCALED, loss)
+    inner = getattr(loss, UNSCALED, loss)
     STEPS.add_loss(inner.detach(), _divisor(inner))
 
 
@@ -170,17 +170,24 @@ def grad_scaler(module: Any) -> None:
         before = _stepped
         result = step(self, optimizer, *args, **kwargs)
         if _stepped == before and not is_compiling():
-            _skipped(optimizer)
+            _unseen(self, optimizer)
         return result
 
     scaler.scale, scaler.step = scale_remembering, step_watched
 
 
 @guarded("gradient scaler")
-def _skipped(optimizer: Any) -> None:
-    inner: Any = getattr(optimizer, "optimizer", optimizer)
+def _unseen(scaler: Any, optimizer: Any) -> None:
+    """An optimiser was to step and our hook did not run: the step was skipped, or is compiled."""
+    inner = getattr(optimizer, "optimizer", optimizer)
     if STEPS.level == GENERIC and _primary.is_(inner):
-        _boundary(inner, skipped=True)
+        _boundary(inner, **({"skipped": True} if _overflowed(scaler, optimizer) else {}))
+
+
+def _overflowed(scaler: Any, optimizer: Any) -> bool:
+    states = getattr(scaler, "_per_optimizer_states", {})
+    found = states[id(optimizer)].get("found_inf_per_device", {}) if id(optimizer) in states else {}
+    return any(float(value) > 0 for value in found.values())
 
 
 def data_loader(module: Any) -> None:

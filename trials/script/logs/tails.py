@@ -1,4 +1,4 @@
-"""Follows files that a program writes to, line by line: files that come later, are replaced, cut or never end a line."""
+"""Follows files that a program writes to, line by line: they may come late, be replaced, cut, or never end a line."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _matches(pattern: str) -> list[str]:
     """Regular files that match, :data:`MAX_FILES` at most."""
     found: list[str] = []
     with contextlib.suppress(OSError):
-        for path in glob.iglob(pattern, recursive=True):
+        for path in glob.iglob(pattern, recursive=True):  # noqa: PTH207  # absolute patterns
             if _regular(Path(path)) is not None:
                 found.append(path)
                 if len(found) == MAX_FILES:

@@ -1,0 +1,115 @@
+"""Gangs whose ranks run a program of the user's own: where they meet, what is known of them, how a hang is told."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from cluster.base import Deadlines
+from cluster.hardware.topology import discover_node
+from cluster.local import LocalCluster
+from cluster.node.agent import SCRIPT_PRELOAD
+from tests.cluster import scripts
+from tests.cluster.gangs import events_until_end, launch, run
+from trials.outcome import GangLost, Measured, TimedOut
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with LocalCluster(tmp_path_factory.mktemp("work"), discover_node(num_devices=4), preload=SCRIPT_PRELOAD) as cluster:
+        yield cluster
+
+
+def measured(cluster, path, **options):
+    spec = scripts.spec(path, **options.pop("spec", {}))
+    end = run(cluster, scripts.RUNNER, spec=spec, deadlines=Deadlines(starting_s=60.0), **options)
+    assert isinstance(end.outcome, Measured), end.outcome
+    return end, end.outcome.measurement
+
+
+def test_ranks_meet_and_what_they_do_not_tell_is_the_systems_word_or_unknown(tmp_path):
+    text = scripts.MEETS + scripts.STEPS + "train()\n"
+    with LocalCluster(tmp_path / "work", discover_node(num_devices=2), preload=SCRIPT_PRELOAD) as cluster:
+        end, found = measured(cluster, scripts.write(tmp_path / "own", text))
+        cache = Path(end.log_dir).parent / f"cache-{cluster.topology.nodes[0].name}"
+        cache.mkdir(exist_ok=True)
+    assert (found.world_size, len(found.step_times_s), found.step_time_resolution_s) == (2, scripts.NUM_STEPS, 0.001)
+    assert found.losses[-1] == pytest.approx(2.6) and found.grad_norms == () and found.mfu is None
+    assert 2 << 20 < found.peak_bytes < 1 << 30, "a Python without torch"
+    assert found.findings.script.source_of("rss_bytes").source == "system"
+    assert not (Path(end.log_dir) / "script").exists()
+    assert not cache.exists(), "caches go with the lease"
+
+
+def test_a_command_that_starts_its_ranks_has_all_devices_of_its_slot(cluster, tmp_path):
+    seen = 'assert os.environ["NPROC_PER_NODE"] == "3" and os.environ["WORLD_SIZE"] == "unset"'
+    text = f"import os\nos.environ.setdefault('WORLD_SIZE', 'unset')\n{seen}\n{scripts.STEPS}train()\n"
+    options = {"num_devices": 3, "launcher": "own"}
+    path = scripts.write(tmp_path / "own", text)
+    _, found = measured(cluster, path, world_size=3, options={"one_rank_per_node": True}, spec=options)
+    assert (found.world_size, len(found.places)) == (3, 3)
+
+
+def test_a_port_that_is_taken_is_no_fault_of_the_candidate(cluster, tmp_path):
+    text = "import socket\nwith socket.create_server(('127.0.0.1', PORT)): pass\n"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        text = text.replace("PORT", str(taken.getsockname()[1]))
+        spec = scripts.spec(scripts.write(tmp_path / "own", text))
+        outcome = run(cluster, scripts.RUNNER, spec=spec).outcome
+    assert isinstance(outcome, GangLost), outcome
+    assert outcome.cause == "infrastructure"
+    assert "address already in use" in outcome.evidence.message.lower()
+
+
+REGISTERS = """
+import faulthandler, json, os, signal, sys
+if os.environ["RANK"] == sys.argv[1]:
+    faulthandler.register(signal.SIGUSR1)
+    told = {"v": 1, "source": "hook:torch", "t": 0.0, "event": "loaded", "pid": os.getpid(), "stack_signal": True}
+    with open(os.path.join(os.environ["TUNE_CLUSTER_REPORT"], f"rank{os.environ['RANK']}.jsonl"), "a") as file:
+        file.write(json.dumps(told) + "\\n")
+def stuck():
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "how"), [("0", "it was in stuck (train.py:"), ("none", "its program had printed nothing for ")]
+)
+def test_a_hanging_program_is_asked_for_its_stack_only_where_that_does_not_end_it(cluster, tmp_path, rank, how):
+    text = f"{scripts.STEPS}{REGISTERS}train(2)\nstuck()\n"
+    path = scripts.write(tmp_path / "own", text)
+    spec = scripts.spec(path)
+    spec["argv"].append(rank)
+    outcome = run(cluster, scripts.RUNNER, world_size=1, spec=spec, deadlines=Deadlines(stall_s=1.5)).outcome
+    assert isinstance(outcome, TimedOut), outcome
+    assert how in outcome.evidence.message
+    assert "step 2 loss 2.8 took 20 ms" in outcome.evidence.log_tail
+
+
+def test_ranks_that_say_nothing_keep_the_deadlines_of_those_that_do(cluster, tmp_path):
+    text = f"import os\n{scripts.STEPS}\ntime.sleep(1.5)\ntrain() if os.environ['RANK'] == '1' else time.sleep(2)\n"
+    spec = scripts.spec(scripts.write(tmp_path / "own", text))
+    deadlines = Deadlines(starting_s=4.0)
+    *told, end = events_until_end(cluster, launch(cluster, scripts.RUNNER, spec=spec, deadlines=deadlines))
+    assert isinstance(end.outcome, Measured), end.outcome
+    assert (told[-1].phase, told[-1].step) == ("measuring", scripts.NUM_STEPS)
+
+
+STUCK = """
+def wait_for_nothing():
+    time.sleep(600)
+"""
+
+
+@pytest.mark.exhaustive
+def test_with_our_hook_the_line_is_told_at_which_one_of_two_ranks_hangs(cluster, tmp_path):
+    stops = "    if step == 3 and dist.get_rank() == 1:\n        wait_for_nothing()\n    loss.backward()\n"
+    text = STUCK + scripts.DDP.replace("    loss.backward()\n", stops)
+    spec = scripts.spec(scripts.write(tmp_path / "own", text), hook=True)
+    outcome = run(cluster, scripts.RUNNER, spec=spec, deadlines=Deadlines(stall_s=8.0)).outcome
+    assert isinstance(outcome, TimedOut), outcome
+    assert outcome.evidence.rank == 1
+    assert "it was in wait_for_nothing (train.py:3)" in outcome.evidence.message

@@ -1,0 +1,89 @@
+"""Training programs of a user's own for gangs of the tests: no torch where none is needed, told by what they print."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from cluster.node.agent import SCRIPT_PRELOAD
+from trials.codec import to_json
+from trials.script.command import LogFormat, ScriptCommand
+from trials.spec import Protocol
+
+RUNNER = "trials.script.runner:run_rank"
+PRELOAD = SCRIPT_PRELOAD
+LINE = r"step (?P<step>\d+) loss (?P<loss>\S+) took (?P<step_ms>\d+) ms"
+NUM_STEPS = 3
+
+MEETS = """
+import os, socket, time
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+if rank == 0:
+    with socket.create_server(place) as server:
+        peers = [server.accept()[0] for _ in range(size - 1)]
+else:
+    while True:
+        try:
+            peer = socket.create_connection(place)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+"""
+"""All ranks meet at the address that they are told, as torch's store does."""
+
+STEPS = f"""
+import time
+def train(num_steps={NUM_STEPS} + 1):
+    for step in range(1, num_steps + 1):
+        time.sleep(0.02)
+        print(f"step {{step}} loss {{3 - 0.1 * step}} took 20 ms", flush=True)
+"""
+
+DDP = """
+import os, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+torch.manual_seed(dist.get_rank())
+for step in range(1, 5):
+    before = time.perf_counter()
+    loss = model(torch.randn(8, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    if dist.get_rank() == 0:
+        took = round(1000 * (time.perf_counter() - before)) + 1
+        print(f"step {step} loss {total.item() / dist.get_world_size():.4f} took {took} ms", flush=True)
+dist.destroy_process_group()
+"""
+"""What people write: no word of ours in it, and rank 0 alone prints."""
+
+
+def write(folder: Path, text: str) -> Path:
+    """The program as a file in a folder of its own."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "train.py"
+    path.write_text(text)
+    return path
+
+
+def spec(path: Path, *, argv: tuple[str, ...] = (), num_devices: int = 2, **changes: Any) -> dict[str, Any]:
+    """What ranks are told of the program at ``path``."""
+    values: dict[str, Any] = {
+        "argv": (sys.executable, *argv, str(path)),
+        "cwd": str(path.parent),
+        "log": LogFormat(name="pattern", pattern=LINE),
+        "hook": False,
+        "protocol": Protocol(min_warmup_steps=1, max_warmup_steps=1, num_steps=NUM_STEPS, max_steps=NUM_STEPS),
+        "num_devices": num_devices,
+        "tokens_per_step": 64,
+        "samples_per_step": 8,
+        **changes,
+    }
+    found: dict[str, Any] = to_json(ScriptCommand(**values))
+    return found

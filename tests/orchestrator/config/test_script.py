@@ -1,0 +1,149 @@
+"""Sweep files with a training program of the user's own: what they mean, and what is wrong before anything runs."""
+
+import copy
+import json
+import shlex
+
+import pytest
+import yaml
+
+from orchestrator.config.sweep import SweepSpec, load_sweep
+from orchestrator.errors import ConfigError
+from orchestrator.space.naming import short_name
+from trials.spec import OwnChoice, ScriptData, ScriptModel
+
+CUSTOM = {
+    "name": "mine",
+    "workload": {
+        "recipe": "custom",
+        "run": ["python", "train.py", "--bs", "{micro_batch_size}", "--accum={accumulation}", "--lr", 0.001],
+        "global_batch_size": 32,
+        "seq_length": 16,
+        "files": {"config": "config.json"},
+        "metrics": {"log": r"iter (?P<step>\d+): loss (?P<loss>\S+)"},
+    },
+    "cluster": {"kind": "local", "device": "cpu", "devices_per_node": 2},
+    "baseline": {"micro_batch_size": 4},
+    "space": {"micro_batch_size": [4, 8], "own": {"--fused": [True, False]}},
+}
+
+
+def changed(changes):
+    """The sweep with values at dotted paths replaced; None takes a key away."""
+    content = copy.deepcopy(CUSTOM)
+    for path, value in changes.items():
+        *above, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+        node = content
+        for part in above:
+            node = node[part]
+        if value is None:
+            del node[last]
+        else:
+            node[last] = value
+    return content
+
+
+def write(folder, data):
+    (folder / "train.py").write_text("print()\n")
+    (folder / "config.json").write_text('{"zero": {"stage": 1}}')
+    file = folder / "sweep.yaml"
+    file.write_text(yaml.safe_dump(data, sort_keys=False))
+    return file
+
+
+def test_what_it_means(tmp_path):
+    spec = load_sweep(write(tmp_path, CUSTOM))
+    workload = spec.to_workload()
+    assert isinstance(workload.model, ScriptModel) and isinstance(workload.data, ScriptData)
+    assert workload.model.run[-1] == "0.001" and workload.model.cwd == str(tmp_path)
+    assert (workload.tokens_per_step, workload.speed_unit) == (512, "tokens/s/p")
+    assert short_name(spec.baseline_candidate) == "dp2 mbs4 O0 fused=off"  # it runs on all devices held, as it stands
+    assert spec.script.env_pass == () and spec.script.log.name == "pattern"
+
+
+def test_a_stored_sweep_keeps_what_was_read_and_another_content_is_another_sweep(tmp_path):
+    spec = load_sweep(write(tmp_path, CUSTOM))
+    stored = json.loads(json.dumps(spec.to_json()))
+    (tmp_path / "config.json").write_text('{"zero": {"stage": 2}}')
+    again = SweepSpec.from_json(stored)
+    assert again == spec and again.script == spec.script
+    assert again.script.run.files["config"] == '{"zero": {"stage": 1}}'
+    assert load_sweep(tmp_path / "sweep.yaml").spec_hash != spec.spec_hash
+    (tmp_path / "config.json").unlink()
+    assert SweepSpec.from_json(stored).spec_hash == spec.spec_hash
+
+
+BAD = {
+    "text": ({"workload.run": "python train.py --bs '4 5'"}, "workload.run", 'Write [python, train.py, --bs, "4 5"]'),
+    "truth": ({"workload.run.1": True}, "workload.run.1", "quotes"),
+    "typo": ({"workload.run.3": "{micro_batchsize}"}, "workload.run.3", "Did you mean {micro_batch_size}?"),
+    "launcher": ({"workload.run": ["torchrun", "train.py"]}, "workload.run", "Write run: [python, train.py]"),
+    "cwd": ({"workload.cwd": "gone"}, "workload.cwd", "relative to the sweep file"),
+    "script": ({"workload.run.1": "gone.py"}, "workload.run.1", "relative to cwd"),
+    "program": ({"workload.run.0": "no-such-program"}, "workload.run.0", "Name the program"),
+    "file": ({"workload.files": {"config": "gone.json"}}, "workload.files.config", "relative to cwd"),
+    "recipe": ({"workload.recipe": "megatorn"}, "workload.recipe", "megatron"),
+    "pattern": ({"workload.metrics": {"log": "(?P<step>"}}, "workload.metrics.log", "backslash"),
+    "no step": ({"workload.metrics": {"log": "(?P<loss>.*)"}}, "workload.metrics.log", "(?P<step>"),
+    "group": ({"workload.metrics": {"log": "(?P<step>.*)(?P<x>.*)"}}, "workload.metrics.log", "Groups besides step"),
+    "secret": ({"workload.env": {"HF_TOKEN": "abc"}}, "workload.env.HF_TOKEN", "environment"),
+    "batch": ({"workload.global_batch_size": None}, "workload.global_batch_size", "Add it"),
+    "tokens": ({"workload.tokens_per_step": 100}, "workload.tokens_per_step", "whole samples"),
+    "devices": ({"cluster.devices_per_node": None}, "cluster.devices_per_node", "dp_replicate"),
+    "untold": ({"space.tp": [1, 2]}, "space.tp", "Put {tp} into workload.run"),
+    "layers": ({"workload.run.5": "{pp}", "space.pp": [1, 2], "baseline.pp": 1}, "workload.num_layers", "num_layers"),
+    "today": ({"baseline": "from_run"}, "baseline.micro_batch_size", "today's value"),
+    "virtual": ({"cluster.kind": "replay", "cluster.devices_per_node": None}, "cluster", ""),
+    "ours": ({"space.own": {"tp": [1, 2]}}, "space.own.tp", "another name"),
+    "own name": ({"space.own": {"two words": [1, 2]}}, "space.own.two words", "--flag"),
+    "own file": ({"space.own": {"other:a.b": [1, 2]}}, "space.own.other:a.b", "workload.files"),
+    "own untold": ({"space.own": {"dtype": ["a", "b"]}}, "space.own.dtype", "--dtype"),
+    "own nothing": ({"space.own": {"--x": None}}, "space.own.--x", "keep what there is"),
+    "condition": (
+        {"space.own": {"--a": {"values": [1, 2], "when": {"--b": 1}}}}, "space.own.--a.when", "There are"
+    ),
+    "circle": (
+        {"space.own": {"--a": {"values": [1], "when": {"--b": 1}}, "--b": {"values": [1], "when": {"--a": 1}}}},
+        "space.own.--a.when",
+        "without it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_wrong_is_told_with_key_and_remedy(tmp_path, case):
+    changes, key, remedy = BAD[case]
+    file = write(tmp_path, changed(changes))
+    with pytest.raises(ConfigError) as caught:
+        load_sweep(file)
+    assert caught.value.key.startswith(key) and remedy in (caught.value.remedy or ""), str(caught.value)
+    assert caught.value.file == str(file) and caught.value.line is not None
+
+
+def test_programs_of_another_host_are_not_looked_for(tmp_path):
+    file = write(tmp_path, changed({"cluster": {"kind": "ray", "devices_per_node": 2}, "workload.cwd": "gone",
+                                            "workload.files": None}))  # fmt: skip
+    assert load_sweep(file, address="ray://elsewhere:10001").script.run.cwd.endswith("gone")
+    with pytest.raises(ConfigError):
+        load_sweep(file)
+
+
+def test_the_split_that_the_remedy_shows_is_the_shells(tmp_path):
+    text = """python train.py --name 'a "b"' --path /x/y"""
+    with pytest.raises(ConfigError) as caught:
+        load_sweep(write(tmp_path, changed({"workload.run": text})))
+    shown = caught.value.remedy.removeprefix("Write ").removesuffix(".")
+    assert yaml.safe_load(shown) == shlex.split(text)
+
+
+def test_the_command_tells_what_own_knobs_are_today(tmp_path):
+    run = [*CUSTOM["workload"]["run"], "--fused", "--opt=sgd", "--other", "7", "{config}"]
+    own = {"--fused": [True, False], "--opt": ["adam", "sgd"], "--other": [1, 2], "config:zero.stage": [1, 2],
+           "$X": ["a", "b"]}  # fmt: skip
+    data = changed({"workload.run": run, "workload.env": {"X": "b"}, "space.own": own})
+    spec = load_sweep(write(tmp_path, data))
+    # the command says 7 of --other, which is none of its values: it is inherited
+    assert spec.baseline_candidate.own == tuple(
+        OwnChoice(name=name, value=value)
+        for name, value in (("$X", "b"), ("--fused", True), ("--opt", "sgd"), ("config:zero.stage", 1))
+    )

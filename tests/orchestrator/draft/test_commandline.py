@@ -1,0 +1,135 @@
+"""Typed training commands, and the sources of the scripts that they run."""
+
+import ast
+import re
+import shlex
+import sys
+
+import pytest
+
+from orchestrator.draft.commandline import interpreter_of, take_apart
+from orchestrator.draft.log_line import log_pattern
+from orchestrator.draft.program import read_program
+from orchestrator.draft.source import find_script, read_source
+from orchestrator.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("typed", "argv", "launcher", "ranks"),
+    [
+        ("python -m torch.distributed.run --nproc_per_node=4 t.py --bs 4", "python t.py --bs 4", "torchrun", 4),
+        ("python -m torch.distributed.run --nproc-per-node 2 -m pkg.train", "python -m pkg.train", "torchrun", 2),
+        ("CUDA_VISIBLE_DEVICES=0,1 nohup python t.py --devices 2", "python t.py --devices 2", None, 2),
+        ("t.py --bs 4", "python t.py --bs 4", None, None),
+        (
+            "msrun --worker_num=8 --local_worker_num=4 t.py",
+            "msrun --worker_num=8 --local_worker_num=4 t.py",
+            "msrun",
+            4,
+        ),
+    ],
+)
+def test_what_stands_in_front_of_a_program_is_taken_away(typed, argv, launcher, ranks):
+    found = take_apart(shlex.split(typed))
+    assert (shlex.join(found.argv), found.launcher, found.num_processes) == (argv, launcher, ranks)
+    assert found.starts_ranks == (launcher == "msrun")
+    assert dict(found.env) == ({"CUDA_VISIBLE_DEVICES": "0,1"} if typed.startswith("CUDA") else {})
+
+
+def test_what_accelerate_was_told_becomes_its_variables(tmp_path, monkeypatch):
+    tool = tmp_path / "accelerate"
+    tool.write_text("#!/opt/other/bin/python3.12\nimport sys\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = take_apart(shlex.split("accelerate launch --cpu --num_processes 2 --mixed_precision bf16 t.py --bs 4"))
+    assert found.argv == ("/opt/other/bin/python3.12", "t.py", "--bs", "4")
+    assert found.env == {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "true"}
+    assert found.num_processes == 2
+    assert interpreter_of("torchrun") == sys.executable  # there is none on the path
+
+
+@pytest.mark.parametrize(
+    ("typed", "word"),
+    [("", "--"), ("bash run.sh", "run.sh"), ("srun -n 8 python t.py", "--devices-per-node"), ("torchrun", "script")],
+)
+def test_what_cannot_be_taken_apart_is_said_with_a_remedy(typed, word):
+    with pytest.raises(ConfigError, match=re.escape(word)):
+        take_apart(shlex.split(typed))
+
+
+@pytest.mark.parametrize(
+    ("source", "printed", "seen"),
+    [
+        (
+            'print(f"iter {n}: loss {lossf:.4f}, time {dt*1000:.2f}ms, mfu {mfu*100:.2f}%")',
+            "iter 3: loss 5.3760, time 40.26ms, mfu -100.00%",
+            {"step": "3", "loss": "5.3760", "step_ms": "40.26"},
+        ),
+        ('print("Step", step, "Loss:", loss.item())', "Step 3 Loss: nan", {"step": "3", "loss": "nan"}),
+        ('print("step %5d | loss %.3f" % (step, loss))', "step     7 | loss 1.234", {"step": "7", "loss": "1.234"}),
+        (
+            "print('| epoch {:3d} | {:5d}/{:5d} batches | ms/batch {:5.2f} | loss {:5.2f}'.format(e, batch, n, t, loss))",
+            "| epoch   1 |     3/   34 batches | ms/batch 1517.11 | loss  7.58",
+            {"step": "3", "step_ms": "1517.11", "loss": "7.58"},
+        ),
+        (
+            'log.info("step {}, grad_norm {:.2f}, loss {:.1e}".format(i + 1, g, l))',
+            "step 1, grad_norm 0.50, loss 1.2e-03",
+            {"step": "1", "grad_norm": "0.50", "loss": "1.2e-03"},
+        ),
+    ],
+)
+def test_the_line_of_a_step_is_recognised_in_the_source(source, printed, seen):
+    assert re.search(log_pattern(ast.parse(source)), printed).groupdict() == seen
+
+
+@pytest.mark.parametrize("source", ['print("done")', 'print(f"{i * len(data)} loss {x}")', 'print(f"loss {loss}")'])
+def test_a_line_that_is_not_understood_is_left_to_the_hook(source):
+    assert log_pattern(ast.parse(source)) is None
+
+
+OPTIONS = """
+import argparse
+import torch.distributed as dist
+p = argparse.ArgumentParser()
+p.add_argument("-b", "--bs", type=int, default=2)
+p.add_argument("--grad-accum", type=int, default=1)
+p.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+p.add_argument("--ckpt-dir", default="ckpt")
+p.add_argument("--iters", type=int, default=20)
+p.add_argument("--gradient_checkpointing", action="store_true")
+p.add_argument("--compile", action="store_true")
+p.add_argument("--seq_len", type=int, default=64)
+"""
+
+
+def test_options_of_usual_names_become_placeholders_and_knobs(tmp_path):
+    (tmp_path / "t.py").write_text(OPTIONS)
+    argv = ("python", "t.py", "--bs=4")
+    source = read_source(find_script(argv, tmp_path))
+    found = read_program(argv, source, is_gpu=False, cores=2)
+    assert shlex.join(found.argv) == (
+        "python t.py '--bs={micro_batch_size}' --grad-accum '{accumulation}' --ckpt-dir '{out}' --iters '{steps}'"
+    )
+    assert (found.micro_batch_size, found.accumulation, found.seq_length) == (4, 1, 64)
+    assert found.own == {
+        "--dtype": {"values": ["fp32", "bf16"], "memory": "falls"},
+        "--gradient_checkpointing": {"values": [False, True], "memory": "falls"},
+    }
+    assert "--compile" in read_program(argv, source, is_gpu=True, cores=2).own
+    assert "torch" in source.modules
+
+
+def test_without_accumulation_the_batch_stays_and_that_is_said(tmp_path):
+    (tmp_path / "t.py").write_text(OPTIONS.replace("--grad-accum", "--other"))
+    argv = ("python", "t.py", "-b", "4")
+    found = read_program(argv, read_source(tmp_path / "t.py"), is_gpu=False, cores=2)
+    assert "{micro_batch_size}" not in found.argv
+    assert "accumulation" in found.remarks[0]
+
+
+def test_a_source_that_cannot_be_read_is_said(tmp_path):
+    (tmp_path / "t.py").write_text("def broken(:\n")
+    found = read_program(("python", "t.py"), read_source(tmp_path / "t.py"), is_gpu=False, cores=2)
+    assert "t.py" in found.remarks[0]
+    assert found.own == {"$OMP_NUM_THREADS": [1, 2]}

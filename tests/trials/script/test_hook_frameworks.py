@@ -1,0 +1,136 @@
+"""The hook in unchanged programs of transformers, Accelerate, DeepSpeed and Lightning."""
+
+import math
+import re
+
+import pytest
+
+from tests.trials.script.hooked import launch
+from tests.trials.script.test_hook_torch import steps_agree
+
+TRAINER = [
+    *("trainer_loop.py", "--use_cpu", "--max_steps", "4", "--logging_steps", "1", "--report_to", "none"),
+    *("--save_strategy", "no", "--disable_tqdm", "true", "--per_device_train_batch_size", "4"),
+]
+
+
+def without_times(text):
+    return re.sub(r"'(train_runtime|train_\w+_per_second)': '[^']*'(, )?", "", text)
+
+
+@pytest.fixture(scope="module")
+def extensions(tmp_path_factory):
+    """Where DeepSpeed compiles its extension, once for all tests."""
+    return {"TORCH_EXTENSIONS_DIR": str(tmp_path_factory.mktemp("extensions"))}
+
+
+@pytest.mark.slow
+def test_trainer_with_accumulation_recomputation_and_bf16(tmp_path):
+    argv = [*TRAINER, "--output_dir", str(tmp_path / "out"), "--gradient_accumulation_steps", "2", "--bf16", "true"]
+    argv += ["--activation_checkpointing", "true", "--include_num_input_tokens_seen", "true"]
+    (told,) = launch(argv, tmp_path / "hooked")
+    steps_agree(told, count=4, source="hook:transformers")
+    assert told.losses == told.printed_losses
+    assert {step["loss_scope"] for step in told.steps} == {"all"}
+    assert all(0 < step["grad_norm"] < 10 for step in told.steps)
+    assert {step["tokens"] for step in told.steps} == {2 * 4 * 16}
+    assert told.facts == told.facts | {
+        "world_size": 1,
+        "micro_batch_size": 4,
+        "forwards_per_step": 2,
+        "dtype": "bfloat16",
+        "layer_calls_per_forward": 2.0,
+        "layers": 2,
+    }
+    assert set(told.facts["versions"]) >= {"torch", "transformers", "accelerate"}
+    assert [line.get("step", line.get("event")) for line in told.lines if line.get("event") != "facts"] == [
+        *("loaded", "begin"),
+        *(1, 2, 3, 4),
+        "end",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_trainer_on_two_ranks_prints_what_it_prints_without_the_hook(tmp_path):
+    argv = [*TRAINER, "--output_dir", str(tmp_path / "out")]
+    bare = launch(argv, tmp_path / "bare", ranks=2, hook=False)
+    told = launch(argv, tmp_path / "hooked", ranks=2)
+    for rank, before in zip(told, bare, strict=True):
+        steps_agree(rank, count=4, source="hook:transformers")
+        assert without_times(rank.output) == without_times(before.output)
+        assert rank.facts == rank.facts | {"world_size": 2, "dtype": "float32", "layer_calls_per_forward": 1.0}
+        assert rank.losses == rank.printed_losses
+    assert told[0].losses == told[1].losses
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_trainer_shows_a_loss_that_its_log_hides_and_stops_when_told(tmp_path):
+    (tmp_path / "stop").write_text("3")
+    (told,) = launch([*TRAINER, "--output_dir", str(tmp_path / "out"), "--poison"], tmp_path)
+    assert "steps 3" in told.output
+    assert [math.isfinite(loss) for loss in told.losses] == [True, True, False]
+    assert all(map(math.isfinite, told.printed_losses))
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_accelerate_on_two_ranks(tmp_path):
+    argv = ["accelerate_loop.py", "--accum", "2"]
+    bare = launch(argv, tmp_path / "bare", ranks=2, hook=False, ACCELERATE_USE_CPU="true")
+    told = launch(argv, tmp_path / "hooked", ranks=2, ACCELERATE_USE_CPU="true")
+    for rank, before in zip(told, bare, strict=True):
+        steps_agree(rank, count=4)
+        assert rank.output == before.output
+        assert rank.facts == rank.facts | {"world_size": 2, "micro_batch_size": 4, "forwards_per_step": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_on_two_ranks(tmp_path, extensions, stage):
+    argv = ["deepspeed_loop.py", "--stage", str(stage)]
+    if stage == 1:
+        launch(argv, tmp_path / "compiles", ranks=2, hook=False, **extensions)
+    for rank in launch(argv, tmp_path / "hooked", ranks=2, **extensions):
+        assert rank.code == 0, rank.errors
+        assert [step["step"] for step in rank.steps] == [1, 2, 3, 4]
+        assert {step["source"] for step in rank.steps} == {"hook:deepspeed"}
+        assert rank.losses == pytest.approx(rank.printed_losses, abs=1e-6)
+        assert all(step["grad_norm"] > 0 for step in rank.steps)
+        assert rank.facts == rank.facts | {
+            "world_size": 2,
+            "micro_batch_size": 4,
+            "forwards_per_step": 2,
+            "dtype": "bfloat16",
+        }
+        shards = rank.facts["parameter_bytes_global"] / rank.facts["parameter_bytes_local"]
+        assert shards == pytest.approx(2 if stage == 3 else 1, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("devices", [1, 2])
+def test_lightning(tmp_path, devices):
+    argv = ["lightning_fit.py", "--accum", "2", "--precision", "bf16-mixed", "--devices", str(devices)]
+    bare = launch(argv, tmp_path / "bare", ranks=devices, hook=False)
+    told = launch(argv, tmp_path / "hooked", ranks=devices)
+    for rank, before in zip(told, bare, strict=True):
+        steps_agree(rank, count=4, source="hook:lightning")
+        assert rank.output == before.output
+        assert rank.facts == rank.facts | {
+            "world_size": devices,
+            "micro_batch_size": 4,
+            "forwards_per_step": 2,
+            "dtype": "bfloat16",
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_lightning_stops_when_told(tmp_path):
+    (tmp_path / "stop").write_text("2")
+    (told,) = launch(["lightning_fit.py", "--steps", "4"], tmp_path)
+    assert [step["step"] for step in told.steps] == [1, 2]

@@ -1,0 +1,181 @@
+"""The hook in plain PyTorch programs that know nothing of it: steps, losses, facts, and the same output as without."""
+
+import math
+
+import pytest
+
+from tests.trials.script.hooked import launch
+
+PARAMETERS = 29216
+"""Parameters of the model in ``plain_loop.py``, in four bytes each."""
+
+
+def steps_agree(told, *, count, source="hook:torch"):
+    """Every step once, with a time, the loss that the program printed, and memory."""
+    assert told.code == 0, told.errors
+    assert [step["step"] for step in told.steps] == list(range(1, count + 1))
+    assert {step["source"] for step in told.steps} == {source}
+    assert told.losses == pytest.approx(told.printed_losses, abs=1e-6)
+    assert all(0 < step["data_s"] < step["step_time_s"] < 60 for step in told.steps[1:])
+    assert all(1 << 26 < step["rss_bytes"] < 1 << 34 for step in told.steps)
+    assert told.events("note") == []
+
+
+@pytest.mark.slow
+def test_two_ranks_with_accumulation_recomputation_and_bf16(tmp_path):
+    argv = ["plain_loop.py", "--accum", "2", "--bf16", "--recompute", "full"]
+    bare = launch(argv, tmp_path / "bare", ranks=2, hook=False)
+    told = launch(argv, tmp_path / "hooked", ranks=2, TUNE_CLUSTER_COUNT_FLOPS="1")
+    for rank, before in zip(told, bare, strict=True):
+        steps_agree(rank, count=4)
+        assert rank.printed == before.printed
+        assert {step["backward_passes"] for step in rank.steps} == {2}
+        assert rank.facts == rank.facts | {
+            "world_size": 2,
+            "micro_batch_size": 4,
+            "input_shape": [4, 16],
+            "forwards_per_step": 2,
+            "dtype": "bfloat16",
+            "layer_calls_per_forward": 2.0,
+            "layers_recomputed": 3,
+            "parameter_bytes_local": 4 * PARAMETERS,
+            "parameter_bytes_global": 4 * PARAMETERS,
+            "parameters": PARAMETERS,
+        }
+        # Linear layers: 2 per weight and token forward, 4 backward, 2 again in blocks (all but their last layer).
+        tokens, block, head = 2 * 4 * 16, 2 * 32 * 128, 32 * 64
+        assert rank.facts["flops_per_step"] == tokens * (6 * (3 * block + head) + 2 * 3 * block // 2)
+        assert [step["step"] for step in rank.steps if step.get("watched")] == [2]
+    assert told[0].losses != told[1].losses
+
+
+@pytest.mark.slow
+@pytest.mark.representative("gradient scaler that skips")
+@pytest.mark.parametrize(
+    ("argv", "facts"),
+    [
+        pytest.param([], {"layer_calls_per_forward": 1.0, "dtype": "float32"}, id="plain"),
+        pytest.param(["--accum", "3"], {"forwards_per_step": 3}, id="three micro-batches"),
+        pytest.param(
+            ["--recompute", "reentrant"], {"layer_calls_per_forward": 2.0, "forwards_per_step": 1}, id="reentrant"
+        ),
+        pytest.param(["--optimizers", "2"], {"parameters": PARAMETERS}, id="two optimisers"),
+        pytest.param(
+            ["--scaler", "--accum", "2", "--overflow-at", "3"],
+            {"forwards_per_step": 2},
+            id="gradient scaler that skips",
+        ),
+        pytest.param(["--compile", "model"], {"micro_batch_size": 4, "forwards_per_step": 1}, id="compiled model"),
+        pytest.param(["--compile", "blocks"], {"micro_batch_size": 4}, id="compiled blocks"),
+        pytest.param(["--compile", "optimizer"], {"world_size": 1}, id="compiled optimiser"),
+    ],
+)
+def test_one_process(tmp_path, argv, facts):
+    (bare,) = launch(["plain_loop.py", *argv], tmp_path / "bare", hook=False)
+    (told,) = launch(["plain_loop.py", *argv], tmp_path / "hooked")
+    steps_agree(told, count=4)
+    assert told.printed == bare.printed
+    assert told.facts == told.facts | facts
+    assert [step["step"] for step in told.steps if step.get("skipped")] == ([3] if "--overflow-at" in argv else [])
+    if "--compile" in argv:
+        assert "layer_calls_per_forward" not in told.facts
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_parameters_that_are_sharded_are_seen_to_be(tmp_path):
+    for told in launch(["plain_loop.py", "--wrap", "fsdp2", "--recompute", "full"], tmp_path, ranks=2):
+        steps_agree(told, count=4)
+        assert told.facts["parameter_bytes_global"] == 4 * PARAMETERS == 2 * told.facts["parameter_bytes_local"]
+        assert told.facts["layer_calls_per_forward"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_two_processes_that_never_meet_are_seen_to_be_alone(tmp_path):
+    for rank in "01":
+        (told,) = launch(["plain_loop.py"], tmp_path, LOCAL_RANK=rank)
+        assert told.code == 0
+    for path in (tmp_path / "rank0.jsonl", tmp_path / "rank1.jsonl"):
+        assert '"world_size": 1' in path.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_model_that_nobody_can_look_into_costs_facts_only(tmp_path):
+    (bare,) = launch(["plain_loop.py", "--odd"], tmp_path / "bare", hook=False)
+    (told,) = launch(["plain_loop.py", "--odd"], tmp_path / "hooked")
+    assert (told.code, told.output, told.errors) == (0, bare.output, bare.errors)
+    assert told.losses == pytest.approx(told.printed_losses, abs=1e-6)
+    assert [note["text"] for note in told.events("note")] == [
+        "hook model: RuntimeError: nobody looks at my modules",
+        "hook parameters: RuntimeError: nobody looks at my modules",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_disk_that_is_full_costs_the_report_only(tmp_path):
+    (bare,) = launch(["plain_loop.py"], tmp_path / "bare", hook=False)
+    (tmp_path / "rank0.jsonl").symlink_to("/dev/full")
+    (told,) = launch(["plain_loop.py"], tmp_path)
+    assert (told.code, told.output, told.errors) == (0, bare.output, bare.errors)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_the_error_of_a_step_comes_after_the_steps_before_it(tmp_path):
+    (told,) = launch(["plain_loop.py", "--fail-at", "2"], tmp_path)
+    assert told.code == 1
+    assert [line.get("step", line.get("event")) for line in told.lines if line.get("event") != "facts"] == [
+        "loaded",
+        1,
+        2,
+        "error",
+    ]
+    assert told.events("error")[0]["type"] == "MemoryError"
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_ranks_that_the_program_starts_itself_are_told_apart(tmp_path):
+    """Their number is known to their process group only."""
+    program = """
+import os, torch, torch.distributed as dist, torch.multiprocessing as mp
+def work(rank, store):
+    dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+    weight = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(weight.parameters(), lr=0.1)
+    for _ in range(3):
+        (weight(torch.ones(5, 2)).sum() * (rank + 1)).backward()
+        optimizer.step()
+    dist.destroy_process_group()
+if __name__ == "__main__":
+    mp.spawn(work, args=(os.environ["STORE"],), nprocs=2)
+"""
+    script = tmp_path / "spawns.py"
+    script.write_text(program)
+    (told,) = launch([str(script)], tmp_path, STORE=str(tmp_path / "store"))
+    assert told.code == 0, told.errors
+    for rank in (0, 1):
+        text = (tmp_path / f"rank{rank}.jsonl").read_text()
+        assert text.count('"step":') == 3
+        assert '"world_size": 2' in text
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_loss_that_is_not_a_number_is_seen(tmp_path):
+    program = """
+import torch
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([weight], lr=1e30)
+for _ in range(4):
+    optimizer.zero_grad()
+    (weight**2).sum().backward()
+    optimizer.step()
+"""
+    (told,) = launch(["-c", program], tmp_path)
+    assert told.code == 0
+    assert not all(math.isfinite(loss) for loss in told.losses)
+    assert told.facts == told.facts | {"world_size": 1}
