@@ -33,6 +33,7 @@ from trials.kernels.cudnn import KernelTuner
 from trials.kernels.graph_mode import compilations, forget_compilations, graph_report
 from trials.kernels.settings import kernel_settings
 from trials.legality.rules import check
+from trials.models import import_code
 from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
 from trials.parallel.mesh import RankIdentity, build_mesh, process_group, select_device
 from trials.precision.mixed import check_device
@@ -116,6 +117,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
     """Build, tune what is tuned before training, warm up and measure; gives the rank's report."""
     candidate = trial.candidate
     kernels = candidate.kernels
+    import_code(trial.workload.model)
     if trial.memory_limit_bytes is not None and not (trial.profile and device.type == "cpu"):
         # Of a CPU's memory the profiler takes much itself; that the candidate fits was seen when it was measured.
         limit_device_memory(device, trial.memory_limit_bytes)
