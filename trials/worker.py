@@ -127,9 +127,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
     place = coordinates(candidate.layout, identity.rank)
     trainer = Trainer(trial, build_mesh(candidate.layout, device), device, place=place)
     if trainer.parts[0].model.is_own:
-        memory.restart()  # of its parts this rank now has no more than it keeps
-        # What it draws while it trains, for dropout say: its own numbers for each part of the batch.
-        torch.manual_seed(trial.workload.seed * 1_000_003 + data_parallel_rank(candidate.layout, identity.rank))
+        _begin_own(trial, identity, memory)
     dataset = open_dataset(trial, identity.rank) if trainer.reads_inputs or trainer.reads_targets else None
     pin_memory = candidate.loader.pin_memory and device.type == "cuda"
     loader, loader_report = _settle_loader(candidate.loader, dataset, device, pin_memory=pin_memory)
@@ -166,6 +164,13 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
         profile=() if profiler is None else profiler.report(lambda: progress("measuring", step=num_steps)),
     )
     return _report(trial, identity, device, recording, memory, findings)
+
+
+def _begin_own(trial: TrialSpec, identity: RankIdentity, memory: PeakMemory) -> None:
+    """Begin to count the memory of a module of the user's, of which this rank keeps its part only by now; and let each
+    part of the batch draw its own random numbers, for dropout say."""
+    memory.restart()
+    torch.manual_seed(trial.workload.seed * 1_000_003 + data_parallel_rank(trial.candidate.layout, identity.rank))
 
 
 def _report(

@@ -10,7 +10,7 @@ from trials.models.linear import LinearChain, squared_error
 from trials.models.llama import Llama, next_token_loss
 from trials.models.own import Built, GivenModel, build_python, loss_of_python, part_of, seeded
 from trials.models.resnet import ResNet, class_loss
-from trials.own_code import load_function
+from trials.own_code.functions import load_function
 from trials.spec import (
     HuggingFaceModel,
     LinearModel,

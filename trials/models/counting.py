@@ -30,7 +30,7 @@ from trials.models.hugging_face import shape_of
 from trials.models.own import Built, part_of
 from trials.models.stage_cut import layers_in, pipeline_problem
 from trials.models.tensor_plan import plan_problem
-from trials.own_code import described
+from trials.own_code.functions import described
 from trials.spec import Data, HuggingFaceModel, LlamaModel, ModuleFacts, OwnModel, PythonData, PythonModel
 from trials.stages import Chunk
 
