@@ -103,9 +103,11 @@ def test_shown_yaml_is_accepted(block, tmp_path):
     if "name" not in given:
         base = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
         base["workload"]["model"] = str(ROOT / "configs" / "models" / "llama-tiny.yaml")
-        file.write_text(yaml.safe_dump({**base, **given}), encoding="utf-8")
+        content = yaml.safe_dump({**base, **given})
     else:
-        file.write_text(block.replace("../models/", f"{ROOT}/configs/models/"), encoding="utf-8")
+        content = block.replace("../models/", f"{ROOT}/configs/models/")
+    content = content.replace("../my-project", f"{ROOT}/tests/data/programs")
+    file.write_text(content.replace("../examples", f"{ROOT}/configs/examples"), encoding="utf-8")
     if "max_trails" in block:
         with pytest.raises(ConfigError, match="max_trails"):
             load_sweep(file)

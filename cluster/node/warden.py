@@ -241,7 +241,7 @@ class Warden:
         elif self._launch.is_script:
             for other in self._unsettled():
                 other.clock.wait_anew(time.monotonic())
-            result = with_program_memory(result, self._program_peak(rank))
+            result = with_program_memory(result, self._program_peak(rank), self._launch.device_kind)
         rank.result = result
         if not self._is_stopping and len(self._ranks) == len(self._launch.slots) and not self._unsettled():
             self._release_due_s = time.monotonic() + self._launch.release_s
