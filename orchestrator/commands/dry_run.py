@@ -113,6 +113,9 @@ def dry_run(
         ConfigError: for the file, a trial nobody knows or that breaks a rule, or a size without its unit.
     """
     spec = load_sweep(file)
+    if spec.script is not None:
+        message = "nobody can simulate a training program of your own"
+        raise spec.error(("workload",), message, "`tune-cluster check FILE` runs it for some steps.")
     refuse_own_code(spec.to_workload())
     choices = TrialChoices(spec, home)
     topology = choices.topology

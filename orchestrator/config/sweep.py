@@ -176,7 +176,9 @@ class SweepSpec(Section):
         if broken:
             raise fault("baseline", f"not a legal configuration: {broken[0].reason}", "Correct the baseline.")
         if self.script is not None and (reason := problem(self.script, self.baseline_candidate)):
-            raise fault("baseline", f"{self.script.training.title} cannot run it: {reason}", "Correct the baseline.")
+            is_read = self.baseline_candidate == self.script.unchanged
+            key, what = ("workload.run", "command") if is_read else ("baseline", "baseline")
+            raise fault(key, f"{self.script.training.title} cannot run it: {reason}", f"Correct the {what}.")
         return self
 
     def _check_replay(self) -> None:

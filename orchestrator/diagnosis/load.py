@@ -99,7 +99,8 @@ def _plan(spec: SweepSpec, topology: Topology | None, known: PriorKnowledge) -> 
 
 
 def _varied(spec: SweepSpec) -> frozenset[str]:
-    return frozenset(name for name, values in spec.choices.items() if len(values) > 1)
+    own = {knob.name: knob.values for knob in spec.own_knobs}
+    return frozenset(name for name, values in {**spec.choices, **own}.items() if len(values) > 1)
 
 
 def _topology(created: SweepCreated, device: str) -> tuple[Topology | None, str]:

@@ -19,7 +19,7 @@ from orchestrator.errors import ConfigError
 from orchestrator.planning.plan import Plan
 from orchestrator.search.prediction.prediction import Prediction, make_predictor, predict
 from orchestrator.search.prediction.predictor import UnpredictableError
-from orchestrator.space.knobs.canonical import build_candidate
+from orchestrator.space.knobs import KNOB_NAMES
 from orchestrator.space.naming import describe, diff, short_name
 from orchestrator.space.rules import Violation, check
 from trials.spec import Candidate
@@ -127,4 +127,5 @@ def _changed(text: str, spec: SweepSpec) -> Candidate:
         source = YamlSource(file=Path(OPTION), data=knobs, lines={})
         found = to_config_error(error, source, type(spec.baseline))
         raise ConfigError(f"{text}: {found.message}", file=OPTION, key=found.key, remedy=found.remedy) from None
-    return build_candidate(section.values(), spec.to_workload().model)
+    given = {name: getattr(section, name) for name in KNOB_NAMES if name in section.model_fields_set}
+    return spec.candidate_of(given, section.own or {})

@@ -290,6 +290,8 @@ def _nothing_left(sorter: _Sorter) -> ConfigError:
     if rule_id == WORLD_SIZE and sorter.spec.space.world_size is None:
         remedy = "Add choices that use the whole lease, or name the numbers of devices to try in space.world_size."
     message = f"no legal candidate: rule {rule_id} removed {sorter.counts[rule_id]} of {total}, for example: {reason}"
+    if (script := sorter.spec.script) is not None and rule_id == script.rule_id and script.notes:
+        message += f" ({script.notes[0]})"
     return sorter.spec.error(("space",), message, remedy)
 
 

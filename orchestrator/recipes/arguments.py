@@ -193,9 +193,10 @@ def _texts(argument: Argument, value: Given) -> Words:
 def _places(words: Words, argument: Argument) -> Iterator[_Place]:
     """Every place at which an argument is given, in order."""
     end = words.index("--") if "--" in words else len(words)
+    given, spelled = words[:end], (*argument.spellings, *argument.negative)
     index = 0
     while index < end:
-        place = _place_at(words[:end], index, argument)
+        place = _place_at(given, index, argument) if given[index].startswith(spelled) else None
         if place is not None:
             yield place
         index = place.stop if place is not None else index + 1

@@ -43,6 +43,7 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
+@functools.cache
 def alternatives(hint: Any) -> tuple[type, ...]:
     """The dataclasses a field may hold."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)

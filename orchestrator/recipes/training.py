@@ -109,6 +109,9 @@ class Training:
     launcher: Literal["env", "own"] = "env"
     takes_launchers: bool = False
     """Whether overlays take ``torchrun`` or ``accelerate launch`` off a command, and set the variables instead."""
+    takes_own_names: bool = False
+    """Whether overlays write the user's own knobs that are called like arguments without dashes; else that is done
+    before."""
     log: LogFormat
     recognises: Callable[[Run], bool]
     """Whether a command looks like one of this framework."""

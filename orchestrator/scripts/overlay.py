@@ -1,19 +1,15 @@
-"""A candidate laid over the user's command, read back, and judged: what a trial of it would run, or why it cannot."""
+"""A candidate laid over the user's command, and judged: what a trial of it would run, or why it cannot."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 from orchestrator.errors import ConfigError
 from orchestrator.recipes.base import Note
-from orchestrator.recipes.fields import is_at_or_below
-from orchestrator.recipes.training import Overlay, OverlayRequest, Reading, Run
+from orchestrator.recipes.training import Overlay, OverlayRequest
 from orchestrator.scripts.own import is_settled, with_own
 from orchestrator.scripts.placeholders import filled_run, names_in, placeholder_values
-from orchestrator.scripts.script import PATHS, Script, flat, paths_of, values_of
-from orchestrator.space.knobs import KNOB_NAMES
-from orchestrator.space.knobs.canonical import build_candidate
+from orchestrator.scripts.script import Script
 from orchestrator.space.rules import Case, Rule
 from trials.spec import Candidate
 
@@ -26,19 +22,13 @@ def request_of(script: Script, candidate: Candidate, device: str | None = None) 
         candidate=dataclasses.replace(candidate, own=left),
         reading=script.reading,
         named=frozenset() if is_unchanged else script.named,
-        told=told_paths(script.run),
+        told=script.told,
         world_size=candidate.layout.world_size,
         global_batch_size=batch,
         num_microbatches=max(1, candidate.num_microbatches(batch)),
         seed=script.seed,
         device=device or script.device,
     )
-
-
-def told_paths(run: Run) -> frozenset[str]:
-    """Paths of the fields that a command has placeholders for."""
-    names = names_in((*run.argv, *run.env.values(), *run.files.values()))
-    return frozenset(path for name in names if name in KNOB_NAMES for path in paths_of(name))
 
 
 def render(script: Script, candidate: Candidate, *, last_step: int | None = None, device: str | None = None) -> Overlay:
@@ -66,20 +56,20 @@ def render(script: Script, candidate: Candidate, *, last_step: int | None = None
 def problem(script: Script, candidate: Candidate, device: str | None = None) -> str | None:
     """Why the candidate cannot be said in the words of the user's command; None where it can.
 
-    What was laid over is read back, so that nobody finds out on the devices that a framework calls something else.
+    Recipes read back what they laid over, so that nobody finds out on the devices that something else would be trained.
     """
+    key = candidate, device
+    if key not in script.judged:
+        script.judged[key] = _problem(script, candidate, device)
+    return script.judged[key]
+
+
+def _problem(script: Script, candidate: Candidate, device: str | None) -> str | None:
     try:
         laid = render(script, candidate, device=device)
     except ConfigError as error:
         return str(error)
-    errors = [note for note in laid.notes if note.severity == "error"]
-    if errors:
-        return _sentence(errors[0])
-    if candidate == script.unchanged:
-        return None
-    files = {**script.run.files, **laid.files}
-    run = Run(argv=laid.argv, cwd=script.run.cwd, env=laid.env, files=files, paths=script.run.paths)
-    return next(_contradictions(script, script.training.read(run), laid, candidate), None)
+    return next((_sentence(note) for note in laid.notes if note.severity == "error"), None)
 
 
 def rule_of(script: Script) -> Rule:
@@ -94,27 +84,8 @@ def rule_of(script: Script) -> Rule:
 
 def notes_of(script: Script, candidate: Candidate) -> tuple[str, ...]:
     """What was not understood of the command, and what the recipe has to say of this candidate."""
-    notes = [*script.reading.notes, *render(script, candidate).notes]
-    return tuple(dict.fromkeys(_sentence(note) for note in notes))
-
-
-def _contradictions(script: Script, said: Reading, laid: Overlay, candidate: Candidate) -> Iterator[str]:
-    """What the laid command says otherwise than the candidate, and no note speaks of."""
-    asked = flat(candidate)
-    merged = {**asked, **{path: value for path, value in said.values.items() if path in PATHS}}
-    reading = dataclasses.replace(said, values=merged, num_layers=said.num_layers or script.reading.num_layers)
-    values = values_of(reading, num_layers=script.model.num_layers, num_devices=None)
-    found = flat(build_candidate(values, script.model))
-    for path in sorted({*asked, *found}):
-        old, new = asked.get(path), found.get(path)
-        if old != new and not any(is_at_or_below(path, note.knob) for note in laid.notes):
-            yield f"{path}: asked for {old}, but the command would say {new}"
-    batch = script.workload.global_batch_size
-    num_microbatches = candidate.num_microbatches(batch)
-    if said.num_microbatches not in (None, num_microbatches):
-        yield f"{num_microbatches} micro-batches per step, but the command would say {said.num_microbatches}"
-    if said.global_batch_size not in (None, batch):
-        yield f"a global batch of {batch}, but the command would say {said.global_batch_size}"
+    said = map(_sentence, render(script, candidate).notes)
+    return tuple(dict.fromkeys((*script.notes, *said)))
 
 
 def _sentence(note: Note) -> str:

@@ -22,9 +22,9 @@ def is_placeholder(name: str, run: Run) -> bool:
 
 def is_settled(name: str, script: Script) -> bool:
     """Whether an own knob is laid over the command here; the others are the recipe's."""
-    if name.startswith(("-", "$")) or ":" in name or is_placeholder(name, script.run):
+    if not script.training.takes_own_names or name.startswith(("-", "$")) or ":" in name:
         return True
-    return any(knob.name == name and knob.flag is not None for knob in script.own)
+    return name in script.placeholders or any(knob.name == name and knob.flag for knob in script.own)
 
 
 def with_own(script: Script, candidate: Candidate) -> Run:
@@ -45,8 +45,8 @@ def with_own(script: Script, candidate: Candidate) -> Run:
         elif ":" in name:
             file, _, key = name.partition(":")
             changes.setdefault(file, {})[key] = choice.value
-        elif name.startswith("-") or (flags.get(name) and not is_placeholder(name, run)):
-            argv = _with_argument(run.argv, flags.get(name) or name, choice.value)
+        elif is_settled(name, script) and name not in script.placeholders:
+            argv = _with_argument(run.argv, flags.get(name) or _argument_name(name), choice.value)
             run = dataclasses.replace(run, argv=argv)
     return _with_changes(run, changes) if changes else run
 
@@ -59,11 +59,14 @@ def said(knob: OwnKnob, run: Run) -> OwnScalar | None:
         file, _, key = knob.name.partition(":")
         given = value_at(load(run.files[file], run.paths.get(file, file)), key) if file in run.files else None
         given = None if given is ABSENT else given
-    elif knob.name.startswith("-") or knob.flag:
-        given = _argument(knob.flag or knob.name, knob, run)
     else:
-        given = None
+        given = _argument(knob.flag or _argument_name(knob.name), knob, run)
     return next((value for value in knob.values if _is_same(value, given)), None)
+
+
+def _argument_name(name: str) -> str:
+    """The argument that a name stands for which is neither placeholder, key nor variable."""
+    return name if name.startswith("-") else f"--{name}"
 
 
 def _argument(name: str, knob: OwnKnob, run: Run) -> object:
@@ -89,7 +92,7 @@ def _with_argument(argv: tuple[str, ...], name: str, value: OwnScalar) -> tuple[
 
 
 def _with_changes(run: Run, changes: Mapping[str, Mapping[str, OwnScalar]]) -> Run:
-    """The command with changed copies of files, which its words name by placeholders; other files stay where they are."""
+    """The command with changed copies of files, which its words name by placeholders; other files stay in place."""
     texts = dict(run.files)
     for file, values in changes.items():
         texts[file] = edited(texts[file], run.paths.get(file, file), values)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.recipes.fields import WORKLOAD, candidate_of, flatten, is_at_or_below
 from orchestrator.recipes.training import Reading, Run, Training
-from orchestrator.space.knobs import KNOBS
+from orchestrator.scripts.placeholders import names_in
+from orchestrator.space.knobs import KNOB_NAMES, KNOBS
 from orchestrator.space.knobs.canonical import Rest
 from orchestrator.space.knobs.layer_choices import ALL_LAYERS, RecomputeChoice, StageSplit, even_split, layers_of
 from orchestrator.space.knobs.own import OwnKnob
@@ -56,6 +58,27 @@ class Script:
         assert isinstance(self.workload.model, ScriptModel)
         return self.workload.model
 
+    @functools.cached_property
+    def judged(self) -> dict[tuple[Candidate, str | None], str | None]:
+        """Why candidates cannot run on a kind of device, None where they can, as far as somebody asked: every plan
+        asks for all of them."""
+        return {}
+
+    @functools.cached_property
+    def placeholders(self) -> frozenset[str]:
+        """Names of all placeholders that the command has, its environment and its files among it."""
+        return frozenset(names_in((*self.run.argv, *self.run.env.values(), *self.run.files.values())))
+
+    @functools.cached_property
+    def told(self) -> frozenset[str]:
+        """Paths of the fields that the command has placeholders for."""
+        return frozenset(path for name in self.placeholders if name in KNOB_NAMES for path in paths_of(name))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was not understood of the command, for people."""
+        return tuple(f"{note.knob}: {note.message}" if note.knob else note.message for note in self.reading.notes)
+
     @property
     def rule_id(self) -> str:
         return f"recipe:{self.training.name}"
@@ -84,6 +107,7 @@ PATHS = frozenset(
 """All paths that candidates have."""
 
 
+@functools.cache
 def paths_of(knob: str) -> frozenset[str]:
     """Paths of the candidate's fields that a knob sets, as :func:`orchestrator.recipes.fields.flatten` names them."""
     part = next(one.part for one in KNOBS if one.name == knob)

@@ -161,7 +161,7 @@ class ScriptSection(Section):
             files = {name: (str(one["path"]), str(one["text"])) for name, one in known.items()}
         else:
             if context.get("check_files", True) and not context.get("is_remote", False):
-                words = without_launcher(tuple(self.run)).argv if training.takes_launchers else self.run
+                words = without_launcher(tuple(self.run)).argv if training.takes_launchers else tuple(self.run)
                 check_program(words, Path(self.cwd))
             found = training.find_files(self.run, self.cwd)
             named = {**found, **self.files, **({MODEL: self.model} if self.model else {})}

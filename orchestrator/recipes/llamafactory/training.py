@@ -80,6 +80,7 @@ TRAINING = Training(
     package="llamafactory",
     releases=">=0.9.3,<0.10",
     takes_launchers=True,
+    takes_own_names=True,
     log=LogFormat(name="llamafactory", files=("{out}/trainer_log.jsonl",)),
     recognises=_recognises,
     find_files=_find_files,

@@ -130,6 +130,7 @@ TRAINING = Training(
     package="ms-swift",
     releases=">=4.0,<5",
     takes_launchers=True,
+    takes_own_names=True,
     log=LogFormat(name="ms_swift", files=("{out}/logging.jsonl",)),
     recognises=_recognises,
     find_files=_find_files,

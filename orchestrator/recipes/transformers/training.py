@@ -51,6 +51,7 @@ TRAINING = Training(
     package="transformers",
     releases=">=4.46,<6",
     takes_launchers=True,
+    takes_own_names=True,
     log=LogFormat(name="transformers"),
     recognises=_recognises,
     find_files=_find_files,

@@ -106,6 +106,41 @@ def test_what_is_not_understood_is_said(words, knob, folder):
     assert knob in {note.knob for note in reading.notes}
 
 
+@pytest.mark.parametrize(
+    ("words", "path", "value"),
+    [
+        (["--config", "args.yaml", "--bf16", "False"], "micro_batch_size", 4),
+        (["--config", "args.yaml", "--per_device_train_batch_size", "2"], "micro_batch_size", 2),
+        (["args.yaml"], "layout.zero_stage", 2),
+        (["--deepspeed", '{"zero_optimization": {"stage": 1}}'], "layout.zero_stage", 1),
+        (["--fsdp", "--fsdp_config", '{"reshard_after_forward": false}'], "layout.zero_stage", 2),
+        (["--fsdp", "shard_grad_op auto_wrap"], "layout.zero_stage", 2),
+        (["--no_dataloader_pin_memory"], "loader.pin_memory", False),
+        (["--use_cpu"], "loader.pin_memory", False),
+        (["--dataloader_num_workers", "2"], "loader.prefetch_factor", 2),
+        (["--torch-compile-mode", "max-autotune"], "kernels.compile", "model"),
+        (["--activation_checkpointing"], "recompute.full", ((1,),)),
+        (["--fp16", "1"], "precision.dtype", "float16"),
+        (["--attn_implementation", "eager"], "kernels.attention", "math"),
+    ],
+)
+def test_ways_to_write_an_argument(words, path, value, folder):
+    known, run = program("transformers", folder)
+    argv = ("python", "trainer.py", *words)
+    paths = known.find_files(argv, str(folder))
+    files = {name: FILES[path.rpartition("/")[2]] for name, path in paths.items()}
+    reading = known.read(replace(run, argv=argv, paths=paths, files=files))
+    assert reading.values[path] == value
+    assert reading.notes == ()
+
+
+def test_deepspeeds_auto_is_the_trainers(folder):
+    known, run = program("deepspeed", folder)
+    reading = known.read(replace(run, files={"deepspeed": FILES["ds.json"]}))
+    assert {note.knob for note in reading.notes} == {"micro_batch_size"}
+    assert reading.values["layout.zero_stage"] == 2 and "micro_batch_size" not in reading.values
+
+
 # ---- overlays ----
 
 
