@@ -27,7 +27,7 @@ from orchestrator.sweep.home import Home
 from trials.codec import to_json
 from trials.dryrun.estimate import CUDA_CONTEXT_BYTES, FRAGMENTATION, DryRunEstimate
 from trials.dryrun.records import Mode, RunFailure
-from trials.spec import Candidate, OwnModel, Workload
+from trials.spec import Candidate, OwnModel, ScriptModel, Workload
 
 BASELINE = "baseline"
 Device = Literal["cpu", "cuda"]
@@ -80,15 +80,19 @@ class DryRunVerdict:
         return {**body, "estimate": estimate}
 
 
-def refuse_own_code(workload: Workload) -> None:
+def refuse_own_code(spec: SweepSpec) -> None:
     """Refuse to simulate code that is not ours.
 
     Raises:
         ConfigError: the workload has such code; names the way that there is.
     """
-    if isinstance(workload.model, OwnModel):
+    model = spec.to_workload().model
+    if isinstance(model, ScriptModel):
+        message = "nobody can simulate a training program of your own"
+        raise spec.error(("workload",), message, "`tune-cluster check FILE` runs it for some steps.")
+    if isinstance(model, OwnModel):
         raise ConfigError(
-            f"dry runs know built-in models only, not kind {workload.model.kind}",
+            f"dry runs know built-in models only, not kind {model.kind}",
             key="workload",
             remedy="Trials find out what fits: whatever runs out of memory rules others out.",
         )
@@ -113,10 +117,7 @@ def dry_run(
         ConfigError: for the file, a trial nobody knows or that breaks a rule, or a size without its unit.
     """
     spec = load_sweep(file)
-    if spec.script is not None:
-        message = "nobody can simulate a training program of your own"
-        raise spec.error(("workload",), message, "`tune-cluster check FILE` runs it for some steps.")
-    refuse_own_code(spec.to_workload())
+    refuse_own_code(spec)
     choices = TrialChoices(spec, home)
     topology = choices.topology
     chosen = [(name, choices.find(name)) for name in trials or (() if num_legal else (BASELINE,))]
