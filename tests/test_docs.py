@@ -106,6 +106,7 @@ def test_shown_yaml_is_accepted(block, tmp_path):
         content = yaml.safe_dump({**base, **given})
     else:
         content = block.replace("../models/", f"{ROOT}/configs/models/")
+    content = content.replace("../my-project", f"{ROOT}/tests/data/programs")
     file.write_text(content.replace("../examples", f"{ROOT}/configs/examples"), encoding="utf-8")
     if "max_trails" in block:
         with pytest.raises(ConfigError, match="max_trails"):

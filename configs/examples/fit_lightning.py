@@ -1,6 +1,6 @@
 """Train a small byte-level model with Lightning, on the source of Python's standard library.
 
-    python fit_lightning.py --devices 2 --batch_size 2 --accumulate_grad_batches 4
+python fit_lightning.py --devices 2 --batch_size 2 --accumulate_grad_batches 4
 """
 
 import argparse

@@ -14,7 +14,7 @@ from trials.outcome import Measured
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = '''
+PROGRAM = """
 import argparse, time
 import torch, torch.distributed as dist
 
@@ -41,7 +41,7 @@ for step in range(1, arguments.steps + 1):
     time.sleep(0.02 / arguments.bs)
     if dist.get_rank() == 0:
         print(f"iter {step}: loss {loss.item() * arguments.accum:.4f}, time {1e3 * (time.perf_counter() - begin):.2f}ms")
-'''
+"""
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from orchestrator.recipes.arguments import Argument, Words, either_dash, is_given, read_text, remove, write
 from orchestrator.recipes.hugging_face.declared import ACCUMULATION, MICRO_BATCH, SEED, WORKERS, named
-from orchestrator.recipes.hugging_face.overlay import Laying
+from orchestrator.recipes.hugging_face.overlay import TrainerLaying
 from orchestrator.recipes.launchers import program_of
 from orchestrator.recipes.overlays.edit import Edit
 from orchestrator.recipes.overlays.findings import Findings
@@ -70,7 +70,7 @@ class ScriptWords:
     def put(self, role: Role, value: Any) -> None:
         self._put(self._found[role][0], str(value))
 
-    def write(self, laying: Laying) -> None:
+    def write(self, laying: TrainerLaying) -> None:
         """Batch size, workers and seed of a candidate; an error for those that the script has no argument for."""
         candidate, request = laying.candidate, laying.request
         if laying.changes("micro_batch_size") and self.has("batch"):

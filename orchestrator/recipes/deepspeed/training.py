@@ -12,8 +12,8 @@ from typing import Any
 
 from orchestrator.recipes.arguments import Argument, Words, read_text, write
 from orchestrator.recipes.gaps import TORCH_SCALER
-from orchestrator.recipes.hugging_face.engine import Engine
-from orchestrator.recipes.hugging_face.overlay import Laying, expected_of, finished, scale_of_deepspeed
+from orchestrator.recipes.hugging_face.engine import ShardingEngine
+from orchestrator.recipes.hugging_face.overlay import TrainerLaying, expected_of, finished, scale_of_deepspeed
 from orchestrator.recipes.hugging_face.reading import loss_scale_of_deepspeed, opened
 from orchestrator.recipes.hugging_face.trial import ENVIRONMENT, edit_of
 from orchestrator.recipes.launchers import imports, program_of, script_text, without_launcher
@@ -76,20 +76,23 @@ def _read_edit(edit: Edit, world: int | None = None) -> Reading:
         found.warn("workload", message)
         return Reading(values={}, notes=tuple(found.notes))
     config = Document(edit, name)
-    _read_layout(config, found, world)
+    _read_layout(config, found)
     _read_precision(config, found)
     number, total = _read_batch(config, found, world)
-    return Reading(values=found.values, num_microbatches=number, global_batch_size=total, notes=tuple(found.notes))
+    return Reading(
+        values=found.values,
+        num_microbatches=number,
+        global_batch_size=total,
+        world_size=world,
+        notes=tuple(found.notes),
+    )
 
 
-def _read_layout(config: Document, found: Findings, world: int | None) -> None:
+def _read_layout(config: Document, found: Findings) -> None:
     stage = found.whole("layout.zero_stage", _STAGE, config.get(_STAGE, 0), 0)
     tp = found.whole("layout.tp", _TP, config.get(_TP, 1), 1) or 1
     cp = found.whole("layout.cp", "sequence_parallel_size", config.get("sequence_parallel_size", 1), 1) or 1
     found.say({**without_pipeline(), "layout.tp": tp, "layout.cp": cp, "layout.zero_stage": stage})
-    dp = world // (tp * cp) if world else None
-    if stage is not None:
-        found.say({"layout.dp_replicate": 1 if stage else dp, "layout.dp_shard": dp if stage else 1})
 
 
 def _read_batch(config: Document, found: Findings, world: int | None) -> tuple[int | None, int | None]:
@@ -134,7 +137,7 @@ def _read_precision(config: Document, found: Findings) -> None:
 def _overlay(run: Run, request: OverlayRequest) -> Overlay:
     """The JSON with the candidate laid over it; what a script does itself is refused unless it has placeholders."""
     edit, _ = opened(run)
-    laying = Laying(edit, Engine(edit, None), request)
+    laying = TrainerLaying(edit, ShardingEngine(edit, None), request)
     if (name := _name(edit)) is None:
         return finished(laying, _read_edit(edit))
     config = Document(edit, name)
@@ -179,7 +182,7 @@ def _batch(config: Document, request: OverlayRequest) -> Iterator[tuple[str, int
             yield name, size
 
 
-def _write_precision(config: Document, laying: Laying) -> None:
+def _write_precision(config: Document, laying: TrainerLaying) -> None:
     precision = laying.candidate.precision
     short = next((name for name, dtype in _HALVES.items() if dtype == precision.dtype), None)
     changes: dict[str, Any] = {}

@@ -101,7 +101,7 @@ TRAINER_DEFAULTS: Mapping[str, Any] = {
 """What ``TrainingArguments`` is where nothing is said, of transformers 4.40 to 5.23."""
 
 
-class Section:
+class FileSection:
     """The part below a key of a configuration file; the whole of it below no key."""
 
     def __init__(self, document: Document, key: str = "") -> None:
@@ -175,13 +175,13 @@ class TrainerArguments:
     def is_on(self, name: str) -> bool:
         return self.get(name) is True
 
-    def section(self, name: str) -> Section | None:
+    def section(self, name: str) -> FileSection | None:
         """The mapping that an argument gives, in the file of arguments or one of its own; None where there is none."""
         given = self.given(name)
         if isinstance(given, Mapping):
-            return Section(self._document, name)
+            return FileSection(self._document, name)
         placed = _placeholder(given) if isinstance(given, str) else ""
-        return Section(Document(self.edit, placed)) if placed in self.edit.files else None
+        return FileSection(Document(self.edit, placed)) if placed in self.edit.files else None
 
     # ---- writing ----
 

@@ -45,7 +45,7 @@ def _configs(argv: Words) -> Iterator[str]:
             yield word.partition("=")[2]
 
 
-class Given:
+class LightningArguments:
     """Settings of an edit by dotted name."""
 
     def __init__(self, edit: Edit) -> None:

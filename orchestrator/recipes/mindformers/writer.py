@@ -31,7 +31,7 @@ from orchestrator.recipes.mindformers.layout import (
 from orchestrator.recipes.mindformers.reader import read_edit
 from orchestrator.recipes.mindformers.run import COMPUTE, FLASH, PREFETCH, RESIDUAL, SCALE, STRATEGY, WORKERS
 from orchestrator.recipes.overlays.edit import Document, Edit
-from orchestrator.recipes.overlays.lay import Laying, Part, layers_in, written
+from orchestrator.recipes.overlays.lay import Laying, OverlayPart, layers_in, written
 from orchestrator.recipes.training import OverlayRequest
 from orchestrator.space.knobs.layer_choices import layers_of
 
@@ -172,19 +172,19 @@ def _write_run(edit: Edit, request: OverlayRequest) -> None:
 
 
 _PARTS = (
-    Part(
+    OverlayPart(
         paths=tuple(
             f"layout.{name}"
             for name in ("tp", "cp", "sequence_parallel", "cp_method", "zero_stage", "dp_replicate", "dp_shard")
         ),
         write=_write_degrees,
     ),
-    Part(
+    OverlayPart(
         paths=("layout.pp", "layout.schedule", "layout.num_virtual_stages", "layout.stage_layers"),
         write=_write_pipeline,
     ),
-    Part(paths=("recompute.full", "recompute.selective", "recompute.communication"), write=_write_recompute),
-    Part(
+    OverlayPart(paths=("recompute.full", "recompute.selective", "recompute.communication"), write=_write_recompute),
+    OverlayPart(
         paths=(
             "precision.level",
             "precision.dtype",
@@ -192,8 +192,8 @@ _PARTS = (
         ),
         write=_write_precision,
     ),
-    Part(paths=("loader.num_workers", "loader.prefetch_factor", "kernels.attention"), write=_write_run),
-    Part(paths=("micro_batch_size", "layout.num_copies"), write=_write_micro_batch),
+    OverlayPart(paths=("loader.num_workers", "loader.prefetch_factor", "kernels.attention"), write=_write_run),
+    OverlayPart(paths=("micro_batch_size", "layout.num_copies"), write=_write_micro_batch),
 )
 
 

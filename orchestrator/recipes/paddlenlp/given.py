@@ -54,7 +54,7 @@ def _model_folder(argv: Words, file: str | None) -> str | None:
     return said if isinstance(said, str) else None
 
 
-class Given:
+class PaddleArguments:
     """The arguments of an edit by name."""
 
     def __init__(self, edit: Edit) -> None:

@@ -59,7 +59,7 @@ DEFAULTS: Mapping[str, Any] = {
     ACTIVATION_CHECKPOINT: "selective",
     MODEL: UNKNOWN,
 }
-"""Of release 0.3.0, for what is read here."""
+"""Defaults of release 0.3.0, for what is read here."""
 _FLAGS = (
     *(name for name, value in DEFAULTS.items() if isinstance(value, bool)),
     "checkpoint.enable",
@@ -82,7 +82,7 @@ def argument(name: str) -> Argument:
     return either_dash(f"--{name}", "flag", negative=(f"--{section}.no_{key}",))
 
 
-class Given:
+class TitanArguments:
     """Settings of an edit by name."""
 
     def __init__(self, edit: Edit) -> None:

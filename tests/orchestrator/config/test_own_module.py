@@ -33,7 +33,7 @@ def test_the_module_is_counted_when_the_file_is_read_and_never_again(monkeypatch
     model = spec.to_workload().model
     assert isinstance(model, PythonModel)
     assert (model.num_layers, model.facts.no_pipeline, model.facts.no_tensor_parallel) == (4, None, None)
-    assert model.facts.num_parameters == 796_810
+    assert model.facts.num_parameters == 201_802
     monkeypatch.setattr("subprocess.run", None)
     again = SweepSpec.from_json(json.loads(json.dumps(spec.to_json())))
     assert again.to_workload() == spec.to_workload() and again.spec_hash == spec.spec_hash
@@ -68,7 +68,7 @@ def test_faults_are_told_at_their_key(changes: dict[str, object], words: str, tm
 @pytest.mark.slow
 def test_a_fault_of_the_code_is_told_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import torch\n\ndef build():\n    return torch.nn.Lineal(3, 3)\n")
-    names = {key: "mine:build" for key in ("model", "loss", "data")}
+    names = dict.fromkeys(("model", "loss", "data"), "mine:build")
     with pytest.raises(ConfigError) as caught:
         load_sweep(write(tmp_path, **names, cwd="."))
     assert "mine:build fails: AttributeError" in str(caught.value) and "(mine.py, line 4)" in str(caught.value)

@@ -7,7 +7,7 @@ from orchestrator.config.sweep import load_sweep
 from orchestrator.planning.plan import make_plan
 from orchestrator.scripts.command import last_step, script_command
 from orchestrator.scripts.overlay import problem, render
-from tests.orchestrator.config.test_script import CUSTOM, changed, write
+from tests.orchestrator.config.test_script import changed, write
 from trials.codec import from_json, to_json
 from trials.script.command import ScriptCommand
 from trials.spec import Protocol

@@ -15,7 +15,7 @@ from typing import Any
 from trials.script.hook_path import with_hook
 
 PROGRAMS = Path(__file__).parent / "programs"
-TIMEOUT_S = 170
+TIMEOUT_S = 380
 
 
 @dataclass
