@@ -126,8 +126,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
     memory = PeakMemory(device)
     place = coordinates(candidate.layout, identity.rank)
     trainer = Trainer(trial, build_mesh(candidate.layout, device), device, place=place)
-    if trainer.parts[0].model.is_own:
-        _begin_own(trial, identity, memory)
+    _begin_own(trial, trainer, identity, memory)
     dataset = open_dataset(trial, identity.rank) if trainer.reads_inputs or trainer.reads_targets else None
     pin_memory = candidate.loader.pin_memory and device.type == "cuda"
     loader, loader_report = _settle_loader(candidate.loader, dataset, device, pin_memory=pin_memory)
@@ -166,11 +165,12 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
     return _report(trial, identity, device, recording, memory, findings)
 
 
-def _begin_own(trial: TrialSpec, identity: RankIdentity, memory: PeakMemory) -> None:
+def _begin_own(trial: TrialSpec, trainer: Trainer, identity: RankIdentity, memory: PeakMemory) -> None:
     """Begin to count the memory of a module of the user's, of which this rank keeps its part only by now; and let each
-    part of the batch draw its own random numbers, for dropout say."""
-    memory.restart()
-    torch.manual_seed(trial.workload.seed * 1_000_003 + data_parallel_rank(trial.candidate.layout, identity.rank))
+    part of the batch draw its own random numbers, for dropout say. A model of ours needs neither."""
+    if trainer.parts[0].model.is_own:
+        memory.restart()
+        torch.manual_seed(trial.workload.seed * 1_000_003 + data_parallel_rank(trial.candidate.layout, identity.rank))
 
 
 def _report(

@@ -125,7 +125,7 @@ class Checked:
             "step_time_s": found.step_time_s if found else None,
             "sources": [to_json(value) for value in self.seen.sources],
             "facts": self.facts,
-            "versions": dict(self.seen.versions),
+            "versions": {name: version for name, version, *_ in self.seen.versions},
             "notes": list(self.seen.notes),
             "starting_s": self.starting_s,
             "starting_deadline_s": self.deadline_s,

@@ -21,8 +21,8 @@ from orchestrator.recipes.trainings import recognise, training
 
 MAX_SIZES = 5
 """Micro-batch sizes that a draft proposes."""
-STARTING_S = 600
-"""Programs import, compile and read data before their first step."""
+PATIENCE_S = 600
+"""Programs import, compile and read data before their first step, and may evaluate between two of them."""
 Knobs = Mapping[str, Any]
 
 
@@ -274,5 +274,5 @@ def _lines(
             yield from (f"    {quoted(own)}: {value_text(choices)}" for own, choices in value.items())
         else:
             yield f"  {key}: {value_text(value)}"
-    yield f"deadlines: {{starting_s: {STARTING_S}}}"
+    yield f"deadlines: {{starting_s: {PATIENCE_S}, warmup_s: {PATIENCE_S}, stall_s: {PATIENCE_S}}}"
     yield f"budget: {{max_trials: {trials}}}"

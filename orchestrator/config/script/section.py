@@ -46,16 +46,16 @@ def _words(value: Any) -> Any:
     """The command as a list of words; numbers are words, too."""
     if isinstance(value, str):
         try:
-            words = shlex.split(value)
+            split = shlex.split(value)
         except ValueError:
-            words = value.split()
-        listed = ", ".join(_quoted(word) for word in words)
+            split = value.split()
+        listed = ", ".join(map(_quoted, split))
         raise fault(None, "expected a list of words, got text: no shell takes it apart", f"Write [{listed}].")
     if not isinstance(value, list | tuple):
         raise fault(None, f"expected a list of words, got {show(value)}", "Write [python, train.py, --lr, 1e-3].")
     if not value:
         raise fault(None, "an empty command", "Write [python, train.py].")
-    words = tuple(_word(word, str(place)) for place, word in enumerate(value))
+    words = tuple(_word(one, str(place)) for place, one in enumerate(value))
     return ("python", *words) if words[0].startswith("-") else words
 
 

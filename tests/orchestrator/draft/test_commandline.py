@@ -68,7 +68,7 @@ def test_what_cannot_be_taken_apart_is_said_with_a_remedy(typed, word):
         ('print("Step", step, "Loss:", loss.item())', "Step 3 Loss: nan", {"step": "3", "loss": "nan"}),
         ('print("step %5d | loss %.3f" % (step, loss))', "step     7 | loss 1.234", {"step": "7", "loss": "1.234"}),
         (
-            "print('| epoch {:3d} | {:5d}/{:5d} batches | ms/batch {:5.2f} | loss {:5.2f}'.format(e, batch, n, t, loss))",
+            "print('| epoch {:3d} | {:5d}/{:5d} batches | ms/batch {:5.2f} | loss {:5.2f}'.format(e, batch, n, t, l))",
             "| epoch   1 |     3/   34 batches | ms/batch 1517.11 | loss  7.58",
             {"step": "3", "step_ms": "1517.11", "loss": "7.58"},
         ),
