@@ -120,8 +120,9 @@ def _outcome_tags(outcome: Outcome | None) -> dict[str, str]:
 
 
 def trial_params(trial: Trial) -> dict[str, str]:
-    """The knobs, flat, as text."""
-    return {key: str(value)[:MAX_PARAM_CHARS] for key, value in flat_params(trial.candidate).items()}
+    """The knobs, flat, as text, under names that MLflow takes: ``$NAME`` is called ``env NAME``."""
+    knobs = flat_params(trial.candidate).items()
+    return {re.sub(r"[^\w/.: -]", "_", key.replace("$", "env ")): str(value)[:MAX_PARAM_CHARS] for key, value in knobs}
 
 
 def trial_record(state: SweepState, trial: Trial) -> dict[str, Any]:
