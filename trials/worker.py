@@ -126,6 +126,8 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
     trainer = Trainer(trial, build_mesh(candidate.layout, device), device, place=place)
     if trainer.parts[0].model.is_own:
         memory.restart()  # of its parts this rank now has no more than it keeps
+        # What it draws while it trains, for dropout say: its own numbers for each part of the batch.
+        torch.manual_seed(trial.workload.seed * 1_000_003 + data_parallel_rank(candidate.layout, identity.rank))
     dataset = open_dataset(trial, identity.rank) if trainer.reads_inputs or trainer.reads_targets else None
     pin_memory = candidate.loader.pin_memory and device.type == "cuda"
     loader, loader_report = _settle_loader(candidate.loader, dataset, device, pin_memory=pin_memory)

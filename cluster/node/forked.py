@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cluster.gang.deadlines import RankClock
 from cluster.gang.messages import Lines, RankFailure, RankResult, RankSlot, RankSuccess
+from cluster.hardware.topology import DeviceKind
 from cluster.node.host_memory import OomKills, peak_below
 from trials.reports.script import ScriptSource
 from trials.secrets import redact
@@ -78,12 +79,12 @@ def with_host_cause(failure: RankFailure, oom_kills: OomKills) -> RankFailure:
     return failure
 
 
-def with_program_memory(success: RankSuccess, peak_bytes: int) -> RankSuccess:
+def with_program_memory(success: RankSuccess, peak_bytes: int, device: DeviceKind) -> RankSuccess:
     """The report of a rank whose program told nothing of its memory, with what the system knows of it."""
     report, script = success.report, success.report.findings.script
     if script is None or report.peak_allocated_bytes or report.peak_reserved_bytes or not peak_bytes:
         return success
-    told = ScriptSource(name="allocated_bytes", source=SYSTEM)
+    told = ScriptSource(name="rss_bytes" if device == "cpu" else "allocated_bytes", source=SYSTEM)
     sources = (*script.sources, told) if script.sources else script.sources
     findings = replace(report.findings, script=replace(script, sources=sources))
     return replace(success, report=replace(report, peak_allocated_bytes=peak_bytes, findings=findings))

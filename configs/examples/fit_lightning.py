@@ -1,6 +1,6 @@
 """Train a small byte-level model with Lightning, on the source of Python's standard library.
 
-    python fit_lightning.py --devices 2 --batch_size 2 --accumulate_grad_batches 4
+python fit_lightning.py --devices 2 --batch_size 2 --accumulate_grad_batches 4
 """
 
 import argparse
@@ -55,6 +55,7 @@ def main():
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--max_steps", type=int, default=1000)
+    parser.add_argument("--out_dir", default=".", help="folder for logs and checkpoints")
     args = parser.parse_args()
 
     pl.seed_everything(0)
@@ -64,6 +65,7 @@ def main():
         precision=args.precision,
         accumulate_grad_batches=args.accumulate_grad_batches,
         max_steps=args.max_steps,
+        default_root_dir=args.out_dir,
     )
     trainer.fit(Model(), loader)
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-WIDTH, HEADS, NUM_LAYERS = 128, 4, 4
-LENGTH, CHANNELS, CLASSES = 64, 16, 10
+WIDTH, HEADS, NUM_LAYERS = 64, 4, 4
+LENGTH, CHANNELS, CLASSES = 32, 16, 10
 
 
 class Block(nn.Module):

@@ -1,6 +1,6 @@
 """Train a small byte-level language model with DistributedDataParallel, on the source of Python's standard library.
 
-    torchrun --nproc-per-node 2 train.py --batch-size 4 --accumulation 2
+torchrun --nproc-per-node 2 train.py --batch-size 4 --accumulation 2
 """
 
 import argparse

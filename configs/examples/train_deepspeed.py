@@ -1,6 +1,6 @@
 """Train a small byte-level model with DeepSpeed, on the source of Python's standard library.
 
-    torchrun --nproc-per-node 2 train_deepspeed.py --deepspeed_config ds_config.json
+torchrun --nproc-per-node 2 train_deepspeed.py --deepspeed_config ds_config.json
 """
 
 import argparse

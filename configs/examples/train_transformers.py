@@ -1,6 +1,6 @@
 """Train a small Llama from scratch with the transformers Trainer, on the source of Python's standard library.
 
-    torchrun --nproc-per-node 2 train_transformers.py --output_dir out --per_device_train_batch_size 2
+torchrun --nproc-per-node 2 train_transformers.py --output_dir out --per_device_train_batch_size 2
 """
 
 import os

@@ -79,16 +79,29 @@ def init(
         print_result(as_json, {"files": [str(file) for file in files]}, lambda: _next_steps(files[0], files))
         return
     questions = init_command.Questions(**asked)
+    file = output or Path("sweep.yaml")
     if command or recipe is not None:
-        file = output or Path("sweep.yaml")
-        script = init_command.draft_command(command, questions, file, recipe=recipe, force=force)
-        print_result(as_json, init_command.init_json(script, file), lambda: _drafted_script(script, file))
+        _init_program(command, recipe, questions, file, force=force, as_json=as_json)
         return
     if sys.stdin.isatty() and not yes and not as_json:
         questions = _ask(questions)
-    file = output or Path("sweep.yaml")
     draft = init_command.draft_sweep(questions, file, force=force)
     print_result(as_json, init_command.init_json(draft, file), lambda: _drafted(draft, file))
+
+
+def _init_program(
+    command: tuple[str, ...], recipe: str | None, questions: Questions, file: Path, *, force: bool, as_json: bool
+) -> None:
+    """A sweep file for a training program: drafted from its command, or one of its framework to be filled in."""
+    from orchestrator.commands import init as init_command
+
+    if command:
+        script = init_command.draft_command(command, questions, file, recipe=recipe, force=force)
+        print_result(as_json, init_command.init_json(script, file), lambda: _drafted_script(script, file))
+    elif recipe is not None:
+        init_command.write_skeleton(recipe, questions, file, force=force)
+        body = {"file": str(file), "recipe": recipe}
+        print_result(as_json, body, lambda: f"Written: {file}. Put your command in, then: tune-cluster check {file}")
 
 
 def _ask(questions: Questions) -> Questions:

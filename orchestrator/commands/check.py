@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from cluster.base import ClusterError, Deadlines, GangEnded, GangLaunch, GangProgress
+from cluster.base import ClusterError, GangEnded, GangLaunch, GangProgress
 from cluster.connect import connect
 from cluster.hardware.placement import Placement, Pool
 from cluster.hardware.topology import Topology
@@ -23,6 +23,7 @@ from orchestrator.planning.plan import make_plan
 from orchestrator.space.naming import flat_params, short_name
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.state import Trial
+from orchestrator.text import plain, tail
 from trials.codec import to_json
 from trials.outcome import Evidence, Infeasible, Measured, Measurement, Outcome
 from trials.reports.script import ScriptReport
@@ -30,12 +31,12 @@ from trials.spec import Candidate, Protocol
 
 SHORT = Protocol(min_warmup_steps=1, max_warmup_steps=1, num_steps=2, max_steps=2)
 """Steps of the run: the first one compiles, and two can be compared."""
-STEPS_S = 60.0
-"""How long these steps may take; the start has its own limit."""
 MIN_STARTING_S = 600.0
 """How long the program may take to start, at least, so that it can be told how long it takes."""
 ROOM = 3.0
 """Times the start that was seen, a deadline that leaves room for compilation and a busy host."""
+SILENCE_S = 30.0
+"""After so long without a step, each time, the end of the program's output is told."""
 MAX_LOG_LINES = 20
 Tell = Callable[[str], None]
 _OWN_FRAME = 'cluster/node/rank.py"'
@@ -124,7 +125,7 @@ class Checked:
             "step_time_s": found.step_time_s if found else None,
             "sources": [to_json(value) for value in self.seen.sources],
             "facts": self.facts,
-            "versions": dict(self.seen.versions),
+            "versions": {name: version for name, version, *_ in self.seen.versions},
             "notes": list(self.seen.notes),
             "starting_s": self.starting_s,
             "starting_deadline_s": self.deadline_s,
@@ -236,7 +237,7 @@ def _run(spec: SweepSpec, candidate: Candidate, request: ClusterRequest, folder:
         if placement is None:
             raise ClusterError(f"{layout.world_size} devices are needed, and the lease has {topology.num_devices}")
         launch = _launch(spec, candidate, topology, folder, placement)
-        begun_s, starting_s = time.monotonic(), None
+        begun_s, starting_s, told_s = time.monotonic(), None, 0.0
         cluster.launch(launch)
         while True:
             for event in cluster.poll(1.0):
@@ -245,6 +246,16 @@ def _run(spec: SweepSpec, candidate: Candidate, request: ClusterRequest, folder:
                 if isinstance(event, GangProgress) and event.step and starting_s is None:
                     starting_s = time.monotonic() - begun_s - (event.step_time_s or 0.0)
                     say(f"the first step came {starting_s:.1f} s after the launch")
+            waited_s = time.monotonic() - begun_s
+            if starting_s is None and waited_s > told_s + SILENCE_S:
+                told_s = waited_s
+                say(f"no step seen for {waited_s:.0f} s{_last_line(folder)}")
+
+
+def _last_line(folder: Path) -> str:
+    """How the output of the first rank ends, where it lies on this host."""
+    lines = [line for path in folder.glob("*/rank0.log") for line in tail(path, 1).lines]
+    return f"; its output ends with: {plain(lines[-1])[:200]}" if lines else ""
 
 
 def _launch(
@@ -256,8 +267,7 @@ def _launch(
     trial = Trial(number=0, candidate=candidate, origin="baseline", reason="check", proposed_at_s=time.time())
     built = make_launcher(short, topology, folder).build(trial, "check", uuid4().hex, placement)
     start_s = max(MIN_STARTING_S, built.deadlines.starting_s)
-    deadlines = Deadlines(starting_s=start_s, warmup_s=STEPS_S, measuring_s=STEPS_S, stall_s=start_s)
-    return replace(built, deadlines=deadlines)
+    return replace(built, deadlines=replace(built.deadlines, starting_s=start_s))
 
 
 _COUNTS = ("min_warmup_steps", "max_warmup_steps", "num_steps", "max_steps")

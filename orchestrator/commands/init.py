@@ -14,6 +14,7 @@ from orchestrator.draft.draft import SweepDraft, make_draft, require_room, write
 from orchestrator.draft.machine import DraftedMachine, described_machine, machine_at, machine_here
 from orchestrator.draft.model import DraftedModel, model_of_file, model_of_size
 from orchestrator.draft.script import ScriptDraft, draft_script, read_command
+from orchestrator.draft.skeleton import skeleton
 from orchestrator.draft.source import find_script
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.home import check_name
@@ -133,6 +134,17 @@ def draft_command(
     )
     write_draft(draft.text, output, force=force)
     return draft
+
+
+def write_skeleton(recipe: str, questions: Questions, output: Path, *, force: bool) -> None:
+    """Write a sweep file for a framework, in which the command is still to be put in.
+
+    Raises:
+        ConfigError: there is no such recipe, or such a file already.
+    """
+    require_room(output, force=force)
+    text = skeleton(recipe, questions.drafted_machine(), max_trials=questions.max_trials)
+    write_atomically(output, [text.encode()])
 
 
 def examples() -> dict[str, str]:

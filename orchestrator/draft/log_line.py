@@ -82,13 +82,13 @@ def _pattern(pieces: list[str | ast.expr]) -> str | None:
         after = pieces[position + 1] if position + 1 < len(pieces) else ""
         group = _group(piece, str(before), after if isinstance(after, str) else "")
         if group is None or group in found:
-            parts.append(r"\S+?" if isinstance(after, str) and after.strip() else r"\S+")
+            parts.append(r"\s*\S+?" if isinstance(after, str) and after.strip() else r"\s*\S+")
         else:
             found[group] = position
-            parts.append(rf"(?P<{group}>\d+)" if group == "step" else rf"(?P<{group}>{_NUMBER})")
+            parts.append(rf"\s*(?P<{group}>\d+)" if group == "step" else rf"\s*(?P<{group}>{_NUMBER})")
     if not {"step", "loss"} <= set(found):
         return None
-    return "".join(parts[: max(found.values()) + 2]).strip()
+    return "".join(parts[: max(found.values()) + 2]).replace(r"\s*\s*", r"\s*").strip()
 
 
 def _group(value: ast.expr, before: str, after: str) -> str | None:

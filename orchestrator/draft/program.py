@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from orchestrator.draft.source import ScriptOption, ScriptSource
+from orchestrator.draft.source import ProgramSource, ScriptOption
 from orchestrator.recipes.arguments import Argument, is_given, read_text, write
 
 FEW_STEPS = 200
@@ -45,7 +45,7 @@ class ReadProgram:
 
 
 def read_program(
-    argv: tuple[str, ...], source: ScriptSource | None, *, is_gpu: bool, cores: int, ranks: int = 1
+    argv: tuple[str, ...], source: ProgramSource | None, *, is_gpu: bool, cores: int, ranks: int = 1
 ) -> ReadProgram:
     """What can be told of a program by the options that its source declares, on as many ranks."""
     if source is None or source.problem:
@@ -87,6 +87,7 @@ def read_program(
 
 
 def _argument(option: ScriptOption) -> Argument:
+    takes: Literal["assignment", "flag", "value"]
     takes = "assignment" if option.is_assignment else "flag" if option.is_flag else "value"
     return Argument(name=option.names[0], aliases=option.names[1:], takes=takes)
 

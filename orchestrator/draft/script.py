@@ -13,7 +13,7 @@ from typing import Any
 from orchestrator.draft.commandline import TypedCommand
 from orchestrator.draft.machine import DraftedMachine
 from orchestrator.draft.program import ReadProgram, read_program
-from orchestrator.draft.source import ScriptSource, find_script, read_source, with_settings
+from orchestrator.draft.source import ProgramSource, find_script, read_source, with_settings
 from orchestrator.draft.sweep_text import comment, quoted, safe_name, sweep_text, value_text, words_text
 from orchestrator.errors import ConfigError
 from orchestrator.recipes.training import Reading, Run, Training
@@ -21,8 +21,8 @@ from orchestrator.recipes.trainings import recognise, training
 
 MAX_SIZES = 5
 """Micro-batch sizes that a draft proposes."""
-STARTING_S = 600
-"""Programs import, compile and read data before their first step."""
+PATIENCE_S = 600
+"""Programs import, compile and read data before their first step, and may evaluate between two of them."""
 Knobs = Mapping[str, Any]
 
 
@@ -34,7 +34,7 @@ class DraftedScript:
     framework: Training
     reading: Reading
     program: ReadProgram
-    source: ScriptSource | None
+    source: ProgramSource | None
     run: Run
 
     @property
@@ -143,6 +143,8 @@ def draft_script(
     tokens = seq_length or script.reading.seq_length or script.program.seq_length
     named = name or safe_name(script.source.path.stem if script.source is not None else script.framework.name)
     workload = _workload(script, argv, batch, tokens, Path(script.run.cwd), folder)
+    if script.command.launcher is None and devices == 1 and script.framework.launcher == "env":
+        workload = {**workload, "launcher": "own"}  # torchrun's variables would make it a distributed one
     return ScriptDraft(
         name=named,
         text=sweep_text(list(_lines(named, script, machine, workload, baseline, space, trials))),
@@ -272,5 +274,5 @@ def _lines(
             yield from (f"    {quoted(own)}: {value_text(choices)}" for own, choices in value.items())
         else:
             yield f"  {key}: {value_text(value)}"
-    yield f"deadlines: {{starting_s: {STARTING_S}}}"
+    yield f"deadlines: {{starting_s: {PATIENCE_S}, warmup_s: {PATIENCE_S}, stall_s: {PATIENCE_S}}}"
     yield f"budget: {{max_trials: {trials}}}"

@@ -57,7 +57,7 @@ class ScriptOption:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptSource:
+class ProgramSource:
     """What a script's source tells."""
 
     path: Path
@@ -84,19 +84,19 @@ def find_script(argv: Sequence[str], cwd: Path) -> Path | None:
     return None
 
 
-def read_source(path: Path) -> ScriptSource:
+def read_source(path: Path) -> ProgramSource:
     """What the script's source tells; with the reason where it cannot be read."""
     from orchestrator.draft.log_line import log_pattern
 
     try:
         text = path.read_text(encoding="utf-8")
         if len(text) > MAX_BYTES:
-            return ScriptSource(path=path, problem=f"{path.name} is longer than {MAX_BYTES >> 20} MiB")
+            return ProgramSource(path=path, problem=f"{path.name} is longer than {MAX_BYTES >> 20} MiB")
         tree = ast.parse(text)
     except (OSError, ValueError, SyntaxError, RecursionError) as error:
-        return ScriptSource(path=path, problem=f"{path.name} cannot be read: {error}")
+        return ProgramSource(path=path, problem=f"{path.name} cannot be read: {error}")
     options = tuple(_options(tree)) or tuple(_assignments(tree, text))
-    return ScriptSource(path=path, options=options, modules=frozenset(_modules(tree)), log_pattern=log_pattern(tree))
+    return ProgramSource(path=path, options=options, modules=frozenset(_modules(tree)), log_pattern=log_pattern(tree))
 
 
 def _modules(tree: ast.AST) -> Iterator[str]:
@@ -138,7 +138,7 @@ def constants(tree: ast.Module) -> dict[str, Any]:
     return found
 
 
-def with_settings(source: ScriptSource, argv: Sequence[str], cwd: Path) -> ScriptSource:
+def with_settings(source: ProgramSource, argv: Sequence[str], cwd: Path) -> ProgramSource:
     """The source with defaults as further Python files of the command set them, as configurators read them."""
     if not any(option.is_assignment for option in source.options):
         return source
@@ -163,8 +163,9 @@ def _option(names: list[str], call: ast.Call) -> ScriptOption:
 
 
 def _divides_accumulation(node: ast.AST) -> bool:
-    is_divided = isinstance(node, ast.AugAssign) and isinstance(node.op, ast.FloorDiv)
-    return is_divided and isinstance(node.target, ast.Name) and _ROLE_OF.get(node.target.id) == "accumulation"
+    if not isinstance(node, ast.AugAssign) or not isinstance(node.op, ast.FloorDiv):
+        return False
+    return isinstance(node.target, ast.Name) and _ROLE_OF.get(node.target.id) == "accumulation"
 
 
 def _constant(node: ast.AST | None) -> Any:
@@ -175,6 +176,6 @@ def _constant(node: ast.AST | None) -> Any:
         factors = _constant(node.left), _constant(node.right)
         return math.prod(factors) if all(isinstance(factor, int | float) for factor in factors) else None
     try:
-        return ast.literal_eval(node)  # type: ignore[arg-type]
+        return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None

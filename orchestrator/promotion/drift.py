@@ -154,11 +154,11 @@ def loss(then: Mapping[str, Any], now: Mapping[str, Any], settings: GateSettings
         loss_tolerance=settings.loss_tolerance,
         grad_norm_tolerance=settings.grad_norm_tolerance,
     )
-    runs = GateTrajectories(baseline=_trajectory(then), finalist=_trajectory(now))
-    report = judge_gate(0, runs, gate, workload)
+    before, after = _trajectory(then), _trajectory(now)
     if isinstance(workload.model, ScriptModel):
-        same = ScriptRuns(baseline=runs.baseline, again=None, finalist=runs.finalist, splits_alike=True)
-        report = judge_script(0, same, gate)
+        report = judge_script(0, ScriptRuns(baseline=before, again=None, finalist=after, splits_alike=True), gate)
+    else:
+        report = judge_gate(0, GateTrajectories(baseline=before, finalist=after), gate, workload)
     if report.answer == "inconclusive":
         doubts = "; ".join(report.doubts).replace("the baseline's", "the promoted one's")
         return DriftFinding(kind="loss", is_drift=False, is_open=True, text=doubts)

@@ -71,7 +71,8 @@ def choose(
         raise ConfigError(
             f"{units.trial_id(chosen.number)} of {name} was not measured ({why})", remedy="Choose another trial."
         )
-    found = Chosen(trial=chosen, missing=(*_missing(state, chosen), *objections), remedy=_remedy(state, chosen))
+    remedy = _remedy(state, chosen, is_changed=bool(objections))
+    found = Chosen(trial=chosen, missing=(*_missing(state, chosen), *objections), remedy=remedy)
     if found.missing and not force and not is_candidate:
         subject = f"{units.trial_id(chosen.number)} of {name} cannot go to production: "
         raise ConfigError(subject + "; ".join(found.missing), remedy=found.remedy)
@@ -132,9 +133,11 @@ def _gate_missing(report: GateReport | None) -> str:
     return f"the loss gate found that it does not train the same model: {report.reasons[0]}"
 
 
-def _remedy(state: SweepState, chosen: Trial) -> str:
+def _remedy(state: SweepState, chosen: Trial, *, is_changed: bool = False) -> str:
     name, verdict = state.sweep.sweep, state.verdict
     force = "--force promotes it all the same, and that is recorded."
+    if is_changed:
+        return f"Submit the sweep under another name, which measures the program of today. {force}"
     if not state.is_over:
         return f"Wait for it: tune-cluster status {name}. {force}"
     report = gate_of(verdict, chosen.number) if verdict else None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from orchestrator.recipes.fields import candidate_of, defaults, flatten, is_at_or_below
-from trials.spec import Candidate, ScriptModel, Workload
+from trials.spec import Candidate, HuggingFaceModel, OwnModel, PythonModel, ScriptModel, Workload
 
 Severity = Literal["warning", "error"]
 
@@ -151,6 +151,21 @@ SCRIPTS = custom(("own", "workload.model.script", "workload.data.script"), (), _
 """Setting of every recipe: a program of the user's own is not written anew for any framework."""
 
 
+def _name_code(draft: Draft) -> None:
+    model = draft.workload.model
+    if isinstance(model, PythonModel):
+        draft.warn("workload.model.python", f"your own code builds it: {model.model} in {model.cwd}")
+        draft.warn("workload.data.python", "your own code reads it")
+    if isinstance(model, HuggingFaceModel):
+        draft.warn("workload.model.huggingface", "transformers builds it, from the config.json of the sweep")
+    if isinstance(model, OwnModel) and draft.workload.seq_length > 1:
+        draft.warn("workload.seq_length", f"samples have {draft.workload.seq_length} tokens, as your data gives them")
+
+
+MODULES = custom(("workload.model.python", "workload.model.huggingface", "workload.data.python"), (), _name_code)
+"""Setting of every recipe: the code of a module of the user's has to be there."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """One framework's format: ``render`` writes the files of a finished draft, ``load`` reads them."""
@@ -166,7 +181,7 @@ class Recipe:
 
     @property
     def all_settings(self) -> tuple[Setting, ...]:
-        return (*self.settings, SCRIPTS)
+        return (*self.settings, SCRIPTS, MODULES)
 
     def export(self, candidate: Candidate, workload: Workload) -> Export:
         """Files and command for one configuration, with notes on what they do not say."""

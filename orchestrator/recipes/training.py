@@ -48,6 +48,8 @@ class Reading:
     num_microbatches: int | None = None
     """Gradient accumulation steps, where the framework is told these instead."""
     seed: int | None = None
+    world_size: int | None = None
+    """Ranks that its launcher starts today, where it has one: no field of a candidate, because we start the ranks."""
     notes: tuple[Note, ...] = ()
     """What was not understood, and what that means."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import typing
 
@@ -40,7 +39,6 @@ def training(name: str) -> Training:
 def recognise(run: Run) -> Training | None:
     """The first framework that a command looks like one of; None where it looks like none of them."""
     for name in TRAININGS:
-        with contextlib.suppress(ModuleNotFoundError):
-            if name != "custom" and (found := training(name)).recognises(run):
-                return found
+        if name != "custom" and (found := training(name)).recognises(run):
+            return found
     return None

@@ -12,11 +12,12 @@ from typing import Any
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.home import attempt_folder
 from orchestrator.sweep.snapshot import Snapshot
-from orchestrator.sweep.state import Trial
+from orchestrator.sweep.state import Attempt, Trial
 from orchestrator.text import plain, tail
 from orchestrator.units import trial_id
 from trials.codec import to_json
 from trials.outcome import Evidence, Measured
+from trials.shapes import ScriptModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,20 +74,30 @@ def attempt_logs(
         raise ConfigError(f"the sweep {sweep.name!r} runs on no real cluster: its trials write no logs")
     index = _attempt_index(trial, attempt)
     found = trial.attempts[index]
-    if rank is not None and not 0 <= rank < len(found.ranks):
-        raise ConfigError(f"{trial_id(trial.number)} has no rank {rank}", remedy=f"Ranks: 0 to {len(found.ranks) - 1}.")
+    nodes = _log_nodes(sweep, found)
+    if rank is not None and not 0 <= rank < len(nodes):
+        raise ConfigError(f"{trial_id(trial.number)} has no rank {rank}", remedy=f"Ranks: 0 to {len(nodes) - 1}.")
     evidence = getattr(found.outcome, "evidence", None)
     root = evidence.rank if evidence else None
-    ranks = [rank] if rank is not None else sorted(range(len(found.ranks)), key=lambda r: (r != root, r))
+    ranks = [rank] if rank is not None else sorted(range(len(nodes)), key=lambda r: (r != root, r))
     folder = attempt_folder(sweep.folder, trial.number, index, found.token)
     return AttemptLogs(
         sweep=sweep.name,
         trial=trial.number,
         attempt=index,
         outcome=found.outcome.kind if found.outcome else "running",
-        ranks=tuple(_rank_log(folder, r, found.ranks[r].node, is_root=r == root, num_lines=num_lines) for r in ranks),
+        ranks=tuple(_rank_log(folder, r, nodes[r], is_root=r == root, num_lines=num_lines) for r in ranks),
         evidence=None if isinstance(found.outcome, Measured) else evidence,
     )
+
+
+def _log_nodes(sweep: Snapshot, attempt: Attempt) -> list[str]:
+    """The node of each log: one for every rank, or for every node where the command starts the ranks there itself."""
+    nodes = [device.node for device in attempt.ranks]
+    created = sweep.state.created
+    model = created.workload.model if created else None
+    is_own = isinstance(model, ScriptModel) and model.launcher == "own"
+    return list(dict.fromkeys(nodes)) if is_own else nodes
 
 
 def _attempt_index(trial: Trial, attempt: int | None) -> int:

@@ -28,6 +28,8 @@ from trials.secrets import redact_all
 from trials.spec import HuggingFaceModel, LinearModel, LlamaModel, Model, PythonModel, ResNetModel, ScriptModel
 
 MAX_TAG_CHARS = 5000
+MAX_NAME_CHARS = 250
+"""Characters of the name of a param."""
 
 
 _MAX_RUN_NAME_CHARS = 200
@@ -120,9 +122,14 @@ def _outcome_tags(outcome: Outcome | None) -> dict[str, str]:
 
 
 def trial_params(trial: Trial) -> dict[str, str]:
-    """The knobs, flat, as text, under names that MLflow takes: ``$NAME`` is called ``env NAME``."""
-    knobs = flat_params(trial.candidate).items()
-    return {re.sub(r"[^\w/.: -]", "_", key.replace("$", "env ")): str(value)[:MAX_PARAM_CHARS] for key, value in knobs}
+    """The knobs, flat, as text."""
+    named = flat_params(trial.candidate)
+    return {_param_name(key): str(value)[:MAX_PARAM_CHARS] for key, value in named.items()}
+
+
+def _param_name(knob: str) -> str:
+    """A knob's name as MLflow takes it: knobs of the user's own may be ``$NAME``, or have a plus sign."""
+    return re.sub(r"[^\w\-. :/]", "_", f"env:{knob[1:]}" if knob.startswith("$") else knob)[:MAX_NAME_CHARS]
 
 
 def trial_record(state: SweepState, trial: Trial) -> dict[str, Any]:

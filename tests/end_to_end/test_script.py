@@ -89,4 +89,4 @@ def test_it_is_tuned_by_its_log_line_alone(file, tmp_path):
     log = next((home.sweep_folder("mine") / "attempts").glob("*/rank0.log")).read_text()
     assert re.search(r"iter \d+: loss", log)
     runs = MlflowClient(home.default_tracking_uri).search_runs(["1"], "tags.`tc.trial` = '1'")
-    assert [(run.data.params["--wide"], run.data.params["env MODE"]) for run in runs] == [("True", "a")]
+    assert [(run.data.params["--wide"], run.data.params["env:MODE"]) for run in runs] == [("True", "a")]

@@ -51,7 +51,7 @@ class ScriptRank:
     """Who this rank is, as the cluster or torchrun told it."""
 
     rank: int
-    """Of the slot; with ``launcher: own`` slots are nodes."""
+    """Number of its slot; with ``launcher: own`` slots are nodes."""
     num_slots: int
     local_rank: int
     local_slots: int

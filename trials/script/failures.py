@@ -118,7 +118,7 @@ def _is_collateral(error: ToldError) -> bool:
 def raised(error: ToldError, suffix: str = "") -> Exception:
     """The program's error as an exception of ours, whose class is called like the program's."""
     module, _, name = error.type_name.rpartition(".")
-    name = "OutOfMemoryError" if name == "ResourceExhaustedError" else name or "Error"
+    name = "OutOfMemoryError" if is_out_of_memory(error) and name != "MemoryError" else name or "Error"
     if name in _AMBIGUOUS:
         module, name = module or "program", f"Program{name}"
     kind = type(name, (CommandError,), {"__module__": module or "builtins"})

@@ -23,7 +23,7 @@ SHARDS_TOLERANCE = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes:
+class MeasuredSteps:
     """Seconds of the measured steps by the best source that has them all."""
 
     source: str
@@ -47,7 +47,7 @@ class Judge:
         self._book = book
         self._measured = range(command.num_warmup_steps + 1, command.num_required_steps + 1)
 
-    def times(self) -> StepTimes | None:
+    def times(self) -> MeasuredSteps | None:
         """Times of the measured steps; None while no source has told of all of them.
 
         Of several processes, each step's time is that of the slowest.
@@ -56,7 +56,7 @@ class Judge:
             tables = [table for series in group if self._covers(table := self._times_of(series))]
             if tables:
                 slowest = (max((t[step] for t in tables), key=lambda v: v.value) for step in self._measured)
-                return StepTimes(source=source, values=tuple(slowest))
+                return MeasuredSteps(source=source, values=tuple(slowest))
         return None
 
     @property
@@ -99,7 +99,7 @@ class Judge:
                 wanted = f"the candidate wants {self._command.samples_per_step} samples per optimiser step"
                 raise NotApplied(f"not applied: {wanted}, but the program has {seen.pop():g} (seen by {series.name})")
 
-    def sources(self, times: StepTimes) -> Iterator[ScriptSource]:
+    def sources(self, times: MeasuredSteps) -> Iterator[ScriptSource]:
         """Where each kind of value comes from."""
         yield ScriptSource(name="step_time_s", source=times.source, resolution=times.resolution_s)
         for name in (
@@ -145,7 +145,7 @@ class Judge:
         found = (v.value for s in self._book.series.values() for v in s.values.get(name, {}).values())
         return int(max((value for value in found if 0 <= value < 1e18), default=0))
 
-    def report(self, times: StepTimes | None, exit_code: int | None) -> ScriptReport:
+    def report(self, times: MeasuredSteps | None, exit_code: int | None) -> ScriptReport:
         """What is told of the program besides figures."""
         merged: dict[str, Any] = {}
         clean = redactor()

@@ -72,7 +72,7 @@ def plain(text: str) -> str:
     return _ESCAPES.sub("", text) if "\x1b" in text else text
 
 
-class RankLog:
+class BoundedLog:
     """Passes a program's output on to a descriptor, at most about :data:`MAX_LOG_BYTES` of it: the beginning and the
     end. Where the descriptor is a file of the rank's own, the end is on the disk at any time."""
 

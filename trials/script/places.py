@@ -5,7 +5,7 @@
     ATTEMPT/script/out         {out}: whatever the program writes; shared by the node's ranks
     ATTEMPT/script/files       copies of configuration files
     ATTEMPT/script/report/N    $TUNE_CLUSTER_REPORT of rank N, with the file ``stop``
-    ATTEMPT/script/ranks       how each rank of the node fared: ``measured`` or ``silent``, then ``gone``
+    ATTEMPT/script/ranks       what each rank of the node tells the others of itself
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -34,16 +34,18 @@ SCRATCH = "script"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Word:
+class PeerWord:
     """What a rank lets the others of its node know."""
 
-    state: Literal["training", "measured", "silent", "gone"]
-    """``measured``: it has its steps; ``silent``: others speak for it; ``gone``: nothing of its program is left."""
+    state: Literal["training", "measured", "silent"] = "training"
+    """``measured``: it has its steps; ``silent``: others speak for it."""
+    is_gone: bool = False
+    """Whether nothing of its program is left."""
     phase: Phase | None = None
     step: int = 0
     step_time_s: float | None = None
-    has_measured: bool = False
-    """It has its steps, also when it is gone."""
+    number: int = 0
+    """Words of a rank have rising numbers, so that one that repeats the last is a word of its own."""
 
 
 class Places:
@@ -59,7 +61,7 @@ class Places:
         self.error_file = self.scratch / f"error{rank.rank}.json"
         self._ranks = self.scratch / "ranks"
         self._rank = rank
-        self._has_measured = False
+        self._last_word = PeerWord()
         self._attempt = attempt if is_own_folder else None
 
     @classmethod
@@ -96,26 +98,26 @@ class Places:
             text = text.replace(placeholder, value)
         return text
 
-    def tell(self, word: Word) -> None:
+    def tell(self, word: PeerWord) -> None:
         """Leave word for the other ranks of this node."""
-        self._has_measured = self._has_measured or word.has_measured
+        self._last_word = word = replace(word, number=self._last_word.number + 1)
         if self._rank.local_slots > 1:
             with contextlib.suppress(OSError):
                 write_atomically(self._ranks / str(self._rank.rank), [canonical_json(word).encode()])
 
-    def told(self) -> list[Word]:
+    def told(self) -> list[PeerWord]:
         """The last words of the ranks of this node, as far as they have left any."""
-        found: list[Word] = []
+        found: list[PeerWord] = []
         with contextlib.suppress(OSError):
             for path in self._ranks.iterdir():
                 if not path.name.startswith("."):
                     with contextlib.suppress(OSError, ValueError):
-                        found.append(from_json(Word, json.loads(path.read_bytes())))
+                        found.append(from_json(PeerWord, json.loads(path.read_bytes())))
         return found
 
     def leave(self) -> None:
         """Delete the scratch folder, if this is the last rank of the node to leave it."""
-        self.tell(Word(state="gone", has_measured=self._has_measured))
+        self.tell(replace(self._last_word, is_gone=True))
         if self._rank.local_slots == 1 or all_gone(self.told(), self._rank.local_slots):
             shutil.rmtree(self.scratch, ignore_errors=True)
             if self._attempt is not None:
@@ -123,9 +125,9 @@ class Places:
                     self._attempt.rmdir()
 
 
-def all_gone(words: Sequence[Word], num_ranks: int) -> bool:
+def all_gone(words: Sequence[PeerWord], num_ranks: int) -> bool:
     """Whether all ranks of the node have said that they are gone."""
-    return sum(word.state == "gone" for word in words) >= num_ranks
+    return sum(word.is_gone for word in words) >= num_ranks
 
 
 def report_folder(attempt: Path, rank: int) -> Path:

@@ -23,9 +23,9 @@ from trials.script.child import Child
 from trials.script.command import ScriptCommand
 from trials.script.environment import ScriptRank, cache_folder, child_environment, remember_secrets
 from trials.script.failures import CommandError
-from trials.script.judge import Judge, StepTimes
+from trials.script.judge import Judge, MeasuredSteps
 from trials.script.places import Places, remove_stale_locks
-from trials.script.watch import Watch
+from trials.script.watch import ProgramWatch
 
 
 def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
@@ -82,15 +82,17 @@ def _start(command: ScriptCommand, rank: ScriptRank, places: Places) -> Child:
         raise CommandError(f"cannot start {argv[0]!r} in {command.cwd}: {reason}") from error
 
 
-def _watch(command: ScriptCommand, rank: ScriptRank, places: Places, child: Child, progress: ProgressSink) -> Watch:
+def _watch(
+    command: ScriptCommand, rank: ScriptRank, places: Places, child: Child, progress: ProgressSink
+) -> ProgramWatch:
     try:
-        return Watch(command, rank, places, child, progress)
+        return ProgramWatch(command, rank, places, child, progress)
     except ValueError as error:  # the log's format
         raise CommandError(str(error)) from None
 
 
 def _report(
-    command: ScriptCommand, rank: ScriptRank, judge: Judge, times: StepTimes | None, exit_code: int | None
+    command: ScriptCommand, rank: ScriptRank, judge: Judge, times: MeasuredSteps | None, exit_code: int | None
 ) -> RankReport:
     """The rank's report; what nobody told is left out."""
     data_s = judge.mean("data_s") or 0.0

@@ -14,15 +14,17 @@ from trials.script.child import Child
 from trials.script.command import OUT, ScriptCommand
 from trials.script.environment import ScriptRank
 from trials.script.failures import NEEDLES, NoMetricsError, OutputWatch, TooFewStepsError, failure, how_it_ended
-from trials.script.judge import Judge, StepTimes
-from trials.script.lines import LineSplitter, RankLog
+from trials.script.judge import Judge, MeasuredSteps
+from trials.script.lines import BoundedLog, LineSplitter
 from trials.script.logs import make_parser
 from trials.script.logs.base import LogParser
 from trials.script.logs.tails import FolderTails
-from trials.script.places import Places, Word
+from trials.script.places import PeerWord, Places
 
 LOOK_S = 0.1
 """How often files are looked at."""
+PEERS_S = 0.2
+"""How often it is looked what the ranks of the node have told."""
 LIFE_S = 5.0
 """How often a program that prints but ends no step is told to be alive."""
 READ_BYTES = 1 << 18
@@ -32,12 +34,13 @@ DRAIN_S = 1.0
 GRACE_S = 2.0
 """How long peers on other nodes may take to end the step in which this rank is done, beside two steps' time."""
 MAX_GRACE_S = 30.0
+"""How long a rank whose steps are there waits for those of its node, and at most for others."""
 PEER_WAIT_S = 5.0
 """How long a rank that told nothing waits for one that speaks for it, after its program has ended well."""
 PEER_WAIT_AFTER_FAILURE_S = 0.5
 
 
-class Watch:
+class ProgramWatch:
     """One rank's program, from its start to the end of its measured steps."""
 
     def __init__(
@@ -48,7 +51,7 @@ class Watch:
         self.book = StepBook(command)
         self.judge = Judge(command, self.book)
         self._errors = OutputWatch()
-        self._log = RankLog(1, is_own=places.has_own_log)
+        self._log = BoundedLog(1, is_own=places.has_own_log)
         self._parser = make_parser(command.log)
         needles = None if self._parser.needles is None else (*self._parser.needles, *NEEDLES)
         self._lines = LineSplitter(needles)
@@ -65,23 +68,27 @@ class Watch:
         self._told_steps = -1
         self._told_at_s = time.monotonic()
         self._heard_bytes = 0
-        self._told_word: Word | None = None
+        self._told_word: PeerWord | None = None
         self._has_measured = False
+        self._peers: list[PeerWord] = []
+        self._asked_at_s = 0.0
 
-    def follow(self) -> StepTimes | None:
-        """Watch until the measured steps are there, and peers have had theirs; None where another rank of this node
+    def follow(self) -> MeasuredSteps | None:
+        """Follow it until the measured steps are there, and peers have had theirs; None where another rank of this node
         speaks for this one.
 
         Raises:
             NotApplied, TrainingDiverged, NodeFault: see :mod:`trials.failure`.
             Exception: whatever ended the program before its steps were measured, by its own type.
         """
-        while (times := self._measured()) is None:
+        times = None
+        while times is None:
             if self._child.exit_code is not None:
                 return self._after_end()
-            if self._is_spoken_for():
-                return None
-            self._wait(LOOK_S)
+            if self._wait(LOOK_S):
+                times = self._measured()
+                if times is None and self._is_spoken_for():
+                    return None
         self._say_measured()
         self._let_peers_finish(times)
         return self._measured()
@@ -91,16 +98,19 @@ class Watch:
         self._selector.close()
         self._log.close()
 
-    def _wait(self, timeout_s: float) -> None:
-        """Sleep until the program prints or ends, at most so long; then take in what is new."""
+    def _wait(self, timeout_s: float) -> bool:
+        """Sleep until the program prints or ends, at most so long, and take in what is new; whether files were looked
+        at, too, which is done now and then."""
         for key, _ in self._selector.select(timeout_s):
             if key.fd == self._child.output:
                 self._read()
             else:
                 self._selector.unregister(self._child.pidfd)
-        if time.monotonic() - self._looked_at_s >= LOOK_S:
+        is_due = time.monotonic() - self._looked_at_s >= LOOK_S
+        if is_due:
             self._look()
             self._tell()
+        return is_due
 
     def _read(self) -> bool:
         """Take in what the program has printed; whether there may be more."""
@@ -137,7 +147,7 @@ class Watch:
         for path in (*self._reports.full, *self._files.full):
             self.book.note(f"{Path(path).name} is not read to its end: it is too long")
 
-    def _measured(self) -> StepTimes | None:
+    def _measured(self) -> MeasuredSteps | None:
         """Times of the measured steps, once they are there and nothing speaks against them."""
         if self.judge.num_steps < max(1, self._command.num_warmup_steps):
             return None
@@ -152,7 +162,7 @@ class Watch:
         command, now_s = self._command, time.monotonic()
         steps = min(self.judge.num_steps, command.num_required_steps)
         is_alive = self._output_bytes > self._heard_bytes and now_s - self._told_at_s >= LIFE_S
-        if steps == 0 and not self.book.has_begun:
+        if steps == 0:  # the first may compile for long: until it is over, the deadline of starting counts
             self._tell_of_peers()
             return
         if steps <= self._told_steps and not is_alive:
@@ -162,25 +172,25 @@ class Watch:
         phase: Phase = "measuring" if is_warm else "warmup"
         step = self._told_steps - (command.num_warmup_steps if is_warm else 0)
         time_s = self.judge.last_step_time_s()
-        self._places.tell(Word(state="training", phase=phase, step=step, step_time_s=time_s))
+        self._places.tell(PeerWord(state="training", phase=phase, step=step, step_time_s=time_s))
         self._progress(phase, step=step, step_time_s=time_s)
 
     def _tell_of_peers(self) -> None:
         """Report the progress of a rank of this node that speaks for this one."""
         if self._rank.local_slots == 1:
             return
-        words = [word for word in self._places.told() if word.phase is not None]
+        words = [word for word in self._words() if word.phase is not None]
         furthest = max(words, key=lambda word: (word.phase == "measuring", word.step), default=None)
         if furthest is not None and furthest.phase is not None and furthest != self._told_word:
             self._told_word = furthest
             self._progress(furthest.phase, step=furthest.step, step_time_s=furthest.step_time_s)
 
-    def _let_peers_finish(self, times: StepTimes) -> None:
+    def _let_peers_finish(self, times: MeasuredSteps) -> None:
         """Go on until all ranks of the node are done and others have had the time, or the program has ended."""
-        grace_s = min(MAX_GRACE_S, GRACE_S + 2 * times.seconds[-1])
-        end_s = time.monotonic() + grace_s
-        while time.monotonic() < end_s and self._child.exit_code is None:
-            if self._rank.num_slots == self._rank.local_slots and self._num_done() >= self._rank.local_slots:
+        begin_s, are_all_here = time.monotonic(), self._rank.num_slots == self._rank.local_slots
+        grace_s = 0.0 if are_all_here else min(MAX_GRACE_S, GRACE_S + 2 * times.seconds[-1])
+        while (waited_s := time.monotonic() - begin_s) < MAX_GRACE_S and self._child.exit_code is None:
+            if waited_s >= grace_s and self._num_done() >= self._rank.local_slots:
                 break
             self._wait(LOOK_S)
         self._finish_reading()
@@ -197,10 +207,10 @@ class Watch:
                 return False
             self.book.note("this rank told of fewer steps than another one of its node, which speaks for it")
         self._tell_of_peers()
-        self._places.tell(Word(state="silent"))
+        self._places.tell(PeerWord(state="silent"))
         return True
 
-    def _after_end(self) -> StepTimes | None:
+    def _after_end(self) -> MeasuredSteps | None:
         """The times that came with the program's last words, or the reason why there are none."""
         self._finish_reading()
         if (times := self._measured()) is not None:
@@ -211,13 +221,13 @@ class Watch:
         end_s = time.monotonic() + (PEER_WAIT_S if is_good else PEER_WAIT_AFTER_FAILURE_S)
         while self._rank.local_slots > 1 and time.monotonic() < end_s:
             if self._is_measured_by_peer():
-                self._places.tell(Word(state="silent"))
+                self._places.tell(PeerWord(state="silent"))
                 return None
             if self._num_done() >= self._rank.local_slots - 1:
                 break
             time.sleep(LOOK_S)
         if is_good and self._rank.num_slots > self._rank.local_slots and not self.book.series:
-            self._places.tell(Word(state="silent"))
+            self._places.tell(PeerWord(state="silent"))
             return None
         raise cause
 
@@ -225,15 +235,24 @@ class Watch:
         """Tell everybody that this rank has its steps; the last thing that they hear of it."""
         self._tell()
         self._has_measured = True
-        step = self._command.protocol.num_steps
-        self._places.tell(Word(state="measured", phase="measuring", step=step, has_measured=True))
+        self._places.tell(PeerWord(state="measured", phase="measuring", step=self._command.protocol.num_steps))
+
+    def _words(self) -> list[PeerWord]:
+        """What the ranks of the node have told, as of late."""
+        if time.monotonic() - self._asked_at_s >= PEERS_S:
+            self._asked_at_s, self._peers = time.monotonic(), self._places.told()
+        return self._peers
 
     def _is_measured_by_peer(self) -> bool:
-        return any(word.has_measured for word in self._places.told())
+        return any(word.state == "measured" for word in self._words())
 
     def _num_done(self) -> int:
         """How many ranks of the node need their programs no more."""
-        return 1 if self._rank.local_slots == 1 else sum(word.state != "training" for word in self._places.told())
+        return (
+            1
+            if self._rank.local_slots == 1
+            else sum(word.state != "training" or word.is_gone for word in self._words())
+        )
 
     def _finish_reading(self) -> None:
         """Take in what is left of output and files."""

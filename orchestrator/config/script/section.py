@@ -27,6 +27,7 @@ from orchestrator.config.script.checks import (
     variable_name,
 )
 from orchestrator.errors import ConfigError
+from orchestrator.recipes.launchers import without_launcher
 from orchestrator.recipes.training import Run, Training
 from orchestrator.recipes.trainings import TRAININGS, training
 from orchestrator.space.knobs.own import argument_text
@@ -162,8 +163,9 @@ class ScriptSection(Section):
             files = {name: (str(one["path"]), str(one["text"])) for name, one in known.items()}
         else:
             if context.get("check_files", True) and not context.get("is_remote", False):
-                check_program(self.run, Path(self.cwd))
-            found = self.to_training().find_files(self.run, self.cwd)
+                words = without_launcher(tuple(self.run)).argv if training.takes_launchers else tuple(self.run)
+                check_program(words, Path(self.cwd))
+            found = training.find_files(self.run, self.cwd)
             named = {**found, **self.files, **({MODEL: self.model} if self.model else {})}
             files = read_files({name: str(Path(self.cwd) / path) for name, path in named.items()}, set(self.files))
         self._run = Run(

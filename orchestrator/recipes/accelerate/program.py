@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from orchestrator.recipes.arguments import Argument, Words, either_dash, is_given, read_text, remove, write
 from orchestrator.recipes.hugging_face.declared import ACCUMULATION, MICRO_BATCH, SEED, WORKERS, named
-from orchestrator.recipes.hugging_face.overlay import Laying
+from orchestrator.recipes.hugging_face.overlay import TrainerLaying
 from orchestrator.recipes.launchers import program_of
 from orchestrator.recipes.overlays.edit import Edit
-from orchestrator.recipes.overlays.findings import Findings
+from orchestrator.recipes.overlays.findings import ReadingDraft
 from trials.script.command import OUT
 
 Role = Literal["batch", "accumulation", "workers", "precision", "seed"]
@@ -62,7 +62,7 @@ class ScriptWords:
         given = read_text(self.words, argument)
         return given if given is not None else None if default is None else str(default)
 
-    def whole(self, role: Role, found: Findings) -> int | None:
+    def whole(self, role: Role, found: ReadingDraft) -> int | None:
         """What an argument says as a whole number; None where there is no such argument, or it is none."""
         text = self.text(role)
         return None if text is None else found.whole(_KNOBS[role], self._found[role][0].name, text)
@@ -70,7 +70,7 @@ class ScriptWords:
     def put(self, role: Role, value: Any) -> None:
         self._put(self._found[role][0], str(value))
 
-    def write(self, laying: Laying) -> None:
+    def write(self, laying: TrainerLaying) -> None:
         """Batch size, workers and seed of a candidate; an error for those that the script has no argument for."""
         candidate, request = laying.candidate, laying.request
         if laying.changes("micro_batch_size") and self.has("batch"):

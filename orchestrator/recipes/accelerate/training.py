@@ -12,9 +12,9 @@ from pathlib import Path
 from orchestrator.recipes.accelerate.program import ScriptWords
 from orchestrator.recipes.arguments import Words
 from orchestrator.recipes.hugging_face.accelerate_launch import find_launch_files
-from orchestrator.recipes.hugging_face.engine import ACCUMULATION, MIXED_PRECISION, Engine
+from orchestrator.recipes.hugging_face.engine import ACCUMULATION, MIXED_PRECISION, ShardingEngine
 from orchestrator.recipes.hugging_face.overlay import (
-    Laying,
+    TrainerLaying,
     expected_of,
     finished,
     write_batch_of_deepspeed,
@@ -25,7 +25,7 @@ from orchestrator.recipes.hugging_face.reading import opened, read_layout, read_
 from orchestrator.recipes.hugging_face.trial import ENVIRONMENT, edit_of
 from orchestrator.recipes.launchers import imports, script_text, without_launcher
 from orchestrator.recipes.overlays.edit import Edit
-from orchestrator.recipes.overlays.findings import Findings
+from orchestrator.recipes.overlays.findings import ReadingDraft
 from orchestrator.recipes.training import Overlay, OverlayRequest, Reading, Run, Training
 from trials.script.command import LogFormat
 
@@ -48,8 +48,8 @@ def _read(run: Run) -> Reading:
 
 
 def _read_edit(edit: Edit, words: ScriptWords, world: int | None = None) -> Reading:
-    found, engine = Findings(notes=list(edit.notes)), Engine(edit, None)
-    read_layout(engine, found, world)
+    found, engine = ReadingDraft(notes=list(edit.notes)), ShardingEngine(edit, None)
+    read_layout(engine, found)
     short = words.text("precision") or engine.variable(MIXED_PRECISION)
     if short is not None or not words.decides_precision:
         read_precision(engine, found, short or "no")
@@ -67,6 +67,7 @@ def _read_edit(edit: Edit, words: ScriptWords, world: int | None = None) -> Read
         num_microbatches=number,
         global_batch_size=world * micro * number if world and micro and number else None,
         seed=words.whole("seed", found),
+        world_size=world,
         notes=tuple(found.notes),
     )
 
@@ -78,7 +79,7 @@ def _overlay(run: Run, request: OverlayRequest) -> Overlay:
     """Variables for what Accelerate is told, and the script's arguments for the rest."""
     edit, _ = opened(run)
     words = ScriptWords(edit, script_text(run.argv, run.cwd))
-    laying = Laying(edit, Engine(edit, None), request)
+    laying = TrainerLaying(edit, ShardingEngine(edit, None), request)
     words.write(laying)
     _write_accumulation(laying, words)
     write_batch_of_deepspeed(laying.engine, request)
@@ -100,7 +101,7 @@ def _overlay(run: Run, request: OverlayRequest) -> Overlay:
     return finished(laying, _read_edit(edit, words))
 
 
-def _write_accumulation(laying: Laying, words: ScriptWords) -> None:
+def _write_accumulation(laying: TrainerLaying, words: ScriptWords) -> None:
     """Accumulation by the script's argument, or by the variable that wins over what the script tells Accelerate."""
     number = laying.request.num_microbatches
     if number == laying.request.reading.num_microbatches:

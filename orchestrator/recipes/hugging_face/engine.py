@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from orchestrator.recipes.arguments import as_truth
 from orchestrator.recipes.documents import ABSENT
-from orchestrator.recipes.hugging_face.settings import FSDP, Section, TrainerArguments
-from orchestrator.recipes.overlays.edit import Document, Edit
+from orchestrator.recipes.hugging_face.settings import FSDP, FileSection, TrainerArguments
+from orchestrator.recipes.overlays.edit import Edit, EditedFile
 
 MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
 USE_DEEPSPEED, USE_FSDP = "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"
@@ -29,7 +29,7 @@ _NEW: Mapping[str, Any] = {
 """A DeepSpeed configuration that leaves everything but ZeRO to the Trainer's arguments."""
 
 
-class Engine:
+class ShardingEngine:
     """The engine of a command in the making; ``arguments`` are the Trainer's, if the program has them."""
 
     def __init__(self, edit: Edit, arguments: TrainerArguments | None) -> None:
@@ -77,12 +77,12 @@ class Engine:
     # ---- DeepSpeed ----
 
     @property
-    def config(self) -> Section | None:
+    def config(self) -> FileSection | None:
         """DeepSpeed's configuration; None where there is none that can be read."""
         if self.by_arguments == "deepspeed" and self._arguments is not None:
             return self._arguments.section("deepspeed")
         placed = (self.variable(DEEPSPEED_FILE) or "").strip("{}")
-        return Section(Document(self.edit, placed)) if placed in self.edit.files else None
+        return FileSection(EditedFile(self.edit, placed)) if placed in self.edit.files else None
 
     @property
     def preset(self) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrator.recipes.base import Note
 from orchestrator.recipes.fields import is_at_or_below
-from orchestrator.recipes.hugging_face.engine import MIXED_PRECISION, Engine
+from orchestrator.recipes.hugging_face.engine import MIXED_PRECISION, ShardingEngine
 from orchestrator.recipes.hugging_face.reading import attention, opened, read_edit
 from orchestrator.recipes.hugging_face.settings import Dialect, TrainerArguments
 from orchestrator.recipes.overlays.edit import Edit
@@ -21,10 +21,10 @@ from trials.spec import LossScale
 _SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 
 
-class Laying:
+class TrainerLaying:
     """One candidate on its way into one command."""
 
-    def __init__(self, edit: Edit, engine: Engine, request: OverlayRequest) -> None:
+    def __init__(self, edit: Edit, engine: ShardingEngine, request: OverlayRequest) -> None:
         self.edit = edit
         self.engine = engine
         self.request = request
@@ -41,7 +41,7 @@ def overlay_trainer(run: Run, request: OverlayRequest, dialect: Dialect) -> Over
     """The Trainer's arguments with the candidate laid over them; files they point to are changed in copies."""
     edit, _ = opened(run)
     arguments = TrainerArguments(edit, dialect)
-    laying = Laying(edit, Engine(edit, arguments), request)
+    laying = TrainerLaying(edit, ShardingEngine(edit, arguments), request)
     _write_batch(laying, arguments)
     write_layout(laying, arguments.dialect.presets)
     _write_precision(laying, arguments)
@@ -54,7 +54,7 @@ def overlay_trainer(run: Run, request: OverlayRequest, dialect: Dialect) -> Over
     return finished(laying, read_edit(edit, dialect, Path(run.cwd)))
 
 
-def finished(laying: Laying, said: Reading) -> Overlay:
+def finished(laying: TrainerLaying, said: Reading) -> Overlay:
     """The overlay, with an error for every field that it says otherwise, or cannot say, and that no note speaks of."""
     edit, request = laying.edit, laying.request
     policy = laying.candidate.recompute.full
@@ -62,6 +62,11 @@ def finished(laying: Laying, said: Reading) -> Overlay:
         values = {**said.values, "recompute.full": policy}  # all of them, however many there are
         said = dataclasses.replace(said, values=values)
     known = [note.knob for note in edit.notes]
+    stage = said.values.get("layout.zero_stage")
+    if laying.changes("layout.zero_stage") and stage != laying.candidate.layout.zero_stage:
+        _refuse(
+            laying, "layout.zero_stage", f"asked for {laying.candidate.layout.zero_stage}, the command says {stage}"
+        )
     wrong = [note for note in contradictions(request, said) if not _touches(note.knob, known)]
     edit.notes += wrong
     return edit.overlay()
@@ -87,7 +92,7 @@ def expected_of(request: OverlayRequest) -> Expected:
 # ---- batch, layout ----
 
 
-def _write_batch(laying: Laying, arguments: TrainerArguments) -> None:
+def _write_batch(laying: TrainerLaying, arguments: TrainerArguments) -> None:
     """Batch sizes, in DeepSpeed's configuration too where that does not leave them to the arguments."""
     request, engine = laying.request, laying.engine
     micro, number = laying.candidate.micro_batch_size, request.num_microbatches
@@ -98,7 +103,7 @@ def _write_batch(laying: Laying, arguments: TrainerArguments) -> None:
     write_batch_of_deepspeed(engine, request)
 
 
-def write_batch_of_deepspeed(engine: Engine, request: OverlayRequest) -> None:
+def write_batch_of_deepspeed(engine: ShardingEngine, request: OverlayRequest) -> None:
     """The batch in DeepSpeed's configuration, as far as that gives numbers."""
     sizes = {
         "train_micro_batch_size_per_gpu": request.candidate.micro_batch_size,
@@ -112,7 +117,7 @@ def write_batch_of_deepspeed(engine: Engine, request: OverlayRequest) -> None:
         engine.put_config(wrong)
 
 
-def write_layout(laying: Laying, presets: bool = False) -> None:
+def write_layout(laying: TrainerLaying, presets: bool = False) -> None:
     """Data parallelism by the engine that the command has; by DeepSpeed where it has none and is to shard."""
     layout, engine = laying.candidate.layout, laying.engine
     if layout.dp_replicate > 1 and layout.dp_shard > 1:
@@ -122,7 +127,7 @@ def write_layout(laying: Laying, presets: bool = False) -> None:
             _refuse(laying, f"layout.{name}", _UNABLE[name])
     if engine.kind == "fsdp" and (laying.request.device == "cpu" or engine.is_on_cpu):
         _refuse(laying, "layout.zero_stage", "FSDP on the CPU trains with DDP, without a word: use DeepSpeed")
-    if not laying.changes("layout.zero_stage") and engine.stage == layout.zero_stage:
+    if not laying.changes("layout.zero_stage"):
         return
     if engine.kind == "fsdp":
         _write_fsdp(laying)
@@ -139,7 +144,7 @@ _UNABLE = {
 }
 
 
-def _write_fsdp(laying: Laying) -> None:
+def _write_fsdp(laying: TrainerLaying) -> None:
     stage, engine = laying.candidate.layout.zero_stage, laying.engine
     if stage == 0:
         engine.leave()
@@ -149,18 +154,18 @@ def _write_fsdp(laying: Laying) -> None:
         engine.put_fsdp("reshard_after_forward", stage == 3)
 
 
-def _refuse(laying: Laying, knob: str, message: str) -> None:
+def _refuse(laying: TrainerLaying, knob: str, message: str) -> None:
     laying.edit.notes.append(Note(knob=knob, message=message, severity="error"))
 
 
-def _warn(laying: Laying, knob: str, message: str) -> None:
+def _warn(laying: TrainerLaying, knob: str, message: str) -> None:
     laying.edit.notes.append(Note(knob=knob, message=message, severity="warning"))
 
 
 # ---- precision ----
 
 
-def _write_precision(laying: Laying, arguments: TrainerArguments) -> None:
+def _write_precision(laying: TrainerLaying, arguments: TrainerArguments) -> None:
     """Autocast by the Trainer's flags under DDP; by DeepSpeed's configuration under DeepSpeed."""
     precision, engine = laying.candidate.precision, laying.engine
     if not _changes_precision(laying):
@@ -176,14 +181,14 @@ def _write_precision(laying: Laying, arguments: TrainerArguments) -> None:
     write_precision_of_engine(laying)
 
 
-def _changes_precision(laying: Laying) -> bool:
+def _changes_precision(laying: TrainerLaying) -> bool:
     """Whether another engine, or another word, gives another precision than the one asked for."""
     values = laying.request.reading.values
     is_other_engine = values.get("layout.zero_stage") != laying.candidate.layout.zero_stage
     return laying.changes("precision.level", "precision.dtype") or is_other_engine
 
 
-def write_precision_of_engine(laying: Laying) -> None:
+def write_precision_of_engine(laying: TrainerLaying) -> None:
     """What DeepSpeed's configuration says of number formats, and what the others cannot do."""
     precision, engine = laying.candidate.precision, laying.engine
     if engine.kind == "ddp" and precision.level == "O2":
@@ -198,7 +203,7 @@ def write_precision_of_engine(laying: Laying) -> None:
         _write_deepspeed_precision(laying)
 
 
-def _write_deepspeed_precision(laying: Laying) -> None:
+def _write_deepspeed_precision(laying: TrainerLaying) -> None:
     precision, engine = laying.candidate.precision, laying.engine
     config = engine.config
     if config is None:
@@ -234,7 +239,7 @@ def scale_of_deepspeed(scale: LossScale) -> dict[str, Any]:
 # ---- recompute, loader, kernels ----
 
 
-def _write_recompute(laying: Laying, arguments: TrainerArguments) -> None:
+def _write_recompute(laying: TrainerLaying, arguments: TrainerArguments) -> None:
     if not laying.changes("recompute.full"):
         return
     is_on, name = bool(laying.candidate.recompute.full), arguments.dialect.recompute
@@ -250,13 +255,13 @@ def _write_recompute(laying: Laying, arguments: TrainerArguments) -> None:
         laying.engine.put_fsdp("activation_checkpointing", is_on)
 
 
-def is_whole(laying: Laying) -> bool:
+def is_whole(laying: TrainerLaying) -> bool:
     """Whether every layer is recomputed, as far as their number is known."""
     number = laying.request.reading.num_layers
     return number is None or sum(map(sum, laying.candidate.recompute.full)) == number
 
 
-def _write_loader(laying: Laying, arguments: TrainerArguments) -> None:
+def _write_loader(laying: TrainerLaying, arguments: TrainerArguments) -> None:
     loader = laying.candidate.loader
     if loader.tuning is not None:
         _refuse(laying, "loader.tuning", "nothing tunes the loader of a program of your own: name num_workers")
@@ -274,7 +279,7 @@ def _write_loader(laying: Laying, arguments: TrainerArguments) -> None:
         arguments.put("dataloader_pin_memory", loader.pin_memory)
 
 
-def _write_kernels(laying: Laying, arguments: TrainerArguments) -> None:
+def _write_kernels(laying: TrainerLaying, arguments: TrainerArguments) -> None:
     kernels = laying.candidate.kernels
     if laying.changes("kernels.compile", "kernels.backend", "kernels.compile_mode"):
         if kernels.compile == "block":
@@ -293,7 +298,7 @@ def _write_kernels(laying: Laying, arguments: TrainerArguments) -> None:
         _write_attention(laying, arguments)
 
 
-def _write_attention(laying: Laying, arguments: TrainerArguments) -> None:
+def _write_attention(laying: TrainerLaying, arguments: TrainerArguments) -> None:
     name, known = attention(arguments)
     asked = laying.candidate.kernels.attention
     if asked not in known:
@@ -304,7 +309,7 @@ def _write_attention(laying: Laying, arguments: TrainerArguments) -> None:
         arguments.put(name, known[asked])
 
 
-def _write_seed(laying: Laying, arguments: TrainerArguments) -> None:
+def _write_seed(laying: TrainerLaying, arguments: TrainerArguments) -> None:
     seed = laying.request.seed
     if seed is not None and seed != laying.request.reading.seed:
         arguments.put("seed", seed)

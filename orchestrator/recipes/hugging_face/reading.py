@@ -11,11 +11,11 @@ from orchestrator.recipes.documents import ABSENT
 from orchestrator.recipes.gaps import TORCH_SCALER
 from orchestrator.recipes.hugging_face.accelerate_launch import environment, world_size
 from orchestrator.recipes.hugging_face.config_file import decoder_in
-from orchestrator.recipes.hugging_face.engine import MIXED_PRECISION, Engine
-from orchestrator.recipes.hugging_face.settings import Dialect, Section, TrainerArguments
+from orchestrator.recipes.hugging_face.engine import MIXED_PRECISION, ShardingEngine
+from orchestrator.recipes.hugging_face.settings import Dialect, FileSection, TrainerArguments
 from orchestrator.recipes.launchers import program_of, without_launcher
-from orchestrator.recipes.overlays.edit import Document, Edit
-from orchestrator.recipes.overlays.findings import Findings, without_pipeline
+from orchestrator.recipes.overlays.edit import Edit, EditedFile
+from orchestrator.recipes.overlays.findings import ReadingDraft, without_pipeline
 from orchestrator.recipes.training import Reading, Run
 from trials.spec import LlamaModel
 
@@ -49,9 +49,9 @@ def read_trainer(run: Run, dialect: Dialect) -> Reading:
 
 def read_edit(edit: Edit, dialect: Dialect, cwd: Path, world: int | None = None) -> Reading:
     """What a command in the making says by now, on ``world`` ranks where that is known."""
-    found, arguments = Findings(notes=list(edit.notes)), TrainerArguments(edit, dialect)
-    engine = Engine(edit, arguments)
-    read_layout(engine, found, world)
+    found, arguments = ReadingDraft(notes=list(edit.notes)), TrainerArguments(edit, dialect)
+    engine = ShardingEngine(edit, arguments)
+    read_layout(engine, found)
     number = _read_batch(arguments, found)
     shape = _shape(cwd, arguments)
     _read_recompute(arguments, engine, found, shape.num_layers if shape else 1)
@@ -68,6 +68,7 @@ def read_edit(edit: Edit, dialect: Dialect, cwd: Path, world: int | None = None)
         global_batch_size=world // tp * micro * number if world and micro and number else None,
         num_microbatches=number,
         seed=arguments.get("seed", found, "workload.seed"),
+        world_size=world,
         notes=tuple(found.notes),
     )
 
@@ -95,8 +96,8 @@ def _shape_in(path: Path) -> LlamaModel | None:
 # ---- layout, batch ----
 
 
-def read_layout(engine: Engine, found: Findings, world: int | None) -> None:
-    """Degrees; data parallelism takes what the others leave of the ranks, whose number only a launcher tells."""
+def read_layout(engine: ShardingEngine, found: ReadingDraft) -> None:
+    """Degrees; how many ranks data parallelism has is nothing that the program is told."""
     found.say({**without_pipeline(), "layout.cp": 1, "layout.sequence_parallel": False})
     found.say({"layout.shard_embedding": False, "layout.num_copies": 1})
     found.say({"layout.tp": _tensor_parallel(engine, found)})
@@ -104,14 +105,10 @@ def read_layout(engine: Engine, found: Findings, world: int | None) -> None:
     if stage is None:
         found.unread("layout.zero_stage", f"the configuration of {engine.kind}")
         return
-    found.say({"layout.zero_stage": stage})
-    if stage:
-        found.say({"layout.dp_replicate": 1, "layout.dp_shard": world})
-    else:
-        found.say({"layout.dp_shard": 1, "layout.dp_replicate": world, "layout.replicate_with": "ddp"})
+    found.say({"layout.zero_stage": stage, "layout.replicate_with": "ddp"})
 
 
-def _tensor_parallel(engine: Engine, found: Findings) -> int | None:
+def _tensor_parallel(engine: ShardingEngine, found: ReadingDraft) -> int | None:
     """The degree; 1 unless DeepSpeed or ``accelerate launch`` is told of one."""
     for name in ("CP_SIZE", "SP_SIZE", "DP_REPLICATE_SIZE"):
         if (engine.variable(f"PARALLELISM_CONFIG_{name}") or "1") not in ("1", "-1"):
@@ -122,7 +119,7 @@ def _tensor_parallel(engine: Engine, found: Findings) -> int | None:
     return found.whole("layout.tp", "tensor parallelism", given, 1)
 
 
-def _read_batch(arguments: TrainerArguments, found: Findings) -> int | None:
+def _read_batch(arguments: TrainerArguments, found: ReadingDraft) -> int | None:
     found.say({"micro_batch_size": arguments.get("per_device_train_batch_size", found, "micro_batch_size")})
     if arguments.is_on("auto_find_batch_size"):
         found.warn("micro_batch_size", "auto_find_batch_size may train on a smaller batch than the one asked for")
@@ -133,7 +130,7 @@ def _read_batch(arguments: TrainerArguments, found: Findings) -> int | None:
 # ---- recompute ----
 
 
-def _read_recompute(arguments: TrainerArguments, engine: Engine, found: Findings, num_layers: int) -> None:
+def _read_recompute(arguments: TrainerArguments, engine: ShardingEngine, found: ReadingDraft, num_layers: int) -> None:
     found.say({"recompute.selective": (), "recompute.communication": ()})
     name = arguments.dialect.recompute
     is_off = name.startswith("disable_")
@@ -148,7 +145,7 @@ def _read_recompute(arguments: TrainerArguments, engine: Engine, found: Findings
 # ---- precision ----
 
 
-def _read_precision(arguments: TrainerArguments, engine: Engine, found: Findings) -> None:
+def _read_precision(arguments: TrainerArguments, engine: ShardingEngine, found: ReadingDraft) -> None:
     found.say({"precision.white": (), "precision.black": ()})
     given = {name: arguments.get(name, found, "precision.dtype") for name in ("fp16", "bf16")}
     if set(given.values()) == {None}:
@@ -159,7 +156,7 @@ def _read_precision(arguments: TrainerArguments, engine: Engine, found: Findings
     read_precision(engine, found, short)
 
 
-def read_precision(engine: Engine, found: Findings, short: str) -> None:
+def read_precision(engine: ShardingEngine, found: ReadingDraft, short: str) -> None:
     """Number format and level: autocast under DDP, 16-bit weights with fp32 masters under DeepSpeed or FSDP."""
     config = engine.config if engine.kind == "deepspeed" else None
     level = "O1" if engine.kind == "ddp" else "O2"
@@ -179,7 +176,7 @@ def read_precision(engine: Engine, found: Findings, short: str) -> None:
         found.say(TORCH_SCALER)
 
 
-def _deepspeed_dtype(config: Section, asked: str) -> str:
+def _deepspeed_dtype(config: FileSection, asked: str) -> str:
     """What DeepSpeed computes in: its own word, or the arguments' where it says ``auto`` or nothing."""
     for name in ("bf16", "fp16"):
         said = config.get(f"{name}.enabled")
@@ -188,7 +185,7 @@ def _deepspeed_dtype(config: Section, asked: str) -> str:
     return "no"
 
 
-def loss_scale_of_deepspeed(config: Section | Document) -> dict[str, Any]:
+def loss_scale_of_deepspeed(config: FileSection | EditedFile) -> dict[str, Any]:
     """DeepSpeed's loss scale, with its defaults; it doubles and halves, like torch."""
     static = config.get("fp16.loss_scale", 0)
     return TORCH_SCALER | {
@@ -202,18 +199,19 @@ def loss_scale_of_deepspeed(config: Section | Document) -> dict[str, Any]:
 # ---- loader, kernels ----
 
 
-def _read_loader(arguments: TrainerArguments, found: Findings) -> None:
+def _read_loader(arguments: TrainerArguments, found: ReadingDraft) -> None:
     workers = arguments.get("dataloader_num_workers", found, "loader.num_workers")
     ahead = arguments.get("dataloader_prefetch_factor", found, "loader.prefetch_factor")
     found.say({"loader.num_workers": workers, "loader.full_batch": False})
     if workers is not None:
         found.say({"loader.prefetch_factor": (ahead or 2) if workers else 0})
-    found.say({"loader.pin_memory": arguments.get("dataloader_pin_memory", found, "loader.pin_memory")})
+    pinned = arguments.get("dataloader_pin_memory", found, "loader.pin_memory")
+    found.say({"loader.pin_memory": pinned and not arguments.is_on("use_cpu")})
     kept = arguments.get("dataloader_persistent_workers", found, "loader.persistent_workers")
     found.say({"loader.persistent_workers": bool(workers) and kept})
 
 
-def _read_kernels(arguments: TrainerArguments, engine: Engine, found: Findings) -> None:
+def _read_kernels(arguments: TrainerArguments, engine: ShardingEngine, found: ReadingDraft) -> None:
     backend, mode = arguments.get("torch_compile_backend"), arguments.get("torch_compile_mode")
     is_on, what = arguments.is_on("torch_compile") or bool(backend or mode), "model"
     if not is_on and (engine.variable(_DYNAMO_BACKEND) or "no").lower() != "no":
@@ -247,7 +245,7 @@ def attention(arguments: TrainerArguments) -> tuple[str, Mapping[str, str]]:
     return arguments.dialect.attention or ("attn_implementation", ATTENTION)
 
 
-def _read_rest(cwd: Path, arguments: TrainerArguments, found: Findings) -> None:
+def _read_rest(cwd: Path, arguments: TrainerArguments, found: ReadingDraft) -> None:
     script = program_of(arguments.edit.argv).script
     if script is not None and (cwd / script).with_suffix(".args").is_file():
         found.unread(

@@ -6,10 +6,10 @@ import dataclasses
 from typing import Any
 
 from orchestrator.recipes.gaps import TORCH_SCALER
-from orchestrator.recipes.lightning.given import NOTHING, Given, is_cli
+from orchestrator.recipes.lightning.given import NOTHING, LightningArguments, is_cli
 from orchestrator.recipes.overlays.edit import Edit
-from orchestrator.recipes.overlays.findings import Findings, without_pipeline
-from orchestrator.recipes.overlays.lay import Laying, Part
+from orchestrator.recipes.overlays.findings import ReadingDraft, without_pipeline
+from orchestrator.recipes.overlays.lay import Laying, OverlayPart
 from orchestrator.recipes.training import OverlayRequest, Reading, Run
 from trials.spec import LossScale
 
@@ -31,7 +31,7 @@ def read(run: Run) -> Reading:
 
 
 def read_edit(edit: Edit) -> Reading:
-    given, found = Given(edit), Findings()
+    given, found = LightningArguments(edit), ReadingDraft()
     if not is_cli(edit.argv):
         found.warn("workload", _NO_CLI)
         return Reading(values={}, notes=tuple(found.notes))
@@ -49,7 +49,7 @@ def read_edit(edit: Edit) -> Reading:
     )
 
 
-def _read_strategy(given: Given, found: Findings) -> None:
+def _read_strategy(given: LightningArguments, found: ReadingDraft) -> None:
     strategy = given.get("trainer.strategy", "auto")
     if strategy in _DDP:
         found.say({"layout.zero_stage": 0, "layout.dp_shard": 1})
@@ -61,7 +61,7 @@ def _read_strategy(given: Given, found: Findings) -> None:
         found.unread("layout.zero_stage", f"trainer.strategy {strategy}")
 
 
-def _read_precision(given: Given, found: Findings) -> None:
+def _read_precision(given: LightningArguments, found: ReadingDraft) -> None:
     name = str(given.get("trainer.precision", "32-true"))
     if name not in _FORMATS:
         found.unread("precision", f"trainer.precision {name}")
@@ -72,7 +72,7 @@ def _read_precision(given: Given, found: Findings) -> None:
         found.say(TORCH_SCALER)
 
 
-def _read_data(given: Given, found: Findings) -> None:
+def _read_data(given: LightningArguments, found: ReadingDraft) -> None:
     for path, name in (("micro_batch_size", "batch_size"), ("loader.num_workers", "num_workers")):
         full = given.of_data(name)
         if full is not None:
@@ -89,7 +89,7 @@ def _read_data(given: Given, found: Findings) -> None:
 
 def _write_strategy(edit: Edit, request: OverlayRequest) -> None:
     """Write the strategy; with a single rank it means nothing and stays as it is."""
-    given, layout = Given(edit), request.candidate.layout
+    given, layout = LightningArguments(edit), request.candidate.layout
     if layout.dp == 1 or not is_cli(edit.argv):
         return
     if layout.zero_stage == 0:
@@ -110,7 +110,7 @@ def _write_precision(edit: Edit, request: OverlayRequest) -> None:
     if name is None:
         edit.refuse("precision.level", "Lightning's 16-bit formats with fp32 weights are those of level O1")
         return
-    Given(edit).put("trainer.precision", name)
+    LightningArguments(edit).put("trainer.precision", name)
     scale = precision.loss_scale
     if scale is not None and dataclasses.asdict(scale) != _torch_scale():
         edit.refuse("precision.loss_scale", "the scale is that of torch's GradScaler: 65536, doubled every 2000 steps")
@@ -124,7 +124,7 @@ def _torch_scale() -> dict[str, Any]:
 def _write_data(edit: Edit, request: OverlayRequest) -> None:
     if not is_cli(edit.argv):
         return
-    given, candidate = Given(edit), request.candidate
+    given, candidate = LightningArguments(edit), request.candidate
     pairs = (
         ("micro_batch_size", "batch_size", candidate.micro_batch_size),
         ("loader.num_workers", "num_workers", candidate.loader.num_workers),
@@ -136,19 +136,19 @@ def _write_data(edit: Edit, request: OverlayRequest) -> None:
 
 def _write_batch(edit: Edit, request: OverlayRequest) -> None:
     if is_cli(edit.argv):
-        Given(edit).put("trainer.accumulate_grad_batches", request.num_microbatches)
+        LightningArguments(edit).put("trainer.accumulate_grad_batches", request.num_microbatches)
 
 
 def _write_seed(edit: Edit, seed: int) -> None:
     if is_cli(edit.argv):
-        Given(edit).put("seed_everything", seed)
+        LightningArguments(edit).put("seed_everything", seed)
 
 
 def _check(edit: Edit, request: OverlayRequest) -> None:
     """Write how many ranks there are, which Lightning compares with what it finds."""
     if not is_cli(edit.argv):
         return
-    given = Given(edit)
+    given = LightningArguments(edit)
     nodes = given.get("trainer.num_nodes", 1)
     nodes = int(nodes) if str(nodes).isdigit() and int(nodes) > 0 else 1
     if request.world_size % nodes:
@@ -162,9 +162,11 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
 
 LAYING = Laying(
     parts=(
-        Part(paths=("layout.zero_stage", "layout.dp_shard", "layout.dp_replicate"), write=_write_strategy),
-        Part(paths=("precision.level", "precision.dtype", "precision.loss_scale.initial"), write=_write_precision),
-        Part(paths=("micro_batch_size", "loader.num_workers"), write=_write_data),
+        OverlayPart(paths=("layout.zero_stage", "layout.dp_shard", "layout.dp_replicate"), write=_write_strategy),
+        OverlayPart(
+            paths=("precision.level", "precision.dtype", "precision.loss_scale.initial"), write=_write_precision
+        ),
+        OverlayPart(paths=("micro_batch_size", "loader.num_workers"), write=_write_data),
     ),
     read=read_edit,
     batch=_write_batch,

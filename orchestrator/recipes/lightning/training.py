@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from orchestrator.recipes.lightning.given import NOTHING, Given, find_files, is_cli, recognises
+from orchestrator.recipes.lightning.given import NOTHING, LightningArguments, find_files, is_cli, recognises
 from orchestrator.recipes.lightning.layout import LAYING, read
 from orchestrator.recipes.overlays.edit import Edit
 from orchestrator.recipes.training import Overlay, OverlayRequest, Training
@@ -38,7 +38,7 @@ def trial_mode(made: Overlay, last_step: int) -> Overlay:
     edit = Edit.of_overlay(made)
     if not is_cli(edit.argv):
         return made
-    given = Given(edit)
+    given = LightningArguments(edit)
     callbacks = given.get("trainer.callbacks")
     if isinstance(callbacks, list):
         kept = [one for one in callbacks if not _needs_what_is_off(one)]

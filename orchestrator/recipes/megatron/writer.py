@@ -10,7 +10,7 @@ from orchestrator.recipes.megatron.decoder import padding_note
 from orchestrator.recipes.megatron.given import options
 from orchestrator.recipes.megatron.reader import ATTENTION, read_edit
 from orchestrator.recipes.overlays.edit import Edit
-from orchestrator.recipes.overlays.lay import Laying, Part, written
+from orchestrator.recipes.overlays.lay import Laying, OverlayPart, written
 from orchestrator.recipes.training import OverlayRequest
 
 _VIRTUAL = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
@@ -191,11 +191,11 @@ def _check_environment(edit: Edit, request: OverlayRequest) -> None:
 
 
 _PARTS = (
-    Part(paths=("layout.tp", "layout.cp", "layout.sequence_parallel", "layout.cp_method"), write=_write_degrees),
-    Part(paths=("layout.zero_stage", "layout.dp_replicate"), write=_write_data_parallel),
-    Part(paths=_PIPELINE_PATHS, write=_write_pipeline),
-    Part(paths=("recompute.full", "recompute.selective"), write=_write_recompute),
-    Part(
+    OverlayPart(paths=("layout.tp", "layout.cp", "layout.sequence_parallel", "layout.cp_method"), write=_write_degrees),
+    OverlayPart(paths=("layout.zero_stage", "layout.dp_replicate"), write=_write_data_parallel),
+    OverlayPart(paths=_PIPELINE_PATHS, write=_write_pipeline),
+    OverlayPart(paths=("recompute.full", "recompute.selective"), write=_write_recompute),
+    OverlayPart(
         paths=(
             "precision.level",
             "precision.dtype",
@@ -203,7 +203,7 @@ _PARTS = (
         ),
         write=_write_precision,
     ),
-    Part(paths=("micro_batch_size", "loader.num_workers", "kernels.attention"), write=_write_run),
+    OverlayPart(paths=("micro_batch_size", "loader.num_workers", "kernels.attention"), write=_write_run),
 )
 
 LAYING = Laying(parts=_PARTS, read=read_edit, batch=_write_batch, seed=_write_seed, check=_check)

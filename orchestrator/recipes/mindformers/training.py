@@ -18,6 +18,8 @@ from orchestrator.recipes.overlays.edit import Edit
 from orchestrator.recipes.training import Overlay, OverlayRequest, Run, Training
 from trials.script.command import Expected, LogFormat
 
+_MSRUN = "mindspore.parallel.cluster.run"
+"""The module that ``msrun`` is."""
 LOG_DIR, JOIN = either_dash("--log_dir"), Argument(name="--join")
 _OVERRIDES = tuple(
     either_dash(name)
@@ -59,7 +61,7 @@ def trial_mode(made: Overlay, last_step: int) -> Overlay:
     config = document(edit)
     for argument in _OVERRIDES:
         edit.argv = arguments.remove(edit.argv, argument)
-    if any(PurePath(word).name == "msrun" for word in edit.argv):
+    if any(PurePath(word).name == "msrun" or word == _MSRUN for word in edit.argv):
         edit.argv = _msrun(edit.argv)
     if not config.exists:
         return edit.overlay()

@@ -30,8 +30,8 @@ from orchestrator.recipes.mindformers.layout import (
 )
 from orchestrator.recipes.mindformers.reader import read_edit
 from orchestrator.recipes.mindformers.run import COMPUTE, FLASH, PREFETCH, RESIDUAL, SCALE, STRATEGY, WORKERS
-from orchestrator.recipes.overlays.edit import Document, Edit
-from orchestrator.recipes.overlays.lay import Laying, Part, layers_in, written
+from orchestrator.recipes.overlays.edit import Edit, EditedFile
+from orchestrator.recipes.overlays.lay import Laying, OverlayPart, layers_in, written
 from orchestrator.recipes.training import OverlayRequest
 from orchestrator.space.knobs.layer_choices import layers_of
 
@@ -172,19 +172,19 @@ def _write_run(edit: Edit, request: OverlayRequest) -> None:
 
 
 _PARTS = (
-    Part(
+    OverlayPart(
         paths=tuple(
             f"layout.{name}"
             for name in ("tp", "cp", "sequence_parallel", "cp_method", "zero_stage", "dp_replicate", "dp_shard")
         ),
         write=_write_degrees,
     ),
-    Part(
+    OverlayPart(
         paths=("layout.pp", "layout.schedule", "layout.num_virtual_stages", "layout.stage_layers"),
         write=_write_pipeline,
     ),
-    Part(paths=("recompute.full", "recompute.selective", "recompute.communication"), write=_write_recompute),
-    Part(
+    OverlayPart(paths=("recompute.full", "recompute.selective", "recompute.communication"), write=_write_recompute),
+    OverlayPart(
         paths=(
             "precision.level",
             "precision.dtype",
@@ -192,8 +192,8 @@ _PARTS = (
         ),
         write=_write_precision,
     ),
-    Part(paths=("loader.num_workers", "loader.prefetch_factor", "kernels.attention"), write=_write_run),
-    Part(paths=("micro_batch_size", "layout.num_copies"), write=_write_micro_batch),
+    OverlayPart(paths=("loader.num_workers", "loader.prefetch_factor", "kernels.attention"), write=_write_run),
+    OverlayPart(paths=("micro_batch_size", "layout.num_copies"), write=_write_micro_batch),
 )
 
 
@@ -207,7 +207,7 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
     _write_world_size(edit, request)
 
 
-def _check_dimensions(edit: Edit, config: Document, request: OverlayRequest) -> None:
+def _check_dimensions(edit: Edit, config: EditedFile, request: OverlayRequest) -> None:
     candidate, layout, shape = request.candidate, request.candidate.layout, request.reading.shape
     if layout.pp > 1 and request.num_microbatches < layout.pp:
         edit.refuse("layout.pp", f"{request.num_microbatches} micro-batches: MindFormers needs one per stage")

@@ -17,7 +17,7 @@ from trials.spec import Candidate, ScriptData, ScriptModel, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class OverlayPart:
     """Fields that belong together: where one of them changes, ``write`` says all of them."""
 
     paths: tuple[str, ...]
@@ -28,7 +28,7 @@ class Part:
 class Laying:
     """How candidates are laid over the commands of one framework."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[OverlayPart, ...]
     """Those of the layout before those whose meaning depends on it."""
     read: Callable[[Edit], Reading]
     batch: Callable[[Edit, OverlayRequest], None]

@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.recipes import arguments
 from orchestrator.recipes.arguments import either_dash
 from orchestrator.recipes.overlays.edit import Edit
-from orchestrator.recipes.paddlenlp.given import SCRIPTS, Given, find_files, is_launched, script_at
+from orchestrator.recipes.paddlenlp.given import SCRIPTS, PaddleArguments, find_files, is_launched, script_at
 from orchestrator.recipes.paddlenlp.reader import read
 from orchestrator.recipes.paddlenlp.writer import LAYING
 from orchestrator.recipes.training import Overlay, OverlayRequest, Run, Training
@@ -41,7 +41,7 @@ def trial_mode(made: Overlay, last_step: int) -> Overlay:
     the schedule of the learning rate that the user's own ``max_steps`` made. Logs go to the attempt's folder;
     ``test_ci_no_save_model`` is how ``run_pretrain.py`` is told not to save at its end."""
     edit = Edit.of_overlay(made)
-    given = Given(edit)
+    given = PaddleArguments(edit)
     total = given.get("max_steps")
     steps = int(total) if str(total).isdigit() else None
     if steps and given.get("decay_steps") is None:

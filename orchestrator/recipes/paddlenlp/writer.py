@@ -7,10 +7,10 @@ from typing import Any
 from orchestrator.recipes import arguments
 from orchestrator.recipes.arguments import either_dash
 from orchestrator.recipes.overlays.edit import Edit
-from orchestrator.recipes.overlays.lay import Laying, Part, written
+from orchestrator.recipes.overlays.lay import Laying, OverlayPart, written
 from orchestrator.recipes.paddlenlp import layout as exported_layout
 from orchestrator.recipes.paddlenlp import recompute as exported_recompute
-from orchestrator.recipes.paddlenlp.given import Given, is_launched, script_at
+from orchestrator.recipes.paddlenlp.given import PaddleArguments, is_launched, script_at
 from orchestrator.recipes.paddlenlp.layout import ACCUMULATED, BATCH, CHUNKS, PP, RING, SHARDING, SHARDS, TP, ULYSSES
 from orchestrator.recipes.paddlenlp.reader import read_edit
 from orchestrator.recipes.paddlenlp.recompute import GRANULARITY, KEPT, RECOMPUTE
@@ -22,7 +22,7 @@ PROCESSES, NODES = either_dash("--nproc_per_node"), either_dash("--nnodes")
 
 
 def _write_degrees(edit: Edit, request: OverlayRequest) -> None:
-    given, layout = Given(edit), request.candidate.layout
+    given, layout = PaddleArguments(edit), request.candidate.layout
     if request.changes("layout.tp", layout.tp):
         given.put({TP: layout.tp})
     if request.changes("layout.cp", layout.cp) or request.changes("layout.cp_method", layout.cp_method):
@@ -35,7 +35,7 @@ def _write_degrees(edit: Edit, request: OverlayRequest) -> None:
 
 def _write_data_parallel(edit: Edit, request: OverlayRequest) -> None:
     """Write what data-parallel ranks share; with a single one it means nothing and stays as it is."""
-    given, layout = Given(edit), request.candidate.layout
+    given, layout = PaddleArguments(edit), request.candidate.layout
     if layout.dp == 1:
         return
     if layout.zero_stage == 0:
@@ -48,7 +48,7 @@ def _write_data_parallel(edit: Edit, request: OverlayRequest) -> None:
 
 
 def _write_pipeline(edit: Edit, request: OverlayRequest) -> None:
-    given, layout = Given(edit), request.candidate.layout
+    given, layout = PaddleArguments(edit), request.candidate.layout
     given.put({PP: layout.pp})
     settings = [setting for setting in exported_layout.SETTINGS if "layout.schedule" in setting.paths]
     said = written(edit, request, settings)
@@ -59,7 +59,7 @@ def _write_pipeline(edit: Edit, request: OverlayRequest) -> None:
 
 
 def _write_recompute(edit: Edit, request: OverlayRequest) -> None:
-    given = Given(edit)
+    given = PaddleArguments(edit)
     said = written(edit, request, exported_recompute.SETTINGS)
     if not said:
         given.put({RECOMPUTE: False})
@@ -72,7 +72,7 @@ def _write_recompute(edit: Edit, request: OverlayRequest) -> None:
 
 
 def _write_precision(edit: Edit, request: OverlayRequest) -> None:
-    given, precision = Given(edit), request.candidate.precision
+    given, precision = PaddleArguments(edit), request.candidate.precision
     changes: dict[str, Any] = {
         "bf16": precision.dtype == "bfloat16",
         "fp16": precision.dtype == "float16",
@@ -84,7 +84,7 @@ def _write_precision(edit: Edit, request: OverlayRequest) -> None:
 
 
 def _write_run(edit: Edit, request: OverlayRequest) -> None:
-    given, candidate = Given(edit), request.candidate
+    given, candidate = PaddleArguments(edit), request.candidate
     if request.changes("micro_batch_size", candidate.micro_batch_size):
         given.put({BATCH: candidate.micro_batch_size})
     if request.changes("loader.num_workers", candidate.loader.num_workers):
@@ -96,15 +96,15 @@ def _write_run(edit: Edit, request: OverlayRequest) -> None:
 
 
 _PARTS = (
-    Part(paths=("layout.tp", "layout.cp", "layout.cp_method", "layout.sequence_parallel"), write=_write_degrees),
-    Part(paths=("layout.zero_stage", "layout.dp_replicate", "layout.dp_shard"), write=_write_data_parallel),
-    Part(
+    OverlayPart(paths=("layout.tp", "layout.cp", "layout.cp_method", "layout.sequence_parallel"), write=_write_degrees),
+    OverlayPart(paths=("layout.zero_stage", "layout.dp_replicate", "layout.dp_shard"), write=_write_data_parallel),
+    OverlayPart(
         paths=("layout.pp", "layout.schedule", "layout.num_virtual_stages", "layout.stage_layers"),
         write=_write_pipeline,
     ),
-    Part(paths=("recompute.full", "recompute.selective"), write=_write_recompute),
-    Part(paths=("precision.level", "precision.dtype", "precision.loss_scale.initial"), write=_write_precision),
-    Part(paths=("micro_batch_size", "loader.num_workers", "kernels.attention"), write=_write_run),
+    OverlayPart(paths=("recompute.full", "recompute.selective"), write=_write_recompute),
+    OverlayPart(paths=("precision.level", "precision.dtype", "precision.loss_scale.initial"), write=_write_precision),
+    OverlayPart(paths=("micro_batch_size", "loader.num_workers", "kernels.attention"), write=_write_run),
 )
 
 
@@ -145,11 +145,11 @@ def _write_devices(edit: Edit, world_size: int) -> None:
 
 
 def _write_batch(edit: Edit, request: OverlayRequest) -> None:
-    Given(edit).put({ACCUMULATED: request.num_microbatches})
+    PaddleArguments(edit).put({ACCUMULATED: request.num_microbatches})
 
 
 def _write_seed(edit: Edit, seed: int) -> None:
-    Given(edit).put({"seed": seed})
+    PaddleArguments(edit).put({"seed": seed})
 
 
 LAYING = Laying(parts=_PARTS, read=read_edit, batch=_write_batch, seed=_write_seed, check=_check)

@@ -6,9 +6,9 @@ from typing import Any
 
 from orchestrator.recipes.arguments import is_given
 from orchestrator.recipes.overlays.edit import Edit
-from orchestrator.recipes.overlays.findings import Findings, all_of, in_rows, without_pipeline
+from orchestrator.recipes.overlays.findings import ReadingDraft, all_of, in_rows, without_pipeline
 from orchestrator.recipes.torchtitan.config_text import ACTIVATION_CHECKPOINT, MODEL, UNKNOWN
-from orchestrator.recipes.torchtitan.given import MODULE, OLD, PARTS, Given
+from orchestrator.recipes.torchtitan.given import MODULE, OLD, PARTS, TitanArguments
 from orchestrator.recipes.torchtitan.layout import SCHEDULES
 from orchestrator.recipes.training import Reading, Run
 from trials.spec import Counts, LlamaModel
@@ -30,7 +30,7 @@ def read(run: Run) -> Reading:
 
 
 def read_edit(edit: Edit) -> Reading:
-    found, given = Findings(), Given(edit)
+    found, given = ReadingDraft(), TitanArguments(edit)
     if is_given(edit.argv, OLD):
         found.refuse("workload", "--job.config_file: torchtitan before 0.3 has other names; only 0.3 is known here")
     elif given.config is None:
@@ -54,7 +54,7 @@ def read_edit(edit: Edit) -> Reading:
     )
 
 
-def _shape(edit: Edit, given: Given) -> LlamaModel | None:
+def _shape(edit: Edit, given: TitanArguments) -> LlamaModel | None:
     flavor = given.get(MODEL)
     is_llama = any(word.rpartition("=")[2] in ("llama3", "torchtitan.models.llama3") for word in edit.argv)
     if not (is_given(edit.argv, MODULE) and is_llama and flavor in _LLAMA3):
@@ -74,7 +74,7 @@ def _shape(edit: Edit, given: Given) -> LlamaModel | None:
 # ---- layout, batch ----
 
 
-def _read_degrees(given: Given, found: Findings) -> None:
+def _read_degrees(given: TitanArguments, found: ReadingDraft) -> None:
     for knob, name in _DEGREES.items():
         degree = given.whole(found, f"layout.{knob}", f"parallelism.{name}_parallel_degree")
         found.say({f"layout.{knob}": degree})
@@ -86,15 +86,16 @@ def _read_degrees(given: Given, found: Findings) -> None:
     found.say({"layout.dp_replicate": replicas, "layout.dp_shard": None if shards == -1 else shards})
     policy = given.get("parallelism.fsdp_reshard_after_forward")
     again = {"always": True, "never": False, "default": found.values.get("layout.pp") == 1}.get(policy)
-    if policy == "default" and "layout.pp" not in found.values:
-        again = None
+    if policy == UNKNOWN or (policy == "default" and "layout.pp" not in found.values):
+        found.warn("layout.zero_stage", "fsdp_reshard_after_forward is not known: taken for the default, stage 3")
+        again = True
     if again is not None:
         found.say({"layout.zero_stage": 0 if shards == 1 else 3 if again else 2})
     if given.get("parallelism.expert_parallel_degree") not in (1, "1", UNKNOWN):
         found.unread("layout", "--parallelism.expert_parallel_degree")
 
 
-def _read_pipeline(given: Given, found: Findings, shape: LlamaModel | None) -> Counts | None:
+def _read_pipeline(given: TitanArguments, found: ReadingDraft, shape: LlamaModel | None) -> Counts | None:
     pp = found.values.get("layout.pp")
     if pp == 1:
         found.say(without_pipeline())
@@ -126,7 +127,7 @@ def _names(part: Any) -> list[str]:
     return part.split(",") if isinstance(part, str) else list(part)
 
 
-def _read_batch(given: Given, found: Findings) -> tuple[int | None, int | None]:
+def _read_batch(given: TitanArguments, found: ReadingDraft) -> tuple[int | None, int | None]:
     """The global batch, or the micro-batches in a step where it is one batch of each rank."""
     knob = "micro_batch_size"
     local = given.whole(found, knob, "training.local_batch_size")
@@ -144,7 +145,7 @@ def _read_batch(given: Given, found: Findings) -> tuple[int | None, int | None]:
 # ---- recompute, number formats, data ----
 
 
-def _read_recompute(given: Given, found: Findings, held: Counts | None) -> None:
+def _read_recompute(given: TitanArguments, found: ReadingDraft, held: Counts | None) -> None:
     policy = given.get(ACTIVATION_CHECKPOINT)
     if policy == "none":
         found.say({"recompute.full": (), "recompute.selective": ()})
@@ -154,7 +155,7 @@ def _read_recompute(given: Given, found: Findings, held: Counts | None) -> None:
         found.unread("recompute", f"activation-checkpoint:{policy}")
 
 
-def _read_precision(given: Given, found: Findings) -> None:
+def _read_precision(given: TitanArguments, found: ReadingDraft) -> None:
     weights, compute = given.get("training.dtype"), given.get("training.mixed_precision_param")
     if weights == "float32" and compute in ("float32", "bfloat16"):
         half = compute == "bfloat16"
@@ -164,7 +165,7 @@ def _read_precision(given: Given, found: Findings) -> None:
         found.unread("precision", f"--training.dtype {weights}, --training.mixed_precision_param {compute}")
 
 
-def _read_run(given: Given, found: Findings) -> None:
+def _read_run(given: TitanArguments, found: ReadingDraft) -> None:
     enabled, components = given.get("compile.enable"), given.get("compile.components")
     if isinstance(enabled, bool) and components != UNKNOWN:
         found.say({"kernels.compile": "block" if enabled and "model" in components else "off"})

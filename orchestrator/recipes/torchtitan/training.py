@@ -12,7 +12,7 @@ from orchestrator.recipes import arguments
 from orchestrator.recipes.arguments import either_dash
 from orchestrator.recipes.overlays.edit import Edit
 from orchestrator.recipes.torchtitan.config_text import UNKNOWN
-from orchestrator.recipes.torchtitan.given import OLD, Given, find_files
+from orchestrator.recipes.torchtitan.given import OLD, TitanArguments, find_files
 from orchestrator.recipes.torchtitan.reader import read
 from orchestrator.recipes.torchtitan.writer import LAYING
 from orchestrator.recipes.training import Overlay, OverlayRequest, Run, Training
@@ -43,7 +43,7 @@ def trial_mode(made: Overlay, last_step: int) -> Overlay:
     """Without checkpoints, validation, trackers, profiles; ``training.steps`` ends it, and ``lr_scheduler.total_steps``
     keeps the schedule that the user's own number of steps made."""
     edit = Edit.of_overlay(made)
-    given = Given(edit)
+    given = TitanArguments(edit)
     steps = arguments.read_text(given.options, either_dash("--training.steps"))
     total = arguments.read_text(given.options, either_dash("--lr_scheduler.total_steps"))
     if steps and total in (None, "None"):

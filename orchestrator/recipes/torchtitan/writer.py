@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from orchestrator.recipes.overlays.edit import Edit
-from orchestrator.recipes.overlays.lay import Laying, Part, draft_of, layers_in
-from orchestrator.recipes.torchtitan.given import PARTS, Given
+from orchestrator.recipes.overlays.lay import Laying, OverlayPart, draft_of, layers_in
+from orchestrator.recipes.torchtitan.given import PARTS, TitanArguments
 from orchestrator.recipes.torchtitan.layout import LOOPED_GPIPE, SCHEDULES, module_names
 from orchestrator.recipes.torchtitan.reader import read_edit
 from orchestrator.recipes.training import OverlayRequest
@@ -15,7 +15,7 @@ _GLOBAL = "training.global_batch_size"
 
 
 def _write_degrees(edit: Edit, request: OverlayRequest) -> None:
-    given, layout = Given(edit), request.candidate.layout
+    given, layout = TitanArguments(edit), request.candidate.layout
     for knob, name, degree in (("tp", "tensor", layout.tp), ("cp", "context", layout.cp)):
         if request.changes(f"layout.{knob}", degree):
             given.put(f"parallelism.{name}_parallel_degree", degree)
@@ -24,7 +24,7 @@ def _write_degrees(edit: Edit, request: OverlayRequest) -> None:
 
 
 def _write_data_parallel(edit: Edit, request: OverlayRequest) -> None:
-    given, layout = Given(edit), request.candidate.layout
+    given, layout = TitanArguments(edit), request.candidate.layout
     if request.changes("layout.dp_replicate", layout.dp_replicate):
         given.put("parallelism.data_parallel_replicate_degree", layout.dp_replicate)
     if request.changes("layout.dp_shard", layout.dp_shard) or layout.zero_stage == 0:
@@ -36,7 +36,7 @@ def _write_data_parallel(edit: Edit, request: OverlayRequest) -> None:
 
 
 def _write_pipeline(edit: Edit, request: OverlayRequest) -> None:
-    given, layout = Given(edit), request.candidate.layout
+    given, layout = TitanArguments(edit), request.candidate.layout
     given.put("parallelism.pipeline_parallel_degree", layout.pp)
     if layout.pp == 1:
         return
@@ -52,7 +52,7 @@ def _write_pipeline(edit: Edit, request: OverlayRequest) -> None:
 
 
 def _write_recompute(edit: Edit, request: OverlayRequest) -> None:
-    given, recompute = Given(edit), request.candidate.recompute
+    given, recompute = TitanArguments(edit), request.candidate.recompute
     held = layers_of(request.candidate.layout, layers_in(request))
     if recompute.selective or recompute.full not in ((), held):
         edit.refuse("recompute", "torchtitan recomputes all layers or none; selective has a list of its own")
@@ -67,11 +67,11 @@ def _write_precision(edit: Edit, request: OverlayRequest) -> None:
     if precision.dtype == "float16":
         edit.refuse("precision.dtype", "torchtitan computes in bfloat16 or float32")
     else:
-        Given(edit).put("training.mixed_precision_param", precision.dtype)
+        TitanArguments(edit).put("training.mixed_precision_param", precision.dtype)
 
 
 def _write_compile(edit: Edit, request: OverlayRequest) -> None:
-    given, kernels = Given(edit), request.candidate.kernels
+    given, kernels = TitanArguments(edit), request.candidate.kernels
     given.put("compile.enable", kernels.compile != "off")
     if kernels.compile == "model":
         edit.refuse("kernels.compile", "each block is compiled by itself, not the model as a whole")
@@ -80,7 +80,7 @@ def _write_compile(edit: Edit, request: OverlayRequest) -> None:
 
 
 def _write_loader(edit: Edit, request: OverlayRequest) -> None:
-    given, loader = Given(edit), request.candidate.loader
+    given, loader = TitanArguments(edit), request.candidate.loader
     for name in ("num_workers", "pin_memory", "persistent_workers"):
         if request.changes(f"loader.{name}", getattr(loader, name)):
             given.put(f"dataloader.{name}", getattr(loader, name))
@@ -92,7 +92,7 @@ def _write_loader(edit: Edit, request: OverlayRequest) -> None:
 
 def _write_batch(edit: Edit, request: OverlayRequest) -> None:
     """Write the batch: a rank's is one micro-batch, in a pipeline all those of a step."""
-    given, layout = Given(edit), request.candidate.layout
+    given, layout = TitanArguments(edit), request.candidate.layout
     micro = request.candidate.micro_batch_size
     if "layout.pp" not in request.reading.values:
         given.put("parallelism.pipeline_parallel_degree", layout.pp)
@@ -105,7 +105,7 @@ def _write_batch(edit: Edit, request: OverlayRequest) -> None:
 
 
 def _write_seed(edit: Edit, seed: int) -> None:
-    Given(edit).put("debug.seed", seed)
+    TitanArguments(edit).put("debug.seed", seed)
 
 
 # ---- what torchtitan refuses ----
@@ -113,7 +113,7 @@ def _write_seed(edit: Edit, seed: int) -> None:
 
 def _check(edit: Edit, request: OverlayRequest) -> None:
     layout, shape, length = request.candidate.layout, request.reading.shape, request.reading.seq_length
-    given = Given(edit)
+    given = TitanArguments(edit)
     if layout.pp > 1 and given.get("training.disable_cuda_graphs") is not True:
         given.put("training.disable_cuda_graphs", value=True)
         edit.warn("layout.pp", "CUDA graphs, which torchtitan captures by default, are off: it has none for pipelines")
@@ -127,21 +127,21 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
 
 
 _PARTS = (
-    Part(
+    OverlayPart(
         paths=("layout.pp", "layout.schedule", "layout.num_virtual_stages", "layout.stage_layers"),
         write=_write_pipeline,
     ),
-    Part(paths=("layout.tp", "layout.cp", "layout.sequence_parallel"), write=_write_degrees),
-    Part(paths=("layout.dp_replicate", "layout.dp_shard", "layout.zero_stage"), write=_write_data_parallel),
-    Part(paths=("recompute.full", "recompute.selective"), write=_write_recompute),
-    Part(paths=("precision.level", "precision.dtype"), write=_write_precision),
-    Part(paths=("kernels.compile", "kernels.backend"), write=_write_compile),
-    Part(
+    OverlayPart(paths=("layout.tp", "layout.cp", "layout.sequence_parallel"), write=_write_degrees),
+    OverlayPart(paths=("layout.dp_replicate", "layout.dp_shard", "layout.zero_stage"), write=_write_data_parallel),
+    OverlayPart(paths=("recompute.full", "recompute.selective"), write=_write_recompute),
+    OverlayPart(paths=("precision.level", "precision.dtype"), write=_write_precision),
+    OverlayPart(paths=("kernels.compile", "kernels.backend"), write=_write_compile),
+    OverlayPart(
         paths=tuple(
             f"loader.{name}" for name in ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
         ),
         write=_write_loader,
     ),
-    Part(paths=("micro_batch_size",), write=_write_batch),
+    OverlayPart(paths=("micro_batch_size",), write=_write_batch),
 )
 LAYING = Laying(parts=_PARTS, read=read_edit, batch=_write_batch, seed=_write_seed, check=_check, copies_files=False)

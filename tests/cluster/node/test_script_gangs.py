@@ -38,7 +38,7 @@ def test_ranks_meet_and_what_they_do_not_tell_is_the_systems_word_or_unknown(tmp
     assert (found.world_size, len(found.step_times_s), found.step_time_resolution_s) == (2, scripts.NUM_STEPS, 0.001)
     assert found.losses[-1] == pytest.approx(2.6) and found.grad_norms == () and found.mfu is None
     assert 2 << 20 < found.peak_bytes < 1 << 30, "a Python without torch"
-    assert found.findings.script.source_of("allocated_bytes").source == "system"
+    assert found.findings.script.source_of("rss_bytes").source == "system"
     assert not (Path(end.log_dir) / "script").exists()
     assert not cache.exists(), "caches go with the lease"
 
@@ -96,3 +96,20 @@ def test_ranks_that_say_nothing_keep_the_deadlines_of_those_that_do(cluster, tmp
     *told, end = events_until_end(cluster, launch(cluster, scripts.RUNNER, spec=spec, deadlines=deadlines))
     assert isinstance(end.outcome, Measured), end.outcome
     assert (told[-1].phase, told[-1].step) == ("measuring", scripts.NUM_STEPS)
+
+
+STUCK = """
+def wait_for_nothing():
+    time.sleep(600)
+"""
+
+
+@pytest.mark.exhaustive
+def test_with_our_hook_the_line_is_told_at_which_one_of_two_ranks_hangs(cluster, tmp_path):
+    stops = "    if step == 3 and dist.get_rank() == 1:\n        wait_for_nothing()\n    loss.backward()\n"
+    text = STUCK + scripts.DDP.replace("    loss.backward()\n", stops)
+    spec = scripts.spec(scripts.write(tmp_path / "own", text), hook=True)
+    outcome = run(cluster, scripts.RUNNER, spec=spec, deadlines=Deadlines(stall_s=8.0)).outcome
+    assert isinstance(outcome, TimedOut), outcome
+    assert outcome.evidence.rank == 1
+    assert "it was in wait_for_nothing (train.py:3)" in outcome.evidence.message

@@ -33,7 +33,7 @@ def test_the_module_is_counted_when_the_file_is_read_and_never_again(monkeypatch
     model = spec.to_workload().model
     assert isinstance(model, PythonModel)
     assert (model.num_layers, model.facts.no_pipeline, model.facts.no_tensor_parallel) == (4, None, None)
-    assert model.facts.num_parameters == 796_810
+    assert model.facts.num_parameters == 201_802
     monkeypatch.setattr("subprocess.run", None)
     again = SweepSpec.from_json(json.loads(json.dumps(spec.to_json())))
     assert again.to_workload() == spec.to_workload() and again.spec_hash == spec.spec_hash

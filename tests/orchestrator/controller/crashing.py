@@ -11,7 +11,7 @@ from pathlib import Path
 from cluster.base import Deadlines, GangEnded, GangLaunch
 from cluster.hardware.accelerators import describe_topology
 from cluster.hardware.topology import uniform_topology
-from cluster.virtual.backend import FOREVER, Script, VirtualCluster, failure
+from cluster.virtual.backend import FOREVER, Course, VirtualCluster, failure
 from cluster.virtual.training import training, trial_spec
 from orchestrator.controller.early_stop import EarlyStop
 from orchestrator.controller.launcher import TrialLauncher
@@ -286,26 +286,26 @@ out of it; no others are compared by memory."""
 BASELINE = next(iter(ROLES))
 
 
-def play(launch: GangLaunch) -> Script:
+def play(launch: GangLaunch) -> Course:
     """What the candidate's role says."""
     spec = trial_spec(launch)
     role = ROLES[spec.candidate]
     match role:
         case "crash":
             gone = failure(launch, "error", "injected", rank=1, at_s=1.5)
-            return Script(moments=(), end_at_s=1.5, outcome=gone)
+            return Course(moments=(), end_at_s=1.5, outcome=gone)
         case "oom" | "infeasible" | "diverged":
-            return Script(moments=(), end_at_s=1.0, outcome=failure(launch, role, "injected", rank=0, at_s=1.0))
+            return Course(moments=(), end_at_s=1.0, outcome=failure(launch, role, "injected", rank=0, at_s=1.0))
         case "start_hang":
-            return Script(moments=(), end_at_s=FOREVER, outcome=None)
+            return Course(moments=(), end_at_s=FOREVER, outcome=None)
         case "hang":
             script = _training(spec, 0.2)
-            return Script(moments=script.moments[:3], end_at_s=FOREVER, outcome=None, slowest_rank=1)
+            return Course(moments=script.moments[:3], end_at_s=FOREVER, outcome=None, slowest_rank=1)
         case _:
             return _training(spec, float(role))
 
 
-def _training(spec: TrialSpec, step_time_s: float) -> Script:
+def _training(spec: TrialSpec, step_time_s: float) -> Course:
     num_steps = spec.protocol.num_steps
     return training(
         spec,

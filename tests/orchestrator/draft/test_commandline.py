@@ -21,7 +21,12 @@ from orchestrator.errors import ConfigError
         ("python -m torch.distributed.run --nproc-per-node 2 -m pkg.train", "python -m pkg.train", "torchrun", 2),
         ("CUDA_VISIBLE_DEVICES=0,1 nohup python t.py --devices 2", "python t.py --devices 2", None, 2),
         ("t.py --bs 4", "python t.py --bs 4", None, None),
-        ("msrun --worker_num=8 --local_worker_num=4 t.py", "msrun --worker_num=8 --local_worker_num=4 t.py", "msrun", 4),
+        (
+            "msrun --worker_num=8 --local_worker_num=4 t.py",
+            "msrun --worker_num=8 --local_worker_num=4 t.py",
+            "msrun",
+            4,
+        ),
     ],
 )
 def test_what_stands_in_front_of_a_program_is_taken_away(typed, argv, launcher, ranks):
@@ -62,6 +67,11 @@ def test_what_cannot_be_taken_apart_is_said_with_a_remedy(typed, word):
         ),
         ('print("Step", step, "Loss:", loss.item())', "Step 3 Loss: nan", {"step": "3", "loss": "nan"}),
         ('print("step %5d | loss %.3f" % (step, loss))', "step     7 | loss 1.234", {"step": "7", "loss": "1.234"}),
+        (
+            "print('| epoch {:3d} | {:5d}/{:5d} batches | ms/batch {:5.2f} | loss {:5.2f}'.format(e, batch, n, t, l))",
+            "| epoch   1 |     3/   34 batches | ms/batch 1517.11 | loss  7.58",
+            {"step": "3", "step_ms": "1517.11", "loss": "7.58"},
+        ),
         (
             'log.info("step {}, grad_norm {:.2f}, loss {:.1e}".format(i + 1, g, l))',
             "step 1, grad_norm 0.50, loss 1.2e-03",

@@ -4,8 +4,8 @@ All train the decoder of :data:`tests.orchestrator.recipes.configurations.MODEL`
 """
 
 import dataclasses
-import json
 import shlex
+from pathlib import Path
 
 from hypothesis import strategies as st
 
@@ -24,9 +24,10 @@ from orchestrator.space.knobs.layer_choices import (
     resolve_stage_layers,
 )
 from tests.orchestrator.recipes.configurations import MODEL
-from trials.spec import Candidate, Layout, Loader, Precision
+from trials.spec import Layout, Precision
 
 BATCH = 96
+FOLDER = Path(__file__).parents[2] / "data" / "programs"
 
 MEGATRON = """python pretrain_gpt.py --use-mcore-models --num-layers 8 --hidden-size 64 --ffn-hidden-size 192
     --num-attention-heads 8 --group-query-attention --num-query-groups 4 --kv-channels 8 --seq-length 128
@@ -69,127 +70,15 @@ TITAN = """python -m torchtitan.train --module my.configs --config mine --traini
     --training.global_batch_size 96 --parallelism.tensor-parallel-degree 2 --checkpoint.enable
     --metrics.enable_wandb activation-checkpoint:full --activation-checkpoint.preserve-rng-state"""
 
-LIGHTNING_CONFIG = """\
-seed_everything: 7
-trainer:
-  accumulate_grad_batches: 12
-  precision: bf16-mixed
-  callbacks:
-  - class_path: lightning.pytorch.callbacks.ModelCheckpoint
-  - class_path: my.Own
-data:
-  class_path: my.Data
-  init_args: {batch_size: 1, num_workers: 2}
-ckpt_path: last.ckpt
-"""
+LIGHTNING_CONFIG = (FOLDER / "config.yaml").read_text(encoding="utf-8")
 LIGHTNING = "python main.py fit --config config.yaml --trainer.strategy ddp --model.lr 1e-3 --trainer.max_epochs=3"
 
-MINDFORMERS_CONFIG = """\
-seed: 42
-output_dir: './output'
-load_checkpoint: '/ckpt/base'
-auto_trans_ckpt: True
-run_mode: 'train'
-runner_config:
-  epochs: 2
-  batch_size: 1
-  sink_mode: True
-  gradient_accumulation_steps: 1
-lr_schedule:
-  type: ConstantWarmUpLR
-  learning_rate: 1.e-6
-  warmup_ratio: 0
-  total_steps: -1 # as many as the data set gives
-train_dataset: &train_dataset
-  data_loader: {type: BlendedMegatronDatasetDataLoader}
-  num_parallel_workers: 8
-  prefetch_size: 1
-train_dataset_task:
-  type: CausalLanguageModelDataset
-  dataset_config: *train_dataset
-parallel_config:
-  data_parallel: &dp 2
-  model_parallel: 2
-  pipeline_stage: 2
-  micro_batch_num: 48
-  vocab_emb_dp: True
-  use_seq_parallel: False
-parallel:
-  parallel_mode: 1
-  full_batch: False
-  dataset_strategy: [[*dp, 1], [*dp, 1, 1, 1]]
-  enable_parallel_optimizer: True
-recompute_config:
-  recompute: True
-  select_recompute: False
-model:
-  model_config:
-    vocab_size: 320
-    hidden_size: 64
-    intermediate_size: 192
-    num_hidden_layers: 8
-    num_attention_heads: 8
-    num_key_value_heads: 4
-    seq_length: 128
-    rms_norm_eps: 1.e-6
-    rope_theta: 500000.
-    offset: [1, -1]
-    compute_dtype: bfloat16
-    residual_dtype: float32
-    use_flash_attention: True
-callbacks:
-  - type: MFLossMonitor
-  - type: CheckpointMonitor
-    save_checkpoint_steps: 5000
-runner_wrapper:
-  type: MFTrainOneStepCell
-  scale_sense: 1.0
-"""
+MINDFORMERS_CONFIG = (FOLDER / "pretrain.yaml").read_text(encoding="utf-8")
 MINDFORMERS = """msrun --worker_num=8 --local_worker_num=8 --master_port=8118 --log_dir=msrun_log --join=False
     run_mindformer.py --config configs/pretrain.yaml --use_parallel True --load_checkpoint /ckpt/other"""
 
-PADDLE_CONFIG = json.dumps(
-    {
-        "model_name_or_path": "model",
-        "tokenizer_name_or_path": "model",
-        "input_dir": "./data",
-        "output_dir": "./checkpoints",
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 24,
-        "tensor_parallel_degree": 2,
-        "pipeline_parallel_degree": 1,
-        "sharding": "stage2",
-        "virtual_pp_degree": 1,
-        "sequence_parallel": 0,
-        "use_flash_attention": True,
-        "max_seq_length": 128,
-        "learning_rate": 3e-05,
-        "warmup_ratio": 0.01,
-        "max_steps": 10000,
-        "save_steps": 5000,
-        "eval_steps": 1000,
-        "bf16": True,
-        "fp16_opt_level": "O2",
-        "dataloader_num_workers": 1,
-        "do_train": True,
-        "do_eval": True,
-        "recompute": False,
-        "recompute_granularity": "full",
-    },
-    indent=4,
-)
-PADDLE_MODEL = json.dumps(
-    {
-        "num_hidden_layers": 8,
-        "hidden_size": 64,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "intermediate_size": 192,
-        "vocab_size": 320,
-        "rope_theta": 500000.0,
-        "rms_norm_eps": 1e-6,
-    }
-)
+PADDLE_CONFIG = (FOLDER / "pretrain.json").read_text(encoding="utf-8")
+PADDLE_MODEL = (FOLDER / "model/config.json").read_text(encoding="utf-8")
 PADDLE = """python -u -m paddle.distributed.launch --gpus 0,1,2,3,4,5,6,7 run_pretrain.py ./pretrain.json
     --learning_rate 1e-4"""
 
@@ -262,8 +151,9 @@ def canonical(candidate):
 
 
 @st.composite
-def candidates(draw):
-    """Candidates within what several frameworks have; each refuses some."""
+def candidates(draw, name):
+    """Candidates within what several frameworks have, each of which refuses some; all else is as in the command."""
+    base = as_it_stands(program(name), name)
     pick = lambda *choices: draw(st.sampled_from(choices))  # noqa: E731
     pp, chunks = pick(1, 1, 2, 4), pick(1, 1, 2)
     schedule = "interleaved" if chunks > 1 else pick("1f1b", "1f1b", "gpipe")
@@ -285,15 +175,17 @@ def candidates(draw):
     )
     layout = canonical_layout(dataclasses.replace(layout, stage_layers=layers))
     recompute = pick(RecomputeChoice(), RecomputeChoice(full=ALL_LAYERS), RecomputeChoice(full=2))
-    precision = pick(Precision(), Precision(level="O2", dtype="bfloat16"), Precision(level="O1", dtype="bfloat16"))
-    workers = pick(1, 2)
+    precision = pick(base.precision, base.precision, Precision(), Precision(level="O2", dtype="bfloat16"))
     return canonical(
-        Candidate(
+        dataclasses.replace(
+            base,
             layout=layout,
             micro_batch_size=pick(1, 2, 3),
             recompute=resolve_recompute(recompute, layers_of(layout, MODEL.num_layers)),
             precision=precision,
-            loader=Loader(num_workers=workers, prefetch_factor=2, persistent_workers=pick(False, True)),
+            loader=dataclasses.replace(
+                base.loader, num_workers=pick(1, 2), prefetch_factor=base.loader.prefetch_factor or 2
+            ),
         )
     )
 

@@ -10,6 +10,7 @@ def rows():
     user's own programs: what exports those is their overlay."""
     whole = {"loader.tuning", "precision.loss_scale", "workload.data", "workload.model.llama"}
     other = {"workload.model.resnet", "workload.model.linear", "workload.model.kind", "workload.model.script", "own"}
+    other |= {"workload.model.python", "workload.model.huggingface"}
     found = [path for path in sorted(all_paths()) if not any(is_at_or_below(path, part) for part in whole | other)]
     return sorted([*found, *whole, "workload.model.resnet", "workload.model.linear"])
 

@@ -14,7 +14,19 @@ from tests.orchestrator.recipes.configurations import WORKLOAD
 from tests.orchestrator.recipes.matrix import table
 from tests.orchestrator.space.candidate_strategies import CANDIDATES, OTHER_WORKLOADS, WORKLOADS
 from tests.support import ROOT
-from trials.spec import Candidate, Layout, Loader, OwnChoice, Precision, ScriptData, ScriptModel, Workload
+from trials.spec import (
+    Candidate,
+    Layout,
+    Loader,
+    ModuleFacts,
+    OwnChoice,
+    Precision,
+    PythonData,
+    PythonModel,
+    ScriptData,
+    ScriptModel,
+    Workload,
+)
 
 
 @settings(max_examples=50, deadline=None)
@@ -69,6 +81,17 @@ def test_all_formats_at_once_with_reasons_for_those_that_cannot():
     refused = {name for name, result in made.items() if isinstance(result, ConfigError)}
     assert refused == {"megatron", "deepspeed", "paddlenlp", "accelerate"}
     assert "layout.schedule: Megatron-LM has no zero-bubble schedule" in str(made["megatron"])
+
+
+def test_modules_of_the_users_own_go_where_their_code_is_called():
+    facts = ModuleFacts(num_layers=4)
+    model = PythonModel(model="mine:build", loss="mine:loss", layers="blocks", cwd="/code", facts=facts)
+    workload = dataclasses.replace(WORKLOAD, model=model, data=PythonData(dataset="mine:data", cwd="/code"))
+    made = export_all(Candidate(layout=Layout(dp_replicate=2)), workload)
+    exported = {name: result for name, result in made.items() if not isinstance(result, ConfigError)}
+    assert set(exported) == {"accelerate", "deepspeed", "torchrun"}
+    for result in exported.values():
+        assert "your own code builds it: mine:build in /code" in [note.message for note in result.notes]
 
 
 def test_no_format_takes_programs_of_the_users_own():

@@ -41,7 +41,7 @@ def test_programs_and_their_imports():
     assert imports(text) == {"os", "torch", "transformers"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_options_without_a_value_are_those_of_the_real_launchers():
     from accelerate.commands.launch import launch_command_parser
     from torch.distributed.run import get_args_parser

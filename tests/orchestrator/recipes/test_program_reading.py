@@ -17,6 +17,7 @@ from tests.orchestrator.recipes.commands import (
 from trials.spec import Precision, Recompute
 
 ALL = ((8,),)
+AUTOCAST = Precision(level="O1", dtype="bfloat16")
 ONE_STAGE = ("--pipeline-model-parallel-size", "1")
 
 
@@ -105,7 +106,7 @@ def with_layout(candidate, **changes):
         ("megatron", lambda c: with_layout(c, tp=16), "layout.tp"),
         ("megatron", lambda c: with_layout(c, schedule="zbv", stage_layers=((2, 2), (2, 2))), "layout.schedule"),
         ("megatron", lambda c: dataclasses.replace(c, micro_batch_size=5), "micro_batch_size"),
-        ("megatron", lambda c: dataclasses.replace(c, precision=Precision(level="O1", dtype="bfloat16")), "precision.level"),
+        ("megatron", lambda c: dataclasses.replace(c, precision=AUTOCAST), "precision.level"),
         ("torchtitan", lambda c: with_layout(c, dp_shard=4, zero_stage=1), "layout.zero_stage"),
         ("torchtitan", lambda c: dataclasses.replace(c, recompute=Recompute(full=((3,),))), "recompute"),
         ("torchtitan", lambda c: with_layout(c, tp=3), "layout.tp"),

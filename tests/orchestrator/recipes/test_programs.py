@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from orchestrator.recipes import documents
 from orchestrator.recipes.trainings import recognise, training
-from tests.orchestrator.recipes.configurations import MODEL
 from tests.orchestrator.recipes.commands import (
     FRAMEWORKS,
     MINDFORMERS_CONFIG,
@@ -19,6 +19,7 @@ from tests.orchestrator.recipes.commands import (
     request_for,
     run_of,
 )
+from tests.orchestrator.recipes.configurations import MODEL
 from trials.script.logs import make_parser
 
 
@@ -43,9 +44,9 @@ def test_every_framework_is_recognised_and_its_log_is_known(name):
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(candidate=candidates())
-def test_a_command_says_the_candidate_that_was_laid_over_it_or_why_it_cannot(name, candidate):
-    run = program(name)
+@given(data=st.data())
+def test_a_command_says_the_candidate_that_was_laid_over_it_or_why_it_cannot(name, data):
+    run, candidate = program(name), data.draw(candidates(name))
     request = request_for(run, name, candidate)
     laid = training(name).overlay(run, request)
     if errors(laid):

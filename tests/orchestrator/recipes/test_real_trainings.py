@@ -17,7 +17,7 @@ from orchestrator.recipes.training import Run
 from tests.orchestrator.recipes.programs import drawn, errors, program, request, written
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.exhaustive,
     pytest.mark.skipif(
         any(importlib.util.find_spec(name) is None for name in ("accelerate", "deepspeed", "transformers")),
         reason="the packages are not installed",

@@ -21,7 +21,7 @@ from orchestrator.sweep.events import ChecksAsked, FinalistsChosen, LedgerEvent,
 from orchestrator.sweep.fold import fold
 from orchestrator.sweep.home import attempt_folder
 from orchestrator.sweep.ledger import Ledger
-from orchestrator.sweep.state import SweepState
+from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.tracking import content
 from orchestrator.tracking.tracker import CURSOR, Tracker
 from tests.support.long_story import START_S, all_kinds, events, fill, speeds
@@ -32,7 +32,7 @@ from tests.support.virtual_sweeps import SWEEP, home, submit
 from trials.codec import from_json
 from trials.outcome import Crashed, Evidence, StoppedEarly
 from trials.reports.findings import Findings
-from trials.spec import Candidate, LinearModel, RandomData, ResNetModel, Workload
+from trials.spec import Candidate, LinearModel, OwnChoice, RandomData, ResNetModel, Workload
 
 
 @pytest.fixture
@@ -455,3 +455,15 @@ def test_a_guided_sweep_says_of_every_trial_why_and_what_was_predicted(tmp_path:
             assert found["step_time_over_predicted"] == pytest.approx(
                 trial.measurement.step_time_s / expected_s, rel=1e-3
             )
+
+
+def test_names_of_own_knobs_are_such_as_mlflow_takes():
+    from mlflow.utils.validation import _validate_param
+
+    names = ("$OMP_NUM_THREADS", "--tp-comm-overlap", "config:zero_optimization.overlap_comm", "width")
+    own = tuple(OwnChoice(name=name, value=1) for name in names)
+    trial = Trial(number=1, candidate=Candidate(own=own), origin="search", reason="", proposed_at_s=0.0)
+    params = content.trial_params(trial)
+    for name, value in params.items():
+        _validate_param(name, value)
+    assert {"env:OMP_NUM_THREADS", *names[1:]} <= set(params)

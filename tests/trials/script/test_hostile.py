@@ -1,7 +1,9 @@
 """Programs that behave as badly as programs do, each in a real gang: the right outcome, and nothing left behind."""
 
 import contextlib
+import json
 import os
+import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -14,8 +16,10 @@ from cluster.hardware.placement import Pool
 from cluster.hardware.topology import discover_node
 from cluster.local import LocalCluster
 from cluster.node.agent import SCRIPT_PRELOAD
+from tests.support import ROOT
 from trials.codec import to_json
 from trials.script.command import Expected, LogFormat, ScriptCommand
+from trials.script.environment import ScriptRank, child_environment
 from trials.spec import Protocol
 
 LIMIT_S = 60.0
@@ -223,6 +227,7 @@ def run(cluster, case, mark, **changes):
         spec=to_json(command(case, mark, **changes)),
         placement=Pool(cluster.topology).place(world_size=case.world_size, tp=1, isolation="device"),
         deadlines=Deadlines(starting_s=case.starting_s),
+        one_rank_per_node=changes.get("launcher") == "own",
     )
     cluster.launch(launch)
     give_up_s = time.monotonic() + LIMIT_S
@@ -292,24 +297,58 @@ def test_lock_files_that_nobody_holds_are_removed_before_the_start(cluster, tmp_
     assert str(tmp_path / "torch_extensions") in Path(end.log_dir, "rank0.log").read_text()
 
 
-def test_programs_see_an_allow_list_of_the_environment(cluster):
-    """The environment of the rank itself is that of the test."""
-    os.environ["HF_HOME"], os.environ["SOMETHING_ELSE"], os.environ["TORCH_API_KEY"] = "/hub", "x", "secret-value-1"
-    try:
-        shows = Case("raise ValueError(' '.join(sorted(os.environ)))", kind="crashed")
-        work = command(shows, "sees")
-        from trials.script.environment import ScriptRank, child_environment
+def test_programs_see_an_allow_list_of_the_environment():
+    node = {
+        "HF_HOME": "/hub",
+        "NCCL_DEBUG": "INFO",
+        "SOMETHING_ELSE": "x",
+        "TORCH_API_KEY": "k",
+        "WANTED": "yes",
+        "RANK": "7",
+    }
+    shows = command(CASES["good"], "sees", env_pass=("WANTED",), env=(("HF_HUB_OFFLINE", "0"),))
+    rank = ScriptRank.from_env({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "4711"})
+    seen = child_environment(shows, rank, node, report=Path("/report"), error_file=Path("/error"))
+    assert {"SOMETHING_ELSE", "TORCH_API_KEY"}.isdisjoint(seen)
+    wanted = {"HF_HOME": "/hub", "NCCL_DEBUG": "INFO", "WANTED": "yes", "HF_HUB_OFFLINE": "0", "WANDB_MODE": "disabled"}
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "4711", "TORCHELASTIC_RUN_ID": "tune-cluster"}
+    assert {**wanted, **torchrun}.items() <= seen.items()
 
-        seen = child_environment(
-            work,
-            ScriptRank.from_env({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}),
-            os.environ,
-            report=Path("/r"),
-            error_file=Path("/e"),
-        )
-    finally:
-        for name in ("HF_HOME", "SOMETHING_ELSE", "TORCH_API_KEY"):
-            del os.environ[name]
-    assert seen["HF_HOME"] == "/hub"
-    assert "SOMETHING_ELSE" not in seen and "TORCH_API_KEY" not in seen
-    assert (seen["RANK"], seen["WORLD_SIZE"], seen["WANDB_MODE"]) == ("1", "2", "disabled")
+
+def test_a_command_that_starts_its_ranks_speaks_for_all_of_them(cluster):
+    """One process has the node's two devices, and is told so; its ranks report to files of their own."""
+    program = """
+devices = int(sys.argv[1])
+assert (os.environ["NNODES"], os.environ["NPROC_PER_NODE"], "RANK" in os.environ) == ("1", "2", False)
+for rank in range(devices):
+    path = os.environ["TUNE_CLUSTER_REPORT"] + f"/rank{rank}.jsonl"
+    if os.fork() == 0:
+        steps(step_time_s=0.1 * (rank + 1))
+        os._exit(0)
+for _ in range(devices):
+    os.wait()
+"""
+    case = Case(program, world_size=2)
+    argv = (
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        PRELUDE.replace("step_time_s=0.005, **", "**") + program,
+        "{local_devices}",
+    )
+    end = run(cluster, case, "own", launcher="own", argv=argv)
+    assert end.outcome.kind == "measured", end.outcome
+    measurement = end.outcome.measurement
+    assert measurement.world_size == 2
+    assert measurement.step_times_s == (0.2,) * 4
+
+
+def test_under_plain_torchrun_it_reports_as_well(tmp_path):
+    spec, out = tmp_path / "spec.json", tmp_path / "report.json"
+    spec.write_text(json.dumps(to_json(command(CASES["good"], "plain"))))
+    module = [sys.executable, "-m", "trials.script.runner", "--spec", spec, "--out", out]
+    environment = {name: value for name, value in os.environ.items() if name != "TUNE_CLUSTER_ATTEMPT_DIR"}
+    subprocess.run(module, check=True, env={**environment, "TMPDIR": str(tmp_path)}, cwd=ROOT)
+    assert len(json.loads(out.read_text())["step_times_s"]) == 4
+    assert list(tmp_path.glob("tune-cluster-*/script")) == []

@@ -47,7 +47,7 @@ def main():
     trainer.train()
     print("steps", trainer.state.global_step)
     for entry in trainer.state.log_history[:-1]:
-        print("logged", entry["step"], entry["loss"])
+        print("step", entry["step"], "loss", entry["loss"])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,133 @@
+"""The whole life of a sweep over a program of the user's own: confirmed, judged, promoted, exported, verified."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from orchestrator.config.sweep import load_sweep
+from orchestrator.controller import controller
+from orchestrator.controller.observer import Observers
+from orchestrator.errors import ConfigError
+from orchestrator.promotion.commands import promote, show
+from orchestrator.promotion.references import describe
+from orchestrator.promotion.verify import verify
+from orchestrator.scripts.artifact import START, artifact
+from orchestrator.sweep.home import Home
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
+
+PROGRAM = """
+import argparse, time
+import torch, torch.distributed as dist
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--bs", type=int, default=1)
+parser.add_argument("--accum", type=int, default=8)
+parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--half", action="store_true")
+arguments = parser.parse_args()
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(32, 32))
+optimiser = torch.optim.AdamW(model.parameters(), lr=0.01)
+rows = torch.Generator().manual_seed(1)
+rank, size = dist.get_rank(), dist.get_world_size()
+for step in range(1, arguments.steps + 1):
+    begin = time.perf_counter()
+    batch = torch.randn(arguments.bs * arguments.accum * size, 32, generator=rows)[rank::size]
+    total = torch.zeros(())
+    for part in batch.split(arguments.bs):
+        time.sleep(0.03)
+        target = part / 2 if not arguments.half else part
+        loss = (model(part) - target).square().mean() / arguments.accum
+        loss.backward()
+        total += loss.detach()
+    dist.all_reduce(total)
+    optimiser.step()
+    optimiser.zero_grad()
+    if rank == 0:
+        spent = 1e3 * (time.perf_counter() - begin)
+        print(f"iter {step}: loss {total.item() / size:.6f}, time {spent:.3f}ms", flush=True)
+"""
+RUN = [sys.executable, "train.py", "--bs", "{micro_batch_size}", "--accum", "{accumulation}", "--steps", "{steps}"]
+
+
+def submitted(folder, **sections):
+    (folder / "train.py").write_text(PROGRAM)
+    content = {
+        "name": "mine",
+        "workload": {"recipe": "custom", "run": RUN, "global_batch_size": 16},
+        "cluster": {"kind": "local", "device": "cpu", "devices_per_node": 2},
+        "baseline": {"micro_batch_size": 1},
+        "space": {"micro_batch_size": [1, 8]},
+        "measure": {"num_steps": 4, "max_steps": 6, "min_warmup_steps": 2},
+        "search": {"sampler": "grid"},
+        "budget": {"max_trials": 2},
+        "confirm": {"finalists": 1, "min_rounds": 2, "max_rounds": 3},
+        "gate": {"num_steps": 8},
+        **sections,
+    }
+    path = folder / "sweep.yaml"
+    path.write_text(yaml.safe_dump(content))
+    home = Home(folder / "home")
+    return controller.submit(load_sweep(path), home, observer=Observers([])).state, home
+
+
+def test_a_confirmed_winner_is_promoted_exported_and_verified(tmp_path):
+    state, home = submitted(tmp_path)
+    assert state.verdict.conclusion == "confirmed", state.verdict
+    assert state.winner.candidate.micro_batch_size == 8
+    (report,) = state.verdict.gates
+    assert report.passed, report
+    done = promote("mine", home, sweep="mine")
+    assert not done["forced"]
+    kept = show("mine@production", home)["script"]
+    assert "--bs\n-{micro_batch_size}\n+8" in kept["changes"]
+    assert kept["source"]["sha256"]
+    described = describe("mine@production", home, None)
+    made = artifact(described.script, described.candidate, described.label)
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    for name, text in made.files.items():
+        (folder / name).write_text(text)
+    again = subprocess.run(
+        ["sh", str(folder / START)],
+        env={"PATH": "/usr/bin:/bin", "STEPS": "3", "MASTER_PORT": "29778"},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert again.returncode == 0 and "iter 3: loss" in again.stdout, again.stderr
+    found = verify("mine@production", home, Observers([]), num_rounds=2, tolerance=0.9)
+    kinds = {one.kind: one for one in found.findings}
+    assert not kinds["loss"].is_drift and "the same in" in kinds["loss"].text
+    assert "training" not in kinds and "program" not in kinds
+    assert found.answer in ("no_drift", "could_not_verify")  # the machine may be busy
+
+
+def test_a_changed_program_is_not_promoted(tmp_path):
+    _, home = submitted(tmp_path, confirm="off", gate="off")
+    (tmp_path / "train.py").write_text(PROGRAM + "\n# today's\n")
+    with pytest.raises(ConfigError, match=r"your program was changed since it was measured \(train.py\)"):
+        promote("mine", home, sweep="mine", trial="1")
+
+
+def test_a_faster_candidate_that_trains_something_else_is_refused(tmp_path):
+    own = {"--half": [False, True]}
+    state, _ = submitted(
+        tmp_path,
+        space={"micro_batch_size": [8], "own": own},
+        confirm={"finalists": 2, "min_rounds": 2, "max_rounds": 3},
+        budget={"max_trials": 3},
+    )
+    wrong = {report.trial: report for report in state.verdict.gates if not report.passed}
+    right = {report.trial for report in state.verdict.gates if report.passed}
+    assert all(dict(_own(state, number))["--half"] for number in wrong)
+    assert all(not dict(_own(state, number)).get("--half") for number in right)
+    if state.winner is not None and state.verdict.conclusion == "confirmed":
+        assert not dict(_own(state, state.winner.number)).get("--half")
+    assert state.verdict.gates, "something was judged"
+
+
+def _own(state, number):
+    return [(choice.name, choice.value) for choice in state.trials[number].candidate.own]

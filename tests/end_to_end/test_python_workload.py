@@ -1,0 +1,29 @@
+"""A PyTorch module of the user's from its file to a promoted configuration, with real gangs on two CPU devices."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from orchestrator.cli.main import main
+from tests.support import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(1800)]
+
+
+def run(*words, home):
+    done = CliRunner().invoke(main, [*words, "--home", str(home), "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_the_shipped_example_is_confirmed_passes_the_gate_and_is_promoted(tmp_path):
+    result = run("submit", str(ROOT / "configs" / "sweeps" / "python.yaml"), home=tmp_path)
+    proof = result["proof"]
+    assert proof["conclusion"] == "confirmed" and proof["speedup"]["low"] > 1
+    assert [gate["passed"] for gate in proof["gates"]] == [True]
+    run("promote", "python", "--name", "encoder", home=tmp_path)
+    exported = run("export", "encoder@production", "--format", "torchrun", home=tmp_path)
+    spec = json.loads(exported["files"]["spec.json"])
+    assert spec["workload"]["model"]["model"] == "python_model:build"
+    assert "your own code builds it: python_model:build" in str(exported["notes"])

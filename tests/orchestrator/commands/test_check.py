@@ -1,0 +1,103 @@
+"""The check: one short run in a real gang, of programs that hold, and of those with the usual mistakes."""
+
+import json
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from orchestrator.cli.main import main
+
+PROGRAM = """\
+import argparse, json, os, pathlib, time
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--bs", type=int)
+parser.add_argument("--quiet", action="store_true")
+parser.add_argument("--claim", type=int)
+options = parser.parse_args()
+if options.claim is not None:
+    file = pathlib.Path(os.environ["TUNE_CLUSTER_REPORT"], "rank" + os.environ["RANK"] + ".jsonl")
+    line = {"v": 1, "source": "report", "t": time.time(), "event": "facts", "micro_batch_size": options.claim}
+    file.write_text(json.dumps(line) + "\\n")
+for step in range(1, 200):
+    time.sleep(0.02)
+    if not options.quiet:
+        print(f"step {step}: loss {1 / step:.3f}, 20.5 ms", flush=True)
+    elif step > 20:
+        break
+"""
+
+
+def sweep(folder, *words):
+    (folder / "program.py").write_text(PROGRAM)
+    content = {
+        "name": "checked",
+        "workload": {
+            "recipe": "custom",
+            "run": ["python", "program.py", "--bs", "{micro_batch_size}", *words],
+            "global_batch_size": 4,
+            "metrics": {"log": r"step (?P<step>\d+): loss (?P<loss>\S+), (?P<step_ms>\S+) ms", "hook": False},
+        },
+        "cluster": {"kind": "local", "device": "cpu", "devices_per_node": 1},
+        "baseline": {"micro_batch_size": 4},
+        "space": {"micro_batch_size": [4]},
+    }
+    file = folder / "checked.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.mark.slow
+@pytest.mark.representative("good", "typo")
+@pytest.mark.parametrize(
+    ("words", "ok", "outcome", "problem"),
+    [
+        pytest.param([], True, "measured", None, id="good"),
+        pytest.param(["--bz", "1"], False, "crashed", "exited with code 2", id="typo"),
+        pytest.param(["--quiet"], False, "crashed", "step", id="metrics-missing"),
+        pytest.param(["--claim", "2"], False, "infeasible", "not applied", id="knob-without-effect"),
+    ],
+)
+def test_a_short_run_says_whether_trials_can_be_measured(tmp_path, words, ok, outcome, problem):
+    file = sweep(tmp_path, *words)
+    result = run("check", file, "--home", tmp_path / "home", "--json")
+    said = json.loads(result.stdout)
+    assert (said["ok"], said["outcome"]) == (ok, outcome), said
+    assert result.exit_code == (0 if ok else 2)
+    assert problem is None or problem in said["problem"]
+    if ok:
+        sources = {source["name"]: source for source in said["sources"]}
+        assert sources["loss"]["source"].startswith("log")
+        assert sources["loss"]["resolution"] == pytest.approx(0.001)
+        assert sources["step_time_s"]["resolution"] == pytest.approx(0.0001)
+        assert 0 < said["starting_s"] < 60
+    if outcome == "crashed" and words[0] == "--bz":
+        assert "unrecognized arguments: --bz 1" in said["log_tail"][-1]
+    assert not list((tmp_path / "home").glob("checks/*"))
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_submit_does_not_begin_what_the_check_refuses(tmp_path):
+    file = sweep(tmp_path, "--bz", "1")
+    refused = run("submit", file, "--home", tmp_path / "home")
+    assert refused.exit_code == 2
+    assert "unrecognized arguments" in refused.stderr
+    assert "--no-check" in refused.stderr
+    assert not (tmp_path / "home" / "sweeps").exists() or not list((tmp_path / "home" / "sweeps").iterdir())
+
+
+def test_a_virtual_cluster_has_nothing_to_check(tmp_path):
+    file = sweep(tmp_path)
+    content = yaml.safe_load(file.read_text())
+    file.write_text(
+        yaml.safe_dump({**content, "cluster": {"kind": "simulated", "simulation": {"accelerator": "h100"}}})
+    )
+    result = run("check", file, "--home", tmp_path / "home")
+    assert result.exit_code == 2
+    assert "cluster.kind" in result.stderr or "simulated" in result.stderr

@@ -1,0 +1,247 @@
+"""What becomes of what programs tell: which source counts, when it is enough, what speaks against a measurement."""
+
+import json
+
+import pytest
+
+from trials.failure import InfeasibleSpec, NonFiniteLoss, classify
+from trials.script.book import StepBook
+from trials.script.command import Expected, ScriptCommand
+from trials.script.failures import OutputWatch, failure
+from trials.script.judge import Judge
+from trials.script.logs.base import LogRecord, LogValue
+from trials.spec import Protocol
+
+COMMAND = ScriptCommand(
+    argv=("x",),
+    cwd="/",
+    protocol=Protocol(min_warmup_steps=1, num_steps=3),
+    num_devices=2,
+    tokens_per_step=1000,
+    samples_per_step=8,
+)
+
+
+class Story:
+    """A book that is told of steps, and its judge."""
+
+    def __init__(self, **expected):
+        command = ScriptCommand(
+            **{name: getattr(COMMAND, name) for name in ("argv", "cwd", "protocol", "num_devices", "tokens_per_step")},
+            samples_per_step=8,
+            expected=Expected(**expected),
+        )
+        self.book = StepBook(command)
+        self.judge = Judge(command, self.book)
+
+    def report(self, step, *, source="report", origin="rank0.jsonl", **values):
+        line = json.dumps({"v": 1, "source": source, "step": step, **values})
+        self.book.hear_report(line, origin=origin, arrived_s=0.0)
+        return self
+
+    def facts(self, origin="rank0.jsonl", **values):
+        self.book.hear_report(
+            json.dumps({"source": "hook:torch", "event": "facts", **values}), origin=origin, arrived_s=0.0
+        )
+        return self
+
+    def log(self, step, *, arrived_s=0.0, at_s=None, **values):
+        record = LogRecord(
+            step=step,
+            values={name: LogValue(value, 0.001) for name, value in values.items()},
+            at_s=None if at_s is None else LogValue(at_s, 0.001),
+        )
+        self.book.hear_log(record, format_name="pattern", origin="output", arrived_s=arrived_s)
+        return self
+
+
+def seconds(story):
+    times = story.judge.times()
+    return None if times is None else [round(value, 6) for value in times.seconds]
+
+
+def test_a_report_goes_before_a_hook_and_a_hook_before_a_log():
+    story = Story()
+    for step in range(1, 5):
+        story.log(step, step_time_s=0.3, loss=3.0)
+    assert (seconds(story), story.judge.times().source) == ([0.3] * 3, "log:pattern")
+    assert story.judge.times().resolution_s == 0.001
+    for step in range(1, 5):
+        story.report(step, source="hook:torch", step_time_s=0.2)
+    assert (seconds(story), story.judge.times().source) == ([0.2] * 3, "hook:torch")
+    for step in range(1, 4):
+        story.report(step, step_time_s=0.1, loss=5.0 - step)
+    assert story.judge.times().source == "hook:torch"  # the report does not have all steps yet
+    story.report(4, step_time_s=0.1, loss=1.0)
+    assert (seconds(story), story.judge.times().source) == ([0.1] * 3, "report")
+    assert story.judge.per_step("loss") == (4.0, 3.0, 2.0, 1.0)
+    assert {source.name: source.source for source in story.judge.sources(story.judge.times())} == {
+        "step_time_s": "report",
+        "loss": "report",
+    }
+
+
+@pytest.mark.parametrize("first", [0, 1, 5001])
+def test_steps_are_counted_from_the_first_wherever_numbering_begins(first):
+    story = Story()
+    for step in range(3):
+        story.log(first + step, step_time_s=0.1 * (step + 1))
+    assert (story.judge.num_steps, seconds(story)) == (3, None)
+    story.log(first + 3, step_time_s=0.4)
+    assert seconds(story) == [0.2, 0.3, 0.4]
+
+
+def test_a_line_for_several_steps_stands_for_each_of_them():
+    story = Story().log(2, step_time_s=0.5)
+    assert seconds(story) is None
+    assert seconds(story.log(4, step_time_s=0.25)) == [0.5, 0.25, 0.25]
+
+
+def test_times_come_of_clocks_rates_and_at_last_of_arrivals():
+    assert seconds(_told(lambda story, n: story.log(n, at_s=10.0 + n, arrived_s=9.0))) == [1.0, 1.0, 1.0]
+    assert seconds(_told(lambda story, n: story.log(n, tokens_per_s=2000.0))) == [0.5] * 3
+    assert seconds(_told(lambda story, n: story.log(n, tokens_per_s_per_device=2000.0))) == [0.25] * 3
+    assert seconds(_told(lambda story, n: story.log(n, samples_per_s=80.0))) == [0.1] * 3
+    assert seconds(_told(lambda story, n: story.log(n, arrived_s=0.5 * n))) == [0.5] * 3
+    assert seconds(_told(lambda story, n: story.report(n, t=100.0 + 0.5 * n))) == [0.5] * 3
+
+
+def _told(tell):
+    story = Story()
+    for step in range(1, 5):
+        tell(story, step)
+    return story
+
+
+def test_lines_that_arrive_together_share_their_time():
+    story = Story().log(1, arrived_s=1.0)
+    for step in (2, 3, 4):
+        story.log(step, arrived_s=1.6)
+    assert seconds(story) == [0.2] * 3
+    assert story.judge.times().resolution_s == pytest.approx(0.2)
+    assert seconds(_told(lambda story, n: story.log(n, arrived_s=5.0))) is None
+
+
+def test_of_several_processes_the_slowest_counts_and_shares_are_averaged():
+    story = Story()
+    for step in range(1, 5):
+        for rank in (0, 1):
+            values = {"step_time_s": 0.1 + 0.1 * rank * (step == 3), "loss": 2.0 + rank, "loss_scope": "rank"}
+            story.report(step, source="hook:torch", origin=f"rank{rank}.jsonl", **values)
+    assert seconds(story) == [0.1, 0.2, 0.1]
+    assert story.judge.per_step("loss") == (2.5,) * 4
+    assert next(s for s in story.judge.sources(story.judge.times()) if s.name == "loss").is_share
+
+
+@pytest.mark.parametrize(
+    ("expected", "facts", "says"),
+    [
+        ({"world_size": 2}, {"world_size": 1}, "the world size to be 2, but the program has 1"),
+        ({"micro_batch_size": 4}, {"micro_batch_size": 2}, "samples per micro-batch to be 4"),
+        ({"num_microbatches": 2}, {"forwards_per_step": 4}, "forward passes per step and rank to be 2"),
+        (
+            {"dtype": "bfloat16"},
+            {"dtype": "torch.float32"},
+            "first linear layer to be bfloat16, but the program has float32",
+        ),
+        ({"recomputes": True}, {"layer_calls_per_forward": 1}, "each runs once per forward pass"),
+        ({"recomputes": False}, {"layer_calls_per_forward": 2}, "each runs 2 times"),
+        ({"parameter_shards": 8}, {"parameter_bytes_local": 100, "parameter_bytes_global": 100}, "spread over 8 ranks"),
+    ],
+)
+def test_knobs_that_do_not_act_are_no_measurement(expected, facts, says):
+    story = Story(**expected).facts(**facts)
+    with pytest.raises(InfeasibleSpec, match=says) as caught:
+        story.judge.check_facts()
+    assert str(caught.value).startswith("not applied: ")
+    assert classify(caught.value) == "infeasible"
+
+
+def test_facts_that_agree_or_are_unknown_say_nothing():
+    expected = {"world_size": 2, "micro_batch_size": 4, "dtype": "bfloat16", "recomputes": True, "parameter_shards": 2}
+    Story(**expected).facts(world_size=2, layer_calls_per_forward=1.5).judge.check_facts()
+    sizes = {"parameter_bytes_local": 60, "parameter_bytes_global": 100}
+    Story(**expected).facts(micro_batch_size=4, dtype="bfloat16", **sizes).judge.check_facts()
+    Story().facts(world_size=1, dtype="float64").judge.check_facts()
+
+
+def test_another_global_batch_is_another_training():
+    story = _told(lambda story, n: story.report(n, samples=16))
+    with pytest.raises(InfeasibleSpec, match="8 samples per optimiser step, but the program has 16"):
+        story.judge.check_facts()
+    _told(lambda story, n: story.report(n, samples=16 + n)).judge.check_facts()  # they vary: batches of their own
+
+
+def test_divergence_beyond_the_measured_steps_does_not_count():
+    story = _told(lambda story, n: story.report(n, loss=1.0))
+    story.report(5, loss="NaN")
+    story.judge.check_finite()
+    with pytest.raises(NonFiniteLoss, match="loss is inf at step 4"):
+        Story().report(4, loss="inf").judge.check_finite()
+
+
+@pytest.mark.parametrize(
+    ("lines", "exit_code", "kind"),
+    [
+        (
+            ["Traceback (most recent call last):", "[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried"],
+            1,
+            "oom",
+        ),
+        (["ResourceExhaustedError: ", "Out of memory error on GPU 0. Cannot allocate 2.0GB memory"], 1, "oom"),
+        (
+            ["RuntimeError: Memory not enough: Device(id:0) memory isn't enough and alloc failed, kernel name: X"],
+            1,
+            "oom",
+        ),
+        (["terminate called after throwing an instance of 'std::bad_alloc'"], -6, "oom"),
+        (["2 CUDA OOM errors thrown.", "hint: lower this to avoid out of memory"], 1, "error"),
+        (
+            [
+                "Traceback (most recent call last):",
+                "MemoryError: x",
+                "Traceback (most recent call last):",
+                "KeyError: 1",
+            ],
+            1,
+            "error",
+        ),
+        (
+            ["torch.OutOfMemoryError: HIP out of memory", "Traceback", "RuntimeError: Connection closed by peer [1]:2"],
+            1,
+            "oom",
+        ),
+        (["RuntimeError: [pair.cc] Connection closed by peer [127.0.0.1]:4242"], 1, "connection"),
+        (["torch.distributed.DistNetworkError: EADDRINUSE", "ChildFailedError: x"], 1, "port"),
+        ([], 3, "error"),
+    ],
+)
+def test_output_tells_why_a_program_failed(tmp_path, lines, exit_code, kind):
+    output = OutputWatch()
+    for line in lines:
+        output.feed(line)
+    cause = failure(
+        told=(),
+        file=tmp_path / "none",
+        output=output,
+        exit_code=exit_code,
+        where="after 1 of 4 steps",
+        is_megatron=False,
+    )
+    expected = "host_oom" if "bad_alloc" in "".join(lines) else kind
+    assert classify(cause, "cuda") == expected
+    assert "after 1 of 4 steps" in str(cause)
+
+
+def test_the_program_s_own_type_stands_in_the_evidence(tmp_path):
+    (tmp_path / "error").write_text(json.dumps({"message": {"message": "ValueError: no", "extraInfo": {}}}))
+    cause = failure(
+        told=(),
+        file=tmp_path / "error",
+        output=OutputWatch(),
+        exit_code=1,
+        where="after 0 of 4 steps",
+        is_megatron=False,
+    )
+    assert (type(cause).__module__, type(cause).__qualname__) == ("builtins", "ValueError")
+    assert str(cause) == "no (the command exited with code 1 after 0 of 4 steps)"
