@@ -123,7 +123,8 @@ class ScriptSection(Section):
         default=[], description="Variables of the node's environment that it may see besides, by name."
     )
     files: dict[FileName, str] = Field(
-        default={}, description="Configuration files by the name of their placeholder; trials get copies."
+        default={},
+        description="Configuration files, relative to cwd, by the name of their placeholder; trials get copies.",
     )
     launcher: Literal["env", "own"] | None = Field(
         default=None,
@@ -140,7 +141,8 @@ class ScriptSection(Section):
     )
     num_layers: Size | None = Field(default=None, description="Repeated layers; null: as read. Pipelines need it.")
     model: str | None = Field(
-        default=None, description="config.json of a Hugging Face model, whose dimensions the cost model takes."
+        default=None,
+        description="config.json of a Hugging Face model, relative to cwd, whose dimensions the cost model takes.",
     )
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
         default=None, description="Seed of weights and data order; null: as the command says."
