@@ -39,8 +39,6 @@ SILENCE_S = 30.0
 """After so long without a step, each time, the end of the program's output is told."""
 MAX_LOG_LINES = 20
 Tell = Callable[[str], None]
-_OWN_FRAME = 'cluster/node/rank.py"'
-"""How the frame of our own rank ends in a traceback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +98,8 @@ class Checked:
 
     @property
     def log_tail(self) -> tuple[str, ...]:
-        """The end of the output of the rank to blame, without what our own rank wrote when it gave up."""
-        lines = self.evidence.log_tail if self.evidence is not None else ()
-        ours = next((at for at, line in enumerate(lines) if _OWN_FRAME in line), None)
-        if ours is not None:
-            starts = [at for at in range(ours) if lines[at].startswith("Traceback ")]
-            lines = lines[: starts[-1]] if starts else lines
-        return lines[-MAX_LOG_LINES:]
+        """The end of the output of the rank to blame."""
+        return self.evidence.log_tail[-MAX_LOG_LINES:] if self.evidence is not None else ()
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON form of ``check --json``."""

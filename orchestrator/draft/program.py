@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from orchestrator.draft.source import ProgramSource, ScriptOption
+from orchestrator.draft.source import ScriptOption, SourceFile
 from orchestrator.recipes.arguments import Argument, is_given, read_text, write
 
 FEW_STEPS = 200
@@ -45,7 +45,7 @@ class ReadProgram:
 
 
 def read_program(
-    argv: tuple[str, ...], source: ProgramSource | None, *, is_gpu: bool, cores: int, ranks: int = 1
+    argv: tuple[str, ...], source: SourceFile | None, *, is_gpu: bool, cores: int, ranks: int = 1
 ) -> ReadProgram:
     """What can be told of a program by the options that its source declares, on as many ranks."""
     if source is None or source.problem:

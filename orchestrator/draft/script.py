@@ -13,7 +13,7 @@ from typing import Any
 from orchestrator.draft.commandline import TypedCommand
 from orchestrator.draft.machine import DraftedMachine
 from orchestrator.draft.program import ReadProgram, read_program
-from orchestrator.draft.source import ProgramSource, find_script, read_source, with_settings
+from orchestrator.draft.source import SourceFile, find_script, read_source, with_settings
 from orchestrator.draft.sweep_text import comment, quoted, safe_name, sweep_text, value_text, words_text
 from orchestrator.errors import ConfigError
 from orchestrator.recipes.training import Reading, Run, Training
@@ -34,7 +34,7 @@ class DraftedScript:
     framework: Training
     reading: Reading
     program: ReadProgram
-    source: ProgramSource | None
+    source: SourceFile | None
     run: Run
 
     @property

@@ -57,7 +57,7 @@ class ScriptOption:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramSource:
+class SourceFile:
     """What a script's source tells."""
 
     path: Path
@@ -84,19 +84,19 @@ def find_script(argv: Sequence[str], cwd: Path) -> Path | None:
     return None
 
 
-def read_source(path: Path) -> ProgramSource:
+def read_source(path: Path) -> SourceFile:
     """What the script's source tells; with the reason where it cannot be read."""
     from orchestrator.draft.log_line import log_pattern
 
     try:
         text = path.read_text(encoding="utf-8")
         if len(text) > MAX_BYTES:
-            return ProgramSource(path=path, problem=f"{path.name} is longer than {MAX_BYTES >> 20} MiB")
+            return SourceFile(path=path, problem=f"{path.name} is longer than {MAX_BYTES >> 20} MiB")
         tree = ast.parse(text)
     except (OSError, ValueError, SyntaxError, RecursionError) as error:
-        return ProgramSource(path=path, problem=f"{path.name} cannot be read: {error}")
+        return SourceFile(path=path, problem=f"{path.name} cannot be read: {error}")
     options = tuple(_options(tree)) or tuple(_assignments(tree, text))
-    return ProgramSource(path=path, options=options, modules=frozenset(_modules(tree)), log_pattern=log_pattern(tree))
+    return SourceFile(path=path, options=options, modules=frozenset(_modules(tree)), log_pattern=log_pattern(tree))
 
 
 def _modules(tree: ast.AST) -> Iterator[str]:
@@ -138,7 +138,7 @@ def constants(tree: ast.Module) -> dict[str, Any]:
     return found
 
 
-def with_settings(source: ProgramSource, argv: Sequence[str], cwd: Path) -> ProgramSource:
+def with_settings(source: SourceFile, argv: Sequence[str], cwd: Path) -> SourceFile:
     """The source with defaults as further Python files of the command set them, as configurators read them."""
     if not any(option.is_assignment for option in source.options):
         return source
