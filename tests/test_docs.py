@@ -93,7 +93,7 @@ YAML_BLOCKS = [
     for number, block in enumerate(blocks(document, "yaml"))
     if not re.search(r"^  cwd: \.\./(my-project|LLaMA-Factory)\b", block, flags=re.MULTILINE)
 ]
-"""Those of strangers' folders are checked with their files by ``tests/orchestrator/recipes/test_framework_pages.py``."""
+"""Those of strangers' folders are checked with files by ``tests/orchestrator/recipes/test_framework_pages.py``."""
 
 
 @pytest.mark.parametrize("block", YAML_BLOCKS)

@@ -25,7 +25,7 @@ from orchestrator.search.prediction.transfer import EarlierTrial, num_sweeps
 from orchestrator.search.search import Search
 from orchestrator.space.knobs.own import memory_ranks
 from orchestrator.space.naming import flat_params
-from orchestrator.sweep.documents import PLAN, ProgramSource, Tracking
+from orchestrator.sweep.documents import PLAN, MeasuredProgram, Tracking
 from orchestrator.sweep.events import Budget, SweepCreated
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.ledger import Ledger
@@ -85,7 +85,7 @@ def create(
     prints = _fingerprint(spec, topology)
     Tracking(uri=spec.tracking.uri).put(ledger)
     if spec.script is not None and (source := program_source(spec.script)) is not None:
-        ProgramSource(sha256=source.sha256, commit=source.commit, files=source.files).put(ledger)
+        MeasuredProgram(sha256=source.sha256, commit=source.commit, files=source.files).put(ledger)
     known = PriorKnowledge(
         estimates=planned.estimates,
         profile=load_profile(spec, topology, home),

@@ -21,7 +21,7 @@ from orchestrator.scripts.script import Script
 from orchestrator.scripts.source import program_source
 from orchestrator.space.naming import short_name
 from orchestrator.statistics import Estimate, Interval
-from orchestrator.sweep.documents import SPEC, ProgramSource, SweepFile
+from orchestrator.sweep.documents import SPEC, MeasuredProgram, SweepFile
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState
 from orchestrator.sweep.values import GateReport, Verdict
@@ -127,7 +127,7 @@ def _command_files(made: ScriptArtifact) -> dict[str, str]:
 
 def _origin(ledger: Ledger, chosen: Chosen) -> dict[str, Any]:
     """Which program it was: digests of its source when the sweep was created, and versions of what it used."""
-    source, measurement = ProgramSource.read(ledger), chosen.trial.measurement
+    source, measurement = MeasuredProgram.read(ledger), chosen.trial.measurement
     told = measurement.findings.script if measurement else None
     return {
         "source": None if source is None else {"sha256": source.sha256, "commit": source.commit},
@@ -137,7 +137,7 @@ def _origin(ledger: Ledger, chosen: Chosen) -> dict[str, Any]:
 
 def source_changes(ledger: Ledger, script: Script | None) -> tuple[str, ...]:
     """Why the program that lies here is not the one that was measured; empty where it is, or lies elsewhere."""
-    measured = ProgramSource.read(ledger)
+    measured = MeasuredProgram.read(ledger)
     today = None if script is None else program_source(script)
     if measured is None or today is None or today.sha256 == measured.sha256:
         return ()

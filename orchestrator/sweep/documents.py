@@ -119,10 +119,10 @@ class SweepFile(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramSource(Document):
+class MeasuredProgram(Document):
     """The source of the user's own training program when the sweep was created."""
 
-    name: ClassVar[str] = "program_source"
+    name: ClassVar[str] = "measured_program"
     sha256: str
     commit: str = ""
     files: Mapping[str, str] = field(default_factory=dict)
