@@ -89,6 +89,8 @@ class ModuleFacts:
     """Elements that one sample's forward pass keeps for the backward pass."""
     num_kernels: int = 0
     """Operators that a forward pass calls."""
+    has_batch_norm: bool = False
+    """Whether what it learns depends on the size of micro-batches."""
     no_pipeline: str | None = None
     """Why pipeline stages cannot split it; None: they can."""
     no_tensor_parallel: str | None = None

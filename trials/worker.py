@@ -33,6 +33,7 @@ from trials.kernels.cudnn import KernelTuner
 from trials.kernels.graph_mode import compilations, forget_compilations, graph_report
 from trials.kernels.settings import kernel_settings
 from trials.legality.rules import check
+from trials.models import import_code
 from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
 from trials.parallel.mesh import RankIdentity, build_mesh, process_group, select_device
 from trials.precision.mixed import check_device
@@ -116,6 +117,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
     """Build, tune what is tuned before training, warm up and measure; gives the rank's report."""
     candidate = trial.candidate
     kernels = candidate.kernels
+    import_code(trial.workload.model)
     if trial.memory_limit_bytes is not None and not (trial.profile and device.type == "cpu"):
         # Of a CPU's memory the profiler takes much itself; that the candidate fits was seen when it was measured.
         limit_device_memory(device, trial.memory_limit_bytes)
@@ -124,8 +126,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
     memory = PeakMemory(device)
     place = coordinates(candidate.layout, identity.rank)
     trainer = Trainer(trial, build_mesh(candidate.layout, device), device, place=place)
-    if trainer.parts[0].model.is_own:
-        memory.restart()  # of its parts this rank now has no more than it keeps
+    _begin_own(trial, trainer, identity, memory)
     dataset = open_dataset(trial, identity.rank) if trainer.reads_inputs or trainer.reads_targets else None
     pin_memory = candidate.loader.pin_memory and device.type == "cuda"
     loader, loader_report = _settle_loader(candidate.loader, dataset, device, pin_memory=pin_memory)
@@ -162,6 +163,14 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
         profile=() if profiler is None else profiler.report(lambda: progress("measuring", step=num_steps)),
     )
     return _report(trial, identity, device, recording, memory, findings)
+
+
+def _begin_own(trial: TrialSpec, trainer: Trainer, identity: RankIdentity, memory: PeakMemory) -> None:
+    """Begin to count the memory of a module of the user's, of which this rank keeps its part only by now; and let each
+    part of the batch draw its own random numbers, for dropout say. A model of ours needs neither."""
+    if trainer.parts[0].model.is_own:
+        memory.restart()
+        torch.manual_seed(trial.workload.seed * 1_000_003 + data_parallel_rank(trial.candidate.layout, identity.rank))
 
 
 def _report(

@@ -48,7 +48,6 @@ from cluster.node.warden_link import CHUNK, AgentLink
 from cluster.processes import adopt_orphans, close_inherited, kill_descendants
 from trials.codec import from_json
 from trials.files import make_private_folder
-from trials.script.environment import remember_secrets
 from trials.script.places import remove_scratch, report_folder
 from trials.secrets import redact_file
 
@@ -369,8 +368,6 @@ class Warden:
 
     def _finish(self) -> None:
         remove_scratch(rank_folder(self._launch))
-        if self._launch.is_script:
-            remember_secrets(self._launch.spec.get("env", ()))
         for rank in self._ranks:
             with contextlib.suppress(OSError):  # a full disk: the log stays as it is, for its owner alone
                 redact_file(rank.log)

@@ -80,18 +80,19 @@ class DryRunVerdict:
         return {**body, "estimate": estimate}
 
 
-def refuse_own_code(workload: Workload) -> None:
+def refuse_own_code(spec: SweepSpec) -> None:
     """Refuse to simulate code that is not ours.
 
     Raises:
         ConfigError: the workload has such code; names the way that there is.
     """
-    if isinstance(workload.model, OwnModel):
-        raise ConfigError(
-            f"dry runs know built-in models only, not kind {workload.model.kind}",
-            key="workload",
-            remedy="Trials find out what fits: whatever runs out of memory rules others out.",
-        )
+    if spec.script is not None:
+        message = "nobody can simulate a training program of your own"
+        raise spec.error(("workload",), message, "`tune-cluster check FILE` runs it for some steps.")
+    model = spec.to_workload().model
+    if isinstance(model, OwnModel):
+        message = f"dry runs know built-in models only, not kind {model.kind}"
+        raise spec.error(("workload",), message, "Trials find out what fits: what runs out of memory rules others out.")
 
 
 def dry_run(
@@ -113,10 +114,7 @@ def dry_run(
         ConfigError: for the file, a trial nobody knows or that breaks a rule, or a size without its unit.
     """
     spec = load_sweep(file)
-    if spec.script is not None:
-        message = "nobody can simulate a training program of your own"
-        raise spec.error(("workload",), message, "`tune-cluster check FILE` runs it for some steps.")
-    refuse_own_code(spec.to_workload())
+    refuse_own_code(spec)
     choices = TrialChoices(spec, home)
     topology = choices.topology
     chosen = [(name, choices.find(name)) for name in trials or (() if num_legal else (BASELINE,))]

@@ -33,7 +33,7 @@ from orchestrator.sweep.values import Hardware
 from orchestrator.tracking.history import earlier_trials
 from orchestrator.tracking.tracker import Tracker
 from trials.codec import digest
-from trials.spec import ProfileSpec
+from trials.spec import ProfileSpec, ScriptModel
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,11 @@ def earlier(spec: SweepSpec, prints: dict[str, str], home: Home, objective: Obje
     if spec.tracking.uri is None and not home.has_store:
         return ()
     uri = spec.tracking.uri or home.default_tracking_uri
-    return earlier_trials(Tracker(uri), prints, spec.to_workload().model.kind, objective)
+    model = spec.to_workload().model
+    found = earlier_trials(Tracker(uri), prints, model.kind, objective)
+    if not isinstance(model, ScriptModel):
+        return found
+    return tuple(trial for trial in found if model.shape is not None and trial.workload.model == model)
 
 
 def _planned(spec: SweepSpec, topology: Topology, home: Home) -> PlannedSweep:

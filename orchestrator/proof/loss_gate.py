@@ -23,7 +23,7 @@ from orchestrator.proof.tolerances import (
 )
 from orchestrator.proof.trajectories import Curve, Trajectory, loss_curve, norm_curve, trajectory
 from orchestrator.sweep.values import GateReport, GateSettings
-from trials.spec import Candidate, Kernels, Loader, Precision, Recompute, ResNetModel, Workload
+from trials.spec import Candidate, Kernels, Loader, OwnModel, Precision, Recompute, ResNetModel, Workload
 
 __all__ = [
     "Curve",
@@ -245,7 +245,10 @@ def _compare(
 
 
 def _has_batch_norm(workload: Workload | None) -> bool:
-    return workload is not None and isinstance(workload.model, ResNetModel)
+    if workload is None:
+        return False
+    model = workload.model
+    return model.facts.has_batch_norm if isinstance(model, OwnModel) else isinstance(model, ResNetModel)
 
 
 def _has_other_batch_norm(one: Trajectory, other: Trajectory, workload: Workload | None) -> bool:

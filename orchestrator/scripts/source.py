@@ -12,9 +12,9 @@ from pathlib import Path
 from orchestrator.scripts.script import Script
 from trials.codec import digest
 
-SUFFIXES = frozenset({".py", ".sh", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp"})
-"""Endings of files that count as source. Programs write YAML and JSON themselves: of such files those count that the
-command names."""
+SUFFIXES = frozenset({".py", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp"})
+"""Endings of files that count as source. Of others, which programs and exports write themselves (YAML, JSON, shell
+scripts), those count that the command names."""
 SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages", "build", "dist", "mlruns"})
 """Folders that hold no source; hidden ones and virtual environments are left out, too."""
 PROGRAM = "program"
@@ -49,8 +49,10 @@ class SourceTree:
 
 
 def program_source(script: Script) -> SourceTree | None:
-    """The source of a script and the configuration files of its command; None where it is not on this host."""
-    return source_tree(Path(script.run.cwd), tuple(Path(path) for path in script.run.paths.values()))
+    """The source of a script and the files that its command names; None where it is not on this host."""
+    folder = Path(script.run.cwd)
+    words = tuple(path for word in script.run.argv[1:] if (path := folder / word).suffix and path.is_file())
+    return source_tree(folder, (*words, *(Path(path) for path in script.run.paths.values())))
 
 
 def source_tree(folder: Path, others: tuple[Path, ...] = ()) -> SourceTree | None:
@@ -80,7 +82,8 @@ def _sources(folder: Path) -> Iterator[Path]:
 
 def _is_skipped(folder: Path) -> bool:
     name = folder.name
-    return name in SKIPPED or name.startswith(".") or name.endswith(".egg-info") or (folder / "pyvenv.cfg").exists()
+    is_foreign = any((folder / mark).exists() for mark in ("pyvenv.cfg", "mlflow.db", "sweeps"))  # a home of ours
+    return is_foreign or name in SKIPPED or name.startswith(".") or name.endswith(".egg-info")
 
 
 def _sha256(path: Path) -> str | None:

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import yaml
+from mlflow import MlflowClient
 
 from orchestrator.config.sweep import load_sweep
 from orchestrator.controller import controller
@@ -40,7 +41,8 @@ for step in range(1, arguments.steps + 1):
     optimiser.step()
     time.sleep(0.02 / arguments.bs)
     if dist.get_rank() == 0:
-        print(f"iter {step}: loss {loss.item() * arguments.accum:.4f}, time {1e3 * (time.perf_counter() - begin):.2f}ms")
+        step_ms = 1e3 * (time.perf_counter() - begin)
+        print(f"iter {step}: loss {loss.item() * arguments.accum:.4f}, time {step_ms:.2f}ms")
 """
 
 
@@ -61,7 +63,7 @@ def file(tmp_path):
         },
         "cluster": {"kind": "local", "device": "cpu", "devices_per_node": 2},
         "baseline": {"micro_batch_size": 1},
-        "space": {"micro_batch_size": [1, 8], "own": {"--wide": [True, False]}},
+        "space": {"micro_batch_size": [1, 8], "own": {"--wide": [True], "$MODE": ["a"]}},
         "measure": {"num_steps": 3, "min_warmup_steps": 1},
         "budget": {"max_trials": 2},
         "search": {"sampler": "grid"},
@@ -86,5 +88,5 @@ def test_it_is_tuned_by_its_log_line_alone(file, tmp_path):
         assert found.losses and 0 < found.step_time_s < 60
     log = next((home.sweep_folder("mine") / "attempts").glob("*/rank0.log")).read_text()
     assert re.search(r"iter \d+: loss", log)
-    resumed = load_sweep(file)
-    assert resumed.spec_hash == spec.spec_hash
+    runs = MlflowClient(home.default_tracking_uri).search_runs(["1"], "tags.`tc.trial` = '1'")
+    assert [(run.data.params["--wide"], run.data.params["env:MODE"]) for run in runs] == [("True", "a")]

@@ -9,7 +9,7 @@ from torch.utils.data import default_collate
 
 from trials.datasets.base import Batch, Share, StepBatches
 from trials.failure import DataError
-from trials.own_code import call_function
+from trials.own_code.functions import call_function
 from trials.spec import PythonData
 
 

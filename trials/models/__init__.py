@@ -10,6 +10,7 @@ from trials.models.linear import LinearChain, squared_error
 from trials.models.llama import Llama, next_token_loss
 from trials.models.own import Built, GivenModel, build_python, loss_of_python, part_of, seeded
 from trials.models.resnet import ResNet, class_loss
+from trials.own_code.functions import load_function
 from trials.spec import (
     HuggingFaceModel,
     LinearModel,
@@ -23,7 +24,7 @@ from trials.spec import (
 )
 from trials.stages import Chunk
 
-__all__ = ["GivenModel", "Initial", "Loss", "TrainModel", "build_model", "build_own", "loss_of"]
+__all__ = ["GivenModel", "Initial", "Loss", "TrainModel", "build_model", "build_own", "import_code", "loss_of"]
 
 
 _BUILDS_ITS_OWN = "a program of the user's own builds its model itself"
@@ -54,6 +55,19 @@ def build_own(model: OwnModel, seed: int) -> Built:
     """
     with seeded(seed):
         return build_python(model) if isinstance(model, PythonModel) else build_hugging_face(model.config)
+
+
+def import_code(model: Model) -> None:
+    """Import what the model's code is in, so that it counts for the idle process and not for the model's memory.
+
+    Raises:
+        InfeasibleSpec: it cannot be imported.
+    """
+    if isinstance(model, PythonModel):
+        load_function(model.model, model.cwd)
+    elif isinstance(model, HuggingFaceModel):
+        with torch.device("meta"):
+            build_hugging_face(model.config)
 
 
 def loss_of(model: Model) -> Loss:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,7 +30,7 @@ from trials.models.hugging_face import shape_of
 from trials.models.own import Built, part_of
 from trials.models.stage_cut import layers_in, pipeline_problem
 from trials.models.tensor_plan import plan_problem
-from trials.own_code import described
+from trials.own_code.functions import described
 from trials.spec import Data, HuggingFaceModel, LlamaModel, ModuleFacts, OwnModel, PythonData, PythonModel
 from trials.stages import Chunk
 
@@ -82,6 +83,7 @@ def count(request: CountRequest) -> CountReply:
         num_layers=num_layers,
         num_parameters=sum(parameter.numel() for parameter in built.module.parameters()),
         **work,
+        has_batch_norm=any(isinstance(one, _BatchNorm) for one in built.module.modules()),
         no_pipeline=pipeline_problem(built.module, built.layers, built.before, built.after)
         or _stages_problem(built, num_layers, sample[0]),
         no_tensor_parallel=plan_problem(built.module, built.tensor_parallel),

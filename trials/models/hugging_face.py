@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trials.failure import InfeasibleSpec
 from trials.models.own import Built
-from trials.own_code import described
+from trials.own_code.functions import described
 from trials.spec import LlamaModel
 
 MISSING = (

@@ -14,7 +14,7 @@ from trials.failure import InfeasibleSpec
 from trials.models.base import Loss, TrainModel
 from trials.models.stage_cut import LayerList, cut, layers_in, pipeline_problem
 from trials.models.tensor_plan import plan_problem
-from trials.own_code import call_function, load_function
+from trials.own_code.functions import call_function, load_function
 from trials.spec import PythonModel
 from trials.stages import Chunk
 

@@ -61,7 +61,6 @@ class StepBook:
         """Step and reason of divergence that no loss shows."""
         self.shares: set[str] = set()
         """Sources whose losses are those of a rank's own share of the batch."""
-        self.has_begun = False
         self._limit = 4 * command.num_required_steps + 64
         self._num_bad_lines = 0
 
@@ -105,7 +104,6 @@ class StepBook:
         if event == "note":
             self.note(f"{origin}: {str(told.get('text'))[:MAX_TEXT]}")
             return
-        self.has_begun = self.has_begun or event == "begin"
         if told.get("loss_scope") == "rank":
             self.shares.add(source)
         self._take_facts(told, origin)

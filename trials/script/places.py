@@ -45,7 +45,7 @@ class PeerWord:
     step: int = 0
     step_time_s: float | None = None
     number: int = 0
-    """Of two words of a rank the later one has the higher number, though they may say the same."""
+    """Words of a rank have rising numbers, so that one that repeats the last is a word of its own."""
 
 
 class Places:

@@ -162,7 +162,7 @@ class ProgramWatch:
         command, now_s = self._command, time.monotonic()
         steps = min(self.judge.num_steps, command.num_required_steps)
         is_alive = self._output_bytes > self._heard_bytes and now_s - self._told_at_s >= LIFE_S
-        if steps == 0 and not self.book.has_begun:
+        if steps == 0:  # the first may compile for long: until it is over, the deadline of starting counts
             self._tell_of_peers()
             return
         if steps <= self._told_steps and not is_alive:

@@ -53,11 +53,11 @@ def settle_memory_format(
 ) -> tuple[torch.memory_format, MemoryFormatReport | None]:
     """Convert the trainer's models; gives the format its inputs need, and what ``auto`` found out.
 
-    Models without convolutions are left alone.
+    Models without convolutions are left alone, and those of the user's, who has chosen.
     """
     models = [part.model for part in trainer.parts]
     wanted = spec.candidate.kernels.memory_format
-    if not any(has_convolutions(model) for model in models):
+    if not any(has_convolutions(model) and not model.is_own for model in models):
         return torch.preserve_format, None
     if wanted != "auto":
         convert_weights(models, wanted)

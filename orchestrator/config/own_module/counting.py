@@ -14,6 +14,7 @@ from cluster.processes import python_module
 from orchestrator.config.scalars import Size
 from orchestrator.space.knobs.sections import Section, fault
 from trials.codec import from_json, to_json
+from trials.secrets import for_ranks
 from trials.spec import Data, LlamaModel, ModuleFacts, OwnModel
 
 TIMEOUT_S = 600.0
@@ -27,6 +28,7 @@ class CountedSection(Section):
     flops_per_sample: float = Field(default=0.0, ge=0, description="Forward and backward FLOPs of a sample.")
     activation_elements: int = Field(default=0, ge=0, description="Elements kept for the backward pass of a sample.")
     num_kernels: int = Field(default=0, ge=0, description="Operators of a forward pass.")
+    has_batch_norm: bool = Field(default=False, description="Whether it normalises over the samples of a micro-batch.")
     no_pipeline: str | None = Field(default=None, description="Why a pipeline cannot split it; null: it can.")
     no_tensor_parallel: str | None = Field(default=None, description="Why tp cannot split it; null: it can.")
     shape: dict[str, float] | None = Field(
@@ -63,7 +65,7 @@ def count_module(model: OwnModel, data: Data, seq_length: int) -> CountedSection
 @functools.lru_cache(maxsize=4)
 def _ask(request: str) -> dict[str, Any]:
     """The child's reply; a file is read more than once while it is submitted, but its code is looked at once."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
+    environment = {**for_ranks(os.environ), "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
     command = python_module("trials.models.counting")
     try:
         done = subprocess.run(

@@ -11,7 +11,7 @@ from orchestrator.config.own_module.counting import CountedSection, count_module
 from orchestrator.config.scalars import Size, is_there, resolve
 from orchestrator.config.workload import OptimizerSection
 from orchestrator.space.knobs.sections import Section, fault, show
-from trials.own_code import FUNCTION, RESERVED
+from trials.own_code.functions import FUNCTION, RESERVED
 from trials.spec import ModuleFacts, PythonData, PythonModel, Workload
 
 

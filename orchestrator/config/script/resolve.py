@@ -55,48 +55,51 @@ def resolve_script(
     Raises:
         PydanticCustomError: at the key of the sweep file that is wrong, or missing.
     """
-    run, training = workload.to_run(), workload.to_training()
+    run = workload.to_run()
     own = _own_knobs(space, baseline)
-    _check_placeholders(workload, run, own)
     given = {name: getattr(baseline, name) for name in KNOB_NAMES if name in baseline.model_fields_set}
+    _check_placeholders(workload, run, own)
     _check_told(workload, space, run, given)
     _check_own(workload, run, own, baseline)
-    reading = training.read(run)
+    reading = workload.to_training().read(run)
     model = _model(workload, reading)
-    num_layers = model.num_layers
-    values = {**values_of(reading, num_layers=num_layers, num_devices=num_devices), **given}
+    said_values = values_of(reading, num_layers=model.num_layers, num_devices=num_devices)
+    values = {**said_values, **given}
     choices = _choices(space, values, given, num_devices)
     _check_devices(reading, given, num_devices)
     _check_layers(workload, reading, model, choices, values)
-    baseline_own = {knob.name: value for knob in own if (value := _own_value(knob, baseline, run)) is not None}
-    trial_0 = build_candidate(values, model, own, baseline_own)
-    whole = _workload(workload, model, reading, trial_0)
-    as_read = build_candidate(values_of(reading, num_layers=num_layers, num_devices=num_devices), model)
-    as_said = dataclasses.replace(as_read, own=trial_0.own if not baseline.own else ())
-    told = _told(run)
-    named = frozenset(
-        path
-        for name in KNOB_NAMES
-        if getattr(space, name) is not None or name in given or name in told
-        for path in paths_of(name)
-    )
+    own_values = {knob.name: value for knob in own if (value := _own_value(knob, baseline, run)) is not None}
+    trial_0 = build_candidate(values, model, own, own_values)
+    as_said = build_candidate(said_values, model, own, {} if baseline.own else own_values)
     script = Script(
-        training=training,
+        training=workload.to_training(),
         run=run,
-        reading=_with_layers(canonical_reading(reading, as_read), model),
-        workload=whole,
+        reading=_with_layers(canonical_reading(reading, as_said), model),
+        workload=_workload(workload, model, reading, trial_0),
         log=_log(workload),
         hook=workload.metrics.hook,
         env_pass=tuple(workload.env_pass),
         own=own,
-        named=named,
-        unchanged=None if told or any(is_placeholder(knob.name, run) for knob in own) else as_said,
+        named=_named(space, run, given),
+        unchanged=None if _has_knobs(run, own) else as_said,
         seed=workload.seed,
         device=device,
     )
     return ScriptSweep(
-        script=script, baseline_values=values, baseline_own=baseline_own, baseline=trial_0, choices=choices
+        script=script, baseline_values=values, baseline_own=own_values, baseline=trial_0, choices=choices
     )
+
+
+def _named(space: SpaceSection, run: Run, given: Mapping[str, Any]) -> frozenset[str]:
+    """Paths of the fields that the file or the command has a word for."""
+    told = _told(run)
+    names = [name for name in KNOB_NAMES if getattr(space, name) is not None or name in given or name in told]
+    return frozenset(path for name in names for path in paths_of(name))
+
+
+def _has_knobs(run: Run, own: tuple[OwnKnob, ...]) -> bool:
+    """Whether the command has placeholders of knobs, so that it cannot run as it stands."""
+    return bool(_told(run)) or any(is_placeholder(knob.name, run) for knob in own)
 
 
 def _own_knobs(space: SpaceSection, baseline: BaselineSection) -> tuple[OwnKnob, ...]:

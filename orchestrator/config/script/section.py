@@ -46,16 +46,16 @@ def _words(value: Any) -> Any:
     """The command as a list of words; numbers are words, too."""
     if isinstance(value, str):
         try:
-            words = shlex.split(value)
+            split = shlex.split(value)
         except ValueError:
-            words = value.split()
-        listed = ", ".join(_quoted(word) for word in words)
+            split = value.split()
+        listed = ", ".join(map(_quoted, split))
         raise fault(None, "expected a list of words, got text: no shell takes it apart", f"Write [{listed}].")
     if not isinstance(value, list | tuple):
         raise fault(None, f"expected a list of words, got {show(value)}", "Write [python, train.py, --lr, 1e-3].")
     if not value:
         raise fault(None, "an empty command", "Write [python, train.py].")
-    words = tuple(_word(word, str(place)) for place, word in enumerate(value))
+    words = tuple(_word(one, str(place)) for place, one in enumerate(value))
     return ("python", *words) if words[0].startswith("-") else words
 
 
@@ -123,7 +123,8 @@ class ScriptSection(Section):
         default=[], description="Variables of the node's environment that it may see besides, by name."
     )
     files: dict[FileName, str] = Field(
-        default={}, description="Configuration files by the name of their placeholder; trials get copies."
+        default={},
+        description="Configuration files, relative to cwd, by the name of their placeholder; trials get copies.",
     )
     launcher: Literal["env", "own"] | None = Field(
         default=None,
@@ -140,7 +141,8 @@ class ScriptSection(Section):
     )
     num_layers: Size | None = Field(default=None, description="Repeated layers; null: as read. Pipelines need it.")
     model: str | None = Field(
-        default=None, description="config.json of a Hugging Face model, whose dimensions the cost model takes."
+        default=None,
+        description="config.json of a Hugging Face model, relative to cwd, whose dimensions the cost model takes.",
     )
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
         default=None, description="Seed of weights and data order; null: as the command says."

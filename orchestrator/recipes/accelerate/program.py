@@ -10,7 +10,7 @@ from orchestrator.recipes.hugging_face.declared import ACCUMULATION, MICRO_BATCH
 from orchestrator.recipes.hugging_face.overlay import TrainerLaying
 from orchestrator.recipes.launchers import program_of
 from orchestrator.recipes.overlays.edit import Edit
-from orchestrator.recipes.overlays.findings import Findings
+from orchestrator.recipes.overlays.findings import ReadingDraft
 from trials.script.command import OUT
 
 Role = Literal["batch", "accumulation", "workers", "precision", "seed"]
@@ -62,7 +62,7 @@ class ScriptWords:
         given = read_text(self.words, argument)
         return given if given is not None else None if default is None else str(default)
 
-    def whole(self, role: Role, found: Findings) -> int | None:
+    def whole(self, role: Role, found: ReadingDraft) -> int | None:
         """What an argument says as a whole number; None where there is no such argument, or it is none."""
         text = self.text(role)
         return None if text is None else found.whole(_KNOBS[role], self._found[role][0].name, text)

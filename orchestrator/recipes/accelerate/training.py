@@ -25,7 +25,7 @@ from orchestrator.recipes.hugging_face.reading import opened, read_layout, read_
 from orchestrator.recipes.hugging_face.trial import ENVIRONMENT, edit_of
 from orchestrator.recipes.launchers import imports, script_text, without_launcher
 from orchestrator.recipes.overlays.edit import Edit
-from orchestrator.recipes.overlays.findings import Findings
+from orchestrator.recipes.overlays.findings import ReadingDraft
 from orchestrator.recipes.training import Overlay, OverlayRequest, Reading, Run, Training
 from trials.script.command import LogFormat
 
@@ -48,7 +48,7 @@ def _read(run: Run) -> Reading:
 
 
 def _read_edit(edit: Edit, words: ScriptWords, world: int | None = None) -> Reading:
-    found, engine = Findings(notes=list(edit.notes)), ShardingEngine(edit, None)
+    found, engine = ReadingDraft(notes=list(edit.notes)), ShardingEngine(edit, None)
     read_layout(engine, found)
     short = words.text("precision") or engine.variable(MIXED_PRECISION)
     if short is not None or not words.decides_precision:

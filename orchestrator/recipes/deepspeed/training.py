@@ -17,8 +17,8 @@ from orchestrator.recipes.hugging_face.overlay import TrainerLaying, expected_of
 from orchestrator.recipes.hugging_face.reading import loss_scale_of_deepspeed, opened
 from orchestrator.recipes.hugging_face.trial import ENVIRONMENT, edit_of
 from orchestrator.recipes.launchers import imports, program_of, script_text, without_launcher
-from orchestrator.recipes.overlays.edit import Document, Edit
-from orchestrator.recipes.overlays.findings import Findings, without_pipeline
+from orchestrator.recipes.overlays.edit import Edit, EditedFile
+from orchestrator.recipes.overlays.findings import ReadingDraft, without_pipeline
 from orchestrator.recipes.training import Overlay, OverlayRequest, Reading, Run, Training
 from trials.script.command import LogFormat
 
@@ -70,12 +70,12 @@ def _read(run: Run) -> Reading:
 
 
 def _read_edit(edit: Edit, world: int | None = None) -> Reading:
-    found, name = Findings(), _name(edit)
+    found, name = ReadingDraft(), _name(edit)
     if name is None:
         message = "no JSON of DeepSpeed: give it by --deepspeed_config FILE, or name it under files and write its name"
         found.warn("workload", message)
         return Reading(values={}, notes=tuple(found.notes))
-    config = Document(edit, name)
+    config = EditedFile(edit, name)
     _read_layout(config, found)
     _read_precision(config, found)
     number, total = _read_batch(config, found, world)
@@ -88,14 +88,14 @@ def _read_edit(edit: Edit, world: int | None = None) -> Reading:
     )
 
 
-def _read_layout(config: Document, found: Findings) -> None:
+def _read_layout(config: EditedFile, found: ReadingDraft) -> None:
     stage = found.whole("layout.zero_stage", _STAGE, config.get(_STAGE, 0), 0)
     tp = found.whole("layout.tp", _TP, config.get(_TP, 1), 1) or 1
     cp = found.whole("layout.cp", "sequence_parallel_size", config.get("sequence_parallel_size", 1), 1) or 1
     found.say({**without_pipeline(), "layout.tp": tp, "layout.cp": cp, "layout.zero_stage": stage})
 
 
-def _read_batch(config: Document, found: Findings, world: int | None) -> tuple[int | None, int | None]:
+def _read_batch(config: EditedFile, found: ReadingDraft, world: int | None) -> tuple[int | None, int | None]:
     """Micro-batches of a step, and samples; DeepSpeed works out the one of three that is not given."""
     micro, number, total = (_size(config, name, found) for name in (MICRO, NUMBER, TOTAL))
     dp = (world or 0) // (found.values.get("layout.tp", 1) * found.values.get("layout.cp", 1))
@@ -110,7 +110,7 @@ def _read_batch(config: Document, found: Findings, world: int | None) -> tuple[i
     return number, total or (micro * number * dp if micro and number and dp else None)
 
 
-def _size(config: Document, name: str, found: Findings) -> int | None:
+def _size(config: EditedFile, name: str, found: ReadingDraft) -> int | None:
     given = config.get(name)
     if given == "auto":
         found.unread("micro_batch_size", f"{name} auto, which only the Trainer of transformers fills in")
@@ -118,7 +118,7 @@ def _size(config: Document, name: str, found: Findings) -> int | None:
     return found.whole("micro_batch_size", name, given)
 
 
-def _read_precision(config: Document, found: Findings) -> None:
+def _read_precision(config: EditedFile, found: ReadingDraft) -> None:
     found.say({"precision.white": (), "precision.black": ()})
     if config.get("torch_autocast.enabled") is True:
         dtype = str(config.get("torch_autocast.dtype", "bfloat16")).removeprefix("torch.")
@@ -140,7 +140,7 @@ def _overlay(run: Run, request: OverlayRequest) -> Overlay:
     laying = TrainerLaying(edit, ShardingEngine(edit, None), request)
     if (name := _name(edit)) is None:
         return finished(laying, _read_edit(edit))
-    config = Document(edit, name)
+    config = EditedFile(edit, name)
     config.put(dict(_batch(config, request)))
     layout = request.candidate.layout
     for degree, message in _UNABLE.items():
@@ -166,7 +166,7 @@ _UNABLE = {
 }
 
 
-def _batch(config: Document, request: OverlayRequest) -> Iterator[tuple[str, int]]:
+def _batch(config: EditedFile, request: OverlayRequest) -> Iterator[tuple[str, int]]:
     """Sizes that are not what was asked for; those that the JSON leaves out are only added where they must be."""
     sizes = {
         MICRO: request.candidate.micro_batch_size,
@@ -182,7 +182,7 @@ def _batch(config: Document, request: OverlayRequest) -> Iterator[tuple[str, int
             yield name, size
 
 
-def _write_precision(config: Document, laying: TrainerLaying) -> None:
+def _write_precision(config: EditedFile, laying: TrainerLaying) -> None:
     precision = laying.candidate.precision
     short = next((name for name, dtype in _HALVES.items() if dtype == precision.dtype), None)
     changes: dict[str, Any] = {}
@@ -209,7 +209,7 @@ def _trial_mode(overlay: Overlay, last_step: int) -> Overlay:  # noqa: ARG001 - 
     """A line per step, monitors and tuners off; saves are the script's own."""
     edit = edit_of(overlay)
     if (name := _name(edit)) is not None:
-        config = Document(edit, name)
+        config = EditedFile(edit, name)
         off = {f"{part}.enabled": False for part in _MONITORS if config.get(f"{part}.enabled")}
         config.put({"steps_per_print": 1, "log_level": "info", **off})
     edit.env |= {name: value for name, value in ENVIRONMENT.items() if name not in edit.env}

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from orchestrator.recipes.arguments import as_truth
 from orchestrator.recipes.documents import ABSENT
 from orchestrator.recipes.hugging_face.settings import FSDP, FileSection, TrainerArguments
-from orchestrator.recipes.overlays.edit import Document, Edit
+from orchestrator.recipes.overlays.edit import Edit, EditedFile
 
 MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
 USE_DEEPSPEED, USE_FSDP = "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"
@@ -82,7 +82,7 @@ class ShardingEngine:
         if self.by_arguments == "deepspeed" and self._arguments is not None:
             return self._arguments.section("deepspeed")
         placed = (self.variable(DEEPSPEED_FILE) or "").strip("{}")
-        return FileSection(Document(self.edit, placed)) if placed in self.edit.files else None
+        return FileSection(EditedFile(self.edit, placed)) if placed in self.edit.files else None
 
     @property
     def preset(self) -> int | None:

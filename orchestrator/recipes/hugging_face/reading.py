@@ -14,8 +14,8 @@ from orchestrator.recipes.hugging_face.config_file import decoder_in
 from orchestrator.recipes.hugging_face.engine import MIXED_PRECISION, ShardingEngine
 from orchestrator.recipes.hugging_face.settings import Dialect, FileSection, TrainerArguments
 from orchestrator.recipes.launchers import program_of, without_launcher
-from orchestrator.recipes.overlays.edit import Document, Edit
-from orchestrator.recipes.overlays.findings import Findings, without_pipeline
+from orchestrator.recipes.overlays.edit import Edit, EditedFile
+from orchestrator.recipes.overlays.findings import ReadingDraft, without_pipeline
 from orchestrator.recipes.training import Reading, Run
 from trials.spec import LlamaModel
 
@@ -49,7 +49,7 @@ def read_trainer(run: Run, dialect: Dialect) -> Reading:
 
 def read_edit(edit: Edit, dialect: Dialect, cwd: Path, world: int | None = None) -> Reading:
     """What a command in the making says by now, on ``world`` ranks where that is known."""
-    found, arguments = Findings(notes=list(edit.notes)), TrainerArguments(edit, dialect)
+    found, arguments = ReadingDraft(notes=list(edit.notes)), TrainerArguments(edit, dialect)
     engine = ShardingEngine(edit, arguments)
     read_layout(engine, found)
     number = _read_batch(arguments, found)
@@ -96,7 +96,7 @@ def _shape_in(path: Path) -> LlamaModel | None:
 # ---- layout, batch ----
 
 
-def read_layout(engine: ShardingEngine, found: Findings) -> None:
+def read_layout(engine: ShardingEngine, found: ReadingDraft) -> None:
     """Degrees; how many ranks data parallelism has is nothing that the program is told."""
     found.say({**without_pipeline(), "layout.cp": 1, "layout.sequence_parallel": False})
     found.say({"layout.shard_embedding": False, "layout.num_copies": 1})
@@ -108,7 +108,7 @@ def read_layout(engine: ShardingEngine, found: Findings) -> None:
     found.say({"layout.zero_stage": stage, "layout.replicate_with": "ddp"})
 
 
-def _tensor_parallel(engine: ShardingEngine, found: Findings) -> int | None:
+def _tensor_parallel(engine: ShardingEngine, found: ReadingDraft) -> int | None:
     """The degree; 1 unless DeepSpeed or ``accelerate launch`` is told of one."""
     for name in ("CP_SIZE", "SP_SIZE", "DP_REPLICATE_SIZE"):
         if (engine.variable(f"PARALLELISM_CONFIG_{name}") or "1") not in ("1", "-1"):
@@ -119,7 +119,7 @@ def _tensor_parallel(engine: ShardingEngine, found: Findings) -> int | None:
     return found.whole("layout.tp", "tensor parallelism", given, 1)
 
 
-def _read_batch(arguments: TrainerArguments, found: Findings) -> int | None:
+def _read_batch(arguments: TrainerArguments, found: ReadingDraft) -> int | None:
     found.say({"micro_batch_size": arguments.get("per_device_train_batch_size", found, "micro_batch_size")})
     if arguments.is_on("auto_find_batch_size"):
         found.warn("micro_batch_size", "auto_find_batch_size may train on a smaller batch than the one asked for")
@@ -130,7 +130,7 @@ def _read_batch(arguments: TrainerArguments, found: Findings) -> int | None:
 # ---- recompute ----
 
 
-def _read_recompute(arguments: TrainerArguments, engine: ShardingEngine, found: Findings, num_layers: int) -> None:
+def _read_recompute(arguments: TrainerArguments, engine: ShardingEngine, found: ReadingDraft, num_layers: int) -> None:
     found.say({"recompute.selective": (), "recompute.communication": ()})
     name = arguments.dialect.recompute
     is_off = name.startswith("disable_")
@@ -145,7 +145,7 @@ def _read_recompute(arguments: TrainerArguments, engine: ShardingEngine, found: 
 # ---- precision ----
 
 
-def _read_precision(arguments: TrainerArguments, engine: ShardingEngine, found: Findings) -> None:
+def _read_precision(arguments: TrainerArguments, engine: ShardingEngine, found: ReadingDraft) -> None:
     found.say({"precision.white": (), "precision.black": ()})
     given = {name: arguments.get(name, found, "precision.dtype") for name in ("fp16", "bf16")}
     if set(given.values()) == {None}:
@@ -156,7 +156,7 @@ def _read_precision(arguments: TrainerArguments, engine: ShardingEngine, found: 
     read_precision(engine, found, short)
 
 
-def read_precision(engine: ShardingEngine, found: Findings, short: str) -> None:
+def read_precision(engine: ShardingEngine, found: ReadingDraft, short: str) -> None:
     """Number format and level: autocast under DDP, 16-bit weights with fp32 masters under DeepSpeed or FSDP."""
     config = engine.config if engine.kind == "deepspeed" else None
     level = "O1" if engine.kind == "ddp" else "O2"
@@ -185,7 +185,7 @@ def _deepspeed_dtype(config: FileSection, asked: str) -> str:
     return "no"
 
 
-def loss_scale_of_deepspeed(config: FileSection | Document) -> dict[str, Any]:
+def loss_scale_of_deepspeed(config: FileSection | EditedFile) -> dict[str, Any]:
     """DeepSpeed's loss scale, with its defaults; it doubles and halves, like torch."""
     static = config.get("fp16.loss_scale", 0)
     return TORCH_SCALER | {
@@ -199,7 +199,7 @@ def loss_scale_of_deepspeed(config: FileSection | Document) -> dict[str, Any]:
 # ---- loader, kernels ----
 
 
-def _read_loader(arguments: TrainerArguments, found: Findings) -> None:
+def _read_loader(arguments: TrainerArguments, found: ReadingDraft) -> None:
     workers = arguments.get("dataloader_num_workers", found, "loader.num_workers")
     ahead = arguments.get("dataloader_prefetch_factor", found, "loader.prefetch_factor")
     found.say({"loader.num_workers": workers, "loader.full_batch": False})
@@ -211,7 +211,7 @@ def _read_loader(arguments: TrainerArguments, found: Findings) -> None:
     found.say({"loader.persistent_workers": bool(workers) and kept})
 
 
-def _read_kernels(arguments: TrainerArguments, engine: ShardingEngine, found: Findings) -> None:
+def _read_kernels(arguments: TrainerArguments, engine: ShardingEngine, found: ReadingDraft) -> None:
     backend, mode = arguments.get("torch_compile_backend"), arguments.get("torch_compile_mode")
     is_on, what = arguments.is_on("torch_compile") or bool(backend or mode), "model"
     if not is_on and (engine.variable(_DYNAMO_BACKEND) or "no").lower() != "no":
@@ -245,7 +245,7 @@ def attention(arguments: TrainerArguments) -> tuple[str, Mapping[str, str]]:
     return arguments.dialect.attention or ("attn_implementation", ATTENTION)
 
 
-def _read_rest(cwd: Path, arguments: TrainerArguments, found: Findings) -> None:
+def _read_rest(cwd: Path, arguments: TrainerArguments, found: ReadingDraft) -> None:
     script = program_of(arguments.edit.argv).script
     if script is not None and (cwd / script).with_suffix(".args").is_file():
         found.unread(

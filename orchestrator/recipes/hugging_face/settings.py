@@ -12,8 +12,8 @@ from orchestrator.recipes import documents
 from orchestrator.recipes.arguments import Argument, Words, as_truth, either_dash, read, remove, write
 from orchestrator.recipes.documents import ABSENT
 from orchestrator.recipes.launchers import program_of
-from orchestrator.recipes.overlays.edit import Document, Edit
-from orchestrator.recipes.overlays.findings import Findings
+from orchestrator.recipes.overlays.edit import Edit, EditedFile
+from orchestrator.recipes.overlays.findings import ReadingDraft
 
 ARGS, DEEPSPEED, FSDP = "args", "deepspeed", "fsdp_config"
 """Placeholders of the file of arguments, and of the configuration files that arguments point to."""
@@ -104,7 +104,7 @@ TRAINER_DEFAULTS: Mapping[str, Any] = {
 class FileSection:
     """The part below a key of a configuration file; the whole of it below no key."""
 
-    def __init__(self, document: Document, key: str = "") -> None:
+    def __init__(self, document: EditedFile, key: str = "") -> None:
         self._document = document
         self._head = f"{key}." if key else ""
 
@@ -128,7 +128,7 @@ class TrainerArguments:
         placed = [_placeholder(word) for word in file_words(self._program.arguments)]
         self.file = next((name for name in placed if name in edit.files), None)
         """Placeholder of the file of arguments, if the command has one."""
-        self._document = Document(edit, self.file or "")
+        self._document = EditedFile(edit, self.file or "")
         for name in (DEEPSPEED, FSDP):
             self._place(name)
 
@@ -162,7 +162,7 @@ class TrainerArguments:
         said = read(self.words, self._argument(name))
         return self._document.get(name, ABSENT) if said is None else said
 
-    def get(self, name: str, found: Findings | None = None, knob: str = "") -> Any:
+    def get(self, name: str, found: ReadingDraft | None = None, knob: str = "") -> Any:
         """An argument's value, its default where it is not given; None where it is neither, or not understood."""
         given = self.given(name)
         if given is ABSENT or given is None or given in ("None", "null", ""):
@@ -181,7 +181,7 @@ class TrainerArguments:
         if isinstance(given, Mapping):
             return FileSection(self._document, name)
         placed = _placeholder(given) if isinstance(given, str) else ""
-        return FileSection(Document(self.edit, placed)) if placed in self.edit.files else None
+        return FileSection(EditedFile(self.edit, placed)) if placed in self.edit.files else None
 
     # ---- writing ----
 

@@ -10,7 +10,7 @@ from typing import Any
 from orchestrator.recipes import arguments, documents
 from orchestrator.recipes.arguments import Argument, Words
 from orchestrator.recipes.launchers import imports, script_text
-from orchestrator.recipes.overlays.edit import Document, Edit
+from orchestrator.recipes.overlays.edit import Edit, EditedFile
 from orchestrator.recipes.training import Run
 
 CONFIG = Argument(name="--config", aliases=("-c",))
@@ -54,7 +54,7 @@ class LightningArguments:
         names = [name for name in placed if name in edit.files]
         for name in names:
             edit.names[name] = f"{name}.yaml"
-        self._files = [Document(edit, name) for name in names]
+        self._files = [EditedFile(edit, name) for name in names]
 
     def get(self, name: str, default: Any = NOTHING) -> Any:
         """The value that counts; ``default`` where the command does not say it."""

@@ -8,7 +8,7 @@ from typing import Any
 from orchestrator.recipes.gaps import TORCH_SCALER
 from orchestrator.recipes.lightning.given import NOTHING, LightningArguments, is_cli
 from orchestrator.recipes.overlays.edit import Edit
-from orchestrator.recipes.overlays.findings import Findings, without_pipeline
+from orchestrator.recipes.overlays.findings import ReadingDraft, without_pipeline
 from orchestrator.recipes.overlays.lay import Laying, OverlayPart
 from orchestrator.recipes.training import OverlayRequest, Reading, Run
 from trials.spec import LossScale
@@ -31,7 +31,7 @@ def read(run: Run) -> Reading:
 
 
 def read_edit(edit: Edit) -> Reading:
-    given, found = LightningArguments(edit), Findings()
+    given, found = LightningArguments(edit), ReadingDraft()
     if not is_cli(edit.argv):
         found.warn("workload", _NO_CLI)
         return Reading(values={}, notes=tuple(found.notes))
@@ -49,7 +49,7 @@ def read_edit(edit: Edit) -> Reading:
     )
 
 
-def _read_strategy(given: LightningArguments, found: Findings) -> None:
+def _read_strategy(given: LightningArguments, found: ReadingDraft) -> None:
     strategy = given.get("trainer.strategy", "auto")
     if strategy in _DDP:
         found.say({"layout.zero_stage": 0, "layout.dp_shard": 1})
@@ -61,7 +61,7 @@ def _read_strategy(given: LightningArguments, found: Findings) -> None:
         found.unread("layout.zero_stage", f"trainer.strategy {strategy}")
 
 
-def _read_precision(given: LightningArguments, found: Findings) -> None:
+def _read_precision(given: LightningArguments, found: ReadingDraft) -> None:
     name = str(given.get("trainer.precision", "32-true"))
     if name not in _FORMATS:
         found.unread("precision", f"trainer.precision {name}")
@@ -72,7 +72,7 @@ def _read_precision(given: LightningArguments, found: Findings) -> None:
         found.say(TORCH_SCALER)
 
 
-def _read_data(given: LightningArguments, found: Findings) -> None:
+def _read_data(given: LightningArguments, found: ReadingDraft) -> None:
     for path, name in (("micro_batch_size", "batch_size"), ("loader.num_workers", "num_workers")):
         full = given.of_data(name)
         if full is not None:

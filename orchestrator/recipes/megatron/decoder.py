@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from orchestrator.recipes.overlays.edit import Options
-from orchestrator.recipes.overlays.findings import Findings
+from orchestrator.recipes.overlays.findings import ReadingDraft
 from trials.spec import LlamaModel
 
 _KNOB = "workload.model"
@@ -15,7 +15,7 @@ _REQUIRED = ("--num-layers", "--hidden-size", "--num-attention-heads")
 _GPT2_VOCAB = 50257
 
 
-def read_decoder(given: Options, found: Findings) -> LlamaModel | None:
+def read_decoder(given: Options, found: ReadingDraft) -> LlamaModel | None:
     """Its dimensions, or None, with a note, where the arguments do not give them or it is no plain decoder."""
     other = [name for name in _OTHER if given.text(name)]
     other += ["--multi-latent-attention"] if given.is_on("--multi-latent-attention") else []
@@ -45,13 +45,13 @@ def read_decoder(given: Options, found: Findings) -> LlamaModel | None:
     )
 
 
-def _groups(given: Options, found: Findings) -> int | None:
+def _groups(given: Options, found: ReadingDraft) -> int | None:
     if not given.is_on("--group-query-attention"):
         return None
     return found.whole(_KNOB, "--num-query-groups", given.text("--num-query-groups"), 1)
 
 
-def _ffn(given: Options, found: Findings, hidden: int) -> int:
+def _ffn(given: Options, found: ReadingDraft, hidden: int) -> int:
     """Width of the feed-forward part; of one with two matrices, that of one with three of the same size."""
     gated = given.is_on("--swiglu")
     default = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
@@ -61,7 +61,7 @@ def _ffn(given: Options, found: Findings, hidden: int) -> int:
     return width if gated else 2 * width // 3
 
 
-def _vocab(given: Options, found: Findings) -> int | None:
+def _vocab(given: Options, found: ReadingDraft) -> int | None:
     """Rows of the embedding, padded as Megatron-LM pads them."""
     padded = found.whole(_KNOB, "--padded-vocab-size", given.text("--padded-vocab-size"))
     if padded:
@@ -78,7 +78,7 @@ def _vocab(given: Options, found: Findings) -> int | None:
 
 def padding_note(given: Options, tp: int, shape: LlamaModel | None) -> str | None:
     """What tensor parallelism of another degree does to the embedding's rows, where it changes them."""
-    found = Findings()
+    found = ReadingDraft()
     found.say({"layout.tp": tp})
     rows: Any = _vocab(given, found)
     if shape is None or rows in (None, shape.vocab_size):

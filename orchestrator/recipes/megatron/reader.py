@@ -11,7 +11,7 @@ from orchestrator.recipes.megatron.decoder import read_decoder
 from orchestrator.recipes.megatron.given import options
 from orchestrator.recipes.megatron.recompute import MODULE_PATTERNS
 from orchestrator.recipes.overlays.edit import Edit, Options
-from orchestrator.recipes.overlays.findings import Findings, all_of, in_rows, without_pipeline
+from orchestrator.recipes.overlays.findings import ReadingDraft, all_of, in_rows, without_pipeline
 from orchestrator.recipes.training import Reading, Run
 from trials.spec import Counts, LossScale, SelectiveRecompute
 
@@ -27,7 +27,7 @@ def read(run: Run) -> Reading:
 
 
 def read_edit(edit: Edit) -> Reading:
-    given, found = options(edit), Findings()
+    given, found = options(edit), ReadingDraft()
     if given.text("--yaml-cfg"):
         found.refuse("workload", "--yaml-cfg: configuration in YAML is not read; give the same as arguments")
     num_layers = _number(given, found, "workload", "--num-layers", None) or _number(
@@ -53,14 +53,14 @@ def read_edit(edit: Edit) -> Reading:
     )
 
 
-def _number(given: Options, found: Findings, knob: str, name: str, default: int | None) -> int | None:
+def _number(given: Options, found: ReadingDraft, knob: str, name: str, default: int | None) -> int | None:
     return found.whole(knob, name, given.text(name), default)
 
 
 # ---- layout ----
 
 
-def _read_degrees(given: Options, found: Findings) -> None:
+def _read_degrees(given: Options, found: ReadingDraft) -> None:
     for knob, name in (("tp", "tensor-model"), ("pp", "pipeline-model"), ("cp", "context")):
         path = f"layout.{knob}"
         found.say({path: _number(given, found, path, f"--{name}-parallel-size", 1)})
@@ -76,7 +76,7 @@ def _read_degrees(given: Options, found: Findings) -> None:
         found.unread("layout", f"--expert-model-parallel-size {experts}: experts share the data-parallel ranks")
 
 
-def _read_data_parallel(given: Options, found: Findings) -> None:
+def _read_data_parallel(given: Options, found: ReadingDraft) -> None:
     """Read what data-parallel ranks share; how many there are is what the other degrees leave over."""
     if given.is_on("--use-torch-fsdp2"):
         found.unread("layout.zero_stage", "--use-torch-fsdp2")
@@ -96,7 +96,7 @@ def _read_data_parallel(given: Options, found: Findings) -> None:
         found.say({"layout.dp_replicate": _number(given, found, "layout.dp_replicate", name, 1)})
 
 
-def _read_pipeline(given: Options, found: Findings, num_layers: int | None) -> Counts | None:
+def _read_pipeline(given: Options, found: ReadingDraft, num_layers: int | None) -> Counts | None:
     """Read stages and schedule; the layers of every chunk and stage, None where they are not known."""
     pp = found.values.get("layout.pp")
     if pp == 1:
@@ -116,7 +116,7 @@ def _read_pipeline(given: Options, found: Findings, num_layers: int | None) -> C
     return held
 
 
-def _stages(given: Options, found: Findings, num_layers: int | None, pp: int) -> list[int] | None:
+def _stages(given: Options, found: ReadingDraft, num_layers: int | None, pp: int) -> list[int] | None:
     """Layers of every virtual stage in the order of the model."""
     text = given.text("--pipeline-model-parallel-layout")
     if text is not None:
@@ -141,7 +141,7 @@ def _stages(given: Options, found: Findings, num_layers: int | None, pp: int) ->
     return [num_layers // (pp * chunks)] * (pp * chunks)
 
 
-def _chunks(given: Options, found: Findings, num_layers: int, pp: int) -> int | None:
+def _chunks(given: Options, found: ReadingDraft, num_layers: int, pp: int) -> int | None:
     """Chunks of layers per rank, by either way to ask for them."""
     knob, name = "layout.num_virtual_stages", "--num-layers-per-virtual-pipeline-stage"
     size = _number(given, found, knob, name, 0)
@@ -154,7 +154,7 @@ def _chunks(given: Options, found: Findings, num_layers: int, pp: int) -> int | 
     return _number(given, found, knob, "--num-virtual-stages-per-pipeline-rank", 1)
 
 
-def _padded(given: Options, found: Findings, num_layers: int, stages: int) -> list[int] | None:
+def _padded(given: Options, found: ReadingDraft, num_layers: int, stages: int) -> list[int] | None:
     """Even stages of which the first counts the embedding as a layer, the last the head."""
     first, last = (int(given.is_on(name)) for name in _EXTRA)
     share, left = divmod(num_layers + first + last, stages)
@@ -167,7 +167,7 @@ def _padded(given: Options, found: Findings, num_layers: int, stages: int) -> li
     return counts
 
 
-def _uneven(given: Options, found: Findings, num_layers: int, pp: int, chunks: int) -> list[int] | None:
+def _uneven(given: Options, found: ReadingDraft, num_layers: int, pp: int, chunks: int) -> list[int] | None:
     """Stages where the first or last rank holds a number of layers of its own, spread over its chunks."""
     first, last = (_number(given, found, "layout.stage_layers", name, 0) for name in _UNEVEN)
     if first is None or last is None:
@@ -194,7 +194,7 @@ def stages_of(text: str) -> list[int] | None:
 # ---- recompute ----
 
 
-def _read_recompute(given: Options, found: Findings, held: Counts | None) -> None:
+def _read_recompute(given: Options, found: ReadingDraft, held: Counts | None) -> None:
     granularity = given.text("--recompute-granularity")
     if granularity is None and given.is_on("--recompute-activations"):
         granularity = "selective"
@@ -208,7 +208,7 @@ def _read_recompute(given: Options, found: Findings, held: Counts | None) -> Non
         found.unread("recompute", f"--recompute-granularity {granularity}")
 
 
-def _read_full(given: Options, found: Findings, held: Counts | None) -> None:
+def _read_full(given: Options, found: ReadingDraft, held: Counts | None) -> None:
     method = given.text("--recompute-method")
     number = _number(given, found, "recompute.full", "--recompute-num-layers", None)
     if method not in ("uniform", "block") or number is None:
@@ -220,7 +220,7 @@ def _read_full(given: Options, found: Findings, held: Counts | None) -> None:
         found.say({"recompute.full": full, "recompute.selective": ()})
 
 
-def _read_selective(given: Options, found: Findings, held: Counts | None) -> None:
+def _read_selective(given: Options, found: ReadingDraft, held: Counts | None) -> None:
     modules = given.get("--recompute-modules") or ("core_attn",)
     unknown = [module for module in modules if module not in MODULE_PATTERNS] if isinstance(modules, tuple) else []
     if unknown or held is None or not isinstance(modules, tuple):
@@ -235,7 +235,7 @@ def _read_selective(given: Options, found: Findings, held: Counts | None) -> Non
 # ---- number formats, batches, data ----
 
 
-def _read_precision(given: Options, found: Findings) -> None:
+def _read_precision(given: Options, found: ReadingDraft) -> None:
     dtype = "bfloat16" if given.is_on("--bf16") else "float16" if given.is_on("--fp16") else "float32"
     found.say({"precision.dtype": dtype, "precision.level": "O0" if dtype == "float32" else "O2"})
     found.say({"precision.white": (), "precision.black": ()})
@@ -258,7 +258,7 @@ def _loss_scale(given: Options) -> LossScale:
     )
 
 
-def _read_run(given: Options, found: Findings) -> None:
+def _read_run(given: Options, found: ReadingDraft) -> None:
     """Read the batch, the reading of data, attention; and what Megatron-LM always does."""
     if given.text("--micro-batch-size") is None:
         found.refuse("micro_batch_size", "--micro-batch-size is missing, which Megatron-LM requires")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from orchestrator.recipes.arguments import Argument, Words, either_dash, read_text
-from orchestrator.recipes.overlays.edit import Document, Edit
-from orchestrator.recipes.overlays.findings import Findings
+from orchestrator.recipes.overlays.edit import Edit, EditedFile
+from orchestrator.recipes.overlays.findings import ReadingDraft
 
 SCRIPT = "run_mindformer.py"
 CONFIG = Argument(name="--config")
@@ -32,31 +32,31 @@ def file_name(argv: Words) -> str | None:
     return word[1:-1] if word and word.startswith("{") and word.endswith("}") else None
 
 
-def document(edit: Edit) -> Document:
+def document(edit: Edit) -> EditedFile:
     """The YAML of a command in the making; an empty one where there is none."""
     name = file_name(edit.argv)
     if name is None or name not in edit.files:
-        return Document(edit, "")
+        return EditedFile(edit, "")
     edit.names[name] = f"{name}.yaml"
-    return Document(edit, name)
+    return EditedFile(edit, name)
 
 
-def of_model(config: Document, key: str) -> Any:
+def of_model(config: EditedFile, key: str) -> Any:
     """A dimension of the model, by either of its names."""
     return next((v for name in NAMES[key] if (v := config.get(f"{MODEL}.{name}")) is not None), None)
 
 
-def name_of(config: Document, key: str) -> str:
+def name_of(config: EditedFile, key: str) -> str:
     """Dotted key of a dimension as the file calls it."""
     found = [name for name in NAMES[key] if config.has(f"{MODEL}.{name}")]
     return f"{MODEL}.{(found or NAMES[key])[0]}"
 
 
-def whole(config: Document, found: Findings, knob: str, key: str, default: int | None = None) -> int | None:
+def whole(config: EditedFile, found: ReadingDraft, knob: str, key: str, default: int | None = None) -> int | None:
     """A whole number of the file."""
     return found.whole(knob, key, config.get(key), default)
 
 
-def is_on(config: Document, key: str, *, default: bool = False) -> bool:
+def is_on(config: EditedFile, key: str, *, default: bool = False) -> bool:
     value = config.get(key, default)
     return value if isinstance(value, bool) else str(value).lower() == "true"

@@ -36,8 +36,8 @@ from orchestrator.recipes.mindformers.layout import (
 )
 from orchestrator.recipes.mindformers.recompute import COMMUNICATION, FULL, GATHERS, PATTERNS, SELECT
 from orchestrator.recipes.mindformers.run import COMPUTE, FLASH, PREFETCH, RESIDUAL, SCALE, WORKERS, read_loss_scale
-from orchestrator.recipes.overlays.edit import Document, Edit
-from orchestrator.recipes.overlays.findings import Findings, all_of, without_pipeline
+from orchestrator.recipes.overlays.edit import Edit, EditedFile
+from orchestrator.recipes.overlays.findings import ReadingDraft, all_of, without_pipeline
 from orchestrator.recipes.training import Reading, Run
 from trials.spec import Counts, LlamaModel, SelectiveRecompute
 
@@ -50,7 +50,7 @@ def read(run: Run) -> Reading:
 
 
 def read_edit(edit: Edit) -> Reading:
-    found, config = Findings(), document(edit)
+    found, config = ReadingDraft(), document(edit)
     if not config.exists:
         found.refuse("workload", f"no YAML found: write {SCRIPT} --config FILE, each word by itself")
         return Reading(values={}, notes=tuple(found.notes))
@@ -76,7 +76,7 @@ def read_edit(edit: Edit) -> Reading:
 # ---- layout, batch ----
 
 
-def _read_degrees(config: Document, found: Findings) -> None:
+def _read_degrees(config: EditedFile, found: ReadingDraft) -> None:
     degrees = {name: whole(config, found, f"layout.{name}", key, 1) for name, key in _DEGREES.items()}
     found.say({f"layout.{name}": degrees[name] for name in ("tp", "cp")})
     found.say({"layout.sequence_parallel": is_on(config, "parallel_config.use_seq_parallel")})
@@ -101,7 +101,7 @@ def _read_degrees(config: Document, found: Findings) -> None:
 _DEGREES = {"dp": DP, "tp": TP, "pp": PP, "cp": CP}
 
 
-def _read_pipeline(config: Document, found: Findings, layers: int | None) -> Counts | None:
+def _read_pipeline(config: EditedFile, found: ReadingDraft, layers: int | None) -> Counts | None:
     pp = whole(config, found, "layout.pp", PP, 1)
     if pp == 1:
         found.say(without_pipeline())
@@ -135,7 +135,7 @@ def _held(offset: Any, layers: int, pp: int, chunks: int) -> Counts | None:
     return held if sum(map(sum, held)) == layers and len(held) == chunks else None
 
 
-def _read_batch(edit: Edit, config: Document, found: Findings) -> tuple[int | None, int | None]:
+def _read_batch(edit: Edit, config: EditedFile, found: ReadingDraft) -> tuple[int | None, int | None]:
     """The global batch and the micro-batches in it; either None where it is not known."""
     copies = whole(config, found, "layout.num_copies", COPIES, 1)
     given = read_text(edit.argv, BATCH_SIZE)
@@ -153,7 +153,7 @@ def _read_batch(edit: Edit, config: Document, found: Findings) -> tuple[int | No
 # ---- recompute, number formats ----
 
 
-def _read_recompute(config: Document, found: Findings, held: Counts | None) -> None:
+def _read_recompute(config: EditedFile, found: ReadingDraft, held: Counts | None) -> None:
     if held is None:
         found.unread("recompute", "layers of stages that are not known")
         return
@@ -194,7 +194,7 @@ def _counts(said: Any, held: Counts) -> Counts | None:
     return counts if any(map(any, counts)) else ()
 
 
-def _patterns(said: Any, held: Counts, found: Findings) -> dict[str, Counts] | None:
+def _patterns(said: Any, held: Counts, found: ReadingDraft) -> dict[str, Counts] | None:
     """Numbers of layers by pattern; of a plain list of patterns, all layers."""
     if said in (False, None, {}, []):
         return {}
@@ -209,7 +209,7 @@ def _patterns(said: Any, held: Counts, found: Findings) -> dict[str, Counts] | N
     return {name: counts for name, counts in made.items() if counts}
 
 
-def _read_precision(config: Document, found: Findings) -> None:
+def _read_precision(config: EditedFile, found: ReadingDraft) -> None:
     dtype = _DTYPES.get(str(config.get(COMPUTE, "float16")))
     if dtype is None:
         found.unread("precision.dtype", f"{COMPUTE}: {config.get(COMPUTE)}")
@@ -227,7 +227,7 @@ def _read_precision(config: Document, found: Findings) -> None:
     found.say({f"precision.loss_scale.{name}": value for name, value in scale.items()})
 
 
-def _read_run(config: Document, found: Findings) -> None:
+def _read_run(config: EditedFile, found: ReadingDraft) -> None:
     workers = whole(config, found, "loader.num_workers", WORKERS)
     found.say({"loader.num_workers": workers})
     if workers:
@@ -238,7 +238,7 @@ def _read_run(config: Document, found: Findings) -> None:
         found.say({"kernels.attention": "flash" if is_on(config, FLASH) else "math"})
 
 
-def _shape(config: Document, found: Findings) -> LlamaModel | None:
+def _shape(config: EditedFile, found: ReadingDraft) -> LlamaModel | None:
     """The decoder, where the model's section gives all its dimensions."""
     keys = ("num_layers", "hidden_size", "num_heads", "ffn_hidden_size", "vocab_size")
     numbers = {key: found.whole("workload.model", key, of_model(config, key)) for key in keys}

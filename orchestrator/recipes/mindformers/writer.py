@@ -30,7 +30,7 @@ from orchestrator.recipes.mindformers.layout import (
 )
 from orchestrator.recipes.mindformers.reader import read_edit
 from orchestrator.recipes.mindformers.run import COMPUTE, FLASH, PREFETCH, RESIDUAL, SCALE, STRATEGY, WORKERS
-from orchestrator.recipes.overlays.edit import Document, Edit
+from orchestrator.recipes.overlays.edit import Edit, EditedFile
 from orchestrator.recipes.overlays.lay import Laying, OverlayPart, layers_in, written
 from orchestrator.recipes.training import OverlayRequest
 from orchestrator.space.knobs.layer_choices import layers_of
@@ -207,7 +207,7 @@ def _check(edit: Edit, request: OverlayRequest) -> None:
     _write_world_size(edit, request)
 
 
-def _check_dimensions(edit: Edit, config: Document, request: OverlayRequest) -> None:
+def _check_dimensions(edit: Edit, config: EditedFile, request: OverlayRequest) -> None:
     candidate, layout, shape = request.candidate, request.candidate.layout, request.reading.shape
     if layout.pp > 1 and request.num_microbatches < layout.pp:
         edit.refuse("layout.pp", f"{request.num_microbatches} micro-batches: MindFormers needs one per stage")

@@ -115,7 +115,7 @@ class Options:
         self._edit.argv = arguments.remove(self._edit.argv, *(self._table[name] for name in names))
 
 
-class Document:
+class EditedFile:
     """One configuration file of an edit, by dotted keys."""
 
     def __init__(self, edit: Edit, name: str) -> None:

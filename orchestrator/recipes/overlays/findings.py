@@ -13,7 +13,7 @@ from trials.spec import Counts
 
 
 @dataclass(slots=True)
-class Findings:
+class ReadingDraft:
     """Values by path, and notes, of a reading in the making."""
 
     values: dict[str, Any] = field(default_factory=dict)

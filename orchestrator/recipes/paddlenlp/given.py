@@ -10,8 +10,8 @@ from typing import Any
 
 from orchestrator.recipes import arguments
 from orchestrator.recipes.arguments import Words, either_dash
-from orchestrator.recipes.overlays.edit import Document, Edit
-from orchestrator.recipes.overlays.findings import Findings
+from orchestrator.recipes.overlays.edit import Edit, EditedFile
+from orchestrator.recipes.overlays.findings import ReadingDraft
 
 SCRIPTS = ("run_pretrain.py", "run_pretrain_auto.py", "run_finetune.py", "run_sft.py", "finetune_generation.py")
 LAUNCH = "paddle.distributed.launch"
@@ -61,7 +61,7 @@ class PaddleArguments:
         self._edit = edit
         at = script_at(edit.argv)
         word = edit.argv[at + 1] if at is not None and at + 1 < len(edit.argv) else ""
-        self._file = Document(edit, word[1:-1] if word.startswith("{") else "")
+        self._file = EditedFile(edit, word[1:-1] if word.startswith("{") else "")
         if self._file.exists and word[1:-1] not in edit.names:
             edit.names[word[1:-1]] = f"{word[1:-1]}.json"
 
@@ -69,7 +69,7 @@ class PaddleArguments:
         text = arguments.read_text(self._edit.argv, either_dash(f"--{name}"))
         return text if text is not None else self._file.get(name, default)
 
-    def whole(self, found: Findings, knob: str, name: str, default: int | None) -> int | None:
+    def whole(self, found: ReadingDraft, knob: str, name: str, default: int | None) -> int | None:
         """A whole number; -1, which asks for the default, is the default."""
         number = found.whole(knob, name, self.get(name), default)
         return default if number == -1 else number

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from orchestrator.recipes.overlays.edit import Document, Edit
-from orchestrator.recipes.overlays.findings import Findings, all_of, without_pipeline
+from orchestrator.recipes.overlays.edit import Edit, EditedFile
+from orchestrator.recipes.overlays.findings import ReadingDraft, all_of, without_pipeline
 from orchestrator.recipes.paddlenlp.given import MODEL_CONFIG, PaddleArguments
 from orchestrator.recipes.paddlenlp.layout import ACCUMULATED, BATCH, CHUNKS, PP, RING, SHARDING, SHARDS, TP, ULYSSES
 from orchestrator.recipes.paddlenlp.recompute import GRANULARITY, KEPT, PATTERNS, RECOMPUTE
@@ -24,7 +24,7 @@ def read(run: Run) -> Reading:
 
 
 def read_edit(edit: Edit) -> Reading:
-    given, found = PaddleArguments(edit), Findings()
+    given, found = PaddleArguments(edit), ReadingDraft()
     shape = _shape(edit, found)
     layers = given.whole(found, "workload", "num_hidden_layers", shape.num_layers if shape else None)
     shape = dataclasses.replace(shape, num_layers=layers) if shape and layers else shape
@@ -49,7 +49,7 @@ def read_edit(edit: Edit) -> Reading:
     )
 
 
-def _read_degrees(given: PaddleArguments, found: Findings) -> None:
+def _read_degrees(given: PaddleArguments, found: ReadingDraft) -> None:
     found.say({"layout.tp": given.whole(found, "layout.tp", TP, 1)})
     ring, ulysses = (given.whole(found, "layout.cp", name, 1) for name in (RING, ULYSSES))
     if ring and ulysses and min(ring, ulysses) > 1:
@@ -73,7 +73,7 @@ def _read_degrees(given: PaddleArguments, found: Findings) -> None:
         found.say({"layout.dp_replicate": 1})
 
 
-def _read_pipeline(given: PaddleArguments, found: Findings, layers: int | None) -> Counts | None:
+def _read_pipeline(given: PaddleArguments, found: ReadingDraft, layers: int | None) -> Counts | None:
     pp = given.whole(found, "layout.pp", PP, 1)
     if pp == 1:
         found.say(without_pipeline())
@@ -97,7 +97,7 @@ def _read_pipeline(given: PaddleArguments, found: Findings, layers: int | None) 
 # ---- recompute, number formats ----
 
 
-def _read_recompute(given: PaddleArguments, found: Findings, held: Counts | None) -> None:
+def _read_recompute(given: PaddleArguments, found: ReadingDraft, held: Counts | None) -> None:
     if not given.is_on(RECOMPUTE):
         found.say({"recompute.full": (), "recompute.selective": ()})
         return
@@ -127,7 +127,7 @@ def _recomputed(kept: Any, held: Counts) -> Counts | None:
     return tuple(tuple(row) for row in counts) if any(map(any, counts)) else ()
 
 
-def _read_precision(given: PaddleArguments, found: Findings) -> None:
+def _read_precision(given: PaddleArguments, found: ReadingDraft) -> None:
     dtype = "bfloat16" if given.is_on("bf16") else "float16" if given.is_on("fp16") else "float32"
     level = str(given.get("fp16_opt_level") or "O1")
     if dtype != "float32" and level not in ("O1", "O2"):
@@ -144,9 +144,9 @@ def _read_precision(given: PaddleArguments, found: Findings) -> None:
         found.say({f"precision.loss_scale.{name}": value for name, value in scale.items()})
 
 
-def _shape(edit: Edit, found: Findings) -> LlamaModel | None:
+def _shape(edit: Edit, found: ReadingDraft) -> LlamaModel | None:
     """The decoder, from the model's own file where it lies in a folder."""
-    config = Document(edit, MODEL_CONFIG)
+    config = EditedFile(edit, MODEL_CONFIG)
     keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
     missing = [key for key in keys if not isinstance(config.get(key), int)]
     if missing or config.get("num_experts") or config.get("n_routed_experts") or config.get("num_local_experts"):

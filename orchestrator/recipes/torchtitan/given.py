@@ -9,7 +9,7 @@ from typing import Any
 from orchestrator.recipes import arguments
 from orchestrator.recipes.arguments import Argument, Words, either_dash
 from orchestrator.recipes.overlays.edit import Edit
-from orchestrator.recipes.overlays.findings import Findings
+from orchestrator.recipes.overlays.findings import ReadingDraft
 from orchestrator.recipes.torchtitan.config_text import (
     ACTIVATION_CHECKPOINT,
     ELSEWHERE,
@@ -114,7 +114,7 @@ class TitanArguments:
             return UNKNOWN
         return self.config.get(name, UNKNOWN if ELSEWHERE in self.config else DEFAULTS[name])
 
-    def whole(self, found: Findings, knob: str, name: str) -> int | None:
+    def whole(self, found: ReadingDraft, knob: str, name: str) -> int | None:
         """A whole number; None where it is not known."""
         value = self.get(name)
         return None if value in (UNKNOWN, None) else found.whole(knob, f"--{name}", value)

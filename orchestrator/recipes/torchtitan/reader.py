@@ -6,7 +6,7 @@ from typing import Any
 
 from orchestrator.recipes.arguments import is_given
 from orchestrator.recipes.overlays.edit import Edit
-from orchestrator.recipes.overlays.findings import Findings, all_of, in_rows, without_pipeline
+from orchestrator.recipes.overlays.findings import ReadingDraft, all_of, in_rows, without_pipeline
 from orchestrator.recipes.torchtitan.config_text import ACTIVATION_CHECKPOINT, MODEL, UNKNOWN
 from orchestrator.recipes.torchtitan.given import MODULE, OLD, PARTS, TitanArguments
 from orchestrator.recipes.torchtitan.layout import SCHEDULES
@@ -30,7 +30,7 @@ def read(run: Run) -> Reading:
 
 
 def read_edit(edit: Edit) -> Reading:
-    found, given = Findings(), TitanArguments(edit)
+    found, given = ReadingDraft(), TitanArguments(edit)
     if is_given(edit.argv, OLD):
         found.refuse("workload", "--job.config_file: torchtitan before 0.3 has other names; only 0.3 is known here")
     elif given.config is None:
@@ -74,7 +74,7 @@ def _shape(edit: Edit, given: TitanArguments) -> LlamaModel | None:
 # ---- layout, batch ----
 
 
-def _read_degrees(given: TitanArguments, found: Findings) -> None:
+def _read_degrees(given: TitanArguments, found: ReadingDraft) -> None:
     for knob, name in _DEGREES.items():
         degree = given.whole(found, f"layout.{knob}", f"parallelism.{name}_parallel_degree")
         found.say({f"layout.{knob}": degree})
@@ -95,7 +95,7 @@ def _read_degrees(given: TitanArguments, found: Findings) -> None:
         found.unread("layout", "--parallelism.expert_parallel_degree")
 
 
-def _read_pipeline(given: TitanArguments, found: Findings, shape: LlamaModel | None) -> Counts | None:
+def _read_pipeline(given: TitanArguments, found: ReadingDraft, shape: LlamaModel | None) -> Counts | None:
     pp = found.values.get("layout.pp")
     if pp == 1:
         found.say(without_pipeline())
@@ -127,7 +127,7 @@ def _names(part: Any) -> list[str]:
     return part.split(",") if isinstance(part, str) else list(part)
 
 
-def _read_batch(given: TitanArguments, found: Findings) -> tuple[int | None, int | None]:
+def _read_batch(given: TitanArguments, found: ReadingDraft) -> tuple[int | None, int | None]:
     """The global batch, or the micro-batches in a step where it is one batch of each rank."""
     knob = "micro_batch_size"
     local = given.whole(found, knob, "training.local_batch_size")
@@ -145,7 +145,7 @@ def _read_batch(given: TitanArguments, found: Findings) -> tuple[int | None, int
 # ---- recompute, number formats, data ----
 
 
-def _read_recompute(given: TitanArguments, found: Findings, held: Counts | None) -> None:
+def _read_recompute(given: TitanArguments, found: ReadingDraft, held: Counts | None) -> None:
     policy = given.get(ACTIVATION_CHECKPOINT)
     if policy == "none":
         found.say({"recompute.full": (), "recompute.selective": ()})
@@ -155,7 +155,7 @@ def _read_recompute(given: TitanArguments, found: Findings, held: Counts | None)
         found.unread("recompute", f"activation-checkpoint:{policy}")
 
 
-def _read_precision(given: TitanArguments, found: Findings) -> None:
+def _read_precision(given: TitanArguments, found: ReadingDraft) -> None:
     weights, compute = given.get("training.dtype"), given.get("training.mixed_precision_param")
     if weights == "float32" and compute in ("float32", "bfloat16"):
         half = compute == "bfloat16"
@@ -165,7 +165,7 @@ def _read_precision(given: TitanArguments, found: Findings) -> None:
         found.unread("precision", f"--training.dtype {weights}, --training.mixed_precision_param {compute}")
 
 
-def _read_run(given: TitanArguments, found: Findings) -> None:
+def _read_run(given: TitanArguments, found: ReadingDraft) -> None:
     enabled, components = given.get("compile.enable"), given.get("compile.components")
     if isinstance(enabled, bool) and components != UNKNOWN:
         found.say({"kernels.compile": "block" if enabled and "model" in components else "off"})

@@ -21,7 +21,8 @@ def candidate(spec, **own):
 
 def test_everything_is_laid_over_in_copies(tmp_path):
     run = ["python", "train.py", "config.json", "--bs", "{micro_batch_size}", "--accum={accumulation}",
-           "--steps", "{steps}", "--seed={seed}", "--out={out}", "--text={{plain}}", "--opt", "sgd", "{mode}"]  # fmt: skip
+           "--steps", "{steps}", "--seed={seed}", "--out={out}", "--text={{plain}}", "--opt", "sgd",
+           "{mode}"]  # fmt: skip
     own = {"--opt": ["sgd", "adam"], "--fused": [True, False], "$RING": ["a", "b"], "config:zero.stage": [1, 2],
            "mode": ["x", "y"], "compile_all": {"values": [True, False], "flag": "--compile-all"}}  # fmt: skip
     data = changed({"workload.run": run, "workload.env": {"KEPT": "1", "RING": "a"}, "workload.seed": 7,

@@ -116,7 +116,7 @@ def sweep(folder, name):
 def test_what_is_planned_and_run(tmp_path, name):
     spec = sweep(tmp_path, name)
     plan = make_plan(spec)
-    _, space, baseline, words = SWEEPS[name]
+    _, _, baseline, words = SWEEPS[name]
     assert short_name(plan.baseline).startswith(baseline)
     assert not any(rule.startswith("recipe:") for rule in plan.num_rejected), plan.examples
     assert len(plan.candidates) + sum(plan.num_rejected.values()) + plan.num_duplicates == plan.product_size

@@ -20,7 +20,7 @@ from trials.legality.rules import violations
 from trials.models.counting import CountRequest, count
 from trials.models.stage_cut import pipeline_problem
 from trials.models.tensor_plan import plan_problem
-from trials.own_code import call_function, load_function
+from trials.own_code.functions import call_function, load_function
 from trials.spec import Candidate, Layout, PythonData, TextData, Workload
 
 DATA = PythonData(dataset="tests.trials.own_modules:dataset", cwd=str(ROOT))

@@ -74,7 +74,12 @@ def launch(argv: list[str], folder: Path, *, ranks: int = 1, hook: bool = True, 
         )
         for variables in _rank_variables(ranks)
     ]
-    printed = [process.communicate(timeout=TIMEOUT_S) for process in started]
+    try:
+        printed = [process.communicate(timeout=TIMEOUT_S) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
     return [
         Told(_lines(folder / f"rank{rank}.jsonl"), process.returncode, *printed[rank])
         for rank, process in enumerate(started)

@@ -15,6 +15,7 @@ TRAINER = [
 
 
 def without_times(text):
+    text = re.sub(r"^\[\d{4}-[^]]*\]", "", text, flags=re.MULTILINE)
     return re.sub(r"'(train_runtime|train_\w+_per_second)': '[^']*'(, )?", "", text)
 
 

@@ -166,6 +166,7 @@ WORDS = [
 ]
 
 
+@pytest.mark.representative("transformers", "lightning", "megatron")
 @pytest.mark.parametrize("name", sorted(PARSERS))
 @given(parts=st.lists(st.one_of(st.sampled_from(WORDS), st.text(max_size=8)), max_size=30))
 def test_no_line_breaks_a_parser(name, parts):

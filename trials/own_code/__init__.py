@@ -1,0 +1,1 @@
+"""The user's own code, as ranks find it. Standard library only."""
