@@ -12,6 +12,7 @@ import json
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,11 @@ def _run(command: ScriptCommand, rank: ScriptRank, places: Places, progress: Pro
 
 
 def _start(command: ScriptCommand, rank: ScriptRank, places: Places) -> Child:
-    environment = child_environment(command, rank, os.environ, report=places.report, error_file=places.error_file)
     argv = [places.fill(argument, command) for argument in command.argv]
-    environment |= {pair[0]: places.fill(pair[1], command) for pair in command.env if len(pair) == 2}
+    own = tuple((pair[0], places.fill(pair[1], command)) for pair in command.env if len(pair) == 2)
+    environment = child_environment(
+        replace(command, env=own), rank, os.environ, report=places.report, error_file=places.error_file
+    )
     try:
         return Child(argv, cwd=command.cwd, environment=environment)
     except OSError as error:

@@ -101,3 +101,24 @@ def test_a_virtual_cluster_has_nothing_to_check(tmp_path):
     result = run("check", file, "--home", tmp_path / "home")
     assert result.exit_code == 2
     assert "cluster.kind" in result.stderr or "simulated" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_search_path_of_the_programs_own_does_not_hide_the_hook(tmp_path):
+    file = sweep(tmp_path)
+    content = yaml.safe_load(file.read_text())
+    content["workload"]["env"] = {"PYTHONPATH": "{out}"}
+    content["workload"]["metrics"]["hook"] = True
+    file.write_text(yaml.safe_dump(content))
+    (tmp_path / "program.py").write_text(
+        "import os, time\n"
+        "ours, own = os.environ['PYTHONPATH'].rsplit(os.pathsep, 1)\n"
+        "assert 'hook' in ours and os.path.isdir(own)\n"
+        "from tune_cluster_report import report\n"
+        "for step in range(1, 200):\n"
+        "    time.sleep(0.02)\n"
+        "    report(step=step, loss=1 / step)\n"
+    )
+    said = json.loads(run("check", file, "--home", tmp_path / "home", "--json").stdout)
+    assert {source["source"] for source in said["sources"] if source["name"] == "loss"} == {"report"}, said
