@@ -82,8 +82,8 @@ class Checked:
         empty where it is one, or nobody saw which it is."""
         if self.training is None or not self.training.releases:
             return ""
-        package = (self.training.package or "").replace("-", "_")
-        seen = {name.replace("-", "_"): version for name, version, *_ in self.seen.versions}
+        package = _module(self.training.package or "")
+        seen = {_module(name): version for name, version, *_ in self.seen.versions}
         if package not in seen or SpecifierSet(self.training.releases, prereleases=True).contains(seen[package]):
             return ""
         known = f"{self.training.title} {seen[package]} is none of the releases that its recipe knows"
@@ -186,6 +186,12 @@ def check_sweep(spec: SweepSpec, home: Home, *, address: str | None = None, tell
         duration_s=time.monotonic() - begun_s,
         training=None if spec.script is None else spec.script.training,
     )
+
+
+def _module(package: str) -> str:
+    """One name for what a package is called by pip and by Python."""
+    name = package.replace("-", "_").replace(".", "_")
+    return {"swift": "ms_swift", "lightning": "pytorch_lightning"}.get(name, name)
 
 
 def _once(tell: Tell) -> Tell:
