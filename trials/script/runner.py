@@ -24,8 +24,9 @@ from trials.script.command import ScriptCommand
 from trials.script.environment import ScriptRank, cache_folder, child_environment, remember_secrets
 from trials.script.failures import CommandError
 from trials.script.judge import Judge, MeasuredSteps
+from trials.script.logs.tails import FolderTails
 from trials.script.places import Places, remove_stale_locks
-from trials.script.watch import ProgramWatch
+from trials.script.watch import ProgramWatch, log_files
 
 
 def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
@@ -54,9 +55,10 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
 
 
 def _run(command: ScriptCommand, rank: ScriptRank, places: Places, progress: ProgressSink) -> RankReport:
+    files = _log_files(command, places)
     child = _start(command, rank, places)
     try:
-        watch = _watch(command, rank, places, child, progress)
+        watch = ProgramWatch(command, rank, places, child, files, progress)
         try:
             times = watch.follow()
         finally:
@@ -69,9 +71,13 @@ def _run(command: ScriptCommand, rank: ScriptRank, places: Places, progress: Pro
 
 
 def _start(command: ScriptCommand, rank: ScriptRank, places: Places) -> Child:
-    environment = child_environment(command, rank, os.environ, report=places.report, error_file=places.error_file)
-    argv = [places.fill(argument, command) for argument in command.argv]
-    environment |= {pair[0]: places.fill(pair[1], command) for pair in command.env if len(pair) == 2}
+    def fill(text: str) -> str:
+        return places.fill(text, command)
+
+    environment = child_environment(
+        command, rank, os.environ, fill=fill, report=places.report, error_file=places.error_file
+    )
+    argv = [fill(argument) for argument in command.argv]
     try:
         return Child(argv, cwd=command.cwd, environment=environment)
     except OSError as error:
@@ -82,11 +88,9 @@ def _start(command: ScriptCommand, rank: ScriptRank, places: Places) -> Child:
         raise CommandError(f"cannot start {argv[0]!r} in {command.cwd}: {reason}") from error
 
 
-def _watch(
-    command: ScriptCommand, rank: ScriptRank, places: Places, child: Child, progress: ProgressSink
-) -> ProgramWatch:
+def _log_files(command: ScriptCommand, places: Places) -> FolderTails:
     try:
-        return ProgramWatch(command, rank, places, child, progress)
+        return log_files(command, places)
     except ValueError as error:  # the log's format
         raise CommandError(str(error)) from None
 
