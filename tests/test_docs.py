@@ -84,12 +84,9 @@ def test_every_knob_has_its_section():
 
 
 QUICKSTART = ROOT / "configs" / "sweeps" / "quickstart.yaml"
-WITH_FILES = ("accelerate.md", "deepspeed.md", "llamafactory.md", "ms-swift.md", "transformers.md")
-"""Pages whose files name programs that ``test_framework_pages.py`` puts beside them."""
 YAML_BLOCKS = [
     pytest.param(block, id=f"{document.name}-{number}")
     for document in DOCUMENTS
-    if document.parent.name != "frameworks" or document.name not in WITH_FILES
     for number, block in enumerate(blocks(document, "yaml"))
     if not re.search(r"^  cwd: \.\./(my-project|LLaMA-Factory)\b", block, flags=re.MULTILINE)
 ]

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from packaging.specifiers import SpecifierSet
+
 from cluster.base import ClusterError, GangEnded, GangLaunch, GangProgress
 from cluster.connect import connect
 from cluster.hardware.placement import Placement, Pool
@@ -20,6 +22,7 @@ from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.controller.launcher import make_launcher
 from orchestrator.planning.hardware.request import cluster_request, known_topology
 from orchestrator.planning.plan import make_plan
+from orchestrator.recipes.training import Training
 from orchestrator.space.naming import flat_params, short_name
 from orchestrator.sweep.home import Home
 from orchestrator.sweep.state import Trial
@@ -58,6 +61,8 @@ class Checked:
     deadline_s: float
     """What the file allows for starting."""
     duration_s: float
+    training: Training | None = None
+    """What is known of the program's framework; None where our runner trains."""
 
     @property
     def measurement(self) -> Measurement | None:
@@ -69,7 +74,21 @@ class Checked:
 
     @property
     def is_good(self) -> bool:
-        return self.measurement is not None
+        return self.measurement is not None and not self.unknown_release
+
+    @property
+    def unknown_release(self) -> str:
+        """That the framework's release is none of those that its recipe knows, where names may mean something else;
+        empty where it is one, or nobody saw which it is."""
+        if self.training is None or not self.training.releases:
+            return ""
+        package = _module(self.training.package or "")
+        seen = {_module(name): version for name, version, *_ in self.seen.versions}
+        if package not in seen or SpecifierSet(self.training.releases, prereleases=True).contains(seen[package]):
+            return ""
+        known = f"{self.training.title} {seen[package]} is none of the releases that its recipe knows"
+        doubt = "its arguments may mean something else; --no-check submits all the same"
+        return f"{known} ({self.training.releases}): {doubt}"
 
     @property
     def seen(self) -> ScriptReport:
@@ -111,7 +130,7 @@ class Checked:
             "knobs": self.values,
             "command": list(self.command),
             "outcome": self.outcome.kind,
-            "problem": evidence.message if evidence else None,
+            "problem": evidence.message if evidence else self.unknown_release or None,
             "not_applied": self.is_not_applied,
             "exit_code": evidence.exit_code if evidence else None,
             "log_tail": list(self.log_tail),
@@ -165,7 +184,14 @@ def check_sweep(spec: SweepSpec, home: Home, *, address: str | None = None, tell
         starting_s=ran.starting_s,
         deadline_s=spec.to_deadlines().starting_s,
         duration_s=time.monotonic() - begun_s,
+        training=None if spec.script is None else spec.script.training,
     )
+
+
+def _module(package: str) -> str:
+    """One name for what a package is called by pip and by Python."""
+    name = package.replace("-", "_").replace(".", "_")
+    return {"swift": "ms_swift", "lightning": "pytorch_lightning"}.get(name, name)
 
 
 def _once(tell: Tell) -> Tell:

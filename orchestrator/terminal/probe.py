@@ -226,6 +226,8 @@ def _checked_lines(checked: Checked) -> Iterator[tuple[str, str]]:
         code = checked.evidence.exit_code
         ended = f" (exit code {code})" if code is not None else ""
         yield "problem", f"{units.status_words(checked.outcome.kind)}{ended}: {plain(checked.evidence.message)}"
+    if checked.unknown_release:
+        yield "problem", checked.unknown_release
     if checked.starting_s is not None:
         yield "start", _start(checked)
     if checked.measurement is not None:

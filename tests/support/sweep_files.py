@@ -233,6 +233,58 @@ _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """Hundreds of files are written, and libyaml is several times faster."""
 
 
+SCRIPT = {
+    "name": "script",
+    "workload": {
+        "recipe": "custom",
+        "run": ["python", "train.py", "--bs", "{micro_batch_size}"],
+        "cwd": ".",
+        "env": {"MODE": "fast"},
+        "env_pass": ["HF_TOKEN"],
+        "files": {"settings": "settings.json"},
+        "launcher": "own",
+        "metrics": {"log": r"step (?P<step>\d+)", "files": ["{out}/*.log"], "hook": False},
+        "tokens_per_step": 512,
+        "global_batch_size": 32,
+        "num_layers": 2,
+        "model": "model.json",
+        "seed": 1,
+    },
+    "cluster": {"kind": "local", "devices_per_node": 2},
+    "baseline": {"micro_batch_size": 4, "own": {"--fused": True}},
+    "space": {
+        "own": {
+            "--fused": True,
+            "--dtype": {"values": ["a", "b"], "memory": "falls", "flag": None, "when": {"--fused": True}},
+        },
+        "forbid": [{"own": {"--dtype": "a"}}],
+    },
+}
+OWN_MODULE = {
+    "workload": {
+        "kind": "python",
+        "cwd": ".",
+        "loss": "mine:loss",
+        "layers": "blocks",
+        "before": ["embed"],
+        "after": ["head"],
+        "tensor_parallel": {},
+        "counted": {
+            "shape": [],
+            "num_parameters": 1,
+            "num_kernels": 1,
+            "flops_per_sample": 1,
+            "activation_elements": 1,
+            "has_batch_norm": False,
+            "no_pipeline": "why",
+            "no_tensor_parallel": "why",
+        },
+        "model": {"kind": "huggingface", "config": "config.json"},
+    }
+}
+"""Keys of modules of the user's; by itself no whole file."""
+
+
 def write(folder, content):
     """Write ``content`` (a mapping, text or bytes) and the training data it may name; returns the path of the file."""
     (folder / "text.txt").write_text("x" * 100)

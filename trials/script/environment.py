@@ -9,7 +9,7 @@ from __future__ import annotations
 import getpass
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +92,6 @@ def child_environment(
     rank: ScriptRank,
     node: Mapping[str, str],
     *,
-    fill: Callable[[str], str] = str,
     report: Path,
     error_file: Path,
 ) -> dict[str, str]:
@@ -100,7 +99,6 @@ def child_environment(
 
     Args:
         node: the environment that the rank itself runs in.
-        fill: puts what only the node knows into the values of the command's own variables.
         report: folder of its report files.
         error_file: where torch's ``record`` writes an error.
     """
@@ -111,7 +109,7 @@ def child_environment(
         environment[name] = str(cache_folder(command, node) / folder)
     environment |= _torchrun(rank) if command.launcher == "env" else _nodes(rank)
     environment["TORCHELASTIC_ERROR_FILE"] = str(error_file)
-    environment |= {pair[0]: fill(pair[1]) for pair in command.env if len(pair) == 2}
+    environment |= {pair[0]: pair[1] for pair in command.env if len(pair) == 2}
     environment[REPORT_VARIABLE] = str(report)
     if command.memory_limit_bytes is not None and command.device == "cuda":
         environment[MEMORY_LIMIT_VARIABLE] = str(command.memory_limit_bytes)

@@ -12,6 +12,7 @@ import json
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +72,11 @@ def _run(command: ScriptCommand, rank: ScriptRank, places: Places, progress: Pro
 
 
 def _start(command: ScriptCommand, rank: ScriptRank, places: Places) -> Child:
-    def fill(text: str) -> str:
-        return places.fill(text, command)
-
+    argv = [places.fill(argument, command) for argument in command.argv]
+    own = tuple((pair[0], places.fill(pair[1], command)) for pair in command.env if len(pair) == 2)
     environment = child_environment(
-        command, rank, os.environ, fill=fill, report=places.report, error_file=places.error_file
+        replace(command, env=own), rank, os.environ, report=places.report, error_file=places.error_file
     )
-    argv = [fill(argument) for argument in command.argv]
     try:
         return Child(argv, cwd=command.cwd, environment=environment)
     except OSError as error:

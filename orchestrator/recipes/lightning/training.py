@@ -7,6 +7,7 @@ Names and defaults are those of 2.6.6. The reporting hook is a callback, which m
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from orchestrator.recipes.lightning.given import NOTHING, LightningArguments, find_files, is_cli, recognises
@@ -28,16 +29,19 @@ _OFF: dict[str, Any] = {
     "trainer.max_epochs": -1,
     "trainer.default_root_dir": "{out}",
 }
+_ROOT = "PL_TRAINER_DEFAULT_ROOT_DIR"
+"""Lightning's own variable for where its Trainer puts logs and checkpoints, unless the program says where."""
 _NEED_WHAT_IS_OFF = ("Checkpoint", "LearningRateMonitor", "DeviceStatsMonitor", "EarlyStopping", "ModelSummary")
 """Callbacks that Lightning refuses, or that wait in vain, without logger, checkpoints and validation."""
 
 
 def trial_mode(made: Overlay, last_step: int) -> Overlay:
     """Without logger, checkpoints, validation; ``max_steps`` ends it. A program that is no LightningCLI's stays as it
-    is: the hook ends it, and the schedule of its learning rate is that of the whole run."""
+    is, but for where it leaves its files: its callbacks may need a logger, or checkpoints. The hook ends it, and the
+    schedule of its learning rate is that of the whole run."""
     edit = Edit.of_overlay(made)
     if not is_cli(edit.argv):
-        return made
+        return replace(made, env={**made.env, _ROOT: "{out}"})
     given = LightningArguments(edit)
     callbacks = given.get("trainer.callbacks")
     if isinstance(callbacks, list):

@@ -189,7 +189,8 @@ def own_knobs(space: Mapping[str, OwnKnobSection]) -> tuple[OwnKnob, ...]:
             known = space[other].values if other in space and other != name else ()
             if not known:
                 message = f"{show(other)} is no other knob of space.own"
-                raise fault(f"own.{name}.when", message, f"There are {', '.join(n for n in space if n != name)}.")
+                others = ", ".join(one for one in space if one != name) or "none"
+                raise fault(f"own.{name}.when", message, f"There are {others}.")
             for value in values:
                 if not _is_among(value, known):
                     message = f"{other} is never {own_text(value)}"

@@ -7,6 +7,11 @@ import yaml
 from click.testing import CliRunner
 
 from orchestrator.cli.main import main
+from orchestrator.commands.check import Checked
+from orchestrator.recipes.trainings import training
+from trials.outcome import Measured, Measurement, StepBreakdown
+from trials.reports.findings import Findings
+from trials.reports.script import ScriptReport
 
 PROGRAM = """\
 import argparse, json, os, pathlib, time
@@ -101,3 +106,57 @@ def test_a_virtual_cluster_has_nothing_to_check(tmp_path):
     result = run("check", file, "--home", tmp_path / "home")
     assert result.exit_code == 2
     assert "cluster.kind" in result.stderr or "simulated" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_search_path_of_the_programs_own_does_not_hide_the_hook(tmp_path):
+    file = sweep(tmp_path)
+    content = yaml.safe_load(file.read_text())
+    content["workload"]["env"] = {"PYTHONPATH": "{out}"}
+    content["workload"]["metrics"]["hook"] = True
+    file.write_text(yaml.safe_dump(content))
+    (tmp_path / "program.py").write_text(
+        "import os, time\n"
+        "ours, own = os.environ['PYTHONPATH'].rsplit(os.pathsep, 1)\n"
+        "assert 'hook' in ours and os.path.isdir(own)\n"
+        "from tune_cluster_report import report\n"
+        "for step in range(1, 200):\n"
+        "    time.sleep(0.02)\n"
+        "    report(step=step, loss=1 / step)\n"
+    )
+    said = json.loads(run("check", file, "--home", tmp_path / "home", "--json").stdout)
+    assert {source["source"] for source in said["sources"] if source["name"] == "loss"} == {"report"}, said
+
+
+@pytest.mark.parametrize(
+    ("release", "is_known"), [("5.23.0", True), ("5.24.0.dev0", True), ("4.30.1", False), ("9.0", False)]
+)
+def test_a_release_that_the_recipe_does_not_know_is_refused(release, is_known):
+    report = ScriptReport(versions=(("torch", "2.13.0"), ("transformers", release)))
+    found = Measurement(
+        world_size=1,
+        tokens_per_step=1,
+        step_times_s=(0.1,),
+        breakdown=StepBreakdown(),
+        peak_allocated_bytes=(),
+        peak_reserved_bytes=(),
+        num_warmup_steps=1,
+        losses=(),
+        grad_norms=(),
+        model_flops_per_token=0.0,
+        findings=Findings(script=report),
+    )
+    checked = Checked(
+        sweep="mine",
+        candidate="mbs1",
+        values={},
+        command=(),
+        outcome=Measured(measurement=found),
+        starting_s=1.0,
+        deadline_s=120.0,
+        duration_s=2.0,
+        training=training("transformers"),
+    )
+    assert checked.is_good is is_known
+    assert (release in (checked.to_json()["problem"] or "")) is not is_known

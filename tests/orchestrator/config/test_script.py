@@ -10,6 +10,7 @@ import yaml
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.errors import ConfigError
 from orchestrator.space.naming import short_name
+from tests.support.sweep_files import SCRIPT
 from trials.spec import OwnChoice, ScriptData, ScriptModel
 
 CUSTOM = {
@@ -147,3 +148,20 @@ def test_the_command_tells_what_own_knobs_are_today(tmp_path):
         OwnChoice(name=name, value=value)
         for name, value in (("$X", "b"), ("--fused", True), ("--opt", "sgd"), ("config:zero.stage", 1))
     )
+
+
+def test_every_key_arrives(tmp_path):
+    (tmp_path / "settings.json").write_text("{}")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
+    (tmp_path / "model.json").write_text(json.dumps(sizes))
+    spec = load_sweep(write(tmp_path, SCRIPT))
+    script, workload = spec.script, spec.to_workload()
+    assert (script.model.launcher, script.model.num_layers, script.model.shape.ffn_hidden_size) == ("own", 2, 256)
+    assert (script.run.files["settings"], script.run.env, script.env_pass) == ("{}", {"MODE": "fast"}, ("HF_TOKEN",))
+    assert (script.log.files, script.log.pattern, script.hook) == (("{out}/*.log",), r"step (?P<step>\d+)", False)
+    assert (workload.seq_length, workload.seed, script.seed) == (16, 1, 1)
+    assert spec.baseline_candidate.own == (OwnChoice(name="--fused", value=True),)
+    assert {knob.name: (knob.values, knob.memory, knob.when) for knob in spec.own_knobs} == {
+        "--fused": ((True,), None, ()),
+        "--dtype": (("a", "b"), "falls", (("--fused", (True,)),)),
+    }

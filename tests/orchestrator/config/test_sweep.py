@@ -28,7 +28,20 @@ from orchestrator.space.knobs.layer_choices import ALL_LAYERS, RecomputeChoice, 
 from orchestrator.space.knobs.run_types import LossScaleSection
 from orchestrator.space.rules import RULES
 from tests.support import ROOT
-from tests.support.sweep_files import FULL, LINEAR, REPLAY, RESNET, SIMULATED, SMALL, TOKENS, changed, topology, write
+from tests.support.sweep_files import (
+    FULL,
+    LINEAR,
+    OWN_MODULE,
+    REPLAY,
+    RESNET,
+    SCRIPT,
+    SIMULATED,
+    SMALL,
+    TOKENS,
+    changed,
+    topology,
+    write,
+)
 from trials.codec import digest
 from trials.spec import (
     AdamW,
@@ -52,7 +65,7 @@ from trials.spec import (
 
 QUICKSTART = ROOT / "configs/sweeps/quickstart.yaml"
 SHIPPED = sorted((ROOT / "configs/sweeps").glob("*.yaml"))
-EVERY_KEY = (FULL, RESNET, LINEAR, TOKENS, SIMULATED, REPLAY)
+EVERY_KEY = (FULL, RESNET, LINEAR, TOKENS, SIMULATED, REPLAY, SCRIPT, OWN_MODULE)
 
 
 def test_every_key_arrives(tmp_path):
@@ -364,6 +377,11 @@ ALL_KEYS = {key for content in EVERY_KEY for key in keys(content)} - {
     r"feed_forward\.mul",
     "node0001",
     "crash",
+    "MODE",
+    "settings",
+    "--fused",
+    "--dtype",
+    *("values", "flag", "when"),  # docs/knobs.md#own
 }
 
 

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.recipes import documents
+from orchestrator.recipes.training import Overlay
 from orchestrator.recipes.trainings import recognise, training
 from tests.orchestrator.recipes.commands import (
     FRAMEWORKS,
@@ -128,3 +129,9 @@ def test_shapes_are_those_of_the_decoder():
     for name in ("megatron", "mindformers", "paddlenlp"):
         reading = training(name).read(program(name))
         assert (reading.shape, reading.seq_length, reading.notes) == (MODEL, 128, ())
+
+
+def test_what_a_lightning_script_leaves_behind_goes_into_the_trials_own_folder():
+    laid = training("lightning").trial_mode(Overlay(argv=("python", "fit.py", "--bs", "4"), env={"A": "1"}), 9)
+    assert laid.argv == ("python", "fit.py", "--bs", "4")
+    assert laid.env == {"A": "1", "PL_TRAINER_DEFAULT_ROOT_DIR": "{out}"}
