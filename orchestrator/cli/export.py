@@ -81,7 +81,8 @@ def _made(described: VersionDescription, name: str | None, *, allow_lossy: bool)
     """The export in that format; a training program of the user's own is exported as its own command by default."""
     from orchestrator import recipes
     from orchestrator.errors import ConfigError
-    from orchestrator.scripts.artifact import START, artifact
+    from orchestrator.scripts.artifact import artifact
+    from orchestrator.scripts.overlay import START
 
     script = described.script
     if name == COMMAND and script is None:

@@ -1,12 +1,14 @@
 """What is kept of a program with a candidate laid over it: it starts what the candidate says, wherever it is put."""
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 
 from orchestrator.config.sweep import load_sweep
-from orchestrator.scripts.artifact import CHANGES, START, artifact
+from orchestrator.scripts.artifact import artifact
+from orchestrator.scripts.overlay import CHANGES, START, file_names
 from tests.orchestrator.config.test_script import changed, write
 
 TELL = """
@@ -21,7 +23,7 @@ if "RANK" not in os.environ or os.environ["RANK"] == "0":
 def promoted(folder, launcher):
     (folder / "tell.py").write_text(TELL)
     run = [sys.executable, "tell.py", "config.json", "--bs", "{micro_batch_size}", "--out", "{out}/x",
-           "--steps={steps}", "it's $HOME"]  # fmt: skip
+           "--steps={steps}", "it's $HOME", "--save", "steps"]  # fmt: skip
     own = {"config:zero.stage": [1, 2], "$MODE": ["a b", "c"]}
     data = changed({"workload.run": run, "workload.launcher": launcher, "space.own": own})
     spec = load_sweep(write(folder, data))
@@ -45,9 +47,12 @@ def test_the_script_starts_the_command_with_copies_from_any_folder(tmp_path):
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     size = str(spec.baseline_candidate.micro_batch_size)
-    assert told["argv"][1:] == ["--bs", size, "--out", "runs/x", "--steps=100", "it's $HOME"]
+    assert told["argv"][1:] == ["--bs", size, "--out", "runs/x", "--steps=100", "it's $HOME", "--save", "steps"]
     assert json.loads(told["config"]) == {"zero": {"stage": 2}}
     assert told["mode"] == "a b"
+    alike = {"a": "/x/config.json", "b": "/y/config.json", "c": "/y/train.sh"}
+    script = dataclasses.replace(spec.script, run=dataclasses.replace(spec.script.run, paths=alike))
+    assert file_names(script, alike) == {"a": "config.json", "b": "b-config.json", "c": "c-train.sh"}
     assert json.loads((tmp_path / "config.json").read_text()) == {"zero": {"stage": 1}}
 
 
