@@ -6,8 +6,8 @@
     {"loss": 5.58893633, "global_step/max_steps": "1/6", "memory(GiB)": 0.0, ...}                      logging.jsonl
 
 Release 5 prints strings of 4 significant digits. No step number, no time of a step: lines are counted, one for each
-step. The Trainer may hide a loss that is not a number (``logging_nan_inf_filter``). Its count of tokens is left alone: it may
-include padding, of which larger micro-batches have more.
+step. The Trainer may hide a loss that is not a number (``logging_nan_inf_filter``). Its count of tokens is left alone:
+it may include padding, of which larger micro-batches have more.
 """
 
 from __future__ import annotations
