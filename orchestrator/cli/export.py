@@ -133,7 +133,8 @@ def _tell(made: Export, label: str, folder: Path | None) -> None:
     for note in made.notes:
         click.echo(str(note), err=True)
     where = f"in {folder}" if folder else "beside the files"
-    click.echo(f"{label} for {made.format}; start it {where} with: {made.command}", err=True)
+    form = "as its own command" if made.format == COMMAND else f"for {made.format}"
+    click.echo(f"{label} {form}; start it {where} with: {made.command}", err=True)
 
 
 COMMANDS = (export,)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.objective import Objective
-from orchestrator.space.naming import flat_params
+from orchestrator.space.naming import aligned_params
 from orchestrator.sweep.state import Trial, weighted_step_s
 from trials.outcome import Measurement, StoppedEarly
 
@@ -46,7 +46,7 @@ class Table:
 def tabulate(trials: Iterable[Trial], objective: Objective) -> Table:
     """The table of the search's trials that were measured or stopped early."""
     seen = [(trial, seconds) for trial in trials if trial.check is None and (seconds := _weighted_s(trial, objective))]
-    params = [flat_params(trial.candidate) for trial, _ in seen]
+    params = aligned_params(trial.candidate for trial, _ in seen)
     names = [name for name in (params[0] if params else ()) if len({str(p[name]) for p in params}) > 1]
     groups = _aliases(names, params)
     rows = tuple(

@@ -9,7 +9,7 @@ from orchestrator import units
 from orchestrator.objective import Objective
 from orchestrator.report.summary import Speedup, speedup
 from orchestrator.report.words import value_words
-from orchestrator.space.naming import flat_params, short_name
+from orchestrator.space.naming import aligned_params, short_name
 from orchestrator.statistics import speed as speed_of
 from orchestrator.sweep.state import SweepState, Trial
 from trials.outcome import StoppedEarly
@@ -121,7 +121,7 @@ class ParallelCoordinates:
 def coordinates(state: SweepState, order: Sequence[str] = ()) -> ParallelCoordinates:
     """Ended trials as lines. Knobs named in ``order`` come first in that order, then the others by number of values."""
     trials = [trial for trial in state.searched() if trial.outcome is not None]
-    params = [flat_params(trial.candidate) for trial in trials]
+    params = aligned_params(trial.candidate for trial in trials)
     names = list(params[0]) if params else []
     distinct = {name: _sorted({one[name] for one in params}) for name in names}
     varying = [name for name in names if len(distinct[name]) > 1]

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from orchestrator.scripts.placeholders import OUT, filled
 from orchestrator.scripts.script import Script
 from trials.spec import Candidate
 
+_OPTION = re.compile(r"--?[A-Za-z]")
 _PYTHON = frozenset({"python", "python3"})
 _HEAD = """\
 #!/bin/sh
@@ -126,14 +128,30 @@ def _marked(mark: str) -> str:
 
 
 def _changes(script: Script, laid: Overlay) -> str:
-    """A unified diff of words, environment and files; one word a line."""
+    """A unified diff of arguments, environment and files; one argument with its values a line.
+
+    What starts the ranks is no change of the candidate's: where the command can run as it stands, both are shown
+    without its launcher.
+    """
     run = script.run
-    parts = [("command", "\n".join(run.argv), "\n".join(laid.argv))]
-    before, after = (_assignments(env) for env in (run.env, laid.env))
+    today = run if script.unchanged is None else render(script, script.unchanged)
+    parts = [("command", "\n".join(_arguments(today.argv)), "\n".join(_arguments(laid.argv)))]
+    before, after = (_assignments(env) for env in (today.env, laid.env))
     parts.append(("environment", before, after))
     names = file_names(script, laid.files)
     parts += [(names[name], run.files.get(name, ""), text) for name, text in sorted(laid.files.items())]
     return "".join(_diff(name, old, new) for name, old, new in parts if old != new)
+
+
+def _arguments(argv: Sequence[str]) -> list[str]:
+    """The words, an option and its values joined."""
+    lines: list[str] = []
+    for word in argv:
+        if lines and lines[-1].startswith("-") and not _OPTION.match(word):
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines
 
 
 def _assignments(env: Mapping[str, str]) -> str:

@@ -45,6 +45,13 @@ def flat_params(candidate: Candidate) -> dict[str, Scalar]:
     return {"world_size": candidate.layout.world_size, **params, **own}
 
 
+def aligned_params(candidates: Iterable[Candidate]) -> list[dict[str, Scalar]]:
+    """Knob values of each, all with the same names: own knobs that one of them leaves out are :data:`INHERITED`."""
+    params = [flat_params(candidate) for candidate in candidates]
+    names = list(dict.fromkeys(name for one in params for name in one))
+    return [{name: one.get(name, INHERITED) for name in names} for one in params]
+
+
 def short_name(candidate: Candidate) -> str:
     """Compact and different for different candidates, like ``dp2 z3x2 tp2sp mbs4 full4 O1-bf16 w2``.
 

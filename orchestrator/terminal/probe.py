@@ -33,13 +33,15 @@ MAX_NODES = 32
 _NODE = Column(title="node", min_width=12)
 
 VALUES = {
-    "step_time_s": ("step time", "step_times_s"),
+    "step_time_s": ("step time", "step_time_s"),
     "loss": ("loss", "losses"),
     "grad_norm": ("gradient norm", "grad_norms"),
     "allocated_bytes": ("memory allocated", "peak_allocated_bytes"),
     "reserved_bytes": ("memory reserved", "peak_reserved_bytes"),
 }
 """What trials are shown by, in the order of the table: its title, and where a measurement has it."""
+OF_PROCESS = {"rss_bytes": ("process memory", "peak_allocated_bytes")}
+"""What stands for the allocator's figure on CPUs."""
 SOURCES = {"report": "its own report", "hook": "seen from inside", "file": "a file that it writes", "log": "its output"}
 
 
@@ -228,6 +230,8 @@ def _checked_lines(checked: Checked) -> Iterator[tuple[str, str]]:
         yield "problem", f"{units.status_words(checked.outcome.kind)}{ended}: {plain(checked.evidence.message)}"
     if checked.unknown_release:
         yield "problem", checked.unknown_release
+    if checked.remedy is not None:
+        yield "remedy", checked.remedy
     if checked.starting_s is not None:
         yield "start", _start(checked)
     if checked.measurement is not None:
@@ -251,12 +255,13 @@ def _start(checked: Checked) -> str:
 
 
 def _sources(checked: Checked, found: Measurement) -> RenderableType:
-    """A line per value: the last one, where it comes from, and how finely it is told."""
+    """A line per value: the median step time, else the last one; where it comes from, and how finely it is told."""
     columns = [Column(title="value"), Column(title="seen", is_number=True), Column(title="from", min_width=12)]
     columns.append(Column(title="told to", is_number=True))
     table = FittedTable(columns=columns)
     sources = {source.name: source for source in checked.seen.sources}
-    for name, (title, key) in VALUES.items():
+    shown = VALUES if "allocated_bytes" in sources else {**VALUES, **OF_PROCESS}
+    for name, (title, key) in shown.items():
         source = sources.pop(name, None)
         if source is not None:
             table.add_row(title, _last(found, key), _source(source.source), _resolution(name, source.resolution))
@@ -264,7 +269,7 @@ def _sources(checked: Checked, found: Measurement) -> RenderableType:
             table.add_row(title, units.DASH, "not found", "")
     for source in sources.values():
         title = source.name.replace("_", " ")
-        table.add_row(title, "", _source(source.source), _resolution(source.name, source.resolution))
+        table.add_row(title, "seen", _source(source.source), _resolution(source.name, source.resolution))
     return table
 
 
@@ -286,7 +291,7 @@ def _last(found: Measurement, name: str) -> str:
         return ""
     if name.endswith("_bytes"):
         return units.num_bytes(value)
-    return units.milliseconds(value) if name == "step_times_s" else f"{value:,.5g}"
+    return units.milliseconds(value) if name == "step_time_s" else f"{value:,.5g}"
 
 
 def _resolution(name: str, resolution: float) -> str:

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from filelock import FileLock
+
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import artifact_folder, public_uri, run_path, sqlite_path
 from orchestrator.sweep import events
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_BATCH = 1000
 """Metrics, params and tags together that MLflow takes in one call."""
+_MAKING_S = 120.0
+"""How long another process may take to make the database; seconds where nothing else runs."""
 
 
 CURSOR = "mlflow"
@@ -209,6 +213,7 @@ class Tracker:
             if path := sqlite_path(self.uri):
                 make_private_folder(path.parent)
                 _check_openable(path)
+                _bring_into_being(path)
             client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
             client.search_experiments(max_results=1)
             self._client = client
@@ -283,6 +288,28 @@ def _check_openable(path: Path) -> None:
             db.execute("PRAGMA schema_version")
     except sqlite3.Error as error:
         raise OSError(f"{path}: {error}") from error
+
+
+def _bring_into_being(path: Path) -> None:
+    """Make the database where there is none, whole or not at all.
+
+    MLflow makes its tables by some dozens of migrations. Two processes that do so at once, or one that is killed
+    meanwhile, would leave a database behind that nobody can use.
+
+    Raises:
+        OSError: another process has been at it for longer than ``_MAKING_S``.
+    """
+    from mlflow import MlflowClient
+
+    if path.exists() and path.stat().st_size:
+        return
+    with FileLock(path.with_name(f"{path.name}.lock"), timeout=_MAKING_S):
+        if path.exists() and path.stat().st_size:
+            return
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as place:
+            made = Path(place) / path.name
+            MlflowClient(tracking_uri=f"sqlite:///{made}").search_experiments(max_results=1)
+            made.replace(path)
 
 
 _SETTINGS = {

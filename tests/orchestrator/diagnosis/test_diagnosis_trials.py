@@ -16,13 +16,14 @@ from orchestrator.diagnosis.observations import tabulate
 from orchestrator.diagnosis.prediction_errors import compare_predictions
 from orchestrator.diagnosis.sample import MAX_TRIALS, sample
 from orchestrator.objective import Objective
+from orchestrator.report.series import coordinates
 from orchestrator.search.prediction.gaussian_process import condition
 from orchestrator.sweep.values import PredictedResult
 from orchestrator.terminal.explain_sweep import render_sweep_explanation
 from tests.orchestrator.diagnosis.diagnosed import O1, basis, llama, simulate, sweep
 from tests.support.story import evidence, measured
 from trials.outcome import OutOfMemory, StoppedEarly
-from trials.spec import Candidate, Kernels, Layout, Loader, Precision
+from trials.spec import Candidate, Kernels, Layout, Loader, OwnChoice, Precision
 
 LOG_GAIN = 0.7
 """Of O1."""
@@ -91,6 +92,18 @@ def test_without_pairs_a_regression_tells_what_the_trials_determine():
     assert found["precision"].after == ("O1-bf16",)
     fewer = main_effects(tabulate(planted(half[:4]).searched(), Objective()), Objective())
     assert "precision" not in [effect.knobs[0] for effect in fewer], "four trials leave nothing to judge the fit by"
+
+
+def test_own_knobs_that_a_trial_inherits_are_a_value_of_theirs():
+    """A pair that differs in an own knob besides is none: the baseline leaves it out, and so does a condition."""
+    half = (OwnChoice(name="--dtype", value="bfloat16"),)
+    candidates = [Candidate(micro_batch_size=4), Candidate(micro_batch_size=2, own=half), Candidate(micro_batch_size=2)]
+    for order in (candidates, candidates[::-1]):
+        state = sweep(order, [measured(1.0), measured(0.5), measured(0.8)])
+        table = tabulate(state.searched(), Objective())
+        assert {group[0] for group in table.knobs} == {"micro_batch_size", "--dtype"}
+        assert [effect.num_pairs for effect in main_effects(table, Objective())] == [1, 1]
+        assert set(coordinates(state).knobs) == {"micro_batch_size", "--dtype"}
 
 
 def test_trials_stopped_early_count_with_the_least_they_would_have_taken():

@@ -81,3 +81,21 @@ def test_changes_show_what_differs_and_nothing_else(tmp_path):
     assert set(kept["files"]) == set(made.files)
     same = artifact(spec.script, spec.baseline_candidate, "t000")
     assert "stage" not in same.changes
+
+
+def test_what_starts_the_ranks_is_no_change(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    run = ["torchrun", "--nproc-per-node", "2", "train.py", "--per_device_train_batch_size", "2", "--use_cpu",
+           "--gradient_accumulation_steps", "4", "--output_dir", "out"]  # fmt: skip
+    data = changed({"workload.recipe": "transformers", "workload.run": run, "baseline": "from_run",
+                    "space": {"micro_batch_size": [2, 8]}})  # fmt: skip
+    data["workload"].pop("global_batch_size")
+    spec = load_sweep(write(tmp_path, data))
+    made = artifact(spec.script, spec.candidate_of({"micro_batch_size": 8}, {}), "t001")
+    lines = [line for line in made.changes.splitlines()[2:] if line[0] in "+-"]  # without the names of both sides
+    assert sorted(lines) == [
+        "+--gradient_accumulation_steps 1",
+        "+--per_device_train_batch_size 8",
+        "---gradient_accumulation_steps 4",
+        "---per_device_train_batch_size 2",
+    ]

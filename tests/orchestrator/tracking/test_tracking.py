@@ -467,3 +467,15 @@ def test_names_of_own_knobs_are_such_as_mlflow_takes():
     for name, value in params.items():
         _validate_param(name, value)
     assert {"env:OMP_NUM_THREADS", *names[1:]} <= set(params)
+
+
+@pytest.mark.exhaustive
+def test_two_sweeps_that_begin_in_an_empty_home_share_one_whole_store(tmp_path: Path):
+    """MLflow's migrations know no lock: made twice at once, the store could never be used again."""
+    uri = f"sqlite:///{tmp_path}/für alle/mlflow.db"
+    code = f"from orchestrator.tracking.tracker import Tracker; Tracker({uri!r}).client()"
+    started = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    errors = [one.communicate(timeout=180)[1] for one in started]
+    assert [one.returncode for one in started] == [0, 0, 0], errors
+    assert len(MlflowClient(tracking_uri=uri).search_experiments()) == 1
+    assert sorted(path.name for path in (tmp_path / "für alle").iterdir() if path.suffix == ".db") == ["mlflow.db"]
