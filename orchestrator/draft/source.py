@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from orchestrator.recipes.launchers import program_of
+
 MAX_BYTES = 1 << 20
 """Longer sources are none that people wrote."""
 ROLES = {
@@ -74,14 +76,11 @@ class SourceFile:
 
 def find_script(argv: Sequence[str], cwd: Path) -> Path | None:
     """The Python file that a command runs; None where that cannot be told."""
-    words = list(argv)
-    for position, word in enumerate(words):
-        if word == "-m" and position + 1 < len(words):
-            module = cwd.joinpath(*words[position + 1].split("."))
-            return next((path for path in (module.with_suffix(".py"), module / "__main__.py") if path.is_file()), None)
-        if word.endswith(".py"):
-            return path if (path := cwd / word).is_file() else None
-    return None
+    program = program_of(tuple(argv))
+    if program.module is not None:
+        module = cwd.joinpath(*program.module.split("."))
+        return next((path for path in (module.with_suffix(".py"), module / "__main__.py") if path.is_file()), None)
+    return path if program.script is not None and (path := cwd / program.script).is_file() else None
 
 
 def read_source(path: Path) -> SourceFile:

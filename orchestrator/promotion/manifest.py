@@ -115,8 +115,17 @@ def _exports(candidate: Candidate, workload: Workload) -> dict[str, str]:
 
 def script_of(ledger: Ledger) -> Script | None:
     """The user's own training program, as it was read when the sweep was created; None where ours trains."""
-    spec = ledger.document(SPEC)
-    return None if not spec or "run" not in spec.get("workload", {}) else SweepSpec.from_json(spec).script
+    return script_said(ledger.document(SPEC))
+
+
+def script_said(spec: Mapping[str, Any] | None) -> Script | None:
+    """The user's own training program of a sweep that was stored or promoted; None where ours trains, or for none."""
+    return SweepSpec.from_json(spec).script if spec and is_of_script(spec) else None
+
+
+def is_of_script(spec: Mapping[str, Any]) -> bool:
+    """Whether a sweep that was stored or promoted trains a program of the user's own."""
+    return "run" in spec.get("workload", {})
 
 
 def _command_files(made: ScriptArtifact) -> dict[str, str]:

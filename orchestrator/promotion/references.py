@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.config.sweep import SweepSpec
 from orchestrator.errors import ConfigError
 from orchestrator.mlflow_urls import check_tracking_uri
 from orchestrator.promotion.history import PRODUCTION
@@ -20,6 +19,7 @@ from orchestrator.promotion.manifest import (
     check_record,
     label_of,
     parsed,
+    script_said,
     verdict_of,
 )
 from orchestrator.report.summary import result
@@ -150,13 +150,8 @@ def describe(reference: str, home: Home, tracking_uri: str | None) -> VersionDes
         speed=facts["tokens_per_s_per_device"],
         unit=facts["unit"],
         verdict=verdict_of(facts)[0],
-        script=_script(promoted.spec),
+        script=script_said(promoted.spec),
     )
-
-
-def _script(spec: Mapping[str, Any] | None) -> Script | None:
-    is_script = spec is not None and "run" in spec.get("workload", {})
-    return SweepSpec.from_json(spec).script if spec is not None and is_script else None
 
 
 def _of_trial(sweep: str, trial: str, home: Home) -> VersionDescription:
@@ -172,6 +167,6 @@ def _of_trial(sweep: str, trial: str, home: Home) -> VersionDescription:
         fingerprint=state.sweep.fingerprint,
         speed=measured.figures.tokens_per_s_per_device if measured else None,
         unit=state.sweep.workload.speed_unit,
-        script=_script(snapshot.spec),
+        script=script_said(snapshot.spec),
         verdict=state.virtual or ("confirmed" if verdict and verdict.winner == found.number else "not confirmed"),
     )

@@ -22,6 +22,7 @@ from orchestrator.config.knobs import BaselineSection
 from orchestrator.config.sweep import SweepSpec, load_sweep
 from orchestrator.controller import controller
 from orchestrator.errors import ConfigError
+from orchestrator.promotion.manifest import is_of_script
 from orchestrator.promotion.references import Version
 from orchestrator.proof.progress import BASELINE, confirmation
 from orchestrator.report import proof, words
@@ -123,14 +124,14 @@ def _sweeps(spec: dict[str, Any], candidate: Candidate, folder: Path) -> list[di
     if _loaded(folder, spec).baseline_candidate != candidate:
         return [spec]
     space = {"world_size": [candidate.layout.world_size]}
-    baseline = spec["baseline"] if candidate.own or _is_script(spec) else baseline_section(candidate)
+    baseline = spec["baseline"] if candidate.own or is_of_script(spec) else baseline_section(candidate)
     alone = {"baseline": baseline, "space": space, "confirm": "off", "budget": {"max_trials": 1}}
     return [{**spec, **alone, "name": f"{spec['name']}-r{number}"} for number in range(1, num_rounds + 1)]
 
 
 def _loaded(folder: Path, content: Mapping[str, Any]) -> SweepSpec:
     """The sweep of this content. A program of the user's own has its configuration files as they were promoted."""
-    if _is_script(content):
+    if is_of_script(content):
         return SweepSpec.from_json(content)
     file = folder / f"{content['name']}.yaml"
     write_atomically(file, [yaml.safe_dump(dict(content), sort_keys=False).encode()])
@@ -157,14 +158,10 @@ def space_section(candidate: Candidate) -> dict[str, Any]:
     return {**only, "world_size": [candidate.layout.world_size]}
 
 
-def _is_script(spec: Mapping[str, Any]) -> bool:
-    return "run" in spec["workload"]
-
-
 def _space(candidate: Candidate, spec: Mapping[str, Any]) -> dict[str, Any]:
     """The candidate alone as section ``space``; of a program of the user's own only what the sweep changed in it: what
     its file does not name stays as the command says."""
-    if not _is_script(spec):
+    if not is_of_script(spec):
         return space_section(candidate)
     named, own = spec.get("space") or {}, {choice.name: choice.value for choice in candidate.own}
     body = {name: values for name, values in space_section(candidate).items() if named.get(name) is not None}

@@ -6,12 +6,14 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from orchestrator.config.knobs import BaselineSection, SpaceSection
 from orchestrator.config.script.section import MODEL, ScriptSection
+from orchestrator.errors import ConfigError
+from orchestrator.recipes.hugging_face.config_file import decoder_said
 from orchestrator.recipes.training import Reading, Run
-from orchestrator.scripts.dimensions import shape_of_config
 from orchestrator.scripts.own import is_placeholder, said
 from orchestrator.scripts.placeholders import COUNTS, OUT, names_in
 from orchestrator.scripts.script import Script, canonical_reading, paths_of, said_knobs, values_of
@@ -200,9 +202,10 @@ def _model(workload: ScriptSection, reading: Reading) -> ScriptModel:
     run, shape = workload.to_run(), reading.shape
     if workload.model is not None:
         try:
-            shape = shape_of_config(run.files[MODEL])
-        except ValueError as error:
-            raise fault("workload.model", str(error), "Name the config.json of a decoder, or leave it out.") from None
+            shape = decoder_said(run.files[MODEL], Path(run.paths[MODEL])).shape
+        except ConfigError as error:
+            message = f"{error.key}: {error.message}" if error.key else error.message
+            raise fault("workload.model", message, "Name the config.json of a decoder, or leave it out.") from None
     known = workload.num_layers or reading.num_layers or (shape.num_layers if shape else None)
     if shape is not None and known is not None:
         shape = dataclasses.replace(shape, num_layers=known)

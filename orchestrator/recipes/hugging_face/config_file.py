@@ -57,8 +57,8 @@ FAMILIES: Mapping[str, _Family] = {
     "starcoder2": _Family(is_gated=False, is_tied=True, differences=(_LAYER_NORM, _BIASES)),
 }
 _NAMES: Mapping[str, tuple[str, ...]] = {
-    "hidden_size": ("hidden_size", "n_embd"),
-    "num_layers": ("num_hidden_layers", "n_layer"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "num_heads": ("num_attention_heads", "n_head"),
     "num_kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "ffn_hidden_size": ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"),
@@ -92,12 +92,12 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def decoder_of(config: Mapping[str, Any], file: Path) -> Decoder:
-    """The decoder of a configuration whose type is among :data:`FAMILIES`.
+    """The decoder of a configuration; one whose type is not among :data:`FAMILIES` is taken for a Llama.
 
     Raises:
         ConfigError: sizes that are missing, or do not go together.
     """
-    family, sizes = FAMILIES[config["model_type"]], _sizes(config, file)
+    family, sizes = FAMILIES.get(config.get("model_type", ""), _Family()), _sizes(config, file)
     heads, hidden = sizes["num_heads"], sizes["hidden_size"]
     if hidden % heads or hidden // heads % 2 or heads % sizes["num_kv_heads"]:
         raise ConfigError(
@@ -125,11 +125,31 @@ def decoder_in(folder_or_file: Path) -> Decoder | None:
         return None
 
 
+def decoder_said(text: str, file: Path) -> Decoder:
+    """The decoder that the text of a ``config.json`` describes, of whatever type it is: as the cost model takes it.
+
+    Raises:
+        ConfigError: no JSON, no decoder, or sizes that do not go together.
+    """
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"no JSON: {error}", file=file) from None
+    if not isinstance(config, dict):
+        raise ConfigError("not a mapping of keys to values", file=file)
+    inner = config.get("text_config")
+    return decoder_of(inner if isinstance(inner, dict) else config, file)
+
+
 def _sizes(config: Mapping[str, Any], file: Path) -> dict[str, int]:
     """The sizes by our names. Key-value heads and the feed-forward may be left out, or null."""
     found = {key: next((config[name] for name in names if config.get(name)), None) for key, names in _NAMES.items()}
     found["num_kv_heads"] = found["num_kv_heads"] or found["num_heads"]
-    if config["model_type"] == "falcon" and config.get("multi_query") and not config.get("new_decoder_architecture"):
+    if (
+        config.get("model_type") == "falcon"
+        and config.get("multi_query")
+        and not config.get("new_decoder_architecture")
+    ):
         found["num_kv_heads"] = 1
     found["ffn_hidden_size"] = found["ffn_hidden_size"] or (found["hidden_size"] or 0) * 4
     found["max_seq_length"] = found["max_seq_length"] or 2048
