@@ -96,6 +96,8 @@ def split(trial: Trial, terms_s: Mapping[str, float], unmodelled: str, profile: 
     clock, modelled = _Clock.of(found), _by_part(terms_s)
     if clock is None:
         parts, notes = _modelled_parts(found, modelled, unmodelled)
+    elif found.findings.script is not None and clock.passes_s <= 0:
+        parts, notes = _beside_data(clock, modelled, unmodelled)
     else:
         passes, notes = _passes(trial, clock, modelled, unmodelled, profile)
         parts = [*passes, *(Part(name, seconds, "measured") for name, seconds in clock.others_s.items())]
@@ -121,6 +123,19 @@ def _modelled_parts(
         why = f"{_SCRIPT}, and {unmodelled}" if is_script else unmodelled
         return [Part("other", found.step_time_s, "measured")], [f"the step is not split: {why}"]
     return _shared_out(found.step_time_s, modelled, "modelled"), [f"{nobody}: the whole split is the cost model's"]
+
+
+def _beside_data(clock: _Clock, modelled: Mapping[PartName, float], unmodelled: str) -> tuple[list[Part], list[str]]:
+    """The split of a step of which only the waiting for data is told."""
+    told = [Part(name, seconds, "measured") for name, seconds in clock.others_s.items() if name != "other" and seconds]
+    rest_s, names = clock.others_s["other"], {part.name for part in told}
+    shares = {name: seconds for name, seconds in modelled.items() if name not in names}
+    who = f"{_SCRIPT} and waits for data"
+    if not any(shares.values()):
+        return [*told, Part("other", rest_s, "measured")], [
+            f"the rest of the step is not split: {who}, and {unmodelled}"
+        ]
+    return [*told, *_shared_out(rest_s, shares, "modelled")], [f"{who}: the rest of the split is the cost model's"]
 
 
 def _passes(

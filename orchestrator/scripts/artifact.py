@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -139,8 +140,17 @@ def _changes(script: Script, laid: Overlay) -> str:
     before, after = (_assignments(env) for env in (today.env, laid.env))
     parts.append(("environment", before, after))
     names = file_names(script, laid.files)
-    parts += [(names[name], run.files.get(name, ""), text) for name, text in sorted(laid.files.items())]
+    for name, text in sorted(laid.files.items()):
+        parts.append((names[name], _one_key_a_line(run.files.get(name, "")), _one_key_a_line(text)))
     return "".join(_diff(name, old, new) for name, old, new in parts if old != new)
+
+
+def _one_key_a_line(text: str) -> str:
+    """JSON as it is compared, however it is spaced; any other text as it is."""
+    try:
+        return json.dumps(json.loads(text), indent=2)
+    except ValueError:
+        return text
 
 
 def _arguments(argv: Sequence[str]) -> list[str]:

@@ -65,7 +65,7 @@ class UnknownDimensionsError(UnpredictableError):
     """Nobody knows the dimensions of what the user's own program trains; no defect, but there is no cost model then."""
 
     def __init__(self) -> None:
-        super().__init__("the model's dimensions are not known: TPE, and memory directions of knobs, decide")
+        super().__init__("the model's dimensions are not known")
 
 
 def predicted_workload(workload: Workload) -> Workload:

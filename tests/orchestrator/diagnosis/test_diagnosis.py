@@ -34,6 +34,7 @@ from tests.orchestrator.space import test_large
 from tests.support.story import measured
 from trials.outcome import StepBreakdown
 from trials.reports.findings import Findings, LoaderPoint, LoaderTuningReport, PatternEffect
+from trials.reports.script import ScriptReport
 from trials.spec import Candidate, Kernels, Layout, LinearModel, Loader, Precision, RandomData, TrialSpec
 
 SHARDED = Layout(dp_shard=16, zero_stage=3)
@@ -217,6 +218,18 @@ def test_parts_sum_to_the_measured_step_time_whatever_is_known(breakdown, ranks,
     assert sum(part.seconds for part in found.parts) == pytest.approx(taken.measurement.step_time_s)
     assert all(part.seconds > 0 for part in found.parts)
     assert len({part.name for part in found.parts}) == len(found.parts)
+
+
+def test_of_a_program_that_tells_its_waiting_the_rest_is_split_only_where_there_is_a_model():
+    told = StepBreakdown(data_s=0.2, other_s=0.5)
+    taken = measured(0.7, breakdown=told, findings=Findings(script=ScriptReport()))
+    trial = sweep([llama(SHARDED)], [taken]).trials[0]
+    plain = split(trial, {}, "nobody knows its dimensions")
+    assert [(part.name, pytest.approx(part.seconds)) for part in plain.parts] == [("data", 0.2), ("other", 0.5)]
+    assert "forward" not in plain.notes[0] and plain.notes[0].endswith("nobody knows its dimensions")
+    modelled = split(trial, {"forward": 3.0, "optimizer": 1.0, "data": 9.0}, "")
+    assert modelled.seconds("data") == pytest.approx(0.2)
+    assert modelled.seconds("optimizer") == pytest.approx(0.5 / 4)
 
 
 def test_in_a_space_too_large_to_list_changes_are_looked_for_around_the_trial():
