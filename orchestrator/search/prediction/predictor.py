@@ -64,8 +64,10 @@ class UnpredictableError(ValueError):
 class UnknownDimensionsError(UnpredictableError):
     """Nobody knows the dimensions of what the user's own program trains; no defect, but there is no cost model then."""
 
+    reason = "the model's dimensions are not known"
+
     def __init__(self) -> None:
-        super().__init__("the model's dimensions are not known: TPE, and memory directions of knobs, decide")
+        super().__init__(f"{self.reason}: TPE, and memory directions of knobs, decide")
 
 
 def predicted_workload(workload: Workload) -> Workload:
