@@ -81,7 +81,8 @@ def _made(described: VersionDescription, name: str | None, *, allow_lossy: bool)
     """The export in that format; a training program of the user's own is exported as its own command by default."""
     from orchestrator import recipes
     from orchestrator.errors import ConfigError
-    from orchestrator.scripts.artifact import START, artifact
+    from orchestrator.scripts.artifact import artifact
+    from orchestrator.scripts.overlay import START
 
     script = described.script
     if name == COMMAND and script is None:
@@ -132,7 +133,8 @@ def _tell(made: Export, label: str, folder: Path | None) -> None:
     for note in made.notes:
         click.echo(str(note), err=True)
     where = f"in {folder}" if folder else "beside the files"
-    click.echo(f"{label} for {made.format}; start it {where} with: {made.command}", err=True)
+    form = "as its own command" if made.format == COMMAND else f"for {made.format}"
+    click.echo(f"{label} {form}; start it {where} with: {made.command}", err=True)
 
 
 COMMANDS = (export,)

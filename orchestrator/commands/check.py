@@ -41,6 +41,8 @@ ROOM = 3.0
 SILENCE_S = 30.0
 """After so long without a step, each time, the end of the program's output is told."""
 MAX_LOG_LINES = 20
+PYTHONS = ("python", "python3")
+"""Words that PATH decides about."""
 Tell = Callable[[str], None]
 
 
@@ -116,6 +118,20 @@ class Checked:
         return round(self.starting_s * ROOM / 60 + 0.5) * 60
 
     @property
+    def remedy(self) -> str | None:
+        """What to do where a module is missing in the Python that PATH gives, which need not be the user's."""
+        if not self.command or self.command[0] not in PYTHONS or self.evidence is None:
+            return None
+        if "No module named" not in self.evidence.message:
+            return None
+        found = shutil.which(self.command[0])
+        here = f", {found} on this host" if found else ""
+        return (
+            f"{self.command[0]} is the one on PATH{here}: activate your environment, or write the whole path of its"
+            " Python in workload.run"
+        )
+
+    @property
     def log_tail(self) -> tuple[str, ...]:
         """The end of the output of the rank to blame."""
         return self.evidence.log_tail[-MAX_LOG_LINES:] if self.evidence is not None else ()
@@ -131,6 +147,7 @@ class Checked:
             "command": list(self.command),
             "outcome": self.outcome.kind,
             "problem": evidence.message if evidence else self.unknown_release or None,
+            "remedy": self.remedy,
             "not_applied": self.is_not_applied,
             "exit_code": evidence.exit_code if evidence else None,
             "log_tail": list(self.log_tail),

@@ -16,7 +16,8 @@ from orchestrator.errors import ConfigError
 from orchestrator.objective import Objective
 from orchestrator.promotion.evidence import Chosen, evidence
 from orchestrator.recipes import export_all
-from orchestrator.scripts.artifact import START, ScriptArtifact, artifact
+from orchestrator.scripts.artifact import ScriptArtifact, artifact
+from orchestrator.scripts.overlay import START
 from orchestrator.scripts.script import Script
 from orchestrator.scripts.source import program_source
 from orchestrator.space.naming import short_name

@@ -188,7 +188,11 @@ def _unless_quoted(match: re.Match[str]) -> str:
 
 
 def _load_yaml(text: str) -> Any:
-    return yaml.load(text, Loader=_LOADER)
+    loader = _LOADER(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
 
 
 _LOADERS: Mapping[str, Callable[[str], Any]] = {".yaml": _load_yaml, ".yml": _load_yaml, ".toml": tomllib.loads}

@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orchestrator.recipes.training import Overlay
-from orchestrator.scripts.overlay import render
+from orchestrator.scripts.overlay import CHANGES, START, file_names, render
 from orchestrator.scripts.placeholders import OUT, filled
 from orchestrator.scripts.script import Script
 from trials.spec import Candidate
 
-START, CHANGES = "train.sh", "changes.diff"
-"""Files of an artifact: what starts the training, and what differs from the user's own."""
+_OPTION = re.compile(r"--?[A-Za-z]")
 _PYTHON = frozenset({"python", "python3"})
 _HEAD = """\
 #!/bin/sh
@@ -74,7 +74,7 @@ def artifact(script: Script, candidate: Candidate, name: str) -> ScriptArtifact:
         ConfigError: a configuration file that cannot be changed.
     """
     laid = render(script, candidate)
-    names = {name: _file_name(script, name) for name in laid.files}
+    names = file_names(script, laid.files)
     changes = _changes(script, laid)
     copies = {names[name]: text for name, text in laid.files.items()}
     files = {START: start_script(script, laid, names, candidate, name), **copies, CHANGES: changes}
@@ -118,30 +118,40 @@ def _launcher(words: list[str], world_size: int) -> list[str]:
 def _word(word: str, names: Mapping[str, str]) -> str:
     """The word for a shell: copies lie beside the script, and what it writes goes into ``$OUT``."""
     marks = {name: f"\0here/{file}\0" for name, file in names.items()} | {name: f"\0{name}\0" for name in _GIVEN}
-    parts = filled(word, marks).split("\0")
-    return "".join(_part(part) for part in parts) or "''"
+    parts = filled(word, marks).split("\0")  # text, mark, text, mark, ..., text
+    texts = (_marked(part) if place % 2 else part and shlex.quote(part) for place, part in enumerate(parts))
+    return "".join(texts) or "''"
 
 
-def _part(part: str) -> str:
-    if part in _GIVEN:
-        return _GIVEN[part]
-    if part.startswith("here/"):
-        return f'"$here"/{shlex.quote(part.removeprefix("here/"))}'
-    return shlex.quote(part) if part else ""
-
-
-def _file_name(script: Script, name: str) -> str:
-    return Path(script.run.paths.get(name, name)).name
+def _marked(mark: str) -> str:
+    return _GIVEN[mark] if mark in _GIVEN else f'"$here"/{shlex.quote(mark.removeprefix("here/"))}'
 
 
 def _changes(script: Script, laid: Overlay) -> str:
-    """A unified diff of words, environment and files; one word a line."""
+    """A unified diff of arguments, environment and files; one argument with its values a line.
+
+    What starts the ranks is no change of the candidate's: where the command can run as it stands, both are shown
+    without its launcher.
+    """
     run = script.run
-    parts = [("command", "\n".join(run.argv), "\n".join(laid.argv))]
-    before, after = (_assignments(env) for env in (run.env, laid.env))
+    today = run if script.unchanged is None else render(script, script.unchanged)
+    parts = [("command", "\n".join(_arguments(today.argv)), "\n".join(_arguments(laid.argv)))]
+    before, after = (_assignments(env) for env in (today.env, laid.env))
     parts.append(("environment", before, after))
-    parts += [(_file_name(script, name), run.files.get(name, ""), text) for name, text in sorted(laid.files.items())]
+    names = file_names(script, laid.files)
+    parts += [(names[name], run.files.get(name, ""), text) for name, text in sorted(laid.files.items())]
     return "".join(_diff(name, old, new) for name, old, new in parts if old != new)
+
+
+def _arguments(argv: Sequence[str]) -> list[str]:
+    """The words, an option and its values joined."""
+    lines: list[str] = []
+    for word in argv:
+        if lines and lines[-1].startswith("-") and not _OPTION.match(word):
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines
 
 
 def _assignments(env: Mapping[str, str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.scripts.overlay import render, request_of
+from orchestrator.scripts.overlay import file_names, render, request_of
 from orchestrator.scripts.script import Script
 from trials import flops
 from trials.script.command import CommandFile, ScriptCommand
@@ -35,14 +35,13 @@ def script_command(
     """
     workload, shape = script.workload, script.model.shape
     laid = render(script, candidate, last_step=last_step(protocol), device=device)
+    names = file_names(script, laid.files)
     return ScriptCommand(
         argv=laid.argv,
         cwd=script.run.cwd,
         env=tuple(sorted(laid.env.items())),
         env_pass=script.env_pass,
-        files=tuple(
-            CommandFile(name=name, file_name=_file_name(script, name), text=text) for name, text in laid.files.items()
-        ),
+        files=tuple(CommandFile(name=name, file_name=names[name], text=text) for name, text in laid.files.items()),
         launcher=script.model.launcher,
         log=script.log,
         hook=script.hook,
@@ -56,8 +55,3 @@ def script_command(
         model_flops_per_token=0.0 if shape is None else flops.model_flops_per_token(shape, workload.seq_length),
         cache_dir=cache_dir,
     )
-
-
-def _file_name(script: Script, name: str) -> str:
-    """What the copy is called: as the user's own file, whose suffix programs go by."""
-    return script.run.paths.get(name, name).replace("\\", "/").rpartition("/")[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from orchestrator.errors import ConfigError
 from orchestrator.recipes.base import Note
@@ -12,6 +13,9 @@ from orchestrator.scripts.placeholders import filled_run, names_in, placeholder_
 from orchestrator.scripts.script import Script
 from orchestrator.space.rules import Case, Rule
 from trials.spec import Candidate
+
+START, CHANGES = "train.sh", "changes.diff"
+"""Files that are exported beside copies: what starts the training, and what differs from the user's own."""
 
 
 def request_of(script: Script, candidate: Candidate, device: str | None = None) -> OverlayRequest:
@@ -51,6 +55,17 @@ def render(script: Script, candidate: Candidate, *, last_step: int | None = None
     files = {**run.files, **laid.files}
     used = [name for name in names_in((*laid.argv, *env.values())) if name in files]
     return dataclasses.replace(laid, env=env, files={name: files[name] for name in used})
+
+
+def file_names(script: Script, names: Iterable[str]) -> dict[str, str]:
+    """What the copies of configuration files are called, by placeholder: as the user's own, whose suffix programs go
+    by, unless several would be called alike, or like a file that is exported beside them."""
+    found: dict[str, str] = {}
+    for name in sorted(names):
+        own = script.run.paths.get(name, name).replace("\\", "/").rpartition("/")[2]
+        taken = {*found.values(), START, CHANGES}
+        found[name] = own if own not in taken else f"{name}-{own}"
+    return found
 
 
 def problem(script: Script, candidate: Candidate, device: str | None = None) -> str | None:

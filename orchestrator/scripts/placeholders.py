@@ -16,8 +16,8 @@ from orchestrator.space.knobs.own import argument_text
 from orchestrator.space.naming import flat_params
 from trials.spec import Candidate, Recompute, Workload
 
-COUNTS = ("accumulation", "world_size", "steps", "seed")
-"""Placeholders besides knobs: micro-batches of a step on a rank, ranks, last step, seed."""
+COUNTS = ("accumulation", "total_accumulation", "world_size", "steps", "seed")
+"""Placeholders besides knobs: micro-batches of a step on a rank and over all ranks, ranks, last step, seed."""
 OUT = "out"
 """The attempt's own folder."""
 _BRACED = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
@@ -64,6 +64,7 @@ def placeholder_values(candidate: Candidate, workload: Workload, *, last_step: i
         knobs = {**knobs, "recompute": "full"}  # the word of sweep files, however many layers there are
     counts = {
         "accumulation": max(1, candidate.num_microbatches(workload.global_batch_size)),
+        "total_accumulation": max(1, workload.global_batch_size // candidate.micro_batch_size),
         "world_size": candidate.layout.world_size,
         **({} if last_step is None else {"steps": last_step}),
         "seed": workload.seed,

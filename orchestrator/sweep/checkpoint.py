@@ -31,8 +31,8 @@ CODE = (
     *(f"orchestrator.sweep.{name}" for name in ("checkpoint", "events", "fold", "limits", "state", "values")),
     "orchestrator.objective",
     "orchestrator.vector",
-    *(f"trials.{name}" for name in ("codec", "outcome", "spec")),
-    *(f"trials.reports.{name}" for name in ("disturbance", "findings", "profile", "rates")),
+    *(f"trials.{name}" for name in ("codec", "outcome", "shapes", "spec")),
+    *(f"trials.reports.{name}" for name in ("disturbance", "findings", "profile", "rates", "script")),
     "cluster.hardware.topology",
 )
 """Modules that say what a state is and what events make of it. A copy holds for their very text."""

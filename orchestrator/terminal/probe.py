@@ -231,6 +231,8 @@ def _checked_lines(checked: Checked) -> Iterator[tuple[str, str]]:
         yield "problem", f"{units.status_words(checked.outcome.kind)}{ended}: {plain(checked.evidence.message)}"
     if checked.unknown_release:
         yield "problem", checked.unknown_release
+    if checked.remedy is not None:
+        yield "remedy", checked.remedy
     if checked.starting_s is not None:
         yield "start", _start(checked)
     if checked.measurement is not None:

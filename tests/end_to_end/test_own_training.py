@@ -13,7 +13,8 @@ from orchestrator.errors import ConfigError
 from orchestrator.promotion.commands import promote, show
 from orchestrator.promotion.references import describe
 from orchestrator.promotion.verify import verify
-from orchestrator.scripts.artifact import START, artifact
+from orchestrator.scripts.artifact import artifact
+from orchestrator.scripts.overlay import START
 from orchestrator.sweep.home import Home
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]

@@ -60,9 +60,8 @@ class StepBook:
         self.non_finite: list[tuple[int, str]] = []
         """Step and reason of divergence that no loss shows."""
         self.shares: set[str] = set()
-        """Sources whose losses are those of a rank's own share of the batch."""
+        """Sources whose losses are, or may be, those of a rank's own share of the batch."""
         self._limit = 4 * command.num_required_steps + 64
-        self._num_bad_lines = 0
 
     def note(self, text: str) -> None:
         """Keep a sentence for the report, once."""
@@ -88,7 +87,6 @@ class StepBook:
         except (ValueError, RecursionError):
             told = None
         if not isinstance(told, dict):
-            self._num_bad_lines += 1
             self.note(f"{origin}: not every line is a JSON object")
             return
         self._take(told, origin, arrived_s)
@@ -104,7 +102,7 @@ class StepBook:
         if event == "note":
             self.note(f"{origin}: {str(told.get('text'))[:MAX_TEXT]}")
             return
-        if told.get("loss_scope") == "rank":
+        if kind == REPORT or told.get("loss_scope") == "rank":  # reports may be of either: their mean is right for both
             self.shares.add(source)
         self._take_facts(told, origin)
         self._take_rest(told)
@@ -139,7 +137,8 @@ class StepBook:
         versions = told.get("versions")
         if isinstance(versions, dict):
             for name, version in list(versions.items())[:MAX_EXTRAS]:
-                self.versions.setdefault(str(name)[:MAX_TEXT], str(version)[:MAX_TEXT])
+                if len(self.versions) < MAX_EXTRAS:
+                    self.versions.setdefault(str(name)[:MAX_TEXT], str(version)[:MAX_TEXT])
         for name, value in told.items():
             is_new = name not in _KNOWN and name not in FACTS and name != "dtype"
             if is_new and (name in self.extras or len(self.extras) < MAX_EXTRAS):

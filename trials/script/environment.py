@@ -88,7 +88,12 @@ def cache_folder(command: ScriptCommand, node: Mapping[str, str]) -> Path:
 
 
 def child_environment(
-    command: ScriptCommand, rank: ScriptRank, node: Mapping[str, str], *, report: Path, error_file: Path
+    command: ScriptCommand,
+    rank: ScriptRank,
+    node: Mapping[str, str],
+    *,
+    report: Path,
+    error_file: Path,
 ) -> dict[str, str]:
     """All variables of the program.
 

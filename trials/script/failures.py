@@ -40,6 +40,7 @@ _MEMORY = re.compile(
 )
 _MEMORY_TYPES = ("OutOfMemoryError", "MemoryError", "ResourceExhaustedError")
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+_UNHANDLED = "unhandled cuda error"
 _LAUNCHERS = re.compile(r"ChildFailedError|CalledProcessError|Distributed job exited with exception")
 _AMBIGUOUS = ("InfeasibleSpec", "DataError", "NonFiniteLoss", "NodeFault")
 """Names of errors of ours: a program's own by these names mean something else."""
@@ -99,9 +100,12 @@ class OutputWatch:
 
     def cause(self) -> ToldError | None:
         """The error that ended the program, as far as its output tells."""
-        roots = [entry for entry in self._errors if not _is_collateral(entry[1])] or list(self._errors)
+        roots = [entry for entry in self._errors if not _is_collateral(entry[1])]
+        if self._memory and all(_UNHANDLED in error.message for _, error in roots):  # NCCL says why in another line
+            return ToldError("OutOfMemoryError", self._memory)
+        roots = roots or list(self._errors)
         if not roots:
-            return ToldError("OutOfMemoryError", self._memory) if self._memory else None
+            return None
         chain, last = roots[-1]
         return next((error for number, error in roots if number == chain and is_out_of_memory(error)), last)
 
@@ -149,6 +153,7 @@ def failure(
     if is_megatron and exit_code in NODE_FAULT_CODES:
         return NodeFault(f"Megatron-LM {NODE_FAULT_CODES[exit_code]}{suffix}")
     errors = [error for error in told if error.type_name not in ("SystemExit", "KeyboardInterrupt")]
+    errors = [error for error in errors if not _is_collateral(error)] or errors
     cause = next((error for error in reversed(errors) if is_out_of_memory(error)), errors[-1] if errors else None)
     cause = cause or left_behind(file) or output.cause()
     if output.is_port_taken and (cause is None or _is_collateral(cause)):

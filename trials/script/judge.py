@@ -13,7 +13,7 @@ from trials.script.book import StepBook
 from trials.script.command import Expected, ScriptCommand
 from trials.script.failures import NotApplied, TrainingDiverged
 from trials.script.logs.base import LogValue
-from trials.script.series import StepSeries
+from trials.script.series import REPORT, StepSeries
 from trials.secrets import redactor
 
 NORMS_IN_A_ROW = 3
@@ -54,6 +54,8 @@ class Judge:
         """
         for source, group in self._groups():
             tables = [table for series in group if self._covers(table := self._times_of(series))]
+            if not tables and self._reports_otherwise(group):
+                return None
             if tables:
                 slowest = (max((t[step] for t in tables), key=lambda v: v.value) for step in self._measured)
                 return MeasuredSteps(source=source, values=tuple(slowest))
@@ -61,8 +63,11 @@ class Judge:
 
     @property
     def num_steps(self) -> int:
-        """Number of the last step that any source told of."""
-        return max((series.num_steps for series in self._book.series.values()), default=0)
+        """Number of the last step that any source told of, or the program itself where its steps are other ones."""
+        reported = [series for series in self._book.series.values() if series.kind == REPORT]
+        if self._reports_otherwise(reported):
+            return max(series.num_steps for series in reported)
+        return self._num_steps_told
 
     def last_step_time_s(self) -> float | None:
         """Seconds of the last step, by the best source that tells times."""
@@ -181,6 +186,16 @@ class Judge:
     def _times_of(self, series: StepSeries) -> dict[int, LogValue]:
         command = self._command
         return series.times(command.tokens_per_step, command.samples_per_step, command.num_devices)
+
+    @property
+    def _num_steps_told(self) -> int:
+        return max((series.num_steps for series in self._book.series.values()), default=0)
+
+    def _reports_otherwise(self, group: list[StepSeries]) -> bool:
+        """Whether these are what the program reports itself, and a step of its own is several of other sources: then
+        theirs are of another scope than its tokens. One step of difference is nobody's but the moment's."""
+        reported = max((s.num_steps for s in group if s.kind == REPORT and s.has_several), default=0)
+        return 0 < reported < self._num_steps_told - 1
 
     def _covers(self, table: dict[int, LogValue]) -> bool:
         return all(step in table for step in self._measured)

@@ -25,8 +25,9 @@ from trials.script.command import ScriptCommand
 from trials.script.environment import ScriptRank, cache_folder, child_environment, remember_secrets
 from trials.script.failures import CommandError
 from trials.script.judge import Judge, MeasuredSteps
+from trials.script.logs.tails import FolderTails
 from trials.script.places import Places, remove_stale_locks
-from trials.script.watch import ProgramWatch
+from trials.script.watch import ProgramWatch, log_files
 
 
 def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
@@ -55,9 +56,10 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
 
 
 def _run(command: ScriptCommand, rank: ScriptRank, places: Places, progress: ProgressSink) -> RankReport:
+    files = _log_files(command, places)
     child = _start(command, rank, places)
     try:
-        watch = _watch(command, rank, places, child, progress)
+        watch = ProgramWatch(command, rank, places, child, files, progress)
         try:
             times = watch.follow()
         finally:
@@ -85,11 +87,9 @@ def _start(command: ScriptCommand, rank: ScriptRank, places: Places) -> Child:
         raise CommandError(f"cannot start {argv[0]!r} in {command.cwd}: {reason}") from error
 
 
-def _watch(
-    command: ScriptCommand, rank: ScriptRank, places: Places, child: Child, progress: ProgressSink
-) -> ProgramWatch:
+def _log_files(command: ScriptCommand, places: Places) -> FolderTails:
     try:
-        return ProgramWatch(command, rank, places, child, progress)
+        return log_files(command, places)
     except ValueError as error:  # the log's format
         raise CommandError(str(error)) from None
 

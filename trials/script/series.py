@@ -70,6 +70,11 @@ class StepSeries:
         return self._last - self.base if self._arrived_s else 0
 
     @property
+    def has_several(self) -> bool:
+        """Whether it told of more than one step."""
+        return len(self._arrived_s) > 1
+
+    @property
     def _is_unclear(self) -> bool:
         """Whether one step is known, which may be the last of many or the first after an earlier run."""
         return len(self._arrived_s) == 1 and min(self._arrived_s) > FIRST_STEP_LIMIT

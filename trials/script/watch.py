@@ -44,7 +44,13 @@ class ProgramWatch:
     """One rank's program, from its start to the end of its measured steps."""
 
     def __init__(
-        self, command: ScriptCommand, rank: ScriptRank, places: Places, child: Child, progress: ProgressSink
+        self,
+        command: ScriptCommand,
+        rank: ScriptRank,
+        places: Places,
+        child: Child,
+        files: FolderTails,
+        progress: ProgressSink,
     ) -> None:
         self._command, self._rank, self._places, self._child = command, rank, places, child
         self._progress = progress
@@ -53,11 +59,9 @@ class ProgramWatch:
         self._errors = OutputWatch()
         self._log = BoundedLog(1, is_own=places.has_own_log)
         self._parser = make_parser(command.log)
-        needles = None if self._parser.needles is None else (*self._parser.needles, *NEEDLES)
-        self._lines = LineSplitter(needles)
+        self._lines = LineSplitter(_needles(self._parser))
         self._reports = FolderTails([f"{glob.escape(str(places.report))}/rank*.jsonl"], look_again_s=LOOK_S)
-        self._files = FolderTails([_pattern(file, command, places) for file in command.log.files], needles)
-        self._files.skip_present()
+        self._files = files
         self._file_parsers: dict[str, LogParser] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(child.output, selectors.EVENT_READ)
@@ -308,6 +312,22 @@ class ProgramWatch:
             f"the command told of {told}, but not how long each of them took: have it tell of each step, with its"
             " time, or print each line as the step ends"
         )
+
+
+def log_files(command: ScriptCommand, places: Places) -> FolderTails:
+    """The files that the program will log to, to be made before it starts: what they hold now is of earlier runs.
+
+    Raises:
+        ValueError: there is no such log format, or its pattern is none.
+    """
+    patterns = [_pattern(file, command, places) for file in command.log.files]
+    files = FolderTails(patterns, _needles(make_parser(command.log)))
+    files.skip_present()
+    return files
+
+
+def _needles(parser: LogParser) -> tuple[bytes, ...] | None:
+    return None if parser.needles is None else (*parser.needles, *NEEDLES)
 
 
 def _pattern(file: str, command: ScriptCommand, places: Places) -> str:

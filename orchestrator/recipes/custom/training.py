@@ -12,14 +12,14 @@ from orchestrator.recipes.training import Overlay, OverlayRequest, Reading, Run,
 from trials.script.command import Expected, LogFormat
 
 MICRO_BATCH = "micro_batch_size"
-ACCUMULATION = "accumulation"
-"""Placeholder for the micro-batches of an optimiser step."""
+ACCUMULATIONS = ("accumulation", "total_accumulation")
+"""Placeholders for the micro-batches of an optimiser step: on a rank, and over all ranks."""
 
 
 def read(run: Run) -> Reading:
     """Nothing but whether the command can be told how many micro-batches make a step."""
     words = " ".join((*run.argv, *run.env.values(), *run.files.values()))
-    if f"{{{MICRO_BATCH}}}" not in words or f"{{{ACCUMULATION}}}" in words:
+    if f"{{{MICRO_BATCH}}}" not in words or any(f"{{{name}}}" in words for name in ACCUMULATIONS):
         return Reading(values={})
     message = (
         "the command has {micro_batch_size} but no {accumulation}: unless it works out itself how many micro-batches "

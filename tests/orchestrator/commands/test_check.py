@@ -20,7 +20,10 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--bs", type=int)
 parser.add_argument("--quiet", action="store_true")
 parser.add_argument("--claim", type=int)
+parser.add_argument("--need")
 options = parser.parse_args()
+if options.need:
+    __import__(options.need)
 if options.claim is not None:
     file = pathlib.Path(os.environ["TUNE_CLUSTER_REPORT"], "rank" + os.environ["RANK"] + ".jsonl")
     line = {"v": 1, "source": "report", "t": time.time(), "event": "facts", "micro_batch_size": options.claim}
@@ -64,6 +67,7 @@ def run(*arguments):
     [
         pytest.param([], True, "measured", None, id="good"),
         pytest.param(["--bz", "1"], False, "crashed", "exited with code 2", id="typo"),
+        pytest.param(["--need", "no_such_module"], False, "crashed", "No module named", id="module-missing"),
         pytest.param(["--quiet"], False, "crashed", "step", id="metrics-missing"),
         pytest.param(["--claim", "2"], False, "infeasible", "not applied", id="knob-without-effect"),
     ],
@@ -81,6 +85,7 @@ def test_a_short_run_says_whether_trials_can_be_measured(tmp_path, words, ok, ou
         assert sources["loss"]["resolution"] == pytest.approx(0.001)
         assert sources["step_time_s"]["resolution"] == pytest.approx(0.0001)
         assert 0 < said["starting_s"] < 60
+    assert ("on PATH" in (said["remedy"] or "")) is ("--need" in words)
     if outcome == "crashed" and words[0] == "--bz":
         assert any("unrecognized arguments: --bz 1" in line for line in said["log_tail"][-3:])
     assert not list((tmp_path / "home").glob("checks/*"))

@@ -1,12 +1,14 @@
 """What is kept of a program with a candidate laid over it: it starts what the candidate says, wherever it is put."""
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 
 from orchestrator.config.sweep import load_sweep
-from orchestrator.scripts.artifact import CHANGES, START, artifact
+from orchestrator.scripts.artifact import artifact
+from orchestrator.scripts.overlay import CHANGES, START, file_names
 from tests.orchestrator.config.test_script import changed, write
 
 TELL = """
@@ -21,7 +23,7 @@ if "RANK" not in os.environ or os.environ["RANK"] == "0":
 def promoted(folder, launcher):
     (folder / "tell.py").write_text(TELL)
     run = [sys.executable, "tell.py", "config.json", "--bs", "{micro_batch_size}", "--out", "{out}/x",
-           "--steps={steps}", "it's $HOME"]  # fmt: skip
+           "--steps={steps}", "it's $HOME", "--save", "steps"]  # fmt: skip
     own = {"config:zero.stage": [1, 2], "$MODE": ["a b", "c"]}
     data = changed({"workload.run": run, "workload.launcher": launcher, "space.own": own})
     spec = load_sweep(write(folder, data))
@@ -45,9 +47,12 @@ def test_the_script_starts_the_command_with_copies_from_any_folder(tmp_path):
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     size = str(spec.baseline_candidate.micro_batch_size)
-    assert told["argv"][1:] == ["--bs", size, "--out", "runs/x", "--steps=100", "it's $HOME"]
+    assert told["argv"][1:] == ["--bs", size, "--out", "runs/x", "--steps=100", "it's $HOME", "--save", "steps"]
     assert json.loads(told["config"]) == {"zero": {"stage": 2}}
     assert told["mode"] == "a b"
+    alike = {"a": "/x/config.json", "b": "/y/config.json", "c": "/y/train.sh"}
+    script = dataclasses.replace(spec.script, run=dataclasses.replace(spec.script.run, paths=alike))
+    assert file_names(script, alike) == {"a": "config.json", "b": "b-config.json", "c": "c-train.sh"}
     assert json.loads((tmp_path / "config.json").read_text()) == {"zero": {"stage": 1}}
 
 
@@ -76,3 +81,21 @@ def test_changes_show_what_differs_and_nothing_else(tmp_path):
     assert set(kept["files"]) == set(made.files)
     same = artifact(spec.script, spec.baseline_candidate, "t000")
     assert "stage" not in same.changes
+
+
+def test_what_starts_the_ranks_is_no_change(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    run = ["torchrun", "--nproc-per-node", "2", "train.py", "--per_device_train_batch_size", "2", "--use_cpu",
+           "--gradient_accumulation_steps", "4", "--output_dir", "out"]  # fmt: skip
+    data = changed({"workload.recipe": "transformers", "workload.run": run, "baseline": "from_run",
+                    "space": {"micro_batch_size": [2, 8]}})  # fmt: skip
+    data["workload"].pop("global_batch_size")
+    spec = load_sweep(write(tmp_path, data))
+    made = artifact(spec.script, spec.candidate_of({"micro_batch_size": 8}, {}), "t001")
+    lines = [line for line in made.changes.splitlines()[2:] if line[0] in "+-"]  # without the names of both sides
+    assert sorted(lines) == [
+        "+--gradient_accumulation_steps 1",
+        "+--per_device_train_batch_size 8",
+        "---gradient_accumulation_steps 4",
+        "---per_device_train_batch_size 2",
+    ]

@@ -21,8 +21,8 @@ def candidate(spec, **own):
 
 def test_everything_is_laid_over_in_copies(tmp_path):
     run = ["python", "train.py", "config.json", "--bs", "{micro_batch_size}", "--accum={accumulation}",
-           "--steps", "{steps}", "--seed={seed}", "--out={out}", "--text={{plain}}", "--opt", "sgd",
-           "{mode}"]  # fmt: skip
+           "--all={total_accumulation}", "--steps", "{steps}", "--seed={seed}", "--out={out}", "--text={{plain}}",
+           "--opt", "sgd", "{mode}"]  # fmt: skip
     own = {"--opt": ["sgd", "adam"], "--fused": [True, False], "$RING": ["a", "b"], "config:zero.stage": [1, 2],
            "mode": ["x", "y"], "compile_all": {"values": [True, False], "flag": "--compile-all"}}  # fmt: skip
     data = changed({"workload.run": run, "workload.env": {"KEPT": "1", "RING": "a"}, "workload.seed": 7,
@@ -31,8 +31,8 @@ def test_everything_is_laid_over_in_copies(tmp_path):
     wanted = {"--opt": "adam", "--fused": True, "$RING": "b", "config:zero.stage": 2, "mode": "y", "compile_all": True}
     command = script_command(spec.script, candidate(spec, **wanted), PROTOCOL, device="cpu")
     assert command.argv == (
-        "python", "train.py", "{config}", "--bs", "4", "--accum=4", "--steps", str(last_step(PROTOCOL)), "--seed=7",
-        "--out={out}", "--text={plain}", "--opt", "adam", "y", "--fused", "--compile-all",
+        "python", "train.py", "{config}", "--bs", "4", "--accum=4", "--all=8", "--steps", str(last_step(PROTOCOL)),
+        "--seed=7", "--out={out}", "--text={plain}", "--opt", "adam", "y", "--fused", "--compile-all",
     )  # fmt: skip
     assert dict(command.env) == {"KEPT": "1", "RING": "b"}
     (file,) = command.files

@@ -34,7 +34,7 @@ def test_trainer_with_accumulation_recomputation_and_bf16(tmp_path):
     assert told.losses == told.printed_losses
     assert {step["loss_scope"] for step in told.steps} == {"all"}
     assert all(0 < step["grad_norm"] < 10 for step in told.steps)
-    assert {step["tokens"] for step in told.steps} == {2 * 4 * 16}
+    assert all("tokens" not in step for step in told.steps)  # it counts padding, which depends on the micro-batch
     assert told.facts == told.facts | {
         "world_size": 1,
         "micro_batch_size": 4,

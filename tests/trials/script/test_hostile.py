@@ -20,6 +20,7 @@ from tests.support import ROOT
 from trials.codec import to_json
 from trials.script.command import Expected, LogFormat, ScriptCommand
 from trials.script.environment import ScriptRank, child_environment
+from trials.script.hook_path import API_FOLDER
 from trials.spec import Protocol
 
 LIMIT_S = 60.0
@@ -306,9 +307,11 @@ def test_programs_see_an_allow_list_of_the_environment():
         "WANTED": "yes",
         "RANK": "7",
     }
-    shows = command(CASES["good"], "sees", env_pass=("WANTED",), env=(("HF_HUB_OFFLINE", "0"),))
+    shows = command(CASES["good"], "sees", env_pass=("WANTED",), env=(("HF_HUB_OFFLINE", "0"), ("PYTHONPATH", "/out")))
     rank = ScriptRank.from_env({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "4711"})
-    seen = child_environment(shows, rank, node, report=Path("/report"), error_file=Path("/error"))
+    folders = {"report": Path("/report"), "error_file": Path("/error")}
+    seen = child_environment(shows, rank, node, **folders)
+    assert seen["PYTHONPATH"] == f"{API_FOLDER}:/out"  # the program's own goes behind ours, and does not replace it
     assert {"SOMETHING_ELSE", "TORCH_API_KEY"}.isdisjoint(seen)
     wanted = {"HF_HOME": "/hub", "NCCL_DEBUG": "INFO", "WANTED": "yes", "HF_HUB_OFFLINE": "0", "WANDB_MODE": "disabled"}
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "4711", "TORCHELASTIC_RUN_ID": "tune-cluster"}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from trials.failure import InfeasibleSpec, NonFiniteLoss, classify
-from trials.script.book import StepBook
+from trials.script.book import StepBook, ToldError
 from trials.script.command import Expected, ScriptCommand
 from trials.script.failures import OutputWatch, failure
 from trials.script.judge import Judge
@@ -71,7 +71,7 @@ def test_a_report_goes_before_a_hook_and_a_hook_before_a_log():
     assert (seconds(story), story.judge.times().source) == ([0.2] * 3, "hook:torch")
     for step in range(1, 4):
         story.report(step, step_time_s=0.1, loss=5.0 - step)
-    assert story.judge.times().source == "hook:torch"  # the report does not have all steps yet
+    assert story.judge.times().source == "hook:torch"  # the report of the last step is still to come
     story.report(4, step_time_s=0.1, loss=1.0)
     assert (seconds(story), story.judge.times().source) == ([0.1] * 3, "report")
     assert story.judge.per_step("loss") == (4.0, 3.0, 2.0, 1.0)
@@ -245,3 +245,25 @@ def test_the_program_s_own_type_stands_in_the_evidence(tmp_path):
     )
     assert (type(cause).__module__, type(cause).__qualname__) == ("builtins", "ValueError")
     assert str(cause) == "no (the command exited with code 1 after 0 of 4 steps)"
+
+
+def test_a_program_whose_steps_are_several_of_the_hook_is_measured_by_its_own_steps():
+    """Two optimiser steps of an iteration that it reports: the hook would call half of it a step."""
+    story = Story()
+    for step in range(1, 5):
+        story.report(2 * step - 1, source="hook:torch", step_time_s=0.1)
+        story.report(2 * step, source="hook:torch", step_time_s=0.1).report(step, step_time_s=0.2, tokens=1000)
+        if step == 3:
+            assert (story.judge.num_steps, seconds(story)) == (3, None)
+    assert (seconds(story), story.judge.times().source) == ([0.2] * 3, "report")
+
+
+def test_of_many_errors_that_ranks_tell_a_lost_connection_is_the_last_to_be_believed(tmp_path):
+    lost = ToldError("torch.distributed.DistBackendError", "Connection reset by peer")
+    told = [ToldError("ValueError", "bad batch"), lost]
+    watch = OutputWatch()
+    ended = {"file": tmp_path / "none", "exit_code": 1, "where": "", "is_megatron": False}
+    assert type(failure(told=told, output=watch, **ended)).__name__ == "ValueError"
+    watch.feed("Last error: Cuda failure 2 'out of memory'")
+    watch.feed("torch.distributed.DistBackendError: NCCL error in: init.cc, unhandled cuda error")
+    assert classify(failure(told=[], output=watch, **ended)) == "oom"

@@ -70,7 +70,7 @@ def test_transformers_prints_four_digits():
     found = records("transformers")
     assert column(found, "loss")[:3] == [5.55, 5.544, 5.559]
     assert {record.values["loss"].resolution for record in found} == {0.001}
-    assert column(found, "tokens") == [256.0] * 10
+    assert "tokens" not in found[0].values  # padding may be among them
     older = records("transformers4.log")
     assert [record.step for record in older] == [1, 2]
     assert older[0].values["loss"] == LogValue(5.5438, 1e-4)

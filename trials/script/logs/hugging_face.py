@@ -6,7 +6,8 @@
     {"loss": 5.58893633, "global_step/max_steps": "1/6", "memory(GiB)": 0.0, ...}                      logging.jsonl
 
 Release 5 prints strings of 4 significant digits. No step number, no time of a step: lines are counted, one for each
-step. The Trainer may hide a loss that is not a number (``logging_nan_inf_filter``).
+step. The Trainer may hide a loss that is not a number (``logging_nan_inf_filter``). Its count of tokens is left alone: it may
+include padding, of which larger micro-batches have more.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ class HuggingFaceLog:
 
     def __init__(self) -> None:
         self._num_lines = 0
-        self._num_tokens = 0.0
 
     def feed(self, line: str) -> Iterator[LogRecord]:
         found = _DICT.search(line[:MAX_CHARS])
@@ -45,19 +45,11 @@ class HuggingFaceLog:
             values=present(
                 loss=_value(table["loss"]),
                 grad_norm=_value(table.get("grad_norm")),
-                tokens=self._new_tokens(table.get("num_input_tokens_seen")),
                 allocated_bytes=memory.times(GIB) if memory and memory.value > 0 else None,
                 reserved_bytes=reserved.times(GIB) if reserved and reserved.value > 0 else None,
             ),
             is_structured=found[0].startswith('{"'),
         )
-
-    def _new_tokens(self, seen: Any) -> LogValue | None:
-        """Tokens of this step, where the Trainer counts those of all steps."""
-        if isinstance(seen, bool) or not isinstance(seen, int | float) or not seen > self._num_tokens:
-            return None
-        new, self._num_tokens = float(seen) - self._num_tokens, float(seen)
-        return LogValue(new)
 
 
 def _parsed(text: str) -> Any:

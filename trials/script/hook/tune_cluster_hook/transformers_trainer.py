@@ -24,6 +24,7 @@ class Loop:
     def __init__(self) -> None:
         self._micro: list[Any] = []
         self._tokens = 0
+        self._counts = False
         self._logged = 0
 
     @guarded("Trainer begins")
@@ -32,6 +33,8 @@ class Loop:
         STEPS.claim(TRAINER)
         self._micro.clear()
         self._tokens = int(getattr(state, "num_input_tokens_seen", 0) or 0)
+        # Otherwise padding counts, of which larger micro-batches have more.
+        self._counts = getattr(args, "include_num_input_tokens_seen", None) == "non_padding"
         self._logged = int(state.global_step)
         STEPS.begin(SOURCE, world_size=int(args.world_size))
 
@@ -66,7 +69,7 @@ class Loop:
 
     def _tokens_seen(self, state: Any) -> dict[str, int]:
         before, self._tokens = self._tokens, int(getattr(state, "num_input_tokens_seen", 0) or 0)
-        return {"tokens": self._tokens - before} if self._tokens > before else {}
+        return {"tokens": self._tokens - before} if self._counts and self._tokens > before else {}
 
     @guarded("Trainer's log")
     def logged(self, state: Any, logs: dict[str, Any]) -> None:
