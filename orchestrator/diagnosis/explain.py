@@ -18,7 +18,7 @@ from orchestrator.diagnosis.values import Diagnosis, Importance, KnobEffect, Ste
 from orchestrator.errors import ConfigError
 from orchestrator.planning.knowledge import PriorKnowledge
 from orchestrator.search.prediction.prediction import make_predictor
-from orchestrator.search.prediction.predictor import UnpredictableError
+from orchestrator.search.prediction.predictor import UnknownDimensionsError, UnpredictableError
 from orchestrator.space.large import LargeSpace
 from orchestrator.space.naming import flat_params
 from orchestrator.space.neighbours import neighbours
@@ -149,6 +149,8 @@ def _view(
             earlier=known.earlier,
             objective=state.objective,
         )
+    except UnknownDimensionsError as error:
+        return None, error.reason
     except UnpredictableError as error:
         return None, str(error)
     return ModelView(predictor, kept, known.profile), ""

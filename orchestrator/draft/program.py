@@ -40,6 +40,9 @@ class ReadProgram:
     seq_length: int | None = None
     own: Knobs = field(default_factory=dict)
     """Section ``space.own``."""
+    present: Knobs = field(default_factory=dict)
+    """Values that these have today, by the command or by the program's defaults, as far as known: section
+    ``baseline.own``, without which the baseline would be tried again as a candidate that only says its defaults."""
     remarks: tuple[str, ...] = ()
     """What could not be read, and what that means."""
 
@@ -82,6 +85,7 @@ def read_program(
         seq_length=_whole(argv, by_role.get("seq_length")),
         is_tuned_by_batch=is_tuned,
         own=own or ({} if is_tuned else _usual(is_gpu, cores)),
+        present=dict(_present(argv, by_role, own)),
         remarks=tuple(remarks),
     )
 
@@ -138,6 +142,21 @@ def _own(
         text = str(workers.default if given is None else given)
         now = int(text) if text.isdigit() else 0
         yield workers.names[0], sorted({now, 0, 2 if cores <= 4 else 4})
+
+
+def _present(
+    argv: tuple[str, ...], by_role: Mapping[str, ScriptOption], own: Knobs
+) -> Iterator[tuple[str, str | int | bool]]:
+    """Today's values of own knobs, where they are among those to try."""
+    options = {option.names[0]: option for option in by_role.values()}
+    for name, section in own.items():
+        option, values = options[name], section["values"] if isinstance(section, Mapping) else section
+        if option.is_flag:
+            yield name, is_given(argv, _argument(option))
+            continue
+        text = read_text(argv, _argument(option))
+        said = str(option.default if text is None else text)
+        yield from ((name, value) for value in values if str(value) == said)
 
 
 def _number_formats(present: Any, choices: tuple[Any, ...]) -> list[str]:

@@ -190,6 +190,8 @@ def _baseline(script: DraftedScript, devices: int) -> Knobs | str:
         found["precision"] = {"level": level, "dtype": script.reading.values.get("precision.dtype", "bfloat16")}
     if not script.is_custom and script.reading.values.get("recompute.full"):
         found["recompute"] = "full"
+    if script.program.present:
+        found["own"] = dict(script.program.present)
     return found
 
 

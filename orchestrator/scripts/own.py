@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from orchestrator.recipes.arguments import as_truth, either_dash, read, remove, write
+from orchestrator.recipes.arguments import as_truth, either_dash, read, read_text, remove, write
 from orchestrator.recipes.documents import ABSENT, edited, load, value_at
 from orchestrator.recipes.training import Run
 from orchestrator.scripts.placeholders import names_in
@@ -62,6 +62,13 @@ def said(knob: OwnKnob, run: Run) -> OwnScalar | None:
     else:
         given = _argument(knob.flag or _argument_name(knob.name), knob, run)
     return next((value for value in knob.values if _is_same(value, given)), None)
+
+
+def filled_in(knob: OwnKnob, run: Run) -> str | None:
+    """The placeholder in the value of the argument that a knob is; None where there is none."""
+    if not knob.name.startswith("-"):
+        return None
+    return next(iter(names_in([read_text(run.argv, either_dash(knob.name)) or ""])), None)
 
 
 def _argument_name(name: str) -> str:

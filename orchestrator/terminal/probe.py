@@ -36,6 +36,7 @@ VALUES = {
     "step_time_s": ("step time", "step_time_s"),
     "loss": ("loss", "losses"),
     "grad_norm": ("gradient norm", "grad_norms"),
+    "data_s": ("waiting for data", "breakdown"),
     "allocated_bytes": ("memory allocated", "peak_allocated_bytes"),
     "reserved_bytes": ("memory reserved", "peak_reserved_bytes"),
 }
@@ -284,14 +285,14 @@ def _plain_number(value: object) -> str:
 
 
 def _last(found: Measurement, name: str) -> str:
-    value = getattr(found, name, None)
+    value = found.breakdown.data_s if name == "breakdown" else getattr(found, name, None)
     if isinstance(value, tuple):
         value = value[-1] if value else None
     if value is None:
         return ""
     if name.endswith("_bytes"):
         return units.num_bytes(value)
-    return units.milliseconds(value) if name == "step_time_s" else f"{value:,.5g}"
+    return units.milliseconds(value) if name in ("step_time_s", "breakdown") else f"{value:,.5g}"
 
 
 def _resolution(name: str, resolution: float) -> str:

@@ -59,7 +59,7 @@ def check_command(run: Sequence[str], launcher: str) -> None:
         return
     launched = without_launcher(tuple(run))
     if launched.launcher is not None:
-        listed = ", ".join(launched.argv)
+        listed = ", ".join(f'"{word}"' if "{" in word else word for word in launched.argv)
         remedy = f"Write run: [{listed}]; or launcher: own, if {launched.launcher} has to do it."
         raise fault("run", f"{launched.launcher} would start ranks inside of every rank", remedy)
 

@@ -14,7 +14,7 @@ from orchestrator.config.script.section import MODEL, ScriptSection
 from orchestrator.errors import ConfigError
 from orchestrator.recipes.hugging_face.config_file import decoder_said
 from orchestrator.recipes.training import Reading, Run
-from orchestrator.scripts.own import is_placeholder, said
+from orchestrator.scripts.own import filled_in, is_placeholder, said
 from orchestrator.scripts.placeholders import COUNTS, OUT, names_in
 from orchestrator.scripts.script import Script, canonical_reading, paths_of, said_knobs, values_of
 from orchestrator.space.knobs import KNOB_NAMES
@@ -165,6 +165,9 @@ def _check_own(workload: ScriptSection, run: Run, own: tuple[OwnKnob, ...], base
         if colon and file not in run.files:
             names = ", ".join(name for name in run.files if name != MODEL) or "none"
             raise fault(key, f"no file is called {file}", f"Name it in workload.files; there are {names}.")
+        if filled := filled_in(knob, run):
+            message = f"the command fills in {{{filled}}} there already"
+            raise fault(key, message, f"Leave {knob.name} out, or write its value of today into the command.")
         if is_here and knob.when:
             raise fault(key, "it has no value where its condition does not hold", "Give it a flag in place of {...}.")
         if is_here and knob.name not in given and knob.name not in run.files:

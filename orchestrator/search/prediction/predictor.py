@@ -64,8 +64,10 @@ class UnpredictableError(ValueError):
 class UnknownDimensionsError(UnpredictableError):
     """Nobody knows the dimensions of what the user's own program trains; no defect, but there is no cost model then."""
 
+    reason = "the model's dimensions are not known"
+
     def __init__(self) -> None:
-        super().__init__("the model's dimensions are not known")
+        super().__init__(self.reason)
 
 
 def predicted_workload(workload: Workload) -> Workload:

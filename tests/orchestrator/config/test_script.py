@@ -99,6 +99,10 @@ BAD = {
     "own name": ({"space.own": {"two words": [1, 2]}}, "space.own.two words", "--flag"),
     "own file": ({"space.own": {"other:a.b": [1, 2]}}, "space.own.other:a.b", "workload.files"),
     "own untold": ({"space.own": {"dtype": ["a", "b"]}}, "space.own.dtype", "--dtype"),
+    "own twice": (
+        {"workload.run": ["python", "train.py", "--bs={micro_batch_size}"], "space.own": {"--bs": [4, 8]}},
+        "space.own.--bs", "Leave --bs out",
+    ),
     "own nothing": ({"space.own": {"--x": None}}, "space.own.--x", "keep what there is"),
     "condition": (
         {"space.own": {"--a": {"values": [1, 2], "when": {"--b": 1}}}}, "space.own.--a.when", "There are"

@@ -21,7 +21,11 @@ TYPED = {
     "custom": (
         f"{TORCHRUN} train.py --batch-size 1 --accumulation 8",
         16,
-        {"dp_replicate": 2, "micro_batch_size": 1},
+        {
+            "dp_replicate": 2,
+            "micro_batch_size": 1,
+            "own": {"--dtype": "float32", "--recompute": False, "--workers": 0},
+        },
         {
             "micro_batch_size": [1, 2, 4, 8],
             "own": {
@@ -51,7 +55,7 @@ TYPED = {
     "lightning": (
         "python fit_lightning.py --devices 2 --batch_size 2 --accumulate_grad_batches 4",
         16,
-        {"dp_replicate": 2, "micro_batch_size": 2},
+        {"dp_replicate": 2, "micro_batch_size": 2, "own": {"--precision": "32-true", "--num_workers": 0}},
         {
             "micro_batch_size": [1, 2, 4, 8],
             "own": {"--precision": {"values": ["32-true", "bf16-mixed"], "memory": "falls"}, "--num_workers": [0, 2]},
