@@ -30,7 +30,7 @@ def measured(cluster, path, **options):
 
 
 def test_ranks_meet_and_what_they_do_not_tell_is_the_systems_word_or_unknown(tmp_path):
-    text = scripts.MEETS + scripts.STEPS + "train()\n"
+    text = scripts.MEETS + scripts.STEPS + "time.sleep(1.5)\ntrain()\n"  # memory is looked at twice a second
     with LocalCluster(tmp_path / "work", discover_node(num_devices=2), preload=SCRIPT_PRELOAD) as cluster:
         end, found = measured(cluster, scripts.write(tmp_path / "own", text))
         cache = Path(end.log_dir).parent / f"cache-{cluster.topology.nodes[0].name}"
