@@ -107,4 +107,4 @@ def _rank_variables(ranks: int) -> list[dict[str, str]]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
