@@ -85,7 +85,7 @@ def test_a_confirmed_winner_is_promoted_exported_and_verified(tmp_path):
     done = promote("mine", home, sweep="mine")
     assert not done["forced"]
     kept = show("mine@production", home)["script"]
-    assert "--bs\n-{micro_batch_size}\n+8" in kept["changes"]
+    assert "---bs {micro_batch_size}" in kept["changes"] and "+--bs 8" in kept["changes"]
     assert kept["source"]["sha256"]
     described = describe("mine@production", home, None)
     made = artifact(described.script, described.candidate, described.label)
