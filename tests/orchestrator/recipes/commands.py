@@ -104,10 +104,10 @@ def program(name, *more, without=(), files=None, env=None):
     given = _FILES.get(name, {})
     return Run(
         argv=(*words, *more),
-        cwd="/work",
+        cwd="/project",
         env=env or {},
         files={**{key: text for key, (_, text) in given.items()}, **(files or {})},
-        paths={key: f"/work/{path}" for key, (path, _) in given.items()},
+        paths={key: f"/project/{path}" for key, (path, _) in given.items()},
     )
 
 
