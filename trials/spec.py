@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from trials.accelerator.kinds import DeviceKind
 from trials.codec import digest, to_json
 from trials.shapes import HuggingFaceModel as HuggingFaceModel
 from trials.shapes import LinearModel as LinearModel
@@ -155,9 +156,14 @@ class Layout:
     sequence_parallel: bool = False
     tp_engine: Literal["dtensor", "local"] = "dtensor"
     """``local`` is Megatron's way: plain tensors and explicit collectives."""
+    gradient_reduction: Literal["each", "last"] = "each"
+    """When ZeRO stages 2 and 3 reduce the gradients of a step's micro-batches: after each, so that a rank holds no more
+    than its shard of them, or after the last, which sends less and keeps them whole until then."""
     num_copies: Literal[1, 2] = 1
     """2 runs each micro-batch as two halves, so that one half's collectives overlap the other's computation."""
-    cp_method: Literal["all_gather", "ulysses"] = "all_gather"
+    cp_method: Literal["all_gather", "ulysses", "ring"] = "all_gather"
+    """How attention sees the rest of a sequence: keys and values of all ranks gathered before it, heads exchanged for
+    positions, or keys and values passed from rank to rank while it computes (Liu et al., arXiv 2310.01889)."""
     schedule: Schedule = "1f1b"
     num_virtual_stages: int = 1
     """Chunks of layers per pipeline rank."""
@@ -217,13 +223,15 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Mixed precision: O0 is fp32, O1 autocast, O2 16-bit parameters with fp32 master weights.
+    """Mixed precision: O0 is fp32, O1 autocast, O2 16-bit parameters with fp32 master weights. O1-fp8 is O1 with the
+    matmuls of the layers' linear modules in 8-bit floats, scaled per tensor as they come (Micikevicius et al., arXiv
+    2209.05433); ``dtype`` is that of everything else.
 
     ``loss_scale`` is set exactly when ``dtype`` is float16. ``white`` and ``black`` name operators (as in
     ``torch.nn.functional``: ``linear``, ``rms_norm``) that O1 runs in 16 bits, or in fp32, whatever autocast says.
     """
 
-    level: Literal["O0", "O1", "O2"] = "O0"
+    level: Literal["O0", "O1", "O1-fp8", "O2"] = "O0"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     loss_scale: LossScale | None = None
     white: tuple[str, ...] = ()
@@ -272,6 +280,19 @@ class Kernels:
     """First and last step in which cuDNN measures its algorithms; later steps use what was found. ``()``: never."""
     memory_format: Literal["nchw", "nhwc", "auto"] = "nchw"
     """Memory format of convolutions; ``auto`` chooses by number format, and times both to verify it."""
+    loss_chunks: int = 1
+    """Into how many parts of its positions a micro-batch is cut for head and loss, so that only the logits of one part
+    exist at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """What waits in host memory while the device does not need it; the default keeps all on the device."""
+
+    activations: bool = False
+    """Activations that layers keep for the backward pass: copied out after the forward pass, back ahead of need."""
+    optimizer: bool = False
+    """States of the optimiser and fp32 master weights; the step computes on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,6 +316,7 @@ class Candidate:
     precision: Precision = Precision()
     loader: Loader = Loader()
     kernels: Kernels = Kernels()
+    offload: Offload = Offload()
     own: tuple[OwnChoice, ...] = ()
     """The user's own knobs, by name; only where their own program is trained."""
 
@@ -311,10 +333,17 @@ class Candidate:
 @functools.lru_cache(maxsize=2**17)
 def _config_key(candidate: Candidate) -> str:
     """The candidate's digest, kept because every proposal of a search asks for that of every trial."""
-    content = to_json(candidate)
-    if not candidate.own:
-        del content["own"]  # candidates of old, which had none, are known by the same key
-    return digest(content)
+    return digest(_told(to_json(candidate), to_json(Candidate())))
+
+
+def _told(content: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """What differs from the default: so a knob that is added later leaves the keys of candidates without it alone."""
+    told = {}
+    for name, value in content.items():
+        usual = default.get(name)
+        if value != usual:
+            told[name] = _told(value, usual) if isinstance(value, dict) and isinstance(usual, dict) else value
+    return told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,7 +386,7 @@ class TrialSpec:
     workload: Workload
     candidate: Candidate
     protocol: Protocol = Protocol()
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: DeviceKind = "cpu"
     memory_limit_bytes: int | None = None
     """Device memory a rank may use beyond what the idle process holds; ``None`` leaves it to the device."""
     profile: ProfileSpec | None = None
