@@ -85,7 +85,7 @@ _BY_TYPE_NAME: dict[str, FailureClass] = {
 }
 
 
-def classify(error: BaseException, device: Literal["cpu", "cuda"] = "cpu") -> FailureClass:
+def classify(error: BaseException, device: str = "cpu") -> FailureClass:
     """Say what kind of failure ``error`` of a rank on ``device`` is, looking through its chain of causes.
 
     The innermost error with a kind of its own wins. "connection" means collateral: some peer of the gang failed first,
