@@ -171,13 +171,16 @@ def bucket_sizes(sizes: list[int]) -> list[int]:
 
 @contextlib.contextmanager
 def ddp_as_buckets(tracker: MemoryTracker, mode: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-    """Replicate with :class:`Replica` instead of DDP."""
+    """Replicate with :class:`Replica` instead of DDP; make buckets, its own and those of ZeRO-1, inside ``mode``."""
 
     def apply_ddp(model: TrainModel, *_: Any) -> nn.Module:
-        with mode:
-            return Replica(model, tracker)
+        return Replica(model, tracker)
 
-    with replaced(trials.training.build, "apply_ddp", apply_ddp):
+    apply_buckets = trials.training.build.apply_buckets
+    with (
+        replaced(trials.training.build, "apply_ddp", _inside(mode, apply_ddp)),
+        replaced(trials.training.build, "apply_buckets", _inside(mode, apply_buckets)),
+    ):
         yield
 
 
