@@ -15,7 +15,8 @@ from trials.codec import from_json, to_json
 from trials.failure import InfeasibleSpec
 from trials.outcome import RankReport
 from trials.spec import ImageFolderData, Kernels, Protocol, ResNetModel, TrialSpec, Workload
-from trials.training.measure import PHASES, StepClock, is_enough, is_stable, relative_spread
+from trials.training.clock import PHASES, StepClock
+from trials.training.measure import is_enough, is_stable, relative_spread
 from trials.training.memory import PeakMemory
 from trials.worker import run_rank
 
@@ -67,7 +68,7 @@ def test_phases_add_up_to_the_step() -> None:
     for phase in ("data", "forward", "backward", "bubble", "forward", "backward", "other", "optimizer"):
         sum(range(2000))
         clock.mark(phase)
-    step_time_s, phases_s = clock.stop()
+    step_time_s, phases_s = clock.stop().read()
     assert set(phases_s) == set(PHASES)
     assert all(seconds > 0.0 for seconds in phases_s.values())
     assert sum(phases_s.values()) == pytest.approx(step_time_s)
