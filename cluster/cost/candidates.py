@@ -99,7 +99,7 @@ def _precision(candidate: Candidate, cluster: ClusterDescription) -> dict[str, f
         "weight_bytes": 2.0 if low else 4.0,
         "gradient_bytes": 2.0 if low else 4.0,
         "optimizer_bytes": 12.0 if low else 8.0,
-        "cast_bytes": 2.0 if precision.level == "O1" else 0.0,
+        "cast_bytes": 2.0 if precision.level.startswith("O1") else 0.0,
         "bucket_bytes": BUCKET_BYTES,
         "keeps_gradients": 0.0,
         "peak_flops_per_s": peak,

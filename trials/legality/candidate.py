@@ -113,7 +113,7 @@ def _amp_level(_workload: Workload, candidate: Candidate) -> str | None:
     precision = candidate.precision
     if (precision.level == "O0") == (precision.dtype == "float32"):
         return None
-    return f"AMP level {precision.level} does not go with {precision.dtype}; O0 is float32, O1 and O2 are 16-bit"
+    return f"AMP level {precision.level} does not go with {precision.dtype}; O0 is float32, the others are 16-bit"
 
 
 def _loss_scale(_workload: Workload, candidate: Candidate) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from orchestrator.recipes.base import Draft, Setting, Settings, custom
 from orchestrator.recipes.deepspeed.layout import FILE
-from orchestrator.recipes.gaps import TORCH_SCALER, takes_torch_scaler, unable
+from orchestrator.recipes.gaps import TORCH_SCALER, refuse_fp8, takes_torch_scaler, unable
 from trials.legality.rules import holds_plain
 from trials.spec import LossScale
 
@@ -24,6 +24,7 @@ _SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def _write_precision(draft: Draft) -> None:
+    refuse_fp8(draft)
     precision, layout = draft.candidate.precision, draft.candidate.layout
     is_half = precision.level == "O2"
     draft.settings |= {
