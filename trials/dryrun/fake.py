@@ -22,6 +22,7 @@ import trials.models
 import trials.training.build
 from trials.dryrun.tracker import MemoryTracker
 from trials.models.base import TrainModel
+from trials.parallel import data_parallel
 
 DDP_BUCKET_BYTES = (1 << 20, 25 << 20)
 """Capacity of DDP's first gradient bucket and of the others (torch's defaults)."""
@@ -176,10 +177,9 @@ def ddp_as_buckets(tracker: MemoryTracker, mode: contextlib.AbstractContextManag
     def apply_ddp(model: TrainModel, *_: Any) -> nn.Module:
         return Replica(model, tracker)
 
-    apply_buckets = trials.training.build.apply_buckets
     with (
         replaced(trials.training.build, "apply_ddp", _inside(mode, apply_ddp)),
-        replaced(trials.training.build, "apply_buckets", _inside(mode, apply_buckets)),
+        replaced(trials.training.build, "apply_buckets", _inside(mode, data_parallel.apply_buckets)),
     ):
         yield
 

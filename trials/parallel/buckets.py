@@ -207,7 +207,7 @@ class BucketedReplica(nn.Module):
         self._num_reduced = 0
 
     def _reduce_next(self) -> None:
-        """Begin to reduce the next bucket. The one before is through by now, most likely, and goes on to its replicas."""
+        """Begin to reduce the next bucket. The one before, most likely through by now, goes on to its replicas."""
         with self._beside():
             if self._num_reduced:
                 self.buckets[self._num_reduced - 1].reduce_replicas()
@@ -264,4 +264,4 @@ def _is_dense(tensor: Tensor) -> bool:
 def _as_ddp(replica: BucketedReplica) -> AbstractContextManager[None]:
     """Let torch.compile cut a whole model's graph at ``bucket_bytes_cap``, as for DDP, so that gradients come piece by
     piece."""
-    return DistributedDataParallel._inside_ddp_forward(replica)  # type: ignore[arg-type, no-any-return]
+    return DistributedDataParallel._inside_ddp_forward(replica)  # type: ignore[arg-type]

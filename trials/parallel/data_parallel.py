@@ -81,9 +81,7 @@ def apply_buckets(model: TrainModel, mesh: DeviceMesh, layout: Layout, shard_map
     return BucketedReplica(model, kinds, Peers(flat_mesh(mesh, SHARD_AXES).get_group(), replicas), device)
 
 
-def held_tensors(
-    module: nn.Module, model: TrainModel, shard_map: ShardMap, layout: Layout
-) -> Sequence[HeldTensor]:
+def held_tensors(module: nn.Module, model: TrainModel, shard_map: ShardMap, layout: Layout) -> Sequence[HeldTensor]:
     """What this rank updates of ``model``, which ``module`` wraps."""
     return module.buckets if isinstance(module, BucketedReplica) else held_parameters(model, shard_map, layout)
 

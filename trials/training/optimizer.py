@@ -23,9 +23,7 @@ WORKSPACE_BYTES = 128 << 20
 """Most that fp32 copies of 16-bit gradients take at a time: enough for kernels of some tenth of a millisecond."""
 
 
-def build_optimizer(
-    config: AdamW, held: Sequence[HeldTensor], scaler: LossScaler | None
-) -> LocalAdamW | None:
+def build_optimizer(config: AdamW, held: Sequence[HeldTensor], scaler: LossScaler | None) -> LocalAdamW | None:
     """AdamW on what this rank holds; None for a rank without parameters, as a pipeline stage of no layers may be."""
     if not held:
         return None
@@ -85,9 +83,9 @@ class _Slice:
 class LocalAdamW(torch.optim.Optimizer):
     """AdamW on this rank's part of every parameter as a plain tensor, over fp32 copies of 16-bit ones.
 
-    The update is element-wise, so shards have nothing to tell each other, and tensors may be cut anywhere. Over DTensors
-    every one of its operations is dispatched through the placements of all parameters, and first works them out, which
-    takes longer than training a small model.
+    The update is element-wise, so shards have nothing to tell each other, and tensors may be cut anywhere. Over
+    DTensors every one of its operations is dispatched through the placements of all parameters, and first works them
+    out, which takes longer than training a small model.
 
     16-bit parameters are updated group by group, so that fp32 copies of their gradients take no more than
     :data:`WORKSPACE_BYTES`. Gradients are divided by ``grad_scale()`` after that cast, where small ones do not
@@ -95,7 +93,9 @@ class LocalAdamW(torch.optim.Optimizer):
     parameters have the memory format they train in.
     """
 
-    def __init__(self, held: Sequence[HeldTensor], *, grad_scale: Callable[[], float] = lambda: 1.0, **hyper: Any):
+    def __init__(
+        self, held: Sequence[HeldTensor], *, grad_scale: Callable[[], float] = lambda: 1.0, **hyper: Any
+    ) -> None:
         parameters = [parameter for one in held for parameter in one.parameters]
         super().__init__(parameters, {})
         self._held = list(held)

@@ -61,7 +61,10 @@ class Stage(PipelineStage):
         self.marker: Marker = SilentMarker()
         self._context = context
         self._sharded_ends = sharded_ends(part.model)
-        self._each = reduces_each(layout) and isinstance(part.module, FSDPModule)
+        module: Any = part.module
+        self._reduces_each: FSDPModule | None = (
+            module if reduces_each(layout) and isinstance(module, FSDPModule) else None
+        )
 
     def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
         with self._phase("forward"):
@@ -94,15 +97,16 @@ class Stage(PipelineStage):
         """Go through the graph; torch's own way has FSDP reduce no gradients before :meth:`perform_reduce_grad`."""
         if isinstance(self.submod, BucketedReplica):
             begin_backward(self.submod, is_last=last_backward, each=False)
-        if not self._each:
+        unit = self._reduces_each
+        if unit is None:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        self.submod.set_is_last_backward(False)
-        self.submod.set_reshard_after_backward(False)
+        unit.set_is_last_backward(False)
+        unit.set_reshard_after_backward(False)
         begin_backward(self.submod, is_last=last_backward, each=True)
         result = self._backward(backward_type, bwd_kwargs)
         if backward_type == "weight":
             # It adds gradients up by itself, past the hooks that see to them.
-            reduce_gradients(self.submod)
+            reduce_gradients(unit)
         return result
 
     def _backward(self, kind: str, found: dict[str, Any]) -> tuple[Any, Any]:
@@ -111,7 +115,7 @@ class Stage(PipelineStage):
             return stage_backward_weight(self.submod.parameters(), found["param_groups"]), None
         given = found["stage_output"], found["output_grads"], found["input_values"]
         if kind == "full":
-            return stage_backward(*given), None  # type: ignore[no-untyped-call]
+            return stage_backward(*given), None
         return stage_backward_input(*given, self.submod.parameters())
 
     @contextlib.contextmanager
