@@ -7,6 +7,8 @@ Asked of the device's module rather than of ``torch.accelerator``: those who add
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,3 +60,23 @@ def limit_allocator(device: torch.device, limit_bytes: int) -> None:
     module = module_of(device)
     total_bytes = int(module.get_device_properties(device).total_memory)
     module.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), device)
+
+
+def record_history(device: torch.device) -> None:
+    """Have the allocator remember every allocation with the place in the code, as far as the device's allocator can."""
+    if (recorder := _recorder(device)) is not None:
+        recorder._record_memory_history()
+
+
+def write_history(device: torch.device, path: Path) -> bool:
+    """Write what was remembered for PyTorch's memory viewer, and remember no more; whether there was anything."""
+    if (recorder := _recorder(device)) is None:
+        return False
+    recorder._dump_snapshot(str(path))
+    recorder._record_memory_history(enabled=None)
+    return True
+
+
+def _recorder(device: torch.device) -> Any:
+    found = getattr(module_of(device), "memory", None)
+    return found if hasattr(found, "_record_memory_history") and hasattr(found, "_dump_snapshot") else None
