@@ -10,6 +10,7 @@ from typing import TypeVar
 from cluster.gang.blame import verdict
 from cluster.gang.messages import RankFailure, RankPlace, RankResult, RankSuccess
 from cluster.gang.plausible import refusal
+from cluster.hardware.accelerators import dense_peak
 from trials.failure import TREATMENTS, Treatment
 from trials.outcome import (
     Crashed,
@@ -209,7 +210,9 @@ def _merge(successes: Sequence[RankSuccess], disturbances: Sequence[Disturbance]
             losses=_losses(reports),
             grad_norms=_first_full(report.grad_norms for report in reports),
             model_flops_per_token=max(report.model_flops_per_token for report in reports),
-            peak_flops_per_s=_first(report.peak_flops_per_s for report in reports),
+            peak_flops_per_s=_first(
+                dense_peak(report.device_name, report.matmul_format) for report in reports if report.device_name
+            ),
             num_skipped_steps=first.num_skipped_steps,
             compile_s=max(report.compile_s for report in reports),
             samples_per_step=_counting(told, "samples_per_step").samples_per_step,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trials.legality.layout import make_rules, shape_problem, uses_ddp
+from trials.legality.layout import holds_plain, make_rules, shape_problem
 from trials.legality.pattern import pattern_problem
 from trials.spec import Candidate, Counts, LossScale, Workload
 
@@ -91,7 +91,7 @@ def _cuda_graphs(workload: Workload, candidate: Candidate) -> str | None:
     number = candidate.num_microbatches(workload.global_batch_size)
     if number > 1:
         return f"compile_mode reduce-overhead (CUDA graphs) needs one micro-batch per step, not {number}"
-    if layout.dp * layout.cp > 1 and not uses_ddp(layout):
+    if layout.dp * layout.cp > 1 and not holds_plain(layout):
         return "compile_mode reduce-overhead (CUDA graphs) needs DDP or ZeRO-1: FSDP2 moves the parameters"
     return None
 
@@ -113,7 +113,7 @@ def _amp_level(_workload: Workload, candidate: Candidate) -> str | None:
     precision = candidate.precision
     if (precision.level == "O0") == (precision.dtype == "float32"):
         return None
-    return f"AMP level {precision.level} does not go with {precision.dtype}; O0 is float32, O1 and O2 are 16-bit"
+    return f"AMP level {precision.level} does not go with {precision.dtype}; O0 is float32, the others are 16-bit"
 
 
 def _loss_scale(_workload: Workload, candidate: Candidate) -> str | None:

@@ -13,7 +13,7 @@ from trials.legality.rules import uses_ddp
 from trials.models import TrainModel, build_model
 from trials.parallel.context_parallel import apply_context_parallel
 from trials.parallel.copies import apply_copies
-from trials.parallel.data_parallel import apply_ddp, apply_fsdp, uses_fsdp
+from trials.parallel.data_parallel import apply_buckets, apply_ddp, apply_fsdp, uses_fsdp
 from trials.parallel.dtensor_parallel import apply_tensor_parallel
 from trials.parallel.seeding import init_parameters, perturb_parameters
 from trials.parallel.shards import ShardMap
@@ -31,7 +31,7 @@ class ModelPart:
     chunk: Chunk
     model: TrainModel
     module: nn.Module
-    """What is called: ``model``, or the DDP wrapper around it."""
+    """What is called: ``model``, or the wrapper around it that reduces its gradients."""
     shard_map: ShardMap
     cast_meter: CastMeter
     recompute_meter: RecomputeMeter
@@ -51,7 +51,7 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
     recompute wraps a whole layer, so that compile captures the recomputation too; FSDP's hooks go around the compiled
     layer, because gathering weights is no part of the graph. A model of ours has no storage until all that is done, so
     no rank ever holds more than its part; one of the user's comes with its values, of which each rank keeps its part.
-    DDP comes last: it needs real weights to build its buckets from.
+    What reduces in buckets comes last: they are built from real weights.
     """
     candidate = spec.candidate
     layout = candidate.layout
@@ -81,9 +81,11 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
         model.materialize(device)
         init_parameters(model, spec.workload.seed, shard_map, spec.perturbation)
     module: nn.Module = model
-    if uses_ddp(layout) and has_parameters:
-        assert mesh is not None
-        module = apply_ddp(model, mesh, layout, device)
+    if mesh is not None and has_parameters:
+        if layout.zero_stage == 1:
+            module = apply_buckets(model, mesh, layout, shard_map)
+        elif uses_ddp(layout):
+            module = apply_ddp(model, mesh, layout, device)
     return ModelPart(
         chunk=chunk,
         model=model,

@@ -74,6 +74,15 @@ def test_times_are_the_maximum_over_ranks_step_by_step():
     assert measurement.compile_s == 1.0
 
 
+def test_utilisation_is_of_the_peak_of_device_and_number_format():
+    """At 300 TFLOP/s an H100 is busy to 61 % with TF32; of its peak without it would be 448 %."""
+    told = {"device_name": "NVIDIA H100 80GB HBM3", "matmul_format": "tf32", "model_flops_per_token": 300e12 / 4}
+    outcome = fold([success(rank, [1.0], **told) for rank in (0, 1)])
+    assert outcome.measurement.peak_flops_per_s == 494.7e12
+    assert outcome.measurement.mfu == pytest.approx(300 / 494.7)
+    assert fold([success(rank, [1.0]) for rank in (0, 1)]).measurement.mfu is None
+
+
 def test_complete_reports_win_over_a_kill_that_came_too_late():
     assert isinstance(fold([success(0, [1.0]), success(1, [1.0]), failure("lost", rank=None)]), Measured)
 
