@@ -246,6 +246,15 @@ def aborts_as_the_watchdog_does(spec, progress):
     time.sleep(FOREVER_S)
 
 
+def cannot_leave(spec, progress):
+    """A trial whose last rank can never leave its process group: destroying it hangs, as NCCL's sometimes does."""
+    from trials.worker import run_rank
+
+    if os.environ["RANK"] == "1":
+        dist.destroy_process_group = sleep_in_python
+    return run_rank(spec, progress)
+
+
 def ends_by_sigterm(spec, progress):
     sign_in(spec)
     if os.environ["RANK"] == spec["rank"]:
