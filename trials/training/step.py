@@ -15,6 +15,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from trials.accelerator.device import mark
 from trials.failure import NonFiniteLoss
 from trials.models import loss_of
 from trials.parallel.context_parallel import split_sequence
@@ -85,8 +86,7 @@ class Trainer:
         loss = self.engine.run(inputs, targets, marker)
         self.gradients.complete()
         totals = self._totals(loss, marker)
-        if self.scaler is None or self._can_update(self.scaler, totals):
-            self._update()
+        self._update_if_finite(totals)
         self._clear_gradients()
         marker.mark("optimizer")
         return totals
@@ -111,12 +111,21 @@ class Trainer:
     def _scale(self) -> float:
         return 1.0 if self.scaler is None else self.scaler.scale
 
-    def _can_update(self, scaler: LossScaler, totals: Tensor) -> bool:
-        """Unscale finite gradients; skip the update for others. Every rank decides alike: the totals are the gang's."""
-        finite = bool(torch.isfinite(totals[1]))
+    def _update_if_finite(self, totals: Tensor) -> None:
+        """Update; with loss scaling only from finite gradients, which the host has to know before it goes on, and let
+        the scale follow. Every rank decides alike: the totals are the gang's."""
+        scaler = self.scaler
+        if scaler is None:
+            self._update()
+            return
+        finite = self._is_finite(totals)
         if finite:
             self.gradients.unscale(scaler.scale)
-        return finite
+            self._update()
+        scaler.update(finite=finite)
+
+    def _is_finite(self, totals: Tensor) -> bool:
+        return bool(torch.isfinite(totals[1]))
 
     def _update(self) -> None:
         if self.optimizer is not None:
@@ -135,7 +144,7 @@ class Trainer:
         )
 
     def result(self, totals: Tensor, step: int) -> StepResult:
-        """Read what :meth:`step` gave and let the loss scale follow it.
+        """Read what :meth:`step` gave.
 
         Raises:
             NonFiniteLoss: for an inf or nan loss, or gradient norm where no loss scaling accounts for it.
@@ -146,8 +155,6 @@ class Trainer:
             raise NonFiniteLoss(f"step {step}: loss is {loss}; try a lower learning rate or a wider number format")
         if not finite and self.scaler is None:
             raise NonFiniteLoss(f"step {step}: gradient norm is {grad_norm}, loss {loss}; try a lower learning rate")
-        if self.scaler is not None:
-            self.scaler.update(finite=finite)
         return StepResult(loss=loss, grad_norm=grad_norm if finite else 0.0, skipped=not finite)
 
 
@@ -175,11 +182,29 @@ def merged_casts(chunks: Iterable[Iterable[OperatorCast]]) -> tuple[OperatorCast
     return tuple(OperatorCast(name=name, list=list_, num_calls=num) for (name, list_), num in num_calls.items())
 
 
+class GangMaximum:
+    """The gang's maximum of a value of every rank, so that all take the same decision from it.
+
+    Asked for at construction, behind what the device was given, and read when it is needed: until then the host does
+    not wait for the device.
+    """
+
+    def __init__(self, value: float, device: torch.device) -> None:
+        tensor = torch.full((), value, dtype=torch.float64, device=device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        self._on_host = tensor.to("cpu", non_blocking=True)
+        self._there = mark(device)
+
+    def read(self) -> float:
+        """Wait for the maximum."""
+        self._there.synchronize()
+        return self._on_host.item()
+
+
 def max_over_ranks(value: float, device: torch.device) -> float:
-    """The gang's maximum, so that all ranks take the same decision from it."""
-    tensor = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return tensor.item()
+    """The gang's maximum, now."""
+    return GangMaximum(value, device).read()
 
 
 class Gradients:
