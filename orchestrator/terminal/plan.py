@@ -117,7 +117,7 @@ def _memory(plan: Plan, candidate: Candidate) -> tuple[str, str]:
     estimate = plan.estimates.by_candidate.get(candidate)
     if estimate is None:
         return "", ""
-    return num_bytes(estimate.peak_bytes), num_bytes(plan.estimates.needed_bytes(estimate))
+    return num_bytes(estimate.peak_bytes), num_bytes(plan.estimates.needed_bytes(candidate))
 
 
 def _rejected(plan: Plan) -> RenderableType:
