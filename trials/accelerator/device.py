@@ -72,8 +72,8 @@ def open_device(kind: str, index: int) -> torch.device:
     module = getattr(torch, family.torch_device)
     if not module.is_available():
         raise DeviceUnavailableError(
-            f"the trial asks for device {kind!r}, but this process sees no such device; look at what {family.query_tool} says, at"
-            f" {family.visible_variable}, and in a container at the devices it was given"
+            f"the trial asks for device {kind!r}, but this process sees no such device; look at what "
+            f"{family.query_tool} says, at {family.visible_variable}, and in a container at the devices it was given"
         )
     if index >= (count := module.device_count()):
         raise DeviceUnavailableError(

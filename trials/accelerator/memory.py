@@ -15,28 +15,22 @@ import torch
 from trials.accelerator.device import module_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatorFigures:
-    """What torch's caching allocator counts for one device. Peaks are since the last reset."""
+@dataclass(frozen=True, slots=True)
+class MemoryPeaks:
+    """Bytes at most allocated and reserved over some time."""
 
-    allocated_bytes: int
-    reserved_bytes: int
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    num_retries: int
-    """How often the device was full and the allocator gave its cache back to try again."""
+    allocated: int = 0
+    reserved: int = 0
+
+    def __or__(self, other: MemoryPeaks) -> MemoryPeaks:
+        """Those over both times."""
+        return MemoryPeaks(max(self.allocated, other.allocated), max(self.reserved, other.reserved))
 
 
-def allocator_figures(device: torch.device) -> AllocatorFigures:
-    """What the allocator says now."""
+def allocator_peaks(device: torch.device) -> MemoryPeaks:
+    """What torch's caching allocator handed out and what it held at most, since the last reset."""
     module = module_of(device)
-    return AllocatorFigures(
-        allocated_bytes=int(module.memory_allocated(device)),
-        reserved_bytes=int(module.memory_reserved(device)),
-        peak_allocated_bytes=int(module.max_memory_allocated(device)),
-        peak_reserved_bytes=int(module.max_memory_reserved(device)),
-        num_retries=int(module.memory_stats(device).get("num_alloc_retries", 0)),
-    )
+    return MemoryPeaks(int(module.max_memory_allocated(device)), int(module.max_memory_reserved(device)))
 
 
 def reset_peaks(device: torch.device) -> None:
