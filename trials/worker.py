@@ -30,6 +30,7 @@ from trials.datasets.loader import stream_batches
 from trials.datasets.loader_tuning import tune_loader, with_verdict
 from trials.failure import NonFiniteLoss
 from trials.files import write_json
+from trials.kernels.compile_beats import CompileBeats
 from trials.kernels.cudnn import KernelTuner
 from trials.kernels.graph_mode import compilations, forget_compilations, graph_report
 from trials.kernels.settings import kernel_settings
@@ -71,13 +72,15 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
         raise ValueError(f"the layout needs {wanted} ranks but WORLD_SIZE is {identity.world_size}; launch {wanted}")
     device = select_device(trial.device, identity)
     check_device(trial.candidate.precision, device)
+    beats = CompileBeats(progress)
     with (
         expected_warnings(),
+        beats.listening(),
         own_folder(trial.workload),
         process_group(identity, device),
         kernel_settings(trial, device),
     ):
-        report = _train(trial, identity, device, progress)
+        report = _train(trial, identity, device, beats)
     return to_json(report)  # type: ignore[no-any-return]
 
 
@@ -257,8 +260,10 @@ def main() -> None:
         write_json(report, args.out)
 
 
-def _write_progress(phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None:
-    if step and step_time_s is None:
+def _write_progress(
+    phase: Phase, *, step: int = 0, step_time_s: float | None = None, is_compiling: bool = False
+) -> None:
+    if is_compiling or (step and step_time_s is None):
         return  # a sign of life
     sys.stderr.write(f"{phase}\n" if step_time_s is None else f"{phase} {step} {step_time_s:.4f} s\n")
 
