@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trials.legality.layout import holds_plain, make_rules, shape_problem
 from trials.legality.pattern import pattern_problem
-from trials.spec import Candidate, Counts, LossScale, Workload
+from trials.spec import Candidate, Counts, LlamaModel, LossScale, Workload
 
 FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
 """Largest finite fp32 number."""
@@ -102,6 +102,27 @@ def _amp_lists_with_compile(_workload: Workload, candidate: Candidate) -> str | 
     return "white and black lists need compile off: a compiled graph is traced without them"
 
 
+def _loss_chunks(workload: Workload, candidate: Candidate) -> str | None:
+    chunks, model = candidate.kernels.loss_chunks, workload.model
+    if chunks == 1:
+        return None
+    if chunks < 1:
+        return f"loss_chunks starts at 1, not {chunks}"
+    if not isinstance(model, LlamaModel):
+        return f"loss_chunks is for llama, whose head is ours; model kind {model.kind} computes all its outputs at once"
+    positions = candidate.micro_batch_size * workload.seq_length // candidate.layout.cp
+    if chunks > positions:
+        return f"loss_chunks {chunks} is more than the {positions} positions of a micro-batch on one rank"
+    return None
+
+
+def _loss_chunks_with_lists(_workload: Workload, candidate: Candidate) -> str | None:
+    precision = candidate.precision
+    if candidate.kernels.loss_chunks == 1 or not (precision.white or precision.black):
+        return None
+    return "white and black lists need loss_chunks 1: head and loss in chunks are one operator to them"
+
+
 def _cudnn_range(_workload: Workload, candidate: Candidate) -> str | None:
     steps = candidate.kernels.cudnn_tuning_range
     if steps == () or (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
@@ -181,6 +202,8 @@ CANDIDATE_RULES = make_rules(
     ("compile-recompute-with-dtensor", _compile_recompute_with_dtensor),
     ("cuda-graphs", _cuda_graphs),
     ("amp-lists-with-compile", _amp_lists_with_compile),
+    ("loss-chunks", _loss_chunks),
+    ("loss-chunks-with-lists", _loss_chunks_with_lists),
     ("cudnn-range", _cudnn_range),
     ("amp-level", _amp_level),
     ("loss-scale", _loss_scale),

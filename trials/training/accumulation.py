@@ -65,7 +65,7 @@ class Accumulation:
         for i, (rows, wanted) in enumerate(micro_batches, start=1):
             self._begin(is_last=i == len(micro_batches))
             with autocast(self._precision, self._device):
-                loss = self._loss(module(rows), wanted)
+                loss = self._loss(module(rows, **self._part.with_targets(wanted)), wanted)
             losses.append(loss.detach())
             marker.mark("forward")
             torch.autograd.backward(loss, torch.full_like(loss, factor * scale))

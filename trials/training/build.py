@@ -5,22 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trials.kernels.graph_mode import apply_compile
 from trials.legality.rules import uses_ddp
 from trials.models import TrainModel, build_model
 from trials.parallel.context_parallel import apply_context_parallel
-from trials.parallel.copies import apply_copies
 from trials.parallel.data_parallel import apply_buckets, apply_ddp, apply_fsdp, uses_fsdp
-from trials.parallel.dtensor_parallel import apply_tensor_parallel
 from trials.parallel.seeding import init_parameters, perturb_parameters
 from trials.parallel.shards import ShardMap
+from trials.parallel.tensor.copies import apply_copies
+from trials.parallel.tensor.engines import apply_tensor_parallel
+from trials.parallel.tensor.vocabulary import chunk_loss
 from trials.precision.autocast_lists import CastMeter, apply_autocast_lists
 from trials.precision.mixed import compute_dtype, parameter_dtype
 from trials.recompute.apply import RecomputeMeter, apply_recompute
-from trials.spec import TrialSpec
+from trials.spec import Candidate, TrialSpec
 from trials.stages import Chunk, chunks_of_stage
 
 
@@ -35,6 +36,12 @@ class ModelPart:
     shard_map: ShardMap
     cast_meter: CastMeter
     recompute_meter: RecomputeMeter
+
+    def with_targets(self, targets: Tensor | None) -> dict[str, Tensor]:
+        """What ``module`` takes besides its input: the targets, where it computes the loss itself."""
+        if targets is None or not (self.chunk.is_last and self.model.computes_loss):
+            return {}
+        return {"targets": targets}
 
 
 def parallelize(spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device, *, stage: int) -> list[ModelPart]:
@@ -59,17 +66,10 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
     if model.is_own:
         perturb_parameters(model, spec.workload.seed, spec.perturbation)
     model.store_as(parameter_dtype(candidate.precision, sharded=uses_fsdp(layout)))
-    shard_map = ShardMap()
-    if layout.tp > 1:
-        assert mesh is not None
-        shard_map = apply_tensor_parallel(model, mesh["tp"], layout)
-    if layout.cp > 1:
-        assert mesh is not None
-        apply_context_parallel(model, mesh["cp"], layout, compute_dtype(candidate.precision))
-    apply_copies(model, layout)
+    shard_map = _split(model, candidate, mesh)
     cast_meter = apply_autocast_lists(model, candidate.precision)
     recompute_meter = apply_recompute(model, candidate.recompute, chunk)
-    apply_compile(model, candidate.kernels, tensor_parallel=layout.tp > 1)
+    apply_compile(model, candidate.kernels)
     has_parameters = next(model.parameters(), None) is not None
     if uses_fsdp(layout) and has_parameters:
         assert mesh is not None
@@ -94,3 +94,18 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
         cast_meter=cast_meter,
         recompute_meter=recompute_meter,
     )
+
+
+def _split(model: TrainModel, candidate: Candidate, mesh: DeviceMesh | None) -> ShardMap:
+    """Split what the model computes over tensor- and context-parallel ranks, and over time, in place."""
+    layout = candidate.layout
+    shard_map = ShardMap()
+    if layout.tp > 1:
+        assert mesh is not None
+        shard_map = apply_tensor_parallel(model, mesh["tp"], layout, candidate.precision)
+    chunk_loss(model, candidate.kernels.loss_chunks)
+    if layout.cp > 1:
+        assert mesh is not None
+        apply_context_parallel(model, mesh["cp"], layout, compute_dtype(candidate.precision))
+    apply_copies(model, layout)
+    return shard_map

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -59,6 +59,10 @@ class Stage(PipelineStage):
         group = mesh["pp"].get_group()
         super().__init__(part.module, part.chunk.virtual_stage, num_virtual_stages_total(layout), device, group=group)
         self.marker: Marker = SilentMarker()
+        self.targets: Sequence[Tensor] = ()
+        """Those of every micro-batch, on a rank that reads them."""
+        self._part = part
+        self._wanted: Tensor | None = None
         self._context = context
         self._sharded_ends = sharded_ends(part.model)
         module: Any = part.module
@@ -66,9 +70,10 @@ class Stage(PipelineStage):
             module if reduces_each(layout) and isinstance(module, FSDPModule) else None
         )
 
-    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        self._wanted = self.targets[fwd_chunk_id] if self.targets else None
         with self._phase("forward"):
-            return super().forward_one_chunk(*args, **options)
+            return super().forward_one_chunk(fwd_chunk_id, *args, **options)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -136,6 +141,7 @@ class Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **options: Any) -> Any:
         with self._context():
+            options |= self._part.with_targets(self._wanted)
             output = super().forward_maybe_with_nosync(*args, **options)  # type: ignore[no-untyped-call]
         # A stage of no layers gives its input, a receive buffer; a module of the user's may give a view. The schedule
         # must not detach the one, and cannot detach the other.
@@ -145,6 +151,7 @@ class Stage(PipelineStage):
     def _compute_outputs(self, *args: Any, module: nn.Module, **options: Any) -> Any:
         """Run the stage without gradients, before the first step, for the schedule to find out shapes and types."""
         model = module.module if isinstance(module, DistributedDataParallel | BucketedReplica) else module
+        options |= self._part.with_targets(self.targets[0] if self.targets else None)
         with self._context():
             return model(*args, **options)
 
@@ -182,6 +189,7 @@ class Pipeline:
         self._marker = marker
         for stage in self.stages:
             stage.marker = marker
+            stage.targets = () if targets is None else targets.tensor_split(self._num_microbatches)
         self._losses.clear()
         arguments = (inputs,) if self._is_first else ()
         self.schedule.step(*arguments, target=targets if self._is_last else None, return_outputs=False)
