@@ -93,7 +93,7 @@ def run_part(part: Part, machine: dict[str, Any], left_s: float, *, folder: Path
         rows=str(rows),
         until_s=time.time() + limit_s,
     )
-    command = [sys.executable, "-m", "benchmarks.gpu.child", part.name, setting.to_json()]
+    command = [sys.executable, "-m", "benchmarks.gpu.child", part.function, setting.to_json()]
     shown = Shown(part, rows)
     ended = run_process(command, folder / f"{part.name}.log", timeout_s=limit_s, while_waiting=shown)
     told |= {"rows": shown.rows(), "took_s": round(ended.seconds, 1)}

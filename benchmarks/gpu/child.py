@@ -1,4 +1,4 @@
-"""Runs a part in a process of its own until its deadline: ``python -m benchmarks.gpu.child PART SETTING``."""
+"""Runs a part in a process of its own: ``python -m benchmarks.gpu.child MODULE:FUNCTION SETTING``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks.gpu.parts import NotHereError, Setting, known
+from benchmarks.gpu.parts import NotHereError, Setting
 
 NOT_HERE = 64
 """Exit status of a part that cannot run here; the last line it printed says why."""
@@ -75,8 +75,8 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def main() -> None:
     """Be the process of a part."""
-    part, setting = known(sys.argv[1]), Setting(**json.loads(sys.argv[2]))
-    module, _, function = part.function.partition(":")
+    module, _, function = sys.argv[1].partition(":")
+    setting = Setting(**json.loads(sys.argv[2]))
     try:
         run: Any = getattr(importlib.import_module(module), function)
         run(setting)
