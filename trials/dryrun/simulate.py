@@ -68,8 +68,9 @@ def simulate(request: DryRunRequest) -> RankRun:
         stack.enter_context(fake.tracked_resizes(tracker))
         stack.enter_context(fake.untracked_propagation(tracker))
         stack.enter_context(fake.ddp_as_buckets(tracker, mode))
-        stack.enter_context(static_shapes())
-        stack.enter_context(held_sends())
+        if spec.candidate.layout.pp > 1:
+            stack.enter_context(static_shapes())
+            stack.enter_context(held_sends())
         if is_accelerator:
             stack.enter_context(fake.fused_rms_norm())
         return _Simulation(request, spec, mesh, mode, tracker).run(started_s)
