@@ -53,6 +53,7 @@ DATA_PARALLEL: dict[str, dict[str, Any]] = {
     "zero1": {"dp_shard": 2, "zero_stage": 1},
     "zero2": {"dp_shard": 2, "zero_stage": 2},
     "zero3": {"dp_shard": 2, "zero_stage": 3},
+    "zero3-last": {"dp_shard": 2, "zero_stage": 3, "gradient_reduction": "last"},
     "hsdp": {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3},
 }
 TENSOR_PARALLEL: dict[str, dict[str, Any]] = {
