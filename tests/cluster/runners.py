@@ -189,6 +189,30 @@ def hangs_in_step(spec, progress):
     return report()
 
 
+def hangs_behind(spec, progress):
+    """All have reported the same step; rank 1 then sleeps, rank 0 sleeps as well while its collective goes on."""
+    rank = join(spec)
+    all_reduce()
+    progress("measuring", step=1)
+    if rank == 1:
+        sleep_in_python()
+    work = dist.all_reduce(torch.ones(4), async_op=True)
+    while rank == 0 and not work.is_completed():
+        time.sleep(0.01)
+    work.wait()
+    return report()
+
+
+def disagrees(spec, progress):
+    """Two ranks call the same two collectives in different orders."""
+    rank = join(spec)
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    progress("measuring", step=1)
+    for group in groups if rank == 0 else reversed(groups):
+        dist.all_reduce(torch.ones(4), group=group)
+    return report()
+
+
 def sleep_in_python():
     time.sleep(FOREVER_S)
 
@@ -204,6 +228,31 @@ def hold_the_interpreter():
 
 
 HANGS = {"sleep": sleep_in_python, "stop": stop_oneself, "c": hold_the_interpreter}
+
+
+def aborts_as_the_watchdog_does(spec, progress):
+    """One rank is aborted by a thread that is no Python thread, after it wrote why to the log."""
+    if os.environ["RANK"] == spec["rank"]:
+        sys.stderr.write(
+            f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {spec['why']}\n"
+        )
+        sys.stderr.write(
+            "".join(
+                f"frame #{n}: <unknown function> + 0xdc253 (0x7fe76a6b0253 in libtorch_cuda.so)\n" for n in range(30)
+            )
+        )
+        sys.stderr.flush()
+        os.abort()
+    time.sleep(FOREVER_S)
+
+
+def cannot_leave(spec, progress):
+    """A trial whose last rank can never leave its process group: destroying it hangs, as NCCL's sometimes does."""
+    from trials.worker import run_rank
+
+    if os.environ["RANK"] == "1":
+        dist.destroy_process_group = sleep_in_python
+    return run_rank(spec, progress)
 
 
 def ends_by_sigterm(spec, progress):
