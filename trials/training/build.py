@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from trials.attention.kernels import causal_attention
 from trials.kernels.graph_mode import apply_compile
+from trials.kernels.settings import attention_plan
 from trials.legality.rules import uses_ddp
 from trials.models import TrainModel, build_model
-from trials.parallel.context_parallel import apply_context_parallel
+from trials.models.llama import Llama
+from trials.parallel.context.apply import apply_context_parallel
 from trials.parallel.copies import apply_copies
 from trials.parallel.data_parallel import apply_ddp, apply_fsdp, uses_fsdp
 from trials.parallel.dtensor_parallel import apply_tensor_parallel
 from trials.parallel.seeding import init_parameters, perturb_parameters
 from trials.parallel.shards import ShardMap
 from trials.precision.autocast_lists import CastMeter, apply_autocast_lists
-from trials.precision.mixed import compute_dtype, parameter_dtype
+from trials.precision.mixed import parameter_dtype
 from trials.recompute.apply import RecomputeMeter, apply_recompute
 from trials.spec import TrialSpec
 from trials.stages import Chunk, chunks_of_stage
@@ -63,9 +67,8 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
     if layout.tp > 1:
         assert mesh is not None
         shard_map = apply_tensor_parallel(model, mesh["tp"], layout)
-    if layout.cp > 1:
-        assert mesh is not None
-        apply_context_parallel(model, mesh["cp"], layout, compute_dtype(candidate.precision))
+    if isinstance(model, Llama):
+        _apply_attention(model, spec, mesh, device)
     apply_copies(model, layout)
     cast_meter = apply_autocast_lists(model, candidate.precision)
     recompute_meter = apply_recompute(model, candidate.recompute, chunk)
@@ -92,3 +95,13 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
         cast_meter=cast_meter,
         recompute_meter=recompute_meter,
     )
+
+
+def _apply_attention(model: Llama, spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device) -> None:
+    layout = spec.candidate.layout
+    plan = attention_plan(spec, model.shape, device)
+    if layout.cp > 1:
+        assert mesh is not None
+        apply_context_parallel(model, mesh["cp"], layout, plan)
+    elif plan.expands:
+        model.attend_by(functools.partial(causal_attention, expands=True))

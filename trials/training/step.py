@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from trials.failure import NonFiniteLoss
 from trials.models import loss_of
-from trials.parallel.context_parallel import split_sequence
+from trials.parallel.context.positions import split_sequence
 from trials.parallel.shards import LocalShard, local_part, plain_name
 from trials.precision.mixed import LossScaler
 from trials.reports.findings import Findings, OperatorCast, PatternEffect
