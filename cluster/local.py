@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from cluster.base import GangEvent, GangLaunch
 from cluster.gang.environment import single_node_env
-from cluster.gang.messages import StopGang, node_launch
+from cluster.gang.messages import GangOrder, node_launch
 from cluster.gang.tracker import GangTracker
 from cluster.hardware.topology import Node, Topology, discover_node
 from cluster.node.agent import PRELOAD, Agent
@@ -44,7 +44,7 @@ class LocalCluster:
         self._admission = admission or Unlimited()
         self._topology = Topology(nodes=(self._node,))
         self._is_released = False
-        self._tracker = GangTracker(stop=self._stop)
+        self._tracker = GangTracker(order=self._tell)
         self._is_closed = False
         lease = uuid4().hex
         self._guardian = Guardian(lease)
@@ -120,6 +120,6 @@ class LocalCluster:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _stop(self, node: str, attempt_id: str, order: StopGang) -> None:
+    def _tell(self, node: str, attempt_id: str, order: GangOrder) -> None:
         del node  # there is but one
-        self._agent.stop(attempt_id, order)
+        self._agent.order(attempt_id, order)

@@ -29,7 +29,6 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": ("checkpoint_wrapper",),
     "torch.distributed.device_mesh": ("DeviceMesh", "init_device_mesh"),
     "torch.distributed.fsdp": ("FSDPModule", "MixedPrecisionPolicy", "fully_shard"),
-    "torch.distributed.optim": ("ZeroRedundancyOptimizer",),
     "torch.distributed.pipelining": ("PipelineStage", "schedules"),
     "torch.distributed.pipelining.schedules": (
         "Schedule1F1B",

@@ -106,11 +106,11 @@ def generic_peak_bytes(x: GenericInputs, k: Coefficients) -> dict[str, Array]:
     }
 
 
-OPERAND_BYTES = {"O0": 4, "O1": 2, "O2": 2}
+OPERAND_BYTES = {"O0": 4, "O1": 2, "O1-fp8": 2, "O2": 2}
 """Bytes of an activation element, by AMP level."""
-GRADIENT_BYTES = {"O0": 4, "O1": 4, "O2": 2}
+GRADIENT_BYTES = {"O0": 4, "O1": 4, "O1-fp8": 4, "O2": 2}
 """Bytes of a gradient, by AMP level."""
-PARAM_BYTES = {"O0": 16, "O1": 18, "O2": 16}
+PARAM_BYTES = {"O0": 16, "O1": 18, "O1-fp8": 18, "O2": 16}
 """Bytes per parameter of weights, gradients, AdamW's states, master weights and autocast's copies, by AMP level."""
 PASSES_PER_ACTIVATION = 3
 """How often an activation that is kept for the backward pass is written or read in the forward pass."""

@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +27,10 @@ from cluster.gang.messages import (
     line,
 )
 from cluster.node.device_memory import device_names
+from cluster.node.hang.flight import answer_requests
+from cluster.node.hang.recorder import RecordedRank, recorder_env
 from cluster.processes import close_inherited, die_with_parent, make_preferred_oom_victim
+from trials.accelerator.kinds import DeviceKind, family_of
 from trials.codec import from_json, to_json
 from trials.failure import classify
 from trials.files import write_atomically
@@ -36,19 +40,32 @@ from trials.reports.profile import FOLDER_VARIABLE as PROFILE_VARIABLE
 from trials.script.failures import is_of_program
 from trials.secrets import redact
 
+FULL_FRACTION = 0.02
+"""A device with less of its memory left is full: handles and workspaces of cuBLAS and cuDNN take some hundred MiB."""
+
 Runner = Callable[[Mapping[str, Any], ProgressSink], Any]
 
 
-def rank_main(launch: NodeLaunch, slot: RankSlot, pipe: int, warden_pid: int) -> NoReturn:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPipes:
+    """Descriptors of a rank's pipes from and to its warden."""
+
+    told: int
+    """Takes progress and the result."""
+    asked: int
+    """Gives a byte whenever the warden wants the Flight Recorder's record."""
+
+
+def rank_main(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes, warden_pid: int) -> NoReturn:
     """Run one rank in this freshly forked process; never returns, so that nothing of the parent runs again."""
     code = 1
     try:
         try:
-            _set_up(launch, slot, pipe, warden_pid)
+            _set_up(launch, slot, pipes, warden_pid)
         except OSError as error:
-            _write(pipe, line(_failure(error, launch, slot, "starting")))
+            _write(pipes.told, line(_failure(error, launch, slot, "starting")))
             raise
-        code = _run(launch, slot, pipe)
+        code = _run(launch, slot, pipes.told)
     except BaseException:  # nothing above could hear of it but the log
         traceback.print_exc()
     finally:
@@ -58,14 +75,14 @@ def rank_main(launch: NodeLaunch, slot: RankSlot, pipe: int, warden_pid: int) ->
         os._exit(code)
 
 
-def _set_up(launch: NodeLaunch, slot: RankSlot, pipe: int, warden_pid: int) -> None:
+def _set_up(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes, warden_pid: int) -> None:
     """Turn this copy of the warden into a process of its own: signals, descriptors, log, environment."""
     os.setpgid(0, 0)
     die_with_parent(warden_pid)
     signal.set_wakeup_fd(-1)  # the warden's
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     make_preferred_oom_victim()
-    close_inherited(keep=(pipe,))
+    close_inherited(keep=(pipes.told, pipes.asked))
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     log = os.open(Path(launch.directory) / f"rank{slot.rank}.log", flags, 0o600)
     os.dup2(log, 1)
@@ -78,6 +95,11 @@ def _set_up(launch: NodeLaunch, slot: RankSlot, pipe: int, warden_pid: int) -> N
             **rank_env(launch, slot),
         }
     )
+    folder = Path(launch.directory)
+    os.environ.update(recorder_env(folder, os.environ))
+    if not launch.is_script:
+        recorded = RecordedRank(rank=slot.rank, folder=folder, asking=-1)
+        answer_requests(pipes.asked, recorded.answer)
     if (torch := sys.modules.get("torch")) is not None:  # read OMP_NUM_THREADS before the fork
         torch.set_num_threads(launch.num_threads)
 
@@ -138,12 +160,34 @@ def _failure(error: BaseException, launch: NodeLaunch, slot: RankSlot, phase: Ph
     return RankFailure(
         rank=slot.rank,
         node=launch.node,
-        category=str(classify(error, launch.device_kind)) if isinstance(error, Exception) else "exception",
+        category=_category(error, launch.device_kind),
         message=redact(str(error)) or cls.__name__,
         at_s=time.time(),
         error_type=cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}",
         phase=phase,
     )
+
+
+def _category(error: BaseException, device: DeviceKind) -> str:
+    if not isinstance(error, Exception):
+        return "exception"
+    found = classify(error, device)
+    if found in ("error", "connection") and is_memory_full(device):  # asked of the device only where it matters
+        found = classify(error, device, is_memory_full=True)
+    return str(found)
+
+
+def is_memory_full(device: DeviceKind) -> bool:
+    """Whether the rank's device has less than :data:`FULL_FRACTION` of its memory left; False where it cannot tell."""
+    kind = family_of(device).torch_device
+    interface: Any = getattr(sys.modules.get("torch"), kind, None)
+    if kind == "cpu" or interface is None:
+        return False
+    try:
+        free, total = interface.mem_get_info() if interface.is_initialized() else (1, 1)
+    except Exception:  # a device that failed may answer nothing any more
+        return False
+    return bool(free < FULL_FRACTION * total)
 
 
 def _store(launch: NodeLaunch, slot: RankSlot, result: RankResult) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cluster.gang.environment import free_port
 from cluster.gang.files import PIECE_BYTES, FilePiece, HomeMark, pieces
-from cluster.gang.messages import NodeEvent, NodeGone, NodeLaunch, StopGang
+from cluster.gang.messages import GangOrder, NodeEvent, NodeGone, NodeLaunch
 from cluster.hardware.topology import DeviceChoice, Node, discover_node
 from cluster.node.agent import Agent
 from cluster.processes import die_with_parent
@@ -85,8 +85,8 @@ class NodeAgent:
         self._launches[launch.attempt_id] = launch
         self._agent.launch(launch)
 
-    def stop(self, attempt_id: str, order: StopGang) -> None:
-        self._agent.stop(attempt_id, order)
+    def order(self, attempt_id: str, order: GangOrder) -> None:
+        self._agent.order(attempt_id, order)
 
     def poll(self, timeout_s: float) -> Sequence[NodeEvent | FilePiece]:
         """Events, and before the last one of an attempt its files; a few megabytes of them at a time."""

@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError, RayError
 from cluster.base import ClusterError, GangEvent, GangLaunch
 from cluster.gang.environment import several_nodes_env, single_node_env
 from cluster.gang.files import FilePiece, FileReceiver, HomeMark
-from cluster.gang.messages import NodeEvent, StopGang, node_launch
+from cluster.gang.messages import GangOrder, NodeEvent, node_launch
 from cluster.gang.tracker import GangTracker
 from cluster.hardware.topology import Node, Topology, discover_node
 from cluster.node.agent import PRELOAD
@@ -70,7 +70,7 @@ class RayCluster:
         self._excluded = request.excluded
         self._device_memory_bytes = request.device_memory_bytes
         self._preload = tuple(preload)
-        self._tracker = GangTracker(stop=self._stop)
+        self._tracker = GangTracker(order=self._tell)
         self._agents = Agents()
         self._described: dict[str, NodeDescription] = {}
         self._lost: dict[str, str] = {}
@@ -323,8 +323,8 @@ class RayCluster:
             name, reason, now_s=time.monotonic(), attempts=attempts, category=category
         )
 
-    def _stop(self, node: str, attempt_id: str, order: StopGang) -> None:
-        self._agents.stop(node, attempt_id, order)
+    def _tell(self, node: str, attempt_id: str, order: GangOrder) -> None:
+        self._agents.order(node, attempt_id, order)
 
     def _rendezvous(self, first: str) -> dict[str, str]:
         return several_nodes_env(self._described[first].node.address, self._agents.free_port(first))

@@ -136,6 +136,18 @@ def own_seed() -> Setting:
     return left_to_script("workload.seed", "your script sets the seed")
 
 
+def refuse_fp8(draft: Draft) -> None:
+    """Refuse precision O1-fp8, where the format has no setting for it."""
+    if draft.candidate.precision.level == "O1-fp8":
+        draft.refuse("precision.level", "there is no setting for 8-bit floats here; this file says bfloat16")
+
+
+MEMORY_SAVERS = tuple(
+    unable(path, message="there is no such setting")
+    for path in ("layout.gradient_reduction", "kernels.loss_chunks", "offload.activations", "offload.optimizer")
+)
+"""Settings for what saves memory at a price, where a framework has none of it."""
+
 KERNELS_OF_SCRIPT = (
     left_to_script("kernels.attention", "your script chooses it: torch.nn.attention.sdpa_kernel(...)"),
     left_to_script("kernels.cudnn_tuning_range", "your script sets torch.backends.cudnn.benchmark in these steps"),

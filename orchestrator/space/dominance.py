@@ -125,7 +125,8 @@ def _group(candidate: Candidate, global_batch_size: int | None) -> Hashable:
         *(getattr(layout, name) for name in _UNDECLARED_LAYOUT),
         *(getattr(loader, name) for name in _UNDECLARED_LOADER),
         candidate.precision,
-        candidate.kernels,
+        dataclasses.replace(candidate.kernels, loss_chunks=1),
+        candidate.offload,
         accumulates,
     )
 
@@ -134,7 +135,7 @@ _ENGINE_FIELDS = ("replicate_with", "tp_engine", "cp_method")
 _UNDECLARED_LAYOUT = tuple(
     field.name
     for field in dataclasses.fields(Layout)
-    if field.name not in (*LESS_WITH_MORE, *_ENGINE_FIELDS, "dp_replicate")
+    if field.name not in (*LESS_WITH_MORE, *_ENGINE_FIELDS, "dp_replicate", "gradient_reduction")
 )
 _UNDECLARED_LOADER = tuple(
     field.name for field in dataclasses.fields(Candidate().loader) if field.name not in MORE_WITH_MORE
@@ -152,7 +153,9 @@ def _engines(layout: Layout) -> tuple[str, str, str]:
 
 def _engine_codes(layout: Layout) -> tuple[int, ...]:
     """Engines as numbers; 0 compares with all."""
-    return tuple(("", "ddp", "fsdp2", "dtensor", "local", "all_gather", "ulysses").index(e) for e in _engines(layout))
+    return tuple(
+        ("", "ddp", "fsdp2", "dtensor", "local", "all_gather", "ulysses", "ring").index(e) for e in _engines(layout)
+    )
 
 
 def _undirected(candidate: Candidate, own: OwnMemory) -> Hashable:
@@ -169,6 +172,8 @@ def _demand(candidate: Candidate, patterns: Sequence[str], own: OwnMemory) -> di
         "dp": (-layout.dp,),
         **{name: (-int(getattr(layout, name)),) for name in LESS_WITH_MORE},
         **{name: (int(getattr(candidate.loader, name)),) for name in MORE_WITH_MORE},
+        "gradient_reduction": (int(layout.gradient_reduction == "last"),),
+        "loss_chunks": (-candidate.kernels.loss_chunks,),
         "recompute": _kept_layers(candidate, patterns),
         **{f"own.{c.name}": (own[c.name][c],) for c in candidate.own if c in own.get(c.name, {})},
     }

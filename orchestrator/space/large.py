@@ -139,6 +139,7 @@ def without_effect(candidate: Candidate) -> frozenset[str]:
     conditions: Sequence[tuple[bool, tuple[str, ...]]] = (
         (layout.pp > 1, ("schedule", "num_virtual_stages", "stage_layers")),
         (layout.dp_shard > 1, ("zero_stage",)),
+        (layout.zero_stage >= 2, ("gradient_reduction",)),
         (layout.dp_replicate * layout.cp > 1 and layout.zero_stage == 0, ("replicate_with",)),
         (layout.dp * layout.cp > 1, ("shard_embedding",)),
         (layout.tp > 1, ("sequence_parallel", "tp_engine", "num_copies")),

@@ -18,7 +18,7 @@ from orchestrator.space.knobs.text import (
     steps_text,
 )
 from trials.codec import digest
-from trials.spec import Candidate, Kernels, Layout, Loader, OwnChoice, Precision, Recompute
+from trials.spec import Candidate, Kernels, Layout, Loader, Offload, OwnChoice, Precision, Recompute
 
 _VALUE = r"\{([^}]+)\}"
 """A value in the text of a sign."""
@@ -68,9 +68,13 @@ STAGE_LAYERS = _sign("L{A,B}", "layers per stage: {A,B}", "stage_layers")
 REPLICAS = _sign("dp{N}", "data-parallel replicas: {N}", "dp_replicate")
 WITH_FSDP2 = _sign("f", "replicated by FSDP2 instead of DDP", "replicate_with", is_suffix=True)
 SHARDS = _sign("z{S}x{N}", "ZeRO stage {S} over {N} devices", "zero_stage", "dp_shard")
+WHOLE_GRADIENTS = _sign("g", "gradients reduced after the last micro-batch only", "gradient_reduction", is_suffix=True)
 EMBEDDING = _sign("emb", "embedding and head sharded over all data-parallel devices", "shard_embedding")
 CONTEXT = _sign("cp{N}", "every sequence over {N} devices", "cp")
-ULYSSES = _sign("u", "by exchanging heads (Ulysses)", "cp_method", is_suffix=True)
+CP_METHODS: Mapping[str, Sign] = {
+    "ulysses": _sign("u", "by exchanging heads (Ulysses)", "cp_method", is_suffix=True),
+    "ring": _sign("r", "by passing keys and values around (ring)", "cp_method", is_suffix=True),
+}
 TENSOR = _sign("tp{N}", "every layer over {N} devices", "tp")
 SEQUENCE = _sign("sp", "with sequence parallelism", "sequence_parallel", is_suffix=True)
 LOCAL = _sign("l", "by the local engine instead of DTensor", "tp_engine", is_suffix=True)
@@ -82,10 +86,12 @@ COMMUNICATION = _sign("comm:{N}", "layers that communicate again in the backward
 PRECISIONS: Mapping[str, Sign] = {
     "O0": _sign("O0", "fp32", "precision"),
     "O1": _sign("O1-{TYPE}", "autocast to {TYPE}", "precision"),
+    "O1-fp8": _sign("O1-fp8", "autocast to bf16, the layers' matmuls in 8-bit floats", "precision"),
     "O2": _sign("O2-{TYPE}", "parameters in {TYPE}, fp32 masters", "precision"),
 }
 LISTS = _sign("{+A-B}", "operators forced to 16 bits (+) or to fp32 (-): {+A-B}", "precision", is_suffix=True)
 LOSS_SCALE = _sign("~{ID}", "a loss scale of its own, known as {ID}", "precision", is_suffix=True)
+OFFLOADED = _sign("off-{WHAT}", "in host memory: {WHAT}", "offload_activations", "offload_optimizer")
 WORKERS = _sign("w{N}", "loading processes per device: {N}", "num_workers")
 PREFETCH = _sign("p{N}", "batches ahead of each: {N}", "prefetch_factor", is_suffix=True)
 TUNED = _sign("w-{HOW}", "loading processes found before training: {HOW}", "dataloader")
@@ -111,6 +117,9 @@ KERNELS: Mapping[Sign, Callable[[Kernels], str | None]] = {
     _sign("nhwc", "channels last in memory", "memory_format"): (
         lambda kernels: "" if kernels.memory_format == "nhwc" else None
     ),
+    _sign("loss{N}", "head and loss in {N} parts", "loss_chunks"): (
+        lambda kernels: str(kernels.loss_chunks) if kernels.loss_chunks > 1 else None
+    ),
     _sign("format-auto", "memory format by number format", "memory_format"): (
         lambda kernels: "" if kernels.memory_format == "auto" else None
     ),
@@ -121,9 +130,10 @@ MAX_OWN_CHARS = 24
 """Characters of a value of an own knob in a name; of longer ones the first and a tag."""
 
 NOTATION: tuple[Sign, ...] = (
-    PP, *SCHEDULES.values(), CHUNKS, STAGE_LAYERS, REPLICAS, WITH_FSDP2, SHARDS, EMBEDDING, CONTEXT, ULYSSES, TENSOR,
-    SEQUENCE, LOCAL, COPIES, MICRO_BATCH, FULL, SELECTIVE, COMMUNICATION, *PRECISIONS.values(), LISTS, LOSS_SCALE,
-    WORKERS, PREFETCH, TUNED, PINNED, KEPT, FULL_BATCH, *COMPILED.values(), COMPILE_MODE, BACKEND, *KERNELS, OWN,
+    PP, *SCHEDULES.values(), CHUNKS, STAGE_LAYERS, REPLICAS, WITH_FSDP2, SHARDS, WHOLE_GRADIENTS, EMBEDDING, CONTEXT,
+    *CP_METHODS.values(), TENSOR, SEQUENCE, LOCAL, COPIES, MICRO_BATCH, FULL, SELECTIVE, COMMUNICATION,
+    *PRECISIONS.values(), LISTS, LOSS_SCALE, OFFLOADED, WORKERS, PREFETCH, TUNED, PINNED, KEPT, FULL_BATCH,
+    *COMPILED.values(), COMPILE_MODE, BACKEND, *KERNELS, OWN,
 )  # fmt: skip
 """All signs, in the order in which names hold them."""
 
@@ -166,6 +176,7 @@ def words_of(candidate: Candidate) -> Iterator[Word]:
     if candidate.recompute != Recompute():
         yield tuple(_recompute_parts(candidate))
     yield tuple(_precision_parts(candidate.precision))
+    yield from _offload_words(candidate.offload)
     yield from _loader_words(candidate.loader)
     yield from _kernel_words(candidate.kernels)
     yield from _own_words(candidate.own)
@@ -203,14 +214,13 @@ def _layout_words(layout: Layout) -> Iterator[Word]:
         engine = (NamePart(WITH_FSDP2, {}),) if layout.replicate_with == "fsdp2" else ()
         yield (NamePart(REPLICAS, {"N": layout.dp_replicate}), *engine)
     if layout.dp_shard > 1:
-        yield (NamePart(SHARDS, {"S": layout.zero_stage, "N": layout.dp_shard}),)
+        whole = (NamePart(WHOLE_GRADIENTS, {}),) if layout.gradient_reduction == "last" else ()
+        yield (NamePart(SHARDS, {"S": layout.zero_stage, "N": layout.dp_shard}), *whole)
     if layout.shard_embedding:
         yield (NamePart(EMBEDDING, {}),)
     if layout.cp > 1:
-        yield (
-            NamePart(CONTEXT, {"N": layout.cp}),
-            *((NamePart(ULYSSES, {}),) if layout.cp_method == "ulysses" else ()),
-        )
+        method = CP_METHODS.get(layout.cp_method)
+        yield (NamePart(CONTEXT, {"N": layout.cp}), *((NamePart(method, {}),) if method else ()))
     if layout.tp > 1:
         flags = {SEQUENCE: layout.sequence_parallel, LOCAL: layout.tp_engine == "local", COPIES: layout.num_copies > 1}
         suffixes = (NamePart(sign, {"N": layout.num_copies}) for sign, is_on in flags.items() if is_on)
@@ -233,6 +243,12 @@ def _precision_parts(precision: Precision) -> Iterator[NamePart]:
         yield NamePart(LISTS, {"+A-B": lists})
     if precision.level != "O0" and scale:
         yield NamePart(LOSS_SCALE, {"ID": scale.removeprefix("~")})
+
+
+def _offload_words(offload: Offload) -> Iterator[Word]:
+    parts = {"act": offload.activations, "opt": offload.optimizer}
+    if what := "+".join(part for part, is_on in parts.items() if is_on):
+        yield (NamePart(OFFLOADED, {"WHAT": what}),)
 
 
 def _loader_words(loader: Loader) -> Iterator[Word]:

@@ -109,7 +109,7 @@ def _math_backward(
 
 def _scores(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
     """Scaled scores in fp32, minus infinity for later keys."""
-    scores = q.float() @ k.float().mT * q.shape[-1] ** -0.5
+    scores: Tensor = q.float() @ k.float().mT * q.shape[-1] ** -0.5
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)

@@ -37,7 +37,15 @@ class Parts:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients that these keys give to ``q``, and get."""
         grads = attend_backward(
-            self.kernel, back.grad, q, self._repeated(q, k), self._repeated(q, v), back.out, back.lse, back.seeds, causal
+            self.kernel,
+            back.grad,
+            q,
+            self._repeated(q, k),
+            self._repeated(q, v),
+            back.out,
+            back.lse,
+            back.seeds,
+            causal,
         )
         return grads[0], _summed(grads[1], k), _summed(grads[2], v)
 
@@ -81,9 +89,7 @@ class Merged:
         lse.copy_(torch.logaddexp(lse, part_lse))
 
 
-def add_part(
-    parts: Parts, back: Back, q: Tensor, grad_q: Tensor, both: Tensor, sums: Tensor, *, is_late: bool
-) -> None:
+def add_part(parts: Parts, back: Back, q: Tensor, grad_q: Tensor, both: Tensor, sums: Tensor, *, is_late: bool) -> None:
     """Go back through attention to the keys and values ``both``, as packed: add to ``grad_q``, write ``sums``."""
     if is_late:
         back, q, grad_q = back.late(), later_half(q), later_half(grad_q)
@@ -100,7 +106,7 @@ def packed(k: Tensor, v: Tensor) -> Tensor:
 
 
 def unpacked(both: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[B, H, S, D]`` of parts ``[..., 2, B, H, D]`` of what :func:`packed` made; views if possible."""
+    """Keys and values ``[B, H, S, D]`` of parts ``[..., 2, B, H, D]`` of what :func:`packed` made."""
     k, v = both.flatten(0, -5).permute(1, 2, 3, 0, 4).unbind(0)
     return k, v
 
@@ -108,4 +114,4 @@ def unpacked(both: Tensor) -> tuple[Tensor, Tensor]:
 def _summed(grad: Tensor, shared: Tensor) -> Tensor:
     """Gradient of heads ``shared`` by several query heads from that of their copies."""
     num_heads = shared.shape[1]
-    return grad if grad.shape[1] == num_heads else grad.unflatten(1, (num_heads, -1)).sum(2)
+    return grad if grad.shape[1] == num_heads else torch.unflatten(grad, 1, (num_heads, -1)).sum(2)

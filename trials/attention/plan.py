@@ -44,7 +44,11 @@ class AttentionPlan:
 
 
 def plan_attention(
-    model: LlamaModel, wanted: Literal["auto"] | Kernel, dtype: torch.dtype, device: DeviceKind, capability: tuple[int, int] | None = None
+    model: LlamaModel,
+    wanted: Literal["auto"] | Kernel,
+    dtype: torch.dtype,
+    device: DeviceKind,
+    capability: tuple[int, int] | None = None,
 ) -> AttentionPlan:
     """The plan for ``wanted``, a value of :class:`~trials.spec.Kernels` ``attention``.
 

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trials.accelerator.kinds import FAMILIES
 from trials.attention.kernels import causal_attention
 from trials.attention.pieces import Back, Parts
-from trials.attention.plan import AttentionPlan, Kernel, plan_attention
+from trials.attention.plan import TAKES_GROUPED, AttentionPlan, Kernel, plan_attention
 from trials.failure import InfeasibleSpec
 from trials.precision.mixed import compute_dtype, matmul_precision
 from trials.spec import LlamaModel, TrialSpec, decoder_of
@@ -60,6 +60,15 @@ def attention_plan(spec: TrialSpec, model: LlamaModel, device: torch.device) -> 
     return plan_attention(model, candidate.kernels.attention, dtype, spec.device, capability)
 
 
+def expected_attention(spec: TrialSpec) -> contextlib.AbstractContextManager[None]:
+    """Lets torch take on fake tensors the kernel that holds all scores where the device would take it."""
+    model = decoder_of(spec.workload.model)
+    if model is None or spec.device not in TAKES_GROUPED:
+        return contextlib.nullcontext()
+    kernel = attention_plan(spec, model, torch.device("cpu")).kernel
+    return sdpa_kernel(SDPBackend.MATH) if kernel == "math" else contextlib.nullcontext()
+
+
 def _check_attention(spec: TrialSpec, model: LlamaModel, device: torch.device) -> None:
     wanted = spec.candidate.kernels.attention
     available = [name for name in ATTENTION_BACKENDS if _runs_attention(name, spec, model, device)]
@@ -90,7 +99,7 @@ def _runs_attention(name: Kernel, spec: TrialSpec, model: LlamaModel, device: to
             if layout.cp > 1 and layout.cp_method != "ulysses":
                 _try_parts(plan, q, k, v)
             else:
-                causal_attention(q.requires_grad_(), k, v, expands=plan.expands).sum().backward()
+                torch.autograd.backward(causal_attention(q.requires_grad_(), k, v, expands=plan.expands).sum())
         except RuntimeError:
             return False
     return True

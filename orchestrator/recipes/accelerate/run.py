@@ -8,9 +8,11 @@ from orchestrator.recipes.accelerate.layout import ARGUMENTS, FILE, TYPE
 from orchestrator.recipes.base import Draft, Setting, Settings, custom, fixed, lacking, option
 from orchestrator.recipes.gaps import (
     KERNELS_OF_SCRIPT,
+    MEMORY_SAVERS,
     TORCH_SCALER,
     left_to_script,
     own_data,
+    refuse_fp8,
     takes_torch_scaler,
     unable,
 )
@@ -30,6 +32,7 @@ _SHORT = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def _write_precision(draft: Draft) -> None:
+    refuse_fp8(draft)
     precision, is_fsdp = draft.candidate.precision, draft.settings[TYPE] == "FSDP"
     draft.settings |= {
         _MIXED_PRECISION: _SHORT[precision.dtype],
@@ -142,6 +145,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     custom(("kernels.matmul_precision",), (_TF32,), _write_matmul, _read_matmul),
     *KERNELS_OF_SCRIPT,
+    *MEMORY_SAVERS,
     option(f"{_OPTIMIZER}.lr", f"{ARGUMENTS}:learning_rate"),
     option(f"{_OPTIMIZER}.beta1", f"{ARGUMENTS}:adam_beta1"),
     option(f"{_OPTIMIZER}.beta2", f"{ARGUMENTS}:adam_beta2"),

@@ -19,7 +19,7 @@ _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _STAGES = "--pipeline-model-parallel-layout"
 _CP_METHOD = "--cp-comm-type"
 _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
-_CP_METHODS = {"all_gather": "all_gather", "ulysses": "a2a"}
+CP_METHODS = {"all_gather": "all_gather", "ulysses": "a2a", "ring": "p2p"}
 
 _DATA_PARALLEL = (
     "--overlap-grad-reduce",
@@ -71,11 +71,11 @@ def _write_sequence_parallel(draft: Draft) -> None:
 
 def _write_cp_method(draft: Draft) -> None:
     if draft.candidate.layout.cp > 1:
-        draft.settings[_CP_METHOD] = _CP_METHODS[draft.candidate.layout.cp_method]
+        draft.settings[_CP_METHOD] = CP_METHODS[draft.candidate.layout.cp_method]
 
 
 def _read_cp_method(settings: Settings) -> dict[str, Any]:
-    names = {theirs: ours for ours, theirs in _CP_METHODS.items()}
+    names = {theirs: ours for ours, theirs in CP_METHODS.items()}
     return {"layout.cp_method": names[settings[_CP_METHOD]]} if _CP_METHOD in settings else {}
 
 

@@ -65,7 +65,7 @@ def _read_degrees(given: Options, found: ReadingDraft) -> None:
         path = f"layout.{knob}"
         found.say({path: _number(given, found, path, f"--{name}-parallel-size", 1)})
     found.say({"layout.sequence_parallel": given.is_on("--sequence-parallel")})
-    methods = {"all_gather": "all_gather", "allgather": "all_gather", "a2a": "ulysses"}
+    methods = {"all_gather": "all_gather", "allgather": "all_gather", "a2a": "ulysses", "p2p": "ring"}
     said = given.text("--cp-comm-type") or "p2p"
     if said in methods:
         found.say({"layout.cp_method": methods[said]})

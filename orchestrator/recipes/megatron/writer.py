@@ -8,6 +8,7 @@ from orchestrator.recipes.megatron import layout as exported_layout
 from orchestrator.recipes.megatron import recompute as exported_recompute
 from orchestrator.recipes.megatron.decoder import padding_note
 from orchestrator.recipes.megatron.given import options
+from orchestrator.recipes.megatron.layout import CP_METHODS
 from orchestrator.recipes.megatron.reader import ATTENTION, read_edit
 from orchestrator.recipes.overlays.edit import Edit
 from orchestrator.recipes.overlays.lay import Laying, OverlayPart, written
@@ -42,7 +43,7 @@ def _write_degrees(edit: Edit, request: OverlayRequest) -> None:
         else:
             given.drop("--sequence-parallel", "--tp-comm-overlap")
     if layout.cp > 1 and request.changes("layout.cp_method", layout.cp_method):
-        given.put("--cp-comm-type", ("a2a" if layout.cp_method == "ulysses" else "all_gather",))
+        given.put("--cp-comm-type", (CP_METHODS[layout.cp_method],))
     note = padding_note(given, layout.tp, request.reading.shape)
     if note:
         edit.warn("layout.tp", note)

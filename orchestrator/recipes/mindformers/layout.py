@@ -51,8 +51,11 @@ def _write_embedding(draft: Draft) -> None:
 
 def _write_cp_method(draft: Draft) -> None:
     layout = draft.candidate.layout
-    if layout.cp > 1:
-        draft.settings[CP_METHOD] = CP_METHODS[layout.cp_method]
+    if layout.cp == 1:
+        return
+    draft.settings[CP_METHOD] = CP_METHODS.get(layout.cp_method, CP_METHODS["all_gather"])
+    if layout.cp_method not in CP_METHODS:
+        draft.refuse("layout.cp_method", f"there is no {layout.cp_method}; this file says all_gather")
 
 
 def _read_cp_method(settings: Settings) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from orchestrator.recipes.base import Draft, Setting, Settings, custom, lacking
+from orchestrator.recipes.gaps import MEMORY_SAVERS, refuse_fp8
 from orchestrator.recipes.mindformers.layout import CP, DP
 from trials.spec import LossScale
 
@@ -23,6 +24,7 @@ FLASH = f"{_MODEL}.use_flash_attention"
 
 def _write_precision(draft: Draft) -> None:
     """Write number formats: weights stay fp32, as masters do; O1 keeps norms, softmax and residuals in fp32, too."""
+    refuse_fp8(draft)
     precision = draft.candidate.precision
     parts = precision.dtype if precision.level == "O2" else "float32"
     draft.settings |= {COMPUTE: precision.dtype, WEIGHTS: "float32", RESIDUAL: parts}
@@ -134,4 +136,5 @@ SETTINGS: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "what is allowed inside fp32 multiplications is left to the device's default"),
     lacking("kernels.cudnn_tuning_range", "there are no convolutions"),
     lacking("kernels.memory_format", "there are no convolutions"),
+    *MEMORY_SAVERS,
 )

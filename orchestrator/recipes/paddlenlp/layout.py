@@ -53,11 +53,18 @@ def _write_cp(draft: Draft) -> None:
         draft.settings[ULYSSES] = layout.cp
     elif layout.cp > 1:
         draft.settings[RING] = layout.cp
+    if layout.cp > 1 and layout.cp_method == "all_gather":
         draft.warn("layout.cp_method", "keys and values go round a ring instead of being gathered at once")
 
 
+def _method(settings: Settings) -> str:
+    if _cp(settings) == 1:
+        return "all_gather"
+    return "ulysses" if ULYSSES in settings else "ring"
+
+
 def _read_cp(settings: Settings) -> dict[str, Any]:
-    return {"layout.cp": _cp(settings), "layout.cp_method": "ulysses" if ULYSSES in settings else "all_gather"}
+    return {"layout.cp": _cp(settings), "layout.cp_method": _method(settings)}
 
 
 def _write_pipeline(draft: Draft) -> None:

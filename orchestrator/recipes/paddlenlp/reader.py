@@ -56,7 +56,7 @@ def _read_degrees(given: PaddleArguments, found: ReadingDraft) -> None:
         found.unread("layout.cp", f"{RING} {ring} beside {ULYSSES} {ulysses}")
     elif ring and ulysses:
         found.say({"layout.cp": max(ring, ulysses)})
-        found.say({"layout.cp_method": "ulysses" if ulysses > 1 else "all_gather"})
+        found.say({"layout.cp_method": "ulysses" if ulysses > 1 else "ring"})
     found.say({"layout.sequence_parallel": given.is_on("sequence_parallel")})
     words = str(given.get(SHARDING) or "").split()
     stage = _STAGES.get(words[0] if words else "")

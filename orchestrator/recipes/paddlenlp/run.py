@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from orchestrator.recipes.base import Draft, Setting, Settings, custom, lacking
-from orchestrator.recipes.gaps import two_batches_ahead
+from orchestrator.recipes.gaps import MEMORY_SAVERS, refuse_fp8, two_batches_ahead
 from trials.spec import LossScale
 
 FLASH = "use_flash_attention"
@@ -16,6 +16,7 @@ OPERATORS = {"linear": "matmul_v2", "softmax": "softmax"}
 
 
 def _write_precision(draft: Draft) -> None:
+    refuse_fp8(draft)
     precision, layout = draft.candidate.precision, draft.candidate.layout
     reduces_fp32 = layout.zero_stage >= 2 or layout.replicate_with == "fsdp2"
     draft.settings |= {
@@ -102,4 +103,5 @@ SETTINGS: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "export NVIDIA_TF32_OVERRIDE before starting"),
     lacking("kernels.cudnn_tuning_range", "there are no convolutions"),
     lacking("kernels.memory_format", "there are no convolutions"),
+    *MEMORY_SAVERS,
 )

@@ -12,7 +12,7 @@ from trials.codec import from_json, to_json
 from trials.spec import Candidate, TrialSpec, Workload
 
 SPEC, SCRIPT = "spec.json", "run.sh"
-_PARTS = ("layout", "micro_batch_size", "recompute", "precision", "loader", "kernels")
+_PARTS = ("layout", "micro_batch_size", "recompute", "precision", "loader", "kernels", "offload")
 
 _RUN = """\
 #!/bin/sh

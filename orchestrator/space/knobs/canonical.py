@@ -10,7 +10,7 @@ from typing import Any
 from orchestrator.space.knobs import KNOBS
 from orchestrator.space.knobs.layer_choices import layers_of, resolve_recompute, resolve_stage_layers
 from orchestrator.space.knobs.own import OwnKnob, OwnScalar, chosen
-from trials.legality.rules import uses_ddp
+from trials.legality.rules import holds_plain
 from trials.spec import (
     Candidate,
     Kernels,
@@ -19,6 +19,7 @@ from trials.spec import (
     LoaderTuning,
     LossScale,
     Model,
+    Offload,
     OwnModel,
     Precision,
     ResNetModel,
@@ -58,6 +59,7 @@ def build_candidate(
         precision=canonical_precision(values["precision"]),
         loader=build_loader(values),
         kernels=build_kernels(values, model),
+        offload=Offload(activations=values["offload_activations"], optimizer=values["offload_optimizer"]),
         own=chosen(own, own_values),
     )
 
@@ -86,6 +88,7 @@ def build_layout(values: Mapping[str, Any], num_layers: int) -> Layout:
         cp=values["cp"],
         tp=values["tp"],
         zero_stage=values["zero_stage"],
+        gradient_reduction=values["gradient_reduction"],
         replicate_with=engine,
         shard_embedding=values["shard_embedding"],
         sequence_parallel=values["sequence_parallel"],
@@ -123,6 +126,7 @@ def canonical_layout(layout: Layout) -> Layout:
     return dataclasses.replace(
         layout,
         zero_stage=zero_stage,
+        gradient_reduction=layout.gradient_reduction if zero_stage >= 2 else "each",
         replicate_with=layout.replicate_with if has_engine_choice else "ddp",
         shard_embedding=layout.shard_embedding and layout.dp * layout.cp > 1,
         sequence_parallel=layout.sequence_parallel and has_tp,
@@ -144,7 +148,7 @@ def resolve_tp_engine(engine: str, layout: Layout, *, recomputes_communication: 
     """The engine of tensor parallelism: ``auto`` becomes ``local`` for what DTensors cannot do."""
     if engine != "auto":
         return engine
-    needs_local = layout.num_copies > 1 or uses_ddp(layout) or recomputes_communication
+    needs_local = layout.num_copies > 1 or holds_plain(layout) or recomputes_communication
     return "local" if needs_local else "dtensor"
 
 
@@ -201,6 +205,7 @@ def build_kernels(values: Mapping[str, Any], model: Model) -> Kernels:
         matmul_precision=values["matmul_precision"],
         cudnn_tuning_range=values["cudnn_benchmark"],
         memory_format=values["memory_format"],
+        loss_chunks=values["loss_chunks"],
     )
     return canonical_kernels(kernels, model)
 

@@ -67,6 +67,12 @@ LAYOUT_KNOBS: tuple[Knob, ...] = (
         "Becomes 0 where dp_shard is 1.",
     ),
     _knob(
+        "gradient_reduction",
+        Literal["each", "last"],
+        "When ZeRO stages 2 and 3 reduce gradients while accumulating: after each micro-batch, or after the last and "
+        "keep them whole until then. Becomes each where zero_stage is below 2.",
+    ),
+    _knob(
         "replicate_with",
         Literal["auto", "ddp", "fsdp2"],
         "Engine of replication without sharding; auto: ddp where tp is 1, stages have one chunk and shard_embedding "
@@ -83,8 +89,9 @@ LAYOUT_KNOBS: tuple[Knob, ...] = (
     _knob("cp", Degree, "Context-parallel degree: parts every sequence is split into."),
     _knob(
         "cp_method",
-        Literal["all_gather", "ulysses"],
-        "How attention sees the whole sequence: gather keys and values, or exchange sequence for heads (Ulysses).",
+        Literal["all_gather", "ulysses", "ring"],
+        "How attention sees the whole sequence: gather keys and values, exchange sequence for heads (Ulysses), or pass "
+        "keys and values around (ring).",
     ),
     _knob("tp", Degree, "Tensor-parallel degree, kept inside a node."),
     _knob(

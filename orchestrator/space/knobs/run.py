@@ -46,6 +46,17 @@ def _kernel(name: str, value_type: Any, description: str, **options: Any) -> Kno
     )
 
 
+def _offload(name: str, description: str) -> Knob:
+    return Knob(
+        name=f"offload_{name}",
+        type=bool,
+        default=False,
+        part="offload",
+        read=lambda candidate: getattr(candidate.offload, name),
+        description=description,
+    )
+
+
 RUN_KNOBS: tuple[Knob, ...] = (
     Knob(
         name="micro_batch_size",
@@ -72,9 +83,11 @@ RUN_KNOBS: tuple[Knob, ...] = (
         default="O0",
         part="precision",
         read=lambda c: c.precision,
-        description="O0 (fp32), O1 (autocast) or O2 (16-bit parameters, fp32 masters), both with bfloat16; "
-        "or a mapping of level, dtype, loss_scale, white, black.",
+        description="O0 (fp32), O1 (autocast), O2 (16-bit parameters, fp32 masters), both with bfloat16, or O1-fp8 "
+        "(O1 with the layers' matmuls in 8-bit floats); or a mapping of level, dtype, loss_scale, white, black.",
     ),
+    _offload("activations", "Keep in host memory what layers need for the backward pass."),
+    _offload("optimizer", "Keep states of the optimiser and master weights in host memory, and step there."),
     _loader(
         "dataloader",
         DataloaderValue,
@@ -134,5 +147,10 @@ RUN_KNOBS: tuple[Knob, ...] = (
         Literal["nchw", "nhwc", "auto"],
         "Memory format of convolutions; auto: by number format, verified by timing both. "
         "Becomes nchw for models without convolutions.",
+    ),
+    _kernel(
+        "loss_chunks",
+        Annotated[int, Field(ge=1, le=2**20)],
+        "Parts of a micro-batch's positions whose logits and loss are computed one after the other.",
     ),
 )

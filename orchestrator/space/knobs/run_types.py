@@ -50,8 +50,9 @@ class LossScaleSection(Section):
 class PrecisionSection(Section):
     """Mixed precision, long form."""
 
-    level: Literal["O0", "O1", "O2"] = Field(
-        description="O0: fp32. O1: autocast. O2: 16-bit parameters with fp32 master weights."
+    level: Literal["O0", "O1", "O1-fp8", "O2"] = Field(
+        description="O0: fp32. O1: autocast. O2: 16-bit parameters with fp32 master weights. O1-fp8: autocast, with "
+        "the layers' matmuls in 8-bit floats."
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None, description="16-bit type of O1 and O2; left out: bfloat16."
@@ -70,6 +71,8 @@ class PrecisionSection(Section):
             raise fault("dtype", f"O0 is float32, not {self.dtype}", "Use O1 or O2, or leave dtype out.")
         if self.level != "O0" and self.dtype == "float32":
             raise fault("dtype", f"{self.level} needs a 16-bit type", "Use bfloat16 or float16, or level O0.")
+        if self.level == "O1-fp8" and self.dtype == "float16":
+            raise fault("dtype", "O1-fp8 goes with bfloat16", "Leave dtype out, or use level O1.")
         if self.loss_scale is not None and self.dtype != "float16":
             raise fault("loss_scale", "loss scaling is for float16 only", "Leave it out or set dtype: float16.")
         if (self.white or self.black) and self.level != "O1":
@@ -143,9 +146,10 @@ def off_is_false(value: Any) -> Any:
     return "off" if value is False else value
 
 
+LEVELS = ("O0", "O1", "O1-fp8", "O2")
 PrecisionValue = Annotated[
     PrecisionSection,
-    ShortForms({level: {"level": level} for level in ("O0", "O1", "O2")}, remedy="Write one of O0, O1, O2."),
+    ShortForms({level: {"level": level} for level in LEVELS}, remedy=f"Write one of {', '.join(LEVELS)}."),
     AfterValidator(PrecisionSection.to_precision),
     PlainSerializer(_write_precision),
 ]

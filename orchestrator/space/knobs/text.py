@@ -46,7 +46,8 @@ def precision_text(precision: Precision) -> str:
     than the default adds a tag derived from its numbers, and so do long lists."""
     if precision.level == "O0":
         return "O0"
-    return f"{precision.level}-{DTYPE_SHORT[precision.dtype]}{lists_text(precision)}{loss_scale_text(precision)}"
+    level = precision.level if precision.level == "O1-fp8" else f"{precision.level}-{DTYPE_SHORT[precision.dtype]}"
+    return f"{level}{lists_text(precision)}{loss_scale_text(precision)}"
 
 
 def lists_text(precision: Precision) -> str:

@@ -142,7 +142,7 @@ def test_a_missing_key_is_named_at_the_line_of_its_section(tmp_path, path):
         (("space", "compile"), "on", "space.compile", "expected 'off', 'block' or 'model'"),
         (("space", "compile"), True, "space.compile", "expected 'off', 'block' or 'model'"),
         (("space", "recompute"), "half", "space.recompute", "none, full"),
-        (("space", "precision"), "O3", "space.precision", "O0, O1, O2"),
+        (("space", "precision"), "O3", "space.precision", "O0, O1, O1-fp8, O2"),
         (("space", "precision"), {"level": "O0", "dtype": "float16"}, "space.precision.dtype", "O0 is float32"),
         (("space", "precision"), {"level": "O2", "dtype": "float32"}, "space.precision.dtype", "16-bit"),
         (("space", "precision"), {"level": "O1", "loss_scale": {}}, "space.precision.loss_scale", "float16 only"),

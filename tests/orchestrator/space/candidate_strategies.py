@@ -22,6 +22,7 @@ from trials.spec import (
     Loader,
     LoaderTuning,
     LossScale,
+    Offload,
     Precision,
     RandomData,
     Recompute,
@@ -50,12 +51,13 @@ def random_candidate(rng, *, fitting=False):
         cp=rng.choice([1, 1, 2, 4]),
         tp=rng.choice([1, 1, 2, 3, 4]),
         zero_stage=rng.choice([0, 0, 1, 2, 3]),
+        gradient_reduction=rng.choice(["each", "each", "each", "last"]),
         replicate_with=rng.choice(["ddp", "fsdp2"]),
         shard_embedding=rng.random() < 0.3,
         sequence_parallel=rng.random() < 0.5,
         tp_engine=rng.choice(["dtensor", "local"]),
         num_copies=rng.choice([1, 1, 2]),
-        cp_method=rng.choice(["all_gather", "ulysses"]),
+        cp_method=rng.choice(["all_gather", "ulysses", "ring"]),
         schedule=schedule,
         num_virtual_stages=chunks,
         stage_layers=(split(rng, chunks, pp) if good else counts(rng, chunks, pp, low=-1))
@@ -69,6 +71,7 @@ def random_candidate(rng, *, fitting=False):
         precision=random_precision(rng),
         loader=random_loader(rng),
         kernels=random_kernels(rng),
+        offload=Offload(activations=rng.random() < 0.1, optimizer=rng.random() < 0.1),
     )
 
 
@@ -98,9 +101,10 @@ def random_recompute(rng, layout):
 
 def random_precision(rng):
     names = ["linear", "softmax", "rms_norm", "no name"]
+    level = rng.choice([*["O0", "O1", "O2"] * 4, "O1-fp8"])
     return Precision(
-        level=rng.choice(["O0", "O1", "O2"]),
-        dtype=rng.choice(["bfloat16", "float16"]),
+        level=level,
+        dtype="bfloat16" if level == "O1-fp8" else rng.choice(["bfloat16", "float16"]),
         loss_scale=rng.choice(
             [None, LossScale(), LossScale(initial=8.0), LossScale(initial=1e60), LossScale(dynamic=False)]
         ),
@@ -128,6 +132,7 @@ def random_kernels(rng):
         matmul_precision=rng.choice(["highest", "high"]),
         cudnn_tuning_range=rng.choice([(), (), (1, 4), (3, 2), (1,)]),
         memory_format=rng.choice(["nchw", "nhwc", "auto"]),
+        loss_chunks=rng.choice([*[1] * 8, 2, 8]),
     )
 
 

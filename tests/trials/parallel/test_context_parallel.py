@@ -17,7 +17,8 @@ from tests.trials.models.split_models import Result, differences, many
 from tests.trials.ranks import run_ranks
 from tests.trials.tiny import SHAPE
 from trials.models.llama import rotary_table
-from trials.parallel.context.positions import by_holder, in_order, split_sequence
+from trials.parallel.context.apply import split_sequence
+from trials.parallel.context.ulysses import by_holder, in_order
 from trials.spec import Layout
 
 ULYSSES, RING = (Layout(cp=2, cp_method=method) for method in ("ulysses", "ring"))
@@ -77,7 +78,7 @@ def results(world_size: int) -> dict[str, Result]:
         return dict(zip(cases, run_ranks(many, world_size, Path(folder), list(cases.values()))[0], strict=True))
 
 
-@pytest.mark.representative("2-all_gather", "2-ulysses")
+@pytest.mark.representative("2-all_gather", "2-ulysses", "2-ring")
 @pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.parametrize(("world_size", "name"), [(size, name) for size, cases in CASES.items() for name in cases])

@@ -1,23 +1,27 @@
-"""Replaces the attention core of a model by one that works on split sequences."""
+"""Splits sequences over ranks, and replaces a model's attention by one that works on what they hold.
+
+A sequence is cut into ``2 cp`` pieces, and rank r holds pieces r and ``2 cp - 1 - r``: the later a piece, the more keys
+it attends to, so this gives every rank the same work (as in Grattafiori et al., arXiv 2407.21783, section 3.3.2).
+"""
 
 from __future__ import annotations
 
 import functools
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import wrap_torch_function
 
-from trials.attention.kernels import causal_attention
 from trials.attention.pieces import Parts
 from trials.attention.plan import AttentionPlan
 from trials.models.base import TrainModel
 from trials.models.llama import AttentionCore, Llama
-from trials.parallel.collectives import Group, communicate, group_of
+from trials.parallel.collectives import Group, group_of
 from trials.parallel.context.gathered import GatheredAttention
-from trials.parallel.context.positions import by_holder, in_order, split_sequence
 from trials.parallel.context.ring import RingAttention
+from trials.parallel.context.ulysses import ulysses_attention
 from trials.spec import Layout
 
 
@@ -36,7 +40,11 @@ def apply_context_parallel(model: TrainModel, mesh: DeviceMesh, layout: Layout, 
     model.held_positions = functools.partial(split_sequence, index=group.rank, cp=group.size)
 
 
-@wrap_torch_function(lambda q, k, v, **_: (q, k, v))
+def _attended(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, ...]:
+    return q, k, v
+
+
+@wrap_torch_function(cast(Any, _attended))
 def scaled_dot_product_attention(
     q: Tensor, k: Tensor, v: Tensor, *, plan: AttentionPlan, group: Group, function: type[torch.autograd.Function]
 ) -> Tensor:
@@ -49,11 +57,8 @@ def scaled_dot_product_attention(
     return out
 
 
-def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, plan: AttentionPlan, group: Group) -> Tensor:
-    """Causal attention over whole sequences of ``H / cp`` heads, exchanged for parts of all heads and back (Jacobs et
-    al., arXiv 2309.14509)."""
-    by_rank = [torch.unflatten(t, 1, (group.size, -1)).movedim(1, 0) for t in (q, k, v)]
-    num_heads = [t.shape[2] for t in by_rank]
-    heads = in_order(communicate("all_to_all", torch.cat(by_rank, dim=2), group))
-    out = causal_attention(*torch.split(heads, num_heads, dim=1), expands=plan.expands)
-    return communicate("all_to_all", by_holder(out, group.size), group).movedim(0, 1).flatten(1, 2)
+def split_sequence(tensor: Tensor, index: int, cp: int) -> Tensor:
+    """The positions ``[B, S / cp, ...]`` of ``tensor [B, S, ...]`` that context-parallel rank ``index`` holds."""
+    assert tensor.shape[1] % (2 * cp) == 0, "legality checks that 2 cp divides the sequence"
+    pieces = tensor.chunk(2 * cp, dim=1)
+    return torch.cat([pieces[index], pieces[2 * cp - 1 - index]], dim=1)

@@ -55,6 +55,6 @@ def _others(gathered: Tensor, group: Group) -> list[tuple[bool, Tensor]]:
     Without a mask their order does not matter. All ranks use what they gather: graphs drop a collective that is for
     nothing, and the other ranks would wait for it.
     """
-    by_piece = gathered.unflatten(0, (group.size, 2, -1))
+    by_piece = torch.unflatten(gathered, 0, (group.size, 2, -1))
     before, after = by_piece[: group.rank, 0], by_piece[group.rank + 1 :]
     return [(is_late, part) for is_late, part in ((False, before), (True, after)) if part.numel()]

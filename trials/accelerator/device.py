@@ -1,0 +1,207 @@
+"""The device of a process, whatever its kind: choosing it, waiting for it, its clocks, streams and names.
+
+Built on ``torch.accelerator``, ``torch.Event`` and ``torch.Stream``, which are the same for CUDA, ROCm, XPU and, with
+torch_npu, Ascend; what they lack is asked of the module of the device (:func:`module_of`), whose names all share.
+Everything takes the CPU too, for which there is nothing to choose or wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import time
+from typing import Any, Protocol
+
+import torch
+
+from trials.accelerator.kinds import FAMILIES, DeviceKind, Family, family_of
+
+
+class DeviceUnavailableError(RuntimeError):
+    """This process cannot compute on the kind of device that its trial asks for: the node's fault, not the trial's."""
+
+
+class Mark(Protocol):
+    """A moment on the device's clock, once the device has come to it."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from here to ``end``, when the device has come to both."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has come here."""
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether ranks compute on the processor: its work is done when a call returns, its memory is the host's."""
+    return device.type == "cpu"
+
+
+def kind_of(device: torch.device) -> DeviceKind:
+    """The kind of a device of this process; a build of torch for ROCm calls its devices ``cuda``."""
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "rocm"
+    return family_of(device.type).kind
+
+
+def installed_kind() -> DeviceKind:
+    """The kind of device that torch finds in this process; the CPU where it finds none.
+
+    Packages that add a device to torch are imported where they are installed.
+    """
+    for family in FAMILIES.values():
+        if family.package:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(family.package)
+    found = torch.accelerator.current_accelerator()
+    if found is None or found.type not in {family.torch_device for family in FAMILIES.values()}:
+        return "cpu"
+    return kind_of(found) if module_of(found).is_available() else "cpu"
+
+
+def open_device(kind: str, index: int) -> torch.device:
+    """The device of this kind that is number ``index`` among those the process sees, made its current one.
+
+    Raises:
+        DeviceUnavailableError: torch does not support the kind, or sees no such device. Says which, and what to do.
+    """
+    family = family_of(kind)
+    if family.kind == "cpu":
+        return torch.device("cpu")
+    _require_support(kind, family)
+    module = getattr(torch, family.torch_device)
+    if not module.is_available():
+        raise DeviceUnavailableError(
+            f"the trial asks for device {kind!r}, but this process sees none; look at what {family.query_tool} says, at"
+            f" {family.visible_variable}, and in a container at the devices it was given"
+        )
+    if index >= (count := module.device_count()):
+        raise DeviceUnavailableError(
+            f"the trial asks for device {kind!r} number {index}, but this process sees {count}; look at what "
+            f"{family.query_tool} says and at {family.visible_variable}"
+        )
+    device = torch.device(family.torch_device, index)
+    module.set_device(device)
+    return device
+
+
+def _require_support(kind: str, family: Family) -> None:
+    """Whether this torch can compute on such devices at all."""
+    if family.package:
+        try:
+            importlib.import_module(family.package)
+        except ImportError as error:
+            raise DeviceUnavailableError(
+                f"device {kind!r} needs the package {family.package}, which cannot be imported: {error}; install the "
+                f"version of it that belongs to torch {torch.__version__}"
+            ) from error
+    if not hasattr(torch, family.torch_device):
+        raise DeviceUnavailableError(f"torch {torch.__version__} knows no device {family.torch_device!r}")
+    is_for_rocm = torch.version.hip is not None
+    if kind == "rocm" and not is_for_rocm:
+        raise DeviceUnavailableError(
+            f"device 'rocm' needs a torch built for ROCm, but this is {torch.__version__}; install it from "
+            "https://download.pytorch.org/whl/ under the ROCm version of the driver"
+        )
+    if kind == "cuda" and is_for_rocm:
+        raise DeviceUnavailableError(f"torch {torch.__version__} is built for ROCm; use device: rocm")
+
+
+def module_of(device: torch.device) -> Any:
+    """What torch keeps for this type of device: ``torch.cuda``, ``torch.xpu``, ``torch.npu`` or ``torch.cpu``."""
+    return torch.get_device_module(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that it was given; the CPU always has."""
+    if not is_host(device):
+        torch.accelerator.synchronize(device)
+
+
+def collectives_of(device: torch.device) -> str:
+    """The backend of process groups over such devices."""
+    return family_of(device.type).collectives
+
+
+class _HostMark:
+    """A moment on the host's clock, at which the CPU has done all that came before."""
+
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
+
+    def elapsed_time(self, end: _HostMark) -> float:
+        return (end._at_s - self._at_s) * 1e3
+
+    def synchronize(self) -> None:
+        """The CPU is always there."""
+
+
+def mark(device: torch.device) -> Mark:
+    """A mark behind all that the current stream of the device was given; on the CPU the host's clock now."""
+    if is_host(device):
+        return _HostMark()
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def seconds_between(start: Mark, end: Mark) -> float:
+    """Seconds from one mark to another that the device has come to."""
+    return start.elapsed_time(end) / 1e3
+
+
+def new_stream(device: torch.device) -> torch.Stream | None:
+    """A queue of work beside the current one; None on the CPU, which has none."""
+    return None if is_host(device) else torch.Stream(device)
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The queue that work is given to now; None on the CPU."""
+    return None if is_host(device) else torch.accelerator.current_stream(device)
+
+
+def on_stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:
+    """Give work to ``stream`` inside; to the current one if it is None."""
+    return contextlib.nullcontext() if stream is None else stream
+
+
+def device_name(device: torch.device) -> str:
+    """What the hardware calls itself; "cpu" for the CPU."""
+    return "cpu" if is_host(device) else str(module_of(device).get_device_name(device))
+
+
+def device_uuid(device: torch.device) -> str | None:
+    """What tells the device from all others, as its tools print it; None where torch does not know."""
+    if is_host(device):
+        return None
+    uuid = getattr(module_of(device).get_device_properties(device), "uuid", None)
+    if uuid is None:
+        return None
+    return f"GPU-{uuid}" if kind_of(device) == "cuda" and not str(uuid).startswith(("GPU-", "MIG-")) else str(uuid)
+
+
+def is_started(module: Any) -> bool:
+    """Whether this process has used devices of the module of torch."""
+    asked = getattr(module, "is_initialized", None)
+    return bool(asked is not None and asked())
+
+
+def current_device() -> torch.device | None:
+    """The device that this process computes on; None where it has used none."""
+    for name in dict.fromkeys(family.torch_device for family in FAMILIES.values() if family.kind != "cpu"):
+        module = getattr(torch, name, None)
+        if module is not None and is_started(module):
+            return torch.device(name, module.current_device())
+    return None
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """CUDA's compute capability; None on other kinds of devices, which have no such number."""
+    if kind_of(device) != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return major, minor
+
+
+def can_pin(device: torch.device) -> bool:
+    """Whether copies from pinned host memory may run beside other work."""
+    return not is_host(device)
