@@ -17,8 +17,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from trials.accelerator.kinds import DeviceKind
-
 FailureClass = Literal[
     "oom",
     "host_oom",
@@ -263,7 +261,7 @@ _BY_TYPE_NAME: Mapping[str, FailureClass] = {
 }
 
 
-def classify(error: BaseException, device: DeviceKind = "cpu", *, is_memory_full: bool = False) -> FailureClass:
+def classify(error: BaseException, device: str = "cpu", *, is_memory_full: bool = False) -> FailureClass:
     """Say what kind of failure ``error`` of a rank on ``device`` is, looking through its chain of causes.
 
     The innermost error with a kind of its own wins. "connection" means collateral: some peer of the gang failed first,

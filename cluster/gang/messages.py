@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from cluster.base import Deadlines, GangLaunch
 from cluster.gang.sights import RankSight
-from cluster.hardware.topology import DeviceKind, Node
+from cluster.hardware.topology import DeviceHandle, Node
+from trials.accelerator.kinds import DeviceKind
 from trials.codec import to_json
 from trials.outcome import Phase, RankReport
 from trials.reports.disturbance import Disturbance
@@ -120,6 +121,10 @@ class NodeLaunch:
     num_threads: int = 1
     """Threads per device."""
     device_kind: DeviceKind = "cpu"
+    handles: tuple[DeviceHandle, ...] = ()
+    """The node's devices by position, where they are accelerators."""
+    interface: str | None = None
+    """Network interface by which other nodes reach this one; None where nobody knows."""
     node_rank: int = 0
     """Position of the node among those of the gang."""
     num_nodes: int = 1
@@ -231,8 +236,14 @@ class Lines:
             yield json.loads(text)
 
 
-def node_launch(launch: GangLaunch, *, node: Node, directory: str, env: Mapping[str, str]) -> NodeLaunch:
-    """The part of ``launch`` placed on ``node``; ``env`` holds what the backend adds, ``launch.env`` goes over it."""
+def node_launch(
+    launch: GangLaunch, *, node: Node, directory: str, env: Mapping[str, str], interface: str | None = None
+) -> NodeLaunch:
+    """The part of ``launch`` placed on ``node``; ``env`` holds what the backend adds, ``launch.env`` goes over it.
+
+    Args:
+        interface: network interface by which other nodes reach this one.
+    """
     nodes = launch.placement.nodes
     return NodeLaunch(
         attempt_id=launch.attempt_id,
@@ -247,6 +258,8 @@ def node_launch(launch: GangLaunch, *, node: Node, directory: str, env: Mapping[
         env={**env, **launch.env},
         num_threads=node.threads_per_device,
         device_kind=node.device_kind,
+        handles=node.handles,
+        interface=interface,
         node_rank=nodes.index(node.name),
         num_nodes=len(nodes),
     )

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from cluster.gang.deadlines import RankClock
 from cluster.gang.messages import Lines, RankFailure, RankResult, RankSlot, RankSuccess
-from cluster.hardware.topology import DeviceKind
 from cluster.node.host_memory import OomKills, peak_below
+from trials.accelerator.kinds import DeviceKind
 from trials.failure import cause_in_log
 from trials.reports.script import ScriptSource
 from trials.secrets import redact

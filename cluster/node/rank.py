@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from cluster.gang.defaults import NUMA_VARIABLE
 from cluster.gang.environment import rank_env
 from cluster.gang.messages import (
     NodeLaunch,
@@ -26,7 +27,8 @@ from cluster.gang.messages import (
     RankSuccess,
     line,
 )
-from cluster.node.device_memory import device_names
+from cluster.hardware.numa import cores_near
+from cluster.node.device_memory import device_names, slot_handles
 from cluster.node.hang.flight import answer_requests
 from cluster.node.hang.recorder import RecordedRank, recorder_env
 from cluster.processes import close_inherited, die_with_parent, make_preferred_oom_victim
@@ -100,16 +102,28 @@ def _set_up(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes, warden_pid: in
     if not launch.is_script:
         recorded = RecordedRank(rank=slot.rank, folder=folder, asking=-1)
         answer_requests(pipes.asked, recorded.answer)
-    if (torch := sys.modules.get("torch")) is not None:  # read OMP_NUM_THREADS before the fork
-        torch.set_num_threads(launch.num_threads)
+    _keep_near(launch, slot)
+    threads = os.environ["OMP_NUM_THREADS"]
+    if (torch := sys.modules.get("torch")) is not None and threads.isdigit():  # torch read it before the fork
+        torch.set_num_threads(int(threads))
 
 
 def _visible_devices(launch: NodeLaunch) -> dict[str, str]:
     """As with torchrun, each rank sees the gang's devices on its node, at index ``LOCAL_RANK`` its own."""
-    if not (names := device_names(launch)):
+    family = family_of(launch.device_kind)
+    if not family.visible_variable:
         return {}
-    # CUDA's own order puts the fastest first, nvidia-smi's follows the bus: one index must mean one device.
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return {family.visible_variable: ",".join(device_names(launch)), **family.order_variables}
+
+
+def _keep_near(launch: NodeLaunch, slot: RankSlot) -> None:
+    """Stay on the cores near the slot's devices, before any thread of torch's starts; memory that a core touches first
+    is its own socket's."""
+    if os.environ.get(NUMA_VARIABLE, "off").lower() in ("off", "0", "false"):
+        return
+    if near := cores_near(handle.bus_id for handle in slot_handles(launch, slot)):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, near)
 
 
 def _run(launch: NodeLaunch, slot: RankSlot, pipe: int) -> int:
@@ -134,7 +148,16 @@ def _run(launch: NodeLaunch, slot: RankSlot, pipe: int) -> int:
     with contextlib.suppress(OSError):  # what is told counts; it is kept for controllers that die before they hear it
         _store(launch, slot, result)
     _write(pipe, line(result))
+    _leave(result)
     return 0 if isinstance(result, RankSuccess) else 1
+
+
+def _leave(result: RankResult) -> None:
+    """Leave the gang, now that the result is told; whatever happens here changes nothing about it."""
+    mesh: Any = sys.modules.get("trials.parallel.mesh")
+    if mesh is not None and isinstance(result, RankSuccess):
+        with contextlib.suppress(Exception):
+            mesh.leave_gang(ends_process=True)
 
 
 def resolve(runner: str) -> Runner:
@@ -148,11 +171,14 @@ def resolve(runner: str) -> Runner:
 
 
 def _device(slot: RankSlot) -> str:
-    """The UUID of the GPU that the rank used; elsewhere the positions of its slot's devices."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return ",".join(map(str, slot.devices))
-    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    """The UUID of the device that the rank used; elsewhere the positions of its slot's devices."""
+    positions = ",".join(map(str, slot.devices))
+    if "torch" not in sys.modules:
+        return positions
+    from trials.accelerator.device import current_device, device_uuid  # imports torch
+
+    device = current_device()
+    return positions if device is None else device_uuid(device) or positions
 
 
 def _failure(error: BaseException, launch: NodeLaunch, slot: RankSlot, phase: Phase) -> RankFailure:

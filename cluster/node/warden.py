@@ -39,7 +39,7 @@ from cluster.gang.messages import (
 )
 from cluster.gang.outcome import COLLATERAL
 from cluster.node.clocks import GangClocks
-from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, device_names, slot_device_names, wait_until_free
+from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, slot_names, watched_names, why_not_free
 from cluster.node.forked import (
     ForkedRank,
     how_it_ended,
@@ -93,7 +93,7 @@ class Warden:
         self._launch: NodeLaunch = from_json(NodeLaunch, messages.pop(0))
         self._link.watch(self._selector, self._obey)
         self._clocks = GangClocks(self._launch, self._ranks)
-        self._load = LoadWatch(self._launch.node, device_names(self._launch), Path(self._launch.directory))
+        self._load = LoadWatch(self._launch.node, watched_names(self._launch), Path(self._launch.directory))
         self._start()
         self._obey(messages)
         while any(rank.is_running for rank in self._ranks) and time.monotonic() < self._release_due_s:
@@ -136,8 +136,8 @@ class Warden:
 
     def _not_free(self) -> str | None:
         """Why the ranks would not find the memory they were promised; None if they do."""
-        if self._launch.device_kind == "cuda":
-            return wait_until_free(device_names(self._launch), SETTLE_BEFORE_S)
+        if self._launch.device_kind != "cpu":
+            return why_not_free(self._launch, SETTLE_BEFORE_S)
         limit_bytes = self._launch.spec.get("memory_limit_bytes")  # as in TrialSpec; other runners may have none
         num_devices = sum(len(slot.devices) for slot in self._launch.slots)
         return shortage(num_devices, limit_bytes) if isinstance(limit_bytes, int) else None
@@ -267,7 +267,7 @@ class Warden:
         """The most memory, in bytes, that the rank's program is known to have taken on a device; 0: nobody told."""
         if self._launch.device_kind == "cpu":
             return rank.program_peak_bytes
-        return most_used(self._load.samples, slot_device_names(self._launch, rank.slot))
+        return most_used(self._load.samples, slot_names(self._launch, rank.slot))
 
     def _note(self, category: str, message: str, at_s: float | None = None) -> None:
         at_s = at_s or time.time()
@@ -351,11 +351,7 @@ class Warden:
         survivors = kill_descendants(self._launch.release_s)
         if survivors:
             self._note("lost", f"processes {survivors} on {self._launch.node} cannot be killed")
-        elif (
-            self._ranks
-            and not self._link.is_closed
-            and (problem := wait_until_free(device_names(self._launch), SETTLE_AFTER_S))
-        ):
+        elif self._ranks and not self._link.is_closed and (problem := why_not_free(self._launch, SETTLE_AFTER_S)):
             self._note("device_busy", f"{self._launch.node} is not free after the gang: {problem}")
         if any(isinstance(rank.result, RankFailure) and _is_sigterm(rank.result) for rank in self._ranks):
             time.sleep(SIGTERM_GRACE_S)

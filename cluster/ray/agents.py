@@ -71,6 +71,7 @@ class Agents:
         self._actors[slot.name] = actor.options(
             num_cpus=resources.get("CPU", 0),
             num_gpus=resources.get("GPU", 0),
+            resources={name: count for name, count in resources.items() if name not in ("CPU", "GPU")},
             max_restarts=0,
             scheduling_strategy=strategy,
         ).remote(order)

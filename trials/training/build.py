@@ -16,12 +16,12 @@ from trials.legality.rules import uses_ddp
 from trials.models import TrainModel, build_model
 from trials.models.llama import Llama
 from trials.parallel.context.apply import apply_context_parallel
-from trials.parallel.copies import apply_copies
 from trials.parallel.data_parallel import apply_buckets, apply_ddp, apply_fsdp, uses_fsdp
-from trials.parallel.dtensor_parallel import apply_tensor_parallel
 from trials.parallel.seeding import init_parameters, perturb_parameters
 from trials.parallel.shards import ShardMap
-from trials.parallel.vocabulary import chunk_loss
+from trials.parallel.tensor.copies import apply_copies
+from trials.parallel.tensor.engines import apply_tensor_parallel
+from trials.parallel.tensor.vocabulary import chunk_loss
 from trials.precision.autocast_lists import CastMeter, apply_autocast_lists
 from trials.precision.mixed import parameter_dtype
 from trials.recompute.apply import RecomputeMeter, apply_recompute
@@ -70,14 +70,7 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
     if model.is_own:
         perturb_parameters(model, spec.workload.seed, spec.perturbation)
     model.store_as(parameter_dtype(candidate.precision, sharded=uses_fsdp(layout)))
-    shard_map = ShardMap()
-    if layout.tp > 1:
-        assert mesh is not None
-        shard_map = apply_tensor_parallel(model, mesh["tp"], layout, candidate.precision)
-    chunk_loss(model, candidate.kernels.loss_chunks)
-    if isinstance(model, Llama):
-        _apply_attention(model, spec, mesh, device)
-    apply_copies(model, layout)
+    shard_map = _split(model, spec, mesh, device)
     cast_meter = apply_autocast_lists(model, candidate.precision)
     recompute_meter = apply_recompute(model, candidate.recompute, chunk)
     apply_compile(model, candidate.kernels)
@@ -107,7 +100,21 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
     )
 
 
-def _apply_attention(model: Llama, spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device) -> None:
+def _split(model: TrainModel, spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device) -> ShardMap:
+    """Split what the model computes over tensor- and context-parallel ranks, and over time, in place."""
+    candidate, layout = spec.candidate, spec.candidate.layout
+    shard_map = ShardMap()
+    if layout.tp > 1:
+        assert mesh is not None
+        shard_map = apply_tensor_parallel(model, mesh["tp"], layout, candidate.precision)
+    chunk_loss(model, candidate.kernels.loss_chunks)
+    if isinstance(model, Llama):
+        _choose_attention(model, spec, mesh, device)
+    apply_copies(model, layout)
+    return shard_map
+
+
+def _choose_attention(model: Llama, spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device) -> None:
     layout = spec.candidate.layout
     plan = attention_plan(spec, model.shape, device)
     if layout.cp > 1:

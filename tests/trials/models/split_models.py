@@ -17,12 +17,12 @@ from tests.trials.tiny import SHAPE
 from trials.attention.plan import plan_attention
 from trials.models.llama import Llama
 from trials.parallel.context.apply import apply_context_parallel, split_sequence
-from trials.parallel.copies import apply_copies
-from trials.parallel.dtensor_parallel import apply_tensor_parallel
 from trials.parallel.seeding import init_parameters
 from trials.parallel.shards import ShardMap, plain_name
+from trials.parallel.tensor.copies import apply_copies
+from trials.parallel.tensor.engines import apply_tensor_parallel
 from trials.recompute.apply import apply_recompute
-from trials.spec import Layout, LlamaModel, Recompute
+from trials.spec import Layout, LlamaModel, Recompute, SelectiveRecompute
 from trials.stages import Chunk
 
 WHOLE = Chunk(chunk=0, stage=0, virtual_stage=0, layer_ids=tuple(range(SHAPE.num_layers)), is_first=True, is_last=True)
@@ -47,6 +47,9 @@ def build(layout: Layout, chunk: Chunk = WHOLE, shape: LlamaModel = SHAPE, **opt
     apply_copies(model, layout)
     if options.get("recompute"):
         apply_recompute(model, Recompute(full=((1,),)), chunk)
+    if options.get("selective"):
+        chosen = SelectiveRecompute(pattern=options["selective"], num_layers=((2,),))
+        apply_recompute(model, Recompute(selective=(chosen,)), chunk)
     if options.get("compiled"):
         warnings.simplefilter("ignore")  # dynamo warns of what it does to itself while tracing
         for layer in model.layers.values():

@@ -33,6 +33,7 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
         "ring": (RING, {}),
         "ring-compiled": (RING, {"compiled": True}),
         "ring-math": (RING, {"attention": "math"}),
+        "ring-selective": (RING, {"selective": r"attention\.scaled_dot_product_attention"}),
         "all_gather-recompute": (Layout(cp=2), {"recompute": True}),
         "all_gather-math": (Layout(cp=2), {"attention": "math"}),
     },
