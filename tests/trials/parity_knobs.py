@@ -68,6 +68,7 @@ CONTEXT_PARALLEL: dict[str, dict[str, Any]] = {
     "sequence": {},
     "all-gather": {"cp": 2, "cp_method": "all_gather"},
     "ulysses": {"cp": 2, "cp_method": "ulysses"},
+    "ring": {"cp": 2, "cp_method": "ring"},
 }
 EMBEDDING: dict[str, dict[str, Any]] = {"embedding": {}, "sharded-embedding": {"shard_embedding": True}}
 NUM_MICROBATCHES = {"m1": 1, "m2": 2, "m4": 4}
