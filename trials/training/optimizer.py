@@ -41,7 +41,7 @@ def has_fused_adamw(device_type: str) -> bool:
     """Whether torch updates all tensors of such a device by one kernel, without temporaries: tried on one element."""
     state = UpdateState(torch.zeros(1, device=device_type))
     try:
-        _adamw([state], [torch.zeros(1, device=device_type)], fused=True, betas=(0.9, 0.9))
+        _adamw([state], [torch.zeros(1, device=device_type)], fused=True)
     except (RuntimeError, NotImplementedError):
         return False
     return True
@@ -181,7 +181,7 @@ def _adamw(
     grads: list[Tensor],
     *,
     fused: bool,
-    betas: tuple[float, float],
+    betas: tuple[float, float] = (0.9, 0.999),
     lr: float = 1e-3,
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
