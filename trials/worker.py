@@ -23,7 +23,7 @@ import torch
 import torch._dynamo  # optimisers import it at first use; here a fork server does it once for all ranks
 
 from trials import flops
-from trials.accelerator.device import device_name, is_host
+from trials.accelerator.device import device_name, is_host, open_device
 from trials.codec import from_json, to_json
 from trials.datasets import Share, StepBatches, build_dataset
 from trials.datasets.loader import stream_batches
@@ -37,7 +37,7 @@ from trials.kernels.settings import kernel_settings
 from trials.legality.rules import check
 from trials.models import import_code
 from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
-from trials.parallel.mesh import RankIdentity, build_mesh, process_group, select_device
+from trials.parallel.mesh import RankIdentity, build_mesh, process_group
 from trials.precision.mixed import check_device
 from trials.profiling.profiler import Profiler, check_profile, folder_of_environment, long_enough
 from trials.reports.findings import Findings, LoaderTuningReport
@@ -71,7 +71,7 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
     wanted = trial.candidate.layout.world_size
     if identity.world_size != wanted:
         raise ValueError(f"the layout needs {wanted} ranks but WORLD_SIZE is {identity.world_size}; launch {wanted}")
-    device = select_device(trial.device, identity)
+    device = open_device(trial.device, identity.local_rank)
     check_device(trial.candidate.precision, device)
     beats = CompileBeats(progress)
     with (
@@ -131,7 +131,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
     trainer = Trainer(trial, build_mesh(candidate.layout, device), device, place=place)
     _begin_own(trial, trainer, identity, memory)
     dataset = open_dataset(trial, identity.rank) if trainer.reads_inputs or trainer.reads_targets else None
-    pin_memory = candidate.loader.pin_memory and device.type == "cuda"
+    pin_memory = candidate.loader.pin_memory and not is_host(device)
     loader, loader_report = _settle_loader(candidate.loader, dataset, device, pin_memory=pin_memory)
     batches = None if dataset is None else stream_batches(dataset, loader, pin_memory=pin_memory)
     with KernelTuner([part.model for part in trainer.parts], kernels, device) as tuner:
