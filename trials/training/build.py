@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trials.kernels.graph_mode import apply_compile
 from trials.legality.rules import uses_ddp
 from trials.models import TrainModel, build_model
+from trials.offload.activations import OffloadMeter, apply_activation_offload
 from trials.parallel.context_parallel import apply_context_parallel
 from trials.parallel.copies import apply_copies
 from trials.parallel.data_parallel import apply_ddp, apply_fsdp, uses_fsdp
@@ -18,6 +19,7 @@ from trials.parallel.dtensor_parallel import apply_tensor_parallel
 from trials.parallel.seeding import init_parameters, perturb_parameters
 from trials.parallel.shards import ShardMap
 from trials.precision.autocast_lists import CastMeter, apply_autocast_lists
+from trials.precision.float8 import apply_float8
 from trials.precision.mixed import compute_dtype, parameter_dtype
 from trials.recompute.apply import RecomputeMeter, apply_recompute
 from trials.spec import TrialSpec
@@ -35,6 +37,7 @@ class ModelPart:
     shard_map: ShardMap
     cast_meter: CastMeter
     recompute_meter: RecomputeMeter
+    offload_meter: OffloadMeter
 
 
 def parallelize(spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device, *, stage: int) -> list[ModelPart]:
@@ -59,6 +62,7 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
     if model.is_own:
         perturb_parameters(model, spec.workload.seed, spec.perturbation)
     model.store_as(parameter_dtype(candidate.precision, sharded=uses_fsdp(layout)))
+    apply_float8(model, candidate.precision, device, tp=layout.tp)
     shard_map = ShardMap()
     if layout.tp > 1:
         assert mesh is not None
@@ -70,6 +74,7 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
     cast_meter = apply_autocast_lists(model, candidate.precision)
     recompute_meter = apply_recompute(model, candidate.recompute, chunk)
     apply_compile(model, candidate.kernels, tensor_parallel=layout.tp > 1)
+    offload_meter = apply_activation_offload(model, candidate.offload, chunk, device)
     has_parameters = next(model.parameters(), None) is not None
     if uses_fsdp(layout) and has_parameters:
         assert mesh is not None
@@ -91,4 +96,5 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
         shard_map=shard_map,
         cast_meter=cast_meter,
         recompute_meter=recompute_meter,
+        offload_meter=offload_meter,
     )
