@@ -26,8 +26,9 @@ from pathlib import Path
 from uuid import uuid4
 
 from cluster.base import Deadlines, GangEnded, GangLaunch
+from cluster.hardware.discovery import discover_node
 from cluster.hardware.placement import Pool
-from cluster.hardware.topology import cpu_model, discover_node
+from cluster.hardware.topology import cpu_model
 from cluster.local import LocalCluster
 from configs import CONFIGS
 from orchestrator.scripts.command import RUNNER

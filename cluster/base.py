@@ -34,6 +34,8 @@ class Deadlines:
     warmup_s: float = 300.0
     measuring_s: float = 600.0
     stall_s: float = 120.0
+    compile_s: float = 1800.0
+    """Seconds that compiling may take in all; as long as a rank compiles, the other deadlines stand still."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

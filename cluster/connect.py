@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.base import Cluster, ClusterError
-from cluster.hardware.topology import DeviceError, Node, Topology, discover_node, uniform_topology
+from cluster.hardware.discovery import DeviceError, discover_node
+from cluster.hardware.topology import Node, Topology, uniform_topology
 from cluster.node.agent import PRELOAD
 from cluster.queue.host import HostAdmission
 from cluster.queue.share import Admission, Grant, Unlimited
@@ -100,7 +101,8 @@ def _this_host(request: ClusterRequest, workdir: Path, wait: _Wait, preload: Seq
             return _lease(request, workdir, wait, preload, admission)
         from cluster.local import LocalCluster
 
-        return _opened(LocalCluster(workdir, node, admission=admission, preload=preload), request.excluded)
+        local = LocalCluster(workdir, node, admission=admission, preload=preload, env=request.env)
+        return _opened(local, request.excluded)
     except BaseException:
         admission.leave()
         raise

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 from uuid import uuid4
 
 from cluster.base import GangEvent, GangLaunch
 from cluster.gang.environment import single_node_env
-from cluster.gang.messages import StopGang, node_launch
+from cluster.gang.messages import GangOrder, node_launch
 from cluster.gang.tracker import GangTracker
-from cluster.hardware.topology import Node, Topology, discover_node
+from cluster.hardware.discovery import discover_node
+from cluster.hardware.topology import Node, Topology
 from cluster.node.agent import PRELOAD, Agent
 from cluster.node.cpu_load import CONTROLLER_VARIABLE
 from cluster.node.guardian import LEASE_VARIABLE, Guardian
@@ -29,6 +30,7 @@ class LocalCluster:
         node: what to offer; by default what :func:`discover_node` finds.
         admission: the queue of those who share this host.
         preload: modules the fork server imports once for all ranks.
+        env: added to the environment of the fork server, which ranks inherit.
     """
 
     def __init__(
@@ -38,13 +40,14 @@ class LocalCluster:
         *,
         admission: Admission | None = None,
         preload: Sequence[str] = PRELOAD,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self._workdir = workdir.absolute()
         self._node = node or discover_node()
         self._admission = admission or Unlimited()
         self._topology = Topology(nodes=(self._node,))
         self._is_released = False
-        self._tracker = GangTracker(stop=self._stop)
+        self._tracker = GangTracker(order=self._tell)
         self._is_closed = False
         lease = uuid4().hex
         self._guardian = Guardian(lease)
@@ -54,7 +57,7 @@ class LocalCluster:
                 workdir=self._workdir,
                 preload=preload,
                 search_path=sys.path,
-                env={LEASE_VARIABLE: lease, CONTROLLER_VARIABLE: str(os.getpid())},
+                env={**(env or {}), LEASE_VARIABLE: lease, CONTROLLER_VARIABLE: str(os.getpid())},
             )
         except BaseException:
             self._guardian.close()
@@ -120,6 +123,6 @@ class LocalCluster:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _stop(self, node: str, attempt_id: str, order: StopGang) -> None:
+    def _tell(self, node: str, attempt_id: str, order: GangOrder) -> None:
         del node  # there is but one
-        self._agent.stop(attempt_id, order)
+        self._agent.order(attempt_id, order)

@@ -35,6 +35,8 @@ class ClusterRequest:
     devices_per_node: int | None = None
     device: DeviceChoice = "auto"
     device_memory_bytes: int | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of all processes that ranks are forked from, and so of ranks."""
     simulation: Simulation | None = None
     replay: Replay | None = None
     excluded: Excluded | None = None

@@ -20,6 +20,7 @@ from orchestrator.sweep.home import Home
 from orchestrator.sweep.values import FinishCause
 from tests.support import ROOT
 from trials import outcome
+from trials.failure import TREATMENTS
 
 DOCUMENTS = [
     ROOT / "README.md",
@@ -123,6 +124,7 @@ def told_ids():
     yield from FinishCause
     yield from (kind.kind for kind in get_args(outcome.Failure))
     yield from get_args(outcome.LossCause)
+    yield from TREATMENTS
     yield from (str(value) for name, value in vars(errors).items() if name.startswith("EXIT_"))
 
 

@@ -1,11 +1,23 @@
-"""Parameters, FLOPs and activations of a model, and dense peaks of devices. Standard library only."""
+"""Parameters, FLOPs and activations of a model, and what its matrix products run in. Standard library only."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
-from trials.spec import HuggingFaceModel, LinearModel, LlamaModel, Model, PythonModel, ResNetModel, ScriptModel
+from trials.spec import (
+    Candidate,
+    HuggingFaceModel,
+    LinearModel,
+    LlamaModel,
+    Model,
+    PythonModel,
+    ResNetModel,
+    ScriptModel,
+)
+
+NumberFormat = Literal["float32", "tf32", "float16", "bfloat16", "float8"]
 
 
 def num_parameters(model: Model) -> int:
@@ -143,32 +155,13 @@ def _num_resnet_multiplications(model: ResNetModel) -> int:
     return sum(conv.num_weights * conv.output_size**2 for conv in _convolutions(model)) + _num_head_weights(model)
 
 
-def peak_flops_per_s(device_name: str, dtype: str) -> float | None:
-    """Dense matmul peak of a device for ``dtype``, or None when unknown; it is never guessed.
-
-    ``device_name`` is what ``torch.cuda.get_device_name`` says. float32 is the peak without TF32. Figures are those of
-    the vendor's data sheets, which double tensor-core figures for structured sparsity from the A100 on; halved here.
-    """
-    for parts, peaks in _PEAKS:
-        if all(part in device_name for part in parts):
-            return peaks.get(dtype)
-    return None
-
-
-_HOPPER_SXM = {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 66.9e12}
-_HOPPER_NVL = {"bfloat16": 835.5e12, "float16": 835.5e12, "float32": 60.0e12}
-
-_PEAKS: tuple[tuple[tuple[str, ...], dict[str, float]], ...] = (
-    (("H200", "NVL"), _HOPPER_NVL),
-    (("H200",), _HOPPER_SXM),
-    (("H100", "NVL"), _HOPPER_NVL),
-    (("H100", "PCIe"), {"bfloat16": 756.0e12, "float16": 756.0e12, "float32": 51.0e12}),
-    (("H100", "HBM3"), _HOPPER_SXM),
-    (("A100",), {"bfloat16": 312.0e12, "float16": 312.0e12, "float32": 19.5e12}),
-    (("V100", "SXM2"), {"float16": 125.0e12, "float32": 15.7e12}),
-    (("V100", "PCIE"), {"float16": 112.0e12, "float32": 14.0e12}),
-)
-"""Parts that a device name must contain, and its FLOP/s by number format; the first match wins."""
+def matmul_format(candidate: Candidate) -> NumberFormat:
+    """The number format that the candidate's matrix products run in, of which a device has a peak."""
+    precision = candidate.precision
+    if precision.level == "O0":
+        # "medium" allows bfloat16 where a device has such kernels for float32; CUDA has none and takes TF32.
+        return "float32" if candidate.kernels.matmul_precision == "highest" else "tf32"
+    return "float8" if precision.level == "O1-fp8" else precision.dtype
 
 
 def _num_block_parameters(model: LlamaModel) -> int:

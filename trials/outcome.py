@@ -73,8 +73,10 @@ class RankReport:
     """Global gradient norm before the optimiser step, unscaled, for the same steps; 0 for a skipped one."""
     model_flops_per_token: float
     """FLOPs of the forward and the backward pass, without recomputation."""
-    peak_flops_per_s: float | None = None
-    """The device's dense peak for the matmul dtype, where known."""
+    device_name: str = ""
+    """What the rank's device calls itself; empty on the CPU, and where nobody told."""
+    matmul_format: str = ""
+    """Number format of the matrix products, as the catalogue of accelerators calls it; empty where nobody told."""
     num_skipped_steps: int = 0
     """Optimiser steps skipped by loss scaling because of inf or nan."""
     compile_s: float = 0.0
@@ -111,6 +113,7 @@ class Measurement:
     grad_norms: tuple[float, ...]
     model_flops_per_token: float
     peak_flops_per_s: float | None = None
+    """A device's dense peak in the number format of the matrix products, where the catalogue has it."""
     num_skipped_steps: int = 0
     compile_s: float = 0.0
     samples_per_step: int = 0

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
+from trials.accelerator.kinds import FAMILIES
+
 OLDEST = (2, 10)
 """The oldest release that has everything in :data:`NEEDED`."""
 TESTED = (2, 13)
@@ -29,7 +31,6 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": ("checkpoint_wrapper",),
     "torch.distributed.device_mesh": ("DeviceMesh", "init_device_mesh"),
     "torch.distributed.fsdp": ("FSDPModule", "MixedPrecisionPolicy", "fully_shard"),
-    "torch.distributed.optim": ("ZeroRedundancyOptimizer",),
     "torch.distributed.pipelining": ("PipelineStage", "schedules"),
     "torch.distributed.pipelining.schedules": (
         "Schedule1F1B",
@@ -100,14 +101,19 @@ def probe() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    has_gpu = torch.cuda.is_available()
+    from trials.accelerator.device import device_name, installed_kind
+
+    kind = installed_kind()
+    type_ = FAMILIES[kind].torch_device
+    count = 0 if kind == "cpu" else getattr(torch, type_).device_count()
     collectives: Any = torch.cuda.nccl  # its annotations lack the function
-    nccl: Any = collectives.version() if has_gpu and dist.is_nccl_available() else None
+    nccl: Any = collectives.version() if type_ == "cuda" and dist.is_nccl_available() else None
     return {
         "version": str(torch.__version__),
         "cuda": torch.version.cuda,
         "hip": getattr(torch.version, "hip", None),
-        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if has_gpu else [],
+        "kind": kind,
+        "devices": [device_name(torch.device(type_, index)) for index in range(count)],
         "nccl": ".".join(map(str, nccl)) if isinstance(nccl, tuple) else nccl,
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "lacking": lacking(NEEDED),

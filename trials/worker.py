@@ -23,6 +23,7 @@ import torch
 import torch._dynamo  # optimisers import it at first use; here a fork server does it once for all ranks
 
 from trials import flops
+from trials.accelerator.device import device_name, is_host
 from trials.codec import from_json, to_json
 from trials.datasets import Share, StepBatches, build_dataset
 from trials.datasets.loader import stream_batches
@@ -186,8 +187,7 @@ def _report(
     findings: Findings,
 ) -> RankReport:
     """Fold all that was recorded into the one value that leaves the rank."""
-    workload, candidate = trial.workload, trial.candidate
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    workload = trial.workload
     return RankReport(
         rank=identity.rank,
         world_size=identity.world_size,
@@ -200,7 +200,8 @@ def _report(
         losses=tuple(result.loss for result in recording.results),
         grad_norms=tuple(result.grad_norm for result in recording.results),
         model_flops_per_token=flops.model_flops_per_token(workload.model, workload.seq_length),
-        peak_flops_per_s=flops.peak_flops_per_s(name, candidate.precision.dtype),
+        device_name="" if is_host(device) else device_name(device),
+        matmul_format=flops.matmul_format(trial.candidate),
         samples_per_step=workload.global_batch_size,
         step_memory_bytes=tuple(recording.memory_bytes),
         num_skipped_steps=sum(result.skipped for result in recording.results),

@@ -131,14 +131,15 @@ def update_one_step_late() -> None:
     """Asynchronous SGD: the gradients of a step are applied in the next one."""
     import torch
 
-    from trials.training.step import Trainer, local_gradients
+    from trials.parallel.held import gradients_of
+    from trials.training.step import Trainer
 
     update = Trainer._update
     kept: list[Any] = []
 
     @torch.no_grad()
     def broken(self: Trainer) -> None:
-        grads = local_gradients(self.parameters)
+        grads = gradients_of(self.gradients.held)
         before = kept.pop() if kept else None
         kept.append([grad.clone() for grad in grads])
         if before is not None:
@@ -229,23 +230,34 @@ def norm_gains_not_trained() -> None:
 
 def no_master_weights() -> None:
     """16-bit weights are updated in place: most updates are smaller than what they can hold."""
-    from trials.training import optimizer
+    import torch
 
-    optimizer._needs_local = lambda *_: False
+    from trials.training.optimizer import LocalAdamW
+
+    step = LocalAdamW.step
+
+    @torch.no_grad()
+    def broken(self: LocalAdamW) -> None:
+        step(self)
+        for state in self.states:
+            state.master.copy_(state.values)
+
+    LocalAdamW.step = broken
 
 
 def gradients_in_8_bits() -> None:
     """Gradients are rounded to float8 (e4m3), scaled per tensor, before the update."""
     import torch
 
-    from trials.training.step import Gradients, local_gradients
+    from trials.parallel.held import gradients_of
+    from trials.training.step import Gradients
 
     complete = Gradients.complete
 
     @torch.no_grad()
     def broken(self: Gradients) -> None:
         complete(self)
-        for grad in local_gradients(self._parameters):
+        for grad in gradients_of(self.held):
             scale = 448.0 / grad.abs().amax().clamp(min=1e-20)
             grad.copy_((grad * scale).to(torch.float8_e4m3fn).to(grad.dtype) / scale)
 
@@ -256,14 +268,15 @@ def tenth_of_the_gradients_kept() -> None:
     """Gradients keep the largest tenth of each tensor, without feedback of the rest."""
     import torch
 
-    from trials.training.step import Gradients, local_gradients
+    from trials.parallel.held import gradients_of
+    from trials.training.step import Gradients
 
     complete = Gradients.complete
 
     @torch.no_grad()
     def broken(self: Gradients) -> None:
         complete(self)
-        for grad in local_gradients(self._parameters):
+        for grad in gradients_of(self.held):
             size = grad.abs().float().flatten()
             if size.numel():
                 grad.mul_(grad.abs() >= size.kthvalue(max(1, int(0.9 * size.numel()))).values)

@@ -8,10 +8,8 @@ from typing import Any
 from cluster.cost.inputs import BUCKET_BYTES, SCHEDULES, CostInputs, from_rows
 from cluster.cost.operators import selective_shares
 from cluster.hardware.accelerators import Accelerator, ClusterDescription
+from trials.flops import matmul_format
 from trials.spec import Candidate, Counts, Layout, LlamaModel, Precision, Recompute, Workload
-
-NUMBER_FORMATS = {"highest": "float32", "high": "tf32", "medium": "tf32"}
-"""Number format of fp32 matmuls by the name of torch's matmul precision."""
 
 
 def inputs_of(pairs: Sequence[tuple[Workload, Candidate]], cluster: ClusterDescription) -> CostInputs:
@@ -113,8 +111,7 @@ def matmul_peak(candidate: Candidate, accelerator: Accelerator) -> float:
     Raises:
         NotImplementedError: the catalogue has none.
     """
-    precision = candidate.precision
-    name = NUMBER_FORMATS[candidate.kernels.matmul_precision] if precision.level == "O0" else precision.dtype
+    name = matmul_format(candidate)
     peak = accelerator.peak(name) or accelerator.peak("float32")
     if peak is None:
         raise NotImplementedError(f"{accelerator.name} has no peak for {name}")

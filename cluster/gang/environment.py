@@ -6,13 +6,15 @@ Programs find each other through ``MASTER_ADDR`` and ``MASTER_PORT`` as under to
 
 from __future__ import annotations
 
-import os
 import random
 import socket
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from cluster.gang.defaults import NUMA_VARIABLE, default_env
 from cluster.gang.messages import NodeLaunch, RankSlot
+from trials.accelerator.kinds import FAMILIES
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(20000, 32000)
@@ -20,15 +22,28 @@ PORTS = range(20000, 32000)
 MAX_TRIES = 50
 CACHE_FOLDER = "cache-{node}"
 """Folder for compilers' caches beside those of the attempts, shared by all of a lease on one node."""
+_OWNED: Mapping[str, str] = {
+    **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "whoever starts the ranks"),
+    **dict.fromkeys(("GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "whoever starts the ranks"),
+    **dict.fromkeys(("NNODES", "NODE_RANK", "NPROC_PER_NODE"), "whoever starts the ranks"),
+    **{family.visible_variable: "the placement of ranks" for family in FAMILIES.values() if family.visible_variable},
+    **{name: "the placement of ranks" for family in FAMILIES.values() for name in family.order_variables},
+}
+_OWNED_PREFIXES = ("ROLE_", "TORCHELASTIC_", "TUNE_CLUSTER_")
+
+
+def owner_of(name: str) -> str | None:
+    """Who sets this variable of every rank, so that nobody else may; None where it is free."""
+    if name in _OWNED:
+        return _OWNED[name]
+    if name == NUMA_VARIABLE:
+        return None
+    return "tune-cluster or torchrun" if name.startswith(_OWNED_PREFIXES) else None
 
 
 def single_node_env(directory: str) -> dict[str, str]:
-    """Environment of ranks that share a node: they meet at a file, and talk over loopback unless the user says
-    otherwise."""
-    return {
-        "TUNE_CLUSTER_RENDEZVOUS": (Path(directory) / "rendezvous").as_uri(),
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-    }
+    """Environment of ranks that share a node: they meet at a file."""
+    return {"TUNE_CLUSTER_RENDEZVOUS": (Path(directory) / "rendezvous").as_uri()}
 
 
 def several_nodes_env(address: str, port: int) -> dict[str, str]:
@@ -73,8 +88,10 @@ def rank_folder(launch: NodeLaunch) -> Path:
 
 
 def rank_env(launch: NodeLaunch, slot: RankSlot) -> dict[str, str]:
-    """What one rank sees beside the node's own environment; what the launch says goes over it."""
+    """What one rank sees beside the node's own environment, which goes over the defaults; what the launch says goes
+    over everything."""
     return {
+        **default_env(launch.device_kind, launch.num_nodes, launch.interface),
         "RANK": str(slot.rank),
         "WORLD_SIZE": str(launch.world_size),
         "LOCAL_RANK": str(slot.local_rank),

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from cluster.base import Deadlines, GangLaunch
-from cluster.hardware.topology import DeviceKind, Node
+from cluster.gang.sights import RankSight
+from cluster.hardware.topology import DeviceHandle, Node
+from trials.accelerator.kinds import DeviceKind
 from trials.codec import to_json
 from trials.outcome import Phase, RankReport
 from trials.reports.disturbance import Disturbance
@@ -46,10 +48,9 @@ class RankFailure:
     """Why a rank has no report; ``rank`` is None when that concerns a whole node or gang.
 
     ``category`` is a class of :func:`trials.failure.classify`, or one of the cluster's own: ``exit`` (ended without
-    a report), ``host_oom`` (killed by the kernel for want of host memory), ``deadline``, ``device_busy`` (something
-    else holds the devices' memory), ``preempted`` (the batch system ends the node's processes), ``controller`` (it
-    killed the gang, or was not heard of any more), ``lost`` (node, link or agent), ``stopped`` (killed because a peer
-    had failed).
+    a report), ``exception`` (an exit that Python code asked for), ``deadline``, ``preempted`` (the batch system ends
+    the node's processes), ``controller`` (it killed the gang, or was not heard of any more), ``stopped`` (killed for
+    a peer's failure).
     """
 
     kind: ClassVar[str] = "failure"
@@ -63,6 +64,8 @@ class RankFailure:
     exit_code: int | None = None
     phase: str = "starting"
     log_tail: tuple[str, ...] = ()
+    sight: RankSight | None = None
+    """What the rank was doing when its gang hung; None for other failures."""
 
 
 RankResult = RankSuccess | RankFailure
@@ -76,6 +79,8 @@ class RankProgress:
     phase: Phase
     step: int
     step_time_s: float | None
+    is_compiling: bool = False
+    """Whether it compiles code just now; told again and again while it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +121,10 @@ class NodeLaunch:
     num_threads: int = 1
     """Threads per device."""
     device_kind: DeviceKind = "cpu"
+    handles: tuple[DeviceHandle, ...] = ()
+    """The node's devices by position, where they are accelerators."""
+    interface: str | None = None
+    """Network interface by which other nodes reach this one; None where nobody knows."""
     node_rank: int = 0
     """Position of the node among those of the gang."""
     num_nodes: int = 1
@@ -130,11 +139,14 @@ class NodeLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopGang:
-    """Kill the gang's ranks on this node. ``is_cause``: the gang ends because of this, not of a failure elsewhere."""
+    """Kill the gang's ranks on this node."""
 
     kind: ClassVar[str] = "stop"
     reason: str
     is_cause: bool
+    """Whether the gang ends because of this, not of a failure elsewhere."""
+    is_hang: bool = False
+    """Whether ranks elsewhere make no progress: then it is to be seen first what those here are doing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +157,16 @@ class Beat:
     patience_s: float
 
 
-Order = StopGang | Beat
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerCompiles:
+    """A rank on another node has compiled for so long since it was last told; the ranks here may only wait for it."""
+
+    kind: ClassVar[str] = "peer_compiles"
+    seconds: float
+
+
+GangOrder = StopGang | PeerCompiles
+Order = GangOrder | Beat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +182,16 @@ class NodeProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCompiling:
+    """A rank on this node has compiled for so long since it was last told."""
+
+    kind: ClassVar[str] = "node_compiling"
+    attempt_id: str
+    token: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFailing:
     """The ranks on this node are being killed, so those on the other nodes must be as well."""
 
@@ -168,6 +199,8 @@ class NodeFailing:
     attempt_id: str
     token: str
     reason: str
+    is_hang: bool = False
+    """Whether they made no progress, for which a rank on another node may be to blame."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +215,7 @@ class NodeGone:
     """What else the node did while the gang measured; None where that was not looked at."""
 
 
-NodeEvent = NodeProgress | NodeFailing | NodeGone
+NodeEvent = NodeProgress | NodeCompiling | NodeFailing | NodeGone
 
 
 def line(message: Any) -> bytes:
@@ -203,8 +236,14 @@ class Lines:
             yield json.loads(text)
 
 
-def node_launch(launch: GangLaunch, *, node: Node, directory: str, env: Mapping[str, str]) -> NodeLaunch:
-    """The part of ``launch`` placed on ``node``; ``env`` holds what the backend adds, ``launch.env`` goes over it."""
+def node_launch(
+    launch: GangLaunch, *, node: Node, directory: str, env: Mapping[str, str], interface: str | None = None
+) -> NodeLaunch:
+    """The part of ``launch`` placed on ``node``; ``env`` holds what the backend adds, ``launch.env`` goes over it.
+
+    Args:
+        interface: network interface by which other nodes reach this one.
+    """
     nodes = launch.placement.nodes
     return NodeLaunch(
         attempt_id=launch.attempt_id,
@@ -219,6 +258,8 @@ def node_launch(launch: GangLaunch, *, node: Node, directory: str, env: Mapping[
         env={**env, **launch.env},
         num_threads=node.threads_per_device,
         device_kind=node.device_kind,
+        handles=node.handles,
+        interface=interface,
         node_rank=nodes.index(node.name),
         num_nodes=len(nodes),
     )

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
+from cluster.gang.blame import verdict
 from cluster.gang.messages import RankFailure, RankPlace, RankResult, RankSuccess
 from cluster.gang.plausible import refusal
+from cluster.hardware.accelerators import dense_peak
+from trials.failure import TREATMENTS, Treatment
 from trials.outcome import (
     Crashed,
     Diverged,
@@ -40,8 +44,8 @@ CLOCK_SKEW_S = 0.5
 :data:`_EVIDENCE`; those on one node by their time, which one clock gives."""
 _EVIDENCE = (
     ("oom", "host_oom"),
-    ("infeasible", "data", "diverged", "device_busy", "disk", "port", "preempted"),
-    ("error", "exception", "exit"),
+    ("infeasible", "data", "diverged", "device_lost", "device_busy", "node_setup", "disk", "port", "preempted"),
+    ("error", "exception", "exit", "device_suspect"),
 )
 """Categories from those that no peer's failure can bring about to those that may be an effect; what only tells of an
 absence ("deadline", "lost", "controller") comes last."""
@@ -64,16 +68,42 @@ def fold(results: Iterable[RankResult], disturbances: Sequence[Disturbance] = ()
     if not causes:
         return GangLost(evidence=Evidence(message="some ranks reported nothing, and no cause is known"))
     root = root_cause(causes)
+    if root.category == "deadline":
+        return _hang(root, failures)
     return _outcome(root, collateral=[failure for failure in causes if failure is not root])
 
 
+def _hang(root: RankFailure, failures: Sequence[RankFailure]) -> Failure:
+    """The outcome of a gang that made no progress, by what was seen of all of its ranks."""
+    seen = {failure.rank: failure for failure in failures if failure.sight is not None and failure.rank is not None}
+    if not seen:
+        return _outcome(root, collateral=[failure for failure in failures if failure is not root])
+    found = verdict({rank: failure.sight for rank, failure in seen.items() if failure.sight is not None})
+    suspect = seen[found.suspects[0]]
+    nodes = {seen[rank].node for rank in found.suspects}
+    is_told_apart = found.kind == "rank" and len(nodes) == 1 and (len(found.suspects) < len(seen) or len(seen) == 1)
+    where = suspect.sight.where if suspect.sight is not None and found.kind in ("rank", "unknown") else ""
+    evidence = Evidence(
+        message=redact("; ".join(part for part in (root.message, where, found.why) if part)),
+        rank=suspect.rank if found.kind in ("rank", "unknown") else None,
+        node=suspect.node if is_told_apart else None,
+        log_tail=tuple(map(redact, suspect.log_tail)),
+        collateral=tuple(_describe(seen[rank]) for rank in sorted(seen) if seen[rank] is not suspect),
+    )
+    return GangLost(evidence=evidence) if found.kind == "link" else TimedOut(phase=suspect.phase, evidence=evidence)
+
+
 def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
-    """The failure that explains the others: the earliest, but no lost connection before a root cause.
+    """The failure that explains the others: the earliest, but no lost connection before a root cause, and no hang
+    before the loss of a node.
 
     Among those too close to the earliest to be told apart by their time, the kind of evidence decides.
     """
     roots = [failure for failure in failures if failure.category not in COLLATERAL] or list(failures)
     first = min(roots, key=_order)
+    lost = [failure for failure in roots if failure.category == "lost"]
+    if first.category == "deadline" and lost:  # ranks hang for a node that is gone, long before anybody knows it
+        return min(lost, key=_order)
     return min((f for f in roots if f.at_s <= first.at_s + _doubt_s(f, first)), key=lambda f: (_rung(f), _order(f)))
 
 
@@ -103,29 +133,40 @@ def _outcome(root: RankFailure, *, collateral: Sequence[RankFailure]) -> Failure
         collateral=tuple(_describe(failure) for failure in sorted(collateral, key=_order)),
     )
     match root.category:
-        case "oom":
-            return OutOfMemory(evidence=evidence)
-        case "host_oom":
-            return HostOutOfMemory(evidence=evidence)
-        case "infeasible" | "data":
-            return Infeasible(evidence=evidence)
-        case "diverged":
-            return Diverged(evidence=evidence)
         case "deadline":
             return TimedOut(phase=root.phase, evidence=evidence)
-        case "lost" | "device_busy" | "disk" | "port":
-            return GangLost(evidence=evidence)
         case "controller":
             return GangLost(evidence=evidence, cause="controller")
         case "preempted":
             return GangLost(evidence=evidence, cause="preempted")
-        case _:
+        case category:
+            return _by_treatment(TREATMENTS.get(category, TREATMENTS["error"]), evidence)
+
+
+def _by_treatment(treatment: Treatment, evidence: Evidence) -> Failure:
+    """The outcome that the class of failures leads to; a node that is not to blame is told in words only."""
+    match treatment.ends_as:
+        case "oom":
+            return OutOfMemory(evidence=evidence)
+        case "host_oom":
+            return HostOutOfMemory(evidence=evidence)
+        case "infeasible":
+            return Infeasible(evidence=evidence)
+        case "diverged":
+            return Diverged(evidence=evidence)
+        case "crashed":
             return Crashed(evidence=evidence)
+        case "gang_lost" if treatment.strikes_node:
+            return GangLost(evidence=evidence)
+        case "gang_lost":
+            message = f"{evidence.message} (on {evidence.node}, which need not be the culprit)"
+            return GangLost(evidence=replace(evidence, message=message, node=None))
 
 
 def _describe(failure: RankFailure) -> str:
     where = failure.node if failure.rank is None else f"rank {failure.rank}"
-    return redact(f"{where}: {failure.category}: {failure.message}")
+    what = failure.message if failure.sight is None else failure.sight.where
+    return redact(f"{where}: {failure.category}: {what}")
 
 
 def misplacement(places: Sequence[RankPlace]) -> Evidence | None:
@@ -169,7 +210,9 @@ def _merge(successes: Sequence[RankSuccess], disturbances: Sequence[Disturbance]
             losses=_losses(reports),
             grad_norms=_first_full(report.grad_norms for report in reports),
             model_flops_per_token=max(report.model_flops_per_token for report in reports),
-            peak_flops_per_s=_first(report.peak_flops_per_s for report in reports),
+            peak_flops_per_s=_first(
+                dense_peak(report.device_name, report.matmul_format) for report in reports if report.device_name
+            ),
             num_skipped_steps=first.num_skipped_steps,
             compile_s=max(report.compile_s for report in reports),
             samples_per_step=_counting(told, "samples_per_step").samples_per_step,

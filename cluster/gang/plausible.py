@@ -90,8 +90,6 @@ def _amounts(report: RankReport) -> Iterator[tuple[str, float, float]]:
     """Fields that hold an amount: name, value, and the least that it can be."""
     for name, least in _LEAST.items():
         yield name, getattr(report, name), least
-    if report.peak_flops_per_s is not None:
-        yield "peak_flops_per_s", report.peak_flops_per_s, 1
     for phase in fields(report.breakdown):
         yield f"breakdown.{phase.name}", getattr(report.breakdown, phase.name), 0
 

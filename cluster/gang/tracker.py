@@ -11,10 +11,13 @@ from cluster.base import GangEnded, GangEvent, GangLaunch, GangProgress
 from cluster.gang.messages import (
     PHASES,
     SCRIPT_RUNNERS,
+    GangOrder,
+    NodeCompiling,
     NodeEvent,
     NodeFailing,
     NodeGone,
     NodeProgress,
+    PeerCompiles,
     RankFailure,
     RankResult,
     StopGang,
@@ -41,11 +44,12 @@ class GangTracker:
     """Follows gangs from launch to end.
 
     Args:
-        stop: ``stop(node, attempt_id, order)`` has the node kill its ranks of the attempt; it may not fail.
+        order: ``order(node, attempt_id, order)`` tells the node something about its ranks of the attempt; it may not
+            fail.
     """
 
-    def __init__(self, stop: Callable[[str, str, StopGang], None]) -> None:
-        self._stop = stop
+    def __init__(self, order: Callable[[str, str, GangOrder], None]) -> None:
+        self._order = order
         self._gangs: dict[str, _TrackedGang] = {}
 
     @property
@@ -72,8 +76,13 @@ class GangTracker:
         match event:
             case NodeProgress():
                 return self._progress(gang, node, event)
+            case NodeCompiling():
+                order = PeerCompiles(seconds=event.seconds)
+                for other in sorted(gang.waiting - {node}):
+                    self._order(other, event.attempt_id, order)
+                return []
             case NodeFailing():
-                self._stop_others(gang, node, event.reason)
+                self._stop_others(gang, node, event.reason, is_hang=event.is_hang)
                 return []
             case NodeGone():
                 gang.disturbances += [event.disturbance] if event.disturbance else []
@@ -83,7 +92,7 @@ class GangTracker:
         """Have every node kill its part, with ``reason`` as the cause."""
         if gang := self._gangs.get(attempt_id):
             for node in sorted(gang.waiting):
-                self._stop(node, attempt_id, StopGang(reason=reason, is_cause=True))
+                self._order(node, attempt_id, StopGang(reason=reason, is_cause=True))
 
     def node_lost(
         self,
@@ -104,9 +113,10 @@ class GangTracker:
                 events += self._gone(gang, node, [lost], now_s)
         return events
 
-    def _stop_others(self, gang: _TrackedGang, node: str, reason: str) -> None:
+    def _stop_others(self, gang: _TrackedGang, node: str, reason: str, *, is_hang: bool = False) -> None:
+        order = StopGang(reason=f"{node}: {reason}", is_cause=False, is_hang=is_hang)
         for other in sorted(gang.waiting - {node}):
-            self._stop(other, gang.launch.attempt_id, StopGang(reason=f"{node}: {reason}", is_cause=False))
+            self._order(other, gang.launch.attempt_id, order)
 
     def _progress(self, gang: _TrackedGang, node: str, event: NodeProgress) -> list[GangEvent]:
         gang.progress[node] = event

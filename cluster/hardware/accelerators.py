@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,21 +85,74 @@ def catalogue() -> Mapping[str, Accelerator]:
 
 
 def find_accelerator(device_name: str) -> Accelerator:
-    """The accelerator that ``device_name`` (a label, or what the driver says) means.
+    """The accelerator that ``device_name`` (a label, or what the driver says) means; of a MIG slice, its share of the
+    whole one.
 
     Raises:
         CatalogueError: no alias is part of the name.
     """
+    found = _match(device_name)
+    if found is None:
+        raise CatalogueError(f"no accelerator called {device_name!r}; the catalogue has {', '.join(catalogue())}")
+    share = _MIG.search(device_name)
+    return found[1] if share is None else _slice(found[1], int(share["compute"]), float(share["gigabytes"]))
+
+
+def dense_peak(device_name: str, number_format: str) -> float | None:
+    """Dense peak of a device in this very number format, by what the driver calls it; None where that is not known.
+
+    Unlike :meth:`Accelerator.peak` it is never that of another format, but for float32 products that may run as TF32 on
+    a device that has no TF32; nor that of another form of the device, as PCIe and NVL cards have lower peaks.
+    """
+    found = _match(device_name)
+    if found is None or any(form in _words(device_name) and form not in _words(found[0]) for form in _FORMS):
+        return None
+    peaks = find_accelerator(device_name).peak_flops_per_s
+    return peaks.get(number_format, peaks.get("float32") if number_format == "tf32" else None)
+
+
+_FORMS = ("pcie", "nvl")
+"""Words in a driver's names that tell forms of an accelerator apart which differ in their peaks."""
+_MIG = re.compile(r"\bMIG (?P<compute>\d)g\.(?P<gigabytes>\d+)gb", re.IGNORECASE)
+_MIG_SLICES = 7
+"""Slices of compute that an accelerator is divided into; each has a seventh of the multiprocessors (NVIDIA
+Multi-Instance GPU user guide, GPU instance profiles)."""
+
+
+def _match(device_name: str) -> tuple[str, Accelerator] | None:
+    """The accelerator with the longest alias in the name, and that alias."""
     wanted = device_name.lower().replace(" ", "-")
     matches = [
-        (len(alias), accelerator)
+        (alias, accelerator)
         for accelerator in catalogue().values()
         for alias in (accelerator.name, *accelerator.aliases)
-        if alias.lower() in wanted
+        if _is_part(alias.lower(), wanted)
     ]
-    if not matches:
-        raise CatalogueError(f"no accelerator called {device_name!r}; the catalogue has {', '.join(catalogue())}")
-    return max(matches, key=lambda match: match[0])[1]
+    return max(matches, key=lambda match: len(match[0]), default=None)
+
+
+def _is_part(alias: str, name: str) -> bool:
+    """Whether the name has the alias as a word: an H200 is no GH200, and an A100 no A1000."""
+    end = r"(?!\d)" if alias[-1].isdigit() else ""
+    return re.search(rf"(?:^|[^a-z]|\dx){re.escape(alias)}{end}", name) is not None
+
+
+def _words(name: str) -> list[str]:
+    return re.split(r"[\s-]+", name.lower())
+
+
+def _slice(whole: Accelerator, compute: int, gigabytes: float) -> Accelerator:
+    """A MIG slice: compute by sevenths, bandwidth like memory by eighths."""
+    memory_bytes = min(gigabytes * 2**30, whole.memory_bytes)
+    eighths = max(1, round(8 * memory_bytes / whole.memory_bytes))
+    return replace(
+        whole,
+        name=f"{whole.name}-mig-{compute}g",
+        peak_flops_per_s={name: peak * compute / _MIG_SLICES for name, peak in whole.peak_flops_per_s.items()},
+        memory_bytes=memory_bytes,
+        usable_memory_bytes=min(memory_bytes, whole.usable_memory_bytes),
+        memory_bytes_per_s=whole.memory_bytes_per_s * eighths / 8,
+    )
 
 
 def load_cluster(name: str) -> ClusterDescription:

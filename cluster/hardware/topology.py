@@ -1,19 +1,17 @@
-"""Nodes with their devices, and the discovery of what this host has to offer."""
+"""Nodes with their devices, and what this host has in cores and memory."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
-import shutil
-import socket
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-DeviceKind = Literal["cpu", "cuda"]
-DeviceChoice = Literal["auto", "cpu", "cuda"]
+from trials.accelerator.kinds import DeviceKind
+
+DeviceChoice = Literal["auto", "cpu", "cuda", "rocm", "xpu", "npu"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +20,20 @@ class Device:
 
     node: str
     index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceHandle:
+    """By what names the tools of its vendor and the ranks' software know one device of a node."""
+
+    name: str
+    """Its name for the variable that says which devices a process sees: a number, or the UUID of a part of a GPU."""
+    memory_bytes: int = 0
+    idle_bytes: int = 0
+    """Memory in use when it was found, before any rank of ours."""
+    uuid: str = ""
+    bus_id: str = ""
+    """Address on the PCI bus; empty where the tool does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +48,8 @@ class Node:
     """What the hardware calls itself, e.g. "NVIDIA H200" or the CPU's model name."""
     device_memory_bytes: int
     threads_per_device: int
+    handles: tuple[DeviceHandle, ...] = ()
+    """Its devices by position, where they are accelerators that were found here."""
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -84,69 +98,14 @@ def uniform_topology(num_nodes: int, devices_per_node: int, *, device_name: str,
     )
 
 
-class DeviceError(ValueError):
-    """This host does not have the devices asked for. The message says what it has."""
-
-
-def discover_node(
-    *,
-    name: str | None = None,
-    address: str = "127.0.0.1",
-    device: DeviceChoice = "auto",
-    num_devices: int | None = None,
-    device_memory_bytes: int | None = None,
-) -> Node:
-    """Describe this host without importing torch.
-
-    Without GPUs (or with ``device="cpu"``) every core is a device unless ``num_devices`` says otherwise, and the
-    host's cores and memory are shared out evenly. ``device_memory_bytes`` overrides what the hardware reports.
-
-    Raises:
-        DeviceError: GPUs are asked for that are not there.
-    """
-    gpus = [] if device == "cpu" else visible_gpus()
-    if device == "cuda" and not gpus:
-        raise DeviceError("device: cuda, but nvidia-smi lists no GPU here; use device: cpu, or another host")
-    cores = num_usable_cores()
-    if gpus:
-        count, (device_name, memory_bytes) = num_devices or len(gpus), gpus[0]
-        if count > len(gpus):
-            raise DeviceError(f"devices_per_node is {count}, but this host has {len(gpus)} GPU(s)")
-    else:
-        count, device_name = num_devices or cores, cpu_model()
-        memory_bytes = usable_memory_bytes() // count
-    return Node(
-        name=name or path_safe(socket.gethostname()),
-        address=address,
-        num_devices=count,
-        device_kind="cuda" if gpus else "cpu",
-        device_name=device_name,
-        device_memory_bytes=device_memory_bytes or memory_bytes,
-        threads_per_device=max(1, cores // count),
-    )
+def is_slice_name(device_name: str) -> bool:
+    """Whether a device of this name is a part of a GPU (MIG)."""
+    return " MIG " in device_name
 
 
 def path_safe(name: str) -> str:
     """``name`` with everything replaced that could surprise in a file name."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip(".-") or "node"
-
-
-def visible_gpus() -> list[tuple[str, int]]:
-    """Name and memory in bytes of each GPU, as ``nvidia-smi`` lists them, within ``CUDA_VISIBLE_DEVICES``."""
-    if (smi := shutil.which("nvidia-smi")) is None:
-        return []
-    query = [smi, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    gpus = []
-    for row in listed.splitlines():
-        gpu, _, mebibytes = row.rpartition(",")
-        if mebibytes.strip().isdigit():
-            gpus.append((gpu.strip(), int(mebibytes) << 20))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return gpus if visible is None else gpus[: len([entry for entry in visible.split(",") if entry])]
 
 
 def num_usable_cores() -> int:

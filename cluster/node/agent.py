@@ -19,7 +19,7 @@ from pathlib import Path
 
 from cluster.base import ClusterError
 from cluster.gang.environment import cache_folder
-from cluster.gang.messages import Beat, Lines, NodeEvent, NodeGone, NodeLaunch, RankFailure, StopGang, line
+from cluster.gang.messages import Beat, GangOrder, Lines, NodeEvent, NodeGone, NodeLaunch, RankFailure, line
 from cluster.node.guardian import SELF_CLEANING_VARIABLE
 from cluster.processes import python_module
 from trials.codec import from_json
@@ -48,7 +48,7 @@ class _Attempt:
 
 
 class Agent:
-    """Starts and ends ranks on this host. ``launch`` and ``stop`` may be called while another thread is in ``poll``.
+    """Starts and ends ranks on this host. ``launch`` and ``order`` may be called while another thread is in ``poll``.
 
     Each ``poll`` tells the wardens that the controller lives. They end their ranks when none has come for too long:
     of a controller that is frozen, or on the other side of a link that is cut, no rank stays behind. Wardens can do so
@@ -104,8 +104,8 @@ class Agent:
             with contextlib.suppress(ConnectionError):  # poll() notices a dead warden, and a dead fork server
                 connection.sendall(line(launch) + line(self._beat()))
 
-    def stop(self, attempt_id: str, order: StopGang) -> None:
-        """Have the attempt's ranks killed; unknown attempts are ignored."""
+    def order(self, attempt_id: str, order: GangOrder) -> None:
+        """Tell the attempt's warden, to kill its ranks say; unknown attempts are ignored."""
         with self._lock:
             if attempt := self._attempts.get(attempt_id):
                 with contextlib.suppress(ConnectionError):

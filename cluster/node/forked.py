@@ -11,16 +11,21 @@ from pathlib import Path
 
 from cluster.gang.deadlines import RankClock
 from cluster.gang.messages import Lines, RankFailure, RankResult, RankSlot, RankSuccess
-from cluster.hardware.topology import DeviceKind
 from cluster.node.host_memory import OomKills, peak_below
+from trials.accelerator.kinds import DeviceKind
+from trials.failure import cause_in_log
 from trials.reports.script import ScriptSource
 from trials.secrets import redact
 
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 8192
+ABORT_TAIL_BYTES = 1 << 16
+"""How much of a log's end is searched for why a process aborted: stacks of C++ may follow it."""
 WEIGH_S = 0.5
 SYSTEM = "system"
 """Source of what the operating system tells of a program."""
+_ABORTED = re.compile(rf"\bkilled by signal {int(signal.SIGABRT)}\b")
+"""How the message of a rank reads that aborted, or whose program did: libraries do so after saying why in the log."""
 _CHILD_KILLED = re.compile(
     r"DataLoader worker .*(killed by signal|exited unexpectedly)|the command was killed by signal 9\b"
 )
@@ -34,6 +39,8 @@ class ForkedRank:
     pid: int
     pidfd: int
     pipe: int
+    asking: int
+    """Descriptor of the pipe on which the rank is asked for its Flight Recorder."""
     log: Path
     clock: RankClock
     lines: Lines = field(default_factory=Lines)
@@ -79,6 +86,14 @@ def with_host_cause(failure: RankFailure, oom_kills: OomKills) -> RankFailure:
     return failure
 
 
+def with_logged_cause(failure: RankFailure, log: Path) -> RankFailure:
+    """The failure of a process that aborted, put down to what its log says: the threads of NCCL cannot raise."""
+    if failure.category not in ("exit", "error") or not _ABORTED.search(failure.message):
+        return failure
+    found = cause_in_log(_end(log, ABORT_TAIL_BYTES))
+    return failure if found is None else replace(failure, category=found[0], message=f"{failure.message}: {found[1]}")
+
+
 def with_program_memory(success: RankSuccess, peak_bytes: int, device: DeviceKind) -> RankSuccess:
     """The report of a rank whose program told nothing of its memory, with what the system knows of it."""
     report, script = success.report, success.report.findings.script
@@ -98,13 +113,17 @@ def with_log(result: RankResult, log: Path) -> RankResult:
 
 
 def _tail(path: Path) -> tuple[str, ...]:
+    return tuple(_end(path, LOG_TAIL_BYTES).splitlines()[-LOG_TAIL_LINES:])
+
+
+def _end(path: Path, num_bytes: int) -> str:
+    """The last bytes of a log as text, without secrets; empty where it cannot be read."""
     try:
         with path.open("rb") as log:
-            log.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
-            text = redact(log.read().decode("utf-8", errors="replace"))
+            log.seek(max(0, path.stat().st_size - num_bytes))
+            return redact(log.read().decode("utf-8", errors="replace"))
     except OSError:
-        return ()
-    return tuple(text.splitlines()[-LOG_TAIL_LINES:])
+        return ""
 
 
 def _signal_name(number: int) -> str:

@@ -11,9 +11,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from cluster.gang.defaults import NUMA_VARIABLE
 from cluster.gang.environment import rank_env
 from cluster.gang.messages import (
     NodeLaunch,
@@ -25,8 +27,12 @@ from cluster.gang.messages import (
     RankSuccess,
     line,
 )
-from cluster.node.device_memory import device_names
+from cluster.hardware.numa import cores_near
+from cluster.node.device_memory import device_names, slot_handles
+from cluster.node.hang.flight import answer_requests
+from cluster.node.hang.recorder import RecordedRank, recorder_env
 from cluster.processes import close_inherited, die_with_parent, make_preferred_oom_victim
+from trials.accelerator.kinds import DeviceKind, family_of
 from trials.codec import from_json, to_json
 from trials.failure import classify
 from trials.files import write_atomically
@@ -36,19 +42,32 @@ from trials.reports.profile import FOLDER_VARIABLE as PROFILE_VARIABLE
 from trials.script.failures import is_of_program
 from trials.secrets import redact
 
+FULL_FRACTION = 0.02
+"""A device with less of its memory left is full: handles and workspaces of cuBLAS and cuDNN take some hundred MiB."""
+
 Runner = Callable[[Mapping[str, Any], ProgressSink], Any]
 
 
-def rank_main(launch: NodeLaunch, slot: RankSlot, pipe: int, warden_pid: int) -> NoReturn:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPipes:
+    """Descriptors of a rank's pipes from and to its warden."""
+
+    told: int
+    """Takes progress and the result."""
+    asked: int
+    """Gives a byte whenever the warden wants the Flight Recorder's record."""
+
+
+def rank_main(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes, warden_pid: int) -> NoReturn:
     """Run one rank in this freshly forked process; never returns, so that nothing of the parent runs again."""
     code = 1
     try:
         try:
-            _set_up(launch, slot, pipe, warden_pid)
+            _set_up(launch, slot, pipes, warden_pid)
         except OSError as error:
-            _write(pipe, line(_failure(error, launch, slot, "starting")))
+            _write(pipes.told, line(_failure(error, launch, slot, "starting")))
             raise
-        code = _run(launch, slot, pipe)
+        code = _run(launch, slot, pipes.told)
     except BaseException:  # nothing above could hear of it but the log
         traceback.print_exc()
     finally:
@@ -58,14 +77,14 @@ def rank_main(launch: NodeLaunch, slot: RankSlot, pipe: int, warden_pid: int) ->
         os._exit(code)
 
 
-def _set_up(launch: NodeLaunch, slot: RankSlot, pipe: int, warden_pid: int) -> None:
+def _set_up(launch: NodeLaunch, slot: RankSlot, pipes: RankPipes, warden_pid: int) -> None:
     """Turn this copy of the warden into a process of its own: signals, descriptors, log, environment."""
     os.setpgid(0, 0)
     die_with_parent(warden_pid)
     signal.set_wakeup_fd(-1)  # the warden's
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     make_preferred_oom_victim()
-    close_inherited(keep=(pipe,))
+    close_inherited(keep=(pipes.told, pipes.asked))
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     log = os.open(Path(launch.directory) / f"rank{slot.rank}.log", flags, 0o600)
     os.dup2(log, 1)
@@ -78,16 +97,33 @@ def _set_up(launch: NodeLaunch, slot: RankSlot, pipe: int, warden_pid: int) -> N
             **rank_env(launch, slot),
         }
     )
-    if (torch := sys.modules.get("torch")) is not None:  # read OMP_NUM_THREADS before the fork
-        torch.set_num_threads(launch.num_threads)
+    folder = Path(launch.directory)
+    os.environ.update(recorder_env(folder, os.environ))
+    if not launch.is_script:
+        recorded = RecordedRank(rank=slot.rank, folder=folder, asking=-1)
+        answer_requests(pipes.asked, recorded.answer)
+    _keep_near(launch, slot)
+    threads = os.environ["OMP_NUM_THREADS"]
+    if (torch := sys.modules.get("torch")) is not None and threads.isdigit():  # torch read it before the fork
+        torch.set_num_threads(int(threads))
 
 
 def _visible_devices(launch: NodeLaunch) -> dict[str, str]:
     """As with torchrun, each rank sees the gang's devices on its node, at index ``LOCAL_RANK`` its own."""
-    if not (names := device_names(launch)):
+    family = family_of(launch.device_kind)
+    if not family.visible_variable:
         return {}
-    # CUDA's own order puts the fastest first, nvidia-smi's follows the bus: one index must mean one device.
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return {family.visible_variable: ",".join(device_names(launch)), **family.order_variables}
+
+
+def _keep_near(launch: NodeLaunch, slot: RankSlot) -> None:
+    """Stay on the cores near the slot's devices, before any thread of torch's starts; memory that a core touches first
+    is its own socket's."""
+    if os.environ.get(NUMA_VARIABLE, "off").lower() in ("off", "0", "false"):
+        return
+    if near := cores_near(handle.bus_id for handle in slot_handles(launch, slot)):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, near)
 
 
 def _run(launch: NodeLaunch, slot: RankSlot, pipe: int) -> int:
@@ -126,11 +162,14 @@ def resolve(runner: str) -> Runner:
 
 
 def _device(slot: RankSlot) -> str:
-    """The UUID of the GPU that the rank used; elsewhere the positions of its slot's devices."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return ",".join(map(str, slot.devices))
-    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    """The UUID of the device that the rank used; elsewhere the positions of its slot's devices."""
+    positions = ",".join(map(str, slot.devices))
+    if "torch" not in sys.modules:
+        return positions
+    from trials.accelerator.device import current_device, device_uuid  # imports torch
+
+    device = current_device()
+    return positions if device is None else device_uuid(device) or positions
 
 
 def _failure(error: BaseException, launch: NodeLaunch, slot: RankSlot, phase: Phase) -> RankFailure:
@@ -138,12 +177,34 @@ def _failure(error: BaseException, launch: NodeLaunch, slot: RankSlot, phase: Ph
     return RankFailure(
         rank=slot.rank,
         node=launch.node,
-        category=str(classify(error, launch.device_kind)) if isinstance(error, Exception) else "exception",
+        category=_category(error, launch.device_kind),
         message=redact(str(error)) or cls.__name__,
         at_s=time.time(),
         error_type=cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}",
         phase=phase,
     )
+
+
+def _category(error: BaseException, device: DeviceKind) -> str:
+    if not isinstance(error, Exception):
+        return "exception"
+    found = classify(error, device)
+    if found in ("error", "connection") and is_memory_full(device):  # asked of the device only where it matters
+        found = classify(error, device, is_memory_full=True)
+    return str(found)
+
+
+def is_memory_full(device: DeviceKind) -> bool:
+    """Whether the rank's device has less than :data:`FULL_FRACTION` of its memory left; False where it cannot tell."""
+    kind = family_of(device).torch_device
+    interface: Any = getattr(sys.modules.get("torch"), kind, None)
+    if kind == "cpu" or interface is None:
+        return False
+    try:
+        free, total = interface.mem_get_info() if interface.is_initialized() else (1, 1)
+    except Exception:  # a device that failed may answer nothing any more
+        return False
+    return bool(free < FULL_FRACTION * total)
 
 
 def _store(launch: NodeLaunch, slot: RankSlot, result: RankResult) -> None:

@@ -16,21 +16,21 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.base import Deadlines
-from cluster.gang.deadlines import RankClock, due_at_s, overdue_reason
+from cluster.gang.deadlines import RankClock
 from cluster.gang.environment import rank_folder, with_master
 from cluster.gang.messages import (
     Beat,
+    NodeCompiling,
     NodeFailing,
     NodeGone,
     NodeLaunch,
     NodeProgress,
     Order,
+    PeerCompiles,
     RankFailure,
     RankProgress,
     RankResult,
@@ -38,12 +38,21 @@ from cluster.gang.messages import (
     StopGang,
 )
 from cluster.gang.outcome import COLLATERAL
-from cluster.node import hang
-from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, device_names, slot_device_names, wait_until_free
-from cluster.node.forked import ForkedRank, how_it_ended, with_host_cause, with_log, with_program_memory
+from cluster.node.clocks import GangClocks
+from cluster.node.device_memory import SETTLE_AFTER_S, SETTLE_BEFORE_S, slot_names, watched_names, why_not_free
+from cluster.node.forked import (
+    ForkedRank,
+    how_it_ended,
+    with_host_cause,
+    with_log,
+    with_logged_cause,
+    with_program_memory,
+)
+from cluster.node.hang.recorder import RecordedRank
+from cluster.node.hang.stacks import HangingRank, examine
 from cluster.node.host_memory import OomKills, shortage
 from cluster.node.load_watch import LoadWatch, most_used
-from cluster.node.rank import rank_main
+from cluster.node.rank import RankPipes, rank_main
 from cluster.node.warden_link import CHUNK, AgentLink
 from cluster.processes import adopt_orphans, close_inherited, kill_descendants
 from trials.codec import from_json
@@ -53,8 +62,6 @@ from trials.secrets import redact_file
 
 COLLATERAL_GRACE_S = 2.0
 """How long a lost connection may wait for the failure that caused it before the gang is killed for it."""
-PEER_GRACE_S = 2.0
-"""How long ranks that only wait for a peer may wait for another node to name it before one of them is blamed."""
 SIGTERM_GRACE_S = 0.5
 """How far apart a batch system's signals to the processes of one node may arrive."""
 SIGTERM_SEEN = "the node's processes were told to end (SIGTERM), as batch systems do"
@@ -70,8 +77,6 @@ class Warden:
         self._notes: list[RankFailure] = []
         self._oom_kills = OomKills()
         self._kill_at_s = math.inf
-        self._hung: tuple[ForkedRank, RankFailure] | None = None
-        """The rank to blame, with its failure, if no other node names a likelier one by :attr:`_kill_at_s`."""
         self._release_due_s = math.inf
         self._silent_at_s = math.inf
         """When (monotonic) the controller counts as gone unless it is heard of before."""
@@ -87,7 +92,8 @@ class Warden:
                 return
         self._launch: NodeLaunch = from_json(NodeLaunch, messages.pop(0))
         self._link.watch(self._selector, self._obey)
-        self._load = LoadWatch(self._launch.node, device_names(self._launch), Path(self._launch.directory))
+        self._clocks = GangClocks(self._launch, self._ranks)
+        self._load = LoadWatch(self._launch.node, watched_names(self._launch), Path(self._launch.directory))
         self._start()
         self._obey(messages)
         while any(rank.is_running for rank in self._ranks) and time.monotonic() < self._release_due_s:
@@ -130,24 +136,26 @@ class Warden:
 
     def _not_free(self) -> str | None:
         """Why the ranks would not find the memory they were promised; None if they do."""
-        if self._launch.device_kind == "cuda":
-            return wait_until_free(device_names(self._launch), SETTLE_BEFORE_S)
+        if self._launch.device_kind != "cpu":
+            return why_not_free(self._launch, SETTLE_BEFORE_S)
         limit_bytes = self._launch.spec.get("memory_limit_bytes")  # as in TrialSpec; other runners may have none
         num_devices = sum(len(slot.devices) for slot in self._launch.slots)
         return shortage(num_devices, limit_bytes) if isinstance(limit_bytes, int) else None
 
     def _fork(self, slot: RankSlot) -> None:
         read, write = os.pipe()
+        asked, asking = os.pipe()
         warden_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
-            rank_main(self._launch, slot, write, warden_pid)
+            rank_main(self._launch, slot, RankPipes(told=write, asked=asked), warden_pid)
         os.close(write)
+        os.close(asked)
         with contextlib.suppress(OSError):  # the child does the same; whoever comes first
             os.setpgid(pid, pid)
         clock = RankClock(entered_at_s=time.monotonic())
         log = Path(self._launch.directory) / f"rank{slot.rank}.log"
-        rank = ForkedRank(slot=slot, pid=pid, pidfd=os.pidfd_open(pid), pipe=read, log=log, clock=clock)
+        rank = ForkedRank(slot=slot, pid=pid, pidfd=os.pidfd_open(pid), pipe=read, asking=asking, log=log, clock=clock)
         self._ranks.append(rank)
         self._selector.register(rank.pipe, selectors.EVENT_READ, lambda _: self._read(rank))
         self._selector.register(rank.pidfd, selectors.EVENT_READ, lambda _: self._reap(rank))
@@ -158,10 +166,12 @@ class Warden:
             match order:
                 case Beat():
                     self._silent_at_s = time.monotonic() + order.patience_s
+                case PeerCompiles():
+                    self._clocks.stand_still(order.seconds, time.monotonic())
                 case StopGang():
                     if order.is_cause:
                         self._note("controller", order.reason)
-                    self._stop(order.reason)
+                    self._stop(order.reason, is_hang=order.is_hang)
         if self._link.is_closed:
             self._stop("the agent is gone")
 
@@ -175,16 +185,22 @@ class Warden:
             rank.pipe = -1
         for message in rank.lines.feed(chunk):
             if message["kind"] == RankProgress.kind:
-                rank.clock.advance(from_json(RankProgress, message), time.monotonic())
+                self._advance(rank, from_json(RankProgress, message))
                 if self._launch.is_script:
                     rank.weigh(time.monotonic())
                 self._tell_progress()
             else:
                 self._settle(rank, from_json(RankResult, message))
 
+    def _advance(self, rank: ForkedRank, progress: RankProgress) -> None:
+        if seconds := self._clocks.advance(rank, progress, time.monotonic()):
+            attempt, token = self._launch.attempt_id, self._launch.token
+            self._link.tell(NodeCompiling(attempt_id=attempt, token=token, seconds=seconds))
+
     def _reap(self, rank: ForkedRank) -> None:
         self._selector.unregister(rank.pidfd)
         os.close(rank.pidfd)
+        os.close(rank.asking)
         rank.kill()  # before reaping, while the group's id cannot be anyone else's
         _, status = os.waitpid(rank.pid, 0)
         rank.is_running = False
@@ -231,35 +247,27 @@ class Warden:
     def _settle(self, rank: ForkedRank, result: RankResult) -> None:
         """Keep the rank's result. Kill the gang for a root cause at once, for a collateral error after a moment."""
         self._load.end()
+        if isinstance(rank.result, RankFailure):  # it hung; how it ended then tells nothing
+            return
         if isinstance(result, RankFailure):
-            result = with_host_cause(result, self._oom_kills)
+            result = with_logged_cause(with_host_cause(result, self._oom_kills), rank.log)
             if not self._is_stopping and result.category in COLLATERAL:
                 self._kill_at_s = min(self._kill_at_s, time.monotonic() + COLLATERAL_GRACE_S)
             else:
                 self._stop(result.message)
         elif self._launch.is_script:
-            for other in self._unsettled():
+            for other in self._clocks.unsettled():
                 other.clock.wait_anew(time.monotonic())
             result = with_program_memory(result, self._program_peak(rank), self._launch.device_kind)
         rank.result = result
-        if not self._is_stopping and len(self._ranks) == len(self._launch.slots) and not self._unsettled():
+        if not self._is_stopping and len(self._ranks) == len(self._launch.slots) and not self._clocks.unsettled():
             self._release_due_s = time.monotonic() + self._launch.release_s
 
     def _program_peak(self, rank: ForkedRank) -> int:
         """The most memory, in bytes, that the rank's program is known to have taken on a device; 0: nobody told."""
         if self._launch.device_kind == "cpu":
             return rank.program_peak_bytes
-        return most_used(self._load.samples, slot_device_names(self._launch, rank.slot))
-
-    def _unsettled(self) -> list[ForkedRank]:
-        return [rank for rank in self._ranks if rank.result is None]
-
-    def _watched(self) -> list[ForkedRank]:
-        """The ranks that have to keep deadlines: all that are not done, but of a program of the user's own those that
-        say anything, once any does. The others follow them."""
-        waiting = self._unsettled()
-        speaking = [rank for rank in waiting if rank.clock.reported_at_s is not None]
-        return speaking if speaking and self._launch.is_script else waiting
+        return most_used(self._load.samples, slot_names(self._launch, rank.slot))
 
     def _note(self, category: str, message: str, at_s: float | None = None) -> None:
         at_s = at_s or time.time()
@@ -270,8 +278,8 @@ class Warden:
     def _patience_s(self) -> float | None:
         """Seconds until the next deadline."""
         due_s = min(self._release_due_s, self._kill_at_s, self._silent_at_s)
-        if not self._is_stopping and self._hung is None:
-            due_s = min(due_s, *(due_at_s(rank.clock, self._deadlines) for rank in self._watched()), math.inf)
+        if not self._is_stopping:
+            due_s = min(due_s, self._clocks.due_at_s())
         return None if due_s == math.inf else max(0.0, due_s - time.monotonic())
 
     def _check_clocks(self) -> None:
@@ -283,59 +291,47 @@ class Warden:
             self._note("controller", message)
             self._stop(message)
         elif now_s >= self._kill_at_s:
-            self._stop("a connection between ranks was lost" if self._hung is None else self._blame(*self._hung))
-        elif self._hung is None:
-            self._check_deadlines(now_s)
+            self._stop("a connection between ranks was lost")
+        elif (reason := self._clocks.overdue_reason(now_s)) is not None:
+            self._stop(reason, is_hang=True)
 
-    @property
-    def _deadlines(self) -> Deadlines:
-        """Those of the launch. Of programs that tell of themselves on one node only, the others hear nothing."""
-        found = self._launch.deadlines
-        if not self._launch.is_script or self._launch.num_nodes == 1:
-            return found
-        return replace(found, starting_s=found.starting_s + found.warmup_s + found.measuring_s)
+    def _look(self, message: str) -> None:
+        """See what the ranks are doing that have no result, and make that their result."""
+        hanging = [rank for rank in self._clocks.watched() if rank.is_running]
+        looks = examine([self._to_look_at(rank) for rank in hanging])
+        for rank in hanging:
+            look = looks[rank.slot.rank]
+            failure = self._failure(rank, "deadline", message, log_tail=look.tail)
+            rank.result = replace(failure, sight=look.sight)
 
-    def _check_deadlines(self, now_s: float) -> None:
-        deadlines, waiting = self._deadlines, self._watched()
-        overdue = min(waiting, key=lambda rank: due_at_s(rank.clock, deadlines), default=None)
-        if overdue is None or now_s < due_at_s(overdue.clock, deadlines):
-            return
-        rank, finding = self._guiltiest(waiting)
-        message = f"{overdue_reason(overdue.clock, deadlines)}; {finding.where}"
-        self._hung = rank, self._failure(rank, "deadline", message, log_tail=finding.tail)
-        if finding.blame is hang.Blame.WAITING and len(self._ranks) < self._launch.world_size:
-            self._kill_at_s = min(self._kill_at_s, time.monotonic() + PEER_GRACE_S)
-        else:
-            self._stop(self._blame(*self._hung))
+    def _to_look_at(self, rank: ForkedRank) -> HangingRank:
+        is_script, folder = self._launch.is_script, Path(self._launch.directory)
+        return HangingRank(
+            pid=rank.pid,
+            log=rank.log,
+            device=self._launch.device_kind,
+            progress=rank.clock.position,
+            recorded=RecordedRank(rank=rank.slot.rank, folder=folder, asking=-1 if is_script else rank.asking),
+            reports=report_folder(rank_folder(self._launch), rank.slot.rank) if is_script else None,
+        )
 
-    def _guiltiest(self, waiting: Sequence[ForkedRank]) -> tuple[ForkedRank, hang.HangFinding]:
-        """The rank that keeps the others waiting: of those least far the one that least evidently waits itself."""
-        least = min(rank.clock.position for rank in waiting)
-        suspects = [rank for rank in waiting if rank.clock.position == least]
-        findings = hang.examine([self._to_look_at(rank) for rank in suspects])
-        return min(zip(suspects, findings, strict=True), key=lambda pair: pair[1].blame)
-
-    def _to_look_at(self, rank: ForkedRank) -> hang.HangingRank:
-        reports = report_folder(rank_folder(self._launch), rank.slot.rank) if self._launch.is_script else None
-        return hang.HangingRank(pid=rank.pid, log=rank.log, reports=reports)
-
-    def _blame(self, rank: ForkedRank, failure: RankFailure) -> str:
-        rank.result = rank.result or failure
-        return failure.message
-
-    def _stop(self, reason: str) -> None:
+    def _stop(self, reason: str, *, is_hang: bool = False) -> None:
+        """End the gang here, and have it ended elsewhere; ``is_hang``: see before what its ranks are doing."""
         if not self._is_stopping:
             self._is_stopping = True
             self._load.end()
             self._kill_at_s = self._silent_at_s = math.inf
+            attempt = self._launch.attempt_id
+            self._link.tell(NodeFailing(attempt_id=attempt, token=self._launch.token, reason=reason, is_hang=is_hang))
+            if is_hang:  # the other nodes look at the same time
+                self._look(reason)
             self._release_due_s = time.monotonic() + self._launch.release_s
-            self._link.tell(NodeFailing(attempt_id=self._launch.attempt_id, token=self._launch.token, reason=reason))
             for rank in self._ranks:
                 if rank.is_running:
                     rank.kill()
 
     def _tell_progress(self) -> None:
-        slowest = min(self._watched() or self._ranks, key=lambda rank: rank.clock.position).clock
+        slowest = self._clocks.slowest()
         if slowest.position > self._reported and len(self._ranks) == len(self._launch.slots):
             self._reported = slowest.position
             self._load.enter(slowest.phase)
@@ -355,11 +351,7 @@ class Warden:
         survivors = kill_descendants(self._launch.release_s)
         if survivors:
             self._note("lost", f"processes {survivors} on {self._launch.node} cannot be killed")
-        elif (
-            self._ranks
-            and not self._link.is_closed
-            and (problem := wait_until_free(device_names(self._launch), SETTLE_AFTER_S))
-        ):
+        elif self._ranks and not self._link.is_closed and (problem := why_not_free(self._launch, SETTLE_AFTER_S)):
             self._note("device_busy", f"{self._launch.node} is not free after the gang: {problem}")
         if any(isinstance(rank.result, RankFailure) and _is_sigterm(rank.result) for rank in self._ranks):
             time.sleep(SIGTERM_GRACE_S)

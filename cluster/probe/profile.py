@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from cluster.hardware.topology import DeviceKind
+from trials.accelerator.kinds import DeviceKind
 from trials.reports.rates import Link, MatmulRate, Rate
 
 SLOW_RATIO = 0.9

@@ -8,14 +8,15 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.gang.environment import free_port
 from cluster.gang.files import PIECE_BYTES, FilePiece, HomeMark, pieces
-from cluster.gang.messages import NodeEvent, NodeGone, NodeLaunch, StopGang
-from cluster.hardware.topology import DeviceChoice, Node, discover_node
+from cluster.gang.messages import GangOrder, NodeEvent, NodeGone, NodeLaunch
+from cluster.hardware.discovery import discover_node
+from cluster.hardware.topology import DeviceChoice, Node
 from cluster.node.agent import Agent
 from cluster.processes import die_with_parent
 
@@ -34,8 +35,12 @@ class NodeOrder:
     preload: tuple[str, ...]
     search_path: tuple[str, ...]
     device: DeviceChoice
+    may_be_cpu: bool
+    """Whether ``auto`` may find no accelerator: not where Ray counts some."""
     num_devices: int
     device_memory_bytes: int | None
+    env: Mapping[str, str]
+    """Added to the environment of the fork server, which ranks inherit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +68,14 @@ class NodeAgent:
             device=order.device,
             num_devices=order.num_devices,
             device_memory_bytes=order.device_memory_bytes,
+            may_be_cpu=order.may_be_cpu,
         )
         self._agent = Agent(
-            node=order.name, workdir=Path(order.workdir), preload=order.preload, search_path=order.search_path
+            node=order.name,
+            workdir=Path(order.workdir),
+            preload=order.preload,
+            search_path=order.search_path,
+            env=order.env,
         )
         self._is_home = HomeMark.is_home(Path(order.workdir), order.home)
         self._launches: dict[str, NodeLaunch] = {}
@@ -85,8 +95,8 @@ class NodeAgent:
         self._launches[launch.attempt_id] = launch
         self._agent.launch(launch)
 
-    def stop(self, attempt_id: str, order: StopGang) -> None:
-        self._agent.stop(attempt_id, order)
+    def order(self, attempt_id: str, order: GangOrder) -> None:
+        self._agent.order(attempt_id, order)
 
     def poll(self, timeout_s: float) -> Sequence[NodeEvent | FilePiece]:
         """Events, and before the last one of an attempt its files; a few megabytes of them at a time."""
@@ -113,7 +123,7 @@ class NodeAgent:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the network interface with this IPv4 address, for gloo; None if none has it."""
+    """Name of the network interface with this IPv4 address; None if none has it."""
     if address.startswith("127."):
         return "lo"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

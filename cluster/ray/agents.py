@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.gang.messages import NodeLaunch, StopGang
+from cluster.gang.messages import GangOrder, NodeLaunch
 from cluster.ray.agent import NodeAgent, NodeOrder
 from cluster.ray.connection import CALL_TIMEOUT_S, UnreachableError, within
 from cluster.ray.lease import NodeSlot
@@ -71,6 +71,7 @@ class Agents:
         self._actors[slot.name] = actor.options(
             num_cpus=resources.get("CPU", 0),
             num_gpus=resources.get("GPU", 0),
+            resources={name: count for name, count in resources.items() if name not in ("CPU", "GPU")},
             max_restarts=0,
             scheduling_strategy=strategy,
         ).remote(order)
@@ -84,9 +85,9 @@ class Agents:
     def launch(self, slot: NodeSlot, launch: NodeLaunch) -> None:
         self._call("launch", slot, self._actors[slot.name].launch.remote(launch))
 
-    def stop(self, name: str, attempt_id: str, order: StopGang) -> None:
+    def order(self, name: str, attempt_id: str, order: GangOrder) -> None:
         if name in self._actors:
-            self._actors[name].stop.remote(attempt_id, order)
+            self._actors[name].order.remote(attempt_id, order)
 
     def free_port(self, name: str) -> int:
         """A TCP port of the node that nobody listens on.

@@ -21,9 +21,10 @@ from ray.exceptions import RayActorError, RayError
 from cluster.base import ClusterError, GangEvent, GangLaunch
 from cluster.gang.environment import several_nodes_env, single_node_env
 from cluster.gang.files import FilePiece, FileReceiver, HomeMark
-from cluster.gang.messages import NodeEvent, StopGang, node_launch
+from cluster.gang.messages import GangOrder, NodeEvent, node_launch
 from cluster.gang.tracker import GangTracker
-from cluster.hardware.topology import Node, Topology, discover_node
+from cluster.hardware.discovery import discover_node
+from cluster.hardware.topology import Node, Topology
 from cluster.node.agent import PRELOAD
 from cluster.queue.share import Admission, Unlimited
 from cluster.ray.agent import NodeDescription, NodeOrder
@@ -69,8 +70,9 @@ class RayCluster:
         self._workdir = workdir.absolute()
         self._excluded = request.excluded
         self._device_memory_bytes = request.device_memory_bytes
+        self._env = request.env
         self._preload = tuple(preload)
-        self._tracker = GangTracker(stop=self._stop)
+        self._tracker = GangTracker(order=self._tell)
         self._agents = Agents()
         self._described: dict[str, NodeDescription] = {}
         self._lost: dict[str, str] = {}
@@ -143,9 +145,12 @@ class RayCluster:
             self._fail(slots[0], error)
             return
         for slot in slots:
-            env = single_node_env(str(directory)) if len(nodes) == 1 else {**rendezvous, **self._interface(slot.name)}
-            node = self._described[slot.name].node
-            self._agents.launch(slot, node_launch(launch, node=node, directory=str(directory), env=env))
+            env = single_node_env(str(directory)) if len(nodes) == 1 else rendezvous
+            described = self._described[slot.name]
+            order = node_launch(
+                launch, node=described.node, directory=str(directory), env=env, interface=described.interface
+            )
+            self._agents.launch(slot, order)
 
     def poll(self, timeout_s: float) -> Sequence[GangEvent]:
         """Wait for events as the protocol says; a change of the topology ends the wait, too."""
@@ -213,9 +218,11 @@ class RayCluster:
             home=self._home_mark.name,
             preload=self._preload,
             search_path=tuple(sys.path),
-            device=shape.device_kind,
+            device=shape.device,
+            may_be_cpu=shape.resource == "CPU",
             num_devices=shape.num_devices,
             device_memory_bytes=self._device_memory_bytes,
+            env=self._env,
         )
 
     def _take(self, answer: AgentReply) -> None:
@@ -323,12 +330,8 @@ class RayCluster:
             name, reason, now_s=time.monotonic(), attempts=attempts, category=category
         )
 
-    def _stop(self, node: str, attempt_id: str, order: StopGang) -> None:
-        self._agents.stop(node, attempt_id, order)
+    def _tell(self, node: str, attempt_id: str, order: GangOrder) -> None:
+        self._agents.order(node, attempt_id, order)
 
     def _rendezvous(self, first: str) -> dict[str, str]:
         return several_nodes_env(self._described[first].node.address, self._agents.free_port(first))
-
-    def _interface(self, name: str) -> dict[str, str]:
-        interface = self._described[name].interface
-        return {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}

@@ -26,6 +26,7 @@ from cluster.node.cpu_load import CONTROLLER_VARIABLE
 from cluster.node.guardian import LEASE_VARIABLE, Guardian
 from cluster.processes import process_info
 from cluster.ray.settings import environment, first_line, fresh_token, require_listener
+from trials.accelerator.kinds import FAMILIES
 
 logger = logging.getLogger(__name__)
 
@@ -130,10 +131,12 @@ def private_ray(node: Node) -> Iterator[PrivateHead]:
 
 
 def _start_ray(node: Node, folder: Path) -> None:
+    resource = FAMILIES[node.device_kind].ray_resource
     ray.init(
         address="local",
         num_cpus=node.num_devices,
-        num_gpus=node.num_devices if node.device_kind == "cuda" else 0,
+        num_gpus=node.num_devices if resource == "GPU" else 0,
+        resources=None if resource in ("CPU", "GPU") else {resource: node.num_devices},
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,

@@ -5,17 +5,20 @@ A node is a mapping as ``ray.nodes()`` gives it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from cluster.base import ClusterError
-from cluster.hardware.topology import DeviceChoice, DeviceKind, path_safe
+from cluster.hardware.topology import DeviceChoice, path_safe
+from trials.accelerator.kinds import FAMILIES
 
 NODE_ID_LABEL = "ray.io/node-id"
 Bundle = dict[str, float]
 """Resource to quantity."""
 RayNode = Mapping[str, Any]
+RESOURCES = tuple(dict.fromkeys(family.ray_resource for family in FAMILIES.values()))
+"""What Ray calls devices: CPU, GPU, NPU."""
 
 
 class NoSuchNodesError(ClusterError):
@@ -26,14 +29,12 @@ class NoSuchNodesError(ClusterError):
 class Shape:
     """What every node of a lease must have: leases are of nodes that are alike."""
 
-    resource: Literal["CPU", "GPU"]
+    resource: str
     num_devices: int
     quantity: float
     """The least amount of the resource that a node must have."""
-
-    @property
-    def device_kind(self) -> DeviceKind:
-        return "cuda" if self.resource == "GPU" else "cpu"
+    device: DeviceChoice = "auto"
+    """The kind of device asked for. Ray counts GPUs of all makers alike: with ``auto`` the node's agent finds out."""
 
     @property
     def label(self) -> str:
@@ -59,9 +60,7 @@ class Wanted:
             ClusterError: all are left out, or have too few devices.
         """
         alive = [node for node in nodes if node["Alive"]]
-        resource: Literal["CPU", "GPU"] = "CPU"
-        if self.device == "cuda" or (self.device == "auto" and any(node["Resources"].get("GPU") for node in alive)):
-            resource = "GPU"
+        resource = self._resource(alive)
         able = [node for node in alive if node["Resources"].get(resource)]
         if not able:
             raise NoSuchNodesError(f"no node of the Ray cluster has a {resource} (device: {self.device})")
@@ -72,9 +71,17 @@ class Wanted:
             )
         best = sorted(left, key=lambda node: (-node[resource], -node.get("CPU", 0)))[: max(1, num_nodes)]
         quantity = min(node[resource] for node in best)
-        if resource == "GPU" and self.devices_per_node is not None and self.devices_per_node > quantity:
-            raise ClusterError(f"devices_per_node is {self.devices_per_node}; the nodes have {quantity:g} GPUs")
-        return Shape(resource=resource, num_devices=self.devices_per_node or int(quantity), quantity=quantity)
+        if resource != "CPU" and self.devices_per_node is not None and self.devices_per_node > quantity:
+            raise ClusterError(f"devices_per_node is {self.devices_per_node}; the nodes have {quantity:g} {resource}s")
+        device: DeviceChoice = "cpu" if resource == "CPU" else "npu" if resource == "NPU" else self.device
+        num_devices = self.devices_per_node or int(quantity)
+        return Shape(resource=resource, num_devices=num_devices, quantity=quantity, device=device)
+
+    def _resource(self, alive: Sequence[RayNode]) -> str:
+        """What Ray calls the devices asked for; with ``auto`` those that some node has."""
+        if self.device != "auto":
+            return FAMILIES[self.device].ray_resource
+        return next((name for name in RESOURCES[1:] if any(node["Resources"].get(name) for node in alive)), "CPU")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +110,7 @@ class ClusterView:
 
 def bundle(node: RayNode) -> Bundle:
     """All resources of the node."""
-    return {name: node["Resources"][name] for name in ("CPU", "GPU") if node["Resources"].get(name)}
+    return {name: node["Resources"][name] for name in RESOURCES if node["Resources"].get(name)}
 
 
 def names_by_id(nodes: Iterable[RayNode], known: Mapping[str, str]) -> dict[str, str]:

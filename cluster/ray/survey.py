@@ -16,7 +16,9 @@ from typing import Any
 from cluster.base import ClusterError
 from cluster.processes import python_module
 from cluster.ray.head import TOKEN_REMEDY
+from cluster.ray.nodes import RESOURCES
 from cluster.ray.settings import require_listener
+from trials.accelerator.kinds import DeviceKind
 
 TIMEOUT_S = 60.0
 _ACCELERATOR = "accelerator_type:"
@@ -30,8 +32,11 @@ class RayHost:
     name: str
     num_cpus: int
     num_gpus: int
+    """Its accelerators: GPUs of any make, or NPUs."""
     accelerator: str | None
-    """What Ray calls its GPUs, like ``H100``; None where it does not know."""
+    """What Ray calls them, like ``H100``; None where it does not know."""
+    device: DeviceKind = "cpu"
+    """Their kind, as far as Ray's name for them tells; GPUs without one count as NVIDIA's."""
 
 
 def survey(address: str, *, timeout_s: float = TIMEOUT_S) -> tuple[RayHost, ...]:
@@ -55,12 +60,20 @@ def survey(address: str, *, timeout_s: float = TIMEOUT_S) -> tuple[RayHost, ...]
 def _host(node: Mapping[str, Any]) -> RayHost:
     resources = node["Resources"]
     kinds = [name.removeprefix(_ACCELERATOR) for name in resources if name.startswith(_ACCELERATOR)]
+    accelerator = kinds[0] if kinds else None
+    counted = next((name for name in RESOURCES[1:] if resources.get(name)), None)
     return RayHost(
         name=node["NodeManagerHostname"],
         num_cpus=int(resources.get("CPU", 0)),
-        num_gpus=int(resources.get("GPU", 0)),
-        accelerator=kinds[0] if kinds else None,
+        num_gpus=int(resources[counted]) if counted else 0,
+        accelerator=accelerator,
+        device="cpu" if counted is None else "npu" if counted == "NPU" else _make_of(accelerator or ""),
     )
+
+
+def _make_of(accelerator: str) -> DeviceKind:
+    """The kind of GPUs that Ray calls so."""
+    return "rocm" if accelerator.startswith("AMD-") else "xpu" if accelerator.startswith("Intel-") else "cuda"
 
 
 def _main(address: str) -> None:

@@ -10,6 +10,7 @@ import click
 
 from orchestrator.cli.options import CLUSTER_HELP, home_option, json_option, print_result
 from orchestrator.errors import EXIT_USER
+from trials.accelerator.kinds import FAMILIES
 from trials.dryrun.estimate import FRAGMENTATION
 
 
@@ -64,7 +65,7 @@ def plan(file: Path, why: str | None, cluster: str | None, home: Path, as_json: 
 )
 @click.option(
     "--device",
-    type=click.Choice(["cpu", "cuda"]),
+    type=click.Choice(list(FAMILIES)),
     help="Whose memory; default: what FILE would run on, cuda where that is not known.",
 )
 @click.option("--exact", is_flag=True, help="Simulate all layers instead of computing them from few.")

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -24,13 +24,13 @@ from orchestrator.planning.hardware.request import device_kind, known_topology, 
 from orchestrator.planning.plan import Plan, make_plan
 from orchestrator.space.naming import describe, short_name
 from orchestrator.sweep.home import Home
+from trials.accelerator.kinds import DeviceKind
 from trials.codec import to_json
 from trials.dryrun.estimate import CUDA_CONTEXT_BYTES, FRAGMENTATION, DryRunEstimate
 from trials.dryrun.records import Mode, RunFailure
 from trials.spec import Candidate, OwnModel, Workload
 
 BASELINE = "baseline"
-Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ def dry_run(
     num_legal: int | None = None,
     max_device_memory: str | None = None,
     fragmentation: float = FRAGMENTATION,
-    device: Device | None = None,
+    device: DeviceKind | None = None,
     exact: bool = False,
     progress: Progress | None = None,
 ) -> list[DryRunVerdict]:
@@ -146,7 +146,7 @@ def dry_run(
     ]
 
 
-def _limit_bytes(spec: SweepSpec, topology: Topology | None, kind: Device) -> int | None:
+def _limit_bytes(spec: SweepSpec, topology: Topology | None, kind: DeviceKind) -> int | None:
     """Device memory to judge by; what this host's GPUs have does not count for a dry run on another kind of device."""
     return memory_limit_bytes(spec, topology if kind == device_kind(spec, topology) else None)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationInfo, WithJsonSchema
 
+from orchestrator.space.knobs.own import argument_text
 from orchestrator.space.knobs.sections import fault, show
 from orchestrator.sweep.home import NAME_PATTERN
 
@@ -94,3 +96,39 @@ def is_there(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):
         return False
+
+
+def word(value: Any, key: str | None = None) -> str:
+    """The value as the text that a program gets.
+
+    Raises:
+        PydanticCustomError: it is neither text nor a number.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return argument_text(value)
+    what = "nothing" if value is None else show(value)
+    raise fault(key, f"expected text or a number, got {what}", "Put the word in quotes.")
+
+
+def _texts(value: Any) -> Any:
+    return {key: word(item, str(key)) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
+
+
+def _variable_name(name: str) -> str:
+    if _VARIABLE.fullmatch(name) is None:
+        raise fault(None, f"{show(name)} is no name of an environment variable", "Use letters, digits and _.")
+    return name
+
+
+VariableName = Annotated[str, AfterValidator(_variable_name)]
+Environment = Annotated[
+    dict[VariableName, str],
+    BeforeValidator(_texts),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": ["string", "number"]}}),
+]
+"""Environment variables with their values; a number is the text it is written as."""

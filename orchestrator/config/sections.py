@@ -11,8 +11,10 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from cluster.base import Deadlines
+from cluster.gang.environment import owner_of
 from cluster.hardware.accelerators import catalogue
-from orchestrator.config.scalars import ByteSize, Duration, Identifier, Positive, Size, resolve
+from cluster.hardware.topology import DeviceChoice
+from orchestrator.config.scalars import ByteSize, Duration, Environment, Identifier, Positive, Size, resolve
 from orchestrator.mlflow_urls import URI_PATTERN
 from orchestrator.space.knobs.run_types import off_is_false
 from orchestrator.space.knobs.sections import Section, fault
@@ -106,12 +108,20 @@ class ClusterSection(Section):
         default=0, description="Sweeps of a higher priority take nodes from those of a lower one, which are paused."
     )
     devices_per_node: Size | None = Field(default=None, description="Devices per node; null: all there are.")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is a GPU.")
+    device: DeviceChoice = Field(
+        default="auto",
+        description="auto: the accelerators that there are, else cores; rocm: AMD's GPUs; xpu: Intel's; npu: Ascend.",
+    )
     device_memory_bytes: ByteSize | None = Field(
         default=None,
         alias="device_memory",
         description='Memory a rank may use, like "2GiB"; null: what the device has. Stands in for device memory on '
         "machines without GPU.",
+    )
+    env: Environment = Field(
+        default={},
+        description="Environment variables of every rank of the sweep, over those of the host and the defaults of "
+        "docs/devices.md; part of what trials compare by.",
     )
     simulation: SimulationSection | None = Field(default=None, description="What kind: simulated simulates.")
     replay: ReplaySection | None = Field(default=None, description="What kind: replay answers from.")
@@ -145,7 +155,16 @@ class ClusterSection(Section):
             if (section is not None) != (self.kind == kind):
                 raise fault(name, f"kind: {kind} and {name} go together", f"Give both, or remove {name}.")
         self._check_nodes()
+        self._check_env()
         return self
+
+    def _check_env(self) -> None:
+        """Refuse variables that belong to whoever starts the ranks."""
+        for name, value in self.env.items():
+            if (owner := owner_of(name)) is not None:
+                raise fault(f"env.{name}", f"{name} is set by {owner}", "Leave it out.")
+            if "\0" in value:
+                raise fault(f"env.{name}", "a value cannot hold a zero byte", "Leave it out.")
 
     def _check_nodes(self) -> None:
         """Refuse nodes in ``simulation`` that the cluster does not have."""

@@ -311,6 +311,8 @@ class SweepSpec(Section):
         if self.objective == Objective().name:
             del content["objective"]  # sweeps of old, which had no choice, are known by the same hash
         cluster = {key: value for key, value in content["cluster"].items() if key not in OPERATIONAL}
+        if not cluster["env"]:
+            del cluster["env"]  # nor did those of old know any
         return digest({**content, "cluster": cluster, "search": content["search"] | REMOVED})
 
 

@@ -210,7 +210,7 @@ def _fingerprint(spec: SweepSpec, topology: Topology) -> dict[str, str]:
     """Where two sweeps are measured alike; a program of the user's own is part of that."""
     source = None if spec.script is None else program_source(spec.script)
     program = {} if source is None else {PROGRAM: source.sha256[:16]}
-    return {**fingerprint(topology, _virtual(spec)), **program}
+    return {**fingerprint(topology, _virtual(spec), spec.cluster.env), **program}
 
 
 def _virtual(spec: SweepSpec) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cluster.base import GangLaunch
 from cluster.hardware.placement import Placement
-from cluster.hardware.topology import DeviceKind, Topology
+from cluster.hardware.topology import Topology
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.controller.early_stop import EarlyStop
 from orchestrator.controller.recovery import Recovered, recovered
@@ -16,6 +16,7 @@ from orchestrator.scripts.command import RUNNER, script_command
 from orchestrator.scripts.script import Script
 from orchestrator.sweep.state import Trial
 from orchestrator.sweep.values import ConfirmationRun, GateRun, GateSettings, ProfileRun
+from trials.accelerator.kinds import DeviceKind
 from trials.codec import to_json
 from trials.script.command import ScriptCommand
 from trials.spec import Candidate, Protocol, TrialSpec
@@ -69,6 +70,7 @@ class _GangBuilder:
             spec=to_json(self._trial_spec(trial) if script is None else self._command(script, trial)),
             placement=placement,
             deadlines=self.spec.to_deadlines(),
+            env=self.spec.cluster.env,
             one_rank_per_node=script is not None and script.model.launcher == "own",
         )
 
@@ -79,6 +81,7 @@ class _GangBuilder:
             self._protocol(trial),
             device=self.device,
             memory_limit_bytes=self.spec.cluster.device_memory_bytes,
+            env_pass=tuple(self.spec.cluster.env),
         )
 
     def _trial_spec(self, trial: Trial) -> TrialSpec:

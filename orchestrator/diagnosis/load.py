@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cluster.hardware.accelerators import CatalogueError, find_accelerator
-from cluster.hardware.topology import DeviceKind, Node, Topology
+from cluster.hardware.topology import Node, Topology
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.diagnosis.explain import Basis, diagnosed_trials, explain_sweep
 from orchestrator.diagnosis.values import SweepExplanation
@@ -22,6 +22,7 @@ from orchestrator.sweep.ledger import Ledger, LedgerError
 from orchestrator.sweep.snapshot import read_snapshot
 from orchestrator.sweep.state import SweepState, find_trial
 from orchestrator.units import status_words
+from trials.accelerator.kinds import DeviceKind, family_of
 
 logger = logging.getLogger(__name__)
 
@@ -126,8 +127,8 @@ def _named(node: Node, number: int) -> Node:
 
 def _kind(device_name: str, device: str, fingerprint: Mapping[str, Any]) -> DeviceKind:
     """The kind of device, which old ledgers do not say: by the file, the catalogue, or a driver of GPUs."""
-    if device in ("cpu", "cuda"):
-        return "cpu" if device == "cpu" else "cuda"
+    if device != "auto":
+        return family_of(device).kind
     try:
         return "cpu" if find_accelerator(device_name).name == "cpu" else "cuda"
     except CatalogueError:

@@ -11,10 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.hardware.topology import cpu_model, num_usable_cores, visible_gpus
+from cluster.hardware.discovery import DeviceError, discover_node
+from cluster.hardware.listing import nvidia
+from cluster.hardware.listing.tools import DeviceQueryError
+from cluster.hardware.topology import Node, is_slice_name
 from cluster.processes import python_module
 from orchestrator import units
 from orchestrator.doctor.check import TroubleError
+from trials.accelerator.kinds import FAMILIES, DeviceKind
 from trials.torch_support import REMEDY, TESTED, installed_version, problem
 
 TORCH_S = 90.0
@@ -72,34 +76,72 @@ def torch() -> str:
 
 
 def devices() -> str:
-    """What trials would run on here, and whether torch sees what the driver does."""
-    gpus = visible_gpus()
-    if not gpus:
+    """What trials would run on here, whether torch sees what the driver does, and whether its tool answers quickly."""
+    node = _node()
+    if node.device_kind == "cpu":
         if Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi"):
             remedy = "Look at what nvidia-smi says; in a container: --gpus all."
             raise TroubleError("nvidia-smi lists no GPU, though there is a driver or a tool of it", remedy)
-        return f"{num_usable_cores()} CPU cores ({cpu_model()}), no GPU"
-    seen = _probe()["devices"]
-    words = f"{len(gpus)} x {gpus[0][0]}, {units.num_bytes(gpus[0][1])} each"
-    if len(seen) != len(gpus):
-        remedy = "Install the build of torch for this driver (https://pytorch.org/get-started)."
-        raise TroubleError(f"{words}; torch sees {len(seen)} of them", remedy, "fail")
+        return f"{node.num_devices} CPU cores ({node.device_name}), no GPU"
+    words = f"{node.num_devices} x {node.device_name}, {units.num_bytes(node.device_memory_bytes)} each"
+    _check_torch(node, words)
+    if node.device_kind == "cuda" and _is_slow():
+        raise TroubleError(f"{words}; persistence mode is off: every question starts the GPUs anew", _PERSISTENCE)
     return words
+
+
+_PERSISTENCE = "nvidia-smi -pm 1, or run nvidia-persistenced."
+
+
+def _node() -> Node:
+    try:
+        return discover_node()
+    except DeviceError as error:
+        raise TroubleError(str(error), "Mend the driver; cluster.device: cpu trains on cores on purpose.") from None
+
+
+def _check_torch(node: Node, words: str) -> None:
+    """Refuse a torch that was built for other devices, or sees fewer."""
+    found = _probe()
+    if found["kind"] != node.device_kind:
+        sees = "no such device" if found["kind"] == "cpu" else f"devices of kind {found['kind']}"
+        raise TroubleError(f"{words}; torch {found['version']} sees {sees}", _BUILDS[node.device_kind], "fail")
+    num_seen = len(found["devices"])
+    if num_seen != node.num_devices and not is_slice_name(node.device_name):  # of slices CUDA shows one
+        raise TroubleError(f"{words}; torch sees {num_seen} of them", _BUILDS[node.device_kind], "fail")
+
+
+_BUILDS: Mapping[DeviceKind, str] = {
+    "cuda": "Install the build of torch for this driver (https://pytorch.org/get-started).",
+    "rocm": "Install the build of torch for this ROCm (https://pytorch.org/get-started).",
+    "xpu": "Install the build of torch for Intel GPUs (https://pytorch.org/get-started).",
+    "npu": "Install the torch_npu that belongs to this torch, and source CANN's set_env.sh.",
+}
+
+
+def _is_slow() -> bool:
+    try:
+        return nvidia.is_persistent() is False
+    except DeviceQueryError:
+        return False
 
 
 def driver() -> str:
     """The GPU driver's version; other sweeps' figures compare only with the same one."""
     path = Path("/sys/module/nvidia/version")
-    if not path.exists():
-        return "none, and no GPU that needs one" if not visible_gpus() else "not told by the kernel"
-    return f"NVIDIA {path.read_text(encoding='ascii').strip()}"
+    if path.exists():
+        return f"NVIDIA {path.read_text(encoding='ascii').strip()}"
+    kind = _node().device_kind
+    return "none, and no GPU that needs one" if kind == "cpu" else f"not told by the kernel ({kind})"
 
 
 def collectives() -> str:
-    """NCCL among GPUs, gloo among cores."""
+    """NCCL among GPUs, HCCL among NPUs, gloo among cores."""
     if installed_version() is None:
         raise TroubleError("nobody knows without torch", REMEDY, "fail")
     found = _probe()
+    if found["kind"] in ("xpu", "npu"):
+        return FAMILIES[found["kind"]].collectives.upper()
     if found["devices"]:
         if not found["nccl"]:
             raise TroubleError(

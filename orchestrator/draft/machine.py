@@ -6,8 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from cluster.hardware.accelerators import CatalogueError, find_accelerator, load_cluster
-from cluster.hardware.topology import Topology, discover_node, uniform_topology
+from cluster.hardware.discovery import discover_node
+from cluster.hardware.topology import Topology, uniform_topology
 from orchestrator.errors import ConfigError
+from trials.accelerator.kinds import FAMILIES
 
 MAX_CORES = 8
 """Cores that a draft for a host without GPUs uses as devices."""
@@ -32,7 +34,7 @@ class DraftedMachine:
 
     @property
     def is_gpu(self) -> bool:
-        return self.topology.nodes[0].device_kind == "cuda"
+        return self.topology.nodes[0].device_kind != "cpu"
 
     @property
     def num_nodes(self) -> int:
@@ -70,7 +72,7 @@ def described_machine(name: str, num_nodes: int | None, devices_per_node: int | 
         memory_bytes=int(cluster.accelerator.usable_memory_bytes),
     )
     here = discover_node()
-    is_here = here.device_kind == "cuda" and nodes == 1 and devices <= here.num_devices
+    is_here = here.device_kind != "cpu" and nodes == 1 and devices <= here.num_devices
     if is_here and _same_device(here.device_name, cluster.accelerator.name):
         return replace(machine_here(devices), topology=topology)
     kind = cluster.accelerator.name
@@ -103,7 +105,7 @@ def machine_here(devices_per_node: int | None = None) -> DraftedMachine:
     if devices_per_node is None and node.device_kind == "cpu" and node.num_devices > MAX_CORES:
         node = discover_node(num_devices=MAX_CORES)
     section = f"{{kind: ray, device: {node.device_kind}, devices_per_node: {node.num_devices}}}"
-    what = "core" if node.device_kind == "cpu" else "GPU"
+    what = {"cpu": "core", "npu": "NPU"}.get(node.device_kind, "GPU")
     remarks = ("For a Ray cluster that runs: tune-cluster submit FILE --address HOST:PORT",)
     label = f"{node.num_devices} {what}{'s' if node.num_devices > 1 else ''} of this host ({node.device_name})"
     return DraftedMachine(topology=Topology(nodes=(node,)), section=section, label=label, remarks=remarks)
@@ -120,21 +122,22 @@ def machine_at(address: str, num_nodes: int | None, devices_per_node: int | None
 
     hosts = survey(address)
     able = [host for host in hosts if host.num_gpus] or [host for host in hosts if host.num_cpus]
-    alike = Counter((host.num_gpus or host.num_cpus, host.accelerator, bool(host.num_gpus)) for host in able)
+    alike = Counter((host.num_gpus or host.num_cpus, host.accelerator, host.device) for host in able)
     if not alike:
         raise ConfigError(f"the Ray cluster at {address} has no node with devices", key="--address")
-    (count, accelerator, is_gpu), most = max(alike.items(), key=lambda kind: kind[0][0] * kind[1])
+    (count, accelerator, device), most = max(alike.items(), key=lambda kind: kind[0][0] * kind[1])
     if (num_nodes or 1) > most or (devices_per_node or 1) > count:
         raise ConfigError(
             f"the Ray cluster at {address} has {most} nodes of {count} devices", key="--nodes", remedy="Ask for fewer."
         )
     nodes, devices = num_nodes or most, devices_per_node or count
-    device = "cuda" if is_gpu else "cpu"
+    is_gpu = device != "cpu"
+    what = f"{FAMILIES[device].ray_resource}s" if is_gpu else "cores"
     asked = f", devices_per_node: {devices}" if devices_per_node else ""
     return DraftedMachine(
         topology=_topology(nodes, devices, accelerator, is_gpu=is_gpu),
         section=f"{{kind: ray, address: {address!r}, num_nodes: {nodes}, device: {device}{asked}}}",
-        label=f"{nodes} x {devices} {accelerator or ('GPUs' if is_gpu else 'cores')} at {address}",
+        label=f"{nodes} x {devices} {accelerator or what} at {address}",
     )
 
 

@@ -27,8 +27,12 @@ def script_command(
     device: str,
     memory_limit_bytes: int | None = None,
     cache_dir: str | None = None,
+    env_pass: tuple[str, ...] = (),
 ) -> ScriptCommand:
     """The command of one trial: the candidate laid over the user's own, in trial mode.
+
+    Args:
+        env_pass: variables of the ranks' environment that the program sees besides those that the file names.
 
     Raises:
         ConfigError: a file of the user's that cannot be changed.
@@ -40,7 +44,7 @@ def script_command(
         argv=laid.argv,
         cwd=script.run.cwd,
         env=tuple(sorted(laid.env.items())),
-        env_pass=script.env_pass,
+        env_pass=(*script.env_pass, *env_pass),
         files=tuple(CommandFile(name=name, file_name=names[name], text=text) for name, text in laid.files.items()),
         launcher=script.model.launcher,
         log=script.log,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cluster.hardware.topology import Topology
+from cluster.hardware.topology import Topology, is_slice_name
 from orchestrator.space.knobs import KNOBS
 from orchestrator.space.knobs.own import INHERITED
 from orchestrator.space.knobs.text import show_pattern
@@ -142,9 +142,18 @@ def _amp_dtype(case: Case) -> str | None:
     return None
 
 
+def _slices_alone(case: Case) -> str | None:
+    """Slices of a GPU (MIG) cannot send to each other: NCCL knows whole GPUs only."""
+    if case.topology is None or case.candidate.layout.world_size == 1:
+        return None
+    name = next((node.device_name for node in case.topology.nodes if is_slice_name(node.device_name)), None)
+    return None if name is None else f"slices of a GPU ({name}) cannot talk to each other: one rank per trial"
+
+
 RULES: tuple[Rule, ...] = (
     Rule(id="tp-in-node", reads="layout", check=_tp_in_node),
     Rule(id="fits-lease", reads="layout", check=_fits_lease),
+    Rule(id="slices-alone", reads="layout", check=_slices_alone),
     *map(_of_runner, legality.RULES),
     Rule(id="amp-dtype", reads="candidate", check=_amp_dtype),
 )

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar, Literal, Self
 
-from cluster.hardware.topology import DeviceKind, Topology
+from cluster.hardware.topology import Topology
+from trials.accelerator.kinds import DeviceKind
 from trials.spec import Candidate, ProfileSpec
 
 

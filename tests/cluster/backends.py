@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from cluster.base import Cluster, Deadlines
 from cluster.connect import connect
 from cluster.cost.published.table import COLUMNS
-from cluster.hardware.topology import discover_node, uniform_topology
+from cluster.hardware.discovery import discover_node
+from cluster.hardware.topology import uniform_topology
 from cluster.local import LocalCluster
 from cluster.request import ClusterRequest
 from cluster.virtual.replay import ReplayCluster

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.hardware.topology import discover_node
+from cluster.hardware.discovery import discover_node
 from cluster.local import LocalCluster
 from tests.cluster.gangs import PRELOAD
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from cluster.connect import connect
-from cluster.hardware.topology import discover_node
+from cluster.hardware.discovery import discover_node
 from cluster.local import LocalCluster
 from cluster.request import ClusterRequest
 from tests.cluster.gangs import PRELOAD, launch, wait_for_pids

@@ -206,6 +206,22 @@ def hold_the_interpreter():
 HANGS = {"sleep": sleep_in_python, "stop": stop_oneself, "c": hold_the_interpreter}
 
 
+def aborts_as_the_watchdog_does(spec, progress):
+    """One rank is aborted by a thread that is no Python thread, after it wrote why to the log."""
+    if os.environ["RANK"] == spec["rank"]:
+        sys.stderr.write(
+            f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {spec['why']}\n"
+        )
+        sys.stderr.write(
+            "".join(
+                f"frame #{n}: <unknown function> + 0xdc253 (0x7fe76a6b0253 in libtorch_cuda.so)\n" for n in range(30)
+            )
+        )
+        sys.stderr.flush()
+        os.abort()
+    time.sleep(FOREVER_S)
+
+
 def ends_by_sigterm(spec, progress):
     sign_in(spec)
     if os.environ["RANK"] == spec["rank"]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.hardware.topology import discover_node
+from cluster.hardware.discovery import discover_node
 from cluster.local import LocalCluster
 from cluster.node.guardian import LEASE_VARIABLE, Guardian, environment_of, marked_processes
 from cluster.processes import process_info

@@ -11,7 +11,8 @@ from cluster.connect import connect, describe
 from cluster.gang.deadlines import RankClock, due_at_s, overdue_reason
 from cluster.gang.messages import Lines, RankProgress, StopGang, line
 from cluster.hardware import topology
-from cluster.hardware.topology import DeviceError, discover_node, path_safe
+from cluster.hardware.discovery import discover_node
+from cluster.hardware.topology import path_safe
 from cluster.ray.agent import interface_of
 from cluster.request import ClusterRequest
 from trials.codec import from_json
@@ -56,30 +57,6 @@ def test_overrides_win_over_what_is_found():
     node = discover_node(device="cpu", num_devices=1, device_memory_bytes=5, name="x")
     assert (node.name, node.num_devices, node.device_memory_bytes) == ("x", 1, 5)
     assert node.threads_per_device == topology.num_usable_cores()
-
-
-@pytest.fixture
-def gpus(tmp_path, monkeypatch):
-    """A host whose nvidia-smi lists two GPUs."""
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771'\necho 'NVIDIA H200, 143771'\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-
-def test_gpus_are_found(gpus):
-    node = discover_node()
-    assert (node.device_kind, node.num_devices, node.device_name) == ("cuda", 2, "NVIDIA H200")
-    assert node.device_memory_bytes == 143771 << 20
-    assert discover_node(device="cpu").device_kind == "cpu"
-
-
-def test_only_visible_gpus_count(gpus, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert discover_node().num_devices == 1
-    with pytest.raises(DeviceError, match="has 1 GPU"):
-        discover_node(num_devices=2)
 
 
 def test_asking_for_gpus_without_any_names_the_remedy(monkeypatch):

@@ -111,7 +111,14 @@ GRAPHS = {
     "model": Kernels(compile="model", backend="eager"),
 }
 """``aot_eager`` traces the backward pass too, as real backends do, but takes twice as long."""
-OTHERS: dict[str, Mapping[str, Any]] = {"recompute": RECOMPUTES, "precision": PRECISIONS, "graph": GRAPHS}
+LOSSES = {"loss": 1, "chunked-loss": 3}
+"""Chunks of head and loss; three do not divide the positions of a micro-batch."""
+OTHERS: dict[str, Mapping[str, Any]] = {
+    "recompute": RECOMPUTES,
+    "precision": PRECISIONS,
+    "graph": GRAPHS,
+    "loss": LOSSES,
+}
 
 
 def layout_of(row: Row) -> Layout:
@@ -130,7 +137,7 @@ def spec_of(row: Row) -> TrialSpec:
         num_microbatches=NUM_MICROBATCHES[row["batches"]],
         recompute=RECOMPUTES[row["recompute"]](layout),
         precision=PRECISIONS[row["precision"]],
-        kernels=GRAPHS[row["graph"]],
+        kernels=dataclasses.replace(GRAPHS[row["graph"]], loss_chunks=LOSSES[row["loss"]]),
     )
     return dataclasses.replace(spec, protocol=THREE_STEPS)
 

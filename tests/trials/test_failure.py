@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trials.failure import DataError, InfeasibleSpec, NonFiniteLoss, classify
+from tests.trials.failure_texts import RAISED
+from trials.failure import DataError, InfeasibleSpec, NonFiniteLoss, cause_in_log, classify
 
 
 def raised(outer: BaseException, inner: BaseException, *, explicit: bool) -> BaseException:
@@ -54,6 +55,13 @@ def test_kind_by_type_or_message(error: BaseException, kind: str) -> None:
     assert classify(error) == kind
 
 
+@pytest.mark.parametrize("text", RAISED, ids=lambda text: text.words[:40])
+def test_the_words_of_libraries_on_devices(text) -> None:
+    """Whichever exception carries them; what cuBLAS and cuDNN say is about memory only where there is none left."""
+    assert classify(RuntimeError(text.words), text.device) == text.kind
+    assert classify(RuntimeError(text.words), text.device, is_memory_full=True) == text.kind_if_full
+
+
 @pytest.mark.parametrize("explicit", [True, False])
 def test_the_innermost_kind_wins(explicit: bool) -> None:
     memory, peer, plain = MemoryError, ConnectionResetError, RuntimeError
@@ -71,6 +79,15 @@ def test_suppressed_context_does_not_count() -> None:
             raise RuntimeError("unrelated") from None
     except RuntimeError as error:
         assert classify(error) == "error"
+
+
+def test_a_log_tells_the_device_that_broke_before_the_watchdog_that_saw_it() -> None:
+    watchdog = "[rank1]:[E] [PG ID 0 Rank 1] Process group watchdog thread terminated with exception: CUDA error:"
+    found = cause_in_log(f"step 3\n{watchdog} uncorrectable ECC error encountered\nframe #0: c10::Error::Error\n")
+    assert found == ("device_lost", f"{watchdog} uncorrectable ECC error encountered")
+    late = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=880) ran for 600 ms"
+    assert cause_in_log(f"read error of a file, tried again\n{late}\n") == ("connection", late)
+    assert cause_in_log("read error of a file, tried again\nconnection reset, tried again\n") is None
 
 
 def test_gloo_reports_a_peer_that_never_comes_as_connection() -> None:

@@ -9,7 +9,7 @@ from tests.trials.tiny import SHAPE
 from trials import flops
 from trials.models.llama import Llama
 from trials.models.resnet import ResNet
-from trials.spec import Layout, LinearModel, LlamaModel, ResNetModel
+from trials.spec import Candidate, Kernels, Layout, LinearModel, LlamaModel, Precision, ResNetModel
 from trials.stages import Chunk, all_chunks
 
 
@@ -79,19 +79,15 @@ def test_the_linear_chain_multiplies_its_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "peak"),
+    ("precision", "kernels", "expected"),
     [
-        ("NVIDIA H200", "bfloat16", 989.4e12),
-        ("NVIDIA H200 NVL", "bfloat16", 835.5e12),
-        ("NVIDIA H100 80GB HBM3", "float16", 989.4e12),
-        ("NVIDIA H100 PCIe", "bfloat16", 756.0e12),
-        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312.0e12),
-        ("NVIDIA A100 80GB PCIe", "float32", 19.5e12),
-        ("Tesla V100-SXM2-32GB", "float16", 125.0e12),
-        ("Tesla V100-SXM2-32GB", "bfloat16", None),
-        ("NVIDIA GeForce RTX 4090", "bfloat16", None),
-        ("cpu", "float32", None),
+        (Precision(), Kernels(), "float32"),
+        (Precision(), Kernels(matmul_precision="high"), "tf32"),
+        (Precision(), Kernels(matmul_precision="medium"), "tf32"),
+        (Precision(level="O1", dtype="bfloat16"), Kernels(matmul_precision="high"), "bfloat16"),
+        (Precision(level="O2", dtype="float16"), Kernels(), "float16"),
+        (Precision(level="O1-fp8", dtype="bfloat16"), Kernels(), "float8"),
     ],
 )
-def test_peaks_are_known_or_none(name: str, dtype: str, peak: float | None) -> None:
-    assert flops.peak_flops_per_s(name, dtype) == peak
+def test_matrix_products_have_a_number_format(precision: Precision, kernels: Kernels, expected: str) -> None:
+    assert flops.matmul_format(Candidate(precision=precision, kernels=kernels)) == expected

@@ -29,8 +29,9 @@ def _check_initial_values() -> None:
     import torch
     from torch.distributed.tensor import DTensor
 
-    from trials.parallel.seeding import initial_value
-    from trials.parallel.shards import plain_name
+    from trials.models.draws import Draws
+    from trials.parallel.seeding import fill
+    from trials.parallel.shards import Piece, plain_name
     from trials.training import step
 
     parallelize = step.parallelize
@@ -42,8 +43,9 @@ def _check_initial_values() -> None:
         assert len(names) == 3 + 9 * SHAPE.num_layers
         for name, parameter in zip(names, llama.parameters(), strict=True):
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            wanted = initial_value(name, whole.shape, llama.initial(name), spec.workload.seed)
-            assert torch.equal(whole, wanted), name
+            wanted = Piece(name=name, size=whole.shape, start=(0,) * whole.dim(), part=torch.empty(whole.shape))
+            fill(wanted, Draws(device), llama.initial(name), spec.workload.seed)
+            assert torch.equal(whole, wanted.part), name
         return parts
 
     step.parallelize = checked

@@ -26,7 +26,7 @@ ROWS = read_rows()
 
 def name_of(row: Row) -> str:
     """The row's values, without those that leave a knob off."""
-    silent = {"flat", "one", "whole", "sequence", "embedding", "keep", "eager"}
+    silent = {"flat", "one", "whole", "sequence", "embedding", "keep", "eager", "loss"}
     return "/".join(value for value in row.values() if value not in silent)
 
 
@@ -49,6 +49,7 @@ NEUTRAL = {
     "recompute": "keep",
     "precision": "O0",
     "graph": "eager",
+    "loss": "loss",
 }
 
 

@@ -1,7 +1,7 @@
 """Memory of a device as its allocator and its driver count it. For the CPU, which has no such allocator, see
 :mod:`trials.training.memory`.
 
-Asked of the device's own module rather than of ``torch.accelerator``, which has these functions from torch 2.9 on only.
+Asked of the device's module rather than of ``torch.accelerator``: those who add a device to torch all have its names.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ import trials.precision.float8
 import trials.training.build
 from trials.dryrun.tracker import MemoryTracker
 from trials.models.base import TrainModel
+from trials.parallel import data_parallel
 
 DDP_BUCKET_BYTES = (1 << 20, 25 << 20)
 """Capacity of DDP's first gradient bucket and of the others (torch's defaults)."""
@@ -173,13 +174,15 @@ def bucket_sizes(sizes: list[int]) -> list[int]:
 
 @contextlib.contextmanager
 def ddp_as_buckets(tracker: MemoryTracker, mode: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-    """Replicate with :class:`Replica` instead of DDP."""
+    """Replicate with :class:`Replica` instead of DDP; make buckets, its own and those of ZeRO-1, inside ``mode``."""
 
     def apply_ddp(model: TrainModel, *_: Any) -> nn.Module:
-        with mode:
-            return Replica(model, tracker)
+        return Replica(model, tracker)
 
-    with replaced(trials.training.build, "apply_ddp", apply_ddp):
+    with (
+        replaced(trials.training.build, "apply_ddp", _inside(mode, apply_ddp)),
+        replaced(trials.training.build, "apply_buckets", _inside(mode, data_parallel.apply_buckets)),
+    ):
         yield
 
 

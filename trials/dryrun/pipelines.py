@@ -103,11 +103,10 @@ def _input_size(spec: TrialSpec) -> tuple[int, ...]:
 
 
 def _output(spec: TrialSpec) -> torch.Tensor:
-    model, precision = spec.workload.model, spec.candidate.precision
-    size = boundary_size(spec)
-    if isinstance(model, LlamaModel):
-        size = (*_input_size(spec), model.vocab_size)
-    return _meta(size, getattr(torch, precision.dtype)).requires_grad_()
+    """What the last stage gives: a Llama its loss."""
+    if isinstance(spec.workload.model, LlamaModel):
+        return _meta((), torch.float32).requires_grad_()
+    return _meta(boundary_size(spec), getattr(torch, spec.candidate.precision.dtype)).requires_grad_()
 
 
 def _meta(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch._dynamo
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo import utils
 
 from trials.models.base import TrainModel
-from trials.models.llama import Llama
 from trials.reports.findings import GraphReport
 from trials.spec import Kernels
 
@@ -19,7 +18,7 @@ _MAX_REASON_CHARS = 200
 _MAX_COMPILATIONS = 4096
 
 
-def apply_compile(model: TrainModel, kernels: Kernels, *, tensor_parallel: bool) -> None:
+def apply_compile(model: TrainModel, kernels: Kernels) -> None:
     """Compile in place every layer, equal ones sharing the code, or the model as a whole.
 
     A layer of ours must be one graph; the whole model may break into several, as it does at FSDP's hooks. Shapes are
@@ -27,21 +26,11 @@ def apply_compile(model: TrainModel, kernels: Kernels, *, tensor_parallel: bool)
     """
     if kernels.compile == "off":
         return
-    if tensor_parallel and isinstance(model, Llama) and model.tok_embeddings is not None:
-        model.tok_embeddings.register_forward_hook(_clone_output)
     mode = None if kernels.compile_mode == "default" else kernels.compile_mode
     targets: list[nn.Module] = [model] if kernels.compile == "model" else list(model.layers.values())
     for target in targets:
         whole = kernels.compile == "block" and not model.is_own
         target.compile(backend=kernels.backend, mode=mode, dynamic=False, fullgraph=whole)
-
-
-def _clone_output(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
-    """Keep an asynchronous collective's result out of the compiled block, whose backward cannot take one.
-
-    Waiting for it instead would run, but drops the embedding's gradient without a word.
-    """
-    return output.clone()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from trials.legality.layout import make_rules, shape_problem, uses_ddp
+from trials.legality.layout import holds_plain, make_rules, shape_problem
 from trials.legality.pattern import pattern_problem
-from trials.spec import Candidate, Counts, LossScale, Workload
+from trials.spec import Candidate, Counts, LlamaModel, LossScale, Workload
 
 FP32_MAX = (2.0 - 2.0**-23) * 2.0**127
 """Largest finite fp32 number."""
@@ -91,7 +91,7 @@ def _cuda_graphs(workload: Workload, candidate: Candidate) -> str | None:
     number = candidate.num_microbatches(workload.global_batch_size)
     if number > 1:
         return f"compile_mode reduce-overhead (CUDA graphs) needs one micro-batch per step, not {number}"
-    if layout.dp * layout.cp > 1 and not uses_ddp(layout):
+    if layout.dp * layout.cp > 1 and not holds_plain(layout):
         return "compile_mode reduce-overhead (CUDA graphs) needs DDP or ZeRO-1: FSDP2 moves the parameters"
     return None
 
@@ -100,6 +100,27 @@ def _amp_lists_with_compile(_workload: Workload, candidate: Candidate) -> str | 
     if candidate.kernels.compile == "off" or not (candidate.precision.white or candidate.precision.black):
         return None
     return "white and black lists need compile off: a compiled graph is traced without them"
+
+
+def _loss_chunks(workload: Workload, candidate: Candidate) -> str | None:
+    chunks, model = candidate.kernels.loss_chunks, workload.model
+    if chunks == 1:
+        return None
+    if chunks < 1:
+        return f"loss_chunks starts at 1, not {chunks}"
+    if not isinstance(model, LlamaModel):
+        return f"loss_chunks is for llama, whose head is ours; model kind {model.kind} computes all its outputs at once"
+    positions = candidate.micro_batch_size * workload.seq_length // candidate.layout.cp
+    if chunks > positions:
+        return f"loss_chunks {chunks} is more than the {positions} positions of a micro-batch on one rank"
+    return None
+
+
+def _loss_chunks_with_lists(_workload: Workload, candidate: Candidate) -> str | None:
+    precision = candidate.precision
+    if candidate.kernels.loss_chunks == 1 or not (precision.white or precision.black):
+        return None
+    return "white and black lists need loss_chunks 1: head and loss in chunks are one operator to them"
 
 
 def _cudnn_range(_workload: Workload, candidate: Candidate) -> str | None:
@@ -181,6 +202,8 @@ CANDIDATE_RULES = make_rules(
     ("compile-recompute-with-dtensor", _compile_recompute_with_dtensor),
     ("cuda-graphs", _cuda_graphs),
     ("amp-lists-with-compile", _amp_lists_with_compile),
+    ("loss-chunks", _loss_chunks),
+    ("loss-chunks-with-lists", _loss_chunks_with_lists),
     ("cudnn-range", _cudnn_range),
     ("amp-level", _amp_level),
     ("loss-scale", _loss_scale),

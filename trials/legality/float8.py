@@ -46,7 +46,8 @@ def _sides(workload: Workload, tp: int) -> Iterator[tuple[str, int]]:
     model = workload.model
     if isinstance(model, LlamaModel):
         yield "hidden_size", model.hidden_size
-        yield "size of all keys", model.num_kv_heads * (model.hidden_size // model.num_heads)
+        heads = model.num_heads + 2 * model.num_kv_heads
+        yield "size of all queries, keys and values", heads * (model.hidden_size // model.num_heads)
         yield "ffn_hidden_size", model.ffn_hidden_size
     elif isinstance(model, LinearModel) and tp == 1:
         yield "size", model.size

@@ -34,9 +34,13 @@ def make_rules(reads: Literal["layout", "candidate"], *checks: tuple[str, Check]
 
 
 def uses_ddp(layout: Layout) -> bool:
-    """Whether gradients are reduced by DistributedDataParallel (plain replication, or under ZeRO-1)."""
-    plain = layout.zero_stage == 0 and layout.dp_replicate * layout.cp > 1 and layout.replicate_with == "ddp"
-    return plain or layout.zero_stage == 1
+    """Whether gradients are reduced by DistributedDataParallel: plain replication of whole parameters."""
+    return layout.zero_stage == 0 and layout.dp_replicate * layout.cp > 1 and layout.replicate_with == "ddp"
+
+
+def holds_plain(layout: Layout) -> bool:
+    """Whether every data-parallel rank holds its parameters whole, as plain tensors: under DDP and under ZeRO-1."""
+    return layout.zero_stage == 1 or uses_ddp(layout)
 
 
 def shape_problem(counts: Counts, layout: Layout) -> str | None:
@@ -100,7 +104,7 @@ def _shard_embedding(workload: Workload, candidate: Candidate) -> str | None:
         return None
     if not isinstance(workload.model, LlamaModel):
         return f"shard_embedding is for llama, not model kind {workload.model.kind}"
-    if layout.dp * layout.cp == 1 or uses_ddp(layout):
+    if layout.dp * layout.cp == 1 or holds_plain(layout):
         return "shard_embedding needs FSDP2: data-parallel ranks, and neither DDP nor ZeRO stage 1"
     return None
 
@@ -142,7 +146,7 @@ def _sp_sequence(workload: Workload, candidate: Candidate) -> str | None:
 
 def _ddp_with_tp(_workload: Workload, candidate: Candidate) -> str | None:
     layout = candidate.layout
-    if layout.tp > 1 and layout.tp_engine == "dtensor" and layout.zero_stage != 1 and uses_ddp(layout):
+    if layout.tp > 1 and layout.tp_engine == "dtensor" and uses_ddp(layout):
         return "DDP cannot wrap tensor-parallel DTensors; use replicate_with fsdp2, or tp_engine local or auto"
     return None
 
@@ -150,7 +154,7 @@ def _ddp_with_tp(_workload: Workload, candidate: Candidate) -> str | None:
 def _zero1_with_tp(_workload: Workload, candidate: Candidate) -> str | None:
     layout = candidate.layout
     if layout.zero_stage == 1 and layout.tp > 1 and layout.tp_engine == "dtensor":
-        return "the ZeRO-1 optimiser cannot hold tensor-parallel DTensors; use tp_engine local or auto, or zero_stage 2"
+        return "ZeRO-1's buckets cannot hold tensor-parallel DTensors; use tp_engine local or auto, or zero_stage 2"
     return None
 
 
@@ -242,7 +246,7 @@ def _num_microbatches(workload: Workload, candidate: Candidate) -> str | None:
 def _ddp_with_chunks(_workload: Workload, candidate: Candidate) -> str | None:
     layout = candidate.layout
     if layout.num_virtual_stages > 1 and uses_ddp(layout):
-        return "DDP and ZeRO-1 take one stage per rank; use replicate_with fsdp2 or auto, or zero_stage 2 or 3"
+        return "DDP takes one stage per rank; use replicate_with fsdp2 or auto, or shard with zero_stage 1, 2 or 3"
     return None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trials.failure import InfeasibleSpec
 from trials.legality.candidate import CANDIDATE_RULES, FP32_MAX, FP32_TINY
 from trials.legality.float8 import FLOAT8_RULES
-from trials.legality.layout import LAYOUT_RULES, LegalityRule, has_sane_chunks, uses_ddp
+from trials.legality.layout import LAYOUT_RULES, LegalityRule, has_sane_chunks, holds_plain, uses_ddp
 from trials.legality.offload import OFFLOAD_RULES
 from trials.legality.pattern import pattern_problem
 from trials.spec import (
@@ -37,6 +37,7 @@ __all__ = [
     "LegalityRule",
     "check",
     "has_sane_chunks",
+    "holds_plain",
     "pattern_problem",
     "uses_ddp",
     "violations",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from trials.models.base import Initial, Loss, TrainModel
 from trials.models.hugging_face import build_hugging_face
@@ -70,10 +71,17 @@ def import_code(model: Model) -> None:
             build_hugging_face(model.config)
 
 
+def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:  # noqa: ARG001  # the model was given them
+    """What a model gives that computes its loss itself."""
+    return outputs
+
+
 def loss_of(model: Model) -> Loss:
     """The loss that goes with the model's outputs and the data's targets."""
     match model:
-        case LlamaModel() | HuggingFaceModel():
+        case LlamaModel():
+            return own_loss
+        case HuggingFaceModel():
             return next_token_loss
         case ResNetModel():
             return class_loss

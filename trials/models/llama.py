@@ -80,24 +80,28 @@ class SubLayer(nn.Module):
 
 
 class Attention(SubLayer):
-    """Causal grouped-query attention. The head count follows from the projections: tensor parallelism splits them."""
+    """Causal grouped-query attention. The head count follows from the projections: tensor parallelism splits them.
+
+    One matrix makes queries, keys and values. Its rows lie group by group, each the heads that share a key, that key
+    and its value, so that equal parts of it are parts of the heads.
+    """
 
     def __init__(self, shape: LlamaModel) -> None:
         super().__init__()
         self.head_size = shape.hidden_size // shape.num_heads
+        self.num_sharing = shape.num_heads // shape.num_kv_heads
         self.core: AttentionCore = causal_attention
-        kv_size = shape.num_kv_heads * self.head_size
-        self.wq = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
-        self.wk = nn.Linear(shape.hidden_size, kv_size, bias=False)
-        self.wv = nn.Linear(shape.hidden_size, kv_size, bias=False)
+        size = (shape.num_heads + 2 * shape.num_kv_heads) * self.head_size
+        self.wqkv = nn.Linear(shape.hidden_size, size, bias=False)
         self.wo = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
 
-    def first(self, x: Tensor, rope: Tensor) -> tuple[Tensor, ...]:
+    def first(self, x: Any, rope: Tensor) -> tuple[Tensor, ...]:
         """Projections and rotary positions: ``q``, ``k`` and ``v`` as ``[B, H, S, head_size]``."""
-        num_sequences, length, _ = x.shape
-        q, k, v = (w(x).view(num_sequences, length, -1, self.head_size) for w in (self.wq, self.wk, self.wv))
-        q, k = rotate(q, rope), rotate(k, rope)
-        return tuple(t.transpose(1, 2) for t in (q, k, v))
+        groups = self.wqkv(x).unflatten(-1, (-1, self.num_sharing + 2, self.head_size))
+        q, k, v = groups.split([self.num_sharing, 1, 1], dim=3)
+        # A view would keep all of the projection for the backward pass.
+        q, k, v = rotate(q, rope), rotate(k, rope), v.contiguous()
+        return tuple(t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))
 
     def second(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention and the output projection."""
@@ -106,20 +110,25 @@ class Attention(SubLayer):
 
 
 class FeedForward(SubLayer):
-    """SwiGLU (Shazeer, arXiv 2002.05202)."""
+    """SwiGLU (Shazeer, arXiv 2002.05202).
+
+    One matrix makes the gate and what it gates. Its rows lie in groups, each a part of the gate and the same part of
+    the other, as many groups as tensor parallelism can split the model into: equal parts of it are parts of both.
+    """
 
     def __init__(self, shape: LlamaModel) -> None:
         super().__init__()
-        self.w1 = nn.Linear(shape.hidden_size, shape.ffn_hidden_size, bias=False)
+        self.group_size = shape.ffn_hidden_size // math.gcd(shape.ffn_hidden_size, shape.num_kv_heads)
+        self.w13 = nn.Linear(shape.hidden_size, 2 * shape.ffn_hidden_size, bias=False)
         self.w2 = nn.Linear(shape.ffn_hidden_size, shape.hidden_size, bias=False)
-        self.w3 = nn.Linear(shape.hidden_size, shape.ffn_hidden_size, bias=False)
 
-    def first(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The gate before its activation, and what it gates."""
-        return self.w1(x), self.w3(x)
+    def first(self, x: Any) -> tuple[Tensor, ...]:
+        """The gate before its activation, and what it gates, both ``[B, S, groups, group_size]``."""
+        gate, up = self.w13(x).unflatten(-1, (-1, 2, self.group_size)).unbind(-2)
+        return gate, up
 
     def second(self, gate: Tensor, up: Tensor) -> Tensor:
-        out: Tensor = self.w2(F.silu(gate) * up)
+        out: Tensor = self.w2((F.silu(gate) * up).flatten(2))
         return out
 
 
@@ -149,12 +158,30 @@ def one_after_the_other(block: Block, x: Tensor, rope: Tensor) -> Tensor:
     return out
 
 
+class Head(nn.Linear):
+    """Maps hidden states ``[B, S, D]`` to logits, or with the tokens that are to be predicted to the mean loss.
+
+    Both in one module: what splits the vocabulary, or the positions, then need never make all logits at once.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int) -> None:
+        super().__init__(hidden_size, vocab_size, bias=False)
+        self.loss: Callable[[Tensor, Tensor, Tensor], Tensor] = projected_loss
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is None:
+            return F.linear(x, self.weight)
+        return self.loss(x, self.weight, targets)
+
+
 class Llama(TrainModel):
-    """Maps tokens ``[B, S]`` to logits ``[B, S, V]``.
+    """Maps tokens ``[B, S]`` to logits ``[B, S, V]``, or with the tokens that follow them to the mean loss.
 
     A virtual stage that is not the first takes hidden states ``[B, S, D]`` instead; one that is not the last gives
     them.
     """
+
+    computes_loss = True
 
     def __init__(self, shape: LlamaModel, seq_length: int, chunk: Chunk) -> None:
         super().__init__()
@@ -163,7 +190,7 @@ class Llama(TrainModel):
         self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.hidden_size) if chunk.is_first else None
         self.layers = nn.ModuleDict({str(i): Block(shape) for i in chunk.layer_ids})
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps) if chunk.is_last else None
-        self.output = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False) if chunk.is_last else None
+        self.output = Head(shape.hidden_size, shape.vocab_size) if chunk.is_last else None
         # A plain attribute, not a buffer: DDP sends buffers around at every step.
         self.rope: Tensor | None = None
         self.held_positions: Callable[[Tensor], Tensor] = unchanged
@@ -175,15 +202,15 @@ class Llama(TrainModel):
     def head_size(self) -> int:
         return self.shape.hidden_size // self.shape.num_heads
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         assert self.rope is not None, "materialize() comes before the first forward pass"
         h = x if self.tok_embeddings is None else self.tok_embeddings(x)
         for layer in self.layers.values():
             h = layer(h, self.rope)
         if self.norm is None or self.output is None:
             return h
-        logits: Tensor = self.output(self.norm(h))
-        return logits
+        outputs: Tensor = self.output(self.norm(h), targets=targets)
+        return outputs
 
     def materialize(self, device: torch.device) -> None:
         table = rotary_table(self.seq_length, self.head_size, self.shape.rope_theta)
@@ -205,6 +232,11 @@ def next_token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten())
 
 
+def projected_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """:func:`next_token_loss` of hidden states ``[B, S, D]``, by all logits at once."""
+    return next_token_loss(F.linear(x, weight), targets)
+
+
 def rotary_table(seq_length: int, head_size: int, theta: float) -> Tensor:
     """Cosines and sines ``[2, S, head_size]`` of rotary positions (Su et al., arXiv 2104.09864)."""
     inverse_frequency = theta ** -(torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
@@ -214,8 +246,8 @@ def rotary_table(seq_length: int, head_size: int, theta: float) -> Tensor:
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Turn the pairs ``(i, i + head_size / 2)`` of ``x [B, S, H, head_size]`` by their position's angles."""
-    cos, sin = (table[None, :, None].to(x.dtype) for table in rope)
+    """Turn the pairs ``(i, i + head_size / 2)`` of ``x [B, S, groups, H, head_size]`` by their position's angles."""
+    cos, sin = (table[None, :, None, None].to(x.dtype) for table in rope)
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     return torch.addcmul(x * cos, turned, sin)

@@ -74,8 +74,7 @@ class _Passes:
 
     def begin(self, copies: CopyStream, *, is_first: bool) -> _Pass:
         self.settle()
-        begun = _Pass(self, copies, None if is_first else self.last)
-        return begun
+        return _Pass(self, copies, None if is_first else self.last)
 
     def end(self, done: _Pass | None) -> None:
         """The device lets go of what the pass before has copied."""
@@ -149,7 +148,7 @@ class _Pass:
 
 
 class _Moved:
-    """A storage that is on the host until the backward pass needs it; it lasts as long as autograd keeps a view of it."""
+    """A storage on the host until the backward pass needs it. It lasts as long as autograd keeps a view of it."""
 
     __slots__ = ("__weakref__", "_back", "_device", "_held", "_of")
 

@@ -47,9 +47,11 @@ def group_of(mesh: DeviceMesh) -> Group:
 class Pending:
     """A started collective, to be finished once."""
 
-    __slots__ = ("_halves",)
+    __slots__ = ("_halves", "token")
 
     def __init__(self, token: Tensor, result: Tensor) -> None:
+        self.token = token
+        """What was sent. Its gradient may still be in flight when it comes: it is awaited here."""
         self._halves: tuple[Tensor, Tensor] | None = (token, result)
 
     def take(self) -> tuple[Tensor, Tensor] | None:
@@ -60,7 +62,7 @@ class Pending:
 
 def start(kind: CollectiveKind, x: Tensor, group: Group) -> Pending:
     """Begin the collective on ``x`` and return at once."""
-    return Pending(_AwaitGradient.apply(x), _launch(kind, x.detach(), group.size, group.name))  # type: ignore[no-untyped-call]
+    return Pending(_AwaitGradient.apply(x), launch(kind, x.detach(), group.size, group.name))  # type: ignore[no-untyped-call]
 
 
 def finish(kind: CollectiveKind, halves: tuple[Tensor, Tensor], group: Group) -> Tensor:
@@ -76,14 +78,13 @@ def communicate(kind: CollectiveKind, x: Tensor, group: Group) -> Tensor:
     return finish(kind, halves, group)
 
 
-def gather_replicated(x: Tensor, group: Group) -> Tensor:
-    """Every rank's ``x``, for a computation that all ranks repeat: its gradients are equal, so each keeps its own."""
-    out: Tensor = _GatherReplicated.apply(x, group.size, group.rank, group.name)  # type: ignore[no-untyped-call]
-    return out
+def reduced(x: Tensor, operation: Literal["sum", "max"], group: Group) -> Tensor:
+    """Sum or maximum of every rank's ``x``, to which no gradient flows."""
+    return wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), operation, group.name))
 
 
 class _AwaitGradient(torch.autograd.Function):
-    """Gives its input; waits for the gradient, which :class:`_Finish` has left in flight."""
+    """Gives its input; waits for the gradient, which :class:`_Finish` or a projection has left in flight."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ class _AwaitGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(_ctx: Any, *grads: Tensor) -> Tensor:
-        return _wait(grads[0])
+        return wait(grads[0])
 
 
 class _Finish(torch.autograd.Function):
@@ -100,28 +101,16 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, _token: Tensor, result: Tensor, kind: CollectiveKind, size: int, name: str) -> Tensor:
         ctx.sent = (_BACKWARD[kind], size, name)
-        return _wait(result)
+        return wait(result)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         kind, size, name = ctx.sent
-        return _launch(kind, grads[0], size, name), None, None, None, None
+        return launch(kind, grads[0], size, name), None, None, None, None
 
 
-class _GatherReplicated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, rank: int, name: str) -> Tensor:
-        ctx.part = (size, rank)
-        return _wait(_launch("all_gather", x, size, name))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        size, rank = ctx.part
-        return grads[0].chunk(size)[rank], None, None, None
-
-
-def _launch(kind: CollectiveKind, x: Tensor, size: int, name: str) -> Tensor:
-    """Start a collective; the result must not be read before :func:`_wait`."""
+def launch(kind: CollectiveKind, x: Tensor, size: int, name: str) -> Tensor:
+    """Start a collective; the result must not be read before :func:`wait`."""
     ops: Any = torch.ops._c10d_functional
     out: Tensor
     if kind == "all_reduce":
@@ -138,7 +127,7 @@ def _launch(kind: CollectiveKind, x: Tensor, size: int, name: str) -> Tensor:
     return out
 
 
-def _wait(x: Tensor) -> Tensor:
+def wait(x: Tensor) -> Tensor:
     """Wait for the collective that makes ``x``, if there is one."""
     out: Tensor = torch.ops._c10d_functional.wait_tensor(x)
     return out

@@ -1,7 +1,8 @@
-"""Data parallelism: DDP, FSDP2 sharding and FSDP2 replication of one part of the model."""
+"""Data parallelism: DDP, buckets for ZeRO-1, FSDP2 sharding and FSDP2 replication of one part of the model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,9 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from trials.legality.rules import uses_ddp
+from trials.legality.rules import holds_plain
 from trials.models.base import TrainModel
-from trials.parallel.mesh import DATA_AXES, flat_mesh, shard_mesh
+from trials.parallel.buckets import BucketedReplica, Kind, Peers
+from trials.parallel.held import HeldTensor, held_parameters
+from trials.parallel.mesh import DATA_AXES, SHARD_AXES, flat_mesh, shard_mesh
+from trials.parallel.shards import ShardMap
 from trials.precision.mixed import mixed_precision_policy
 from trials.spec import Layout, Precision
 
@@ -23,7 +27,12 @@ _ENDS = ("tok_embeddings", "output")
 
 def uses_fsdp(layout: Layout) -> bool:
     """Whether the data-parallel engine is FSDP2, be it to shard or to replicate."""
-    return layout.dp * layout.cp > 1 and not uses_ddp(layout)
+    return layout.dp * layout.cp > 1 and not holds_plain(layout)
+
+
+def reduces_each(layout: Layout) -> bool:
+    """Whether every micro-batch reduces its gradients, so that no rank keeps more than its shard of them."""
+    return layout.zero_stage >= 2 and layout.gradient_reduction == "each"
 
 
 def apply_fsdp(model: TrainModel, mesh: DeviceMesh, layout: Layout, precision: Precision) -> None:
@@ -60,13 +69,47 @@ def apply_ddp(model: TrainModel, mesh: DeviceMesh, layout: Layout, device: torch
     return DistributedDataParallel(model, process_group=group, **options)
 
 
-def set_gradient_sync(module: nn.Module, enabled: bool) -> None:
-    """Say whether the next backward pass reduces gradients over data-parallel ranks; off between micro-batches."""
+def apply_buckets(model: TrainModel, mesh: DeviceMesh, layout: Layout, shard_map: ShardMap) -> BucketedReplica:
+    """Wrap for ZeRO-1: all data-parallel ranks hold all parameters, and share out their states."""
+    kinds = {}
+    for held in held_parameters(model, shard_map, layout):
+        (parameter,) = held.parameters
+        if parameter.requires_grad:
+            kinds[parameter] = Kind(parameter.dtype, held.num_replicas, held.is_partial)
+    replicas = mesh["dp_replicate"].get_group() if layout.dp_replicate > 1 else None
+    device = next(iter(kinds)).device
+    return BucketedReplica(model, kinds, Peers(flat_mesh(mesh, SHARD_AXES).get_group(), replicas), device)
+
+
+def held_tensors(module: nn.Module, model: TrainModel, shard_map: ShardMap, layout: Layout) -> Sequence[HeldTensor]:
+    """What this rank updates of ``model``, which ``module`` wraps."""
+    return module.buckets if isinstance(module, BucketedReplica) else held_parameters(model, shard_map, layout)
+
+
+def begin_backward(module: nn.Module, *, is_last: bool, each: bool) -> None:
+    """Say what the next micro-batch does to gradients: reduce them over data-parallel ranks, or add them up.
+
+    Call it before the forward pass: DDP must know by then.
+
+    Args:
+        is_last: whether it is the step's last one.
+        each: whether all of them reduce, not only the last one. Even then copies of the shards (``dp_replicate``) are
+            averaged but once: until then each rank adds up its own shard.
+    """
     if isinstance(module, DistributedDataParallel):
         # What DDP.no_sync() sets; both the forward and the backward pass of a micro-batch must see it.
-        module.require_backward_grad_sync = enabled
+        module.require_backward_grad_sync = is_last
+    elif isinstance(module, BucketedReplica):
+        module.reduces = is_last
     elif isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(enabled)
+        module.set_requires_gradient_sync(is_last or each)
+        module.set_requires_all_reduce(is_last)
+
+
+def finish_gradients(module: nn.Module) -> None:
+    """Reduce what the backward passes of a step have left unreduced, where they do not see to it themselves."""
+    if isinstance(module, BucketedReplica):
+        module.finish()
 
 
 def sharded_ends(model: nn.Module) -> list[FSDPModule]:
@@ -78,8 +121,9 @@ def sharded_ends(model: nn.Module) -> list[FSDPModule]:
 
 
 def reduce_gradients(root: FSDPModule) -> None:
-    """Reduce what has added up under ``root``, as pipeline schedules do for the model as a whole."""
+    """Reduce what has added up under ``root``, as pipeline schedules do at the end of a step."""
     state = fully_shard.state(root)  # type: ignore[attr-defined]
-    for group in state._fsdp_param_groups:
-        group.post_backward()
+    for part in reversed(state._state_ctx.all_states):
+        for group in reversed(part._fsdp_param_groups):
+            group.post_backward()
     state._root_post_backward_final_callback()

@@ -9,22 +9,24 @@ Korthikanti et al., arXiv 2205.05198, section 4.2)::
     gather_sequence       all-gather              reduce-scatter        with sequence parallelism, where the
     scatter_sequence      reduce-scatter          all-gather            regions in between hold S / tp positions
 
-The four are functions that a ``TorchFunctionMode`` sees under these names, to be counted or called again.
+The four are functions that a ``TorchFunctionMode`` sees under these names, to be counted or called again. Where a
+projection follows an entry at once, it takes over the entry's backward pass (:class:`ColumnLinear`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import wrap_torch_function
 
-from trials.models.llama import Block, Llama, SubLayer
-from trials.parallel.collectives import Group, Pending, finish, gather_replicated, start
+from trials.models.llama import Block, Llama
+from trials.parallel.collectives import Group, Pending, finish, launch, start, wait
 from trials.parallel.shards import LocalShard, ShardMap
 
 
@@ -32,40 +34,42 @@ class Crossing(Protocol):
     """One of the four functions that activations cross a boundary by.
 
     ``pending`` is what its start function made of the same ``x``, if that was called. Calling it again with a
-    ``pending`` that it has used up starts over from ``x``.
+    ``pending`` that it has used up starts over from ``x``. With ``detached`` the result has no gradient.
     """
 
-    def __call__(self, x: Tensor, group: Group, pending: Pending | None = None) -> Tensor: ...
+    def __call__(
+        self, x: Tensor, group: Group, pending: Pending | None = None, *, detached: bool = False
+    ) -> Tensor: ...
 
 
-def _visible(function: Crossing) -> Crossing:
+def _visible(function: Any) -> Any:
     """Let a ``TorchFunctionMode`` see calls of the function under its name."""
-    return cast(Crossing, wrap_torch_function(lambda x, *_args, **_kwargs: (x,))(function))
+    return wrap_torch_function(lambda x, *_args, **_kwargs: (x,))(function)
 
 
 @_visible
-def copy_input(x: Tensor, group: Group, pending: Pending | None = None) -> Tensor:
+def copy_input(x: Tensor, group: Group, pending: Pending | None = None, *, detached: bool = False) -> Tensor:
     """``x``, whole on every rank."""
-    return finish("none", _halves(start_copy, x, group, pending), group)
+    return _finished("none", start_copy, x, group, pending, detached)
 
 
 @_visible
-def reduce_output(x: Tensor, group: Group, pending: Pending | None = None) -> Tensor:
+def reduce_output(x: Tensor, group: Group, pending: Pending | None = None, *, detached: bool = False) -> Tensor:
     """Sum of every rank's ``x``."""
-    return finish("all_reduce", _halves(start_reduce, x, group, pending), group)
+    return _finished("all_reduce", start_reduce, x, group, pending, detached)
 
 
 @_visible
-def gather_sequence(x: Tensor, group: Group, pending: Pending | None = None) -> Tensor:
+def gather_sequence(x: Tensor, group: Group, pending: Pending | None = None, *, detached: bool = False) -> Tensor:
     """All positions ``[B, S, D]`` from every rank's ``x [B, S / tp, D]``."""
-    parts = finish("all_gather", _halves(start_gather, x, group, pending), group)
+    parts = _finished("all_gather", start_gather, x, group, pending, detached)
     return torch.unflatten(parts, 0, (group.size, -1)).movedim(0, 1).flatten(1, 2)
 
 
 @_visible
-def scatter_sequence(x: Tensor, group: Group, pending: Pending | None = None) -> Tensor:
+def scatter_sequence(x: Tensor, group: Group, pending: Pending | None = None, *, detached: bool = False) -> Tensor:
     """This rank's positions ``[B, S / tp, D]`` of the sum of every rank's ``x [B, S, D]``."""
-    return finish("reduce_scatter", _halves(start_scatter, x, group, pending), group)
+    return _finished("reduce_scatter", start_scatter, x, group, pending, detached)
 
 
 def start_copy(x: Tensor, group: Group) -> Pending:
@@ -81,18 +85,23 @@ def start_gather(x: Tensor, group: Group) -> Pending:
 
 
 def start_scatter(x: Tensor, group: Group) -> Pending:
-    return start("reduce_scatter", torch.unflatten(x, 1, (group.size, -1)).movedim(1, 0).flatten(0, 1), group)
+    return start("reduce_scatter", by_part(x, group.size), group)
+
+
+def by_part(x: Tensor, size: int) -> Tensor:
+    """``x [B, S, D]`` as ``[size * B, S / size, D]``: the parts of the positions one after the other."""
+    return torch.unflatten(x, 1, (size, -1)).movedim(1, 0).flatten(0, 1)
 
 
 Start = Callable[[Tensor, Group], Pending]
 
 
-def _halves(begin: Start, x: Tensor, group: Group, pending: Pending | None) -> tuple[Tensor, Tensor]:
+def _finished(kind: Any, begin: Start, x: Tensor, group: Group, pending: Pending | None, detached: bool) -> Tensor:
     halves = None if pending is None else pending.take()
     if halves is None:
         halves = begin(x, group).take()
     assert halves is not None
-    return halves
+    return wait(halves[1]) if detached else finish(kind, halves, group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,60 +111,118 @@ class Boundary:
     cross: Crossing
     begin: Start
     group: Group
+    in_16_bits: bool = False
+    """Whether under autocast its 16-bit type crosses; the projection that follows would cast to it anyway."""
 
-    def __call__(self, x: Tensor, pending: Pending | None = None) -> Tensor:
-        return self.cross(x, self.group, pending)
+    def __call__(self, x: Tensor, pending: Pending | None = None) -> Any:
+        pending = pending or self.start(x)
+        return self.cross(pending.token, self.group, pending)
 
     def start(self, x: Tensor) -> Pending:
+        kind = x.device.type
+        if self.in_16_bits and torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
         return self.begin(x, self.group)
 
 
-def apply_local_tensor_parallel(model: Llama, group: Group, *, sequence_parallel: bool) -> ShardMap:
-    """Split the weights over ``group``, in place, and say how."""
-    if sequence_parallel:
-        enter = Boundary(cross=gather_sequence, begin=start_gather, group=group)
-        leave = Boundary(cross=scatter_sequence, begin=start_scatter, group=group)
-    else:
-        enter = Boundary(cross=copy_input, begin=start_copy, group=group)
-        leave = Boundary(cross=reduce_output, begin=start_reduce, group=group)
+class Token:
+    """Carries the tensor to which a :class:`ColumnLinear` sends its input's gradient, hidden from what casts tensors:
+    the gradient is in flight, so that nothing but its awaiting may come next."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class Entered(NamedTuple):
+    """An input on its way into a projection: where its gradient goes, and all of it, without a gradient."""
+
+    token: Token
+    whole: Tensor
+
+
+class Entrance(Boundary):
+    """A boundary that is followed by a :class:`ColumnLinear` at once, and leaves its backward pass to that."""
+
+    __slots__ = ()
+
+    def __call__(self, x: Tensor, pending: Pending | None = None) -> Entered:
+        pending = pending or self.start(x)
+        return Entered(Token(pending.token), self.cross(pending.token, self.group, pending, detached=True))
+
+
+Sum = Literal["all_reduce", "reduce_scatter"]
+"""How the gradient of a projection's input is summed; the latter with sequence parallelism."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Borders:
+    """How activations enter and leave the split sub-layers of a model."""
+
+    group: Group
+    enter: Boundary
+    leave: Boundary
+    entrance: Entrance | None
+    """What to enter by where a projection of ours follows; None where the schedule splits its backward pass."""
+    sum_by: Sum
+
+
+def borders(group: Group, *, sequence_parallel: bool, overlap: bool, in_16_bits: bool) -> Borders:
+    """The borders of a model that is split over ``group``.
+
+    Args:
+        overlap: whether projections hide the sum of their input's gradient behind that of their weight's.
+        in_16_bits: see :attr:`Boundary.in_16_bits`.
+    """
+    cross, begin = (gather_sequence, start_gather) if sequence_parallel else (copy_input, start_copy)
+    leave, leaving = (scatter_sequence, start_scatter) if sequence_parallel else (reduce_output, start_reduce)
+    entering: dict[str, Any] = {"cross": cross, "begin": begin, "group": group, "in_16_bits": in_16_bits}
+    return Borders(
+        group=group,
+        enter=Boundary(**entering),
+        leave=Boundary(cross=leave, begin=leaving, group=group),
+        entrance=Entrance(**entering) if overlap else None,
+        sum_by="reduce_scatter" if sequence_parallel else "all_reduce",
+    )
+
+
+def split_layers(model: Llama, crossing: Borders, *, sequence_parallel: bool) -> ShardMap:
+    """Split the weights of the layers over the group, in place, and say how."""
+    group = crossing.group
     split: dict[str, int] = {}
-    if model.tok_embeddings is not None:
-        model.tok_embeddings = VocabParallelEmbedding(model.tok_embeddings, leave)
-        split["tok_embeddings.weight"] = 0
     for number, layer in model.layers.items():
         assert isinstance(layer, Block)
-        names = _split_block(layer, enter, leave)
+        names = _split_block(layer, crossing)
         split |= {f"layers.{number}.{name}.weight": dim for name, dim in names.items()}
-    if model.output is not None:
-        model.output = VocabParallelHead(model.output, enter)
-        split["output.weight"] = 0
     return ShardMap(
         shards={name: LocalShard(dim=dim, index=group.rank, num_shards=group.size) for name, dim in split.items()},
         partial=frozenset(_norm_weights(model)) if sequence_parallel else frozenset(),
     )
 
 
-def _split_block(block: Block, enter: Boundary, leave: Boundary) -> dict[str, int]:
+def _split_block(block: Block, crossing: Borders) -> dict[str, int]:
     """Split what goes into a sub-layer by output features, what goes out by input features."""
     split = {}
-    sub_layers: dict[str, tuple[SubLayer, dict[str, int]]] = {
-        "attention": (block.attention, {"wq": 0, "wk": 0, "wv": 0, "wo": 1}),
-        "feed_forward": (block.feed_forward, {"w1": 0, "w3": 0, "w2": 1}),
-    }
-    for name, (sub_layer, projections) in sub_layers.items():
-        sub_layer.enter, sub_layer.leave = enter, leave
-        for projection, dim in projections.items():
-            _split_linear(getattr(sub_layer, projection), dim, enter.group.size)
+    for name, inner, outer in (("attention", "wqkv", "wo"), ("feed_forward", "w13", "w2")):
+        sub_layer: Any = getattr(block, name)
+        sub_layer.enter, sub_layer.leave = crossing.enter, crossing.leave
+        for projection, dim in ((inner, 0), (outer, 1)):
+            _split_linear(getattr(sub_layer, projection), dim, crossing.group.size)
             split[f"{name}.{projection}"] = dim
+        # Linear modules of other types compute by themselves.
+        if crossing.entrance is not None and type(getattr(sub_layer, inner)) is nn.Linear:
+            sub_layer.enter = crossing.entrance
+            setattr(sub_layer, inner, ColumnLinear(getattr(sub_layer, inner).weight, crossing))
     return split
 
 
 def _split_linear(linear: nn.Linear, dim: int, num_shards: int) -> None:
-    linear.weight = _part_of(linear.weight, dim, num_shards)
+    linear.weight = part_of(linear.weight, dim, num_shards)
     linear.out_features, linear.in_features = linear.weight.shape
 
 
-def _part_of(weight: Tensor, dim: int, num_shards: int) -> nn.Parameter:
+def part_of(weight: Tensor, dim: int, num_shards: int) -> nn.Parameter:
     """An empty parameter for one of ``num_shards`` parts of ``weight`` along ``dim``."""
     size = list(weight.shape)
     assert size[dim] % num_shards == 0, "legality checks that tensor parallelism divides every split dimension"
@@ -168,38 +235,58 @@ def _norm_weights(model: Llama) -> list[str]:
     return [name for name, _ in model.named_parameters() if name.endswith("norm.weight")]
 
 
-class VocabParallelEmbedding(nn.Embedding):
-    """Embedding of the ids of this rank's part of the vocabulary; the others' rows come with the boundary's sum."""
+class ColumnLinear(nn.Linear):
+    """This rank's output features of a projection of what an :class:`Entrance` gives.
 
-    def __init__(self, whole: nn.Embedding, leave: Boundary) -> None:
+    Its backward pass computes the gradient of the input, starts summing that over the group, computes the gradient of
+    the weight meanwhile, and leaves the waiting to where the input came from: the sum hides behind a matmul, as in
+    Megatron-LM (Shoeybi et al., arXiv 1909.08053).
+    """
+
+    def __init__(self, weight: nn.Parameter, crossing: Borders) -> None:
         nn.Module.__init__(self)
-        self.weight = _part_of(whole.weight, 0, leave.group.size)
-        self.num_embeddings, self.embedding_dim = self.weight.shape
-        self.padding_idx, self.max_norm, self.norm_type = None, None, 2.0
-        self.scale_grad_by_freq, self.sparse = False, False
-        self.leave = leave
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        ids = tokens - self.leave.group.rank * self.num_embeddings
-        absent = (ids < 0) | (ids >= self.num_embeddings)
-        rows = F.embedding(ids.masked_fill(absent, 0), self.weight)
-        return self.leave(rows.masked_fill(absent[..., None], 0.0))
-
-
-class VocabParallelHead(nn.Linear):
-    """Logits of this rank's part of the vocabulary, gathered: every rank computes the whole loss."""
-
-    def __init__(self, whole: nn.Linear, enter: Boundary) -> None:
-        nn.Module.__init__(self)
-        self.weight = _part_of(whole.weight, 0, enter.group.size)
-        self.out_features, self.in_features = self.weight.shape
+        self.weight = weight
+        self.out_features, self.in_features = weight.shape
         self.bias: Any = None
-        self.enter = enter
+        self._project = functools.partial(linear, group=crossing.group, sum_by=crossing.sum_by)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return gather_vocabulary(F.linear(self.enter(x), self.weight), self.enter.group)
+    def forward(self, x: Entered) -> Tensor:  # type: ignore[override]
+        projected: Tensor = self._project(x.whole, self.weight, x.token)
+        return projected
 
 
-def gather_vocabulary(logits: Tensor, group: Group) -> Tensor:
-    """All logits ``[B, S, V]`` from every rank's ``[B, S, V / tp]``."""
-    return torch.unflatten(gather_replicated(logits, group), 0, (group.size, -1)).movedim(0, 2).flatten(2, 3)
+@_visible
+def linear(whole: Tensor, weight: Tensor, token: Token, group: Group, sum_by: Sum) -> Tensor:
+    """``whole`` times ``weight``, in autocast's type where that is on."""
+    kind = whole.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    with torch.autocast(kind, enabled=False):
+        out = _Projection.apply(token.tensor, whole, weight, dtype, sum_by, group.size, group.name)  # type: ignore[no-untyped-call]
+    return cast(Tensor, out)
+
+
+class _Projection(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, token: Tensor, whole: Tensor, weight: Tensor, dtype: torch.dtype, sum_by: Sum, size: int, name: str
+    ) -> Tensor:
+        ctx.sent = (sum_by, size, name)
+        ctx.token_dtype = token.dtype
+        x, narrow = whole.to(dtype), weight.to(dtype)
+        ctx.save_for_backward(x, narrow)
+        ctx.weight_dtype = weight.dtype
+        return F.linear(x, narrow)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None, None]:
+        sum_by, size, name = ctx.sent
+        x, weight = ctx.saved_tensors
+        grad = grads[0].flatten(0, 1)
+        summed = weight_grad = None
+        if ctx.needs_input_grad[0]:
+            # In the type of the token: autograd would cast, and so read, what is still in flight.
+            input_grad = torch.mm(grad, weight).view(x.shape).to(ctx.token_dtype)
+            summed = launch(sum_by, by_part(input_grad, size) if sum_by == "reduce_scatter" else input_grad, size, name)
+        if ctx.needs_input_grad[2]:
+            weight_grad = torch.mm(grad.t(), x.flatten(0, 1)).to(ctx.weight_dtype)
+        return summed, None, weight_grad, None, None, None, None

@@ -2,34 +2,19 @@
 
 A module of the user's draws its own, before it is split, from one seed in every process. For models of ours:
 
-The global random stream depends on build order and sharding, so every parameter gets a generator seeded by its name;
-the full tensor is drawn on the CPU and each rank keeps its slice.
+The global random stream depends on build order and sharding, so every element of a parameter is drawn by the
+parameter's name and its own place in the whole (:mod:`trials.models.draws`). A rank draws what it holds where it holds
+it, and never has more than a tile of a few MiB besides.
 """
 
 from __future__ import annotations
 
-import zlib
-
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trials.models.base import Initial, TrainModel
-from trials.parallel.shards import LocalShard, ShardMap, plain_name
-
-
-def initial_value(name: str, size: torch.Size, initial: Initial, seed: int) -> Tensor:
-    """The full fp32 value of parameter ``name``: a pure function of its arguments."""
-    if initial.std == 0.0:
-        return torch.full(size, initial.mean)
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
-    return torch.empty(size).normal_(initial.mean, initial.std, generator=generator)
-
-
-def perturbed(value: Tensor, name: str, size: float, seed: int) -> Tensor:
-    """``value`` with every element off by a share of it, uniform within ``size`` of 0: a pure function, too."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(f"{name} perturbed".encode()))
-    return value + value * torch.empty(value.shape).uniform_(-size, size, generator=generator)
+from trials.models.draws import Draws, Tile, key_of
+from trials.parallel.shards import Piece, ShardMap, pieces_of, plain_name
 
 
 @torch.no_grad()
@@ -39,32 +24,48 @@ def init_parameters(model: TrainModel, seed: int, shard_map: ShardMap, perturbat
     Args:
         perturbation: see :attr:`trials.spec.TrialSpec.perturbation`.
     """
-    for wrapped_name, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        return
+    draws = Draws(next(iter(parameters.values())).device)
+    for wrapped_name, parameter in parameters.items():
         name = plain_name(wrapped_name)
-        shard = shard_map.shards.get(name)
-        full = initial_value(name, _full_size(parameter.shape, shard), model.initial(name), seed)
-        if perturbation:
-            full = perturbed(full, name, perturbation, seed)
-        if shard is not None:
-            full = full.chunk(shard.num_shards, shard.dim)[shard.index]
-        if isinstance(parameter, DTensor):
-            # src_data_rank=None: every rank drew the same full tensor, so none has to be sent.
-            full = full.to(parameter.device)
-            part = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(part.to_local())
+        for piece in pieces_of(name, parameter, shard_map.shards.get(name)):
+            fill(piece, draws, model.initial(piece.name), seed, perturbation)
+
+
+@torch.no_grad()
+def fill(piece: Piece, draws: Draws, initial: Initial, seed: int, perturbation: float = 0.0) -> None:
+    """Give a piece of a parameter its initial values: fp32, rounded to the piece's own type at the end."""
+    if initial.std == 0.0 and not perturbation:
+        piece.part.fill_(initial.mean)
+        return
+    key = key_of(seed, piece.name)
+    for tile in draws.tiles(piece.part, piece.size, piece.start):
+        if initial.std == 0.0:
+            values = torch.full(tile.rows.shape, initial.mean, device=tile.rows.device)
         else:
-            parameter.copy_(full)
+            values = draws.normal(key, tile).mul_(initial.std).add_(initial.mean)
+        if perturbation:
+            values += values * _shares(draws, tile, piece.name, perturbation, seed)
+        tile.rows.copy_(values)
 
 
 @torch.no_grad()
 def perturb_parameters(model: TrainModel, seed: int, perturbation: float) -> None:
     """Move the weights of a model that has its values already, and is not split yet, off by a share of them."""
-    if perturbation:
-        for name, parameter in model.named_parameters():
-            parameter.copy_(perturbed(parameter, name, perturbation, seed))
+    parameters = {name: p.detach() for name, p in model.named_parameters() if p.is_floating_point()}
+    if not perturbation or not parameters:
+        return
+    draws = Draws(next(iter(parameters.values())).device)
+    for name, parameter in parameters.items():
+        values = parameter.contiguous()
+        for tile in draws.tiles(values, values.shape, (0,) * values.dim()):
+            tile.rows.add_(tile.rows * _shares(draws, tile, name, perturbation, seed))
+        if values is not parameter:
+            parameter.copy_(values)
 
 
-def _full_size(size: torch.Size, shard: LocalShard | None) -> torch.Size:
-    if shard is None:
-        return size
-    return torch.Size(n * shard.num_shards if dim == shard.dim else n for dim, n in enumerate(size))
+def _shares(draws: Draws, tile: Tile, name: str, perturbation: float, seed: int) -> Tensor:
+    """What a tile of parameter ``name`` is off by, relative to itself: uniform within ``perturbation`` of 0."""
+    return draws.uniform(key_of(seed, name, "perturbed"), tile).mul_(perturbation)

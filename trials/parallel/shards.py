@@ -6,13 +6,13 @@ rank but slices of larger ones over the tensor-parallel group, as the values her
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -24,6 +24,9 @@ class LocalShard:
     dim: int
     index: int
     num_shards: int
+    fused: tuple[tuple[str, int], ...] = ()
+    """Names and sizes along ``dim`` of whole parameters whose slices stand one after the other along ``dim`` in one
+    parameter here; empty for a slice of the parameter of its own name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,3 +58,64 @@ def plain_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What this rank holds of one parameter of the whole model."""
+
+    name: str
+    size: torch.Size
+    """That of the whole parameter."""
+    start: tuple[int, ...]
+    """Where ``part`` begins in it."""
+    part: Tensor
+    """The rank's memory."""
+
+
+def pieces_of(name: str, parameter: Tensor, shard: LocalShard | None) -> Iterator[Piece]:
+    """Tell which parts of which whole parameters fill ``parameter``, however it is split.
+
+    Args:
+        shard: what the local tensor-parallel engine did to it; FSDP may have split the result further.
+    """
+    size, start, part = parameter.shape, _start_in(parameter), stored_part(parameter)
+    if shard is None:
+        yield Piece(name=name, size=size, start=start, part=part)
+        return
+    dim, begin = shard.dim, 0
+    held = range(start[dim], start[dim] + part.shape[dim])
+    for whole_name, whole_size in shard.fused or ((name, size[dim] * shard.num_shards),):
+        length = whole_size // shard.num_shards
+        low, high = max(begin, held.start), min(begin + length, held.stop)
+        if low < high:
+            place = shard.index * length + low - begin
+            yield Piece(
+                name=whole_name,
+                size=torch.Size((*size[:dim], whole_size, *size[dim + 1 :])),
+                start=(*start[:dim], place, *start[dim + 1 :]),
+                part=part.narrow(dim, low - held.start, high - low),
+            )
+        begin += length
+
+
+def _start_in(tensor: Tensor) -> tuple[int, ...]:
+    """Where this rank's part begins in a distributed tensor; at the beginning of one that is not."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim()
+    return tuple(_first_index(tensor, dim) for dim in range(tensor.dim()))
+
+
+def _first_index(tensor: DTensor, dim: int) -> int:
+    """First of the indices along ``dim`` that this rank holds, found by splitting all of them in the same way."""
+    # FSDP's strided shards are no ``Shard``, but have its ``dim``.
+    placements = [p if getattr(p, "dim", None) == dim else Replicate() for p in tensor.placements]
+    if all(isinstance(placement, Replicate) for placement in placements):
+        return 0
+    shape = [-1 if other == dim else 1 for other in range(tensor.dim())]
+    indices = torch.arange(tensor.shape[dim]).view(shape)
+    # src_data_rank=None: every rank has all the indices, so none has to be sent.
+    held = distribute_tensor(indices, tensor.device_mesh, placements, src_data_rank=None).to_local().flatten().tolist()
+    assert len(held) == stored_part(tensor).shape[dim]
+    assert held == list(range(held[0], held[0] + len(held))) if held else True, "a rank holds neighbouring elements"
+    return held[0] if held else 0

@@ -41,7 +41,8 @@ def check_float8(device: torch.device) -> None:
     """
     if importlib.util.find_spec("torchao") is None:
         raise InfeasibleSpec(
-            f"precision {LEVEL} needs the package torchao: pip install 'tune-cluster[fp8]' where trials run, or {_REMEDY}"
+            f"precision {LEVEL} needs the package torchao: pip install 'tune-cluster[fp8]' where trials run, or"
+            f" {_REMEDY}"
         )
     if device.type == "cpu":
         return
@@ -105,7 +106,7 @@ def emulates(device: torch.device) -> bool:
 
 @contextmanager
 def torchao_float8() -> Iterator[Any]:
-    """The package ``torchao.float8``. Its import complains of extensions for other devices, which are of no use here."""
+    """The package ``torchao.float8``. Its import complains of extensions for devices that are not here."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     before = [one.level for one in loggers]
     for one in loggers:
@@ -124,7 +125,7 @@ def _like_linear(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """The module's ``forward`` as an operator called ``linear``, for patterns of recompute; it takes its input in the
     type of autocast, which torchao does on CUDA only."""
     forward = module.forward
-    visible: Any = wrap_torch_function(lambda x: (x,))
+    visible: Any = wrap_torch_function(_itself)
     linear: Callable[[Tensor], Tensor] = visible(_named_linear(forward))
 
     @functools.wraps(forward)
@@ -140,3 +141,7 @@ def _named_linear(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Ten
         return forward(x)
 
     return linear
+
+
+def _itself(x: Tensor) -> tuple[Tensor]:
+    return (x,)

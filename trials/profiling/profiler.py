@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from trials.accelerator.device import synchronize
 from trials.failure import InfeasibleSpec
 from trials.files import make_private_folder, write_atomically
 from trials.profiling.collectives import CollectiveCounter
@@ -39,7 +40,7 @@ from trials.profiling.trace import (
 from trials.reports.profile import FOLDER_VARIABLE, MemoryPeak, PhaseTime, ProfileFile, RankProfile
 from trials.spec import Layout, ProfileSpec, Protocol, TrialSpec
 from trials.stages import coordinates
-from trials.training.measure import PHASES, StepClock
+from trials.training.clock import PHASES, StepClock, StepTiming
 from trials.training.step import Trainer
 
 _GRAPH_MODE = (
@@ -95,6 +96,7 @@ class Profiler(StepClock):
 
     def __init__(self, trial: TrialSpec, rank: int, device: torch.device, folder: Path | None) -> None:
         super().__init__(device)
+        self.late = 0  # a step that is recorded is alone on the device
         assert trial.profile is not None
         self._spec = trial.profile
         self._trial = trial
@@ -139,6 +141,7 @@ class Profiler(StepClock):
             self._profile.start_trace()
         if self._spec.communication and self._number == self._spec.stop_step + 1:
             self._begin_counting()
+        synchronize(self._device)
         super().start()
         if self._is_recording:
             self._around_step.enter_context(record_function(f"ProfilerStep#{self._number}"))
@@ -149,11 +152,12 @@ class Profiler(StepClock):
             with record_function(MARK + phase):
                 pass
 
-    def stop(self) -> tuple[float, dict[str, float]]:
+    def stop(self) -> StepTiming:
         timing = super().stop()
+        _, phases_s = timing.read()
         self._around_step.close()
         if self._is_recording:
-            self._phases_s.append(timing[1])
+            self._phases_s.append(phases_s)
             if self._number == self._spec.stop_step:
                 self._end_recording()
         return timing

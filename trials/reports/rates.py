@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-ProbeDevice = Literal["cpu", "cuda"]
+from trials.accelerator.kinds import DeviceKind
+
 Part = Literal["compute", "node", "network"]
 PARTS: tuple[Part, ...] = ("compute", "node", "network")
 
@@ -21,7 +22,7 @@ class ProbeSpec:
     collectives and transfers between nodes; parts that a gang has too few ranks for are left out.
     """
 
-    device: ProbeDevice
+    device: DeviceKind
     parts: tuple[Part, ...] = PARTS
     max_matmul_size: int = 8192
     """Side of the largest square matrices; smaller ones are taken where a product of them takes ``sample_s``."""
@@ -35,9 +36,9 @@ class ProbeSpec:
     """Seconds that each part may take; larger messages are left out where it would take longer."""
 
 
-def probe_spec(device: ProbeDevice, parts: Sequence[Part] = PARTS) -> ProbeSpec:
+def probe_spec(device: DeviceKind, parts: Sequence[Part] = PARTS) -> ProbeSpec:
     """What to measure on this kind of device: large enough to keep it busy, in a probe of seconds."""
-    if device == "cuda":
+    if device != "cpu":
         return ProbeSpec(device=device, parts=tuple(parts))
     return ProbeSpec(
         device=device,

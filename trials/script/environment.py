@@ -106,6 +106,8 @@ def child_environment(
     environment = {name: value for name, value in node.items() if name in passed or _is_allowed(name)}
     environment = {**DEFAULTS, **environment}
     for name, folder in CACHES.items():
+        if name in passed and name in node:
+            continue
         environment[name] = str(cache_folder(command, node) / folder)
     environment |= _torchrun(rank) if command.launcher == "env" else _nodes(rank)
     environment["TORCHELASTIC_ERROR_FILE"] = str(error_file)

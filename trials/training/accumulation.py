@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trials.models import Loss
-from trials.parallel.data_parallel import set_gradient_sync
+from trials.parallel.data_parallel import begin_backward, finish_gradients, reduces_each
 from trials.precision.mixed import autocast
 from trials.spec import Candidate
 from trials.training.build import ModelPart
@@ -40,7 +40,7 @@ class Engine(Protocol):
 
 
 class Accumulation:
-    """The :class:`Engine` without a pipeline: gradients add up, and only the last micro-batch reduces them."""
+    """The :class:`Engine` without a pipeline: gradients add up, and the last micro-batch reduces them, or each one."""
 
     def __init__(
         self, part: ModelPart, loss: Loss, candidate: Candidate, device: torch.device, scale: Callable[[], float]
@@ -51,7 +51,8 @@ class Accumulation:
         self._precision = candidate.precision
         self._device = device
         self._scale = scale
-        self._reduces: bool | None = None
+        self._each = reduces_each(candidate.layout)
+        self._is_last: bool | None = None
 
     def run(self, inputs: Tensor | None, targets: Tensor | None, marker: Marker) -> Tensor:
         assert inputs is not None and targets is not None, "it holds the first and the last layer"
@@ -62,17 +63,19 @@ class Accumulation:
         module, scale = self._part.module, self._scale()
         losses = []
         for i, (rows, wanted) in enumerate(micro_batches, start=1):
-            self._reduce_next(i == len(micro_batches))
+            self._begin(is_last=i == len(micro_batches))
             with autocast(self._precision, self._device):
-                loss = self._loss(module(rows), wanted)
+                loss = self._loss(module(rows, **self._part.with_targets(wanted)), wanted)
             losses.append(loss.detach())
             marker.mark("forward")
             torch.autograd.backward(loss, torch.full_like(loss, factor * scale))
+            if i == len(micro_batches):
+                finish_gradients(module)
             marker.mark("backward")
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
-    def _reduce_next(self, enabled: bool) -> None:
-        """Say whether the next backward pass reduces gradients; only on a change, as it walks all modules."""
-        if enabled != self._reduces:
-            set_gradient_sync(self._part.module, enabled)
-            self._reduces = enabled
+    def _begin(self, *, is_last: bool) -> None:
+        """Say what the next micro-batch does to gradients; only on a change, as that walks all modules."""
+        if is_last != self._is_last:
+            begin_backward(self._part.module, is_last=is_last, each=self._each)
+            self._is_last = is_last

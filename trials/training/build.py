@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trials.kernels.graph_mode import apply_compile
@@ -14,10 +14,11 @@ from trials.models import TrainModel, build_model
 from trials.offload.activations import OffloadMeter, apply_activation_offload
 from trials.parallel.context_parallel import apply_context_parallel
 from trials.parallel.copies import apply_copies
-from trials.parallel.data_parallel import apply_ddp, apply_fsdp, uses_fsdp
+from trials.parallel.data_parallel import apply_buckets, apply_ddp, apply_fsdp, uses_fsdp
 from trials.parallel.dtensor_parallel import apply_tensor_parallel
 from trials.parallel.seeding import init_parameters, perturb_parameters
 from trials.parallel.shards import ShardMap
+from trials.parallel.vocabulary import chunk_loss
 from trials.precision.autocast_lists import CastMeter, apply_autocast_lists
 from trials.precision.float8 import apply_float8
 from trials.precision.mixed import compute_dtype, parameter_dtype
@@ -33,11 +34,17 @@ class ModelPart:
     chunk: Chunk
     model: TrainModel
     module: nn.Module
-    """What is called: ``model``, or the DDP wrapper around it."""
+    """What is called: ``model``, or the wrapper around it that reduces its gradients."""
     shard_map: ShardMap
     cast_meter: CastMeter
     recompute_meter: RecomputeMeter
     offload_meter: OffloadMeter
+
+    def with_targets(self, targets: Tensor | None) -> dict[str, Tensor]:
+        """What ``module`` takes besides its input: the targets, where it computes the loss itself."""
+        if targets is None or not (self.chunk.is_last and self.model.computes_loss):
+            return {}
+        return {"targets": targets}
 
 
 def parallelize(spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device, *, stage: int) -> list[ModelPart]:
@@ -54,7 +61,7 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
     recompute wraps a whole layer, so that compile captures the recomputation too; FSDP's hooks go around the compiled
     layer, because gathering weights is no part of the graph. A model of ours has no storage until all that is done, so
     no rank ever holds more than its part; one of the user's comes with its values, of which each rank keeps its part.
-    DDP comes last: it needs real weights to build its buckets from.
+    What reduces in buckets comes last: they are built from real weights.
     """
     candidate = spec.candidate
     layout = candidate.layout
@@ -66,14 +73,15 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
     shard_map = ShardMap()
     if layout.tp > 1:
         assert mesh is not None
-        shard_map = apply_tensor_parallel(model, mesh["tp"], layout)
+        shard_map = apply_tensor_parallel(model, mesh["tp"], layout, candidate.precision)
+    chunk_loss(model, candidate.kernels.loss_chunks)
     if layout.cp > 1:
         assert mesh is not None
         apply_context_parallel(model, mesh["cp"], layout, compute_dtype(candidate.precision))
     apply_copies(model, layout)
     cast_meter = apply_autocast_lists(model, candidate.precision)
     recompute_meter = apply_recompute(model, candidate.recompute, chunk)
-    apply_compile(model, candidate.kernels, tensor_parallel=layout.tp > 1)
+    apply_compile(model, candidate.kernels)
     offload_meter = apply_activation_offload(model, candidate.offload, chunk, device)
     has_parameters = next(model.parameters(), None) is not None
     if uses_fsdp(layout) and has_parameters:
@@ -86,9 +94,11 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
         model.materialize(device)
         init_parameters(model, spec.workload.seed, shard_map, spec.perturbation)
     module: nn.Module = model
-    if uses_ddp(layout) and has_parameters:
-        assert mesh is not None
-        module = apply_ddp(model, mesh, layout, device)
+    if mesh is not None and has_parameters:
+        if layout.zero_stage == 1:
+            module = apply_buckets(model, mesh, layout, shard_map)
+        elif uses_ddp(layout):
+            module = apply_ddp(model, mesh, layout, device)
     return ModelPart(
         chunk=chunk,
         model=model,

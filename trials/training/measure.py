@@ -5,72 +5,28 @@ from __future__ import annotations
 import contextlib
 import gc
 import statistics
-import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trials.datasets import Batch
-from trials.outcome import ProgressSink, StepBreakdown
-from trials.parallel.mesh import synchronize
+from trials.outcome import Phase, ProgressSink, StepBreakdown
 from trials.spec import Protocol
-from trials.training.step import StepResult, Trainer, max_over_ranks
-
-PHASES = ("data", "forward", "backward", "bubble", "optimizer", "other")
-
-
-class StepClock:
-    """Times one step and its phases: a phase is what passed since the mark before.
-
-    The CPU computes synchronously, so marks read the host's clock. On CUDA marks are events, read after the one
-    synchronisation at the end of the step, so that timing does not make the host wait inside it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks: list[tuple[str, Any]] = []
-        self._start_s = 0.0
-
-    def start(self) -> None:
-        synchronize(self._device)
-        self._start_s = time.perf_counter()
-        self._marks = [("start", self._now())]
-
-    def mark(self, phase: str) -> None:
-        self._marks.append((phase, self._now()))
-
-    def stop(self) -> tuple[float, dict[str, float]]:
-        """End the step; gives its seconds and the seconds of its phases."""
-        synchronize(self._device)
-        step_time_s = time.perf_counter() - self._start_s
-        phases_s = dict.fromkeys(PHASES, 0.0)
-        for (_, before), (phase, after) in zip(self._marks, self._marks[1:], strict=False):
-            phases_s[phase] += self._seconds(before, after)
-        phases_s["other"] = max(0.0, step_time_s - sum(s for name, s in phases_s.items() if name != "other"))
-        return step_time_s, phases_s
-
-    def _now(self) -> Any:
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def _seconds(self, before: Any, after: Any) -> float:
-        return float(after - before if self._device.type == "cpu" else before.elapsed_time(after) / 1e3)
+from trials.training.clock import PHASES, StepClock, StepTiming
+from trials.training.feed import Feed
+from trials.training.step import GangMaximum, StepResult, Trainer
 
 
 @dataclass(slots=True, kw_only=True)
 class Recording:
-    """What one rank recorded. ``agreed_times_s`` are the gang's maxima, on which all ranks decide alike."""
+    """What one rank recorded."""
 
     results: list[StepResult] = field(default_factory=list)
     warmup_times_s: list[float] = field(default_factory=list)
     step_times_s: list[float] = field(default_factory=list)
-    agreed_times_s: list[float] = field(default_factory=list)
     memory_bytes: list[int] = field(default_factory=list)
     phases_s: list[dict[str, float]] = field(default_factory=list)
 
@@ -107,12 +63,27 @@ def relative_spread(times_s: list[float]) -> float:
     return (third - first) / median
 
 
+@dataclass(frozen=True, slots=True)
+class _Issued:
+    """A step that the device was given, and what there will be to read of it."""
+
+    phase: Phase
+    number: int
+    timing: StepTiming
+    totals: Tensor
+    """The gang's loss and gradient norm on the host, there when the step has ended."""
+
+
 class Measurer:
     """Runs the protocol with a trainer over a stream of batches; None for a rank that reads none.
 
+    The host runs ahead of an accelerator, as in any training loop: it gives it the next step before it reads times,
+    loss and gradient norm of the one before, so that neither waits for the other. What the gang agrees on is known one
+    step later still. Which steps are taken depends on that alone, so all ranks take the same.
+
     ``memory_format`` is that of the inputs on the device. ``before_step`` is told the number of each step, from 1 on
     and over warm-up and measuring, before its time starts. ``step_memory`` gives the peak memory since it
-    was last asked, in bytes; it is asked after the time of a step has ended.
+    was last asked, in bytes; it is asked after a step was given to the device.
     """
 
     def __init__(
@@ -127,67 +98,108 @@ class Measurer:
         step_memory: Callable[[], int] | None = None,
     ) -> None:
         self._trainer = trainer
-        self._batches = batches
+        self._feed = None if batches is None else _feed(trainer, batches, memory_format)
         self._progress = progress
-        self._memory_format = memory_format
         self._before_step = before_step
         self._clock = clock or StepClock(trainer.device)
         self._step_memory = step_memory
         self._recording = Recording()
+        self._num_issued = 0
+        self._phase: Phase = "starting"
+        self._issued: deque[_Issued] = deque()
+        self._agreeing: deque[tuple[Phase, GangMaximum]] = deque()
+        self._agreed_s: dict[Phase, list[float]] = {"warmup": [], "measuring": []}
 
     def run(self, protocol: Protocol) -> Recording:
         """Warm up and measure; every rank of the gang runs the same number of steps."""
-        recording = self._recording
-        agreed: list[float] = []
-        self._progress("warmup")
-        while not is_stable(agreed, protocol):
-            own_s, _ = self._timed_step()
-            recording.warmup_times_s.append(own_s)
-            agreed.append(max_over_ranks(own_s, self._trainer.device))
-            self._progress("warmup", step=len(agreed), step_time_s=agreed[-1])
-        for part in self._trainer.parts:
-            part.recompute_meter.reset()
-            part.cast_meter.reset()
-        self._progress("measuring")
+        late = min(self._clock.late, protocol.max_warmup_steps)
+        self._enter("warmup")
+        self._take(lambda agreed_s: is_stable(agreed_s, protocol), protocol.max_warmup_steps - late)
         with _quiet_collector():
-            while not is_enough(recording.agreed_times_s, protocol):
-                self._measured_step()
-        return recording
+            for _ in range(late):  # so that the device is at work again when the first measured step is prepared
+                self._issue()
+                self._read(leave=self._clock.late)
+            self._enter("measuring")
+            for part in self._trainer.parts:
+                part.recompute_meter.reset()
+                part.cast_meter.reset()
+            self._take(lambda agreed_s: is_enough(agreed_s, protocol), protocol.max_steps)
+            self._read(leave=0)
+        return self._recording
 
-    def _measured_step(self) -> None:
-        recording = self._recording
-        own_s, phases_s = self._timed_step()
-        recording.step_times_s.append(own_s)
-        recording.phases_s.append(phases_s)
-        recording.agreed_times_s.append(max_over_ranks(own_s, self._trainer.device))
-        self._progress("measuring", step=len(recording.step_times_s), step_time_s=recording.agreed_times_s[-1])
-        gc.collect(1)
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        self._progress(phase)
 
-    def _timed_step(self) -> tuple[float, dict[str, float]]:
-        clock, results = self._clock, self._recording.results
-        number = len(results) + 1
+    def _take(self, may_end: Callable[[list[float]], bool], most: int) -> None:
+        """Take steps until what the gang agreed on may end the phase, at most so many.
+
+        Steps that the device was given before that was known belong to the phase too.
+        """
+        agreed_s = self._agreed_s[self._phase]
+        num_before = self._num_issued
+        while not may_end(agreed_s) and self._num_issued - num_before < most:
+            self._issue()
+            self._read(leave=self._clock.late)
+            if self._phase == "measuring":
+                gc.collect(1)
+
+    def _issue(self) -> None:
+        """Give the device the next step."""
+        self._num_issued += 1
         if self._before_step is not None:
-            self._before_step(number)
-        clock.start()
-        totals = self._trainer.step(*self._next_batch(), clock)
-        timing = clock.stop()
+            self._before_step(self._num_issued)
+        self._clock.start()
+        totals = self._trainer.step(*self._next_batch(), self._clock)
+        on_host = totals.to("cpu", non_blocking=True)
+        self._issued.append(_Issued(self._phase, self._num_issued, self._clock.stop(), on_host))
         if self._step_memory is not None:
             self._recording.memory_bytes.append(self._step_memory())
-        results.append(self._trainer.result(totals, step=number))
-        return timing
+
+    def _read(self, *, leave: int) -> None:
+        """Read all issued steps but the last ``leave``, and what the gang agreed on but for the last as many of
+        those."""
+        while len(self._issued) > leave:
+            self._read_own(self._issued.popleft())
+        while len(self._agreeing) > leave:
+            self._read_agreed(*self._agreeing.popleft())
+
+    def _read_own(self, step: _Issued) -> None:
+        recording = self._recording
+        own_s, phases_s = step.timing.read()
+        if step.phase == "measuring":
+            recording.step_times_s.append(own_s)
+            recording.phases_s.append(phases_s)
+        else:
+            recording.warmup_times_s.append(own_s)
+        recording.results.append(self._trainer.result(step.totals, step=step.number))
+        self._agreeing.append((step.phase, GangMaximum(own_s, self._trainer.device)))
+        if self._clock.late and not self._agreed_s[self._phase]:
+            self._progress(self._phase)  # a sign of life, until there is a time to tell
+
+    def _read_agreed(self, phase: Phase, maximum: GangMaximum) -> None:
+        agreed_s = self._agreed_s[phase]
+        agreed_s.append(maximum.read())
+        if phase == self._phase:
+            self._progress(phase, step=len(agreed_s), step_time_s=agreed_s[-1])
 
     def _next_batch(self) -> tuple[Tensor | None, Tensor | None]:
         """Inputs and targets on the device, as far as the trainer reads them."""
-        if self._batches is None:
+        if self._feed is None:
             return None, None
-        trainer, device = self._trainer, self._trainer.device
-        inputs, targets = next(self._batches)
-        held = (
-            inputs.to(device, non_blocking=True, memory_format=self._memory_format) if trainer.reads_inputs else None,
-            targets.to(device, non_blocking=True) if trainer.reads_targets else None,
-        )
+        held = self._feed.next()
         self._clock.mark("data")
         return held
+
+
+def _feed(trainer: Trainer, batches: Iterator[Batch], memory_format: torch.memory_format) -> Feed:
+    return Feed(
+        batches,
+        trainer.device,
+        memory_format=memory_format,
+        reads_inputs=trainer.reads_inputs,
+        reads_targets=trainer.reads_targets,
+    )
 
 
 @contextlib.contextmanager

@@ -1,100 +1,214 @@
-"""Builds the workload's optimiser in the form that layout and precision need."""
+"""Builds the workload's optimiser: AdamW on what this rank holds of the model, over fp32 copies of 16-bit weights."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from trials.parallel.data_parallel import uses_fsdp
-from trials.parallel.mesh import SHARD_AXES, flat_mesh
-from trials.parallel.shards import local_part
-from trials.precision.mixed import LossScaler, keeps_masters
-from trials.spec import AdamW, TrialSpec
+from trials.parallel.held import HeldTensor
+from trials.spec import AdamW
 
 with warnings.catch_warnings():
-    # The package compiles deprecated functional optimisers with torch.jit.script at import.
     warnings.simplefilter("ignore", DeprecationWarning)
-    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.optim.adamw import adamw
+
+WORKSPACE_BYTES = 128 << 20
+"""Most that fp32 copies of 16-bit gradients take at a time: enough for kernels of some tenth of a millisecond."""
 
 
-def build_optimizer(
-    spec: TrialSpec, parameters: list[nn.Parameter], mesh: DeviceMesh | None, scaler: LossScaler | None
-) -> torch.optim.Optimizer | None:
-    """AdamW; under ZeRO stage 1 its states are split over ``dp_shard``.
-
-    None for a rank without parameters, as a pipeline stage of no layers may be.
-    """
-    if not parameters:
-        return None
-    layout = spec.candidate.layout
-    options = _options(spec.workload.optimizer)
-    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW
-    if _needs_local(spec, parameters):
-        optimizer_class = LocalAdamW
-        options["grad_scale"] = lambda: 1.0 if scaler is None else scaler.scale
-    if layout.zero_stage == 1:
-        assert mesh is not None
-        group = flat_mesh(mesh, SHARD_AXES).get_group()
-        return ZeroRedundancyOptimizer(parameters, optimizer_class, process_group=group, **options)
-    return optimizer_class(parameters, **options)
-
-
-def _needs_local(spec: TrialSpec, parameters: list[nn.Parameter]) -> bool:
-    if keeps_masters(spec.candidate.precision, sharded=uses_fsdp(spec.candidate.layout)):
-        return True
-    return any(isinstance(parameter, DTensor) for parameter in parameters)
-
-
-def _options(config: AdamW) -> dict[str, Any]:
+def options_of(config: AdamW) -> dict[str, Any]:
     options = dataclasses.asdict(config)
-    betas = (options.pop("beta1"), options.pop("beta2"))
-    return {**options, "betas": betas, "foreach": True}
+    options["betas"] = (options.pop("beta1"), options.pop("beta2"))
+    return options
+
+
+@functools.cache
+def has_fused_adamw(device_type: str) -> bool:
+    """Whether torch updates all tensors of such a device by one kernel, without temporaries: tried on one element."""
+    state = UpdateState(torch.zeros(1, device=device_type))
+    try:
+        adamw_update([state], [torch.zeros(1, device=device_type)], fused=True, betas=(0.9, 0.9))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+class UpdateState:
+    """What AdamW keeps of some elements of the model: their fp32 values, and its own states beside them."""
+
+    def __init__(self, values: Tensor, master: Tensor | None = None) -> None:
+        self.values = values
+        """In the model; a view of it."""
+        self.master = values.float() if master is None else master
+        """``values`` themselves where they are fp32 and nobody gave a copy."""
+        self.exp_avg = torch.zeros_like(self.master, memory_format=torch.preserve_format)
+        self.exp_avg_sq = torch.zeros_like(self.master, memory_format=torch.preserve_format)
+        self.num_steps = torch.zeros((), dtype=torch.float32, device=self.master.device)
+
+    @property
+    def is_copy(self) -> bool:
+        return self.master is not self.values
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements from ``start`` to ``stop`` of a held tensor, in memory order; all of them where ``stop`` is None."""
+
+    held: HeldTensor
+    state: UpdateState
+    start: int = 0
+    stop: int | None = None
+    is_last: bool = True
+    """Whether the held tensor's later elements, if any, are no slice of their own."""
+
+    def gradient(self) -> Tensor | None:
+        grad = self.held.gradient()
+        return grad if grad is None or self.stop is None else grad.reshape(-1)[self.start : self.stop]
 
 
 class LocalAdamW(torch.optim.Optimizer):
     """AdamW on this rank's part of every parameter as a plain tensor, over fp32 copies of 16-bit ones.
 
-    The update is element-wise, so shards have nothing to tell each other. Over DTensors every one of its operations is
-    dispatched through the placements of all parameters, and first works them out, which takes longer than training a
-    small model.
+    The update is element-wise, so shards have nothing to tell each other, and tensors may be cut anywhere. Over
+    DTensors every one of its operations is dispatched through the placements of all parameters, and first works them
+    out, which takes longer than training a small model.
 
-    Gradients of 16-bit parameters are divided by ``grad_scale()`` after the cast to fp32, where small ones do not
-    underflow. Parts and copies are taken at the first step, as Adam's states are: FSDP may place shards anew before its
-    first forward pass, and parameters have the memory format they train in.
-
-    Composes with ``ZeroRedundancyOptimizer``: each rank's instance is given, and keeps copies of, its own partition.
+    16-bit parameters are updated group by group, so that fp32 copies of their gradients take no more than
+    :data:`WORKSPACE_BYTES`. Gradients are divided by ``grad_scale()`` after that cast, where small ones do not
+    underflow. States are made at the first step: FSDP may place shards anew before its first forward pass, and
+    parameters have the memory format they train in.
     """
 
-    def __init__(self, params: Any, *, grad_scale: Callable[[], float], **hyper: Any) -> None:
-        super().__init__(params, {"grad_scale": grad_scale, **hyper})
+    def __init__(
+        self, held: Sequence[HeldTensor], *, grad_scale: Callable[[], float] = lambda: 1.0, **hyper: Any
+    ) -> None:
+        parameters = [parameter for one in held for parameter in one.parameters]
+        super().__init__(parameters, {})
+        self._held = list(held)
         self._grad_scale = grad_scale
-        self._parameters: list[Tensor] = [p for group in self.param_groups for p in group["params"]]
         self._hyper = hyper
-        self._parts: list[Tensor] = []
-        self._masters: list[Tensor] = []
-        self._inner: torch.optim.Optimizer | None = None
+        self._groups: list[list[Slice]] | None = None
+
+    @property
+    def states(self) -> list[UpdateState]:
+        """All states there are, none before the first step."""
+        return [one.state for group in self._groups or () for one in group]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         assert closure is None
-        if self._inner is None:
-            self._parts = [local_part(parameter).detach() for parameter in self._parameters]
-            self._masters = [part.float() for part in self._parts]  # fp32 parts are their own masters
-            self._inner = torch.optim.AdamW(self._masters, **self._hyper)
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
-            master.grad = None if parameter.grad is None else self._unscaled(local_part(parameter.grad))
-        self._inner.step()
-        for part, master in zip(self._parts, self._masters, strict=True):
-            master.grad = None
-            if part is not master:
-                part.copy_(master)
+        if self._groups is None:
+            self._groups = list(self._grouped())
+        self._update_all(self._groups)
+        for held in self._held:
+            held.settle()
 
-    def _unscaled(self, grad: Tensor) -> Tensor:
-        return grad if grad.dtype == torch.float32 else grad.float().mul_(1.0 / self._grad_scale())
+    def _grouped(self) -> Iterator[list[Slice]]:
+        return grouped(slices(self._held, WORKSPACE_BYTES // 4), WORKSPACE_BYTES // 4)
+
+    def _update_all(self, groups: list[list[Slice]]) -> None:
+        for group in groups:
+            self._update([(one.state, grad) for one in group if (grad := one.gradient()) is not None])
+            publish(group)
+
+    def _update(self, pairs: list[tuple[UpdateState, Tensor]]) -> None:
+        if not pairs:
+            return
+        states = [state for state, _ in pairs]
+        fused = has_fused_adamw(states[0].master.device.type)
+        adamw_update(states, self._in_fp32(pairs), fused=fused, **self._hyper)
+        self._write_back([state for state in states if state.is_copy])
+
+    def _write_back(self, copied: list[UpdateState]) -> None:
+        if copied:
+            torch._foreach_copy_([state.values for state in copied], [state.master for state in copied])
+
+    def _in_fp32(self, pairs: list[tuple[UpdateState, Tensor]]) -> list[Tensor]:
+        """Gradients as the update takes them: fp32, unscaled, and laid out in memory as their masters."""
+        grads, short = [], []
+        for state, grad in pairs:
+            if grad.dtype == torch.float32 and grad.stride() == state.master.stride():
+                grads.append(grad)
+                continue
+            grads.append(torch.empty_like(state.master))
+            grads[-1].copy_(grad)
+            if grad.dtype != torch.float32:
+                short.append(grads[-1])
+        scale = self._grad_scale()
+        if short and scale != 1.0:
+            torch._foreach_mul_(short, 1.0 / scale)
+        return grads
+
+
+def publish(group: list[Slice]) -> None:
+    """Begin to send what the group has completed."""
+    for one in group:
+        if one.is_last:
+            one.held.publish()
+
+
+def grouped(pieces: Iterable[Slice], most: int) -> Iterator[list[Slice]]:
+    """What is updated together: all that has no copy, and of the rest so much that it has no more than ``most``
+    elements."""
+    whole: list[Slice] = []
+    group: list[Slice] = []
+    for piece in pieces:
+        if not piece.state.is_copy:
+            whole.append(piece)
+            continue
+        if group and sum(other.state.master.numel() for other in group) + piece.state.master.numel() > most:
+            yield group
+            group = []
+        group.append(piece)
+    yield from (group for group in (group, whole) if group)
+
+
+def slices(
+    held: Iterable[HeldTensor], most: int, make: Callable[[Tensor], UpdateState] | None = None
+) -> Iterator[Slice]:
+    """What is held, cut so that no piece with a copy has more than ``most`` elements; ``make`` gives all pieces one."""
+    for one in held:
+        values = one.values()
+        is_whole = make is None and values.dtype == torch.float32
+        if is_whole or values.numel() <= most or not values.is_contiguous():
+            yield Slice(one, (make or UpdateState)(values))
+            continue
+        flat = values.view(-1)
+        for start in range(0, len(flat), most):
+            stop = min(start + most, len(flat))
+            yield Slice(one, (make or UpdateState)(flat[start:stop]), start, stop, is_last=stop == len(flat))
+
+
+def adamw_update(
+    states: list[UpdateState],
+    grads: list[Tensor],
+    *,
+    fused: bool,
+    betas: tuple[float, float],
+    lr: float = 1e-3,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+) -> None:
+    adamw(
+        [state.master for state in states],
+        grads,
+        [state.exp_avg for state in states],
+        [state.exp_avg_sq for state in states],
+        [],
+        [state.num_steps for state in states],
+        foreach=not fused,
+        fused=fused,
+        amsgrad=False,
+        maximize=False,
+        beta1=betas[0],
+        beta2=betas[1],
+        lr=lr,
+        eps=eps,
+        weight_decay=weight_decay,
+    )

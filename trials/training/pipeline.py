@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,7 +15,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from trials.models import Loss
-from trials.parallel.data_parallel import reduce_gradients, sharded_ends
+from trials.parallel.buckets import BucketedReplica
+from trials.parallel.data_parallel import (
+    begin_backward,
+    finish_gradients,
+    reduce_gradients,
+    reduces_each,
+    sharded_ends,
+)
 from trials.precision.mixed import autocast
 from trials.spec import Layout, TrialSpec
 from trials.stages import num_virtual_stages_total
@@ -25,6 +32,7 @@ from trials.training.build import ModelPart
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
     from torch.distributed.pipelining.schedules import (
         Schedule1F1B,
         ScheduleGPipe,
@@ -51,12 +59,21 @@ class Stage(PipelineStage):
         group = mesh["pp"].get_group()
         super().__init__(part.module, part.chunk.virtual_stage, num_virtual_stages_total(layout), device, group=group)
         self.marker: Marker = SilentMarker()
+        self.targets: Sequence[Tensor] = ()
+        """Those of every micro-batch, on a rank that reads them."""
+        self._part = part
+        self._wanted: Tensor | None = None
         self._context = context
         self._sharded_ends = sharded_ends(part.model)
+        module: Any = part.module
+        self._reduces_each: FSDPModule | None = (
+            module if reduces_each(layout) and isinstance(module, FSDPModule) else None
+        )
 
-    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        self._wanted = self.targets[fwd_chunk_id] if self.targets else None
         with self._phase("forward"):
-            return super().forward_one_chunk(*args, **options)
+            return super().forward_one_chunk(fwd_chunk_id, *args, **options)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -77,6 +94,34 @@ class Stage(PipelineStage):
             super().perform_reduce_grad(grad_scale_factor)
             for unit in self._sharded_ends:
                 reduce_gradients(unit)
+            finish_gradients(self.submod)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[Any, Any]:
+        """Go through the graph; torch's own way has FSDP reduce no gradients before :meth:`perform_reduce_grad`."""
+        if isinstance(self.submod, BucketedReplica):
+            begin_backward(self.submod, is_last=last_backward, each=False)
+        unit = self._reduces_each
+        if unit is None:
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        unit.set_is_last_backward(False)
+        unit.set_reshard_after_backward(False)
+        begin_backward(self.submod, is_last=last_backward, each=True)
+        result = self._backward(backward_type, bwd_kwargs)
+        if backward_type == "weight":
+            # It adds gradients up by itself, past the hooks that see to them.
+            reduce_gradients(unit)
+        return result
+
+    def _backward(self, kind: str, found: dict[str, Any]) -> tuple[Any, Any]:
+        """Gradients of the stage's inputs, and what a backward pass in two parts goes on with."""
+        if kind == "weight":
+            return stage_backward_weight(self.submod.parameters(), found["param_groups"]), None
+        given = found["stage_output"], found["output_grads"], found["input_values"]
+        if kind == "full":
+            return stage_backward(*given), None
+        return stage_backward_input(*given, self.submod.parameters())
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -96,6 +141,7 @@ class Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **options: Any) -> Any:
         with self._context():
+            options |= self._part.with_targets(self._wanted)
             output = super().forward_maybe_with_nosync(*args, **options)  # type: ignore[no-untyped-call]
         # A stage of no layers gives its input, a receive buffer; a module of the user's may give a view. The schedule
         # must not detach the one, and cannot detach the other.
@@ -104,7 +150,8 @@ class Stage(PipelineStage):
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **options: Any) -> Any:
         """Run the stage without gradients, before the first step, for the schedule to find out shapes and types."""
-        model = module.module if isinstance(module, DistributedDataParallel) else module
+        model = module.module if isinstance(module, DistributedDataParallel | BucketedReplica) else module
+        options |= self._part.with_targets(self.targets[0] if self.targets else None)
         with self._context():
             return model(*args, **options)
 
@@ -142,6 +189,7 @@ class Pipeline:
         self._marker = marker
         for stage in self.stages:
             stage.marker = marker
+            stage.targets = () if targets is None else targets.tensor_split(self._num_microbatches)
         self._losses.clear()
         arguments = (inputs,) if self._is_first else ()
         self.schedule.step(*arguments, target=targets if self._is_last else None, return_outputs=False)

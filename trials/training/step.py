@@ -10,22 +10,24 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
+from trials.accelerator.device import mark
 from trials.failure import NonFiniteLoss
 from trials.models import loss_of
 from trials.parallel.context_parallel import split_sequence
-from trials.parallel.shards import LocalShard, local_part, plain_name
+from trials.parallel.data_parallel import held_tensors
+from trials.parallel.held import HeldTensor, gradients_of
 from trials.precision.mixed import LossScaler
 from trials.reports.findings import Findings, OperatorCast, PatternEffect
 from trials.spec import Layout, TrialSpec
 from trials.stages import Coordinates
 from trials.training.accumulation import Accumulation, Engine, Marker
 from trials.training.build import ModelPart, parallelize
-from trials.training.optimizer import build_optimizer
+from trials.training.host_optimizer import build_optimizer
 from trials.training.pipeline import Pipeline
 
 
@@ -38,6 +40,10 @@ class StepResult:
     grad_norm: float
     """Global gradient norm, unscaled; 0 when the step was skipped."""
     skipped: bool
+
+
+_ROW = 1 << 16
+"""Elements of which fp32 adds up the squares without losing more than a few units in the last place."""
 
 
 class Trainer:
@@ -62,7 +68,9 @@ class Trainer:
         self.reads_inputs = any(part.chunk.is_first for part in self.parts)
         self.reads_targets = any(part.chunk.is_last for part in self.parts)
         self.parameters = [parameter for part in self.parts for parameter in part.model.parameters()]
-        self.optimizer = build_optimizer(spec, self.parameters, mesh, self.scaler)
+        self.optimizer = build_optimizer(
+            spec.workload.optimizer, self.gradients.held, self.scaler, device, on_host=candidate.offload.optimizer
+        )
         # Of the ranks that compute the loss, tensor-parallel peers compute the same one.
         self._num_losses = self.layout.world_size // self.layout.pp
 
@@ -80,8 +88,7 @@ class Trainer:
         loss = self.engine.run(inputs, targets, marker)
         self.gradients.complete()
         totals = self._totals(loss, marker)
-        if self.scaler is None or self._can_update(self.scaler, totals):
-            self._update()
+        self._update_if_finite(totals)
         self._clear_gradients()
         marker.mark("optimizer")
         return totals
@@ -106,12 +113,21 @@ class Trainer:
     def _scale(self) -> float:
         return 1.0 if self.scaler is None else self.scaler.scale
 
-    def _can_update(self, scaler: LossScaler, totals: Tensor) -> bool:
-        """Unscale finite gradients; skip the update for others. Every rank decides alike: the totals are the gang's."""
-        finite = bool(torch.isfinite(totals[1]))
+    def _update_if_finite(self, totals: Tensor) -> None:
+        """Update; with loss scaling only from finite gradients, which the host has to know before it goes on, and let
+        the scale follow. Every rank decides alike: the totals are the gang's."""
+        scaler = self.scaler
+        if scaler is None:
+            self._update()
+            return
+        finite = self._is_finite(totals)
         if finite:
             self.gradients.unscale(scaler.scale)
-        return finite
+            self._update()
+        scaler.update(finite=finite)
+
+    def _is_finite(self, totals: Tensor) -> bool:
+        return bool(torch.isfinite(totals[1]))
 
     def _update(self) -> None:
         if self.optimizer is not None:
@@ -130,7 +146,7 @@ class Trainer:
         )
 
     def result(self, totals: Tensor, step: int) -> StepResult:
-        """Read what :meth:`step` gave and let the loss scale follow it.
+        """Read what :meth:`step` gave.
 
         Raises:
             NonFiniteLoss: for an inf or nan loss, or gradient norm where no loss scaling accounts for it.
@@ -141,8 +157,6 @@ class Trainer:
             raise NonFiniteLoss(f"step {step}: loss is {loss}; try a lower learning rate or a wider number format")
         if not finite and self.scaler is None:
             raise NonFiniteLoss(f"step {step}: gradient norm is {grad_norm}, loss {loss}; try a lower learning rate")
-        if self.scaler is not None:
-            self.scaler.update(finite=finite)
         return StepResult(loss=loss, grad_norm=grad_norm if finite else 0.0, skipped=not finite)
 
 
@@ -170,11 +184,29 @@ def merged_casts(chunks: Iterable[Iterable[OperatorCast]]) -> tuple[OperatorCast
     return tuple(OperatorCast(name=name, list=list_, num_calls=num) for (name, list_), num in num_calls.items())
 
 
+class GangMaximum:
+    """The gang's maximum of a value of every rank, so that all take the same decision from it.
+
+    Asked for at construction, behind what the device was given, and read when it is needed: until then the host does
+    not wait for the device.
+    """
+
+    def __init__(self, value: float, device: torch.device) -> None:
+        tensor = torch.full((), value, dtype=torch.float64, device=device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        self._on_host = tensor.to("cpu", non_blocking=True)
+        self._there = mark(device)
+
+    def read(self) -> float:
+        """Wait for the maximum."""
+        self._there.synchronize()
+        return self._on_host.item()
+
+
 def max_over_ranks(value: float, device: torch.device) -> float:
-    """The gang's maximum, so that all ranks take the same decision from it."""
-    tensor = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return tensor.item()
+    """The gang's maximum, now."""
+    return GangMaximum(value, device).read()
 
 
 class Gradients:
@@ -183,22 +215,15 @@ class Gradients:
     def __init__(self, parts: list[ModelPart], layout: Layout, mesh: DeviceMesh | None, device: torch.device) -> None:
         self._device = device
         self._group = mesh["tp"].get_group() if mesh is not None and layout.tp > 1 else None
-        self._parameters: list[nn.Parameter] = []
-        self._partial: list[nn.Parameter] = []
-        self._tensor_parallel: list[DTensor] = []
-        self._by_replicas: dict[int, list[nn.Parameter]] = {}
-        for part in parts:
-            for name, parameter in part.model.named_parameters():
-                self._add(parameter, part.shard_map.shards.get(plain_name(name)), layout)
-                if plain_name(name) in part.shard_map.partial:
-                    self._partial.append(parameter)
-
-    def _add(self, parameter: nn.Parameter, shard: LocalShard | None, layout: Layout) -> None:
-        replicas = num_replicas(parameter, shard, layout)
-        self._parameters.append(parameter)
-        self._by_replicas.setdefault(replicas, []).append(parameter)
-        if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
-            self._tensor_parallel.append(parameter)
+        self.held: list[HeldTensor] = [
+            one for part in parts for one in held_tensors(part.module, part.model, part.shard_map, layout)
+        ]
+        self._partial = [one for one in self.held if one.is_partial]
+        parameters = [parameter for part in parts for parameter in part.model.parameters()]
+        self._tensor_parallel = [parameter for parameter in parameters if _is_tensor_parallel(parameter)]
+        self._by_replicas: dict[int, list[HeldTensor]] = {}
+        for one in self.held:
+            self._by_replicas.setdefault(one.num_replicas, []).append(one)
 
     @torch.no_grad()
     def complete(self) -> None:
@@ -208,9 +233,10 @@ class Gradients:
         embedding).
         """
         if self._partial:
-            _sum_in_place(local_gradients(self._partial), self._group)
+            _sum_in_place(gradients_of(self._partial), self._group)
         for parameter in self._tensor_parallel:
             grad = parameter.grad
+            assert isinstance(parameter, DTensor)
             if isinstance(grad, DTensor) and grad.placements != parameter.placements:
                 parameter.grad = grad.redistribute(placements=parameter.placements)
 
@@ -222,33 +248,36 @@ class Gradients:
         the one rule is right for every mixture of replication and sharding. A float64 scalar.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for replicas, parameters in self._by_replicas.items():
-            grads = local_gradients(parameters)
+        for replicas, held in self._by_replicas.items():
+            grads = gradients_of(held)
             if grads:
-                norms = torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float32)).double()
-                total += torch.dot(norms, norms) / replicas
+                total += _square_sum(grads) / replicas
         return total
 
     @torch.no_grad()
     def unscale(self, scale: float) -> None:
         """Divide fp32 gradients by ``scale``; 16-bit ones are left to the optimiser that keeps fp32 masters."""
-        grads = [grad for grad in local_gradients(self._parameters) if grad.dtype == torch.float32]
+        grads = [grad for grad in gradients_of(self.held) if grad.dtype == torch.float32]
         if grads:
             torch._foreach_mul_(grads, 1.0 / scale)
 
 
-def num_replicas(parameter: nn.Parameter, shard: LocalShard | None, layout: Layout) -> int:
-    """How many ranks of the gang hold the same elements as this one."""
-    num_shards = layout.pp * (1 if shard is None else shard.num_shards)
-    if isinstance(parameter, DTensor):
-        for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
-            num_shards *= 1 if isinstance(placement, Replicate) else size
-    return layout.world_size // num_shards
+def _square_sum(tensors: list[Tensor]) -> Tensor:
+    """Sum of all squares. Kernels of the CPU add up in fp32, element by element, so they are given short rows."""
+    norms = []
+    if tensors[0].device.type == "cpu":
+        flat = [tensor.reshape(-1) for tensor in tensors]
+        whole = [len(one) // _ROW * _ROW for one in flat]
+        rows = [one[:end].view(-1, _ROW) for one, end in zip(flat, whole, strict=True) if end]
+        norms += [torch.linalg.vector_norm(one, dim=1, dtype=torch.float32) for one in rows]
+        tensors = [one[end:] for one, end in zip(flat, whole, strict=True)]
+    norms.append(torch.stack(torch._foreach_norm(tensors, 2.0, dtype=torch.float32)))
+    found = torch.cat(norms).double()
+    return torch.dot(found, found)
 
 
-def local_gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
-    """This rank's part of every gradient there is, sharing memory with it."""
-    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+def _is_tensor_parallel(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) and "tp" in (tensor.device_mesh.mesh_dim_names or ())
 
 
 def _sum_in_place(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:

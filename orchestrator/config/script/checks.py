@@ -11,23 +11,11 @@ from typing import Any
 
 from orchestrator.config.scalars import is_there
 from orchestrator.recipes.launchers import program_of, without_launcher
-from orchestrator.space.knobs.sections import fault, show
+from orchestrator.space.knobs.sections import fault
 from trials.secrets import redactor
 
 MAX_FILE_BYTES = 1 << 20
 _GROUPS = ("loss", "step_s", "step_ms", "tokens_per_s", "samples_per_s", "grad_norm", "allocated_gib", "reserved_gib")
-_VARIABLE = re.compile(r"[A-Za-z_]\w*")
-
-
-def variable_name(name: str) -> str:
-    """The name of an environment variable.
-
-    Raises:
-        PydanticCustomError: it is none.
-    """
-    if _VARIABLE.fullmatch(name) is None:
-        raise fault(None, f"{show(name)} is no name of an environment variable", "Use letters, digits and _.")
-    return name
 
 
 def check_log(pattern: str | None) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,19 +17,17 @@ from pydantic import (
     model_validator,
 )
 
-from orchestrator.config.scalars import Size, resolve
+from orchestrator.config.scalars import Environment, Size, VariableName, resolve, word
 from orchestrator.config.script.checks import (
     check_command,
     check_log,
     check_program,
     read_files,
-    variable_name,
 )
 from orchestrator.errors import ConfigError
 from orchestrator.recipes.launchers import without_launcher
 from orchestrator.recipes.training import Run, Training
 from orchestrator.recipes.trainings import TRAININGS, training
-from orchestrator.space.knobs.own import argument_text
 from orchestrator.space.knobs.sections import Section, fault, show
 
 
@@ -55,26 +52,13 @@ def _words(value: Any) -> Any:
         raise fault(None, f"expected a list of words, got {show(value)}", "Write [python, train.py, --lr, 1e-3].")
     if not value:
         raise fault(None, "an empty command", "Write [python, train.py].")
-    words = tuple(_word(one, str(place)) for place, one in enumerate(value))
+    words = tuple(word(one, str(place)) for place, one in enumerate(value))
     return ("python", *words) if words[0].startswith("-") else words
-
-
-def _word(value: Any, key: str | None = None) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return argument_text(value)
-    what = "nothing" if value is None else show(value)
-    raise fault(key, f"expected text or a number, got {what}", "Put the word in quotes.")
 
 
 def _quoted(word: str) -> str:
     is_plain = word and all(char.isalnum() or char in "_-./=+" for char in word)
     return word if is_plain else '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def _texts(value: Any) -> Any:
-    return {key: _word(item, str(key)) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 RecipeName = Annotated[str, AfterValidator(_known_recipe), WithJsonSchema({"enum": list(TRAININGS)})]
@@ -83,13 +67,7 @@ Words = Annotated[
     BeforeValidator(_words),
     WithJsonSchema({"type": "array", "minItems": 1, "items": {"type": ["string", "number"]}}),
 ]
-VariableName = Annotated[str, AfterValidator(variable_name)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]
-Environment = Annotated[
-    dict[VariableName, str],
-    BeforeValidator(_texts),
-    WithJsonSchema({"type": "object", "additionalProperties": {"type": ["string", "number"]}}),
-]
 
 
 class MetricsSection(Section):

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import logging
 import platform
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -31,7 +33,7 @@ def profile_key(spec: SweepSpec, topology: Topology) -> str:
             "address": spec.cluster.address,
             "simulation": {name: getattr(simulation, name) for name in MACHINE} if simulation else None,
             "device": [first.device_kind, first.device_name, first.num_devices, first.threads_per_device],
-            "software": [versions["torch"], versions["driver"]],
+            "software": [versions["torch"], versions["driver"], *map(list, sorted(spec.cluster.env.items()))],
         }
     )[:32]
 
@@ -78,14 +80,17 @@ def load_profile(spec: SweepSpec, topology: Topology | None, home: Home) -> Prof
     return found if found is not None and found.measured else None
 
 
+VARIABLES = "variables"
+"""Name of the sweep's own environment variables in the fingerprint; absent where it has none."""
 _PACKAGES = ("torch", "ray", "optuna", "mlflow", "tune-cluster")
 
 
-def fingerprint(topology: Topology, virtual: str = "") -> dict[str, str]:
+def fingerprint(topology: Topology, virtual: str = "", env: Mapping[str, str] | None = None) -> dict[str, str]:
     """Names and versions of hardware and software, flat. Two measurements compare only where these are equal.
 
     Args:
         virtual: tells clusters that do not exist apart; empty for one that does.
+        env: environment variables that the sweep file gives all ranks.
     """
     first = topology.nodes[0]
     versions = {package: _version(package) for package in _PACKAGES}
@@ -98,7 +103,13 @@ def fingerprint(topology: Topology, virtual: str = "") -> dict[str, str]:
         "device_memory_bytes": str(first.device_memory_bytes),
         "threads_per_device": str(first.threads_per_device),
         **({"virtual": virtual} if virtual else {}),
+        **({VARIABLES: assignments(env)} if env else {}),
     }
+
+
+def assignments(env: Mapping[str, str]) -> str:
+    """Environment variables as a shell takes them, in the order of their names."""
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(env.items()))
 
 
 def _version(package: str) -> str:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from cluster.connect import describe
-from cluster.hardware.topology import DeviceKind, Topology
+from cluster.hardware.topology import Topology
 from cluster.queue.share import Claim, QueuePolicy
 from cluster.request import ClusterRequest, Excluded, Replay, Simulation
 from orchestrator.config.queue_policy import load_policy
@@ -16,6 +16,7 @@ from orchestrator.config.sweep import SweepSpec
 from orchestrator.invocation import user_name
 from orchestrator.planning.hardware.profiles import ProfileStore, profile_key
 from orchestrator.sweep.home import Home
+from trials.accelerator.kinds import DeviceKind
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ def cluster_request(spec: SweepSpec, home: Home | None = None, *, address: str |
         devices_per_node=cluster.devices_per_node,
         device=cluster.device,
         device_memory_bytes=cluster.device_memory_bytes,
+        env=cluster.env,
         simulation=Simulation(**simulation.model_dump()) if simulation else None,
         replay=_checked_replay(spec),
         excluded=_excluded(spec, home),
@@ -130,4 +132,4 @@ def memory_limit_bytes(spec: SweepSpec, topology: Topology | None) -> int | None
     share the host's memory, which says nothing about one of them."""
     if spec.cluster.device_memory_bytes is not None or topology is None:
         return spec.cluster.device_memory_bytes
-    return min((node.device_memory_bytes for node in topology.nodes if node.device_kind == "cuda"), default=None)
+    return min((node.device_memory_bytes for node in topology.nodes if node.device_kind != "cpu"), default=None)

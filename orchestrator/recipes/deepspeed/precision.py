@@ -8,7 +8,7 @@ from typing import Any
 from orchestrator.recipes.base import Draft, Setting, Settings, custom
 from orchestrator.recipes.deepspeed.layout import FILE
 from orchestrator.recipes.gaps import TORCH_SCALER, refuse_fp8, takes_torch_scaler, unable
-from trials.legality.rules import uses_ddp
+from trials.legality.rules import holds_plain
 from trials.spec import LossScale
 
 _AUTOCAST, _AUTOCAST_DTYPE = f"{FILE}:torch_autocast.enabled", f"{FILE}:torch_autocast.dtype"
@@ -35,7 +35,7 @@ def _write_precision(draft: Draft) -> None:
     if precision.level == "O1":
         _write_autocast(draft, precision.dtype)
     if is_half:
-        reduced = _SHORT[precision.dtype] if uses_ddp(layout) or layout.world_size == 1 else "fp32"
+        reduced = _SHORT[precision.dtype] if holds_plain(layout) or layout.world_size == 1 else "fp32"
         draft.settings |= {_COMMUNICATION: reduced, _ACCUMULATED: reduced}
     if draft.settings[_BF16]:
         draft.settings[_BF16_OVERFLOW] = False

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from trials.outcome import Measured, Outcome, OutOfMemory
 from trials.spec import Candidate, Workload
 
-MEASURED_ON = ("hardware", "device_memory_bytes", "threads_per_device", "driver", "torch", "virtual")
+MEASURED_ON = ("hardware", "device_memory_bytes", "threads_per_device", "driver", "torch", "virtual", "variables")
 """Parts of the fingerprint on which step times and memory depend: where they are equal, measurements compare."""
 
 

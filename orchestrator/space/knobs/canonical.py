@@ -10,7 +10,7 @@ from typing import Any
 from orchestrator.space.knobs import KNOBS
 from orchestrator.space.knobs.layer_choices import layers_of, resolve_recompute, resolve_stage_layers
 from orchestrator.space.knobs.own import OwnKnob, OwnScalar, chosen
-from trials.legality.rules import uses_ddp
+from trials.legality.rules import holds_plain
 from trials.spec import (
     Candidate,
     Kernels,
@@ -148,7 +148,7 @@ def resolve_tp_engine(engine: str, layout: Layout, *, recomputes_communication: 
     """The engine of tensor parallelism: ``auto`` becomes ``local`` for what DTensors cannot do."""
     if engine != "auto":
         return engine
-    needs_local = layout.num_copies > 1 or uses_ddp(layout) or recomputes_communication
+    needs_local = layout.num_copies > 1 or holds_plain(layout) or recomputes_communication
     return "local" if needs_local else "dtensor"
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.gang.messages import RankFailure, RankPlace, RankSuccess
 from cluster.gang.outcome import CAUSE_WINDOW_S, CLOCK_SKEW_S, COLLATERAL, fold, root_cause
+from orchestrator.sweep.fold import blamed_node
 from trials.outcome import (
     Crashed,
     Diverged,
@@ -73,6 +74,15 @@ def test_times_are_the_maximum_over_ranks_step_by_step():
     assert measurement.compile_s == 1.0
 
 
+def test_utilisation_is_of_the_peak_of_device_and_number_format():
+    """At 300 TFLOP/s an H100 is busy to 61 % with TF32; of its peak without it would be 448 %."""
+    told = {"device_name": "NVIDIA H100 80GB HBM3", "matmul_format": "tf32", "model_flops_per_token": 300e12 / 4}
+    outcome = fold([success(rank, [1.0], **told) for rank in (0, 1)])
+    assert outcome.measurement.peak_flops_per_s == 494.7e12
+    assert outcome.measurement.mfu == pytest.approx(300 / 494.7)
+    assert fold([success(rank, [1.0]) for rank in (0, 1)]).measurement.mfu is None
+
+
 def test_complete_reports_win_over_a_kill_that_came_too_late():
     assert isinstance(fold([success(0, [1.0]), success(1, [1.0]), failure("lost", rank=None)]), Measured)
 
@@ -99,9 +109,12 @@ def test_ranks_that_disagree_on_the_number_of_steps_are_an_error():
         ("deadline", TimedOut),
         ("lost", GangLost),
         ("device_busy", GangLost),
+        ("device_lost", GangLost),
+        ("node_setup", GangLost),
+        ("device_suspect", GangLost),
+        ("connection", GangLost),
         ("error", Crashed),
         ("exit", Crashed),
-        ("connection", Crashed),
     ],
 )
 def test_each_category_has_its_outcome(category, kind):
@@ -111,6 +124,16 @@ def test_each_category_has_its_outcome(category, kind):
     assert outcome.evidence.log_tail == ("last",)
     if isinstance(outcome, TimedOut):
         assert outcome.phase == "warmup"
+
+
+def test_only_a_node_that_is_to_blame_is_struck():
+    for category in ("device_lost", "device_busy", "node_setup", "lost", "disk", "port"):
+        assert blamed_node(fold([failure(category, rank=3)])) == "n", category
+    for category in ("connection", "device_suspect"):
+        lost = fold([failure(category, rank=3), failure("connection", rank=1, at_s=1.0, node="m")])
+        assert blamed_node(lost) is None, category
+        assert f"{category} of 3 (on n, which need not be the culprit)" in lost.evidence.message
+        assert lost.evidence.rank == 3
 
 
 def test_an_out_of_memory_soon_after_wins_and_a_late_one_does_not():
@@ -142,11 +165,10 @@ def test_a_root_cause_always_comes_before_collateral(found):
     if roots:
         assert outcome.evidence.message in {item.message for item in roots}
         first = min(item.at_s for item in roots)
-        assert any(item.message == outcome.evidence.message and item.at_s <= first + OOM_WINDOW_S for item in roots), (
-            "and an early one"
-        )
+        told = [item for item in roots if item.message in outcome.evidence.message]
+        assert any(item.at_s <= first + OOM_WINDOW_S or item.category == "lost" for item in told), "and an early one"
     elif any(item.category in COLLATERAL for item in found):
-        assert isinstance(outcome, Crashed)
+        assert isinstance(outcome, GangLost), "nobody's own failure explains the connections that broke"
 
 
 @pytest.mark.parametrize(
@@ -179,7 +201,10 @@ def test_a_crash_stays_the_cause_when_its_peers_node_is_lost_later():
     crash = failure("exit", rank=0, node="a", at_s=10.0, exit_code=-11)
     lost = failure("lost", rank=None, node="b", at_s=40.0)
     assert fold([lost, crash]).evidence.exit_code == -11
-    assert isinstance(fold([failure("connection", node="a", at_s=10.0), lost]), GangLost), "but no lost connection does"
+    for effect in ("connection", "deadline"):
+        outcome = fold([failure(effect, node="a", at_s=10.0), lost])
+        assert isinstance(outcome, GangLost), "but no lost connection does, nor a hang"
+        assert outcome.evidence.node == "b"
 
 
 def test_the_earlier_of_two_kinds_of_out_of_memory_counts():

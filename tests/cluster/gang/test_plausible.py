@@ -21,7 +21,6 @@ IMPOSSIBLE = {
     "compile_s = nan": {"compile_s": math.nan},
     "breakdown.data_s = -0.1": {"breakdown": StepBreakdown(data_s=-0.1)},
     "model_flops_per_token = inf": {"model_flops_per_token": math.inf},
-    "peak_flops_per_s = 0.0": {"peak_flops_per_s": 0.0},
     "num_skipped_steps = 9": {"num_skipped_steps": 9},
     "grad_norms = 1 values": {"losses": (1.0, 1.0)},
     "rank = 7": {"rank": 7},

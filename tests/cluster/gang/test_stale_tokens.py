@@ -40,7 +40,7 @@ def node_events(draw):
 @given(st.dictionaries(attempts, tokens, min_size=1), st.lists(st.tuples(st.sampled_from("abc"), node_events())))
 def test_only_reports_of_the_launch_that_runs_reach_its_end(launched, story):
     stops = []
-    tracker = GangTracker(stop=lambda node, attempt_id, order: stops.append((node, attempt_id)))
+    tracker = GangTracker(order=lambda node, attempt_id, order: stops.append((node, attempt_id)))
     for attempt_id, token in launched.items():
         placement = Placement(ranks=DEVICES, reserved=DEVICES)
         launch = GangLaunch(attempt_id=attempt_id, token=token, runner="m:f", spec={}, placement=placement)

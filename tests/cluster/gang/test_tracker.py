@@ -18,7 +18,7 @@ LAUNCH = GangLaunch(
 
 def tracker():
     stops = []
-    made = GangTracker(stop=lambda node, attempt_id, order: stops.append((node, attempt_id, order.is_cause)))
+    made = GangTracker(order=lambda node, attempt_id, order: stops.append((node, attempt_id, order.is_cause)))
     made.launched(LAUNCH, log_dir="/logs", now_s=10.0)
     return made, stops
 

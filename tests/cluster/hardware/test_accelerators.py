@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.hardware import accelerators
-from cluster.hardware.accelerators import CatalogueError, catalogue, find_accelerator, load_cluster
+from cluster.hardware.accelerators import CatalogueError, catalogue, dense_peak, find_accelerator, load_cluster
 from configs import CONFIGS
 
 WANTED = ("v100-32", "a100-40", "a100-80", "h100", "h200", "b200", "gb200", "mi300x", "ascend-910b", "cpu")
@@ -38,6 +38,48 @@ def test_figures_are_plausible(name: str) -> None:
 )
 def test_finds_devices_by_name(text: str, name: str) -> None:
     assert find_accelerator(text).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "number_format", "peak"),
+    [
+        ("NVIDIA H200", "bfloat16", 989.4e12),
+        ("NVIDIA H200 NVL", "bfloat16", 835.5e12),
+        ("NVIDIA H100 80GB HBM3", "float16", 989.4e12),
+        ("NVIDIA H100 80GB HBM3", "tf32", 494.7e12),
+        ("NVIDIA H100 80GB HBM3", "float32", 66.9e12),
+        ("NVIDIA H100 80GB HBM3", "float8", 1978.9e12),
+        ("NVIDIA H100 PCIe", "bfloat16", 756.0e12),
+        ("NVIDIA H800", "bfloat16", 989.4e12),
+        ("NVIDIA A800-SXM4-80GB", "bfloat16", 312.0e12),
+        ("NVIDIA B200", "bfloat16", 2250.0e12),
+        ("AMD Instinct MI300X", "bfloat16", 1307.4e12),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312.0e12),
+        ("NVIDIA A100 80GB PCIe", "float32", 19.5e12),
+        ("NVIDIA A100-PCIE-40GB", "tf32", 156.0e12),
+        ("NVIDIA GH200 480GB", "bfloat16", 989.4e12),
+        ("Tesla V100-SXM2-32GB", "float16", 125.0e12),
+        ("Tesla V100-PCIE-16GB", "float16", 112.0e12),
+        ("Tesla V100-SXM2-32GB", "tf32", 15.7e12),  # it has no such units: the products stay float32
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bfloat16", 312.0e12 / 7),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "tf32", 494.7e12 * 3 / 7),
+        ("Tesla V100-SXM2-32GB", "bfloat16", None),
+        ("NVIDIA A100-SXM4-80GB", "float8", None),
+        ("NVIDIA H800 PCIe", "bfloat16", None),  # a form with a peak of its own
+        ("NVIDIA RTX A1000", "bfloat16", None),
+        ("NVIDIA H20", "bfloat16", None),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", None),
+    ],
+)
+def test_peaks_are_those_of_device_and_format_or_unknown(name: str, number_format: str, peak: float | None) -> None:
+    assert dense_peak(name, number_format) == (None if peak is None else pytest.approx(peak))
+
+
+def test_a_slice_has_its_share_of_the_whole() -> None:
+    whole, share = find_accelerator("NVIDIA H100 80GB HBM3"), find_accelerator("NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    assert share.usable_memory_bytes == 10 * 2**30
+    assert share.memory_bytes_per_s == whole.memory_bytes_per_s / 8
+    assert share.peak("bfloat16") == whole.peak_flops_per_s["bfloat16"] / 7
 
 
 def test_missing_formats_run_as_wider_ones_or_are_unknown() -> None:

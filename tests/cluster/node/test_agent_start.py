@@ -7,7 +7,7 @@ import pytest
 
 from cluster.base import ClusterError
 from cluster.connect import connect
-from cluster.hardware.topology import discover_node
+from cluster.hardware.discovery import discover_node
 from cluster.node.agent import Agent
 from cluster.request import ClusterRequest
 

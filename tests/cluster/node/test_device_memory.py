@@ -3,16 +3,19 @@ files: its figures are the test's, everything that asks it is as in use."""
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cluster.base import Deadlines
 from cluster.gang.messages import NodeLaunch, RankSlot
-from cluster.hardware.topology import discover_node
+from cluster.hardware.discovery import discover_node
+from cluster.hardware.listing import tools
+from cluster.hardware.listing.tools import DeviceQueryError
+from cluster.hardware.topology import DeviceHandle
 from cluster.local import LocalCluster
-from cluster.node import device_memory
-from cluster.node.device_memory import DeviceQueryError, device_names, device_uses, wait_until_free
+from cluster.node.device_memory import DeviceUse, device_names, device_uses, wait_until_free
 from tests.cluster import scripts
 from tests.cluster.gangs import PRELOAD, end_of, launch, living, run, wait_for_pids
 from trials.outcome import Crashed, GangLost, Measured
@@ -20,12 +23,19 @@ from trials.outcome import Crashed, GangLost, Measured
 SCRIPT = """#!/bin/sh
 echo "$1" >> {folder}/asked
 case "$1" in
---query-gpu=name,*) printf 'NVIDIA H200, 143771\\nNVIDIA H200, 143771\\n' ;;
 --query-gpu=index,uuid,clocks*) echo '1, GPU-0001-abcd, 0x4, 1, 1, 30, 7000' ;;
 --query-gpu=index,*) . {folder}/gpus ;;
 --query-compute-apps=*) . {folder}/apps ;;
 esac
 """
+
+
+def _row(index, used):
+    return f"{index}, GPU-{index:04d}-abcd, NVIDIA H200, 143771, {used}, 00000000:{index:02X}:00.0, Disabled"
+
+
+def handle(index, idle=4):
+    return DeviceHandle(name=str(index), memory_bytes=143771 << 20, idle_bytes=idle << 20, uuid=f"GPU-{index:04d}-abcd")
 
 
 class Smi:
@@ -47,7 +57,7 @@ class Smi:
         beside.replace(self.folder / name)
 
     def uses(self, *mebibytes):
-        lines = [f"echo '{i}, GPU-{i:04d}-abcd, {used}'" for i, used in enumerate(mebibytes)]
+        lines = [f"echo '{_row(i, used)}'" for i, used in enumerate(mebibytes)]
         self.says("gpus", "\n".join(lines) + "\n")
 
     @property
@@ -67,44 +77,59 @@ def smi(smi_folder, monkeypatch):
     return Smi(smi_folder)
 
 
-def test_devices_are_known_by_index_and_by_uuid(smi):
-    smi.uses(10, 2000)
-    assert [use.used_bytes >> 20 for use in device_uses(["1"])] == [2000]
-    assert [use.index for use in device_uses(["GPU-0000"])] == ["0"]
-    assert device_uses(["MIG-1234", "7"]) == [], "what is not listed cannot be checked"
-
-
 def test_free_means_up_to_an_allowance(smi):
     smi.uses(300, 30000)
     smi.says("apps", "echo 'GPU-0001-abcd, 4711, 29500'\necho 'GPU-0000-abcd, 1, 290'\n")
-    assert wait_until_free(["0"], 0.0) is None
-    problem = wait_until_free(["0", "1"], 0.0)
+    assert wait_until_free("cuda", [handle(0)], 0.0) is None
+    problem = wait_until_free("cuda", [handle(0), handle(1)], 0.0)
     assert problem == "GPU 1 (GPU-0001-abcd) has 30000 MiB in use by pid 4711 (29500 MiB)"
-    smi.says("gpus", "echo '0, GPU-0000-abcd, [N/A]'\n")
-    assert wait_until_free(["0"], 0.0) is None, "a device without a figure counts as free"
+    smi.uses("[N/A]")
+    assert wait_until_free("cuda", [handle(0)], 0.0) is None, "a device without a figure counts as free"
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "idle_mib", "used_mib", "is_busy"),
+    [
+        (96, 4, 700, False),  # a GH200's driver keeps more than 512 MiB
+        (64, 3412, 3600, False),  # an idle Ascend 910B
+        (64, 3412, 9000, True),
+        (80, 70000, 70000, True),  # in use when the node was looked at: that is not idle
+        (16, 4, 600, True),
+    ],
+)
+def test_how_much_an_idle_device_shows_depends_on_the_device(gibibytes, idle_mib, used_mib, is_busy):
+    known = DeviceHandle(name="0", memory_bytes=gibibytes << 30, idle_bytes=idle_mib << 20)
+    assert DeviceUse(handle=known, used_bytes=used_mib << 20).is_busy == is_busy
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
-    [("echo 'GPU is lost'; exit 15", "failed with code 15: GPU is lost"), ("exec sleep 60", "no answer within 0.2 s")],
+    [
+        ("echo 'GPU is lost'; exit 15", "failed with code 15: GPU is lost"),
+        ("exec sleep 60", "no answer within 0.2 s; without persistence mode .* nvidia-smi -pm 1"),
+    ],
 )
 def test_a_driver_that_fails_or_hangs_is_told(smi, monkeypatch, answer, message):
-    monkeypatch.setattr(device_memory, "QUERY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(tools, "QUERY_TIMEOUT_S", 0.2)
     smi.says("gpus", answer)
     with pytest.raises(DeviceQueryError, match=message):
-        device_uses(["0"])
+        device_uses("cuda", [handle(0)])
 
 
-def test_a_gang_sees_its_own_share_of_what_the_agent_sees(monkeypatch):
+def test_a_slow_driver_is_waited_for_longer_than_eight_gpus_take_to_start():
+    assert tools.QUERY_TIMEOUT_S >= 60
+
+
+def test_a_gang_sees_its_own_share_of_what_the_node_has():
     slots = (RankSlot(rank=4, local_rank=0, index=1), RankSlot(rank=5, local_rank=1, index=0))
     order = NodeLaunch(
         attempt_id="x", token="t", runner="m:f", spec={}, node="n", directory="/", slots=slots, world_size=6,
         deadlines=Deadlines(), device_kind="cuda",
     )  # fmt: skip
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert device_names(order) == ("1", "0")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
-    assert device_names(order) == ("GPU-b", "GPU-a")
+    named = replace(order, handles=(DeviceHandle(name="GPU-a"), DeviceHandle(name="GPU-b")))
+    assert device_names(named) == ("GPU-b", "GPU-a")
+    assert device_names(replace(named, device_kind="cpu")) == ()
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +181,7 @@ def test_nothing_starts_on_a_device_that_somebody_else_uses(cluster, smi, pids):
 @pytest.mark.parametrize(
     ("later", "note"),
     [
-        ("echo '0, GPU-0000-abcd, 4'", None),
+        ("echo '0, GPU-0000-abcd, NVIDIA H200, 143771, 4, 00000000:00:00.0, Disabled'", None),
         (
             "echo 'GPU is lost'; exit 15",
             "gpu-node is not free after the gang: nvidia-smi failed with code 15: GPU is lost",
@@ -168,7 +193,7 @@ def test_the_gang_is_over_when_its_devices_are_free_again(cluster, smi, pids, la
     gang = launch(cluster, "hangs_at_start", spec={"pids": pids})
     wait_for_pids(pids, 2)
     smi.says("later", later)
-    smi.says("gpus", f"echo '0, GPU-0000-abcd, 9000'; mv {smi.folder}/later {smi.folder}/gpus")
+    smi.says("gpus", f"echo '{_row(0, 9000)}'; mv {smi.folder}/later {smi.folder}/gpus")
     before = len(smi.asked)
     os.kill(living(pids)[0], signal.SIGKILL)
     end = end_of(cluster, gang)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.hardware.topology import discover_node
+from cluster.hardware.discovery import discover_node
 from cluster.local import LocalCluster
 from cluster.node import host_memory
 from cluster.node.host_memory import OomKills, available_bytes, shortage

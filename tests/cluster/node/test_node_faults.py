@@ -12,8 +12,9 @@ from cluster.base import Deadlines
 from cluster.gang.environment import single_node_env
 from cluster.gang.messages import NodeGone, NodeLaunch, NodeProgress, RankSlot
 from cluster.gang.outcome import fold
+from cluster.gang.sights import Blame
 from cluster.node.agent import Agent
-from cluster.node.hang import Blame, judge, main_thread
+from cluster.node.hang.stacks import judge, main_thread
 from tests.cluster.gangs import PRELOAD, end_of, launch, living, parent, run, wait_for_pids, wait_until
 from trials.outcome import Crashed, GangLost, Measured, TimedOut
 
@@ -42,6 +43,26 @@ def test_of_ranks_in_one_step_the_one_that_hangs_is_blamed_with_its_stack(local_
     waiting = Path(end.log_dir, "rank0.log").read_text()
     assert judge(main_thread(waiting))[0] is Blame.WAITING
     assert "in all_reduce\n" in waiting
+
+
+@pytest.mark.parametrize(
+    ("why", "is_node_blamed"),
+    [
+        ("[PG 1 Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=199) ran for 600 s", False),
+        pytest.param(
+            "[PG 1 Rank 1] watchdog thread terminated with exception: CUDA error: uncorrectable ECC error encountered",
+            True,
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_an_abort_is_what_the_log_says_of_it(local_cluster, why, is_node_blamed):
+    """NCCL's watchdog ends the process by SIGABRT: no fault of the candidate, by the line that it writes before."""
+    end = run(local_cluster, "aborts_as_the_watchdog_does", spec={"rank": "1", "why": why})
+    assert isinstance(end.outcome, GangLost), end.outcome
+    evidence = end.outcome.evidence
+    assert (evidence.rank, evidence.exit_code, evidence.node is not None) == (1, -signal.SIGABRT, is_node_blamed)
+    assert why in evidence.message
 
 
 def test_sigterm_to_one_rank_alone_is_its_own_crash(local_cluster, pids):

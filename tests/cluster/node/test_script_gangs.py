@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cluster.base import Deadlines
-from cluster.hardware.topology import discover_node
+from cluster.hardware.discovery import discover_node
 from cluster.local import LocalCluster
 from cluster.node.agent import SCRIPT_PRELOAD
 from tests.cluster import scripts

@@ -91,7 +91,7 @@ BROKEN_WHEN = {
     "ddp-with-tp": lambda c, w: (
         ddp(c.layout) and c.layout.zero_stage == 0 and c.layout.tp > 1 and c.layout.tp_engine == "dtensor"
     ),
-    "ddp-with-chunks": lambda c, w: ddp(c.layout) and c.layout.num_virtual_stages > 1,
+    "ddp-with-chunks": lambda c, w: ddp(c.layout) and c.layout.zero_stage == 0 and c.layout.num_virtual_stages > 1,
     "global-batch": lambda c, w: (
         w.global_batch_size
         not in range(0, w.global_batch_size + 1, c.micro_batch_size * c.layout.dp_replicate * c.layout.dp_shard)

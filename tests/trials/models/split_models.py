@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.trials.tiny import SHAPE
-from trials.models.llama import Llama, next_token_loss
+from trials.models.llama import Llama
 from trials.parallel.context_parallel import apply_context_parallel, split_sequence
 from trials.parallel.copies import apply_copies
 from trials.parallel.dtensor_parallel import apply_tensor_parallel
@@ -67,7 +67,7 @@ def loss_and_gradients(layout: Layout, autocast: bool = False, **options: Any) -
     cp_rank = (dist.get_rank() // layout.tp) if layout.cp > 1 else 0
     inputs, targets = (split_sequence(t, cp_rank, layout.cp) if layout.cp > 1 else t for t in rows)
     with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext():
-        loss = next_token_loss(model(inputs), targets) / layout.cp
+        loss = model(inputs, targets) / layout.cp
     loss.backward()
     grads = {}
     for wrapped_name, parameter in model.named_parameters():

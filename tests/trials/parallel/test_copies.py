@@ -41,5 +41,5 @@ def test_one_half_computes_while_the_other_communicates(layout: Layout, tmp_path
     """Collectives return at once, so what is computed before their result is awaited hides them."""
     for alone, both in run_ranks(orders, 2, tmp_path, [layout, copied(layout)]):
         for without, hidden in zip(alone, both, strict=True):
-            assert len(without) >= 6 and not any(without)
-            assert len(hidden) == 2 * len(without) and sum(hidden) > len(hidden) / 2
+            assert len(without) >= 6 and len(hidden) == 2 * len(without)
+            assert sum(hidden) > max(len(hidden) / 2, 2 * sum(without) - 1)

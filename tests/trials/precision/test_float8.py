@@ -25,9 +25,10 @@ from trials.training.build import ModelPart, parallelize
 FLOAT8 = Precision(level="O1-fp8", dtype="bfloat16")
 WIDE = dataclasses.replace(WORKLOAD, model=dataclasses.replace(SHAPE, hidden_size=64, ffn_hidden_size=96))
 CPU = torch.device("cpu")
+KEEP, FLAT = Recompute(), Layout()
 
 
-def trained(precision: Precision, recompute: Recompute = Recompute()) -> tuple[ModelPart, Tensor]:
+def trained(precision: Precision, recompute: Recompute = KEEP) -> tuple[ModelPart, Tensor]:
     """The model after one backward pass, and its loss."""
     spec = tiny_spec(workload=WIDE, precision=precision, recompute=recompute)
     (part,) = parallelize(spec, None, CPU, stage=0)
@@ -41,12 +42,11 @@ def trained(precision: Precision, recompute: Recompute = Recompute()) -> tuple[M
 def test_the_layers_linear_modules_compute_in_8_bits_and_nothing_else_does() -> None:
     part, loss = trained(FLOAT8)
     converted = {name for name, module in part.model.named_modules() if type(module).__name__ == "Float8Linear"}
-    per_layer = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
-    per_layer += ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+    per_layer = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
     assert converted == {f"layers.{i}.{name}" for i in range(2) for name in per_layer}
     same, exact = trained(Precision(level="O1", dtype="bfloat16"))
     assert 0 < abs(loss - exact) < 2e-3 * exact
-    name = "layers.0.feed_forward.w1.weight"
+    name = "layers.0.feed_forward.w13.weight"
     gradient, expected = (one.model.get_parameter(name).grad for one in (part, same))
     assert gradient is not None and expected is not None and gradient.dtype == torch.float32
     # e5m2 rounds a gradient by up to an eighth; products average that out.
@@ -54,7 +54,7 @@ def test_the_layers_linear_modules_compute_in_8_bits_and_nothing_else_does() -> 
 
 
 def test_patterns_of_recompute_see_linear() -> None:
-    pattern = SelectiveRecompute(pattern=r"feed_forward\.w[13]\.linear", num_layers=((2,),))
+    pattern = SelectiveRecompute(pattern=r".*\.w(13|qkv)\.linear", num_layers=((2,),))
     part, loss = trained(FLOAT8, Recompute(selective=(pattern,)))
     same, expected = trained(FLOAT8)
     (effect,) = part.recompute_meter.effects(1)
@@ -64,7 +64,7 @@ def test_patterns_of_recompute_see_linear() -> None:
         assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
 
 
-def spec_of(layout: Layout = Layout(), precision: Precision = FLOAT8, **shape: Any) -> TrialSpec:
+def spec_of(layout: Layout = FLAT, precision: Precision = FLOAT8, **shape: Any) -> TrialSpec:
     workload = dataclasses.replace(WIDE, model=dataclasses.replace(WIDE.model, **shape))
     return tiny_spec(layout, workload=workload, precision=precision)
 
@@ -77,7 +77,7 @@ RESNET = dataclasses.replace(WIDE, model=ResNetModel(), data=ImageFolderData(), 
     [
         (spec_of(ffn_hidden_size=72), "ffn_hidden_size 72 is not divisible by 16; use O1"),
         (spec_of(Layout(tp=2), ffn_hidden_size=48), "ffn_hidden_size 48 is not divisible by 16 on each of 2"),
-        (spec_of(num_heads=8, num_kv_heads=1), "size of all keys 8 is not divisible by 16"),
+        (spec_of(Layout(tp=2), num_heads=16, num_kv_heads=2), "queries, keys and values 80 is not divisible by 16"),
         (spec_of(precision=Precision(level="O1-fp8", dtype="float16")), "in bfloat16, not in float16"),
         (tiny_spec(workload=RESNET, precision=FLOAT8), "of which the layers of model kind resnet have none"),
     ],
@@ -121,8 +121,6 @@ def test_a_machine_without_the_package_is_told_how_to_get_it(monkeypatch: pytest
 
 
 def test_the_package_says_nothing_when_it_is_imported() -> None:
-    code = (
-        "from trials.precision.float8 import torchao_float8\nwith torchao_float8() as found: found.Float8LinearConfig"
-    )
+    code = "from trials.precision.float8 import torchao_float8\nwith torchao_float8() as it: it.Float8LinearConfig"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout + done.stderr == ""

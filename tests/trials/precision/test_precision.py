@@ -12,6 +12,7 @@ from tests.trials.gang import run_gang
 from tests.trials.tiny import tiny_spec
 from trials.failure import InfeasibleSpec
 from trials.outcome import RankReport
+from trials.parallel.held import HeldParameter
 from trials.precision.mixed import LossScaler, check_device
 from trials.spec import Layout, LossScale, Precision
 from trials.training.optimizer import LocalAdamW
@@ -66,7 +67,7 @@ def test_the_scale_stays_a_positive_finite_number(finite: bool) -> None:
 def test_masters_collect_updates_too_small_for_16_bits(dtype: torch.dtype) -> None:
     """A hundred updates of 1e-4 move a weight of 1; in 16 bits each alone would round to nothing."""
     parameter = torch.nn.Parameter(torch.ones(4, dtype=dtype))
-    optimizer = LocalAdamW([parameter], grad_scale=lambda: 1.0, lr=1e-4, weight_decay=0.0)
+    optimizer = LocalAdamW([HeldParameter(parameter)], lr=1e-4, weight_decay=0.0)
     for _ in range(100):
         parameter.grad = torch.ones(4, dtype=dtype)
         optimizer.step()
@@ -77,7 +78,8 @@ def test_masters_collect_updates_too_small_for_16_bits(dtype: torch.dtype) -> No
 def test_masters_divide_by_the_scale_in_fp32() -> None:
     """1e-3 / 2**15 is below float16's smallest number, yet the second moment must see it."""
     parameter = torch.nn.Parameter(torch.ones(1, dtype=torch.float16))
-    optimizer = LocalAdamW([parameter], grad_scale=lambda: 2.0**15, lr=1e-2, eps=0.0, weight_decay=0.0)
+    held = [HeldParameter(parameter)]
+    optimizer = LocalAdamW(held, grad_scale=lambda: 2.0**15, lr=1e-2, eps=0.0, weight_decay=0.0)
     parameter.grad = torch.full((1,), 1e-3, dtype=torch.float16)
     optimizer.step()
     assert parameter.item() == pytest.approx(0.99, abs=1e-3)
@@ -86,14 +88,12 @@ def test_masters_divide_by_the_scale_in_fp32() -> None:
 def test_masters_have_the_memory_format_the_weights_train_in() -> None:
     """The memory format is settled after the optimiser is built; copies in another would miss the multi-tensor path."""
     parameter = torch.nn.Parameter(torch.randn(4, 3, 3, 3, dtype=torch.bfloat16))
-    optimizer = LocalAdamW([parameter], grad_scale=lambda: 1.0, lr=1e-2)
+    optimizer = LocalAdamW([HeldParameter(parameter)], lr=1e-2)
     parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    (master,) = optimizer._masters
-    assert optimizer._inner is not None
-    states = [state for state in optimizer._inner.state[master].values() if state.dim() == 4]
-    assert len(states) == 2 and {t.stride() for t in (master, *states)} == {parameter.stride()}
+    (state,) = optimizer.states
+    assert {t.stride() for t in (state.master, state.exp_avg, state.exp_avg_sq)} == {parameter.stride()}
 
 
 @pytest.mark.parametrize(

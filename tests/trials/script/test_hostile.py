@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from cluster.base import Deadlines, GangEnded, GangLaunch
+from cluster.hardware.discovery import discover_node
 from cluster.hardware.placement import Pool
-from cluster.hardware.topology import discover_node
 from cluster.local import LocalCluster
 from cluster.node.agent import SCRIPT_PRELOAD
 from tests.support import ROOT

@@ -1,0 +1,181 @@
+"""Who keeps a gang waiting that makes no progress: a pure function of what was seen of its ranks.
+
+Whoever has begun a collective waits for the members of its group that have not. Followed to its end, such a chain leads
+to a rank that waits for nobody: the culprit. Where no record says more, the stacks decide. A gang whose ranks all stand
+in the same collective has no culprit among them: what joins them stands still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from cluster.gang.sights import Blame, PendingCall, RankSight
+
+_SAME_SIZES = frozenset({"all_reduce", "allreduce", "barrier"})
+"""Collectives to which every rank of a group brings tensors of the same shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangVerdict:
+    """Who is to blame for a hang."""
+
+    kind: Literal["rank", "link", "disagreement", "unknown"]
+    """A rank hangs; all are in one collective; ranks wait for each other in different ones; nothing tells."""
+    suspects: tuple[int, ...]
+    """The ranks of which one is to blame, all equally; for the other kinds the ranks that wait."""
+    why: str = ""
+    """What the records show beyond what the ranks were doing, as a clause for people."""
+
+
+def verdict(sights: Mapping[int, RankSight]) -> HangVerdict:
+    """Judge a gang by what was seen of its ranks, at least one, by rank."""
+    waits = {rank: _waits_for(rank, sights) for rank in sights}
+    behind = {peer: rank for rank, peers in waits.items() for peer in sorted(peers)}
+    least = min(sight.progress for sight in sights.values())
+    levels = {
+        rank: _level(sight, bool(waits[rank]), rank in behind, _is_in_call(rank, sights), least)
+        for rank, sight in sights.items()
+    }
+    worst = min(levels.values())
+    suspects = tuple(sorted(rank for rank, level in levels.items() if level == worst))
+    if worst is Blame.WAITING:
+        return _all_wait(sights, waits)
+    late = next((rank for rank in suspects if rank in behind), None)
+    why = "" if late is None else _lag(late, behind[late], sights)
+    return HangVerdict(kind="rank", suspects=suspects, why=why)
+
+
+def _waits_for(rank: int, sights: Mapping[int, RankSight]) -> set[int]:
+    """The ranks that have not begun what ``rank`` is in."""
+    record = sights[rank].record
+    calls = () if record is None else record.calls
+    return {peer for call in calls for peer in _members(rank, call, sights) if _is_missing(rank, peer, call, sights)}
+
+
+def _members(rank: int, call: PendingCall, sights: Mapping[int, RankSight]) -> tuple[int, ...]:
+    if call.peer is not None:
+        return (call.peer,)
+    record = sights[rank].record
+    place = None if record is None else record.place(call.group)
+    if place is not None and place.ranks:
+        return place.ranks
+    return tuple(peer for peer, sight in sights.items() if sight.record and sight.record.place(call.group))
+
+
+def _is_missing(rank: int, peer: int, call: PendingCall, sights: Mapping[int, RankSight]) -> bool:
+    if peer == rank or peer not in sights:
+        return False
+    sight = sights[peer]
+    if sight.record is None:  # it did not even answer: it is missing unless it evidently waits as well
+        return sight.blame is not Blame.WAITING
+    if call.peer is not None:
+        return not any(other.peer == rank and other.group == call.group for other in sight.record.calls)
+    place = sight.record.place(call.group)
+    if place is None:
+        return sight.record.is_complete
+    if place.entered < call.number:
+        return True
+    same = [other for other in sight.record.calls if (other.group, other.number) == (call.group, call.number)]
+    return call.is_started and bool(same) and not same[0].is_started
+
+
+def _is_in_call(rank: int, sights: Mapping[int, RankSight]) -> bool:
+    """Whether the rank is in an operation that its device is at work on, as far as is known."""
+    record = sights[rank].record
+    calls = () if record is None else record.calls
+    return any(call.is_started or not _is_started_by_any(call, sights) for call in calls)
+
+
+def _is_started_by_any(call: PendingCall, sights: Mapping[int, RankSight]) -> bool:
+    others = (other for sight in sights.values() if sight.record for other in sight.record.calls)
+    return any(other.is_started and (other.group, other.number) == (call.group, call.number) for other in others)
+
+
+def _level(sight: RankSight, is_waiting: bool, is_behind: bool, is_in_call: bool, least: tuple[int, int]) -> Blame:
+    """How likely a rank is the culprit, by its records first and by its stack where they say nothing."""
+    if sight.blame is Blame.STOPPED:
+        return Blame.STOPPED
+    if is_waiting:
+        return Blame.WAITING
+    if is_behind and not is_in_call:
+        # gloo records neither sends nor what goes through a store: a rank that waits there is behind by no own fault
+        return Blame.UNCLEAR if sight.blame is Blame.WAITING and not _records_all(sight) else Blame.ELSEWHERE
+    if is_in_call:
+        unsure = Blame.ELSEWHERE if is_behind else Blame.UNCLEAR
+        return unsure if sight.blame is Blame.ELSEWHERE else Blame.WAITING
+    return sight.blame if sight.progress == least else Blame.WAITING
+
+
+def _records_all(sight: RankSight) -> bool:
+    """Whether the rank's recorder knows of every operation by which it could wait for a peer."""
+    places = () if sight.record is None else sight.record.places
+    return any(not place.group.startswith("gloo:") for place in places)
+
+
+def _all_wait(sights: Mapping[int, RankSight], waits: Mapping[int, set[int]]) -> HangVerdict:
+    """The verdict on a gang in which everybody waits."""
+    ranks = tuple(sorted(sights))
+    elsewhere = tuple(rank for rank in ranks if waits[rank] and sights[rank].blame is Blame.ELSEWHERE)
+    if 0 < len(elsewhere) < len(ranks):  # it has left operations behind that go on without it
+        return HangVerdict(kind="rank", suspects=elsewhere)
+    calls = {rank: sight.record.calls for rank, sight in sights.items() if sight.record and sight.record.calls}
+    if not calls:
+        return HangVerdict(kind="unknown", suspects=ranks, why="every rank seems to wait for its peers")
+    first = {(call.group, call.number): call for found in calls.values() for call in found if call.peer is None}
+    differing = [
+        (first[call.group, call.number], call)
+        for found in calls.values()
+        for call in found
+        if call.peer is None and _differ(first[call.group, call.number], call)
+    ]
+    if differing:
+        one, other = differing[0]
+        why = f"ranks of one group disagree on its collective {one.number}: {_call(other)} or {_call(one)}"
+        return HangVerdict(kind="disagreement", suspects=ranks, why=why)
+    if set(calls) <= _in_circles(waits):
+        why = "ranks wait for each other in different operations: " + "; ".join(
+            f"rank {rank} in {_call(found[0])}" for rank, found in sorted(calls.items())[:4]
+        )
+        return HangVerdict(kind="disagreement", suspects=ranks, why=why)
+    stuck = sorted(rank for rank in calls if not waits[rank])
+    call = calls[stuck[0]][0]
+    number = "" if call.peer is not None else f" (number {call.number} of group {_label(stuck[0], call, sights)})"
+    why = f"ranks {', '.join(map(str, stuck))} all wait in {_call(call)}{number}: what joins them stands still"
+    return HangVerdict(kind="link", suspects=tuple(stuck), why=why)
+
+
+def _in_circles(waits: Mapping[int, set[int]]) -> set[int]:
+    """The ranks from which no chain of waiting leads to one that waits for nobody."""
+    free = {rank for rank, peers in waits.items() if not peers}
+    while found := {rank for rank, peers in waits.items() if rank not in free and peers & free}:
+        free |= found
+    return set(waits) - free
+
+
+def _differ(one: PendingCall, other: PendingCall) -> bool:
+    return one.name != other.name or (one.name in _SAME_SIZES and one.sizes != other.sizes)
+
+
+def _call(call: PendingCall) -> str:
+    if call.peer is not None:
+        return f"{call.name} with rank {call.peer}"
+    return f"{call.name} of {call.sizes}" if call.sizes else call.name
+
+
+def _label(rank: int, call: PendingCall, sights: Mapping[int, RankSight]) -> str:
+    record = sights[rank].record
+    place = None if record is None else record.place(call.group)
+    return call.group if place is None else place.label
+
+
+def _lag(late: int, waiting: int, sights: Mapping[int, RankSight]) -> str:
+    """What a rank waits for that another has not begun, as a clause."""
+    record = sights[waiting].record
+    calls = () if record is None else record.calls
+    for call in calls:
+        if _is_missing(waiting, late, call, sights):
+            number = "" if call.peer is not None else f" number {call.number} of group {_label(waiting, call, sights)}"
+            return f"rank {waiting} waits for it in {call.name}{number}"
+    return ""

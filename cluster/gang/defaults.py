@@ -1,0 +1,94 @@
+"""Environment variables that ranks get where neither ``cluster.env`` nor their host says otherwise: each with its why.
+
+What a library finds out well by itself is left to it: NCCL's choice of InfiniBand devices and algorithms above all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trials.accelerator.kinds import DeviceKind
+
+NUMA_VARIABLE = "TUNE_CLUSTER_NUMA"
+"""``off`` leaves ranks on all cores."""
+INTERFACE = "{interface}"
+"""Stands in a default's value for the network interface of the address by which other nodes reach this one."""
+_NVIDIA_LIKE: tuple[DeviceKind, ...] = ("cuda", "rocm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Default:
+    """One variable."""
+
+    name: str
+    value: str
+    why: str
+    kinds: tuple[DeviceKind, ...] = ()
+    """Kinds of devices whose ranks get it; empty: all."""
+    several_nodes: bool | None = None
+    """Whether only gangs on several nodes get it, or only those on one; None: all."""
+
+    def applies(self, kind: DeviceKind, num_nodes: int) -> bool:
+        """Whether ranks on this kind of device, in a gang on so many nodes, get it."""
+        fits_nodes = self.several_nodes is None or self.several_nodes == (num_nodes > 1)
+        return fits_nodes and (not self.kinds or kind in self.kinds)
+
+
+DEFAULTS: tuple[Default, ...] = (
+    Default(
+        name="GLOO_SOCKET_IFNAME",
+        value="lo",
+        why="ranks of one host meet over loopback, whatever its name resolves to",
+        several_nodes=False,
+    ),
+    Default(
+        name="GLOO_SOCKET_IFNAME",
+        value=INTERFACE,
+        why="gloo would take the interface that the host's name resolves to, often loopback or docker0",
+        several_nodes=True,
+    ),
+    Default(
+        name="NCCL_SOCKET_IFNAME",
+        value=f"={INTERFACE}",
+        why="NCCL would take the first interface that is not lo or docker, maybe one that reaches no other node",
+        kinds=_NVIDIA_LIKE,
+        several_nodes=True,
+    ),
+    Default(
+        name="HCCL_SOCKET_IFNAME",
+        value=f"={INTERFACE}",
+        why="HCCL meets over the interface by which the nodes reach each other",
+        kinds=("npu",),
+        several_nodes=True,
+    ),
+    Default(
+        name="NCCL_DEBUG",
+        value="WARN",
+        why="errors of the network and the driver are named in the rank's log; without them a failure has no reason",
+        kinds=_NVIDIA_LIKE,
+    ),
+    Default(
+        name=NUMA_VARIABLE,
+        value="on",
+        why="a rank keeps to the cores, and so to the memory, near its device on hosts of several sockets; off: all",
+        kinds=("cuda", "rocm", "xpu", "npu"),
+    ),
+)
+
+
+def default_env(
+    kind: DeviceKind, num_nodes: int, interface: str | None, host: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The defaults of ranks on a host with this environment, which goes before them.
+
+    Args:
+        interface: network interface by which other nodes reach this one; None where nobody knows.
+    """
+    found = {}
+    for default in DEFAULTS:
+        is_known = INTERFACE not in default.value or interface is not None
+        if is_known and default.name not in host and default.applies(kind, num_nodes):
+            found[default.name] = default.value.replace(INTERFACE, interface or "")
+    return found

@@ -1,0 +1,127 @@
+"""What is found on hosts whose vendors' tools print what they document; none of it ran on such hardware."""
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.hardware import discovery
+from cluster.hardware.discovery import DeviceError, discover_node
+from cluster.node.device_memory import DeviceUse, device_uses
+from tests.cluster.hardware import vendors
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """Makes this host one with these tools, and with drivers only where a test says so."""
+    for kind, source in list(discovery._SOURCES.items()):
+        monkeypatch.setitem(discovery._SOURCES, kind, replace(source, driver_files=()))
+    return lambda **programs: vendors.install(tmp_path, monkeypatch, **programs)
+
+
+def _facts(node):
+    return node.device_kind, node.num_devices, node.device_name, node.device_memory_bytes
+
+
+def test_whole_gpus(host, monkeypatch):
+    host(nvidia_smi=vendors.nvidia())
+    node = discover_node()
+    assert _facts(node) == ("cuda", 2, "NVIDIA H100 80GB HBM3", 81559 * MIB)
+    assert [(one.name, one.uuid, one.bus_id) for one in node.handles] == [
+        ("0", "GPU-0000", "0000:17:00.0"),
+        ("1", "GPU-1111", "0000:9a:00.0"),
+    ]
+    assert discover_node(device="cpu").device_kind == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-11")
+    assert [one.name for one in discover_node().handles] == ["1"], "those that the environment names, not the first"
+    with pytest.raises(DeviceError, match=r"has 1 GPU\(s\)"):
+        discover_node(num_devices=2)
+
+
+def test_slices_are_devices_of_their_own_with_their_own_memory(host):
+    host(nvidia_smi=vendors.nvidia("Enabled", "Enabled"))
+    node = discover_node()
+    assert node.device_name == "NVIDIA H100 80GB HBM3 MIG 3g.40gb"
+    assert [one.name for one in node.handles] == ["MIG-aaaa", "MIG-bbbb", "MIG-cccc"]
+    assert [one.memory_bytes for one in node.handles] == [40448 * MIB, 40448 * MIB, 40 * 10**9]
+    assert node.device_memory_bytes == 40 * 10**9, "what the name of the profile promises where no figure is printed"
+    uses = device_uses("cuda", node.handles)
+    assert [(use.handle.name, use.is_busy) for use in uses] == [("MIG-aaaa", False), ("MIG-bbbb", True)]
+
+
+def test_a_gpu_that_is_divided_is_no_whole_one(host, monkeypatch):
+    host(nvidia_smi=vendors.nvidia("Enabled", "Disabled"))
+    assert [one.name for one in discover_node().handles] == ["1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-bbbb")
+    assert [one.name for one in discover_node().handles] == ["MIG-bbbb"]
+
+
+def test_slices_that_differ_are_refused(host):
+    host(nvidia_smi=vendors.nvidia("Enabled", "Enabled", "1g.10gb"))
+    with pytest.raises(DeviceError, match=r"2 x .* MIG 3g.40gb, 1 x .* MIG 1g.10gb.*CUDA_VISIBLE_DEVICES"):
+        discover_node()
+
+
+@pytest.mark.parametrize(
+    ("programs", "expected", "names"),
+    [
+        (
+            {"rocm_smi": vendors.plain(vendors.ROCM)},
+            ("rocm", 2, "AMD Instinct MI300X", 206141652992),
+            ["0000:0c:00.0", "0000:26:00.0"],
+        ),
+        ({"amd_smi": vendors.plain(vendors.AMD)}, ("rocm", 1, "AMD Instinct MI300X", 196592 * MIB), ["0000:0c:00.0"]),
+        (
+            {"xpu_smi": vendors.plain(vendors.INTEL)},
+            ("xpu", 1, "Intel(R) Data Center GPU Max 1550", 137438953472),
+            ["0000:29:00.0"],
+        ),
+        (
+            {"npu_smi": vendors.ASCEND},
+            ("npu", 2, "Ascend910B2", 65536 * MIB),
+            ["0000:c1:00.0", "0000:01:00.0"],
+        ),
+        (
+            {"npu_smi": vendors.ASCEND_TWO_CHIPS},
+            ("npu", 2, "Ascend910", 65536 * MIB),
+            ["0000:9d:00.0", "0000:9f:00.0"],
+        ),
+    ],
+    ids=["rocm", "amd", "xpu", "npu", "npu-two-chips"],
+)
+def test_other_makers_devices_are_found_under_auto(host, programs, expected, names):
+    host(**programs)
+    node = discover_node()
+    assert _facts(node) == expected
+    assert [one.bus_id for one in node.handles] == names
+    assert [one.name for one in node.handles] == [str(i) for i in range(node.num_devices)]
+    assert discover_node(device=expected[0]).handles == node.handles
+
+
+def test_an_idle_npu_shows_memory_in_use_and_one_that_is_used_more(host):
+    host(npu_smi=vendors.ASCEND)
+    assert [use.is_busy for use in device_uses("npu", discover_node().handles)] == [False, True]
+    assert DeviceUse(handle=discover_node().handles[0], used_bytes=3600 * MIB).is_busy is False
+
+
+def test_a_tool_that_fails_beside_its_driver_is_no_host_of_cores(host, monkeypatch, tmp_path, caplog):
+    host(rocm_smi="#!/bin/sh\necho 'Driver not initialized (amdgpu not found in modules)'; exit 1\n")
+    assert discover_node().device_kind == "cpu"
+    assert "rocm-smi failed with code 1: Driver not initialized" in caplog.text, "without its driver: said, no more"
+    source = replace(discovery._SOURCES["rocm"], driver_files=(str(tmp_path),))
+    monkeypatch.setitem(discovery._SOURCES, "rocm", source)
+    with pytest.raises(DeviceError, match=r"kind rocm that cannot be used: rocm-smi failed.*device: cpu"):
+        discover_node()
+    with pytest.raises(DeviceError, match=r"device: rocm, but rocm-smi failed"):
+        discover_node(device="rocm")
+
+
+def test_a_driver_without_its_tool_is_told(host, monkeypatch, tmp_path, caplog):
+    host()
+    source = replace(discovery._SOURCES["rocm"], driver_files=(str(tmp_path),))
+    monkeypatch.setitem(discovery._SOURCES, "rocm", source)
+    assert discover_node().device_kind == "cpu"
+    assert "no rocm-smi or amd-smi to list devices of kind rocm" in caplog.text
+    with pytest.raises(DeviceError, match="none of nvidia-smi.*lists a device"):
+        discover_node(may_be_cpu=False)

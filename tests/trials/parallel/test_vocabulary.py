@@ -1,0 +1,74 @@
+"""Loss over a split vocabulary, or in chunks of the positions: the same numbers, without all the logits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.trials.parallel.simulated import simulated_peaks
+from trials.models.llama import projected_loss
+from trials.parallel import vocabulary
+from trials.parallel.vocabulary import chunked_loss
+from trials.spec import Candidate, Kernels, Layout, LlamaModel, Precision, TextData, TrialSpec, Workload
+
+VOCABULARY, POSITIONS = 32768, 4096
+MODEL = LlamaModel(hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=4, ffn_hidden_size=64, vocab_size=VOCABULARY)
+WORKLOAD = Workload(model=MODEL, data=TextData(), seq_length=POSITIONS, global_batch_size=1)
+ALL_LOGITS = 4 * VOCABULARY * POSITIONS
+"""Bytes of the logits of the whole vocabulary in fp32."""
+OTHER_BYTES = 24 << 20
+"""More than weights, states and activations of a rank of four."""
+
+
+def trial(layout: Layout, *, loss_chunks: int = 1, level: str = "O0") -> TrialSpec:
+    precision = Precision() if level == "O0" else Precision(level=level, dtype="bfloat16")  # type: ignore[arg-type]
+    candidate = Candidate(layout=layout, precision=precision, kernels=Kernels(loss_chunks=loss_chunks))
+    return TrialSpec(workload=WORKLOAD, candidate=candidate)
+
+
+def gradients(loss: object, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 5, 16, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(300, 16, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(300, (2, 5), generator=generator)
+    made = loss(x, weight, targets)  # type: ignore[operator]
+    (1024 * made).backward()
+    assert x.grad is not None and weight.grad is not None and made.dtype == torch.float32
+    return made.detach(), x.grad / 1024, weight.grad / 1024
+
+
+@pytest.mark.parametrize("num_chunks", [2, 3, 10])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_chunks_give_the_loss_and_gradients_of_the_whole(
+    num_chunks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vocabulary, "PIECE_ELEMENTS", 500)
+    chunked = gradients(functools.partial(chunked_loss, num_chunks=num_chunks, group=None), dtype)
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    for value, wanted in zip(chunked, gradients(projected_loss, dtype), strict=True):
+        assert float((value - wanted).abs().max() / wanted.abs().max()) < tolerance
+
+
+def test_no_rank_holds_the_logits_of_the_whole_vocabulary() -> None:
+    """A rank holds its part of them once, in their own type, a piece of that in fp32, and little else."""
+    sizes = {"tp_engine": "local"}, {"tp_engine": "dtensor"}, {"tp_engine": "local", "sequence_parallel": True}
+    layouts = [Layout(tp=4, **size) for size in sizes]  # type: ignore[arg-type]
+    specs = [trial(layout, level=level) for layout in layouts for level in ("O0", "O2")]
+    for spec, peak in zip(specs, simulated_peaks(specs), strict=True):
+        part = ALL_LOGITS / 4 / (2 if spec.candidate.precision.level == "O2" else 1)
+        assert peak < part + 4 * vocabulary.PIECE_ELEMENTS + OTHER_BYTES < ALL_LOGITS / 2
+
+
+def test_chunks_hold_one_chunk_of_the_logits() -> None:
+    """And a copy of it while its exponentials are summed up."""
+    whole, chunked = (trial(Layout(), loss_chunks=chunks) for chunks in (1, 8))
+    split = dataclasses.replace(chunked, candidate=dataclasses.replace(chunked.candidate, layout=Layout(tp=4)))
+    peaks = simulated_peaks([whole, chunked, split])
+    states = 4 * 4 * 2 * VOCABULARY * MODEL.hidden_size
+    assert peaks[0] > 2 * ALL_LOGITS
+    assert peaks[1] < states + ALL_LOGITS / 4 + OTHER_BYTES / 2
+    assert peaks[2] < states / 4 + ALL_LOGITS / 16 + OTHER_BYTES / 2
