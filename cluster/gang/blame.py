@@ -141,9 +141,18 @@ def _all_wait(sights: Mapping[int, RankSight], waits: Mapping[int, set[int]]) ->
         return HangVerdict(kind="disagreement", suspects=ranks, why=why)
     stuck = sorted(rank for rank in calls if not waits[rank])
     call = calls[stuck[0]][0]
+    if not all(_may_be_in(call, sights[rank]) for rank in _members(stuck[0], call, sights) if rank in sights):
+        return HangVerdict(kind="unknown", suspects=ranks, why="every rank seems to wait for its peers")
     number = "" if call.peer is not None else f" (number {call.number} of group {_label(stuck[0], call, sights)})"
     why = f"ranks {', '.join(map(str, stuck))} all wait in {_call(call)}{number}: what joins them stands still"
     return HangVerdict(kind="link", suspects=tuple(stuck), why=why)
+
+
+def _may_be_in(call: PendingCall, sight: RankSight) -> bool:
+    """Whether a rank that waits is in this operation, as far as is known."""
+    if sight.record is None or call.peer is not None:
+        return True
+    return any((other.group, other.number) == (call.group, call.number) for other in sight.record.calls)
 
 
 def _in_circles(waits: Mapping[int, set[int]]) -> set[int]:

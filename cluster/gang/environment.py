@@ -20,6 +20,10 @@ LOOPBACK = "127.0.0.1"
 PORTS = range(20000, 32000)
 """Ports for ranks to meet at: below those that Linux gives to outgoing connections, which would take one in between."""
 MAX_TRIES = 50
+TIMEOUT_MARGIN_S = 120.0
+"""How much later than all deadlines together collectives give up."""
+MAX_TIMEOUT_S = 7 * 86400.0
+"""More than this no deadline needs; in milliseconds it still is a number of 32 bits."""
 CACHE_FOLDER = "cache-{node}"
 """Folder for compilers' caches beside those of the attempts, shared by all of a lease on one node."""
 _OWNED: Mapping[str, str] = {
@@ -87,6 +91,17 @@ def rank_folder(launch: NodeLaunch) -> Path:
     return directory if launch.num_nodes == 1 else directory / f"node{launch.node_rank}"
 
 
+def _patience(launch: NodeLaunch) -> dict[str, str]:
+    """Variables that keep collectives, and NCCL's monitor of its own watchdog, from giving up while the gang is within
+    its deadlines: what hangs is found and judged by the warden. Nor is a result to be lost for a hang in tear-down."""
+    deadlines = launch.deadlines
+    most_s = deadlines.starting_s + deadlines.warmup_s + deadlines.measuring_s + deadlines.compile_s
+    seconds = int(min(most_s, MAX_TIMEOUT_S - TIMEOUT_MARGIN_S) + TIMEOUT_MARGIN_S)
+    wanted = {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(seconds)}
+    found = {name: value for name, value in wanted.items() if name not in os.environ}
+    return {"TUNE_CLUSTER_COLLECTIVE_TIMEOUT_S": str(seconds), "TUNE_CLUSTER_LEAVES_LAST": "1", **found}
+
+
 def rank_env(launch: NodeLaunch, slot: RankSlot) -> dict[str, str]:
     """What one rank sees beside the node's own environment, which goes over the defaults; what the launch says goes
     over everything."""
@@ -102,5 +117,6 @@ def rank_env(launch: NodeLaunch, slot: RankSlot) -> dict[str, str]:
         "TUNE_CLUSTER_ATTEMPT_DIR": str(rank_folder(launch)),
         "TUNE_CLUSTER_NUM_DEVICES": str(len(slot.devices)),
         "TUNE_CLUSTER_CACHE_DIR": str(cache_folder(Path(launch.directory).parent, launch.node)),
+        **_patience(launch),
         **launch.env,
     }

@@ -148,7 +148,16 @@ def _run(launch: NodeLaunch, slot: RankSlot, pipe: int) -> int:
     with contextlib.suppress(OSError):  # what is told counts; it is kept for controllers that die before they hear it
         _store(launch, slot, result)
     _write(pipe, line(result))
+    _leave(result)
     return 0 if isinstance(result, RankSuccess) else 1
+
+
+def _leave(result: RankResult) -> None:
+    """Leave the gang, now that the result is told; whatever happens here changes nothing about it."""
+    mesh: Any = sys.modules.get("trials.parallel.mesh")
+    if mesh is not None and isinstance(result, RankSuccess):
+        with contextlib.suppress(Exception):
+            mesh.leave_gang(ends_process=True)
 
 
 def resolve(runner: str) -> Runner:

@@ -189,6 +189,30 @@ def hangs_in_step(spec, progress):
     return report()
 
 
+def hangs_behind(spec, progress):
+    """All have reported the same step; rank 1 then sleeps, rank 0 sleeps as well while its collective goes on."""
+    rank = join(spec)
+    all_reduce()
+    progress("measuring", step=1)
+    if rank == 1:
+        sleep_in_python()
+    work = dist.all_reduce(torch.ones(4), async_op=True)
+    while rank == 0 and not work.is_completed():
+        time.sleep(0.01)
+    work.wait()
+    return report()
+
+
+def disagrees(spec, progress):
+    """Two ranks call the same two collectives in different orders."""
+    rank = join(spec)
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    progress("measuring", step=1)
+    for group in groups if rank == 0 else reversed(groups):
+        dist.all_reduce(torch.ones(4), group=group)
+    return report()
+
+
 def sleep_in_python():
     time.sleep(FOREVER_S)
 
@@ -220,6 +244,15 @@ def aborts_as_the_watchdog_does(spec, progress):
         sys.stderr.flush()
         os.abort()
     time.sleep(FOREVER_S)
+
+
+def cannot_leave(spec, progress):
+    """A trial whose last rank can never leave its process group: destroying it hangs, as NCCL's sometimes does."""
+    from trials.worker import run_rank
+
+    if os.environ["RANK"] == "1":
+        dist.destroy_process_group = sleep_in_python
+    return run_rank(spec, progress)
 
 
 def ends_by_sigterm(spec, progress):

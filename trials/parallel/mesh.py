@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +26,18 @@ DATA_AXES = ("dp_replicate", *SHARD_AXES)
 RENDEZVOUS_VARIABLE = "TUNE_CLUSTER_RENDEZVOUS"
 """Environment variable with an ``init_method`` URL (``file:///...`` or ``tcp://host:port``); without it, torchrun's."""
 
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
-"""The last resort against a peer that hangs: longer than any launcher's own deadline, which should come first."""
+COLLECTIVE_TIMEOUT_VARIABLE = "TUNE_CLUSTER_COLLECTIVE_TIMEOUT_S"
+"""Environment variable by which a launcher says how long a collective may take: longer than its own deadlines allow, as
+waiting for a peer that compiles is no failure, and NCCL's watchdog would end the process before the launcher judges."""
+
+COLLECTIVE_TIMEOUT_S = 1800.0
+"""The last resort against a peer that hangs, where no launcher watches."""
+
+LEAVES_LAST_VARIABLE = "TUNE_CLUSTER_LEAVES_LAST"
+"""Environment variable by which a launcher says that it calls :func:`leave_gang` itself, after it has the result."""
+
+LEAVE_S = 10.0
+"""How long leaving the gang may take: a result that is finished must not be lost for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +77,32 @@ def synchronize(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def process_group(identity: RankIdentity, device: torch.device) -> Iterator[None]:
-    """Join the gang, and leave it when the body succeeds.
+    """Join the gang, and leave it when the body succeeds; where whoever started the rank does so itself after it has
+    heard the result (:data:`LEAVES_LAST_VARIABLE`), stay.
 
     After an error the group is left alone: destroying it could wait for collectives that no peer will join. The
     process is expected to exit, which is what tells the peers.
     """
     _init_process_group(identity, device)
     yield
-    dist.destroy_process_group()
+    if LEAVES_LAST_VARIABLE not in os.environ:
+        leave_gang()
+
+
+def leave_gang(*, ends_process: bool = False) -> bool:
+    """Leave the gang, if this process is a member of it, whatever its peers do; gives whether it could.
+
+    Where destroying the process group hangs, that is left to the end of the process. On accelerators it always is if
+    ``ends_process``: NCCL's destruction waits for all ranks, and the driver frees what a process had when it ends.
+    """
+    if not dist.is_initialized() or (ends_process and dist.get_backend() != "gloo"):
+        return not dist.is_initialized()
+    thread = threading.Thread(target=dist.destroy_process_group, name="leave-gang", daemon=True)
+    thread.start()
+    thread.join(LEAVE_S)
+    if thread.is_alive():
+        sys.stderr.write(f"the process group could not be destroyed within {LEAVE_S:g} s; it is left behind\n")
+    return not thread.is_alive()
 
 
 def _init_process_group(identity: RankIdentity, device: torch.device) -> None:
@@ -85,8 +115,12 @@ def _init_process_group(identity: RankIdentity, device: torch.device) -> None:
         # Alone there is nobody to meet.
         store, url = dist.HashStore(), None  # type: ignore[attr-defined]
     dist.init_process_group(
-        backend, init_method=url, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+        backend, init_method=url, store=store, rank=rank, world_size=world_size, timeout=_collective_timeout()
     )
+
+
+def _collective_timeout() -> datetime.timedelta:
+    return datetime.timedelta(seconds=float(os.environ.get(COLLECTIVE_TIMEOUT_VARIABLE, COLLECTIVE_TIMEOUT_S)))
 
 
 def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:

@@ -13,17 +13,17 @@ from trials.legality.rules import uses_ddp
 from trials.models import TrainModel, build_model
 from trials.offload.activations import OffloadMeter, apply_activation_offload
 from trials.parallel.context_parallel import apply_context_parallel
-from trials.parallel.copies import apply_copies
 from trials.parallel.data_parallel import apply_buckets, apply_ddp, apply_fsdp, uses_fsdp
-from trials.parallel.dtensor_parallel import apply_tensor_parallel
 from trials.parallel.seeding import init_parameters, perturb_parameters
 from trials.parallel.shards import ShardMap
-from trials.parallel.vocabulary import chunk_loss
+from trials.parallel.tensor.copies import apply_copies
+from trials.parallel.tensor.engines import apply_tensor_parallel
+from trials.parallel.tensor.vocabulary import chunk_loss
 from trials.precision.autocast_lists import CastMeter, apply_autocast_lists
 from trials.precision.float8 import apply_float8
 from trials.precision.mixed import compute_dtype, parameter_dtype
 from trials.recompute.apply import RecomputeMeter, apply_recompute
-from trials.spec import TrialSpec
+from trials.spec import Candidate, TrialSpec
 from trials.stages import Chunk, chunks_of_stage
 
 
@@ -69,16 +69,8 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
     if model.is_own:
         perturb_parameters(model, spec.workload.seed, spec.perturbation)
     model.store_as(parameter_dtype(candidate.precision, sharded=uses_fsdp(layout)))
-    apply_float8(model, candidate.precision, device, tp=layout.tp)
-    shard_map = ShardMap()
-    if layout.tp > 1:
-        assert mesh is not None
-        shard_map = apply_tensor_parallel(model, mesh["tp"], layout, candidate.precision)
-    chunk_loss(model, candidate.kernels.loss_chunks)
-    if layout.cp > 1:
-        assert mesh is not None
-        apply_context_parallel(model, mesh["cp"], layout, compute_dtype(candidate.precision))
-    apply_copies(model, layout)
+    apply_float8(model, candidate.precision, device, tp=candidate.layout.tp)
+    shard_map = _split(model, candidate, mesh)
     cast_meter = apply_autocast_lists(model, candidate.precision)
     recompute_meter = apply_recompute(model, candidate.recompute, chunk)
     apply_compile(model, candidate.kernels)
@@ -108,3 +100,18 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
         recompute_meter=recompute_meter,
         offload_meter=offload_meter,
     )
+
+
+def _split(model: TrainModel, candidate: Candidate, mesh: DeviceMesh | None) -> ShardMap:
+    """Split what the model computes over tensor- and context-parallel ranks, and over time, in place."""
+    layout = candidate.layout
+    shard_map = ShardMap()
+    if layout.tp > 1:
+        assert mesh is not None
+        shard_map = apply_tensor_parallel(model, mesh["tp"], layout, candidate.precision)
+    chunk_loss(model, candidate.kernels.loss_chunks)
+    if layout.cp > 1:
+        assert mesh is not None
+        apply_context_parallel(model, mesh["cp"], layout, compute_dtype(candidate.precision))
+    apply_copies(model, layout)
+    return shard_map

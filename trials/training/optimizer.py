@@ -23,6 +23,7 @@ WORKSPACE_BYTES = 128 << 20
 
 
 def options_of(config: AdamW) -> dict[str, Any]:
+    """The workload's choices by the names that torch has for them."""
     options = dataclasses.asdict(config)
     options["betas"] = (options.pop("beta1"), options.pop("beta2"))
     return options
@@ -33,7 +34,7 @@ def has_fused_adamw(device_type: str) -> bool:
     """Whether torch updates all tensors of such a device by one kernel, without temporaries: tried on one element."""
     state = UpdateState(torch.zeros(1, device=device_type))
     try:
-        adamw_update([state], [torch.zeros(1, device=device_type)], fused=True, betas=(0.9, 0.9))
+        adamw_update([state], [torch.zeros(1, device=device_type)], fused=True)
     except (RuntimeError, NotImplementedError):
         return False
     return True
@@ -190,7 +191,7 @@ def adamw_update(
     grads: list[Tensor],
     *,
     fused: bool,
-    betas: tuple[float, float],
+    betas: tuple[float, float] = (0.9, 0.999),
     lr: float = 1e-3,
     eps: float = 1e-8,
     weight_decay: float = 1e-2,

@@ -16,7 +16,10 @@ from cluster.gang.sights import Blame
 from cluster.node.agent import Agent
 from cluster.node.hang.stacks import judge, main_thread
 from tests.cluster.gangs import PRELOAD, end_of, launch, living, parent, run, wait_for_pids, wait_until
+from tests.trials.tiny import tiny_spec
+from trials.codec import to_json
 from trials.outcome import Crashed, GangLost, Measured, TimedOut
+from trials.spec import Layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
@@ -63,6 +66,15 @@ def test_an_abort_is_what_the_log_says_of_it(local_cluster, why, is_node_blamed)
     evidence = end.outcome.evidence
     assert (evidence.rank, evidence.exit_code, evidence.node is not None) == (1, -signal.SIGABRT, is_node_blamed)
     assert why in evidence.message
+
+
+@pytest.mark.exhaustive
+def test_a_result_survives_a_process_group_that_cannot_be_left(local_cluster):
+    """The report is told before, and leaving has a deadline of its own."""
+    spec = to_json(tiny_spec(Layout(dp_replicate=2)))
+    end = run(local_cluster, "cannot_leave", spec=spec, deadlines=Deadlines(stall_s=40.0))
+    assert isinstance(end.outcome, Measured), end.outcome
+    assert "could not be destroyed within 10 s" in Path(end.log_dir, "rank1.log").read_text()
 
 
 def test_sigterm_to_one_rank_alone_is_its_own_crash(local_cluster, pids):

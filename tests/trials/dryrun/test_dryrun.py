@@ -124,7 +124,7 @@ def test_a_world_of_1024_ranks() -> None:
     run = extrapolate(plan, _runs([DryRunRequest(spec=one, rank=1000) for one in plan.specs]))
     model_parameters = 13_015_864_320
     assert run.num_parameters * 1024 == pytest.approx(model_parameters, rel=0.05)
-    assert 3e9 < run.peak_bytes < 9e9
+    assert 1e9 < run.peak_bytes < 4e9
     assert {"all_gather", "reduce_scatter", "recv", "send"} <= set(run.collectives)
 
 

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from tests.trials.tiny import SHAPE
 from trials.models.llama import Llama
 from trials.parallel.context_parallel import apply_context_parallel, split_sequence
-from trials.parallel.copies import apply_copies
-from trials.parallel.dtensor_parallel import apply_tensor_parallel
 from trials.parallel.seeding import init_parameters
 from trials.parallel.shards import ShardMap, plain_name
+from trials.parallel.tensor.copies import apply_copies
+from trials.parallel.tensor.engines import apply_tensor_parallel
 from trials.recompute.apply import apply_recompute
 from trials.spec import Layout, LlamaModel, Recompute
 from trials.stages import Chunk

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.trials.parallel.simulated import simulated_peaks
 from trials.models.llama import projected_loss
-from trials.parallel import vocabulary
-from trials.parallel.vocabulary import chunked_loss
+from trials.parallel.tensor import vocabulary
+from trials.parallel.tensor.vocabulary import chunked_loss
 from trials.spec import Candidate, Kernels, Layout, LlamaModel, Precision, TextData, TrialSpec, Workload
 
 VOCABULARY, POSITIONS = 32768, 4096

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trials.models.base import TrainModel
 from trials.models.llama import Block, SubLayer
-from trials.parallel.local_tensor_parallel import Boundary
+from trials.parallel.tensor.local import Boundary
 from trials.spec import Layout
 
 NUM_STEPS = 7

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trials.models.llama import Head, Llama
 from trials.parallel.collectives import Group, reduced
-from trials.parallel.local_tensor_parallel import Borders, Boundary, linear, part_of
 from trials.parallel.shards import LocalShard, ShardMap
+from trials.parallel.tensor.local import Borders, Boundary, linear, part_of
 
 PIECE_ELEMENTS = 1 << 24
 """Most logits of which fp32 copies exist at a time: 64 MiB."""
@@ -95,15 +95,15 @@ class VocabParallelHead(Head):
         weight, crossing = _local(self.weight), self._crossing
         x = _local(x)  # of the norm under sequence parallelism by DTensors
         if targets is not None and self.num_chunks > 1:
-            return chunked_loss(crossing.enter(x), weight, targets, num_chunks=self.num_chunks, group=crossing.group)
+            whole = crossing.enter(x)
+            loss: Tensor = chunked_loss(whole, weight, targets, num_chunks=self.num_chunks, group=crossing.group)
+            return loss
         if crossing.entrance is None:
             logits = F.linear(crossing.enter(x), weight)
         else:
             entered = crossing.entrance(x)
             logits = linear(entered.whole, weight, entered.token, crossing.group, crossing.sum_by)
-        if targets is not None:
-            return split_loss(logits, targets, crossing.group)
-        outputs: Tensor = logits
+        outputs: Tensor = logits if targets is None else split_loss(logits, targets, crossing.group)
         return outputs
 
 
@@ -168,23 +168,18 @@ class _ChunkedLoss(torch.autograd.Function):
         x, weight, *rows = ctx.saved_tensors
         narrow, scale = weight.to(x.dtype), grads[0] / len(x)
         input_grad, weight_grad = torch.empty_like(x), torch.zeros_like(narrow)
-        for chunk in zip(*(t.tensor_split(ctx.num_chunks) for t in (x, input_grad, *rows)), strict=True):
-            _chunk_gradients(*chunk, narrow, weight_grad, scale)
+        parts = zip(*(t.tensor_split(ctx.num_chunks) for t in (x, input_grad, *rows)), strict=True)
+        for part, part_grad, *labels in parts:
+            _chunk_gradients(part, part_grad, labels, narrow, weight_grad, scale)
         return input_grad, weight_grad.to(weight.dtype), None, None, None
 
 
 def _chunk_gradients(
-    x: Tensor,
-    input_grad: Tensor,
-    total: Tensor,
-    ids: Tensor,
-    absent: Tensor,
-    weight: Tensor,
-    weight_grad: Tensor,
-    scale: Tensor,
+    x: Tensor, input_grad: Tensor, rows: list[Tensor], weight: Tensor, weight_grad: Tensor, scale: Tensor
 ) -> None:
-    """Write one chunk's ``input_grad``, and add to the weight's."""
+    """Write one chunk's ``input_grad``, and add to the weight's; ``rows`` are what :func:`_into_gradient` takes."""
     logits = F.linear(x, weight)
+    total, ids, absent = rows
     _into_gradient(logits, total, ids, absent, scale)
     torch.mm(logits, weight, out=input_grad)
     torch.addmm(weight_grad, logits.t(), x, out=weight_grad)
@@ -224,8 +219,8 @@ def _combined(total: Tensor, wanted: Tensor, group: Group) -> tuple[Tensor, Tens
 def _into_gradient(logits: Tensor, total: Tensor, ids: Tensor, absent: Tensor, scale: Tensor) -> None:
     """Write the gradient of the loss over the logits: probabilities, less 1 at the targets, times ``scale``."""
     one = torch.where(absent, 0.0, -scale)
-    for piece in _pieces(logits, total, ids, one):
-        _piece_gradient(*piece, scale)
+    for piece, sums, columns, less in _pieces(logits, total, ids, one):
+        _piece_gradient(piece, sums, columns, less, scale)
 
 
 def _piece_gradient(logits: Tensor, total: Tensor, ids: Tensor, one: Tensor, scale: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism by either engine: DTensor here, or that of :mod:`.local_tensor_parallel`.
+"""Tensor and sequence parallelism by either engine: DTensor here, or that of :mod:`.local`.
 
 Embedding, head and loss are the same code for both (:mod:`.vocabulary`).
 """
@@ -20,10 +20,10 @@ from trials.models import GivenModel
 from trials.models.base import TrainModel
 from trials.models.llama import Llama
 from trials.parallel.collectives import group_of
-from trials.parallel.local_tensor_parallel import borders, split_layers
-from trials.parallel.plans import apply_plan
 from trials.parallel.shards import ShardMap
-from trials.parallel.vocabulary import split_vocabulary
+from trials.parallel.tensor.local import borders, split_layers
+from trials.parallel.tensor.plans import apply_plan
+from trials.parallel.tensor.vocabulary import split_vocabulary
 from trials.spec import Layout, Precision
 
 Plan = dict[str, ParallelStyle]

@@ -1,0 +1,155 @@
+"""Looking at ranks that make no progress: stacks on accelerators, and Flight Recorders of real gangs on gloo."""
+
+import os
+import pickle
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cluster.base import Deadlines
+from cluster.gang.sights import Blame, FlightRecord
+from cluster.node.hang import flight
+from cluster.node.hang.recorder import RecordedRank, recorder_env, records, unpickled
+from cluster.node.hang.stacks import judge
+from tests.cluster.gangs import living, run
+from trials.outcome import TimedOut
+
+STALL = Deadlines(stall_s=1.0)
+
+
+def frame(file, number, function):
+    return ["Thread 0x1 (most recent call first):", f'  File "{file}", line {number} in {function}']
+
+
+@pytest.mark.parametrize(
+    ("line", "on_cuda"),
+    [
+        ("    loss = losses.tolist()", Blame.WAITING),
+        ("    end.synchronize()", Blame.WAITING),
+        ("    host = grads.to('cpu')", Blame.WAITING),
+        ("    time.sleep(600)", Blame.ELSEWHERE),
+        ("    batch = next(batches)", Blame.ELSEWHERE),
+    ],
+)
+def test_a_rank_that_waits_for_its_gpu_waits_for_its_peers(tmp_path, line, on_cuda):
+    """Methods of tensors and events have no frame of their own: the line that calls them tells."""
+    code = tmp_path / "step.py"
+    code.write_text(f"def step():\n{line}\n")
+    assert judge(frame(code, 2, "step"), "cuda")[0] is on_cuda
+    assert judge(frame(code, 2, "step"), "cpu")[0] is Blame.ELSEWHERE, "nothing waits for a CPU"
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "blame"),
+    [
+        ("torch/cuda/__init__.py", "synchronize", Blame.WAITING),
+        ("torch/cuda/streams.py", "synchronize", Blame.WAITING),
+        ("torch_npu/npu/utils.py", "synchronize", Blame.WAITING),
+        ("torch/distributed/distributed_c10d.py", "all_reduce", Blame.WAITING),
+        ("torch/nn/modules/linear.py", "forward", Blame.UNCLEAR),
+        ("torch/autograd/graph.py", "_engine_run_backward", Blame.UNCLEAR),
+        ("torch/utils/data/dataloader.py", "_get_data", Blame.ELSEWHERE),
+        ("torch/_inductor/compile_fx.py", "compile_fx", Blame.ELSEWHERE),
+    ],
+)
+def test_frames_of_torch_on_accelerators(file, function, blame):
+    assert judge(frame(f"/opt/site-packages/{file}", 1, function), "cuda")[0] is blame
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_a_rank_that_looks_idle_but_is_in_the_collective_is_not_blamed(local_cluster, pids):
+    """Rank 0 polls for the end of what it began, rank 1 never begins it: their stacks are alike, their records not."""
+    end = run(local_cluster, "hangs_behind", world_size=3, spec={"pids": pids}, deadlines=STALL)
+    assert living(pids) == []
+    assert isinstance(end.outcome, TimedOut)
+    assert end.outcome.evidence.rank == 1, end.outcome.evidence
+    assert "it was in sleep_in_python" in end.outcome.evidence.message
+    assert "waits for it in all_reduce number 2 of group default_pg" in end.outcome.evidence.message
+    assert end.outcome.evidence.node is not None
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_ranks_that_call_collectives_in_different_orders_blame_no_node(local_cluster, pids):
+    end = run(local_cluster, "disagrees", world_size=2, spec={"pids": pids}, deadlines=STALL)
+    assert isinstance(end.outcome, TimedOut)
+    assert (end.outcome.evidence.rank, end.outcome.evidence.node) == (None, None), end.outcome.evidence
+    assert "ranks wait for each other in different operations" in end.outcome.evidence.message
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of one rank, with a member group, in this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    group = dist.new_group([0], group_desc="tp")
+    dist.all_reduce(torch.ones(3), group=group)
+    dist.all_reduce(torch.ones(3), group=group)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_dump_reads_the_same_as_json_and_as_a_pickle(alone):
+    told = flight.read_record()
+    (place,) = [place for place in told.places if place.label == "tp"]
+    assert (place.ranks, place.entered) == ((0,), 2)
+    assert told.calls == ()
+    pickled = unpickled(torch._C._distributed_c10d._dump_fr_trace())
+    assert flight.summary(pickled, flight._members()) == told
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+def test_a_dump_cannot_run_code():
+    for content in (pickle.dumps({"entries": Evil()}), pickle.dumps([1]), b"\x80\x04\x95 garbage"):
+        with pytest.raises((pickle.UnpicklingError, EOFError)):
+            unpickled(content)
+
+
+def test_a_rank_that_cannot_answer_is_asked_through_the_pipe_of_nccl(tmp_path, alone):
+    """A thread stands in for NCCL's: it makes the pipe that the environment names, and dumps when a byte comes."""
+    environment = recorder_env(tmp_path, {})
+    assert environment["TORCH_FR_BUFFER_SIZE"] == "2000"
+    assert "TORCH_FR_BUFFER_SIZE" not in recorder_env(tmp_path, {"TORCH_FR_BUFFER_SIZE": "9"})
+    rank = RecordedRank(rank=3, folder=tmp_path, asking=-1)
+    assert records([rank]) == {}, "there is no pipe"
+    pipe = f"{environment['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}3.pipe"
+    os.mkfifo(pipe)
+    listening = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+    def dump():
+        while not _read(listening):
+            pass
+        rank.dump.write_bytes(torch._C._distributed_c10d._dump_fr_trace())
+
+    thread = threading.Thread(target=dump)
+    thread.start()
+    found = records([rank])
+    thread.join()
+    os.close(listening)
+    assert environment["TORCH_FR_DUMP_TEMP_FILE"] + "3" == str(rank.dump)
+    assert isinstance(found[3], FlightRecord)
+    assert [place.entered for place in found[3].places] == [2]
+
+
+def _read(pipe):
+    try:
+        return os.read(pipe, 1)
+    except BlockingIOError:
+        return b""
+
+
+def test_the_reader_of_nccls_recorder_is_found_by_its_name(monkeypatch):
+    """As in builds for CUDA, whose recorder has a function of its own."""
+    names = [function.__name__ for function in flight._readers()]
+    assert "_dump_fr_trace_json" in names
+    monkeypatch.setattr(
+        sys.modules["torch._C._distributed_c10d"], "_dump_nccl_trace_json", lambda: b"{}", raising=False
+    )
+    assert len(flight._readers()) == len(names) + 1
