@@ -14,6 +14,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
+from trials.reports.devices import DeviceMemory
 from trials.reports.disturbance import Disturbance
 from trials.reports.findings import Findings
 from trials.reports.rates import RankRates
@@ -90,6 +91,8 @@ class RankReport:
     """Ranks that the report speaks for, one per device: several where a command starts those of its node itself."""
     step_time_resolution_s: float = 0.0
     """Difference between step times that can be told apart, where they were read as rounded figures."""
+    device_memory: DeviceMemory | None = None
+    """The device's memory beside the allocator's peaks; None on the CPU, and where nobody told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +130,8 @@ class Measurement:
     """What else its nodes did meanwhile, the most disturbed first; empty where nobody looked."""
     step_time_resolution_s: float = 0.0
     """Difference between step times that can be told apart; no spread below it means anything."""
+    device_memory: DeviceMemory | None = None
+    """Memory of the ranks' devices beside the allocator's peaks, the worst of any rank."""
 
     @property
     def disturbed_by(self) -> Disturbance | None:
@@ -149,7 +154,12 @@ class Measurement:
 
     @property
     def peak_bytes(self) -> int:
-        """The largest peak over ranks, reserved by the allocator where that is known."""
+        """What the fullest rank needs of its device: tensors at their peak, and what lies outside the allocator.
+
+        Where the latter is not known, the largest peak that is: what an allocator reserves, it may only have kept.
+        """
+        if self.device_memory is not None and self.peak_allocated_bytes:
+            return max(self.peak_allocated_bytes) + self.device_memory.outside_bytes
         return max((*self.peak_reserved_bytes, *self.peak_allocated_bytes), default=0)
 
     @property

@@ -15,7 +15,7 @@ import os
 import statistics
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,9 @@ from trials.reports.profile import FOLDER_VARIABLE
 from trials.spec import Loader, Protocol, PythonModel, TrialSpec, Workload
 from trials.stages import coordinates, data_parallel_rank
 from trials.training.measure import Measurer, Recording
-from trials.training.memory import PeakMemory, limit_device_memory
+from trials.training.memory import PeakMemory
 from trials.training.memory_format import settle_memory_format
+from trials.training.rank_device import RankDevice
 from trials.training.step import Trainer, max_over_ranks
 
 
@@ -123,9 +124,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
     candidate = trial.candidate
     kernels = candidate.kernels
     import_code(trial.workload.model)
-    if trial.memory_limit_bytes is not None and not (trial.profile and device.type == "cpu"):
-        # Of a CPU's memory the profiler takes much itself; that the candidate fits was seen when it was measured.
-        limit_device_memory(device, trial.memory_limit_bytes)
+    own = RankDevice(trial, device)
     if kernels.compile != "off":
         forget_compilations()
     memory = PeakMemory(device)
@@ -147,14 +146,13 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
         measurer = Measurer(
             trainer,
             batches,
-            progress,
+            own.watched(progress),
             memory_format=memory_format,
-            before_step=tuner.before_step,
+            before_step=_each(tuner.before_step, own.before_step),
             clock=profiler,
             step_memory=memory.step_bytes,
         )
-        watching = contextlib.nullcontext() if profiler is None else profiler.watching(trainer, tuner.last_step)
-        with watching:
+        with contextlib.nullcontext() if profiler is None else profiler.watching(trainer, tuner.last_step):
             recording = measurer.run(_protocol(trial, tuner.last_step))
     if all(result.skipped for result in recording.results):
         raise NonFiniteLoss(f"loss scaling skipped all {len(recording.results)} steps; lower the initial scale")
@@ -165,9 +163,21 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
         loader=_with_loader_verdict(loader_report, recording, device),
         kernel_tuning=tuner.report(),
         memory_format=format_report,
+        devices=own.health(identity.rank),
         profile=() if profiler is None else profiler.report(lambda: progress("measuring", step=num_steps)),
     )
-    return _report(trial, identity, device, recording, memory, findings)
+    report = _report(trial, identity, device, recording, memory, findings)
+    return dataclasses.replace(report, device_memory=own.memory())
+
+
+def _each(*told: Callable[[int], None]) -> Callable[[int], None]:
+    """Tells everyone the number of the step that is about to begin."""
+
+    def before_step(number: int) -> None:
+        for tell in told:
+            tell(number)
+
+    return before_step
 
 
 def _begin_own(trial: TrialSpec, trainer: Trainer, identity: RankIdentity, memory: PeakMemory) -> None:

@@ -14,6 +14,7 @@ from cluster.cost.coefficients import Coefficients
 from cluster.cost.inputs import Array, CostInputs
 from cluster.cost.pipeline import in_flight
 from cluster.cost.work import Work, is_last, layers_params, tables_params
+from trials.dryrun.estimate import COMMUNICATOR_BYTES
 
 MEMORY_TERMS = (
     "weights",
@@ -27,9 +28,6 @@ MEMORY_TERMS = (
     "constant",
     "fragmentation",
 )
-COMMUNICATOR_BYTES = 200e6
-"""Buffers of one communicator: HCCL keeps 200 MB for each direction by default (HCCL_BUFFSIZE), NCCL 4 MiB for each
-direction and peer of some 20 channels (NCCL_BUFFSIZE)."""
 
 
 def stage_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
@@ -144,4 +142,4 @@ def _bucket_bytes(x: CostInputs, work: Work) -> Array:
 def _communicator_bytes(x: CostInputs) -> Array:
     """Bytes of the communicators of the world and of every axis along which ranks communicate."""
     degrees = (x.dp, x.tp, x.cp, x.pp, x.world_size)
-    return np.asarray(COMMUNICATOR_BYTES * sum((degree > 1).astype(np.float64) for degree in degrees))
+    return np.asarray(float(COMMUNICATOR_BYTES) * sum((degree > 1).astype(np.float64) for degree in degrees))

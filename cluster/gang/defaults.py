@@ -78,6 +78,11 @@ DEFAULTS: tuple[Default, ...] = (
 )
 
 
+def defaults_of(kind: DeviceKind, num_nodes: int) -> tuple[Default, ...]:
+    """Those of ranks on this kind of device, in gangs on so many nodes."""
+    return tuple(default for default in DEFAULTS if default.applies(kind, num_nodes))
+
+
 def default_env(
     kind: DeviceKind, num_nodes: int, interface: str | None, host: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
@@ -87,8 +92,8 @@ def default_env(
         interface: network interface by which other nodes reach this one; None where nobody knows.
     """
     found = {}
-    for default in DEFAULTS:
+    for default in defaults_of(kind, num_nodes):
         is_known = INTERFACE not in default.value or interface is not None
-        if is_known and default.name not in host and default.applies(kind, num_nodes):
+        if is_known and default.name not in host:
             found[default.name] = default.value.replace(INTERFACE, interface or "")
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -27,6 +27,7 @@ from trials.outcome import (
     RankReport,
     TimedOut,
 )
+from trials.reports.devices import DeviceHealth, most_noteworthy, with_throttling, worst_memory
 from trials.reports.disturbance import Disturbance, most_disturbed
 from trials.reports.findings import Findings, OperatorCast, PatternEffect
 from trials.reports.script import merge_scripts
@@ -219,10 +220,18 @@ def _merge(successes: Sequence[RankSuccess], disturbances: Sequence[Disturbance]
             step_memory_bytes=_largest_per_step(report.step_memory_bytes for report in reports),
             findings=merge_findings([report.findings for report in reports]),
             places=tuple(f"{place.node}/{device}" for place in places for device in place.device.split(",")),
-            disturbances=most_disturbed(disturbances),
+            disturbances=most_disturbed(with_throttling(disturbances, _health(successes))),
             step_time_resolution_s=max(report.step_time_resolution_s for report in told),
+            device_memory=worst_memory(report.device_memory for report in reports),
         )
     )
+
+
+def _health(successes: Sequence[RankSuccess]) -> Iterator[tuple[str, DeviceHealth]]:
+    """The health of ranks' devices, with their nodes."""
+    for success in successes:
+        for health in success.report.findings.devices:
+            yield "" if success.place is None else success.place.node, health
 
 
 def _if_any(sizes: Iterable[int]) -> tuple[int, ...]:
@@ -284,6 +293,7 @@ def merge_findings(ranks: Sequence[Findings]) -> Findings:
         memory_format=_first(findings.memory_format for findings in ranks),
         rates=tuple(rates for findings in ranks for rates in findings.rates),
         profile=tuple(profile for findings in ranks for profile in findings.profile),
+        devices=most_noteworthy(health for findings in ranks for health in findings.devices),
         script=merge_scripts(tuple(findings.script for findings in ranks if findings.script is not None)),
     )
 

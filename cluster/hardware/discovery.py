@@ -31,7 +31,7 @@ class DeviceError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
+class _Maker:
     """Who lists devices of one kind."""
 
     tools: tuple[str, ...]
@@ -40,11 +40,11 @@ class _Source:
     """Files that are there only where a driver of such devices runs."""
 
 
-_SOURCES: Mapping[DeviceKind, _Source] = {
-    "cuda": _Source(tools=(nvidia.TOOL,), listed=nvidia.devices, driver_files=("/dev/nvidia0", "/dev/nvidiactl")),
-    "npu": _Source(tools=(ascend.TOOL,), listed=ascend.devices, driver_files=("/dev/davinci_manager",)),
-    "rocm": _Source(tools=amd.TOOLS, listed=amd.devices, driver_files=("/dev/kfd",)),
-    "xpu": _Source(tools=(intel.TOOL,), listed=intel.devices, driver_files=()),
+_MAKERS: Mapping[DeviceKind, _Maker] = {
+    "cuda": _Maker(tools=(nvidia.TOOL,), listed=nvidia.devices, driver_files=("/dev/nvidia0", "/dev/nvidiactl")),
+    "npu": _Maker(tools=(ascend.TOOL,), listed=ascend.devices, driver_files=("/dev/davinci_manager",)),
+    "rocm": _Maker(tools=amd.TOOLS, listed=amd.devices, driver_files=("/dev/kfd",)),
+    "xpu": _Maker(tools=(intel.TOOL,), listed=intel.devices, driver_files=()),
 }
 """In the order in which ``auto`` looks."""
 
@@ -102,16 +102,16 @@ def listed(kind: DeviceKind, *, with_slices: bool = False) -> list[ListedDevice]
     Raises:
         DeviceQueryError: the tool fails.
     """
-    source = _SOURCES[kind]
-    if not any(map(is_installed, source.tools)):
+    maker = _MAKERS[kind]
+    if not any(map(is_installed, maker.tools)):
         return []
-    found = source.listed()
+    found = maker.listed()
     return [*found, *nvidia.slices()] if with_slices and not any(one.is_slice for one in found) else found
 
 
 def all_tools() -> tuple[str, ...]:
     """The tools that list devices."""
-    return tuple(tool for source in _SOURCES.values() for tool in source.tools)
+    return tuple(tool for maker in _MAKERS.values() for tool in maker.tools)
 
 
 def words(kind: DeviceKind, listed: Sequence[ListedDevice]) -> str:
@@ -125,29 +125,29 @@ def _found(device: DeviceChoice) -> tuple[DeviceKind, list[ListedDevice]]:
     if device != "auto":
         kind: DeviceKind = device
         return kind, _asked_for(kind)
-    for kind, source in _SOURCES.items():
-        if not any(map(is_installed, source.tools)):
-            if files := _driver_files(source):
+    for kind, maker in _MAKERS.items():
+        if not any(map(is_installed, maker.tools)):
+            if files := _driver_files(maker):
                 logger.warning(
                     "%s is here, but no %s to list devices of kind %s: they are not used; install it, or say device: "
                     "cpu to train on cores on purpose",
                     files[0],
-                    " or ".join(source.tools),
+                    " or ".join(maker.tools),
                     kind,
                 )
             continue
-        if listed := _offered(kind, source):
+        if listed := _offered(kind, maker):
             return kind, listed
     return "cpu", []
 
 
-def _offered(kind: DeviceKind, source: _Source) -> list[ListedDevice]:
+def _offered(kind: DeviceKind, maker: _Maker) -> list[ListedDevice]:
     """Devices that ``auto`` may use. A tool that fails although its driver runs is an error: trials on cores would be
     taken for trials of this hardware."""
     try:
-        return visible(kind, source.listed())
+        return visible(kind, maker.listed())
     except DeviceQueryError as error:
-        if _driver_files(source):
+        if _driver_files(maker):
             remedy = "mend the driver, or say device: cpu to train on cores on purpose"
             raise DeviceError(f"this host has devices of kind {kind} that cannot be used: {error}; {remedy}") from None
         logger.warning("%s: no device of kind %s is used", error, kind)
@@ -155,12 +155,12 @@ def _offered(kind: DeviceKind, source: _Source) -> list[ListedDevice]:
 
 
 def _asked_for(kind: DeviceKind) -> list[ListedDevice]:
-    source, remedy = _SOURCES[kind], "use device: cpu, or another host"
-    tool = " or ".join(source.tools)
-    if not any(map(is_installed, source.tools)):
+    maker, remedy = _MAKERS[kind], "use device: cpu, or another host"
+    tool = " or ".join(maker.tools)
+    if not any(map(is_installed, maker.tools)):
         raise DeviceError(f"device: {kind}, but there is no {tool} here; {remedy}")
     try:
-        listed = visible(kind, source.listed())
+        listed = visible(kind, maker.listed())
     except DeviceQueryError as error:
         raise DeviceError(f"device: {kind}, but {error}; {remedy}") from None
     if not listed:
@@ -170,8 +170,8 @@ def _asked_for(kind: DeviceKind) -> list[ListedDevice]:
     return listed
 
 
-def _driver_files(source: _Source) -> list[str]:
-    return [path for path in source.driver_files if Path(path).exists()]
+def _driver_files(maker: _Maker) -> list[str]:
+    return [path for path in maker.driver_files if Path(path).exists()]
 
 
 def visible(kind: DeviceKind, listed: Sequence[ListedDevice]) -> list[ListedDevice]:

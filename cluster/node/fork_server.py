@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from cluster.base import Deadlines
 from cluster.gang.messages import Beat, NodeLaunch, RankFailure, RankPlace, RankProgress, RankSlot, RankSuccess
 from cluster.node.hang.stacks import DUMP_SIGNAL
+from cluster.node.host_memory import MIN_SHARED_BYTES, shared_memory_shortage
 from cluster.node.warden import warden_main
 from cluster.processes import adopt_orphans, children, collapse_pages, kill, kill_descendants
 from trials import torch_support
@@ -129,6 +130,8 @@ def main() -> None:
     faulthandler.enable(file=2)  # ranks inherit both: in them descriptor 2 is their own log
     faulthandler.register(DUMP_SIGNAL, file=2)
     problems = preload(sys.argv[3:])
+    if too_small := shared_memory_shortage(MIN_SHARED_BYTES):
+        problems.append(too_small)
     for cls in MESSAGES:  # an empty message is no message, but its types are looked up and remembered
         with contextlib.suppress(CodecError):
             from_json(cls, {})

@@ -7,6 +7,7 @@ host's memory was exhausted. That counter tells such a death from any other SIGK
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,3 +110,23 @@ def _field(text: str, name: str) -> int:
     """The number behind ``name`` at the beginning of a line; 0 where there is none."""
     _, found, rest = f"\n{text}".partition(f"\n{name} ")
     return int(rest.split(maxsplit=1)[0]) if found else 0
+
+
+SHARED_MEMORY = Path("/dev/shm")
+MIN_SHARED_BYTES = 256 << 20
+"""Less is not enough for NCCL among eight ranks, or data loaders with workers; Docker gives 64 MiB unless told."""
+SHARED_REMEDY = "in a container --shm-size=8g or --ipc=host, on Kubernetes an emptyDir of medium Memory at /dev/shm"
+
+
+def shared_memory_shortage(needed_bytes: int) -> str | None:
+    """What happens where less than this is free in /dev/shm, and the remedy; None where there is enough."""
+    try:
+        usage = shutil.disk_usage(SHARED_MEMORY)
+    except OSError:
+        return f"there is no {SHARED_MEMORY}: NCCL and data loaders with workers fail; {SHARED_REMEDY}"
+    if usage.free >= needed_bytes:
+        return None
+    return (
+        f"{usage.free >> 20} of {usage.total >> 20} MiB are free in {SHARED_MEMORY}: NCCL and data loaders with "
+        f'workers may fail with "No space left on device" or a bus error; {SHARED_REMEDY}'
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,7 @@ def export(
     from orchestrator.sweep.home import Home
 
     described = references.describe(reference, Home(home), tracking_uri)
-    made = _made(described, name, allow_lossy=allow_lossy)
+    made = _with_variables(_made(described, name, allow_lossy=allow_lossy), described)
     written = [] if out is None else _write(made, out)
     if as_json:
         print_result(
@@ -94,6 +95,13 @@ def _made(described: VersionDescription, name: str | None, *, allow_lossy: bool)
     made = artifact(script, described.candidate, described.label)
     notes = tuple(recipes.Note(knob=script.training.name, message=note, severity="warning") for note in made.notes)
     return recipes.Export(format=COMMAND, files=made.files, command=f"sh {START}", notes=notes)
+
+
+def _with_variables(made: Export, described: VersionDescription) -> Export:
+    """The export with the environment variables that its sweep gave all ranks."""
+    from orchestrator.recipes.variables import variables_of, with_exports
+
+    return replace(made, files=with_exports(made.files, variables_of(described.fingerprint)))
 
 
 def _print_formats(as_json: bool) -> None:

@@ -26,7 +26,7 @@ from orchestrator.space.naming import describe, short_name
 from orchestrator.sweep.home import Home
 from trials.accelerator.kinds import DeviceKind
 from trials.codec import to_json
-from trials.dryrun.estimate import CUDA_CONTEXT_BYTES, FRAGMENTATION, DryRunEstimate
+from trials.dryrun.estimate import FRAGMENTATION, DryRunEstimate, context_bytes
 from trials.dryrun.records import Mode, RunFailure
 from trials.spec import Candidate, OwnModel, Workload
 
@@ -47,7 +47,7 @@ class DryRunVerdict:
     fragmentation: float
     """Share of its live memory that the allocator holds beyond it."""
     context_bytes: int
-    """What CUDA takes for itself on every device; 0 on CPUs."""
+    """What context and communicators take on every device; 0 on CPUs."""
 
     @property
     def fits(self) -> bool | None:
@@ -140,7 +140,7 @@ def dry_run(
             result=result,
             limit_bytes=limit_bytes,
             fragmentation=fragmentation,
-            context_bytes=0 if mode == "cpu" else CUDA_CONTEXT_BYTES,
+            context_bytes=0 if mode == "cpu" else context_bytes(candidate.layout),
         )
         for (name, candidate), result in zip(chosen, results, strict=True)
     ]

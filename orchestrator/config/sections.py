@@ -115,8 +115,8 @@ class ClusterSection(Section):
     device_memory_bytes: ByteSize | None = Field(
         default=None,
         alias="device_memory",
-        description='Memory a rank may use, like "2GiB"; null: what the device has. Stands in for device memory on '
-        "machines without GPU.",
+        description='Memory a rank may use, like "2GiB", context and communicators included; null: what the device '
+        "has. Stands in for device memory on machines without GPU.",
     )
     env: Environment = Field(
         default={},

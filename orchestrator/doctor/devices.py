@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
 import subprocess
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cluster.gang.defaults import defaults_of
 from cluster.hardware.discovery import DeviceError, discover_node
 from cluster.hardware.listing import nvidia
 from cluster.hardware.listing.tools import DeviceQueryError
@@ -124,6 +126,14 @@ def _is_slow() -> bool:
         return nvidia.is_persistent() is False
     except DeviceQueryError:
         return False
+
+
+def environment() -> str:
+    """What ranks get in their environment here by default, and what this host says instead."""
+    found = defaults_of(_node().device_kind, num_nodes=1)
+    words = [f"{one.name}={os.environ.get(one.name, one.value)}" for one in found]
+    own = [one.name for one in found if one.name in os.environ]
+    return " ".join(words) + (f"; {', '.join(own)} by this host" if own else "")
 
 
 def driver() -> str:

@@ -77,7 +77,8 @@ def checks(patient: Patient) -> list[Check]:
             Check(subject=name, look=functools.partial(_elsewhere, look, needs_here), deadline_s=torch_s)
             for name, look in of_trials.items()
         ),
-        Check(subject="driver", look=devices.driver, level="warn"),
+        Check(subject="driver", look=devices.driver, level="warn", deadline_s=torch_s),
+        Check(subject="environment", look=devices.environment, level="warn", deadline_s=torch_s),
         Check(subject="Ray", look=functools.partial(services.ray_package, patient.needs_ray)),
         Check(subject="Ray cluster", look=functools.partial(services.ray_cluster, address), deadline_s=services.RAY_S),
         Check(

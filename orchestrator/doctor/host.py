@@ -14,6 +14,7 @@ from pathlib import Path
 
 from cluster.hardware.topology import num_usable_cores, read_or_empty, usable_memory_bytes
 from cluster.node import cpu_load
+from cluster.node.host_memory import SHARED_REMEDY
 from orchestrator import units
 from orchestrator.doctor.check import TroubleError
 from orchestrator.report.words import disturbance_words
@@ -80,9 +81,7 @@ def shared_memory() -> str:
         raise TroubleError("there is no /dev/shm", "Mount one; data loaders with workers need it.") from None
     words = f"{units.num_bytes(usage.free)} of {units.num_bytes(usage.total)} free in /dev/shm"
     if usage.free < LOW_SHM_BYTES:
-        raise TroubleError(
-            words, "In a container: --shm-size=8g or --ipc=host; on Kubernetes an emptyDir of medium Memory."
-        )
+        raise TroubleError(words, f"NCCL and data loaders with workers fail without: {SHARED_REMEDY}.")
     return words
 
 

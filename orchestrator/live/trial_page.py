@@ -65,6 +65,8 @@ def _measured(measurement: Measurement, figures: str) -> list[list[str]]:
         *([["peak memory", f"{words.peak_memory(measurement)} on the fullest rank"]] if measurement.peak_bytes else []),
         ["steps", f"{len(measurement.step_times_s)} measured after {measurement.num_warmup_steps} of warm-up"],
     ]  # fmt: skip
+    if parts := words.peak_memory_parts(measurement):
+        rows.append(["of which", parts])
     if measurement.mfu is not None:
         rows.append(["model FLOPs utilisation", f"{100 * measurement.mfu:.1f} %"])
     if busy := words.disturbed(measurement):

@@ -39,6 +39,8 @@ class CountedCandidates(Document):
     """Device memory; None where nobody knows."""
     context_bytes: int = 0
     """Device memory that the idle process holds."""
+    communicator_bytes: int = 0
+    """Device memory that each of its communicators holds besides."""
     counted: tuple[CountedCandidate, ...] = ()
 
     @classmethod
@@ -48,6 +50,7 @@ class CountedCandidates(Document):
         return cls(
             limit_bytes=estimates.limit_bytes,
             context_bytes=estimates.context_bytes,
+            communicator_bytes=estimates.communicator_bytes,
             counted=tuple(CountedCandidate(candidate=one, estimate=estimate) for one, estimate in counted),
         )
 
@@ -55,7 +58,12 @@ class CountedCandidates(Document):
     def estimates(self) -> DryRunEstimates:
         """Back from :meth:`of`."""
         counted = {one.candidate: one.estimate for one in self.counted}
-        return DryRunEstimates(by_candidate=counted, limit_bytes=self.limit_bytes, context_bytes=self.context_bytes)
+        return DryRunEstimates(
+            by_candidate=counted,
+            limit_bytes=self.limit_bytes,
+            context_bytes=self.context_bytes,
+            communicator_bytes=self.communicator_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from cluster.gang.defaults import Default, defaults_of
 from cluster.hardware.topology import Topology
 from orchestrator.config.sweep import SweepSpec
 from orchestrator.errors import ConfigError
 from orchestrator.planning.dryrun.estimates import DryRunEstimates
+from orchestrator.planning.hardware.request import device_kind
 from orchestrator.scripts.overlay import notes_of
 from orchestrator.space.large import MAX_ENUMERATED, SAMPLE_SIZE, LargeSpace
 from orchestrator.space.replay import ReplaySpace
@@ -71,6 +73,10 @@ class Plan:
     """How many devices candidates use, and how to have other numbers tried; empty where the lease is not known."""
     unbalanced: str = ""
     """Why there are no ``balances`` although the file asks for them; empty otherwise."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that the file gives all ranks."""
+    defaults: tuple[Default, ...] = ()
+    """Variables that ranks get where neither the file nor their host says otherwise."""
     notes: tuple[str, ...] = ()
     """What was not understood of the user's own training program, or is to be known of it."""
 
@@ -90,6 +96,10 @@ class Plan:
             "num_balanced": len(self.balances),
             "unbalanced": self.unbalanced,
             "devices": self.devices,
+            "environment": {
+                "given": dict(self.env),
+                "defaults": [{"name": one.name, "value": one.value, "why": one.why} for one in self.defaults],
+            },
             "notes": list(self.notes),
             "rejected": [
                 {
@@ -144,8 +154,17 @@ def make_plan(spec: SweepSpec, topology: Topology | None = None, estimates: DryR
         balances=balances,
         unbalanced=unbalanced,
         devices=_devices(spec, candidates, topology, sorter.counts.get(WORLD_SIZE, 0)),
+        env=spec.cluster.env,
+        defaults=_defaults(spec, topology),
         notes=() if spec.script is None else notes_of(spec.script, spec.baseline_candidate),
     )
+
+
+def _defaults(spec: SweepSpec, topology: Topology | None) -> tuple[Default, ...]:
+    """Variables that ranks get by default; on clusters that do not exist there are no ranks."""
+    if spec.cluster.kind in ("simulated", "replay"):
+        return ()
+    return defaults_of(device_kind(spec, topology), spec.cluster.num_nodes)
 
 
 def check_plan(spec: SweepSpec, topology: Topology | None = None, estimates: DryRunEstimates | None = None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from cluster.base import GangProgress
 from orchestrator.errors import ConfigError
+from orchestrator.recipes.variables import variables_of
 from orchestrator.sweep.events import SweepCreated
 from orchestrator.sweep.home import attempt_folder
 from orchestrator.sweep.state import SweepState, Trial
@@ -107,8 +108,14 @@ def log_tail(trial: Trial) -> str | None:
 
 
 def sweep_params(created: SweepCreated) -> dict[str, str]:
-    """The workload and the budget, flat: ``model.hidden_size``, ``budget.max_trials``."""
-    values = {"workload": created.workload, "budget": created.budget, "num_legal": created.num_legal}
+    """The workload, the budget and the ranks' own environment, flat: ``model.hidden_size``, ``budget.max_trials``,
+    ``env.NCCL_ALGO``."""
+    values = {
+        "workload": created.workload,
+        "budget": created.budget,
+        "num_legal": created.num_legal,
+        "env": variables_of(created.fingerprint),
+    }
     flat = dict(_flatten(to_json(values)))
     return {key.removeprefix("workload."): text for key, text in flat.items()}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator import units
+from trials.reports.devices import DeviceHealth
 from trials.reports.findings import (
     Findings,
     GraphReport,
@@ -35,6 +36,7 @@ def _lines(findings: Findings) -> Iterator[str]:
         yield _kernel_tuning(findings.kernel_tuning)
     if findings.memory_format is not None:
         yield _memory_format(findings.memory_format)
+    yield from (_device(one) for one in findings.devices if one is findings.devices[0] or _is_in_trouble(one))
 
 
 def _effect(effect: PatternEffect) -> str:
@@ -90,9 +92,51 @@ def _memory_format(report: MemoryFormatReport) -> str:
     return f"memory format {report.chosen} ({times} per micro-batch; the rule: {report.rule})"
 
 
+def _is_in_trouble(device: DeviceHealth) -> bool:
+    return bool(device.throttled_by or device.uncorrected_errors)
+
+
+def _device(device: DeviceHealth) -> str:
+    """``device of rank 3: clock 1,410 of 1,980 MHz, at least 1,200, 71 degrees, 640 of 700 W``."""
+    parts = []
+    if device.sm_clock_mhz is not None:
+        of = f" of {device.max_sm_clock_mhz:,}" if device.max_sm_clock_mhz else ""
+        parts.append(f"clock {device.sm_clock_mhz:,.0f}{of} MHz, at least {device.lowest_sm_clock_mhz:,}")
+    if device.memory_clock_mhz is not None:
+        parts.append(f"memory {device.memory_clock_mhz:,.0f} MHz")
+    if device.highest_temperature_c is not None:
+        parts.append(f"{device.highest_temperature_c} degrees")
+    if device.mean_power_w is not None:
+        of = f" of {device.power_limit_w:.0f}" if device.power_limit_w else ""
+        parts.append(f"{device.mean_power_w:.0f}{of} W")
+    if device.power_capped:
+        parts.append(f"power-capped for {device.power_capped:.0%} of the time")
+    if device.throttled_by:
+        parts.append(f"THROTTLED ({', '.join(device.throttled_by)})")
+    for kind, count in (("corrected", device.corrected_errors), ("uncorrected", device.uncorrected_errors)):
+        if count:
+            parts.append(f"{count} {kind} memory errors")
+    return f"device of rank {device.rank}: {', '.join(parts) or 'tells nothing'}"
+
+
+def _device_metrics(device: DeviceHealth) -> dict[str, float | None]:
+    """Figures of the device most in trouble, else of that with the lowest clock."""
+    return {
+        "device_clock_mhz": device.sm_clock_mhz,
+        "lowest_device_clock_mhz": device.lowest_sm_clock_mhz,
+        "device_memory_clock_mhz": device.memory_clock_mhz,
+        "device_power_w": device.mean_power_w,
+        "device_temperature_c": device.highest_temperature_c,
+        "device_power_capped_share": device.power_capped,
+        "device_throttled": float(bool(device.throttled_by)),
+        "corrected_memory_errors": device.corrected_errors,
+        "uncorrected_memory_errors": device.uncorrected_errors,
+    }
+
+
 def findings_metrics(findings: Findings) -> dict[str, float]:
     """The findings as single numbers with their units in the name."""
-    values: dict[str, float] = {}
+    values: dict[str, float | None] = {}
     if findings.recompute:
         values["recompute_ms"] = 1e3 * sum(effect.recompute_s for effect in findings.recompute)
         values["recompute_saved_gib"] = sum(effect.saved_bytes for effect in findings.recompute) / 2**30
@@ -116,4 +160,6 @@ def findings_metrics(findings: Findings) -> dict[str, float]:
         values["kernel_cache_hit_rate"] = findings.kernel_tuning.hit_rate
     if findings.memory_format is not None:
         values |= {"nchw_ms": 1e3 * findings.memory_format.nchw_s, "nhwc_ms": 1e3 * findings.memory_format.nhwc_s}
-    return {name: float(value) for name, value in values.items()}
+    if findings.devices:
+        values |= _device_metrics(findings.devices[0])
+    return {name: float(value) for name, value in values.items() if value is not None}

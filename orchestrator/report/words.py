@@ -152,8 +152,25 @@ def failure(trial: Trial) -> str:
 
 
 def peak_memory(measurement: Measurement) -> str:
-    """The largest peak over ranks, reserved by the allocator where that is known; a dash where nobody told any."""
+    """What the fullest rank needed of its device, as far as that is known; a dash where nobody told any."""
     return units.num_bytes(measurement.peak_bytes) if measurement.peak_bytes else units.DASH
+
+
+def peak_memory_parts(measurement: Measurement) -> str:
+    """``58.9 GiB of tensors, 2.3 GiB outside the allocator, which held 64.0 GiB``; empty where that is not known."""
+    found = measurement.device_memory
+    if found is None or not measurement.peak_allocated_bytes:
+        return ""
+    tensors, held = max(measurement.peak_allocated_bytes), max(measurement.peak_reserved_bytes, default=0)
+    parts = [
+        f"{units.num_bytes(tensors)} of tensors",
+        f"{units.num_bytes(found.outside_bytes)} outside the allocator, which held {units.num_bytes(held)}",
+    ]
+    if found.num_retries:
+        parts.append(f"it gave its cache back {units.count(found.num_retries, 'time')}")
+    if found.num_ooms:
+        parts.append(f"{units.count(found.num_ooms, 'allocation')} failed")
+    return ", ".join(parts)
 
 
 def spread(measurement: Measurement) -> str:

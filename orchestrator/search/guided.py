@@ -233,9 +233,12 @@ def _with_bounds(posterior: Posterior, seen: Seen, stopped: Mapping[int, Stopped
 
 
 def _peak_bytes(trial: Trial) -> int:
-    """Reserved peak of the fullest rank; 0 where it was not measured."""
+    """What the fullest rank was seen to need of its device; 0 where its allocator told nothing.
+
+    That is not what the allocator reserved: it keeps what it can, and on a large device every trial fills it.
+    """
     assert trial.measurement is not None
-    return max(trial.measurement.peak_reserved_bytes, default=0)
+    return trial.measurement.peak_bytes if any(trial.measurement.peak_reserved_bytes) else 0
 
 
 def num_calibrating(num_measured: int) -> int:

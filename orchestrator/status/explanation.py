@@ -339,6 +339,8 @@ def _measured_json(measurement: Measurement | None) -> dict[str, Any] | None:
         "step_time_s": measurement.step_time_s,
         "tokens_per_s_per_device": measurement.tokens_per_s_per_device,
         "peak_bytes": measurement.peak_bytes or None,
+        "device_memory": to_json(measurement.device_memory),
         "disturbed": disturbed(measurement),
         "nodes": to_json(measurement.disturbances),
+        "devices": to_json(measurement.findings.devices),
     }

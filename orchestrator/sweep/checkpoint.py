@@ -32,7 +32,7 @@ CODE = (
     "orchestrator.objective",
     "orchestrator.vector",
     *(f"trials.{name}" for name in ("codec", "outcome", "shapes", "spec")),
-    *(f"trials.reports.{name}" for name in ("disturbance", "findings", "profile", "rates", "script")),
+    *(f"trials.reports.{name}" for name in ("devices", "disturbance", "findings", "profile", "rates", "script")),
     "cluster.hardware.topology",
 )
 """Modules that say what a state is and what events make of it. A copy holds for their very text."""

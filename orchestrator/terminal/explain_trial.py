@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from orchestrator import units
-from orchestrator.report.words import disturbed, peak_memory
+from orchestrator.report.words import disturbed, peak_memory, peak_memory_parts
 from orchestrator.space.naming import short_name
 from orchestrator.space.notation import spelled
 from orchestrator.status.explanation import AttemptExplanation, Explanation
@@ -67,6 +67,8 @@ def _proposed(explained: Explanation) -> RenderableType:
         ratio = f"; {explained.surprise:.2f} times the expected step" if explained.surprise is not None else ""
         peak = f", peak {peak_memory(measured)}" if measured.peak_bytes else ""
         grid.add_row("measured", Text(f"{explained.figures}{peak}{ratio}"))
+        if parts := peak_memory_parts(measured):
+            grid.add_row("memory", Text(parts))
         if why := disturbed(measured):
             grid.add_row("disturbed", Text(why, style="yellow"))
     return indented(grid)

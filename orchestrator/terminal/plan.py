@@ -14,6 +14,7 @@ from orchestrator.objective import unit_legend
 from orchestrator.planning.candidate import Why
 from orchestrator.planning.plan import Plan
 from orchestrator.planning.predictions import PlanPredictions
+from orchestrator.recipes.variables import assignments
 from orchestrator.search.prediction.prediction import Prediction
 from orchestrator.space.naming import short_name
 from orchestrator.space.notation import legend
@@ -57,9 +58,21 @@ def render_plan(plan: Plan, *, is_ranked: bool = False) -> RenderableType:
         parts.append(Text(f"nothing was balanced: {plan.unbalanced}", style="yellow"))
     if plan.num_rejected:
         parts += [Text(""), _rejected(plan)]
+    if plan.env or len(plan.defaults) > 1:  # on one host of cores it is loopback for gloo, and nothing to choose
+        parts += [Text(""), *_environment(plan)]
     if plan.notes:
         parts += [Text(""), *(Text(f"note: {note}", style="yellow") for note in plan.notes)]
     return Group(*parts)
+
+
+def _environment(plan: Plan) -> list[Text]:
+    """What ranks get by the file, and by default."""
+    given = assignments(plan.env) or "nothing"
+    kept = [f"{one.name}={one.value}" for one in plan.defaults if one.name not in plan.env]
+    return [
+        Text(f"environment of every rank  {given}"),
+        Text(f"and unless their host says otherwise  {' '.join(kept) or 'nothing'}", style="dim"),
+    ]
 
 
 def _baseline(plan: Plan) -> Text:
@@ -104,7 +117,7 @@ def _memory(plan: Plan, candidate: Candidate) -> tuple[str, str]:
     estimate = plan.estimates.by_candidate.get(candidate)
     if estimate is None:
         return "", ""
-    return num_bytes(estimate.peak_bytes), num_bytes(plan.estimates.needed_bytes(estimate))
+    return num_bytes(estimate.peak_bytes), num_bytes(plan.estimates.needed_bytes(candidate))
 
 
 def _rejected(plan: Plan) -> RenderableType:

@@ -75,6 +75,7 @@ def _measured(measurement: Measurement) -> dict[str, float | None]:
         "step_time_spread": relative_spread(measurement.step_times_s, measurement.step_time_resolution_s),
         "peak_memory_gib": max(allocated, default=0) / _GIB or None,
         "peak_reserved_gib": max(reserved, default=0) / _GIB or None,
+        **_device_memory(measurement),
         "mfu": measurement.mfu,
         "final_loss": measurement.losses[-1] if measurement.losses else None,
         "num_measured_steps": len(measurement.step_times_s),
@@ -83,6 +84,18 @@ def _measured(measurement: Measurement) -> dict[str, float | None]:
         **{f"parts/{name.removesuffix('_s')}_ms": seconds * _MS or None for name, seconds in parts.items()},
         **_disturbance(measurement),
         **{f"found/{name}": value for name, value in findings_metrics(measurement.findings).items()},
+    }
+
+
+def _device_memory(measurement: Measurement) -> dict[str, float | None]:
+    """Memory of the devices beside the allocator's peaks, the worst of any rank."""
+    found = measurement.device_memory
+    if found is None:
+        return {}
+    return {
+        "outside_allocator_gib": found.outside_bytes / _GIB,
+        "num_alloc_retries": found.num_retries,
+        "num_failed_allocations": found.num_ooms or None,
     }
 
 

@@ -7,12 +7,28 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trials.dryrun.records import RankRun, Traffic
+from trials.spec import Layout
 
 FRAGMENTATION = 0.05
 """Share of its live memory that an allocator holds beyond it. See docs/dry-run.md for where the figure comes from."""
 
-CUDA_CONTEXT_BYTES = 1 << 30
-"""Device memory of a process besides its tensors: CUDA context, cuBLAS workspaces, buffers of NCCL."""
+CUDA_CONTEXT_BYTES = 512 << 20
+"""Device memory of a process besides its tensors: the context, torch's kernels, cuBLAS's handles. An assumption: some
+hundred MiB, by device and by torch's build."""
+COMMUNICATOR_BYTES = 200_000_000
+"""Buffers of one communicator: HCCL keeps 200 MB for each direction by default (HCCL_BUFFSIZE), NCCL 4 MiB for each
+direction and peer of some 20 channels (NCCL_BUFFSIZE)."""
+
+
+def num_communicators(layout: Layout) -> int:
+    """About how many communicators a rank has: the gang's, and one of every axis along which ranks communicate."""
+    degrees = (layout.dp, layout.tp, layout.cp, layout.pp, layout.world_size)
+    return sum(degree > 1 for degree in degrees)
+
+
+def context_bytes(layout: Layout) -> int:
+    """Device memory that a rank of this layout takes besides its tensors."""
+    return CUDA_CONTEXT_BYTES + COMMUNICATOR_BYTES * num_communicators(layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +68,7 @@ class StageEstimate:
             host_bytes=run.host_bytes,
         )
 
-    def needed_bytes(self, fragmentation: float = FRAGMENTATION, context_bytes: int = CUDA_CONTEXT_BYTES) -> int:
+    def needed_bytes(self, fragmentation: float, context_bytes: int) -> int:
         """Device memory to set aside for the rank: the peak, what the allocator wastes, what is no tensor's."""
         return round(self.peak_bytes * (1.0 + fragmentation)) + context_bytes
 
@@ -78,12 +94,10 @@ class DryRunEstimate:
         """Host memory of a rank of the stage that needs most."""
         return max(stage.host_bytes for stage in self.stages)
 
-    def needed_bytes(self, fragmentation: float = FRAGMENTATION, context_bytes: int = CUDA_CONTEXT_BYTES) -> int:
+    def needed_bytes(self, fragmentation: float, context_bytes: int) -> int:
         """Device memory to set aside for the stage that needs most; see :meth:`StageEstimate.needed_bytes`."""
         return max(stage.needed_bytes(fragmentation, context_bytes) for stage in self.stages)
 
-    def fits(
-        self, limit_bytes: int, fragmentation: float = FRAGMENTATION, context_bytes: int = CUDA_CONTEXT_BYTES
-    ) -> bool:
+    def fits(self, limit_bytes: int, fragmentation: float, context_bytes: int) -> bool:
         """Whether every stage stays within ``limit_bytes`` of device memory."""
         return self.needed_bytes(fragmentation, context_bytes) <= limit_bytes

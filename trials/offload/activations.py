@@ -28,7 +28,7 @@ from trials.parallel.shards import stored_part
 from trials.spec import Offload
 from trials.stages import Chunk
 
-MIN_BYTES = 4096
+MIN_BYTES = 1024
 """Storages smaller than this stay: a copy takes some microseconds, however little it copies."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trials.reports.devices import DeviceHealth
 from trials.reports.profile import RankProfile
 from trials.reports.rates import RankRates
 from trials.reports.script import ScriptReport
@@ -118,3 +119,5 @@ class Findings:
     """Profiles of a recorded run, one entry per recorded rank."""
     script: ScriptReport | None = None
     """What was seen of a training program of the user's own; None where a rank trained a model of ours."""
+    devices: tuple[DeviceHealth, ...] = ()
+    """Health of devices while they were measured on, those in trouble first; empty where nobody tells."""

@@ -11,7 +11,7 @@ from trials.accelerator.device import current_stream, new_stream, on_stream
 from trials.datasets import Batch
 
 
-class Feed:
+class BatchFeed:
     """Batches on the device, as far as a rank reads them.
 
     They are copied on a stream of their own. The host asks for the next batch while the device still works on the last

@@ -16,7 +16,7 @@ from trials.datasets import Batch
 from trials.outcome import Phase, ProgressSink, StepBreakdown
 from trials.spec import Protocol
 from trials.training.clock import PHASES, StepClock, StepTiming
-from trials.training.feed import Feed
+from trials.training.feed import BatchFeed
 from trials.training.step import GangMaximum, StepResult, Trainer
 
 
@@ -192,8 +192,8 @@ class Measurer:
         return held
 
 
-def _feed(trainer: Trainer, batches: Iterator[Batch], memory_format: torch.memory_format) -> Feed:
-    return Feed(
+def _feed(trainer: Trainer, batches: Iterator[Batch], memory_format: torch.memory_format) -> BatchFeed:
+    return BatchFeed(
         batches,
         trainer.device,
         memory_format=memory_format,

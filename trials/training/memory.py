@@ -95,15 +95,6 @@ def limit_memory(limit_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def limit_device_memory(device: torch.device, limit_bytes: int) -> None:
-    """Let this rank use at most ``limit_bytes``: of host memory for a CPU rank, of its device for a CUDA rank."""
-    if device.type == "cpu":
-        limit_memory(limit_bytes)
-        return
-    total_bytes = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), device)
-
-
 def resident_bytes() -> int:
     """Bytes of this process's resident set now."""
     return _status_bytes("VmRSS") or _rusage_peak_bytes()

@@ -11,7 +11,13 @@ from orchestrator.planning.dryrun.cache import DryRunCache
 from orchestrator.planning.hardware.request import device_kind, memory_limit_bytes
 from orchestrator.space.rules import Case, Rule
 from orchestrator.units import num_bytes
-from trials.dryrun.estimate import CUDA_CONTEXT_BYTES, FRAGMENTATION, DryRunEstimate
+from trials.dryrun.estimate import (
+    COMMUNICATOR_BYTES,
+    CUDA_CONTEXT_BYTES,
+    FRAGMENTATION,
+    DryRunEstimate,
+    num_communicators,
+)
 from trials.dryrun.records import Mode
 from trials.spec import Candidate
 
@@ -26,17 +32,21 @@ class DryRunEstimates:
     limit_bytes: int | None = None
     """Device memory; None where nobody knows."""
     context_bytes: int = 0
+    """Device memory that an idle process holds."""
+    communicator_bytes: int = 0
+    """Device memory that each of its communicators holds besides."""
 
-    def needed_bytes(self, estimate: DryRunEstimate) -> int:
-        """Estimated peak with the margin for fragmentation and the device context."""
-        return estimate.needed_bytes(FRAGMENTATION, self.context_bytes)
+    def needed_bytes(self, candidate: Candidate) -> int:
+        """Estimated peak of a candidate that was counted, with the margin for fragmentation and what is no tensor's."""
+        others = self.context_bytes + self.communicator_bytes * num_communicators(candidate.layout)
+        return self.by_candidate[candidate].needed_bytes(FRAGMENTATION, others)
 
     def to_json(self, candidate: Candidate) -> dict[str, int]:
         """Peak and need of the candidate; empty where no dry run counted them."""
         estimate = self.by_candidate.get(candidate)
         if estimate is None:
             return {}
-        return {"predicted_peak_bytes": estimate.peak_bytes, "predicted_needed_bytes": self.needed_bytes(estimate)}
+        return {"predicted_peak_bytes": estimate.peak_bytes, "predicted_needed_bytes": self.needed_bytes(candidate)}
 
     def rule(self, baseline: Candidate) -> Rule:
         """A rule that rejects candidates that would not fit, but never the baseline: that one is known to run."""
@@ -48,9 +58,11 @@ class DryRunEstimates:
 
     def _problem(self, candidate: Candidate) -> str | None:
         estimate = self.by_candidate.get(candidate)
-        if estimate is None or self.limit_bytes is None or self.needed_bytes(estimate) <= self.limit_bytes:
+        if estimate is None or self.limit_bytes is None:
             return None
-        needed = self.needed_bytes(estimate)
+        needed = self.needed_bytes(candidate)
+        if needed <= self.limit_bytes:
+            return None
         peak, margin = num_bytes(estimate.peak_bytes), num_bytes(needed - estimate.peak_bytes)
         return f"predicted peak {peak} with margin {margin} exceeds device memory {num_bytes(self.limit_bytes)}"
 
@@ -71,4 +83,5 @@ def load_estimates(spec: SweepSpec, topology: Topology | None, cache: DryRunCach
         by_candidate=found,
         limit_bytes=memory_limit_bytes(spec, topology),
         context_bytes=0 if mode == "cpu" else CUDA_CONTEXT_BYTES,
+        communicator_bytes=0 if mode == "cpu" else COMMUNICATOR_BYTES,
     )

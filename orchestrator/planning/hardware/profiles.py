@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import logging
 import platform
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -15,6 +14,7 @@ from pathlib import Path
 from cluster.hardware.topology import Topology
 from cluster.probe.profile import Profile
 from orchestrator.config.sweep import SweepSpec
+from orchestrator.recipes.variables import VARIABLES, assignments
 from orchestrator.sweep.home import Home
 from trials.codec import CodecError, digest, from_json, to_json
 from trials.files import make_private_folder, write_atomically
@@ -80,8 +80,6 @@ def load_profile(spec: SweepSpec, topology: Topology | None, home: Home) -> Prof
     return found if found is not None and found.measured else None
 
 
-VARIABLES = "variables"
-"""Name of the sweep's own environment variables in the fingerprint; absent where it has none."""
 _PACKAGES = ("torch", "ray", "optuna", "mlflow", "tune-cluster")
 
 
@@ -105,11 +103,6 @@ def fingerprint(topology: Topology, virtual: str = "", env: Mapping[str, str] | 
         **({"virtual": virtual} if virtual else {}),
         **({VARIABLES: assignments(env)} if env else {}),
     }
-
-
-def assignments(env: Mapping[str, str]) -> str:
-    """Environment variables as a shell takes them, in the order of their names."""
-    return " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(env.items()))
 
 
 def _version(package: str) -> str:

@@ -3,8 +3,12 @@
 import dataclasses
 import random
 
+from cluster.gang.messages import RankPlace
 from cluster.gang.outcome import fold, merge_findings
+from orchestrator.report.findings import findings_lines, findings_metrics
+from orchestrator.report.words import disturbed
 from tests.cluster.gang.test_outcome import success
+from trials.reports.devices import DeviceHealth
 from trials.reports.findings import (
     Findings,
     GraphReport,
@@ -69,3 +73,20 @@ def test_a_measurement_carries_the_gangs_findings_whatever_the_order():
     measurement = fold(results).measurement
     assert measurement.findings == Findings(recompute=(effect("a", 10),))
     assert measurement.samples_per_s_per_device == 4 / (2.0 * 2)
+
+
+def test_a_throttled_device_marks_the_measurement():
+    hot = DeviceHealth(
+        rank=1, num_samples=2, throttled_by=("sw_thermal",), sm_clock_mhz=1200.0, lowest_sm_clock_mhz=900
+    )
+    fine = DeviceHealth(rank=0, num_samples=2)
+    ranks = [
+        success(rank, [1.0], RankPlace(node="n", host="h", device=str(rank)), findings=Findings(devices=(health,)))
+        for rank, health in enumerate((fine, hot))
+    ]
+    measurement = fold(ranks).measurement
+    assert measurement.findings.devices == (hot, fine)
+    assert "clocks were lowered (sw_thermal)" in disturbed(measurement)
+    told = "device of rank 1: clock 1,200 MHz, at least 900, THROTTLED (sw_thermal)"
+    assert findings_lines(measurement.findings) == [told]
+    assert findings_metrics(measurement.findings)["device_throttled"] == 1.0

@@ -21,6 +21,7 @@ from trials.outcome import (
     StepBreakdown,
     TimedOut,
 )
+from trials.reports.devices import DeviceMemory
 from trials.reports.findings import Findings
 from trials.reports.script import ScriptReport, ScriptSource
 
@@ -81,6 +82,14 @@ def test_utilisation_is_of_the_peak_of_device_and_number_format():
     assert outcome.measurement.peak_flops_per_s == 494.7e12
     assert outcome.measurement.mfu == pytest.approx(300 / 494.7)
     assert fold([success(rank, [1.0]) for rank in (0, 1)]).measurement.mfu is None
+
+
+def test_what_an_allocator_keeps_is_not_needed():
+    """The peak is tensors and what lies outside the allocator; without the latter, what there is to go by."""
+    outside = DeviceMemory(total_bytes=80, outside_bytes=3)
+    told = [success(rank, [1.0], peak_reserved_bytes=70, device_memory=outside) for rank in (0, 1)]
+    assert fold(told).measurement.peak_bytes == 11 + 3
+    assert fold([success(0, [1.0]), success(1, [1.0])]).measurement.peak_bytes == 21
 
 
 def test_complete_reports_win_over_a_kill_that_came_too_late():

@@ -15,8 +15,8 @@ MIB = 1 << 20
 @pytest.fixture
 def host(tmp_path, monkeypatch):
     """Makes this host one with these tools, and with drivers only where a test says so."""
-    for kind, source in list(discovery._SOURCES.items()):
-        monkeypatch.setitem(discovery._SOURCES, kind, replace(source, driver_files=()))
+    for kind, source in list(discovery._MAKERS.items()):
+        monkeypatch.setitem(discovery._MAKERS, kind, replace(source, driver_files=()))
     return lambda **programs: vendors.install(tmp_path, monkeypatch, **programs)
 
 
@@ -109,8 +109,8 @@ def test_a_tool_that_fails_beside_its_driver_is_no_host_of_cores(host, monkeypat
     host(rocm_smi="#!/bin/sh\necho 'Driver not initialized (amdgpu not found in modules)'; exit 1\n")
     assert discover_node().device_kind == "cpu"
     assert "rocm-smi failed with code 1: Driver not initialized" in caplog.text, "without its driver: said, no more"
-    source = replace(discovery._SOURCES["rocm"], driver_files=(str(tmp_path),))
-    monkeypatch.setitem(discovery._SOURCES, "rocm", source)
+    source = replace(discovery._MAKERS["rocm"], driver_files=(str(tmp_path),))
+    monkeypatch.setitem(discovery._MAKERS, "rocm", source)
     with pytest.raises(DeviceError, match=r"kind rocm that cannot be used: rocm-smi failed.*device: cpu"):
         discover_node()
     with pytest.raises(DeviceError, match=r"device: rocm, but rocm-smi failed"):
@@ -119,9 +119,9 @@ def test_a_tool_that_fails_beside_its_driver_is_no_host_of_cores(host, monkeypat
 
 def test_a_driver_without_its_tool_is_told(host, monkeypatch, tmp_path, caplog):
     host()
-    source = replace(discovery._SOURCES["rocm"], driver_files=(str(tmp_path),))
-    monkeypatch.setitem(discovery._SOURCES, "rocm", source)
+    source = replace(discovery._MAKERS["rocm"], driver_files=(str(tmp_path),))
+    monkeypatch.setitem(discovery._MAKERS, "rocm", source)
     assert discover_node().device_kind == "cpu"
     assert "no rocm-smi or amd-smi to list devices of kind rocm" in caplog.text
-    with pytest.raises(DeviceError, match="none of nvidia-smi.*lists a device"):
+    with pytest.raises(DeviceError, match=r"none of nvidia-smi.*lists a device"):
         discover_node(may_be_cpu=False)

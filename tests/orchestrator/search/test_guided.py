@@ -22,6 +22,7 @@ from orchestrator.space.rules import check
 from orchestrator.sweep.events import Budget
 from orchestrator.sweep.fold import fold
 from tests.support.story import created, ended, failures, launched, measured, proposed, ruled_out
+from trials.reports.devices import DeviceMemory
 from trials.spec import Candidate, Layout, LlamaModel, Loader, Precision, Recompute, TextData, Workload
 
 MODEL = LlamaModel(
@@ -127,13 +128,29 @@ def test_the_best_is_found_within_few_trials_and_few_run_out_of_memory():
     assert [trial.status for trial in state.trials].count("oom") <= 4
 
 
-def test_memory_is_predicted_as_what_was_measured_has_taught():
+def reserved(taken):
+    """As a measurement tells it that knows the allocator only."""
+    return {"peak_reserved_bytes": (taken,)}
+
+
+def kept(taken):
+    """As on a device whose allocator has kept all there is, whatever the candidate needed."""
+    outside, total = 2 << 30, int(CLUSTER.accelerator.usable_memory_bytes)
+    return {
+        "peak_allocated_bytes": (taken - outside,),
+        "peak_reserved_bytes": (total - outside,),
+        "device_memory": DeviceMemory(total_bytes=total, outside_bytes=outside),
+    }
+
+
+@pytest.mark.parametrize("told", [reserved, kept])
+def test_memory_is_predicted_as_what_was_measured_has_taught(told):
     """Where every trial takes half as much again as the cost model says, later predictions say so, too."""
     estimates = Predictor(WORKLOAD, CANDIDATES, CLUSTER, features=flat_params).estimates.peak_bytes
     peaks = dict(zip(CANDIDATES, estimates.tolist(), strict=True))
 
     def taking(candidate, number):
-        changes = {"world_size": 16, "peak_reserved_bytes": (int(1.5 * peaks[candidate]),)}
+        changes = {"world_size": 16, **told(int(1.5 * peaks[candidate]))}
         return ended(number, measured(truth()[candidate][0], tokens_per_step=WORKLOAD.tokens_per_step, **changes))
 
     events, search = [*start()[:-1], taking(BASELINE, 0)], make_search()

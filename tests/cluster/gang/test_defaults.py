@@ -1,0 +1,84 @@
+"""The environment of ranks: whose word counts, which variables belong to whom, and that the documents say so."""
+
+import pytest
+
+from cluster.gang.defaults import DEFAULTS, default_env
+from cluster.gang.environment import owner_of
+from cluster.hardware.numa import cores_near
+from cluster.hardware.topology import DeviceHandle, Node
+from cluster.local import LocalCluster
+from tests.cluster.gangs import PRELOAD, run
+from tests.support import ROOT
+
+
+def test_several_nodes_meet_over_the_interface_by_which_they_reach_each_other():
+    found = default_env("cuda", 2, "ens3", host={})
+    assert found["NCCL_SOCKET_IFNAME"] == "=ens3", "exactly this one, not ens30"
+    assert found["GLOO_SOCKET_IFNAME"] == "ens3"
+    assert "NCCL_SOCKET_IFNAME" not in default_env("cuda", 1, "ens3", host={})
+    assert default_env("npu", 2, "ens3", host={})["HCCL_SOCKET_IFNAME"] == "=ens3"
+    assert default_env("cpu", 1, None, host={}) == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert "NCCL_SOCKET_IFNAME" not in default_env("cuda", 2, None, host={}), "nobody knows it: left to NCCL"
+
+
+def test_the_hosts_own_word_goes_before_a_default():
+    found = default_env("cuda", 2, "ens3", host={"NCCL_SOCKET_IFNAME": "ib0", "NCCL_DEBUG": "INFO"})
+    assert {"NCCL_SOCKET_IFNAME", "NCCL_DEBUG"}.isdisjoint(found)
+
+
+def test_every_default_is_documented_with_its_why():
+    text = (ROOT / "docs/devices.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    for default in DEFAULTS:
+        assert any(f"| `{default.name}` | `{default.value}` |" in row and default.why in row for row in rows), default
+
+
+@pytest.mark.parametrize("name", ["RANK", "MASTER_PORT", "HIP_VISIBLE_DEVICES", "TUNE_CLUSTER_RENDEZVOUS", "NNODES"])
+def test_variables_of_the_launcher_are_nobody_elses(name):
+    assert owner_of(name) is not None
+    assert owner_of("NCCL_IB_HCA") is owner_of("TUNE_CLUSTER_NUMA") is None
+
+
+def test_variables_of_the_cluster_reach_ranks_and_what_they_are_forked_from(tmp_path):
+    node = Node(
+        name="n",
+        address="127.0.0.1",
+        num_devices=2,
+        device_kind="cpu",
+        device_name="core",
+        device_memory_bytes=1 << 30,
+        threads_per_device=1,
+    )
+    with LocalCluster(tmp_path, node, preload=PRELOAD, env={"EXTRA": "of the cluster"}) as cluster:
+        seen = run(cluster, "environment").outcome.evidence.message
+        assert "'EXTRA': 'of the cluster'" in seen
+        options = {"env": {"EXTRA": "of the launch", "OMP_NUM_THREADS": "2"}}
+        seen = run(cluster, "environment", options=options).outcome.evidence.message
+    assert "'EXTRA': 'of the launch'" in seen
+    assert "'threads': 2" in seen, "the number of threads that the launch asks for, not the node's"
+
+
+@pytest.fixture
+def two_sockets(tmp_path, monkeypatch):
+    """sysfs of a host with two NUMA nodes, eight cores and a device on each; all cores may be used."""
+    for node, cores in enumerate(("0-1,4-5", "2-3,6-7")):
+        folder = tmp_path / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cores}\n")
+        device = tmp_path / f"bus/pci/devices/0000:{node}7:00.0"
+        device.mkdir(parents=True)
+        (device / "numa_node").write_text(f"{node}\n")
+    unknown = tmp_path / "bus/pci/devices/0000:99:00.0"
+    unknown.mkdir()
+    (unknown / "numa_node").write_text("-1\n")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(7)))
+    return tmp_path
+
+
+def test_ranks_keep_to_the_cores_near_their_devices(two_sockets):
+    first, second, unknown = "0000:07:00.0", "0000:17:00.0", "0000:99:00.0"
+    assert cores_near([first], two_sockets) == {0, 1, 4, 5}
+    assert cores_near([second], two_sockets) == {2, 3, 6}, "of those that may be used"
+    assert cores_near([first, second], two_sockets) is None, "near all of them: nothing to choose"
+    assert cores_near([unknown], two_sockets) is cores_near([""], two_sockets) is cores_near([], two_sockets) is None
+    assert cores_near(handle.bus_id for handle in (DeviceHandle(name="0"),)) is None

@@ -1,0 +1,154 @@
+"""What a rank learnt of its device besides times: memory as the device has it, clocks, heat, power, errors. Standard
+library only."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from trials.accelerator.telemetry import POWER_CAP, HealthSample
+from trials.reports.disturbance import Disturbance, reasons_in
+
+MAX_DEVICES_TOLD: Final = 8
+"""Devices of a gang whose health is kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Memory of a rank's device at the end of its run; of a gang, the worst of any rank."""
+
+    total_bytes: int
+    outside_bytes: int
+    """In use, but not held by torch's allocator: context, kernels, communicators, and whatever others hold there."""
+    num_retries: int = 0
+    """How often the allocator had to give back what it kept before it could go on: each time takes long."""
+    num_ooms: int = 0
+    """How often it failed even so; a program may go on after that."""
+    settings: str = ""
+    """What the allocator was told, as in ``PYTORCH_CUDA_ALLOC_CONF``; empty where it has no such settings."""
+
+
+def worst_memory(ranks: Iterable[DeviceMemory | None]) -> DeviceMemory | None:
+    """One value for a gang: the least memory, and the most of what one would rather not have."""
+    known = [memory for memory in ranks if memory is not None]
+    if not known:
+        return None
+    return DeviceMemory(
+        total_bytes=min(memory.total_bytes for memory in known),
+        outside_bytes=max(memory.outside_bytes for memory in known),
+        num_retries=max(memory.num_retries for memory in known),
+        num_ooms=max(memory.num_ooms for memory in known),
+        settings=known[0].settings,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceHealth:
+    """Clocks, heat, power and memory errors of a rank's device while it was measured on; None for what nobody told."""
+
+    rank: int
+    num_samples: int
+    sm_clock_mhz: float | None = None
+    """Median clock of the multiprocessors."""
+    lowest_sm_clock_mhz: int | None = None
+    max_sm_clock_mhz: int | None = None
+    """The highest clock that the device can have."""
+    memory_clock_mhz: float | None = None
+    """Median."""
+    throttled_by: tuple[str, ...] = ()
+    """Keys of :data:`~trials.reports.disturbance.THROTTLED_BY` that were seen."""
+    power_capped: float | None = None
+    """Share of the samples in which the software power cap held the clocks down, as is usual under full load."""
+    highest_temperature_c: int | None = None
+    mean_power_w: float | None = None
+    power_limit_w: float | None = None
+    corrected_errors: int | None = None
+    """Errors of the memory that ECC corrected meanwhile."""
+    uncorrected_errors: int | None = None
+    """Those that it could not correct."""
+
+    @property
+    def lowest_clock(self) -> float | None:
+        """The lowest clock of the multiprocessors as a share of the highest possible one."""
+        if self.lowest_sm_clock_mhz is None or not self.max_sm_clock_mhz:
+            return None
+        return self.lowest_sm_clock_mhz / self.max_sm_clock_mhz
+
+
+def device_health(rank: int, samples: Sequence[HealthSample]) -> tuple[DeviceHealth, ...]:
+    """What the samples of a rank's device amount to; nothing where there are none."""
+    if not samples:
+        return ()
+    masks = _told(samples, "throttle_mask")
+    clocks, powers = _told(samples, "sm_clock_mhz"), _told(samples, "power_w")
+    health = DeviceHealth(
+        rank=rank,
+        num_samples=len(samples),
+        sm_clock_mhz=_median(clocks),
+        lowest_sm_clock_mhz=min(clocks, default=None),
+        max_sm_clock_mhz=max(_told(samples, "max_sm_clock_mhz"), default=None),
+        memory_clock_mhz=_median(_told(samples, "memory_clock_mhz")),
+        throttled_by=reasons_in(functools.reduce(operator.or_, masks, 0)),
+        power_capped=statistics.fmean(bool(mask & POWER_CAP) for mask in masks) if masks else None,
+        highest_temperature_c=max(_told(samples, "temperature_c"), default=None),
+        mean_power_w=statistics.fmean(powers) if powers else None,
+        power_limit_w=min(_told(samples, "power_limit_w"), default=None),
+        corrected_errors=_increase(_told(samples, "corrected_errors")),
+        uncorrected_errors=_increase(_told(samples, "uncorrected_errors")),
+    )
+    return (health,)
+
+
+def _told(samples: Sequence[HealthSample], name: str) -> list[Any]:
+    return [value for one in samples if (value := getattr(one, name)) is not None]
+
+
+def _median(values: list[Any]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _increase(counts: list[int]) -> int | None:
+    return max(0, counts[-1] - counts[0]) if counts else None
+
+
+def most_noteworthy(ranks: Iterable[DeviceHealth]) -> tuple[DeviceHealth, ...]:
+    """What is kept of a gang's devices, :data:`MAX_DEVICES_TOLD`: those in trouble first, then those with the lowest
+    clocks."""
+    ordered = sorted(
+        ranks,
+        key=lambda one: (-(one.uncorrected_errors or 0), not one.throttled_by, one.lowest_clock or 1.0, one.rank),
+    )
+    return tuple(ordered[:MAX_DEVICES_TOLD])
+
+
+def with_throttling(
+    disturbances: Sequence[Disturbance], ranks: Iterable[tuple[str, DeviceHealth]]
+) -> list[Disturbance]:
+    """``disturbances`` of nodes, and what ranks saw of lowered clocks: pairs of a rank's node and its device's health.
+
+    A node that nobody else looked at is disturbed where clocks were lowered.
+    """
+    by_node = {one.node: one for one in disturbances}
+    for node, health in ranks:
+        if not health.throttled_by:
+            continue
+        before = by_node.get(node, Disturbance(node=node, seconds=0.0))
+        by_node[node] = replace(
+            before,
+            throttled_by=tuple(dict.fromkeys((*before.throttled_by, *health.throttled_by))),
+            lowest_clock=_least(before.lowest_clock, health.lowest_clock),
+            highest_temperature_c=_most(before.highest_temperature_c, health.highest_temperature_c),
+        )
+    return list(by_node.values())
+
+
+def _least(*values: float | None) -> float | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _most(*values: float | None) -> float | None:
+    return max((value for value in values if value is not None), default=None)
