@@ -38,9 +38,7 @@ MAX_RANKS = 8
 MAX_RANKS_COMPILED = 4
 """Most ranks of a trial in graph mode: every rank traces for itself, which takes long, and no pair needs more."""
 WORKLOAD = dataclasses.replace(TWO_LAYERS, model=dataclasses.replace(SHAPE, num_layers=3))
-WIDE = dataclasses.replace(
-    WORKLOAD, model=dataclasses.replace(SHAPE, num_layers=3, hidden_size=64, ffn_hidden_size=96)
-)
+WIDE = dataclasses.replace(WORKLOAD, model=dataclasses.replace(SHAPE, num_layers=3, hidden_size=64, ffn_hidden_size=96))
 """What 8-bit floats train: all sizes divide by 16, also on each of two tensor-parallel ranks."""
 THREE_STEPS = Protocol(min_warmup_steps=1, max_warmup_steps=1, num_steps=2, max_steps=2)
 
