@@ -34,10 +34,12 @@ from trials.kernels.compile_beats import CompileBeats
 from trials.kernels.cudnn import KernelTuner
 from trials.kernels.graph_mode import compilations, forget_compilations, graph_report
 from trials.kernels.settings import kernel_settings
+from trials.legality.float8 import LEVEL as FLOAT8
 from trials.legality.rules import check
 from trials.models import import_code
 from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
 from trials.parallel.mesh import RankIdentity, build_mesh, process_group
+from trials.precision.float8 import check_float8
 from trials.precision.mixed import check_device
 from trials.profiling.profiler import Profiler, check_profile, folder_of_environment, long_enough
 from trials.reports.findings import Findings, LoaderTuningReport
@@ -73,6 +75,8 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
         raise ValueError(f"the layout needs {wanted} ranks but WORLD_SIZE is {identity.world_size}; launch {wanted}")
     device = open_device(trial.device, identity.local_rank)
     check_device(trial.candidate.precision, device)
+    if trial.candidate.precision.level == FLOAT8:
+        check_float8(device)
     beats = CompileBeats(progress)
     with (
         expected_warnings(),

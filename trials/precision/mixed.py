@@ -54,8 +54,8 @@ def compute_dtype(precision: Precision) -> torch.dtype:
 
 
 def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The context of the forward pass: autocast for O1, else nothing."""
-    if precision.level != "O1":
+    """The context of the forward pass: autocast for O1 and O1-fp8, else nothing."""
+    if precision.level not in ("O1", "O1-fp8"):
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=compute_dtype(precision))
 
