@@ -55,6 +55,7 @@ def test_estimates_do_not_depend_on_the_other_rows() -> None:
         ("activations", {"tp": 2, "sequence_parallel": 1}, {"tp": 2, "sequence_parallel": 1, "keeps_gathered": 1}),
         ("head", {"tp": 2}, {}),
         ("head", {"loss_bytes": 0}, {}),
+        ("head", {"loss_chunks": 4}, {}),
         ("communication", {}, {"bucket_bytes": 1e9}),
         ("constant", {}, {"tp": 2}),
     ],
@@ -70,6 +71,9 @@ def test_memory_moves_the_right_way(term: str, less: dict[str, object], more: di
         ("recompute", {}, {"recompute": "full"}),
         ("tensor_parallel", {"tp": 4, "domain_size": 8}, {"tp": 4, "domain_size": 2}),
         ("tensor_parallel", {"tp": 4, "num_copies": 2}, {"tp": 4}),
+        ("tensor_parallel", {"tp": 4, "hides_sums": 1}, {"tp": 4}),
+        ("tensor_parallel", {"tp": 4, "hides_sums": 1}, {"tp": 4, "sequence_parallel": 1, "hides_sums": 1}),
+        ("forward", {}, {"loss_chunks": 4}),
         ("bubble", {"pp": 4, "num_virtual_stages": 4, "schedule": 2}, {"pp": 4}),
         (
             "bubble",
