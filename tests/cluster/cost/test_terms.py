@@ -56,6 +56,7 @@ def test_estimates_do_not_depend_on_the_other_rows() -> None:
         ("head", {"tp": 2}, {}),
         ("gathered", {"cp": 8, "seq_length": 2**18}, {"cp": 8, "seq_length": 2**18, "cp_method": 0}),
         ("head", {"loss_bytes": 0}, {}),
+        ("head", {"loss_chunks": 4}, {}),
         ("communication", {}, {"bucket_bytes": 1e9}),
         ("constant", {}, {"tp": 2}),
     ],
@@ -71,6 +72,9 @@ def test_memory_moves_the_right_way(term: str, less: dict[str, object], more: di
         ("recompute", {}, {"recompute": "full"}),
         ("tensor_parallel", {"tp": 4, "domain_size": 8}, {"tp": 4, "domain_size": 2}),
         ("tensor_parallel", {"tp": 4, "num_copies": 2}, {"tp": 4}),
+        ("tensor_parallel", {"tp": 4, "hides_sums": 1}, {"tp": 4}),
+        ("tensor_parallel", {"tp": 4, "hides_sums": 1}, {"tp": 4, "sequence_parallel": 1, "hides_sums": 1}),
+        ("forward", {}, {"loss_chunks": 4}),
         ("bubble", {"pp": 4, "num_virtual_stages": 4, "schedule": 2}, {"pp": 4}),
         (
             "bubble",
