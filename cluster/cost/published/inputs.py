@@ -253,6 +253,11 @@ def _hardware(f: Mapping[str, str], n: Numbers, accelerator: Accelerator) -> dic
     return {
         "memory_bytes": accelerator.usable_memory_bytes,
         "memory_bytes_per_s": accelerator.memory_bytes_per_s,
+        "host_bytes_per_s": accelerator.host_bytes_per_s,
+        "node_size": per_node,
+        "casts_operands": 0.0,
+        "offload_activations": 0.0,
+        "offload_optimizer": 0.0,
         "link_bytes_per_s": accelerator.link_bytes_per_s,
         "network_bytes_per_s": network_bytes_per_s(f["interconnect"], per_node) or accelerator.network_bytes_per_s,
         "domain_size": max(per_node, accelerator.domain_size),

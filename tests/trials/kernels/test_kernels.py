@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from trials.kernels.cudnn import KernelTuner
 from trials.kernels.graph_mode import Compilation, compilations, forget_compilations, graph_report
 from trials.kernels.settings import ATTENTION_BACKENDS, kernel_settings
 from trials.models.linear import Layer
+from trials.reports.findings import GraphReport
 from trials.spec import Kernels, Layout, Precision, TrialSpec
 from trials.training.memory_format import choose_format, convert_weights, format_by_rule
 
@@ -173,6 +175,26 @@ def test_a_recompilation_is_counted_and_explained() -> None:
     assert "size mismatch at index 0. expected 2, actual 3" in reason
     assert report.compile_s > 0.0
     assert graph_report(compilations()).num_graphs == 0
+
+
+@pytest.mark.exhaustive
+def test_what_was_compiled_before_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads torch's own counters, so it fails when a torch release changes those."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def compiled(*sizes: int) -> GraphReport:
+        forget_compilations()
+        with warnings.catch_warnings(action="ignore"):
+            for size in sizes:
+                layer = Layer(size, size)
+                layer.compile(dynamic=False)
+                layer(torch.zeros(2, size)).sum().backward()
+        return graph_report(compilations())
+
+    cold, warm, mixed = compiled(4), compiled(4), compiled(4, 8)
+    assert [report.cache for report in (cold, warm, mixed)] == ["cold", "warm", "mixed"]
+    assert cold.compile_s > warm.compile_s > 0.0 and cold.num_graphs == warm.num_graphs == 1
 
 
 def test_a_graph_report_sums_up_and_shortens() -> None:
