@@ -24,12 +24,17 @@ Phase = Literal["starting", "warmup", "measuring"]
 
 
 class ProgressSink(Protocol):
-    """Where a runner reports progress. Cheap: called by every rank on every phase change and after every step."""
+    """Where a runner reports progress. Cheap: called by every rank on every phase change and after every step, and
+    again and again while it compiles; only then ``is_compiling`` is given."""
 
-    def __call__(self, phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None: ...
+    def __call__(
+        self, phase: Phase, *, step: int = 0, step_time_s: float | None = None, is_compiling: bool = False
+    ) -> None: ...
 
 
-def ignore_progress(phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None:
+def ignore_progress(
+    phase: Phase, *, step: int = 0, step_time_s: float | None = None, is_compiling: bool = False
+) -> None:
     """The :class:`ProgressSink` that drops what it is told."""
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch._dynamo
 from torch import nn
 from torch._dynamo import utils
+from torch._dynamo.callback import callback_handler
 
 from trials.models.base import TrainModel
 from trials.reports.findings import GraphReport
@@ -46,8 +47,11 @@ class Compilation:
 
 
 def forget_compilations() -> None:
-    """Drop everything compiled so far, so that each trial of a process compiles and counts for itself."""
+    """Drop everything compiled so far, so that each trial of a process compiles and counts for itself; whoever listens
+    to compilations goes on listening."""
+    begins, ends = list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)
     torch._dynamo.reset()
+    callback_handler.start_callbacks[:], callback_handler.end_callbacks[:] = begins, ends
     utils.set_compilation_metrics_limit(_MAX_COMPILATIONS)
     utils.clear_compilation_metrics()
     for name in (_HITS, *_MISSES):
