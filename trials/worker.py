@@ -30,23 +30,26 @@ from trials.datasets.loader import stream_batches
 from trials.datasets.loader_tuning import tune_loader, with_verdict
 from trials.failure import NonFiniteLoss
 from trials.files import write_json
+from trials.kernels.compile_beats import CompileBeats
 from trials.kernels.cudnn import KernelTuner
 from trials.kernels.graph_mode import compilations, forget_compilations, graph_report
 from trials.kernels.settings import kernel_settings
+from trials.legality.float8 import LEVEL as FLOAT8
 from trials.legality.rules import check
 from trials.models import import_code
 from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
 from trials.parallel.mesh import RankIdentity, build_mesh, process_group
+from trials.precision.float8 import check_float8
 from trials.precision.mixed import check_device
 from trials.profiling.profiler import Profiler, check_profile, folder_of_environment, long_enough
 from trials.reports.findings import Findings, LoaderTuningReport
 from trials.reports.profile import FOLDER_VARIABLE
 from trials.spec import Loader, Protocol, PythonModel, TrialSpec, Workload
 from trials.stages import coordinates, data_parallel_rank
+from trials.training.device.memory import PeakMemory
+from trials.training.device.rank_device import RankDevice
 from trials.training.measure import Measurer, Recording
-from trials.training.memory import PeakMemory
 from trials.training.memory_format import settle_memory_format
-from trials.training.rank_device import RankDevice
 from trials.training.step import Trainer, max_over_ranks
 
 
@@ -72,13 +75,17 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
         raise ValueError(f"the layout needs {wanted} ranks but WORLD_SIZE is {identity.world_size}; launch {wanted}")
     device = open_device(trial.device, identity.local_rank)
     check_device(trial.candidate.precision, device)
+    if trial.candidate.precision.level == FLOAT8:
+        check_float8(device)
+    beats = CompileBeats(progress)
     with (
         expected_warnings(),
+        beats.listening(),
         own_folder(trial.workload),
         process_group(identity, device),
         kernel_settings(trial, device),
     ):
-        report = _train(trial, identity, device, progress)
+        report = _train(trial, identity, device, beats)
     return to_json(report)  # type: ignore[no-any-return]
 
 
@@ -267,8 +274,10 @@ def main() -> None:
         write_json(report, args.out)
 
 
-def _write_progress(phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None:
-    if step and step_time_s is None:
+def _write_progress(
+    phase: Phase, *, step: int = 0, step_time_s: float | None = None, is_compiling: bool = False
+) -> None:
+    if is_compiling or (step and step_time_s is None):
         return  # a sign of life
     sys.stderr.write(f"{phase}\n" if step_time_s is None else f"{phase} {step} {step_time_s:.4f} s\n")
 

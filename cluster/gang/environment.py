@@ -15,6 +15,7 @@ from pathlib import Path
 from cluster.gang.defaults import NUMA_VARIABLE, default_env
 from cluster.gang.messages import NodeLaunch, RankSlot
 from trials.accelerator.kinds import FAMILIES
+from trials.script.environment import CACHES
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(20000, 32000)
@@ -115,7 +116,17 @@ def rank_env(launch: NodeLaunch, slot: RankSlot) -> dict[str, str]:
         "TUNE_CLUSTER_ATTEMPT_DIR": str(rank_folder(launch)),
         "TUNE_CLUSTER_NUM_DEVICES": str(len(slot.devices)),
         "TUNE_CLUSTER_CACHE_DIR": str(cache_folder(Path(launch.directory).parent, launch.node)),
+        **_compiler_caches(launch),
         "TUNE_CLUSTER_COLLECTIVE_TIMEOUT_S": str(patience_s),
         "TUNE_CLUSTER_LEAVES_LAST": "1",  # no result is to be lost for a hang in tear-down
         **launch.env,
     }
+
+
+def _compiler_caches(launch: NodeLaunch) -> dict[str, str]:
+    """Where compilers in ranks of ours keep what they made: nothing comes in from the user's own runs, or from another
+    sweep. Programs of the user's own are given theirs by :mod:`trials.script`."""
+    if launch.is_script:
+        return {}
+    folder = cache_folder(Path(launch.directory).parent, launch.node)
+    return {name: str(folder / beneath) for name, beneath in CACHES.items()}

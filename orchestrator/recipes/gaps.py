@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orchestrator.recipes.base import Draft, Setting, Settings, custom
+from orchestrator.recipes.base import Draft, Setting, Settings, custom, lacking
 from orchestrator.recipes.fields import WORKLOAD, defaults, is_at_or_below
 
 WHOLE_BETWEEN = "what is between the projections stays whole on every rank, which takes more memory"
@@ -144,9 +144,12 @@ def refuse_fp8(draft: Draft) -> None:
 
 MEMORY_SAVERS = tuple(
     unable(path, message="there is no such setting")
-    for path in ("layout.gradient_reduction", "kernels.loss_chunks", "offload.activations", "offload.optimizer")
+    for path in ("kernels.loss_chunks", "offload.activations", "offload.optimizer")
 )
 """Settings for what saves memory at a price, where a framework has none of it."""
+
+REDUCES_EACH = lacking("layout.gradient_reduction", "stages 2 and 3 reduce the gradients of every micro-batch")
+"""Setting for when gradients are reduced, where a framework knows one way only, which is our default."""
 
 KERNELS_OF_SCRIPT = (
     left_to_script("kernels.attention", "your script chooses it: torch.nn.attention.sdpa_kernel(...)"),

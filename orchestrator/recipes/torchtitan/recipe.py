@@ -121,7 +121,8 @@ _RUN: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "fp32 matrix products stay fp32"),
     lacking("kernels.cudnn_tuning_range", "cuDNN is not tuned; Llama has no convolutions"),
     lacking("kernels.memory_format", "there is no memory format; Llama has no convolutions"),
-    *MEMORY_SAVERS,
+    option("kernels.loss_chunks", "loss.num_chunks"),
+    *(saver for saver in MEMORY_SAVERS if "kernels.loss_chunks" not in saver.paths),
     fixed("dataloader.dataset", "c4"),
     option("loader.num_workers", "dataloader.num_workers"),
     option(

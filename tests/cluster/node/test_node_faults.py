@@ -8,18 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from cluster.base import Deadlines
+from cluster.base import Deadlines, GangEnded, GangLaunch
 from cluster.gang.environment import single_node_env
-from cluster.gang.messages import NodeGone, NodeLaunch, NodeProgress, RankSlot
+from cluster.gang.messages import NodeGone, NodeLaunch, RankSlot
 from cluster.gang.outcome import fold
 from cluster.gang.sights import Blame
+from cluster.gang.tracker import GangTracker
+from cluster.hardware.placement import Placement
+from cluster.hardware.topology import Device
 from cluster.node.agent import Agent
 from cluster.node.hang.stacks import judge, main_thread
 from tests.cluster.gangs import PRELOAD, end_of, launch, living, parent, run, wait_for_pids, wait_until
 from tests.trials.tiny import tiny_spec
 from trials.codec import to_json
 from trials.outcome import Crashed, GangLost, Measured, TimedOut
-from trials.spec import Layout
+from trials.spec import Kernels, Layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
@@ -66,6 +69,35 @@ def test_an_abort_is_what_the_log_says_of_it(local_cluster, why, is_node_blamed)
     evidence = end.outcome.evidence
     assert (evidence.rank, evidence.exit_code, evidence.node is not None) == (1, -signal.SIGABRT, is_node_blamed)
     assert why in evidence.message
+
+
+STALL_S = 15.0
+"""More than a rank takes from one report to the next on a busy machine."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("compile_s", "hangs", "deadlines", "why"),
+    [
+        (2 * STALL_S, False, Deadlines(stall_s=STALL_S, warmup_s=STALL_S), None),
+        (2 * STALL_S, True, Deadlines(stall_s=STALL_S), f"no progress for {STALL_S:g} s in phase warmup"),
+        (600, False, Deadlines(stall_s=STALL_S, compile_s=STALL_S), f"compiling took longer than {STALL_S:g} s"),
+    ],
+    ids=["slow", "then-hangs", "for-ever"],
+)
+def test_a_slow_compilation_is_no_stall(local_cluster, compile_s, hangs, deadlines, why):
+    """Of rank 1; rank 0 waits for it in a collective. A hang after it is found, and one that never ends as well."""
+    layout, kernels = Layout(dp_replicate=2), Kernels(compile="block", backend="slow")
+    trial = to_json(tiny_spec(layout, kernels=kernels))
+    spec = {"trial": trial, "compile_s": compile_s, "hangs": hangs}
+    end = run(local_cluster, "compiles_slowly", spec=spec, deadlines=deadlines)
+    if why is None:
+        assert isinstance(end.outcome, Measured), end.outcome
+        assert end.outcome.measurement.compile_s > compile_s
+    else:
+        assert isinstance(end.outcome, TimedOut)
+        assert why in end.outcome.evidence.message
+        assert end.outcome.evidence.rank == 1, end.outcome.evidence
 
 
 @pytest.mark.exhaustive
@@ -155,32 +187,37 @@ def test_ranks_end_when_the_controller_falls_silent_and_it_hears_of_that_later(a
     assert "heard nothing of the controller" in outcome.evidence.message
 
 
-def test_of_two_nodes_the_one_with_the_hanging_rank_is_blamed_though_the_other_waited_longer(agent, tmp_path, pids):
-    """Node "n" sees its deadline first, but its rank only waits in a collective for the one on "m"."""
+def test_of_two_nodes_the_one_with_the_hanging_rank_is_blamed_though_no_deadline_passed_there(agent, tmp_path, pids):
+    """Node "n" sees its deadline, but its rank only waits in a collective for the one on "m", which is then seen."""
     spec = {"pids": pids, "rank": 1, "how": "sleep"}
     other = Agent(node="m", workdir=tmp_path / "m", preload=PRELOAD, search_path=sys.path)
     agents = {"n": agent, "m": other}
+    tracker = GangTracker(order=lambda node, attempt_id, order: agents[node].order(attempt_id, order))
+    ranks = tuple(Device(node=name, index=0) for name in agents)
+    placement = Placement(ranks=ranks, reserved=ranks)
+    gang = GangLaunch(attempt_id="x", token="t", runner="", spec={}, placement=placement)
+    tracker.launched(gang, log_dir="", now_s=0.0)
     try:
-        for rank, (name, stall_s) in enumerate([("n", 1.0), ("m", 2.0)]):
+        for rank, (name, stall_s) in enumerate([("n", 1.0), ("m", 60.0)]):
             deadlines = Deadlines(stall_s=stall_s)
             agents[name].launch(part("hangs_in_step", pids, ranks=(rank,), spec=spec, node=name, deadlines=deadlines))
         seen = []
-        wait_until(lambda: seen.extend(poll_all(agents)) or len(ends(seen)) == 2, "both to end")
+        wait_until(
+            lambda: seen.extend(poll_all(agents, tracker)) or (seen and isinstance(seen[-1], GangEnded)), "the end"
+        )
     finally:
         other.close()
-    outcome = fold([result for end in ends(seen) for result in end.results])
+    outcome = seen[-1].outcome
     assert isinstance(outcome, TimedOut)
     assert (outcome.evidence.node, outcome.evidence.rank) == ("m", 1)
     assert "sleep_in_python" in outcome.evidence.message
+    assert "rank 0 waits for it in all_reduce number 2 of group default_pg" in outcome.evidence.message
 
 
-def poll_all(agents):
-    events = [event for agent in agents.values() for event in agent.poll(0.05)]
-    return [event for event in events if not isinstance(event, NodeProgress)]
-
-
-def ends(events):
-    return [event for event in events if isinstance(event, NodeGone)]
+def poll_all(agents, tracker):
+    """What follows for the gang from what its nodes tell."""
+    told = [(name, event) for name, agent in agents.items() for event in agent.poll(0.05)]
+    return [found for name, event in told for found in tracker.handle(name, event, now_s=1.0)]
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def _fields(prefix, cls):
 
 
 def _torchtitan():
-    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.optimizer import LRSchedulersContainer
     from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
@@ -91,7 +91,8 @@ def _torchtitan():
         "debug": DebugConfig,
     }
     found = {name: fact for part, cls in parts.items() for name, fact in _fields(f"{part}.", cls).items()}
-    return found | {"dataloader.dataset": _fact(choices=sorted(DATASETS))}
+    chunks = _fields("loss.", ChunkedLossWrapper.Config)["loss.num_chunks"]
+    return found | {"loss.num_chunks": chunks, "dataloader.dataset": _fact(choices=sorted(DATASETS))}
 
 
 def _deepspeed():
@@ -162,6 +163,7 @@ def _accelerate():
 
 
 def _transformers():
+    from accelerate.utils import GradientAccumulationPlugin
     from transformers import LlamaConfig, TrainingArguments
     from transformers.training_args import OptimizerNames
 
@@ -171,6 +173,7 @@ def _transformers():
     for line in TrainingArguments.__doc__.partition("fsdp_config (")[2].partition("> DeepSpeed")[0].splitlines():
         if line.strip().startswith("- ") and "(`" in line:
             found[f"training_args.json:fsdp_config.{line.split()[1]}"] = _fact()
+    found |= _fields("training_args.json:accelerator_config.gradient_accumulation_kwargs.", GradientAccumulationPlugin)
     shape = LlamaConfig().to_dict()
     shape |= {f"rope_parameters.{name}": value for name, value in shape.pop("rope_parameters").items()}
     return found | {f"model.json:{name}": _fact() for name in shape} | {"model.json:architectures": _fact()}

@@ -16,8 +16,8 @@ from trials.failure import InfeasibleSpec
 from trials.outcome import RankReport
 from trials.spec import ImageFolderData, Kernels, Protocol, ResNetModel, TrialSpec, Workload
 from trials.training.clock import PHASES, StepClock
+from trials.training.device.memory import PeakMemory
 from trials.training.measure import is_enough, is_stable, relative_spread
-from trials.training.memory import PeakMemory
 from trials.worker import run_rank
 
 PROTOCOL = Protocol(min_warmup_steps=2, max_warmup_steps=5, warmup_tolerance=0.2, num_steps=4, max_steps=6)
@@ -79,7 +79,7 @@ def run_alone(spec: TrialSpec, monkeypatch: pytest.MonkeyPatch) -> tuple[RankRep
         monkeypatch.delenv(name, raising=False)
     calls: list[tuple[Any, ...]] = []
     report = run_rank(
-        to_json(spec), lambda phase, *, step=0, step_time_s=None: calls.append((phase, step, step_time_s))
+        to_json(spec), lambda phase, *, step=0, step_time_s=None, **_: calls.append((phase, step, step_time_s))
     )
     return from_json(RankReport, report), calls
 
