@@ -33,7 +33,7 @@ exec torchrun --nnodes "$NNODES" --nproc-per-node $(({world_size} / NNODES)) \\
 
 _TOOLS = tuple(
     f"! command -v {family.query_tool} > /dev/null || found={family.kind}"
-    for family in reversed(FAMILIES.values())
+    for family in reversed(list(FAMILIES.values()))
     if family.query_tool
 )
 """Lines that find the kind of device by the tools that are there; the last one that is there counts."""
