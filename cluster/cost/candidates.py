@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.cost.inputs import BUCKET_BYTES, SCHEDULES, CostInputs, from_rows
+from cluster.cost.inputs import BUCKET_BYTES, CP_METHODS, SCHEDULES, CostInputs, from_rows
 from cluster.cost.operators import selective_shares
 from cluster.hardware.accelerators import Accelerator, ClusterDescription
 from trials.flops import matmul_format
@@ -71,6 +71,7 @@ def _layout(layout: Layout, num_layers: int) -> dict[str, Any]:
         "dp_replicate": layout.dp_replicate,
         "dp_shard": layout.dp_shard,
         "cp": layout.cp,
+        "cp_method": CP_METHODS.index(layout.cp_method),
         "tp": layout.tp,
         "zero_stage": layout.zero_stage,
         "sequence_parallel": float(layout.sequence_parallel),

@@ -14,6 +14,9 @@ Array = npt.NDArray[np.float64]
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
 """Codes of ``CostInputs.schedule`` are positions in this tuple."""
 
+CP_METHODS = ("all_gather", "ulysses", "ring")
+"""Codes of ``CostInputs.cp_method`` are positions in this tuple."""
+
 BUCKET_BYTES = 50e6
 """Two reduction buckets in flight, of 25 MB each (``torch.nn.parallel.DistributedDataParallel``)."""
 
@@ -47,6 +50,7 @@ class CostInputs:
     dp_replicate: Array
     dp_shard: Array
     cp: Array
+    cp_method: Array
     tp: Array
     zero_stage: Array
     sequence_parallel: Array

@@ -52,14 +52,15 @@ def _passes_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, 
     held, repeated = (k["activation_factor"] * part for part in _activation_bytes(x, work))
     held = held * np.where(x.pp > 1, k["pipeline_held"], 1.0)[:, None]
     head = is_last(x) * (work.tokens * x.vocab / x.tp * (x.compute_bytes + x.loss_bytes) * k["head_factor"])[:, None]
-    at_loss = head >= repeated
+    exchanged = np.where(held > 0, _exchanged_bytes(x, work)[:, None], 0.0)
+    at_loss = head >= repeated + exchanged
     keeps = np.maximum(x.keeps_gradients, x.num_microbatches > 1)[:, None] > 0
     return {
         **states,
         "gradients": np.where(keeps, states["gradients"], 0.0),
         "activations": held + np.where(at_loss, 0.0, repeated),
         "head": np.where(at_loss, head, 0.0),
-        "gathered": np.broadcast_to(_gathered_bytes(x, work)[:, None], head.shape),
+        "gathered": _gathered_bytes(x, work)[:, None] + np.where(at_loss, 0.0, exchanged),
         "workspace": np.zeros(head.shape),
     }
 
@@ -138,6 +139,16 @@ def _gathered_bytes(x: CostInputs, work: Work) -> Array:
     block = np.maximum(work.layer_params / x.tp, x.vocab * x.hidden / x.tp)
     sharded = (x.zero_stage == 3) & (x.num_shards > 1)
     return np.where(sharded, block * 3 * x.compute_bytes, 0.0)
+
+
+def _exchanged_bytes(x: CostInputs, work: Work) -> Array:
+    """Bytes of what context-parallel ranks exchange in the backward pass of a layer: gathered keys and values and their
+    gradients; of the ring what is held, comes in, is summed and goes out; queries, keys and values as they come and in
+    order."""
+    of_rank = 2 * work.tokens * x.num_kv_heads * x.head_dim / x.tp * x.compute_bytes
+    by_heads = 2 * of_rank + 2 * work.tokens * x.num_heads * x.head_dim / x.tp * x.compute_bytes
+    exchanged = np.choose(x.cp_method.astype(int), [2 * x.cp * of_rank, by_heads, 4 * of_rank])
+    return np.where(x.cp > 1, exchanged, 0.0)
 
 
 def _bucket_bytes(x: CostInputs, work: Work) -> Array:

@@ -101,7 +101,7 @@ def stage_seconds(x: CostInputs, work: Work, k: Coefficients) -> StageTimes:
         "recompute": repeated * repeats[:, None],
         "tensor_parallel": ((2 + regathered) * layers + full) * collectives[:, None]
         + last * (collectives / 2)[:, None],
-        "context_parallel": layers * _ring_seconds(x, work, k)[:, None],
+        "context_parallel": layers * _exchange_seconds(x, work, k)[:, None],
         "sharding": (layers + last) * gather[:, None]
         + (is_first(x) + last) * _table_seconds(x, k, forward, backward)[:, None],
     }
@@ -189,14 +189,24 @@ def _collective_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Arr
     return np.where(x.tp > 1, seconds, 0.0)
 
 
-def _ring_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
-    """Seconds of context-parallel communication per layer, forward and backward, that attention does not hide."""
+def _exchange_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
+    """Seconds of context-parallel communication per layer, forward and backward, that attention does not hide.
+
+    Round a ring keys and values go twice and the sums of their gradients once, one step while attention computes the
+    one before (Liu et al., arXiv 2310.01889). Gathered they come twice, behind a rank's attention to its own part;
+    their gradients are scattered when it is done (``trials/parallel/context/gathered.py``). Heads are exchanged before
+    attention and after it, in both passes (Jacobs et al., arXiv 2309.14509).
+    """
     inside = x.tp * x.cp <= x.domain_size
     bandwidth = np.where(inside, _link(x, k), _network(x, k))
-    transfer = 3 * work.cp_bytes / bandwidth
+    once = work.cp_bytes / bandwidth
     rate = _matmul_flops_per_s(x, work, k, x.hidden / x.tp) * k["attention_efficiency"]
-    hidden = 3.5 * work.attention_flops / rate
-    return np.where(x.cp > 1, _exposed(transfer, 0.7 * hidden, k) + 3 * x.cp * k["collective_latency_s"], 0.0)
+    attention = 3.5 * work.attention_flops / rate
+    latency = k["collective_latency_s"]
+    gathered = _exposed(2 * once, attention / x.cp, k) + once + 3 * latency
+    by_heads = 2 * once + 4 * latency
+    ring = _exposed(3 * once, 0.7 * attention, k) + 3 * x.cp * latency
+    return np.where(x.cp > 1, np.choose(x.cp_method.astype(int), [gathered, by_heads, ring]), 0.0)
 
 
 def _gather_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, backward: Array) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orchestrator.recipes.base import Draft, Setting, Settings, custom
+from orchestrator.recipes.base import Draft, Setting, Settings, custom, lacking
 from orchestrator.recipes.fields import WORKLOAD, defaults, is_at_or_below
 
 WHOLE_BETWEEN = "what is between the projections stays whole on every rank, which takes more memory"
@@ -146,9 +146,8 @@ def memory_savers(**offload: Setting) -> tuple[Setting, ...]:
     """Settings for what saves memory at a price: none in most frameworks. ``offload`` gives those that there are for
     ``activations`` and ``optimizer``."""
     none = "there is no such setting"
-    paths = ("layout.gradient_reduction", "kernels.loss_chunks")
     moved = (offload.get(name) or unable(f"offload.{name}", message=none) for name in ("activations", "optimizer"))
-    return (*(unable(path, message=none) for path in paths), *moved)
+    return (unable("kernels.loss_chunks", message=none), *moved)
 
 
 def offloads_inputs(name: str, *, applies: Callable[[Settings], bool] = lambda _: True) -> Setting:
@@ -166,6 +165,9 @@ def offloads_inputs(name: str, *, applies: Callable[[Settings], bool] = lambda _
 
     return custom((path,), (name,), write, lambda settings: {path: bool(settings.get(name, False))})
 
+
+REDUCES_EACH = lacking("layout.gradient_reduction", "stages 2 and 3 reduce the gradients of every micro-batch")
+"""Setting for when gradients are reduced, where a framework knows one way only, which is our default."""
 
 KERNELS_OF_SCRIPT = (
     left_to_script("kernels.attention", "your script chooses it: torch.nn.attention.sdpa_kernel(...)"),

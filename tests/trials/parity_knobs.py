@@ -57,6 +57,7 @@ DATA_PARALLEL: dict[str, dict[str, Any]] = {
     "zero1": {"dp_shard": 2, "zero_stage": 1},
     "zero2": {"dp_shard": 2, "zero_stage": 2},
     "zero3": {"dp_shard": 2, "zero_stage": 3},
+    "zero3-last": {"dp_shard": 2, "zero_stage": 3, "gradient_reduction": "last"},
     "hsdp": {"dp_replicate": 2, "dp_shard": 2, "zero_stage": 3},
 }
 TENSOR_PARALLEL: dict[str, dict[str, Any]] = {
@@ -71,6 +72,7 @@ CONTEXT_PARALLEL: dict[str, dict[str, Any]] = {
     "sequence": {},
     "all-gather": {"cp": 2, "cp_method": "all_gather"},
     "ulysses": {"cp": 2, "cp_method": "ulysses"},
+    "ring": {"cp": 2, "cp_method": "ring"},
 }
 EMBEDDING: dict[str, dict[str, Any]] = {"embedding": {}, "sharded-embedding": {"shard_embedding": True}}
 NUM_MICROBATCHES = {"m1": 1, "m2": 2, "m4": 4}

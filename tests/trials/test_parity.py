@@ -33,6 +33,7 @@ def name_of(row: Row) -> str:
 MORE_LAYOUTS = {
     "zero1-2x2": Layout(dp_replicate=2, dp_shard=2, zero_stage=1),
     "hsdp2-2x2": Layout(dp_replicate=2, dp_shard=2, zero_stage=2),
+    "hsdp2-2x2-last": Layout(dp_replicate=2, dp_shard=2, zero_stage=2, gradient_reduction="last"),
     "zero3x4": Layout(dp_shard=4, zero_stage=3),
     "1f1b-no-layer": Layout(pp=4, stage_layers=((1, 0, 2, 0),)),
     "zbv-no-layer": Layout(pp=4, schedule="zbv", num_virtual_stages=2, stage_layers=((1, 0, 1, 0), (0, 0, 0, 1))),

@@ -22,6 +22,7 @@ from trials.dryrun.microbatches import period
 from trials.dryrun.pipelines import held_sends, static_shapes, tell_shapes
 from trials.dryrun.records import DryRunRequest, Growth, RankRun, Traffic
 from trials.dryrun.tracker import MemoryTracker, TrafficCounter
+from trials.kernels.settings import expected_attention
 from trials.legality.rules import check
 from trials.operators import in_backward
 from trials.parallel.data_parallel import finish_gradients
@@ -69,8 +70,10 @@ def simulate(request: DryRunRequest) -> RankRun:
         stack.enter_context(fake.untracked_propagation(tracker))
         stack.enter_context(fake.host_memory(tracker))
         stack.enter_context(fake.ddp_as_buckets(tracker, mode))
-        stack.enter_context(static_shapes())
-        stack.enter_context(held_sends())
+        if spec.candidate.layout.pp > 1:
+            stack.enter_context(static_shapes())
+            stack.enter_context(held_sends())
+        stack.enter_context(expected_attention(spec))
         if is_accelerator:
             stack.enter_context(fake.fused_rms_norm())
             stack.enter_context(fake.scaled_matmuls())

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from trials.accelerator.device import mark
 from trials.failure import NonFiniteLoss
 from trials.models import loss_of
-from trials.parallel.context_parallel import split_sequence
+from trials.parallel.context.apply import split_sequence
 from trials.parallel.data_parallel import held_tensors
 from trials.parallel.held import HeldTensor, gradients_of
 from trials.precision.mixed import LossScaler

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.cost.inputs import BUCKET_BYTES, SCHEDULES, even_layers
+from cluster.cost.inputs import BUCKET_BYTES, CP_METHODS, SCHEDULES, even_layers
 from cluster.hardware.accelerators import Accelerator, CatalogueError, find_accelerator
 
 FORMATS = {
@@ -146,6 +146,8 @@ def _layout(f: Mapping[str, str], n: Numbers, model: Mapping[str, Any]) -> dict[
         "dp_replicate": dp / shard,
         "dp_shard": shard,
         "cp": cp,
+        # What Megatron's --cp-comm-type is unless said otherwise; no row says it.
+        "cp_method": CP_METHODS.index("ring"),
         "tp": tp,
         "zero_stage": stage if shard * cp > 1 else 0.0,
         "sequence_parallel": float(sequence_parallel and tp > 1),

@@ -33,6 +33,7 @@ _WRAP = tuple(
 )
 _RESHARD, _RECOMPUTE = f"{_FSDP}reshard_after_forward", f"{_FSDP}activation_checkpointing"
 _PLAIN_RECOMPUTE = f"{ARGUMENTS}:activation_checkpointing"
+_SYNC_EACH = f"{ARGUMENTS}:accelerator_config.gradient_accumulation_kwargs.sync_each_batch"
 _BATCH, _ACCUMULATION = f"{ARGUMENTS}:per_device_train_batch_size", f"{ARGUMENTS}:gradient_accumulation_steps"
 
 
@@ -76,6 +77,7 @@ def _write_fsdp(draft: Draft, layout: Layout) -> None:
     draft.settings |= {f"{_FSDP}{name}": value for name, value in {"version": 2, **shared}.items()}
     draft.settings |= {f"{_MIRROR}{name}": value for name, value in {"version": 2, **shared}.items()}
     draft.settings[f"{ARGUMENTS}:fsdp"] = True
+    draft.settings[_SYNC_EACH] = layout.gradient_reduction == "each"
     if is_llama:
         draft.settings[f"{_FSDP}transformer_layer_cls_to_wrap"] = model_file.LAYER_CLASS
         draft.settings[f"{_MIRROR}transformer_layer_cls_to_wrap"] = [model_file.LAYER_CLASS]
@@ -109,6 +111,7 @@ def _read_layout(settings: Settings) -> dict[str, Any]:
     stage: Literal[0, 2, 3] = 0 if sizes["dp_shard"] == 1 else 3 if settings[_RESHARD] else 2
     layout = Layout(**sizes, zero_stage=stage)
     said = {"zero_stage": stage, "replicate_with": _replicates_with(layout), "cp_method": "all_gather"}
+    said["gradient_reduction"] = "each" if stage < 2 or settings[_SYNC_EACH] else "last"
     return {f"layout.{name}": value for name, value in {**sizes, **said}.items()}
 
 
@@ -153,8 +156,11 @@ SETTINGS: tuple[Setting, ...] = (
     fixed(f"{FILE}:compute_environment", "LOCAL_MACHINE"),
     fixed(f"{FILE}:main_training_function", "main"),
     custom(
-        (*(f"layout.{name}" for name in SIZES), "layout.zero_stage", "layout.replicate_with"),
-        (TYPE, NUM_PROCESSES, *SIZES.values(), _CP_STRATEGY, f"{ARGUMENTS}:fsdp", *_WRAP),
+        (
+            *(f"layout.{name}" for name in SIZES),
+            *("layout.zero_stage", "layout.replicate_with", "layout.gradient_reduction"),
+        ),
+        (TYPE, NUM_PROCESSES, *SIZES.values(), _CP_STRATEGY, f"{ARGUMENTS}:fsdp", _SYNC_EACH, *_WRAP),
         _write_layout,
         _read_layout,
     ),

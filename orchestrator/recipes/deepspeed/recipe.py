@@ -14,7 +14,15 @@ from typing import Any
 from orchestrator.recipes.base import Draft, Recipe, Setting, fixed, option, settings_of, tree
 from orchestrator.recipes.deepspeed import layout, precision
 from orchestrator.recipes.deepspeed.layout import FILE
-from orchestrator.recipes.gaps import KERNELS_OF_SCRIPT, betas, left_to_script, memory_savers, own_data, own_seed
+from orchestrator.recipes.gaps import (
+    KERNELS_OF_SCRIPT,
+    REDUCES_EACH,
+    betas,
+    left_to_script,
+    memory_savers,
+    own_data,
+    own_seed,
+)
 from orchestrator.recipes.hugging_face import model_file
 
 _OPTIMIZER = "workload.optimizer"
@@ -29,6 +37,7 @@ _RUN: tuple[Setting, ...] = (
     left_to_script("kernels.compile_mode", "your script names it: engine.compile(compile_kwargs={'mode': ...})"),
     *KERNELS_OF_SCRIPT,
     *memory_savers(optimizer=layout.OFFLOAD_OPTIMIZER),
+    REDUCES_EACH,
     left_to_script("kernels.matmul_precision", "your script calls torch.set_float32_matmul_precision(...)"),
     fixed(f"{FILE}:optimizer.type", "AdamW"),
     option(f"{_OPTIMIZER}.lr", f"{_PARAMS}.lr"),

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from orchestrator.recipes.base import Draft, Setting, Settings, custom, lacking
-from orchestrator.recipes.gaps import memory_savers, refuse_fp8, two_batches_ahead
+from orchestrator.recipes.gaps import REDUCES_EACH, memory_savers, refuse_fp8, two_batches_ahead
 from trials.legality.rules import FP32_TINY
 from trials.spec import LossScale
 
@@ -127,4 +127,5 @@ SETTINGS: tuple[Setting, ...] = (
     lacking("kernels.cudnn_tuning_range", "there are no convolutions"),
     lacking("kernels.memory_format", "there are no convolutions"),
     *memory_savers(),
+    REDUCES_EACH,
 )

@@ -20,6 +20,7 @@ SHARDS, LEVEL, SHARD_SIZE = (
     "parallel.parallel_optimizer_config.optimizer_level",
     "parallel.parallel_optimizer_config.optimizer_weight_shard_size",
 )
+SHARDS_SUMS = "parallel.parallel_optimizer_config.gradient_accumulation_shard"
 INTERLEAVE, SCHEDULER = "parallel.pipeline_config.pipeline_interleave", "parallel.pipeline_config.pipeline_scheduler"
 CHUNKS, OFFSET = "model.model_config.pp_interleave_num", "model.model_config.offset"
 CP_METHOD = "parallel_config.context_parallel_algo"
@@ -32,6 +33,8 @@ def _write_data_parallel(draft: Draft) -> None:
     draft.settings |= {DP: layout.dp, SHARDS: layout.zero_stage > 0}
     if layout.zero_stage:
         draft.settings |= {LEVEL: f"level{layout.zero_stage}", SHARD_SIZE: layout.dp_shard * layout.cp}
+    if layout.zero_stage >= 2:
+        draft.settings[SHARDS_SUMS] = layout.gradient_reduction == "each"
 
 
 def _read_data_parallel(settings: Settings) -> dict[str, Any]:
@@ -41,6 +44,7 @@ def _read_data_parallel(settings: Settings) -> dict[str, Any]:
         "layout.dp_replicate": settings[DP] // shards,
         "layout.dp_shard": shards,
         "layout.zero_stage": stage,
+        "layout.gradient_reduction": "each" if stage < 2 or settings[SHARDS_SUMS] else "last",
     }
 
 
@@ -126,8 +130,8 @@ SETTINGS: tuple[Setting, ...] = (
     option("layout.pp", PP),
     option("layout.cp", CP),
     custom(
-        ("layout.dp_replicate", "layout.dp_shard", "layout.zero_stage"),
-        (DP, SHARDS, LEVEL, SHARD_SIZE),
+        ("layout.dp_replicate", "layout.dp_shard", "layout.zero_stage", "layout.gradient_reduction"),
+        (DP, SHARDS, LEVEL, SHARD_SIZE, SHARDS_SUMS),
         _write_data_parallel,
         _read_data_parallel,
     ),

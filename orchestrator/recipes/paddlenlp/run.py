@@ -104,4 +104,5 @@ SETTINGS: tuple[Setting, ...] = (
     lacking("kernels.cudnn_tuning_range", "there are no convolutions"),
     lacking("kernels.memory_format", "there are no convolutions"),
     *memory_savers(activations=offloads_inputs("offload_recompute_inputs")),
+    lacking("layout.gradient_reduction", "there is no setting for when gradients are reduced"),
 )

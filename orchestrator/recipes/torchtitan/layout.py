@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from orchestrator.recipes.base import Draft, Setting, Settings, custom, fixed, lacking, option
 from orchestrator.recipes.gaps import unable
@@ -54,6 +54,23 @@ def _write_data_parallel(draft: Draft) -> None:
         draft.warn("layout.shard_embedding", "embedding and head are FSDP units of their own, gathered for each use")
     elif layout.shard_embedding and (layout.dp_shard == 1 or layout.dp_replicate > 1):
         draft.refuse("layout.shard_embedding", f"embedding and head are sharded over {layout.dp_shard} ranks only")
+
+
+def _write_reduction(draft: Draft) -> None:
+    layout = draft.candidate.layout
+    if layout.gradient_reduction == _reduction(layout.pp, layout.dp_shard):
+        return
+    when = "after a pipeline's last micro-batch" if layout.pp > 1 else "after every micro-batch"
+    draft.warn("layout.gradient_reduction", f"gradients are always reduced {when}")
+
+
+def _reduction(pp: int, dp_shard: int) -> Literal["each", "last"]:
+    """When torchtitan reduces gradients: its loop never puts that off, torch's pipelines always do."""
+    return "last" if pp > 1 and dp_shard > 1 else "each"
+
+
+def _read_reduction(settings: Settings) -> dict[str, Any]:
+    return {"layout.gradient_reduction": _reduction(settings[_PP], settings[_SHARDS])}
 
 
 def _chooses_engine(layout: Layout) -> bool:
@@ -177,6 +194,7 @@ SETTINGS: tuple[Setting, ...] = (
         _write_data_parallel,
         _read_data_parallel,
     ),
+    custom(("layout.gradient_reduction",), (), _write_reduction, _read_reduction),
     custom(
         ("layout.tp", "layout.sequence_parallel", "layout.tp_engine"),
         (_TP, _SP, _BACKEND),

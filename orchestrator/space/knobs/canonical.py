@@ -116,7 +116,7 @@ def _data_parallel(values: Mapping[str, Any]) -> tuple[int, int]:
 def canonical_layout(layout: Layout) -> Layout:
     """The layout with knobs of an axis at their defaults where its degree is 1: they mean nothing there.
 
-    ZeRO-1 always works on DDP, and FSDP2, which does ZeRO-2 and ZeRO-3, also replicates: no choice of engine there.
+    Sharding comes with its engine, which also replicates: no choice of one there.
     """
     has_pipeline, has_tp = layout.pp > 1, layout.tp > 1
     zero_stage = layout.zero_stage if layout.dp_shard > 1 else 0

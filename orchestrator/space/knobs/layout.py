@@ -76,7 +76,7 @@ LAYOUT_KNOBS: tuple[Knob, ...] = (
         "replicate_with",
         Literal["auto", "ddp", "fsdp2"],
         "Engine of replication without sharding; auto: ddp where tp is 1, stages have one chunk and shard_embedding "
-        "is off, else fsdp2. ZeRO-1 always uses DDP, ZeRO-2 and 3 always FSDP2.",
+        "is off, else fsdp2. ZeRO-1 always uses buckets of its own, ZeRO-2 and 3 FSDP2.",
         default="auto",
         resolved_type=Literal["ddp", "fsdp2"],
     ),

@@ -31,6 +31,7 @@ BASE: dict[str, Any] = {
     "sequence_parallel": 0,
     "num_copies": 1,
     "shard_embedding": 0,
+    "cp_method": 2,
     "schedule": 1,
     "num_virtual_stages": 1,
     "micro_batch_size": 1,

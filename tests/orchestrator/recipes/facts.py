@@ -162,6 +162,7 @@ def _accelerate():
 
 
 def _transformers():
+    from accelerate.utils import GradientAccumulationPlugin
     from transformers import LlamaConfig, TrainingArguments
     from transformers.training_args import OptimizerNames
 
@@ -171,6 +172,7 @@ def _transformers():
     for line in TrainingArguments.__doc__.partition("fsdp_config (")[2].partition("> DeepSpeed")[0].splitlines():
         if line.strip().startswith("- ") and "(`" in line:
             found[f"training_args.json:fsdp_config.{line.split()[1]}"] = _fact()
+    found |= _fields("training_args.json:accelerator_config.gradient_accumulation_kwargs.", GradientAccumulationPlugin)
     shape = LlamaConfig().to_dict()
     shape |= {f"rope_parameters.{name}": value for name, value in shape.pop("rope_parameters").items()}
     return found | {f"model.json:{name}": _fact() for name in shape} | {"model.json:architectures": _fact()}

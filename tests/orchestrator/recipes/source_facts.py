@@ -23,6 +23,7 @@ _SCHEDULERS = ["gpipe", "1f1b", "seqpipe", "seqvpp", "seqsmartvpp", "zero_bubble
 MINDSPORE = {
     f"{_PIPELINE}.pipeline_interleave": {"types": ["bool"], "choices": None},
     f"{_PIPELINE}.pipeline_scheduler": {"types": None, "choices": _SCHEDULERS},
+    f"{_OPTIMIZER}.gradient_accumulation_shard": {"types": ["bool"], "choices": None},
     f"{_OPTIMIZER}.optimizer_level": {"types": None, "choices": ["level1", "level2", "level3"]},
     f"{_OPTIMIZER}.optimizer_weight_shard_size": {"types": ["int"], "choices": None},
     "parallel.dataset_strategy": ANY,

@@ -62,7 +62,7 @@ def test_every_setting_written_is_one_that_the_package_has(package):
 def test_the_real_package_accepts_every_export_and_reads_it_as_we_do(name, tmp_path):
     skip_without(*NEEDS[name])
     made = {}
-    for i, (candidate, workload) in enumerate(configurations(45, seed=1)):
+    for i, (candidate, workload) in enumerate(configurations(60, seed=1)):
         export = recipe(name).export(candidate, workload)
         if any(note.severity == "error" for note in export.notes):
             continue

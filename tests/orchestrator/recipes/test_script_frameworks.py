@@ -70,6 +70,7 @@ def test_torchtitan_says_a_pipeline_of_uneven_stages_in_v_order():
         pp=2,
         dp_shard=2,
         zero_stage=3,
+        gradient_reduction="last",
         shard_embedding=True,
         tp=2,
         sequence_parallel=True,
