@@ -30,6 +30,10 @@ def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription) 
         **_layout(layout, model.num_layers),
         **_recompute(candidate.recompute, layout, model, workload.seq_length),
         **_precision(candidate, cluster),
+        **_loss(candidate),
+        "hides_sums": float(layout.tp > 1 and layout.tp_engine == "local" and layout.schedule != "zbv"),
+        "offload_activations": float(candidate.offload.activations),
+        "offload_optimizer": float(candidate.offload.optimizer),
         "micro_batch_size": candidate.micro_batch_size,
         "num_microbatches": max(1, candidate.num_microbatches(workload.global_batch_size)),
         "fused": float(candidate.kernels.compile != "off"),
@@ -37,6 +41,8 @@ def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription) 
         "compiled": float(candidate.kernels.compile != "off"),
         "memory_bytes": cluster.accelerator.usable_memory_bytes,
         "memory_bytes_per_s": cluster.accelerator.memory_bytes_per_s,
+        "host_bytes_per_s": cluster.accelerator.host_bytes_per_s,
+        "node_size": cluster.devices_per_node,
         "link_bytes_per_s": cluster.accelerator.link_bytes_per_s,
         "network_bytes_per_s": cluster.network_bytes_per_s,
         "domain_size": cluster.domain_size,
@@ -88,22 +94,38 @@ def _per_stage(counts: Counts, layout: Layout) -> list[int]:
 
 def _precision(candidate: Candidate, cluster: ClusterDescription) -> dict[str, float]:
     """Bytes per element or parameter: O0 keeps all in fp32, O1 adds a 16-bit copy of the weights, O2 keeps 16-bit
-    weights with fp32 masters."""
+    weights with fp32 masters. O1-fp8 casts weights in every matmul instead, and keeps no copy of them."""
     precision: Precision = candidate.precision
     peak = matmul_peak(candidate, cluster.accelerator)
+    is_float8 = precision.level == "O1-fp8"
+    base = cluster.accelerator.peak(precision.dtype) if is_float8 else None
     low = precision.level == "O2"
     return {
         "compute_bytes": 4.0 if precision.level == "O0" else 2.0,
-        "loss_bytes": 8.0,
         "weight_bytes": 2.0 if low else 4.0,
         "gradient_bytes": 2.0 if low else 4.0,
         "optimizer_bytes": 12.0 if low else 8.0,
-        "cast_bytes": 2.0 if precision.level.startswith("O1") else 0.0,
+        "cast_bytes": 2.0 if precision.level == "O1" else 0.0,
+        "casts_operands": float(is_float8),
         "bucket_bytes": BUCKET_BYTES,
         "keeps_gradients": 0.0,
         "peak_flops_per_s": peak,
-        "base_flops_per_s": peak,
+        "base_flops_per_s": base or peak,
     }
+
+
+def _loss(candidate: Candidate) -> dict[str, float]:
+    """Where one rank computes the loss of all logits, two fp32 copies exist, read or written in turn with the logits.
+
+    In parts, by tp or in chunks, gradients are written in the place of the logits; by count of the operators of
+    :mod:`trials.parallel.tensor.vocabulary`, 7 times the logits themselves are read or written and 10 times their
+    values in fp32.
+    """
+    size = 4.0 if candidate.precision.level == "O0" else 2.0
+    chunks = candidate.kernels.loss_chunks
+    if candidate.layout.tp == 1 and chunks == 1:
+        return {"loss_bytes": 8.0, "loss_traffic": 3 * (size + 8), "loss_chunks": 1.0}
+    return {"loss_bytes": 0.0, "loss_traffic": 7 * size + 10 * 4, "loss_chunks": chunks}
 
 
 def matmul_peak(candidate: Candidate, accelerator: Accelerator) -> float:

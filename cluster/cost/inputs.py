@@ -77,8 +77,14 @@ class CostInputs:
     compute_bytes: Array
     """Bytes of an activation element."""
     loss_bytes: Array
-    """Bytes per logit, beyond its own value, while the loss is computed: 8 for two fp32 copies, 0 where one kernel
-    computes the loss and writes the gradient in the logits' place."""
+    """Bytes per logit, beyond its own value, while the loss is computed: 8 for two fp32 copies, 0 where the gradient is
+    written in the logits' place."""
+    loss_traffic: Array
+    """Bytes read and written per logit from head to gradient of the logits, forward and backward."""
+    loss_chunks: Array
+    """Parts of a micro-batch whose logits exist one after the other; above 1 they are computed again."""
+    hides_sums: Array
+    """1: tensor parallelism sums the gradients of projections' inputs while those of their weights are computed."""
     weight_bytes: Array
     gradient_bytes: Array
     optimizer_bytes: Array
@@ -89,6 +95,13 @@ class CostInputs:
     """Bytes of the buffers through which data parallelism reduces gradients."""
     keeps_gradients: Array
     """1: gradient buffers stay allocated during the forward pass."""
+    casts_operands: Array
+    """1: matmuls make their 8-bit operands anew from wider tensors, which are what is kept for the backward pass
+    (torchao); 0: operands are kept as they are multiplied. Means nothing where matmuls have 16 bits or more."""
+    offload_activations: Array
+    """1: activations of all layers but the last wait in host memory."""
+    offload_optimizer: Array
+    """1: optimiser states and fp32 weights are in host memory, where the step computes."""
     flash: Array
     compiled: Array
 
@@ -99,6 +112,10 @@ class CostInputs:
     memory_bytes: Array
     """Usable device memory."""
     memory_bytes_per_s: Array
+    host_bytes_per_s: Array
+    """Per device and direction, between its memory and the host's."""
+    node_size: Array
+    """Devices that share the processors of a host."""
     link_bytes_per_s: Array
     """Per device and direction, inside the fast domain."""
     network_bytes_per_s: Array

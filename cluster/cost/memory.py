@@ -29,6 +29,10 @@ MEMORY_TERMS = (
     "fragmentation",
 )
 
+HELD_LAYERS = 3
+"""Layers whose activations a device holds though they go to the host: the one at work, the one on its way, and the
+model's last."""
+
 
 def stage_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
     """Terms of each pipeline rank's peak by name (``MEMORY_TERMS``), each of shape (n, stages)."""
@@ -47,7 +51,8 @@ def _passes_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, 
     """The worst moment of forward and backward passes: computing the loss, or recomputing a layer."""
     held, repeated = (k["activation_factor"] * part for part in _activation_bytes(x, work))
     held = held * np.where(x.pp > 1, k["pipeline_held"], 1.0)[:, None]
-    head = is_last(x) * (work.tokens * x.vocab / x.tp * (x.compute_bytes + x.loss_bytes) * k["head_factor"])[:, None]
+    logits = work.tokens * x.vocab / x.tp / x.loss_chunks
+    head = is_last(x) * (logits * (x.compute_bytes + x.loss_bytes) * k["head_factor"])[:, None]
     exchanged = np.where(held > 0, _exchanged_bytes(x, work)[:, None], 0.0)
     at_loss = head >= repeated + exchanged
     keeps = np.maximum(x.keeps_gradients, x.num_microbatches > 1)[:, None] > 0
@@ -64,9 +69,10 @@ def _passes_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, 
 def _step_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, Array]) -> dict[str, Array]:
     """The optimiser step. Its workspace holds fp32 copies of shorter gradients and results between its kernels."""
     copies = np.where(x.gradient_bytes < 4, 4.0, 0.0)[:, None]
+    on_device = 1 - x.offload_optimizer[:, None]
     owned = _held_params(x, work, 1) * x.trained_share[:, None]
     none = dict.fromkeys(("activations", "head", "gathered"), np.zeros(owned.shape))
-    return {**states, **none, "workspace": owned * (copies + k["workspace_bytes"])}
+    return {**states, **none, "workspace": on_device * owned * (copies + k["workspace_bytes"])}
 
 
 def _with_overheads(terms: dict[str, Array], x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
@@ -91,7 +97,7 @@ def _state_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]
     return {
         "weights": _held_params(x, work, 3) * (x.weight_bytes + x.cast_bytes)[:, None] * k["state_factor"],
         "gradients": _held_params(x, work, 2) * x.gradient_bytes[:, None] * trained,
-        "optimizer": _held_params(x, work, 1) * x.optimizer_bytes[:, None] * trained,
+        "optimizer": _held_params(x, work, 1) * (x.optimizer_bytes * (1 - x.offload_optimizer))[:, None] * trained,
     }
 
 
@@ -101,11 +107,11 @@ def layer_activation_bytes(x: CostInputs, work: Work) -> Array:
     Elements per token: inputs of both norms, of QKV and of the FFN (not divided by tp without sequence parallelism),
     dropout masks of one byte; Q, K, V and attention's output; the FFN's inner tensors (two, gated four, three when
     fused); the scores where attention is materialised (5 bytes an element with dropout, 4 without). Matmuls below 16
-    bits keep their inputs in 8.
+    bits keep their inputs in 8, unless those are cast in every matmul.
     """
     shared = np.where(x.sequence_parallel > 0, x.tp, 1.0)
     width, kv_width = x.num_heads * x.head_dim, x.num_kv_heads * x.head_dim
-    matmul_bytes = np.where(x.peak_flops_per_s > x.base_flops_per_s, 1.0, x.compute_bytes)
+    matmul_bytes = np.where((x.peak_flops_per_s > x.base_flops_per_s) & (x.casts_operands == 0), 1.0, x.compute_bytes)
     outer = (2 * x.compute_bytes + 2 * matmul_bytes + 2 * x.dropout) * x.hidden / shared
     outer = outer + 2 * matmul_bytes * x.hidden * x.keeps_gathered * (1 - 1 / shared)
     inner = x.compute_bytes * (2 * width + 2 * kv_width + (1 + x.gated * (2 - x.fused)) * x.ffn) / x.tp
@@ -123,7 +129,9 @@ def _activation_bytes(x: CostInputs, work: Work) -> tuple[Array, Array]:
     plain = kept[:, None] * (1 - x.stage_dropped)
     per_microbatch = plain_layers * plain + x.stage_full * layer_input[:, None]
     repeated = kept[:, None] * np.maximum(x.stage_full > 0, x.stage_dropped)
-    return in_flight(x) * per_microbatch, repeated
+    held = in_flight(x) * per_microbatch
+    few = HELD_LAYERS * per_microbatch / np.maximum(x.stage_layers, 1)
+    return np.where(x.offload_activations[:, None] > 0, np.minimum(held, few), held), repeated
 
 
 def _gathered_bytes(x: CostInputs, work: Work) -> Array:

@@ -6,7 +6,6 @@ Programs find each other through ``MASTER_ADDR`` and ``MASTER_PORT`` as under to
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 from collections.abc import Mapping
@@ -93,22 +92,20 @@ def rank_folder(launch: NodeLaunch) -> Path:
     return directory if launch.num_nodes == 1 else directory / f"node{launch.node_rank}"
 
 
-def _patience(launch: NodeLaunch) -> dict[str, str]:
-    """Variables that keep collectives, and NCCL's monitor of its own watchdog, from giving up while the gang is within
-    its deadlines: what hangs is found and judged by the warden. Nor is a result to be lost for a hang in tear-down."""
+def _patience_s(launch: NodeLaunch) -> int:
+    """How long collectives, and NCCL's monitor of its own watchdog, have to wait so as not to give up while the gang is
+    within its deadlines: what hangs is found and judged by the warden."""
     deadlines = launch.deadlines
     most_s = deadlines.starting_s + deadlines.warmup_s + deadlines.measuring_s + deadlines.compile_s
-    seconds = int(min(most_s, MAX_TIMEOUT_S - TIMEOUT_MARGIN_S) + TIMEOUT_MARGIN_S)
-    wanted = {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(seconds)}
-    found = {name: value for name, value in wanted.items() if name not in os.environ}
-    return {"TUNE_CLUSTER_COLLECTIVE_TIMEOUT_S": str(seconds), "TUNE_CLUSTER_LEAVES_LAST": "1", **found}
+    return int(min(most_s, MAX_TIMEOUT_S - TIMEOUT_MARGIN_S) + TIMEOUT_MARGIN_S)
 
 
 def rank_env(launch: NodeLaunch, slot: RankSlot) -> dict[str, str]:
     """What one rank sees beside the node's own environment, which goes over the defaults; what the launch says goes
     over everything."""
+    patience_s = _patience_s(launch)
     return {
-        **default_env(launch.device_kind, launch.num_nodes, launch.interface),
+        **default_env(launch.device_kind, launch.num_nodes, launch.interface, patience_s=patience_s),
         "RANK": str(slot.rank),
         "WORLD_SIZE": str(launch.world_size),
         "LOCAL_RANK": str(slot.local_rank),
@@ -120,7 +117,8 @@ def rank_env(launch: NodeLaunch, slot: RankSlot) -> dict[str, str]:
         "TUNE_CLUSTER_NUM_DEVICES": str(len(slot.devices)),
         "TUNE_CLUSTER_CACHE_DIR": str(cache_folder(Path(launch.directory).parent, launch.node)),
         **_compiler_caches(launch),
-        **_patience(launch),
+        "TUNE_CLUSTER_COLLECTIVE_TIMEOUT_S": str(patience_s),
+        "TUNE_CLUSTER_LEAVES_LAST": "1",  # no result is to be lost for a hang in tear-down
         **launch.env,
     }
 

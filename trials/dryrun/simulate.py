@@ -68,6 +68,7 @@ def simulate(request: DryRunRequest) -> RankRun:
         stack.enter_context(fake.storage_from(mode))
         stack.enter_context(fake.tracked_resizes(tracker))
         stack.enter_context(fake.untracked_propagation(tracker))
+        stack.enter_context(fake.host_memory(tracker))
         stack.enter_context(fake.ddp_as_buckets(tracker, mode))
         if spec.candidate.layout.pp > 1:
             stack.enter_context(static_shapes())
@@ -75,6 +76,7 @@ def simulate(request: DryRunRequest) -> RankRun:
         stack.enter_context(expected_attention(spec))
         if is_accelerator:
             stack.enter_context(fake.fused_rms_norm())
+            stack.enter_context(fake.scaled_matmuls())
         return _Simulation(request, spec, mesh, mode, tracker).run(started_s)
 
 
@@ -111,6 +113,7 @@ class _Simulation:
             rank=self.request.rank,
             num_parameters=sum(stored_part(parameter).numel() for parameter in trainer.parameters),
             peaks=tracker.peaks(),
+            host_bytes=tracker.peak_host_bytes,
             flops=dict(tracker.flops),
             collectives=tracker.collectives(),
             growth=self.log.growth(num_microbatches, period(self.spec.candidate.layout, num_microbatches)),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from trials.accelerator.device import capability, device_name
 from trials.failure import InfeasibleSpec
 from trials.reports.findings import LossScaleState
 from trials.spec import LossScale, Precision
@@ -25,20 +26,19 @@ def check_device(precision: Precision, device: torch.device) -> None:
     Raises:
         InfeasibleSpec: naming the device and what it lacks.
     """
-    wanted = MIN_CAPABILITY.get(precision.dtype)
-    if device.type != "cuda" or wanted is None:
+    wanted, have = MIN_CAPABILITY.get(precision.dtype), capability(device)
+    if have is None or wanted is None:
         return
-    have = torch.cuda.get_device_capability(device)
     if have < wanted:
-        name = torch.cuda.get_device_name(device)
+        name = device_name(device)
         raise InfeasibleSpec(
             f"{precision.dtype} is not fast on {name}: that takes compute capability {_version(wanted)}, the device has"
             f" {_version(have)}; {_remedy(precision.dtype, have)}"
         )
 
 
-def _version(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
+def _version(number: tuple[int, int]) -> str:
+    return ".".join(map(str, number))
 
 
 def _remedy(dtype: str, have: tuple[int, int]) -> str:
@@ -54,8 +54,8 @@ def compute_dtype(precision: Precision) -> torch.dtype:
 
 
 def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The context of the forward pass: autocast for O1, else nothing."""
-    if precision.level != "O1":
+    """The context of the forward pass: autocast for O1 and O1-fp8, else nothing."""
+    if precision.level not in ("O1", "O1-fp8"):
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=compute_dtype(precision))
 

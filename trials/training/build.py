@@ -15,6 +15,7 @@ from trials.kernels.settings import attention_plan
 from trials.legality.rules import uses_ddp
 from trials.models import TrainModel, build_model
 from trials.models.llama import Llama
+from trials.offload.activations import OffloadMeter, apply_activation_offload
 from trials.parallel.context.apply import apply_context_parallel
 from trials.parallel.data_parallel import apply_buckets, apply_ddp, apply_fsdp, uses_fsdp
 from trials.parallel.seeding import init_parameters, perturb_parameters
@@ -23,6 +24,7 @@ from trials.parallel.tensor.copies import apply_copies
 from trials.parallel.tensor.engines import apply_tensor_parallel
 from trials.parallel.tensor.vocabulary import chunk_loss
 from trials.precision.autocast_lists import CastMeter, apply_autocast_lists
+from trials.precision.float8 import apply_float8
 from trials.precision.mixed import parameter_dtype
 from trials.recompute.apply import RecomputeMeter, apply_recompute
 from trials.spec import TrialSpec
@@ -40,6 +42,7 @@ class ModelPart:
     shard_map: ShardMap
     cast_meter: CastMeter
     recompute_meter: RecomputeMeter
+    offload_meter: OffloadMeter
 
     def with_targets(self, targets: Tensor | None) -> dict[str, Tensor]:
         """What ``module`` takes besides its input: the targets, where it computes the loss itself."""
@@ -70,10 +73,12 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
     if model.is_own:
         perturb_parameters(model, spec.workload.seed, spec.perturbation)
     model.store_as(parameter_dtype(candidate.precision, sharded=uses_fsdp(layout)))
+    apply_float8(model, candidate.precision, device, tp=candidate.layout.tp)
     shard_map = _split(model, spec, mesh, device)
     cast_meter = apply_autocast_lists(model, candidate.precision)
     recompute_meter = apply_recompute(model, candidate.recompute, chunk)
     apply_compile(model, candidate.kernels)
+    offload_meter = apply_activation_offload(model, candidate.offload, chunk, device)
     has_parameters = next(model.parameters(), None) is not None
     if uses_fsdp(layout) and has_parameters:
         assert mesh is not None
@@ -97,6 +102,7 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
         shard_map=shard_map,
         cast_meter=cast_meter,
         recompute_meter=recompute_meter,
+        offload_meter=offload_meter,
     )
 
 

@@ -209,9 +209,13 @@ def _precision(f: Mapping[str, str], accelerator: Accelerator, layout: Mapping[s
         sizes = (2.0, 2.0, 12.0, 2.0)
     else:
         sizes = (2.0, 4.0, 12.0, 2.0)
+    loss_bytes = 0.0 if any(word in framework for word in FUSED_LOSS) else 8.0
     return {
         "compute_bytes": sizes[3],
-        "loss_bytes": 0.0 if any(word in framework for word in FUSED_LOSS) else 8.0,
+        "loss_bytes": loss_bytes,
+        "loss_traffic": 3 * (sizes[3] + loss_bytes),
+        "loss_chunks": 1.0,
+        "hides_sums": 0.0,
         "weight_bytes": sizes[0],
         "gradient_bytes": sizes[1],
         "optimizer_bytes": sizes[2],
@@ -253,6 +257,11 @@ def _hardware(f: Mapping[str, str], n: Numbers, accelerator: Accelerator) -> dic
     return {
         "memory_bytes": accelerator.usable_memory_bytes,
         "memory_bytes_per_s": accelerator.memory_bytes_per_s,
+        "host_bytes_per_s": accelerator.host_bytes_per_s,
+        "node_size": per_node,
+        "casts_operands": 0.0,
+        "offload_activations": 0.0,
+        "offload_optimizer": 0.0,
         "link_bytes_per_s": accelerator.link_bytes_per_s,
         "network_bytes_per_s": network_bytes_per_s(f["interconnect"], per_node) or accelerator.network_bytes_per_s,
         "domain_size": max(per_node, accelerator.domain_size),

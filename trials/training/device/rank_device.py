@@ -9,7 +9,7 @@ from trials.accelerator.telemetry import HealthWatch
 from trials.outcome import Phase, ProgressSink
 from trials.reports.devices import DeviceHealth, DeviceMemory, device_health
 from trials.spec import TrialSpec
-from trials.training.device_memory import MemoryLimit, device_memory, set_up_allocator
+from trials.training.device.account import MemoryLimit, device_memory, set_up_allocator
 
 
 class RankDevice:
