@@ -254,6 +254,7 @@ _BY_TYPE_NAME: Mapping[str, FailureClass] = {
     "DataError": "data",
     "NonFiniteLoss": "diverged",
     "NodeFault": "lost",
+    "DeviceUnavailableError": "node_setup",
     "OutOfMemoryError": "oom",
     "MemoryError": "host_oom",
     "DistNetworkError": "connection",

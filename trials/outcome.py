@@ -16,7 +16,7 @@ from typing import ClassVar, Literal, Protocol
 
 from trials.reports.devices import DeviceMemory
 from trials.reports.disturbance import Disturbance
-from trials.reports.findings import Findings
+from trials.reports.findings import CompileCache, Findings
 from trials.reports.rates import RankRates
 
 Phase = Literal["starting", "warmup", "measuring"]
@@ -24,12 +24,17 @@ Phase = Literal["starting", "warmup", "measuring"]
 
 
 class ProgressSink(Protocol):
-    """Where a runner reports progress. Cheap: called by every rank on every phase change and after every step."""
+    """Where a runner reports progress. Cheap: called by every rank on every phase change and after every step, and
+    again and again while it compiles; only then ``is_compiling`` is given."""
 
-    def __call__(self, phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None: ...
+    def __call__(
+        self, phase: Phase, *, step: int = 0, step_time_s: float | None = None, is_compiling: bool = False
+    ) -> None: ...
 
 
-def ignore_progress(phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None:
+def ignore_progress(
+    phase: Phase, *, step: int = 0, step_time_s: float | None = None, is_compiling: bool = False
+) -> None:
     """The :class:`ProgressSink` that drops what it is told."""
 
 
@@ -81,7 +86,8 @@ class RankReport:
     num_skipped_steps: int = 0
     """Optimiser steps skipped by loss scaling because of inf or nan."""
     compile_s: float = 0.0
-    """Seconds of the first step beyond a normal one when graph mode is on."""
+    """Seconds that torch.compile took. What trials before had left in its cache makes them fewer: compare alike only,
+    by ``findings.graph.cache``."""
     samples_per_step: int = 0
     """Samples (sequences, images) of the global batch."""
     step_memory_bytes: tuple[int, ...] = ()
@@ -137,6 +143,11 @@ class Measurement:
     def disturbed_by(self) -> Disturbance | None:
         """The most disturbed node, if its load was such that the times say more about the machine than usual."""
         return next((one for one in self.disturbances if one.is_disturbing), None)
+
+    @property
+    def compile_cache(self) -> CompileCache | None:
+        """What ``compile_s`` found in the compiler's cache; times of one kind only can be compared."""
+        return None if self.findings.graph is None else self.findings.graph.cache
 
     @property
     def step_time_s(self) -> float:

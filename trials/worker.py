@@ -23,20 +23,23 @@ import torch
 import torch._dynamo  # optimisers import it at first use; here a fork server does it once for all ranks
 
 from trials import flops
-from trials.accelerator.device import device_name, is_host
+from trials.accelerator.device import device_name, is_host, open_device
 from trials.codec import from_json, to_json
 from trials.datasets import Share, StepBatches, build_dataset
 from trials.datasets.loader import stream_batches
 from trials.datasets.loader_tuning import tune_loader, with_verdict
 from trials.failure import NonFiniteLoss
 from trials.files import write_json
+from trials.kernels.compile_beats import CompileBeats
 from trials.kernels.cudnn import KernelTuner
 from trials.kernels.graph_mode import compilations, forget_compilations, graph_report
 from trials.kernels.settings import kernel_settings
+from trials.legality.float8 import LEVEL as FLOAT8
 from trials.legality.rules import check
 from trials.models import import_code
 from trials.outcome import Phase, ProgressSink, RankReport, ignore_progress
-from trials.parallel.mesh import RankIdentity, build_mesh, process_group, select_device
+from trials.parallel.mesh import RankIdentity, build_mesh, process_group
+from trials.precision.float8 import check_float8
 from trials.precision.mixed import check_device
 from trials.profiling.profiler import Profiler, check_profile, folder_of_environment, long_enough
 from trials.reports.findings import Findings, LoaderTuningReport
@@ -70,15 +73,19 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
     wanted = trial.candidate.layout.world_size
     if identity.world_size != wanted:
         raise ValueError(f"the layout needs {wanted} ranks but WORLD_SIZE is {identity.world_size}; launch {wanted}")
-    device = select_device(trial.device, identity)
+    device = open_device(trial.device, identity.local_rank)
     check_device(trial.candidate.precision, device)
+    if trial.candidate.precision.level == FLOAT8:
+        check_float8(device)
+    beats = CompileBeats(progress)
     with (
         expected_warnings(),
+        beats.listening(),
         own_folder(trial.workload),
         process_group(identity, device),
         kernel_settings(trial, device),
     ):
-        report = _train(trial, identity, device, progress)
+        report = _train(trial, identity, device, beats)
     return to_json(report)  # type: ignore[no-any-return]
 
 
@@ -128,7 +135,7 @@ def _train(trial: TrialSpec, identity: RankIdentity, device: torch.device, progr
     trainer = Trainer(trial, build_mesh(candidate.layout, device), device, place=place)
     _begin_own(trial, trainer, identity, memory)
     dataset = open_dataset(trial, identity.rank) if trainer.reads_inputs or trainer.reads_targets else None
-    pin_memory = candidate.loader.pin_memory and device.type == "cuda"
+    pin_memory = candidate.loader.pin_memory and not is_host(device)
     loader, loader_report = _settle_loader(candidate.loader, dataset, device, pin_memory=pin_memory)
     batches = None if dataset is None else stream_batches(dataset, loader, pin_memory=pin_memory)
     with KernelTuner([part.model for part in trainer.parts], kernels, device) as tuner:
@@ -267,8 +274,10 @@ def main() -> None:
         write_json(report, args.out)
 
 
-def _write_progress(phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None:
-    if step and step_time_s is None:
+def _write_progress(
+    phase: Phase, *, step: int = 0, step_time_s: float | None = None, is_compiling: bool = False
+) -> None:
+    if is_compiling or (step and step_time_s is None):
         return  # a sign of life
     sys.stderr.write(f"{phase}\n" if step_time_s is None else f"{phase} {step} {step_time_s:.4f} s\n")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.cost.inputs import BUCKET_BYTES, SCHEDULES, WORKSPACE_BYTES, CostInputs, from_rows
+from cluster.cost.inputs import BUCKET_BYTES, CP_METHODS, SCHEDULES, WORKSPACE_BYTES, CostInputs, from_rows
 from cluster.cost.operators import selective_shares
 from cluster.hardware.accelerators import Accelerator, ClusterDescription
 from trials.flops import matmul_format
@@ -31,6 +31,8 @@ def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription) 
         **_layout(layout, model.num_layers),
         **_recompute(candidate.recompute, layout, model, workload.seq_length),
         **_precision(candidate, cluster),
+        "offload_activations": float(candidate.offload.activations),
+        "offload_optimizer": float(candidate.offload.optimizer),
         "micro_batch_size": candidate.micro_batch_size,
         "num_microbatches": max(1, candidate.num_microbatches(workload.global_batch_size)),
         "fused": float(candidate.kernels.compile != "off"),
@@ -38,6 +40,8 @@ def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription) 
         "compiled": float(candidate.kernels.compile != "off"),
         "memory_bytes": cluster.accelerator.usable_memory_bytes,
         "memory_bytes_per_s": cluster.accelerator.memory_bytes_per_s,
+        "host_bytes_per_s": cluster.accelerator.host_bytes_per_s,
+        "node_size": cluster.devices_per_node,
         "link_bytes_per_s": cluster.accelerator.link_bytes_per_s,
         "network_bytes_per_s": cluster.network_bytes_per_s,
         "domain_size": cluster.domain_size,
@@ -68,6 +72,7 @@ def _layout(layout: Layout, num_layers: int) -> dict[str, Any]:
         "dp_replicate": layout.dp_replicate,
         "dp_shard": layout.dp_shard,
         "cp": layout.cp,
+        "cp_method": CP_METHODS.index(layout.cp_method),
         "tp": layout.tp,
         "zero_stage": layout.zero_stage,
         "reduces_last": float(layout.gradient_reduction == "last"),
@@ -89,9 +94,11 @@ def _per_stage(counts: Counts, layout: Layout) -> list[int]:
 
 def _precision(candidate: Candidate, cluster: ClusterDescription) -> dict[str, float]:
     """Bytes per element or parameter: O0 keeps all in fp32, O1 adds a 16-bit copy of the weights, O2 keeps 16-bit
-    weights with fp32 masters."""
+    weights with fp32 masters. O1-fp8 casts weights in every matmul instead, and keeps no copy of them."""
     precision: Precision = candidate.precision
     peak = matmul_peak(candidate, cluster.accelerator)
+    is_float8 = precision.level == "O1-fp8"
+    base = cluster.accelerator.peak(precision.dtype) if is_float8 else None
     low = precision.level == "O2"
     # FSDP2 reduces in fp32, what holds plain 16-bit parameters in their own format.
     is_short = low and (holds_plain(candidate.layout) or candidate.layout.dp * candidate.layout.cp == 1)
@@ -101,12 +108,13 @@ def _precision(candidate: Candidate, cluster: ClusterDescription) -> dict[str, f
         "weight_bytes": 2.0 if low else 4.0,
         "gradient_bytes": 2.0 if is_short else 4.0,
         "optimizer_bytes": 12.0 if low else 8.0,
-        "cast_bytes": 2.0 if precision.level.startswith("O1") else 0.0,
+        "cast_bytes": 2.0 if precision.level == "O1" else 0.0,
+        "casts_operands": float(is_float8),
         "bucket_bytes": BUCKET_BYTES,
         "keeps_gradients": 0.0,
         "workspace_limit_bytes": WORKSPACE_BYTES if is_short else 0.0,
         "peak_flops_per_s": peak,
-        "base_flops_per_s": peak,
+        "base_flops_per_s": base or peak,
     }
 
 

@@ -14,6 +14,9 @@ Array = npt.NDArray[np.float64]
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
 """Codes of ``CostInputs.schedule`` are positions in this tuple."""
 
+CP_METHODS = ("all_gather", "ulysses", "ring")
+"""Codes of ``CostInputs.cp_method`` are positions in this tuple."""
+
 BUCKET_BYTES = 50e6
 """Two reduction buckets in flight, of 25 MB each (``torch.nn.parallel.DistributedDataParallel``)."""
 
@@ -51,6 +54,7 @@ class CostInputs:
     dp_replicate: Array
     dp_shard: Array
     cp: Array
+    cp_method: Array
     tp: Array
     zero_stage: Array
     reduces_last: Array
@@ -93,6 +97,13 @@ class CostInputs:
     """1: gradient buffers stay allocated during the forward pass."""
     workspace_limit_bytes: Array
     """Most that the intermediate results of an optimiser step take; infinite where it updates everything at once."""
+    casts_operands: Array
+    """1: matmuls make their 8-bit operands anew from wider tensors, which are what is kept for the backward pass
+    (torchao); 0: operands are kept as they are multiplied. Means nothing where matmuls have 16 bits or more."""
+    offload_activations: Array
+    """1: activations of all layers but the last wait in host memory."""
+    offload_optimizer: Array
+    """1: optimiser states and fp32 weights are in host memory, where the step computes."""
     flash: Array
     compiled: Array
 
@@ -103,6 +114,10 @@ class CostInputs:
     memory_bytes: Array
     """Usable device memory."""
     memory_bytes_per_s: Array
+    host_bytes_per_s: Array
+    """Per device and direction, between its memory and the host's."""
+    node_size: Array
+    """Devices that share the processors of a host."""
     link_bytes_per_s: Array
     """Per device and direction, inside the fast domain."""
     network_bytes_per_s: Array

@@ -29,6 +29,10 @@ MEMORY_TERMS = (
     "fragmentation",
 )
 
+HELD_LAYERS = 3
+"""Layers whose activations a device holds though they go to the host: the one at work, the one on its way, and the
+model's last."""
+
 
 def stage_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
     """Terms of each pipeline rank's peak by name (``MEMORY_TERMS``), each of shape (n, stages)."""
@@ -48,14 +52,15 @@ def _passes_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, 
     held, repeated = (k["activation_factor"] * part for part in _activation_bytes(x, work))
     held = held * np.where(x.pp > 1, k["pipeline_held"], 1.0)[:, None]
     head = is_last(x) * (work.tokens * x.vocab / x.tp * (x.compute_bytes + x.loss_bytes) * k["head_factor"])[:, None]
-    at_loss = head >= repeated
+    exchanged = np.where(held > 0, _exchanged_bytes(x, work)[:, None], 0.0)
+    at_loss = head >= repeated + exchanged
     keeps = np.maximum(x.keeps_gradients, x.num_microbatches > 1)[:, None] > 0
     return {
         **states,
         "gradients": np.where(keeps, states["gradients"], 0.0) + _whole_gradients_bytes(x, work, k),
         "activations": held + np.where(at_loss, 0.0, repeated),
         "head": np.where(at_loss, head, 0.0),
-        "gathered": np.broadcast_to(_gathered_bytes(x, work)[:, None], head.shape),
+        "gathered": _gathered_bytes(x, work)[:, None] + np.where(at_loss, 0.0, exchanged),
         "workspace": np.zeros(head.shape),
     }
 
@@ -64,10 +69,11 @@ def _step_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, Ar
     """The optimiser step. Its workspace holds fp32 copies of shorter gradients and results between its kernels, of all
     that a rank updates or, where it does so piece by piece, of one piece."""
     copies = np.where(x.gradient_bytes < 4, 4.0, 0.0)[:, None]
+    on_device = 1 - x.offload_optimizer[:, None]
     owned = _held_params(x, work, 1) * x.trained_share[:, None]
     none = dict.fromkeys(("activations", "head", "gathered"), np.zeros(owned.shape))
     workspace = np.minimum(owned * (copies + k["workspace_bytes"]), x.workspace_limit_bytes[:, None])
-    return {**states, **none, "workspace": workspace}
+    return {**states, **none, "workspace": on_device * workspace}
 
 
 def _with_overheads(terms: dict[str, Array], x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
@@ -92,7 +98,7 @@ def _state_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]
     return {
         "weights": _held_params(x, work, 3) * (x.weight_bytes + x.cast_bytes)[:, None] * k["state_factor"],
         "gradients": _held_params(x, work, 2) * x.gradient_bytes[:, None] * trained,
-        "optimizer": _held_params(x, work, 1) * x.optimizer_bytes[:, None] * trained,
+        "optimizer": _held_params(x, work, 1) * (x.optimizer_bytes * (1 - x.offload_optimizer))[:, None] * trained,
     }
 
 
@@ -115,11 +121,11 @@ def layer_activation_bytes(x: CostInputs, work: Work) -> Array:
     Elements per token: inputs of both norms, of QKV and of the FFN (not divided by tp without sequence parallelism),
     dropout masks of one byte; Q, K, V and attention's output; the FFN's inner tensors (two, gated four, three when
     fused); the scores where attention is materialised (5 bytes an element with dropout, 4 without). Matmuls below 16
-    bits keep their inputs in 8.
+    bits keep their inputs in 8, unless those are cast in every matmul.
     """
     shared = np.where(x.sequence_parallel > 0, x.tp, 1.0)
     width, kv_width = x.num_heads * x.head_dim, x.num_kv_heads * x.head_dim
-    matmul_bytes = np.where(x.peak_flops_per_s > x.base_flops_per_s, 1.0, x.compute_bytes)
+    matmul_bytes = np.where((x.peak_flops_per_s > x.base_flops_per_s) & (x.casts_operands == 0), 1.0, x.compute_bytes)
     outer = (2 * x.compute_bytes + 2 * matmul_bytes + 2 * x.dropout) * x.hidden / shared
     outer = outer + 2 * matmul_bytes * x.hidden * x.keeps_gathered * (1 - 1 / shared)
     inner = x.compute_bytes * (2 * width + 2 * kv_width + (1 + x.gated * (2 - x.fused)) * x.ffn) / x.tp
@@ -137,7 +143,9 @@ def _activation_bytes(x: CostInputs, work: Work) -> tuple[Array, Array]:
     plain = kept[:, None] * (1 - x.stage_dropped)
     per_microbatch = plain_layers * plain + x.stage_full * layer_input[:, None]
     repeated = kept[:, None] * np.maximum(x.stage_full > 0, x.stage_dropped)
-    return in_flight(x) * per_microbatch, repeated
+    held = in_flight(x) * per_microbatch
+    few = HELD_LAYERS * per_microbatch / np.maximum(x.stage_layers, 1)
+    return np.where(x.offload_activations[:, None] > 0, np.minimum(held, few), held), repeated
 
 
 def _gathered_bytes(x: CostInputs, work: Work) -> Array:
@@ -146,6 +154,16 @@ def _gathered_bytes(x: CostInputs, work: Work) -> Array:
     block = np.maximum(work.layer_params / x.tp, x.vocab * x.hidden / x.tp)
     sharded = (x.zero_stage == 3) & (x.num_shards > 1)
     return np.where(sharded, block * 3 * x.compute_bytes, 0.0)
+
+
+def _exchanged_bytes(x: CostInputs, work: Work) -> Array:
+    """Bytes of what context-parallel ranks exchange in the backward pass of a layer: gathered keys and values and their
+    gradients; of the ring what is held, comes in, is summed and goes out; queries, keys and values as they come and in
+    order."""
+    of_rank = 2 * work.tokens * x.num_kv_heads * x.head_dim / x.tp * x.compute_bytes
+    by_heads = 2 * of_rank + 2 * work.tokens * x.num_heads * x.head_dim / x.tp * x.compute_bytes
+    exchanged = np.choose(x.cp_method.astype(int), [2 * x.cp * of_rank, by_heads, 4 * of_rank])
+    return np.where(x.cp > 1, exchanged, 0.0)
 
 
 def _bucket_bytes(x: CostInputs, work: Work) -> Array:

@@ -13,6 +13,7 @@ import numpy as np
 
 from cluster.cost.coefficients import Coefficients
 from cluster.cost.inputs import Array, CostInputs
+from cluster.cost.memory import layer_activation_bytes
 from cluster.cost.pipeline import pipeline_seconds
 from cluster.cost.work import Work, is_first, is_last
 
@@ -20,6 +21,11 @@ REFERENCE_PEAK_FLOPS_PER_S = 312e12
 """Peak of the device (A100, 16 bits) for which ``matmul_efficiency`` is stated."""
 COMPILED_LAUNCH_SHARE = 0.35
 """Share of a layer's host time that is left when it is compiled."""
+HOST_UPDATES_PER_S = 4e9
+"""Parameters that the processors of a host update in a second, for all its devices together: CPU-Adam takes 0.24 s for
+1e9 on two Xeons with 24 cores (ZeRO-Offload, Ren et al., arXiv 2101.06840, table 4); memory bandwidth bounds it."""
+HOST_LINK_SHARE = 0.8
+"""Share of the host link's bandwidth that large copies from and to page-locked memory reach; an assumption."""
 COMPILED_TRAFFIC_SHARE = 0.75
 """Share of a layer's element-wise traffic that is left when it is compiled: norms fused with additions, rotation and
 gating in one pass each. By count for SwiGLU decoders, 8 hidden + 2 width + 3 FFN elements of 10 + 3 + 4."""
@@ -32,6 +38,7 @@ TIME_TERMS = (
     "tensor_parallel",
     "context_parallel",
     "sharding",
+    "host_copies",
     "stage_transfers",
     "bubble",
     "gradient_reduction",
@@ -94,10 +101,11 @@ def stage_seconds(x: CostInputs, work: Work, k: Coefficients) -> StageTimes:
         "recompute": repeated * repeats[:, None],
         "tensor_parallel": ((2 + regathered) * layers + full) * collectives[:, None]
         + last * (collectives / 2)[:, None],
-        "context_parallel": layers * _ring_seconds(x, work, k)[:, None],
+        "context_parallel": layers * _exchange_seconds(x, work, k)[:, None],
         "sharding": (layers + last) * gather[:, None]
         + (is_first(x) + last) * _table_seconds(x, k, forward, backward)[:, None],
     }
+    terms["host_copies"] = _host_copy_seconds(x, work, k, forward, backward)
     device = terms["forward"] + terms["backward"] + terms["recompute"] + terms["tensor_parallel"]
     terms["launch"] = _rounded_max(device, layers * passes * host[:, None]) - device
     return StageTimes(terms)
@@ -130,6 +138,7 @@ def _layer_device_seconds(x: CostInputs, work: Work, k: Coefficients) -> tuple[A
     attention = work.attention_flops / (base_rate * k["attention_efficiency"])
     bandwidth = x.memory_bytes_per_s * k["memory_efficiency"]
     matmul = work.matmul_flops / rate + x.num_copies * work.weight_traffic_bytes / bandwidth
+    matmul = matmul + _cast_bytes(x, work) / bandwidth
     elementwise = work.elementwise_bytes / bandwidth * np.where(x.compiled > 0, COMPILED_TRAFFIC_SHARE, 1.0)
     frozen = matmul * (1 - x.trained_share)
     # Fused attention's backward repeats the scores: 2.5 times the forward FLOPs (Dao, arXiv 2307.08691).
@@ -137,9 +146,32 @@ def _layer_device_seconds(x: CostInputs, work: Work, k: Coefficients) -> tuple[A
     return matmul + attention + elementwise, backward
 
 
+def _cast_bytes(x: CostInputs, work: Work) -> Array:
+    """Bytes read and written to make 8-bit operands of one layer's forward pass: inputs in 16 bits and weights in their
+    own type, each read for its largest element and once more to be cast."""
+    inputs = work.tokens * (2 * x.hidden + (x.num_heads * x.head_dim + x.ffn) / x.tp)
+    return np.asarray(x.casts_operands * (5 * inputs + (2 * x.weight_bytes + 1) * work.layer_params / x.tp))
+
+
+def _host_copy_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, backward: Array) -> Array:
+    """Seconds per micro-batch and pipeline rank that copies of activations stick out behind computation: of what a
+    layer keeps, out in its forward pass and back in the backward pass of the layer after it."""
+    full = (work.tokens * x.hidden * x.compute_bytes / np.where(x.sequence_parallel > 0, x.tp, 1.0))[:, None]
+    kept = layer_activation_bytes(x, work)[:, None] * (1 - x.stage_dropped)
+    seconds = 1 / (x.host_bytes_per_s * HOST_LINK_SHARE)[:, None]
+    plain = _both_ways(kept * seconds, forward, backward, k) * (x.stage_layers - x.stage_full)
+    repeated = _both_ways(full * seconds, forward, forward + backward, k) * x.stage_full
+    return np.asarray(x.offload_activations[:, None] * (plain + repeated))
+
+
+def _both_ways(transfer: Array, forward: Array, backward: Array, k: Coefficients) -> Array:
+    return _exposed(transfer, forward[:, None], k) + _exposed(transfer, backward[:, None], k)
+
+
 def _head_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
     """Seconds of head and loss, forward and backward. A vocabulary split by tp is padded first, hence aligned."""
-    rate = _matmul_flops_per_s(x, work, k, x.hidden)
+    peak = np.where(x.casts_operands > 0, x.base_flops_per_s, x.peak_flops_per_s)
+    rate = matmul_flops_per_s(k, peak=peak, base=x.base_flops_per_s, tokens=work.tokens, width=x.hidden)
     rate = rate / np.where((x.tp == 1) & (x.vocab % 8 > 0), k["misaligned_cost"], 1.0)
     bandwidth = x.memory_bytes_per_s * k["memory_efficiency"]
     return (3 - (1 - x.trained_share)) * work.head_flops / rate + 3 * work.head_bytes / bandwidth
@@ -157,14 +189,24 @@ def _collective_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Arr
     return np.where(x.tp > 1, seconds, 0.0)
 
 
-def _ring_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
-    """Seconds of context-parallel communication per layer, forward and backward, that attention does not hide."""
+def _exchange_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
+    """Seconds of context-parallel communication per layer, forward and backward, that attention does not hide.
+
+    Round a ring keys and values go twice and the sums of their gradients once, one step while attention computes the
+    one before (Liu et al., arXiv 2310.01889). Gathered they come twice, behind a rank's attention to its own part;
+    their gradients are scattered when it is done (``trials/parallel/context/gathered.py``). Heads are exchanged before
+    attention and after it, in both passes (Jacobs et al., arXiv 2309.14509).
+    """
     inside = x.tp * x.cp <= x.domain_size
     bandwidth = np.where(inside, _link(x, k), _network(x, k))
-    transfer = 3 * work.cp_bytes / bandwidth
+    once = work.cp_bytes / bandwidth
     rate = _matmul_flops_per_s(x, work, k, x.hidden / x.tp) * k["attention_efficiency"]
-    hidden = 3.5 * work.attention_flops / rate
-    return np.where(x.cp > 1, _exposed(transfer, 0.7 * hidden, k) + 3 * x.cp * k["collective_latency_s"], 0.0)
+    attention = 3.5 * work.attention_flops / rate
+    latency = k["collective_latency_s"]
+    gathered = _exposed(2 * once, attention / x.cp, k) + once + 3 * latency
+    by_heads = 2 * once + 4 * latency
+    ring = _exposed(3 * once, 0.7 * attention, k) + 3 * x.cp * latency
+    return np.where(x.cp > 1, np.choose(x.cp_method.astype(int), [gathered, by_heads, ring]), 0.0)
 
 
 def _gather_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, backward: Array) -> Array:
@@ -225,10 +267,14 @@ def reduction_seconds(x: CostInputs, work: Work, k: Coefficients, stages: StageT
 
 
 def optimizer_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
-    """Seconds to read and write weights, gradients and optimiser states."""
+    """Seconds to read and write weights, gradients and optimiser states; on the host, of the slowest of its processors
+    and the copies of gradients out and of weights back, which run at the same time."""
+    owned = _busiest_params(x, work) * x.trained_share / x.num_shards
     per_param = 2 * (x.optimizer_bytes + x.weight_bytes) + 2 * x.gradient_bytes
-    traffic = _busiest_params(x, work) * x.trained_share / x.num_shards * per_param
-    return traffic / (x.memory_bytes_per_s * k["memory_efficiency"])
+    on_device = owned * per_param / (x.memory_bytes_per_s * k["memory_efficiency"])
+    copies = owned * np.maximum(x.gradient_bytes, x.weight_bytes) / (x.host_bytes_per_s * HOST_LINK_SHARE)
+    on_host = _rounded_max(owned * np.minimum(x.node_size, x.world_size) / HOST_UPDATES_PER_S, copies)
+    return np.where(x.offload_optimizer > 0, on_host, on_device)
 
 
 def data_seconds(x: CostInputs, k: Coefficients, busy: Array) -> Array:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.cost.inputs import Array, CostInputs
+from cluster.cost.inputs import CP_METHODS, Array, CostInputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,8 @@ class Work:
     tp_bytes: Array
     """Bytes of one tensor-parallel all-reduce, of which there are two per layer and pass."""
     cp_bytes: Array
-    """Bytes of keys and values received from context-parallel peers per layer and pass."""
+    """Bytes received from context-parallel peers per layer each time that they exchange: of all their keys and values,
+    or of queries, keys, values and outputs by heads."""
     pp_bytes: Array
     """Bytes sent from one stage to the next."""
 
@@ -49,6 +50,8 @@ def work_of(x: CostInputs) -> Work:
     elementwise = x.compute_bytes * tokens * (
         (10 + 2 * x.dropout) * x.hidden / shared + (3 * width + (2 + 2 * x.gated) * x.ffn) / x.tp
     ) + scores * x.compute_bytes * (5 + 2 * x.dropout)
+    by_heads = x.cp_method == CP_METHODS.index("ulysses")
+    exchanged_width = np.where(by_heads, (width + kv_width) / x.cp, kv_width)
     return Work(
         tokens=tokens,
         layer_params=layer_params,
@@ -59,7 +62,7 @@ def work_of(x: CostInputs) -> Work:
         head_flops=2 * tokens * x.hidden * x.vocab / x.tp,
         head_bytes=tokens * x.vocab / x.tp * (x.compute_bytes + x.loss_bytes),
         tp_bytes=np.where(x.tp > 1, tokens * x.hidden * x.compute_bytes, 0.0),
-        cp_bytes=np.where(x.cp > 1, 2 * tokens * (x.cp - 1) * kv_width / x.tp * x.compute_bytes, 0.0),
+        cp_bytes=2 * tokens * (x.cp - 1) * x.compute_bytes * exchanged_width / x.tp,
         pp_bytes=np.where(x.pp > 1, tokens * x.hidden * x.compute_bytes / x.tp, 0.0),
     )
 

@@ -15,6 +15,8 @@ NUMA_VARIABLE = "TUNE_CLUSTER_NUMA"
 """``off`` leaves ranks on all cores."""
 INTERFACE = "{interface}"
 """Stands in a default's value for the network interface of the address by which other nodes reach this one."""
+PATIENCE = "{patience}"
+"""Stands there for the seconds that all deadlines of the gang allow together, and some more."""
 _NVIDIA_LIKE: tuple[DeviceKind, ...] = ("cuda", "rocm")
 
 
@@ -29,6 +31,8 @@ class Default:
     """Kinds of devices whose ranks get it; empty: all."""
     several_nodes: bool | None = None
     """Whether only gangs on several nodes get it, or only those on one; None: all."""
+    is_set_here: bool = True
+    """Whether :func:`default_env` gives it; else it is what the rank sees to when it starts."""
 
     def applies(self, kind: DeviceKind, num_nodes: int) -> bool:
         """Whether ranks on this kind of device, in a gang on so many nodes, get it."""
@@ -70,6 +74,26 @@ DEFAULTS: tuple[Default, ...] = (
         kinds=_NVIDIA_LIKE,
     ),
     Default(
+        name="TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
+        value=PATIENCE,
+        why="NCCL's monitor would end a rank that waits for a peer within the gang's deadlines; hangs are judged there",
+        kinds=_NVIDIA_LIKE,
+    ),
+    Default(
+        name="TORCH_FR_BUFFER_SIZE",
+        value="2000",
+        why="the flight recorder's last collectives tell which rank is behind when a gang hangs",
+        kinds=_NVIDIA_LIKE,
+        is_set_here=False,
+    ),
+    Default(
+        name="PYTORCH_CUDA_ALLOC_CONF",
+        value="expandable_segments:True",
+        why="segments that grow: else sizes that differ from step to step leave holes that nothing fits into",
+        kinds=("cuda",),
+        is_set_here=False,
+    ),
+    Default(
         name=NUMA_VARIABLE,
         value="on",
         why="a rank keeps to the cores, and so to the memory, near its device on hosts of several sockets; off: all",
@@ -84,16 +108,23 @@ def defaults_of(kind: DeviceKind, num_nodes: int) -> tuple[Default, ...]:
 
 
 def default_env(
-    kind: DeviceKind, num_nodes: int, interface: str | None, host: Mapping[str, str] = os.environ
+    kind: DeviceKind,
+    num_nodes: int,
+    interface: str | None,
+    *,
+    patience_s: int = 1800,
+    host: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
     """The defaults of ranks on a host with this environment, which goes before them.
 
     Args:
         interface: network interface by which other nodes reach this one; None where nobody knows.
+        patience_s: how long a gang may take within its deadlines, in seconds.
     """
     found = {}
     for default in defaults_of(kind, num_nodes):
         is_known = INTERFACE not in default.value or interface is not None
-        if is_known and default.name not in host:
-            found[default.name] = default.value.replace(INTERFACE, interface or "")
+        if default.is_set_here and is_known and default.name not in host:
+            value = default.value.replace(INTERFACE, interface or "").replace(PATIENCE, str(patience_s))
+            found[default.name] = value
     return found

@@ -16,6 +16,7 @@ from pathlib import Path
 from cluster.gang.defaults import NUMA_VARIABLE, default_env
 from cluster.gang.messages import NodeLaunch, RankSlot
 from trials.accelerator.kinds import FAMILIES
+from trials.script.environment import CACHES
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(20000, 32000)
@@ -92,22 +93,20 @@ def rank_folder(launch: NodeLaunch) -> Path:
     return directory if launch.num_nodes == 1 else directory / f"node{launch.node_rank}"
 
 
-def _patience(launch: NodeLaunch) -> dict[str, str]:
-    """Variables that keep collectives, and NCCL's monitor of its own watchdog, from giving up while the gang is within
-    its deadlines: what hangs is found and judged by the warden. Nor is a result to be lost for a hang in tear-down."""
+def _patience_s(launch: NodeLaunch) -> int:
+    """How long collectives, and NCCL's monitor of its own watchdog, have to wait so as not to give up while the gang is
+    within its deadlines: what hangs is found and judged by the warden."""
     deadlines = launch.deadlines
     most_s = deadlines.starting_s + deadlines.warmup_s + deadlines.measuring_s + deadlines.compile_s
-    seconds = int(min(most_s, MAX_TIMEOUT_S - TIMEOUT_MARGIN_S) + TIMEOUT_MARGIN_S)
-    wanted = {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(seconds)}
-    found = {name: value for name, value in wanted.items() if name not in os.environ}
-    return {"TUNE_CLUSTER_COLLECTIVE_TIMEOUT_S": str(seconds), "TUNE_CLUSTER_LEAVES_LAST": "1", **found}
+    return int(min(most_s, MAX_TIMEOUT_S - TIMEOUT_MARGIN_S) + TIMEOUT_MARGIN_S)
 
 
 def rank_env(launch: NodeLaunch, slot: RankSlot) -> dict[str, str]:
     """What one rank sees beside the node's own environment, which goes over the defaults; what the launch says goes
     over everything."""
+    patience_s = _patience_s(launch)
     return {
-        **default_env(launch.device_kind, launch.num_nodes, launch.interface),
+        **default_env(launch.device_kind, launch.num_nodes, launch.interface, patience_s=patience_s),
         "RANK": str(slot.rank),
         "WORLD_SIZE": str(launch.world_size),
         "LOCAL_RANK": str(slot.local_rank),
@@ -118,6 +117,17 @@ def rank_env(launch: NodeLaunch, slot: RankSlot) -> dict[str, str]:
         "TUNE_CLUSTER_ATTEMPT_DIR": str(rank_folder(launch)),
         "TUNE_CLUSTER_NUM_DEVICES": str(len(slot.devices)),
         "TUNE_CLUSTER_CACHE_DIR": str(cache_folder(Path(launch.directory).parent, launch.node)),
-        **_patience(launch),
+        **_compiler_caches(launch),
+        "TUNE_CLUSTER_COLLECTIVE_TIMEOUT_S": str(patience_s),
+        "TUNE_CLUSTER_LEAVES_LAST": "1",  # no result is to be lost for a hang in tear-down
         **launch.env,
     }
+
+
+def _compiler_caches(launch: NodeLaunch) -> dict[str, str]:
+    """Where compilers in ranks of ours keep what they made: nothing comes in from the user's own runs, or from another
+    sweep. Programs of the user's own are given theirs by :mod:`trials.script`."""
+    if launch.is_script:
+        return {}
+    folder = cache_folder(Path(launch.directory).parent, launch.node)
+    return {name: str(folder / beneath) for name, beneath in CACHES.items()}

@@ -29,7 +29,7 @@ from trials.outcome import (
 )
 from trials.reports.devices import DeviceHealth, most_noteworthy, with_throttling, worst_memory
 from trials.reports.disturbance import Disturbance, most_disturbed
-from trials.reports.findings import Findings, OperatorCast, PatternEffect
+from trials.reports.findings import Findings, GraphReport, OperatorCast, PatternEffect
 from trials.reports.script import merge_scripts
 from trials.secrets import redact
 
@@ -283,11 +283,7 @@ def merge_findings(ranks: Sequence[Findings]) -> Findings:
         recompute=_largest_effects(findings.recompute for findings in ranks),
         autocast=_largest_casts(findings.autocast for findings in ranks),
         loss_scale=_first(findings.loss_scale for findings in ranks),
-        graph=max(
-            (findings.graph for findings in ranks if findings.graph is not None),
-            key=lambda graph: (graph.num_recompilations, graph.compile_s),
-            default=None,
-        ),
+        graph=_merge_graphs([findings.graph for findings in ranks if findings.graph is not None]),
         loader=_first(findings.loader for findings in ranks),
         kernel_tuning=_first(findings.kernel_tuning for findings in ranks),
         memory_format=_first(findings.memory_format for findings in ranks),
@@ -295,6 +291,16 @@ def merge_findings(ranks: Sequence[Findings]) -> Findings:
         profile=tuple(profile for findings in ranks for profile in findings.profile),
         devices=most_noteworthy(health for findings in ranks for health in findings.devices),
         script=merge_scripts(tuple(findings.script for findings in ranks if findings.script is not None)),
+    )
+
+
+def _merge_graphs(ranks: Sequence[GraphReport]) -> GraphReport | None:
+    if not ranks:
+        return None
+    return replace(
+        max(ranks, key=lambda graph: (graph.num_recompilations, graph.compile_s)),
+        cache_hits=sum(graph.cache_hits for graph in ranks),
+        cache_misses=sum(graph.cache_misses for graph in ranks),
     )
 
 

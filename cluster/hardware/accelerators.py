@@ -32,6 +32,8 @@ class Accelerator:
     usable_memory_bytes: float
     """The memory that a process can use: the total less what the driver keeps."""
     memory_bytes_per_s: float
+    host_bytes_per_s: float
+    """Between device and host memory: PCIe, or NVLink-C2C."""
     link_bytes_per_s: float
     network_bytes_per_s: float
     """Network bandwidth of the machine in which the device usually comes; a cluster's file overrides it."""
@@ -211,6 +213,7 @@ _FIGURES = {
     "memory_bytes",
     "usable_memory_bytes",
     "memory_bytes_per_s",
+    "host_bytes_per_s",
     "link_bytes_per_s",
     "network_bytes_per_s",
     "devices_per_node",

@@ -60,7 +60,9 @@ class GangClocks:
         overdue = min(self.watched(), key=lambda rank: due_at_s(rank.clock, deadlines), default=None)
         if overdue is None or now_s < due_at_s(overdue.clock, deadlines):
             return None
-        return overdue_reason(overdue.clock, deadlines)
+        compiling = [rank.clock for rank in self.watched() if rank.clock.compiles_since_s is not None]
+        is_too_long = compiling and self._compiling.left_s <= 0  # then the others wait for it
+        return overdue_reason(compiling[0] if is_too_long else overdue.clock, deadlines)
 
     @property
     def _deadlines(self) -> Deadlines:

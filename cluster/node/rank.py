@@ -129,10 +129,10 @@ def _keep_near(launch: NodeLaunch, slot: RankSlot) -> None:
 def _run(launch: NodeLaunch, slot: RankSlot, pipe: int) -> int:
     reached: Phase = "starting"
 
-    def progress(phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None:
+    def progress(phase: Phase, *, step: int = 0, step_time_s: float | None = None, is_compiling: bool = False) -> None:
         nonlocal reached
         reached = phase
-        _write(pipe, line(RankProgress(phase=phase, step=step, step_time_s=step_time_s)))
+        _write(pipe, line(RankProgress(phase=phase, step=step, step_time_s=step_time_s, is_compiling=is_compiling)))
 
     try:
         report = resolve(launch.runner)(launch.spec, progress)

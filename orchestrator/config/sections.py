@@ -277,6 +277,10 @@ class DeadlinesSection(Section):
     warmup_s: Positive = Field(default=Deadlines().warmup_s, description="In warm-up.")
     measuring_s: Positive = Field(default=Deadlines().measuring_s, description="In the measured steps.")
     stall_s: Positive = Field(default=Deadlines().stall_s, description="Between two signs of progress of any rank.")
+    compile_s: Positive = Field(
+        default=Deadlines().compile_s,
+        description="Compiling in all; the other deadlines stand still as long as a rank compiles.",
+    )
     placing_s: Positive = Field(
         default=600.0, description="Waiting for nodes while nothing else runs; then the sweep stops and can be resumed."
     )

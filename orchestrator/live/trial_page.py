@@ -72,7 +72,8 @@ def _measured(measurement: Measurement, figures: str) -> list[list[str]]:
     if busy := words.disturbed(measurement):
         rows.append(["busy machine", busy])
     if measurement.compile_s:
-        rows.append(["compilation", units.milliseconds(measurement.compile_s)])
+        cache = words.cache_words(measurement.compile_cache)
+        rows.append(["compilation", f"{units.milliseconds(measurement.compile_s)}{cache}"])
     return rows
 
 

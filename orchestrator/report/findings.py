@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator import units
+from orchestrator.report.words import cache_words
 from trials.reports.devices import DeviceHealth
 from trials.reports.findings import (
     Findings,
@@ -64,7 +65,8 @@ def _loss_scale(state: LossScaleState) -> str:
 def _graph(graph: GraphReport) -> str:
     again = f"{graph.num_recompilations} recompilations" if graph.num_recompilations else "no recompilation"
     why = f": {'; '.join(graph.reasons)}" if graph.reasons else ""
-    return f"compiled {graph.num_graphs} graphs in {units.milliseconds(graph.compile_s)}, {again}{why}"
+    took = f"{units.milliseconds(graph.compile_s)}{cache_words(graph.cache)}"
+    return f"compiled {graph.num_graphs} graphs in {took}, {again}{why}"
 
 
 def _loader(report: LoaderTuningReport) -> Iterator[str]:

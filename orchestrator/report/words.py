@@ -12,6 +12,7 @@ from orchestrator.sweep.state import SweepState, Trial, describe_failure
 from orchestrator.sweep.values import Check, ConfirmationRun, Evaluation, GateReport, GateRole, GateRun
 from trials.outcome import Measurement
 from trials.reports.disturbance import FOREIGN_CPU_LIMIT, STOLEN_LIMIT, Disturbance
+from trials.reports.findings import CompileCache
 
 if TYPE_CHECKING:
     from orchestrator.objective import Figures
@@ -171,6 +172,18 @@ def peak_memory_parts(measurement: Measurement) -> str:
     if found.num_ooms:
         parts.append(f"{units.count(found.num_ooms, 'allocation')} failed")
     return ", ".join(parts)
+
+
+_CACHES: Mapping[CompileCache, str] = {
+    "cold": "nothing of it was in the sweep's cache",
+    "warm": "all of it was in the sweep's cache",
+    "mixed": "some of it was in the sweep's cache",
+}
+
+
+def cache_words(cache: CompileCache | None) -> str:
+    """``, all of it was in the sweep's cache``: what makes times of compilation incomparable; empty where not known."""
+    return f", {_CACHES[cache]}" if cache else ""
 
 
 def spread(measurement: Measurement) -> str:

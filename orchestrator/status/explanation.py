@@ -340,6 +340,8 @@ def _measured_json(measurement: Measurement | None) -> dict[str, Any] | None:
         "tokens_per_s_per_device": measurement.tokens_per_s_per_device,
         "peak_bytes": measurement.peak_bytes or None,
         "device_memory": to_json(measurement.device_memory),
+        "compile_s": measurement.compile_s or None,
+        "compile_cache": measurement.compile_cache,
         "disturbed": disturbed(measurement),
         "nodes": to_json(measurement.disturbances),
         "devices": to_json(measurement.findings.devices),

@@ -9,7 +9,7 @@ from cluster.hardware.placement import Placement, Pool
 from cluster.processes import process_info
 
 PRELOAD = ("torch", "torch.distributed", "tests.cluster.runners")
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 _numbers = itertools.count()
 
 

@@ -213,7 +213,7 @@ def disagrees(spec, progress):
     return report()
 
 
-def sleep_in_python():
+def sleep_in_python(*_):
     time.sleep(FOREVER_S)
 
 
@@ -244,6 +244,22 @@ def aborts_as_the_watchdog_does(spec, progress):
         sys.stderr.flush()
         os.abort()
     time.sleep(FOREVER_S)
+
+
+def compiles_slowly(spec, progress):
+    """A trial of compiled blocks, on whose rank 1 the compiler takes its time, or makes code that never ends."""
+    from trials.kernels import compile_beats
+    from trials.worker import run_rank
+
+    compile_beats.BEAT_S = 0.5
+    own_time_s = spec["compile_s"] if os.environ["RANK"] == "1" else 0.0
+
+    def slow(graph, inputs):
+        time.sleep(own_time_s)
+        return sleep_in_python if spec["hangs"] and own_time_s else graph.forward
+
+    torch._dynamo.register_backend(slow, name="slow")
+    return run_rank(spec["trial"], progress)
 
 
 def cannot_leave(spec, progress):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.base import ClusterError, Deadlines
 from cluster.connect import connect, describe
-from cluster.gang.deadlines import RankClock, due_at_s, overdue_reason
+from cluster.gang.deadlines import CompileTime, RankClock, due_at_s, overdue_reason
 from cluster.gang.messages import Lines, RankProgress, StopGang, line
 from cluster.hardware import topology
 from cluster.hardware.discovery import discover_node
@@ -33,6 +33,32 @@ def test_a_report_starts_the_stall_clock_and_a_new_phase_its_own():
         clock.advance(RankProgress(phase="warmup", step=2, step_time_s=0.1), now_s)
     assert due_at_s(clock, DEADLINES) == 28.0, "the phase began at 8"
     assert "phase warmup took longer than 20 s" in overdue_reason(clock, DEADLINES)
+
+
+def test_ranks_that_compile_side_by_side_count_once_and_not_for_ever():
+    compiling = CompileTime(left_s=10.0)
+    assert compiling.passed(0.0, 4.0) == 4.0
+    assert compiling.passed(2.0, 6.0) == 2.0, "another rank, of whose time half is known"
+    assert compiling.passed(6.0, 20.0) == 4.0, "all that was left"
+    assert (compiling.passed(20.0, 30.0), compiling.left_s) == (0.0, 0.0)
+
+
+def test_a_clock_stands_still_while_a_rank_compiles():
+    """Neither the deadline of the phase nor that of a sign of life counts it; compiling for ever is a sign no more."""
+    compiles = RankProgress(phase="warmup", step=1, step_time_s=None, is_compiling=True)
+    own, peers = RankClock(entered_at_s=0.0), RankClock(entered_at_s=0.0)
+    for clock in (own, peers):
+        clock.advance(RankProgress(phase="warmup", step=0, step_time_s=None), 1.0)
+    own.advance(compiles, 2.0)
+    for now_s in range(6, 102, 4):
+        for clock in (own, peers):
+            clock.stand_still(4.0, float(now_s))
+        own.advance(compiles, float(now_s))
+    assert due_at_s(peers, DEADLINES) == 1.0 + 96.0 + 5.0, "the peer waits for it"
+    assert due_at_s(own, DEADLINES) == 98.0 + 5.0
+    own.advance(compiles, 110.0, is_sign=False)
+    assert due_at_s(own, DEADLINES) == 98.0 + 5.0
+    assert "compiling took longer than 1800 s, in phase warmup at step 1" in overdue_reason(own, DEADLINES)
 
 
 @given(st.lists(st.text(), max_size=5), st.integers(1, 7))

@@ -23,11 +23,13 @@ from trials.spec import (
     Kernels,
     Layout,
     LossScale,
+    Offload,
     Precision,
     Protocol,
     Recompute,
     SelectiveRecompute,
     TrialSpec,
+    Workload,
 )
 
 ROWS_FILE = Path(__file__).with_name("parity_rows.txt")
@@ -36,6 +38,8 @@ MAX_RANKS = 8
 MAX_RANKS_COMPILED = 4
 """Most ranks of a trial in graph mode: every rank traces for itself, which takes long, and no pair needs more."""
 WORKLOAD = dataclasses.replace(TWO_LAYERS, model=dataclasses.replace(SHAPE, num_layers=3))
+WIDE = dataclasses.replace(WORKLOAD, model=dataclasses.replace(SHAPE, num_layers=3, hidden_size=64, ffn_hidden_size=96))
+"""What 8-bit floats train: all sizes divide by 16, also on each of two tensor-parallel ranks."""
 THREE_STEPS = Protocol(min_warmup_steps=1, max_warmup_steps=1, num_steps=2, max_steps=2)
 
 PIPELINES: dict[str, dict[str, Any]] = {
@@ -68,6 +72,7 @@ CONTEXT_PARALLEL: dict[str, dict[str, Any]] = {
     "sequence": {},
     "all-gather": {"cp": 2, "cp_method": "all_gather"},
     "ulysses": {"cp": 2, "cp_method": "ulysses"},
+    "ring": {"cp": 2, "cp_method": "ring"},
 }
 EMBEDDING: dict[str, dict[str, Any]] = {"embedding": {}, "sharded-embedding": {"shard_embedding": True}}
 NUM_MICROBATCHES = {"m1": 1, "m2": 2, "m4": 4}
@@ -103,6 +108,7 @@ PRECISIONS = {
     "O1-bf16": Precision(level="O1", dtype="bfloat16"),
     "O1-fp16": Precision(level="O1", dtype="float16", loss_scale=LossScale()),
     "O1-lists": Precision(level="O1", dtype="bfloat16", white=("silu",), black=("linear",)),
+    "O1-fp8": Precision(level="O1-fp8", dtype="bfloat16"),
     "O2-bf16": Precision(level="O2", dtype="bfloat16"),
     "O2-fp16": Precision(level="O2", dtype="float16", loss_scale=LossScale()),
 }
@@ -114,11 +120,17 @@ GRAPHS = {
 """``aot_eager`` traces the backward pass too, as real backends do, but takes twice as long."""
 LOSSES = {"loss": 1, "chunked-loss": 3}
 """Chunks of head and loss; three do not divide the positions of a micro-batch."""
+OFFLOADS = {
+    "device": Offload(),
+    "host-activations": Offload(activations=True),
+    "host-optimizer": Offload(optimizer=True),
+}
 OTHERS: dict[str, Mapping[str, Any]] = {
     "recompute": RECOMPUTES,
     "precision": PRECISIONS,
     "graph": GRAPHS,
     "loss": LOSSES,
+    "offload": OFFLOADS,
 }
 
 
@@ -130,15 +142,20 @@ def layout_of(row: Row) -> Layout:
     return Layout(pp=max(1, len(counts[0])), num_virtual_stages=len(counts), **options)
 
 
+def workload_of(precision: Precision) -> Workload:
+    return WIDE if precision.level == "O1-fp8" else WORKLOAD
+
+
 def spec_of(row: Row) -> TrialSpec:
-    layout = layout_of(row)
+    layout, precision = layout_of(row), PRECISIONS[row["precision"]]
     spec = tiny_spec(
         layout,
-        workload=WORKLOAD,
+        workload=workload_of(precision),
         num_microbatches=NUM_MICROBATCHES[row["batches"]],
         recompute=RECOMPUTES[row["recompute"]](layout),
-        precision=PRECISIONS[row["precision"]],
+        precision=precision,
         kernels=dataclasses.replace(GRAPHS[row["graph"]], loss_chunks=LOSSES[row["loss"]]),
+        offload=OFFLOADS[row["offload"]],
     )
     return dataclasses.replace(spec, protocol=THREE_STEPS)
 
@@ -149,7 +166,8 @@ def is_legal(row: Row, max_ranks_compiled: int = MAX_RANKS_COMPILED) -> bool:
     rows_per_rank = WORKLOAD.global_batch_size // layout_of(row).dp
     if rows_per_rank % NUM_MICROBATCHES[row["batches"]]:
         return False
-    return next(violations(WORKLOAD, spec_of(row).candidate), None) is None
+    spec = spec_of(row)
+    return next(violations(spec.workload, spec.candidate), None) is None
 
 
 def cost(row: Row) -> float:

@@ -13,6 +13,7 @@ import time
 from typing import Any, Protocol
 
 import torch
+from torch.profiler import ProfilerActivity
 
 from trials.accelerator.kinds import FAMILIES, DeviceKind, Family, family_of
 
@@ -71,8 +72,8 @@ def open_device(kind: str, index: int) -> torch.device:
     module = getattr(torch, family.torch_device)
     if not module.is_available():
         raise DeviceUnavailableError(
-            f"the trial asks for device {kind!r}, but this process sees none; look at what {family.query_tool} says, at"
-            f" {family.visible_variable}, and in a container at the devices it was given"
+            f"the trial asks for device {kind!r}, but this process sees no such device; look at what "
+            f"{family.query_tool} says, at {family.visible_variable}, and in a container at the devices it was given"
         )
     if index >= (count := module.device_count()):
         raise DeviceUnavailableError(
@@ -202,6 +203,12 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return major, minor
 
 
-def can_pin(device: torch.device) -> bool:
-    """Whether copies from pinned host memory may run beside other work."""
-    return not is_host(device)
+def has_cudnn(device: torch.device) -> bool:
+    """Whether convolutions there are cuDNN's, or on ROCm what stands in for it."""
+    return device.type == "cuda" and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+
+
+def profiler_activity(device: torch.device) -> ProfilerActivity | None:
+    """What torch's profiler calls the work of such devices; None for the CPU, whose work it always records."""
+    name = {"cuda": "CUDA", "xpu": "XPU"}.get(device.type, "PrivateUse1")
+    return None if is_host(device) else getattr(ProfilerActivity, name)

@@ -100,3 +100,16 @@ def family_of(kind: str) -> Family:
         if kind in (family.kind, family.torch_device):
             return family
     raise ValueError(f"device {kind!r} is none of {', '.join(FAMILIES)}")
+
+
+_HIDDEN: Mapping[str, str] = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HIP_VISIBLE_DEVICES": "",
+    "ASCEND_RT_VISIBLE_DEVICES": "",
+    "ONEAPI_DEVICE_SELECTOR": "*:cpu",  # an empty ZE_AFFINITY_MASK would hide nothing
+}
+
+
+def without_devices(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process that computes on no accelerator: none is started, no memory of one taken."""
+    return {**environment, **_HIDDEN}

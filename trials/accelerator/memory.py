@@ -7,34 +7,30 @@ Asked of the device's module rather than of ``torch.accelerator``: those who add
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from trials.accelerator.device import module_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatorFigures:
-    """What torch's caching allocator counts for one device. Peaks are since the last reset."""
+@dataclass(frozen=True, slots=True)
+class MemoryPeaks:
+    """Bytes at most allocated and reserved over some time."""
 
-    allocated_bytes: int
-    reserved_bytes: int
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    num_retries: int
-    """How often the device was full and the allocator gave its cache back to try again."""
+    allocated: int = 0
+    reserved: int = 0
+
+    def __or__(self, other: MemoryPeaks) -> MemoryPeaks:
+        """Those over both times."""
+        return MemoryPeaks(max(self.allocated, other.allocated), max(self.reserved, other.reserved))
 
 
-def allocator_figures(device: torch.device) -> AllocatorFigures:
-    """What the allocator says now."""
+def allocator_peaks(device: torch.device) -> MemoryPeaks:
+    """What torch's caching allocator handed out and what it held at most, since the last reset."""
     module = module_of(device)
-    return AllocatorFigures(
-        allocated_bytes=int(module.memory_allocated(device)),
-        reserved_bytes=int(module.memory_reserved(device)),
-        peak_allocated_bytes=int(module.max_memory_allocated(device)),
-        peak_reserved_bytes=int(module.max_memory_reserved(device)),
-        num_retries=int(module.memory_stats(device).get("num_alloc_retries", 0)),
-    )
+    return MemoryPeaks(int(module.max_memory_allocated(device)), int(module.max_memory_reserved(device)))
 
 
 def reset_peaks(device: torch.device) -> None:
@@ -58,3 +54,23 @@ def limit_allocator(device: torch.device, limit_bytes: int) -> None:
     module = module_of(device)
     total_bytes = int(module.get_device_properties(device).total_memory)
     module.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), device)
+
+
+def record_history(device: torch.device) -> None:
+    """Have the allocator remember every allocation with the place in the code, as far as the device's allocator can."""
+    if (recorder := _recorder(device)) is not None:
+        recorder._record_memory_history()
+
+
+def write_history(device: torch.device, path: Path) -> bool:
+    """Write what was remembered for PyTorch's memory viewer, and remember no more; whether there was anything."""
+    if (recorder := _recorder(device)) is None:
+        return False
+    recorder._dump_snapshot(str(path))
+    recorder._record_memory_history(enabled=None)
+    return True
+
+
+def _recorder(device: torch.device) -> Any:
+    found = getattr(module_of(device), "memory", None)
+    return found if hasattr(found, "_record_memory_history") and hasattr(found, "_dump_snapshot") else None

@@ -49,6 +49,8 @@ class StageEstimate:
     """Collectives per step, by type."""
     num_parameters: int
     """Elements stored on the rank."""
+    host_bytes: int = 0
+    """Peak of what the rank has in its host's memory: activations, states of the optimiser."""
 
     @classmethod
     def of_run(cls, stage: int, run: RankRun) -> StageEstimate:
@@ -63,6 +65,7 @@ class StageEstimate:
             flops=run.flops,
             collectives=run.collectives,
             num_parameters=run.num_parameters,
+            host_bytes=run.host_bytes,
         )
 
     def needed_bytes(self, fragmentation: float, context_bytes: int) -> int:
@@ -85,6 +88,11 @@ class DryRunEstimate:
     def peak_bytes(self) -> int:
         """Peak of the stage that needs most."""
         return max(stage.peak_bytes for stage in self.stages)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of a rank of the stage that needs most."""
+        return max(stage.host_bytes for stage in self.stages)
 
     def needed_bytes(self, fragmentation: float, context_bytes: int) -> int:
         """Device memory to set aside for the stage that needs most; see :meth:`StageEstimate.needed_bytes`."""

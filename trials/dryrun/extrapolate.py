@@ -111,6 +111,7 @@ def _lengthened(plan: Extrapolation, runs: Sequence[RankRun]) -> RankRun:
         rank=base.rank,
         num_parameters=fit(lambda run: run.num_parameters),
         peaks={place: _peak_at(place, fit, fit_all) for place in places},
+        host_bytes=fit(lambda run: run.host_bytes),
         flops=fit_all(lambda run: run.flops),
         collectives=fit_traffic(lambda run: run.collectives),
         growth=Growth(collectives=fit_traffic(lambda run: run.growth.collectives)),

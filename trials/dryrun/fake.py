@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import trials.models
+import trials.offload.host
+import trials.precision.float8
 import trials.training.build
 from trials.dryrun.tracker import MemoryTracker
 from trials.models.base import TrainModel
@@ -218,4 +220,18 @@ def fused_rms_norm() -> Iterator[None]:
         return normed
 
     with replaced(torch.nn.functional, "rms_norm", rms_norm):
+        yield
+
+
+@contextlib.contextmanager
+def scaled_matmuls() -> Iterator[None]:
+    """Multiply 8-bit floats as CUDA does, with copies in 8 bits; emulation makes copies in fp32."""
+    with replaced(trials.precision.float8, "emulates", lambda _device: False):
+        yield
+
+
+@contextlib.contextmanager
+def host_memory(tracker: MemoryTracker) -> Iterator[None]:
+    """Count as the host's what offloading allocates there: fake tensors are all of one device."""
+    with replaced(trials.offload.host, "allocating", tracker.on_host):
         yield

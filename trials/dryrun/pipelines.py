@@ -18,9 +18,10 @@ from trials.training.pipeline import Stage
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
-    from torch.distributed.pipelining import schedules
-    from torch.distributed.pipelining._utils import InferenceMode, _StageMeta, extract_tensor_metas
+    from torch.distributed.pipelining import _utils, schedules
     from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+# Names in ``_utils`` are looked up where they are used: older releases lack them, and simulate all but pipelines.
 
 
 @contextlib.contextmanager
@@ -29,7 +30,7 @@ def static_shapes() -> Iterator[None]:
 
     def agree(_schedule: Any, stages: list[Stage], *_: Any) -> None:
         for stage in stages:
-            stage._inference_mode = InferenceMode.STATIC
+            stage._inference_mode = _utils.InferenceMode.STATIC
 
     with replaced(_PipelineSchedule, "_warmup_p2p", agree):
         yield
@@ -66,7 +67,7 @@ def tell_shapes(stages: list[Stage], parts: list[ModelPart], spec: TrialSpec) ->
     hidden = _meta(boundary_size(spec), _boundary_dtype(spec)).requires_grad_()
     for stage, part in zip(stages, parts, strict=True):
         first, last = part.chunk.is_first, part.chunk.is_last
-        stage._user_meta = _StageMeta(
+        stage._user_meta = _utils._StageMeta(
             inputs=_metas(_meta(_input_size(spec), torch.long) if first else hidden),
             outputs=_metas(_output(spec) if last else hidden),
             input_grads=None if first else _metas(hidden.detach()),
@@ -93,7 +94,7 @@ def boundary_size(spec: TrialSpec) -> tuple[int, ...]:
 def _boundary_dtype(spec: TrialSpec) -> torch.dtype:
     """Residual streams stay fp32 under autocast; O2 computes in 16 bits."""
     precision = spec.candidate.precision
-    if precision.level == "O1" and isinstance(spec.workload.model, LinearModel):
+    if precision.level in ("O1", "O1-fp8") and isinstance(spec.workload.model, LinearModel):
         return getattr(torch, precision.dtype)  # type: ignore[no-any-return]
     return parameter_dtype(precision, sharded=False)
 
@@ -114,4 +115,4 @@ def _meta(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _metas(tensor: torch.Tensor) -> Any:
-    return extract_tensor_metas((tensor,))
+    return _utils.extract_tensor_metas((tensor,))

@@ -8,7 +8,7 @@ from typing import Literal
 
 from trials.spec import TrialSpec
 
-VERSION = 3
+VERSION = 4
 """Version of the simulation; results of other versions are not comparable."""
 
 Category = Literal["param", "grad", "optimizer", "activation", "temporary", "communication", "input"]
@@ -80,6 +80,8 @@ class RankRun:
     """FLOPs by ``forward``, ``backward`` and ``recompute``."""
     collectives: Mapping[str, Traffic] = field(default_factory=dict)
     growth: Growth = Growth()
+    host_bytes: int = 0
+    """Peak of what waits in the host's memory."""
     cpu_s: float = 0.0
     """CPU seconds the simulation took."""
 

@@ -22,6 +22,7 @@ from trials.dryrun.microbatches import period
 from trials.dryrun.pipelines import held_sends, static_shapes, tell_shapes
 from trials.dryrun.records import DryRunRequest, Growth, RankRun, Traffic
 from trials.dryrun.tracker import MemoryTracker, TrafficCounter
+from trials.kernels.settings import expected_attention
 from trials.legality.rules import check
 from trials.operators import in_backward
 from trials.parallel.data_parallel import finish_gradients
@@ -67,11 +68,15 @@ def simulate(request: DryRunRequest) -> RankRun:
         stack.enter_context(fake.storage_from(mode))
         stack.enter_context(fake.tracked_resizes(tracker))
         stack.enter_context(fake.untracked_propagation(tracker))
+        stack.enter_context(fake.host_memory(tracker))
         stack.enter_context(fake.ddp_as_buckets(tracker, mode))
-        stack.enter_context(static_shapes())
-        stack.enter_context(held_sends())
+        if spec.candidate.layout.pp > 1:
+            stack.enter_context(static_shapes())
+            stack.enter_context(held_sends())
+        stack.enter_context(expected_attention(spec))
         if is_accelerator:
             stack.enter_context(fake.fused_rms_norm())
+            stack.enter_context(fake.scaled_matmuls())
         return _Simulation(request, spec, mesh, mode, tracker).run(started_s)
 
 
@@ -108,6 +113,7 @@ class _Simulation:
             rank=self.request.rank,
             num_parameters=sum(stored_part(parameter).numel() for parameter in trainer.parameters),
             peaks=tracker.peaks(),
+            host_bytes=tracker.peak_host_bytes,
             flops=dict(tracker.flops),
             collectives=tracker.collectives(),
             growth=self.log.growth(num_microbatches, period(self.spec.candidate.layout, num_microbatches)),

@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
@@ -22,7 +20,6 @@ from trials.dryrun.records import CATEGORIES, Category, Peak, Traffic
 from trials.operators import in_backward
 from trials.parallel.shards import stored_part
 
-_WRAPPERS = (DTensor, AsyncCollectiveTensor)
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 _COLLECTIVES = (
     ("reduce_scatter", "reduce_scatter"),
@@ -46,6 +43,7 @@ TrafficCounter = Counter[tuple[str, str]]
 class _Block:
     category: Category
     num_bytes: int
+    is_on_host: bool = False
 
 
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -68,6 +66,10 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sent: Counter[str] = Counter()
         self._blocks: Any = WeakIdKeyDictionary()
         self._paused = 0
+        self._on_host = 0
+        self.host_bytes = 0
+        """Live bytes in the host's memory, which count for nothing else."""
+        self.peak_host_bytes = 0
 
     def peaks(self) -> dict[str, Peak]:
         """Peaks by ``phase/place``, since the last :meth:`restart`."""
@@ -93,6 +95,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops.clear()
         self._calls.clear()
         self._sent.clear()
+        self.peak_host_bytes = self.host_bytes
         self._note_peak()
 
     @contextmanager
@@ -103,6 +106,15 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._paused -= 1
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Count what is made in the body as the host's."""
+        self._on_host += 1
+        try:
+            yield
+        finally:
+            self._on_host -= 1
 
     def assign(self, tensors: Iterable[Tensor | None], category: Category) -> None:
         """Move what the tensors occupy on this rank to ``category``, counting it if it was unknown."""
@@ -135,8 +147,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._change(block, self._size(storage))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, _WRAPPERS) for kind in types):
-            return NotImplemented  # they call again with their local parts
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # they call again with what they wrap
         kwargs = kwargs or {}
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # as eager; the fake kernel makes a new tensor
@@ -197,19 +209,24 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return -(-storage.nbytes() // granule) * granule
 
     def _add(self, storage: torch.UntypedStorage, category: Category) -> None:
-        block = _Block(category, 0)
+        block = _Block(category, 0, self._on_host > 0)
         self._blocks[storage] = block
         weakref.finalize(storage, self._change, block, 0).atexit = False
         self._change(block, self._size(storage))
 
     def _move(self, block: _Block, category: Category) -> None:
-        self.live_bytes[block.category] -= block.num_bytes
-        self.live_bytes[category] += block.num_bytes
+        if not block.is_on_host:
+            self.live_bytes[block.category] -= block.num_bytes
+            self.live_bytes[category] += block.num_bytes
         block.category = category
 
     def _change(self, block: _Block, num_bytes: int) -> None:
         growth = num_bytes - block.num_bytes
         block.num_bytes = num_bytes
+        if block.is_on_host:
+            self.host_bytes += growth
+            self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
+            return
         self.live_bytes[block.category] += growth
         self.total_bytes += growth
         if growth > 0:

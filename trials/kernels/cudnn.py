@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trials.accelerator.device import has_cudnn
 from trials.reports.findings import KernelTuningReport
 from trials.spec import Kernels
 
@@ -24,7 +25,7 @@ class KernelTuner:
 
     def __init__(self, models: Iterable[nn.Module], kernels: Kernels, device: torch.device) -> None:
         self._range = kernels.cudnn_tuning_range
-        self._has_cudnn = device.type == "cuda" and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+        self._has_cudnn = has_cudnn(device)
         self._in_graph = kernels.compile != "off"
         self._before = torch.backends.cudnn.benchmark
         self._step = 0

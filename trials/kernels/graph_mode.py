@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch._dynamo
 from torch import nn
 from torch._dynamo import utils
+from torch._dynamo.callback import callback_handler
 
 from trials.models.base import TrainModel
 from trials.reports.findings import GraphReport
@@ -16,6 +17,8 @@ from trials.spec import Kernels
 _MAX_REASONS = 8
 _MAX_REASON_CHARS = 200
 _MAX_COMPILATIONS = 4096
+_HITS, _MISSES = "fxgraph_cache_hit", ("fxgraph_cache_miss", "fxgraph_cache_bypass")
+"""Names in torch's counters of what inductor's cache on disk had, and had not or could not have."""
 
 
 def apply_compile(model: TrainModel, kernels: Kernels) -> None:
@@ -44,10 +47,15 @@ class Compilation:
 
 
 def forget_compilations() -> None:
-    """Drop everything compiled so far, so that each trial of a process compiles and counts for itself."""
+    """Drop everything compiled so far, so that each trial of a process compiles and counts for itself; whoever listens
+    to compilations goes on listening."""
+    begins, ends = list(callback_handler.start_callbacks), list(callback_handler.end_callbacks)
     torch._dynamo.reset()
+    callback_handler.start_callbacks[:], callback_handler.end_callbacks[:] = begins, ends
     utils.set_compilation_metrics_limit(_MAX_COMPILATIONS)
     utils.clear_compilation_metrics()
+    for name in (_HITS, *_MISSES):
+        utils.counters["inductor"].pop(name, None)
 
 
 def compilations() -> list[Compilation]:
@@ -60,7 +68,7 @@ def compilations() -> list[Compilation]:
 
 
 def graph_report(log: Iterable[Compilation]) -> GraphReport:
-    """Sum up a log of compilations."""
+    """Sum up a log of compilations, and what inductor's cache had of them since :func:`forget_compilations`."""
     entries = list(log)
     forward = [entry for entry in entries if entry.is_forward]
     reasons = [entry.reason for entry in forward if entry.reason]
@@ -70,6 +78,8 @@ def graph_report(log: Iterable[Compilation]) -> GraphReport:
         num_recompilations=len(reasons),
         compile_s=sum(entry.time_s for entry in entries),
         reasons=tuple(shown)[:_MAX_REASONS],
+        cache_hits=utils.counters["inductor"][_HITS],
+        cache_misses=sum(utils.counters["inductor"][name] for name in _MISSES),
     )
 
 

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from trials.failure import InfeasibleSpec
 from trials.legality.candidate import CANDIDATE_RULES, FP32_MAX, FP32_TINY
+from trials.legality.float8 import FLOAT8_RULES
 from trials.legality.layout import LAYOUT_RULES, LegalityRule, has_sane_chunks, holds_plain, uses_ddp
+from trials.legality.offload import OFFLOAD_RULES
 from trials.legality.pattern import pattern_problem
 from trials.spec import (
     Candidate,
@@ -41,7 +43,7 @@ __all__ = [
     "violations",
 ]
 
-RULES: tuple[LegalityRule, ...] = (*LAYOUT_RULES, *CANDIDATE_RULES)
+RULES: tuple[LegalityRule, ...] = (*LAYOUT_RULES, *CANDIDATE_RULES, *FLOAT8_RULES, *OFFLOAD_RULES)
 """Every rule on a workload and a candidate, in the order of reports."""
 DATA_OF_MODEL: dict[type[Model], tuple[type[Data], ...]] = {
     LlamaModel: (TextData, TokenFileData),

@@ -14,17 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trials.attention.kernels import causal_attention
 from trials.models.base import Initial, TrainModel
 from trials.spec import LlamaModel
 from trials.stages import Chunk
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Causal attention of ``q [B, H, S, head_size]``, ``k`` and ``v`` (maybe fewer heads); gives the shape of ``q``."""
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The :data:`AttentionCore` for sequences that are whole on this rank."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
 
 
 class RMSNorm(nn.Module):
@@ -195,8 +191,6 @@ class Llama(TrainModel):
         self.rope: Tensor | None = None
         self.held_positions: Callable[[Tensor], Tensor] = unchanged
         """Function that takes, along dimension 1, the positions that this rank holds of every sequence."""
-        self.on_materialize: list[Callable[[torch.device], None]] = []
-        """Functions that make what else needs storage and is neither parameter nor buffer."""
 
     @property
     def head_size(self) -> int:
@@ -212,11 +206,15 @@ class Llama(TrainModel):
         outputs: Tensor = self.output(self.norm(h), targets=targets)
         return outputs
 
+    def attend_by(self, core: AttentionCore) -> None:
+        """Let all layers attend by ``core``."""
+        for layer in self.layers.values():
+            assert isinstance(layer, Block)
+            layer.attention.core = core
+
     def materialize(self, device: torch.device) -> None:
         table = rotary_table(self.seq_length, self.head_size, self.shape.rope_theta)
         self.rope = self.held_positions(table).to(device)
-        for make in self.on_materialize:
-            make(device)
 
     def initial(self, name: str) -> Initial:
         """Projections into the residual stream are scaled down by ``sqrt(2 L)`` as in GPT-2 (Radford et al., 2019)."""

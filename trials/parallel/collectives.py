@@ -47,17 +47,22 @@ def group_of(mesh: DeviceMesh) -> Group:
 class Pending:
     """A started collective, to be finished once."""
 
-    __slots__ = ("_halves", "token")
+    __slots__ = ("_halves", "_token")
 
     def __init__(self, token: Tensor, result: Tensor) -> None:
-        self.token = token
-        """What was sent. Its gradient may still be in flight when it comes: it is awaited here."""
+        self._token: Tensor | None = token
         self._halves: tuple[Tensor, Tensor] | None = (token, result)
 
     def take(self) -> tuple[Tensor, Tensor] | None:
         """What :func:`finish` needs, the first time; then None, so that nothing keeps the result alive."""
         halves, self._halves = self._halves, None
         return halves
+
+    def take_token(self) -> Tensor:
+        """What was sent, once. Its gradient may still be in flight when it comes: it is awaited there."""
+        token, self._token = self._token, None
+        assert token is not None
+        return token
 
 
 def start(kind: CollectiveKind, x: Tensor, group: Group) -> Pending:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from trials.accelerator.device import is_host
 from trials.legality.rules import holds_plain
 from trials.models.base import TrainModel
 from trials.parallel.buckets import BucketedReplica, Kind, Peers
@@ -61,7 +62,7 @@ def _ends(model: TrainModel) -> list[nn.Module]:
 
 def apply_ddp(model: TrainModel, mesh: DeviceMesh, layout: Layout, device: torch.device) -> nn.Module:
     """Replicate over all data-parallel ranks; they are equal already, so nothing is sent."""
-    options: dict[str, Any] = {"device_ids": [device.index]} if device.type == "cuda" else {}
+    options: dict[str, Any] = {} if is_host(device) else {"device_ids": [device.index]}
     # Every rank keeps its own batch-norm statistics; training does not read them.
     options |= {"init_sync": False, "forward_sync_buffers": False, "gradient_as_bucket_view": True}
     assert layout.tp == 1 or layout.tp_engine == "local"

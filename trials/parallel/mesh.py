@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trials.accelerator.device import collectives_of
 from trials.spec import AXES, Layout
 
 SHARD_AXES = ("dp_shard", "cp")
@@ -58,23 +59,6 @@ class RankIdentity:
         )
 
 
-def select_device(kind: str, identity: RankIdentity) -> torch.device:
-    """The device this rank computes on; a CUDA rank takes the one of its local rank."""
-    if kind == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise RuntimeError('the trial asks for device "cuda" but this process sees no CUDA device; check the driver')
-    device = torch.device("cuda", identity.local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was given; the CPU always has."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 @contextlib.contextmanager
 def process_group(identity: RankIdentity, device: torch.device) -> Iterator[None]:
     """Join the gang, and leave it when the body succeeds; where whoever started the rank does so itself after it has
@@ -106,7 +90,7 @@ def leave_gang(*, ends_process: bool = False) -> bool:
 
 
 def _init_process_group(identity: RankIdentity, device: torch.device) -> None:
-    backend = "gloo" if device.type == "cpu" else "nccl"
+    backend = collectives_of(device)
     rendezvous = os.environ.get(RENDEZVOUS_VARIABLE)
     rank, world_size = identity.rank, identity.world_size
     store: Any = None

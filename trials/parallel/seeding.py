@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trials.models.base import Initial, TrainModel
 from trials.models.draws import Draws, Tile, key_of
-from trials.parallel.shards import Piece, ShardMap, pieces_of, plain_name
+from trials.parallel.shards import Piece, ShardMap, piece_of, plain_name
 
 
 @torch.no_grad()
@@ -30,8 +30,8 @@ def init_parameters(model: TrainModel, seed: int, shard_map: ShardMap, perturbat
     draws = Draws(next(iter(parameters.values())).device)
     for wrapped_name, parameter in parameters.items():
         name = plain_name(wrapped_name)
-        for piece in pieces_of(name, parameter, shard_map.shards.get(name)):
-            fill(piece, draws, model.initial(piece.name), seed, perturbation)
+        piece = piece_of(name, parameter, shard_map.shards.get(name))
+        fill(piece, draws, model.initial(name), seed, perturbation)
 
 
 @torch.no_grad()

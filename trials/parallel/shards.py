@@ -6,7 +6,7 @@ rank but slices of larger ones over the tensor-parallel group, as the values her
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -24,9 +24,6 @@ class LocalShard:
     dim: int
     index: int
     num_shards: int
-    fused: tuple[tuple[str, int], ...] = ()
-    """Names and sizes along ``dim`` of whole parameters whose slices stand one after the other along ``dim`` in one
-    parameter here; empty for a slice of the parameter of its own name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,30 +70,17 @@ class Piece:
     """The rank's memory."""
 
 
-def pieces_of(name: str, parameter: Tensor, shard: LocalShard | None) -> Iterator[Piece]:
-    """Tell which parts of which whole parameters fill ``parameter``, however it is split.
+def piece_of(name: str, parameter: Tensor, shard: LocalShard | None) -> Piece:
+    """Tell which part of the whole parameter ``parameter`` is, however it is split.
 
     Args:
         shard: what the local tensor-parallel engine did to it; FSDP may have split the result further.
     """
-    size, start, part = parameter.shape, _start_in(parameter), stored_part(parameter)
-    if shard is None:
-        yield Piece(name=name, size=size, start=start, part=part)
-        return
-    dim, begin = shard.dim, 0
-    held = range(start[dim], start[dim] + part.shape[dim])
-    for whole_name, whole_size in shard.fused or ((name, size[dim] * shard.num_shards),):
-        length = whole_size // shard.num_shards
-        low, high = max(begin, held.start), min(begin + length, held.stop)
-        if low < high:
-            place = shard.index * length + low - begin
-            yield Piece(
-                name=whole_name,
-                size=torch.Size((*size[:dim], whole_size, *size[dim + 1 :])),
-                start=(*start[:dim], place, *start[dim + 1 :]),
-                part=part.narrow(dim, low - held.start, high - low),
-            )
-        begin += length
+    size, start = list(parameter.shape), list(_start_in(parameter))
+    if shard is not None:
+        start[shard.dim] += shard.index * size[shard.dim]
+        size[shard.dim] *= shard.num_shards
+    return Piece(name=name, size=torch.Size(size), start=tuple(start), part=stored_part(parameter))
 
 
 def _start_in(tensor: Tensor) -> tuple[int, ...]:

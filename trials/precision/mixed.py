@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from trials.accelerator.device import capability, device_name
 from trials.failure import InfeasibleSpec
 from trials.reports.findings import LossScaleState
 from trials.spec import LossScale, Precision
@@ -24,20 +26,19 @@ def check_device(precision: Precision, device: torch.device) -> None:
     Raises:
         InfeasibleSpec: naming the device and what it lacks.
     """
-    wanted = MIN_CAPABILITY.get(precision.dtype)
-    if device.type != "cuda" or wanted is None:
+    wanted, have = MIN_CAPABILITY.get(precision.dtype), capability(device)
+    if have is None or wanted is None:
         return
-    have = torch.cuda.get_device_capability(device)
     if have < wanted:
-        name = torch.cuda.get_device_name(device)
+        name = device_name(device)
         raise InfeasibleSpec(
             f"{precision.dtype} is not fast on {name}: that takes compute capability {_version(wanted)}, the device has"
             f" {_version(have)}; {_remedy(precision.dtype, have)}"
         )
 
 
-def _version(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
+def _version(number: tuple[int, int]) -> str:
+    return ".".join(map(str, number))
 
 
 def _remedy(dtype: str, have: tuple[int, int]) -> str:
@@ -53,21 +54,33 @@ def compute_dtype(precision: Precision) -> torch.dtype:
 
 
 def autocast(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The context of the forward pass: autocast for O1, else nothing."""
-    if precision.level != "O1":
+    """The context of the forward pass: autocast for O1 and O1-fp8, else nothing."""
+    if precision.level not in ("O1", "O1-fp8"):
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=compute_dtype(precision))
 
 
 @contextlib.contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Set the precision of fp32 matmuls, as in ``torch.set_float32_matmul_precision``, for the duration of the body."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
+    """Set the precision of fp32 products for the duration of the body: of matmuls, as in
+    ``torch.set_float32_matmul_precision``, and of cuDNN's convolutions, which torch leaves on TF32 unless told.
+
+    The setting by ``allow_tf32`` is the one that every release knows and that inductor reads.
+    """
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    _set_precision(precision, tf32_convolutions=precision != "highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        _set_precision(before[0], tf32_convolutions=before[1])
+
+
+def _set_precision(precision: str, *, tf32_convolutions: bool) -> None:
+    with warnings.catch_warnings():
+        # Some releases say that this will go, and the others do not have what is to take its place.
+        warnings.filterwarnings("ignore", message="Please use the new API settings to control TF32")
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = tf32_convolutions
 
 
 def parameter_dtype(precision: Precision, *, sharded: bool) -> torch.dtype:

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from trials.parallel.mesh import synchronize
+from trials.accelerator.device import capability, is_host, synchronize
 from trials.precision.mixed import MIN_CAPABILITY, matmul_precision
 from trials.reports.rates import MatmulRate, ProbeSpec, Rate
 
@@ -52,8 +52,8 @@ def _large_matmul(dtype: torch.dtype, spec: ProbeSpec, device: torch.device) -> 
 
 
 def _supports(name: str, device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY.get(name, (0, 0))
+    if (have := capability(device)) is not None:
+        return have >= MIN_CAPABILITY.get(name, (0, 0))
     return name != "tf32"
 
 
@@ -62,7 +62,7 @@ def copy_rates(spec: ProbeSpec, device: torch.device) -> dict[str, Rate]:
     here = torch.zeros(spec.copy_bytes, dtype=torch.uint8, device=device)
     there = torch.zeros_like(here)
     rates = {"device": _rate(2.0 * spec.copy_bytes, _samples(partial(there.copy_, here), spec, device))}
-    if device.type == "cuda":
+    if not is_host(device):
         host = torch.zeros(spec.copy_bytes, dtype=torch.uint8, pin_memory=True)
         to_device, from_device = partial(here.copy_, host, non_blocking=True), partial(host.copy_, here)
         rates["to_device"] = _rate(float(spec.copy_bytes), _samples(to_device, spec, device))

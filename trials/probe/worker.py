@@ -17,10 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trials.accelerator.device import installed_kind, open_device
+from trials.accelerator.kinds import FAMILIES
 from trials.codec import from_json, to_json
 from trials.files import write_json
 from trials.outcome import ProgressSink, ignore_progress, probe_report
-from trials.parallel.mesh import RankIdentity, process_group, select_device
+from trials.parallel.mesh import RankIdentity, process_group
 from trials.probe.device import copy_rates, matmul_rates
 from trials.probe.links import CollectiveTimer, neighbours_of, own_group
 from trials.reports.rates import ProbeSpec, RankRates, probe_spec
@@ -37,7 +39,7 @@ def run_rank(spec: Mapping[str, Any], progress: ProgressSink) -> dict[str, Any]:
     wanted: ProbeSpec = from_json(ProbeSpec, spec)
     progress("starting")
     identity = RankIdentity.from_env()
-    device = select_device(wanted.device, identity)
+    device = open_device(wanted.device, identity.local_rank)
     start_s = time.perf_counter()
     with process_group(identity, device):
         rates = measure(wanted, identity, device, progress)
@@ -74,11 +76,11 @@ def measure(spec: ProbeSpec, identity: RankIdentity, device: torch.device, progr
 def main() -> None:
     """Measure under torchrun; rank 0 reports the rates of all ranks."""
     parser = argparse.ArgumentParser(prog="python -m trials.probe.worker", description="Measure this hardware.")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=list(FAMILIES), default=installed_kind())
     parser.add_argument("--out", type=Path, help="where rank 0 writes the rates as JSON (default: stdout)")
     args = parser.parse_args()
     identity = RankIdentity.from_env()
-    device = select_device(args.device, identity)
+    device = open_device(args.device, identity.local_rank)
     everyone: list[Any] = [None] * identity.world_size
     with process_group(identity, device):
         rates = measure(probe_spec(args.device), identity, device, ignore_progress)

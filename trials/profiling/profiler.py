@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from trials.accelerator.device import synchronize
+from trials.accelerator.device import is_host, profiler_activity, synchronize
+from trials.accelerator.memory import record_history, write_history
 from trials.failure import InfeasibleSpec
 from trials.files import make_private_folder, write_atomically
 from trials.profiling.collectives import CollectiveCounter
@@ -169,10 +170,10 @@ class Profiler(StepClock):
     def _prepared(self) -> Any:
         """The profiler one step before it records: CUPTI takes its time to start."""
         activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        if (own := profiler_activity(self._device)) is not None:
+            activities.append(own)
             if self._spec.memory:
-                torch.cuda.memory._record_memory_history()
+                record_history(self._device)
         profiler = profile(
             activities=activities,
             record_shapes=True,
@@ -184,12 +185,10 @@ class Profiler(StepClock):
 
     def _end_recording(self) -> None:
         self._profile.stop_trace()
-        if self._device.type == "cuda" and self._spec.memory:
-            if self._folder is not None:
-                snapshot = self._folder / f"rank{self._rank}.memory.pickle"
-                torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
+        if not is_host(self._device) and self._spec.memory and self._folder is not None:
+            snapshot = self._folder / f"rank{self._rank}.memory.pickle"
+            if write_history(self._device, snapshot):
                 snapshot.chmod(0o600)
-            torch.cuda.memory._record_memory_history(enabled=None)
 
     def _begin_counting(self) -> None:
         """Graph mode is off in this step, on all ranks or none: the compiler may order collectives differently."""
@@ -278,5 +277,5 @@ class Profiler(StepClock):
         if not curve:
             return None
         ts_us, peak_bytes = max(curve, key=lambda point: point[1])
-        start_bytes = curve[0][1] if self._device.type == "cuda" else 0
+        start_bytes = 0 if is_host(self._device) else curve[0][1]
         return MemoryPeak(peak_bytes=peak_bytes, start_bytes=start_bytes, phase=phase_at(phases, ts_us))

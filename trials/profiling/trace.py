@@ -29,8 +29,8 @@ _STEP = re.compile(r"ProfilerStep#\d+")
 """Names that the profiler gives the steps it records."""
 _MEMORY = "[memory]"
 """Name of the events that tell of an allocation."""
-_CUDA = 1
-"""CUDA's number among torch's kinds of devices."""
+_NUMBERS = {"cpu": 0, "cuda": 1, "xpu": 12, "npu": 20}
+"""The numbers of torch's types of devices (``c10::DeviceType``); packages that add one share the last."""
 _CPU_COLLECTIVE = re.compile(r"gloo:|mpi:")
 """Names of ranges from the start of a collective to its end."""
 _CPU_COMMUNICATION = re.compile(r"c10d|wait_tensor|gloo:|mpi:|record_param_comms")
@@ -192,7 +192,7 @@ def memory_curve(trace: Mapping[str, Any], device: str) -> list[tuple[float, int
 
     On the CPU bytes count from the start of the recording.
     """
-    wanted = _CUDA if device == "cuda" else 0
+    wanted = _NUMBERS[device]
     curve = [
         (event["ts"], int(event["args"]["Total Allocated"]))
         for event in trace["traceEvents"]

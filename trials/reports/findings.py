@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from trials.reports.devices import DeviceHealth
 from trials.reports.profile import RankProfile
 from trials.reports.rates import RankRates
 from trials.reports.script import ScriptReport
+
+CompileCache = Literal["cold", "warm", "mixed"]
+"""What a trial found of its graphs in the compiler's cache: nothing, everything, or a part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,19 @@ class GraphReport:
     compile_s: float
     reasons: tuple[str, ...] = ()
     """Why it compiled again, shortened."""
+    cache_hits: int = 0
+    """Graphs that the compiler found in its cache, because an earlier trial of the sweep had the same; of a gang, all
+    ranks together."""
+    cache_misses: int = 0
+    """Graphs that it looked for there and had to compile."""
+
+    @property
+    def cache(self) -> CompileCache | None:
+        """Whether ``compile_s`` is the time to compile, to read what was compiled, or a mixture that compares with
+        neither; None where the compiler keeps nothing."""
+        if not self.cache_hits:
+            return "cold" if self.cache_misses else None
+        return "mixed" if self.cache_misses else "warm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

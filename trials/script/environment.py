@@ -113,7 +113,7 @@ def child_environment(
     environment["TORCHELASTIC_ERROR_FILE"] = str(error_file)
     environment |= {pair[0]: pair[1] for pair in command.env if len(pair) == 2}
     environment[REPORT_VARIABLE] = str(report)
-    if command.memory_limit_bytes is not None and command.device == "cuda":
+    if command.memory_limit_bytes is not None and command.device != "cpu":
         environment[MEMORY_LIMIT_VARIABLE] = str(command.memory_limit_bytes)
     environment["PYTHONPATH"] = with_hook(environment.get("PYTHONPATH"), hook=command.hook)
     return environment

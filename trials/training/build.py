@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from trials.attention.kernels import causal_attention
 from trials.kernels.graph_mode import apply_compile
+from trials.kernels.settings import attention_plan
 from trials.legality.rules import uses_ddp
 from trials.models import TrainModel, build_model
-from trials.parallel.context_parallel import apply_context_parallel
+from trials.models.llama import Llama
+from trials.offload.activations import OffloadMeter, apply_activation_offload
+from trials.parallel.context.apply import apply_context_parallel
 from trials.parallel.data_parallel import apply_buckets, apply_ddp, apply_fsdp, uses_fsdp
 from trials.parallel.seeding import init_parameters, perturb_parameters
 from trials.parallel.shards import ShardMap
@@ -19,9 +24,10 @@ from trials.parallel.tensor.copies import apply_copies
 from trials.parallel.tensor.engines import apply_tensor_parallel
 from trials.parallel.tensor.vocabulary import chunk_loss
 from trials.precision.autocast_lists import CastMeter, apply_autocast_lists
-from trials.precision.mixed import compute_dtype, parameter_dtype
+from trials.precision.float8 import apply_float8
+from trials.precision.mixed import parameter_dtype
 from trials.recompute.apply import RecomputeMeter, apply_recompute
-from trials.spec import Candidate, TrialSpec
+from trials.spec import TrialSpec
 from trials.stages import Chunk, chunks_of_stage
 
 
@@ -36,6 +42,7 @@ class ModelPart:
     shard_map: ShardMap
     cast_meter: CastMeter
     recompute_meter: RecomputeMeter
+    offload_meter: OffloadMeter
 
     def with_targets(self, targets: Tensor | None) -> dict[str, Tensor]:
         """What ``module`` takes besides its input: the targets, where it computes the loss itself."""
@@ -66,10 +73,12 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
     if model.is_own:
         perturb_parameters(model, spec.workload.seed, spec.perturbation)
     model.store_as(parameter_dtype(candidate.precision, sharded=uses_fsdp(layout)))
-    shard_map = _split(model, candidate, mesh)
+    apply_float8(model, candidate.precision, device, tp=candidate.layout.tp)
+    shard_map = _split(model, spec, mesh, device)
     cast_meter = apply_autocast_lists(model, candidate.precision)
     recompute_meter = apply_recompute(model, candidate.recompute, chunk)
     apply_compile(model, candidate.kernels)
+    offload_meter = apply_activation_offload(model, candidate.offload, chunk, device)
     has_parameters = next(model.parameters(), None) is not None
     if uses_fsdp(layout) and has_parameters:
         assert mesh is not None
@@ -93,19 +102,29 @@ def _build_part(spec: TrialSpec, chunk: Chunk, mesh: DeviceMesh | None, device: 
         shard_map=shard_map,
         cast_meter=cast_meter,
         recompute_meter=recompute_meter,
+        offload_meter=offload_meter,
     )
 
 
-def _split(model: TrainModel, candidate: Candidate, mesh: DeviceMesh | None) -> ShardMap:
+def _split(model: TrainModel, spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device) -> ShardMap:
     """Split what the model computes over tensor- and context-parallel ranks, and over time, in place."""
-    layout = candidate.layout
+    candidate, layout = spec.candidate, spec.candidate.layout
     shard_map = ShardMap()
     if layout.tp > 1:
         assert mesh is not None
         shard_map = apply_tensor_parallel(model, mesh["tp"], layout, candidate.precision)
     chunk_loss(model, candidate.kernels.loss_chunks)
-    if layout.cp > 1:
-        assert mesh is not None
-        apply_context_parallel(model, mesh["cp"], layout, compute_dtype(candidate.precision))
+    if isinstance(model, Llama):
+        _choose_attention(model, spec, mesh, device)
     apply_copies(model, layout)
     return shard_map
+
+
+def _choose_attention(model: Llama, spec: TrialSpec, mesh: DeviceMesh | None, device: torch.device) -> None:
+    layout = spec.candidate.layout
+    plan = attention_plan(spec, model.shape, device)
+    if layout.cp > 1:
+        assert mesh is not None
+        apply_context_parallel(model, mesh["cp"], layout, plan)
+    elif plan.expands:
+        model.attend_by(functools.partial(causal_attention, expands=True))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import resource
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from trials.accelerator.device import is_host
+from trials.accelerator.memory import MemoryPeaks, allocator_peaks, release_cached, reset_peaks
 
 logger = logging.getLogger(__name__)
 
@@ -16,42 +18,34 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
-@dataclass(frozen=True, slots=True)
-class _Peaks:
-    """Bytes at most allocated and reserved over some time."""
-
-    allocated: int = 0
-    reserved: int = 0
-
-
 class PeakMemory:
     """Peak bytes from construction on.
 
-    On CUDA what the caching allocator handed out and what it reserved. On the CPU, which has no such allocator, both
-    are the growth of the peak resident set over the resident set at construction, without the pages of files touched
-    since: torch's code, some 30 MiB whatever the candidate, and mapped data. What the C library's allocator keeps of
-    freed tensors is included; it is most of what is measured beyond the sum of live tensors.
+    On accelerators what the caching allocator handed out and what it reserved. On the CPU, which has no such allocator,
+    both are the growth of the peak resident set over the resident set at construction, without the pages of files
+    touched since: torch's code, some 30 MiB whatever the candidate, and mapped data. What the C library's allocator
+    keeps of freed tensors is included; it is most of what is measured beyond the sum of live tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        else:
+        if is_host(device):
             self._can_reset = _reset_peak_resident()
             self._baseline_bytes = resident_bytes()
             self._file_bytes = _status_bytes("RssFile") or 0
-        self._before = _Peaks()
+        else:
+            reset_peaks(device)
+        self._before = MemoryPeaks()
 
     def restart(self) -> None:
         """Forget the peak so far; what is in use now stays in the account."""
         gc.collect()
-        self._before = _Peaks()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self._device)
-        else:
+        self._before = MemoryPeaks()
+        if is_host(self._device):
             _reset_peak_resident()
+        else:
+            release_cached(self._device)
+            reset_peaks(self._device)
 
     def allocated_bytes(self) -> int:
         """Peak of what tensors were given."""
@@ -64,19 +58,19 @@ class PeakMemory:
     def step_bytes(self) -> int:
         """Peak of what tensors were given since this was last asked, the step that has just ended."""
         found = self._now()
-        self._before = _Peaks(max(self._before.allocated, found.allocated), max(self._before.reserved, found.reserved))
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        self._before |= found
+        if not is_host(self._device):
+            reset_peaks(self._device)
         elif self._can_reset:
             _reset_peak_resident()
         return found.allocated
 
-    def _now(self) -> _Peaks:
-        if self._device.type == "cuda":
-            return _Peaks(torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device))
+    def _now(self) -> MemoryPeaks:
+        if not is_host(self._device):
+            return allocator_peaks(self._device)
         touched_bytes = max(0, (_status_bytes("RssFile") or 0) - self._file_bytes)
         grown = max(0, peak_resident_bytes() - self._baseline_bytes - touched_bytes)
-        return _Peaks(grown, grown)
+        return MemoryPeaks(grown, grown)
 
 
 def limit_memory(limit_bytes: int) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trials.accelerator.device import synchronize
 from trials.datasets import Batch, StepBatches
 from trials.models import loss_of
-from trials.parallel.mesh import synchronize
 from trials.precision.mixed import autocast
 from trials.reports.findings import MemoryFormatReport
 from trials.spec import Precision, TrialSpec

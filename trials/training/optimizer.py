@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from trials.parallel.held import HeldTensor
-from trials.precision.mixed import LossScaler
 from trials.spec import AdamW
 
 with warnings.catch_warnings():
@@ -23,14 +22,8 @@ WORKSPACE_BYTES = 128 << 20
 """Most that fp32 copies of 16-bit gradients take at a time: enough for kernels of some tenth of a millisecond."""
 
 
-def build_optimizer(config: AdamW, held: Sequence[HeldTensor], scaler: LossScaler | None) -> LocalAdamW | None:
-    """AdamW on what this rank holds; None for a rank without parameters, as a pipeline stage of no layers may be."""
-    if not held:
-        return None
-    return LocalAdamW(held, grad_scale=lambda: 1.0 if scaler is None else scaler.scale, **_options(config))
-
-
-def _options(config: AdamW) -> dict[str, Any]:
+def options_of(config: AdamW) -> dict[str, Any]:
+    """The workload's choices by the names that torch has for them."""
     options = dataclasses.asdict(config)
     options["betas"] = (options.pop("beta1"), options.pop("beta2"))
     return options
@@ -41,7 +34,7 @@ def has_fused_adamw(device_type: str) -> bool:
     """Whether torch updates all tensors of such a device by one kernel, without temporaries: tried on one element."""
     state = UpdateState(torch.zeros(1, device=device_type))
     try:
-        _adamw([state], [torch.zeros(1, device=device_type)], fused=True)
+        adamw_update([state], [torch.zeros(1, device=device_type)], fused=True)
     except (RuntimeError, NotImplementedError):
         return False
     return True
@@ -50,11 +43,11 @@ def has_fused_adamw(device_type: str) -> bool:
 class UpdateState:
     """What AdamW keeps of some elements of the model: their fp32 values, and its own states beside them."""
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values: Tensor, master: Tensor | None = None) -> None:
         self.values = values
         """In the model; a view of it."""
-        self.master = values.float()
-        """``values`` themselves where they are fp32."""
+        self.master = values.float() if master is None else master
+        """``values`` themselves where they are fp32 and nobody gave a copy."""
         self.exp_avg = torch.zeros_like(self.master, memory_format=torch.preserve_format)
         self.exp_avg_sq = torch.zeros_like(self.master, memory_format=torch.preserve_format)
         self.num_steps = torch.zeros((), dtype=torch.float32, device=self.master.device)
@@ -65,7 +58,7 @@ class UpdateState:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Slice:
+class Slice:
     """Elements from ``start`` to ``stop`` of a held tensor, in memory order; all of them where ``stop`` is None."""
 
     held: HeldTensor
@@ -101,7 +94,7 @@ class LocalAdamW(torch.optim.Optimizer):
         self._held = list(held)
         self._grad_scale = grad_scale
         self._hyper = hyper
-        self._groups: list[list[_Slice]] | None = None
+        self._groups: list[list[Slice]] | None = None
 
     @property
     def states(self) -> list[UpdateState]:
@@ -112,22 +105,28 @@ class LocalAdamW(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         assert closure is None
         if self._groups is None:
-            self._groups = list(_grouped(self._held, WORKSPACE_BYTES))
-        for group in self._groups:
-            self._update(group)
-            for one in group:
-                if one.is_last:
-                    one.held.publish()
+            self._groups = list(self._grouped())
+        self._update_all(self._groups)
         for held in self._held:
             held.settle()
 
-    def _update(self, group: list[_Slice]) -> None:
-        pairs = [(one.state, grad) for one in group if (grad := one.gradient()) is not None]
+    def _grouped(self) -> Iterator[list[Slice]]:
+        return grouped(slices(self._held, WORKSPACE_BYTES // 4), WORKSPACE_BYTES // 4)
+
+    def _update_all(self, groups: list[list[Slice]]) -> None:
+        for group in groups:
+            self._update([(one.state, grad) for one in group if (grad := one.gradient()) is not None])
+            publish(group)
+
+    def _update(self, pairs: list[tuple[UpdateState, Tensor]]) -> None:
         if not pairs:
             return
         states = [state for state, _ in pairs]
-        _adamw(states, self._in_fp32(pairs), fused=has_fused_adamw(states[0].master.device.type), **self._hyper)
-        copied = [state for state in states if state.is_copy]
+        fused = has_fused_adamw(states[0].master.device.type)
+        adamw_update(states, self._in_fp32(pairs), fused=fused, **self._hyper)
+        self._write_back([state for state in states if state.is_copy])
+
+    def _write_back(self, copied: list[UpdateState]) -> None:
         if copied:
             torch._foreach_copy_([state.values for state in copied], [state.master for state in copied])
 
@@ -148,35 +147,46 @@ class LocalAdamW(torch.optim.Optimizer):
         return grads
 
 
-def _grouped(held: Iterable[HeldTensor], workspace_bytes: int) -> Iterator[list[_Slice]]:
-    """What is updated together: all that is fp32, and of the rest so much that its fp32 gradients fit a workspace."""
-    most = workspace_bytes // 4
-    whole: list[_Slice] = []
-    group: list[_Slice] = []
-    for one in held:
-        for piece in _slices(one, most):
-            if not piece.state.is_copy:
-                whole.append(piece)
-                continue
-            if group and sum(other.state.master.numel() for other in group) + piece.state.master.numel() > most:
-                yield group
-                group = []
-            group.append(piece)
+def publish(group: list[Slice]) -> None:
+    """Begin to send what the group has completed."""
+    for one in group:
+        if one.is_last:
+            one.held.publish()
+
+
+def grouped(pieces: Iterable[Slice], most: int) -> Iterator[list[Slice]]:
+    """What is updated together: all that has no copy, and of the rest so much that it has no more than ``most``
+    elements."""
+    whole: list[Slice] = []
+    group: list[Slice] = []
+    for piece in pieces:
+        if not piece.state.is_copy:
+            whole.append(piece)
+            continue
+        if group and sum(other.state.master.numel() for other in group) + piece.state.master.numel() > most:
+            yield group
+            group = []
+        group.append(piece)
     yield from (group for group in (group, whole) if group)
 
 
-def _slices(held: HeldTensor, most: int) -> Iterator[_Slice]:
-    values = held.values()
-    if values.dtype == torch.float32 or values.numel() <= most or not values.is_contiguous():
-        yield _Slice(held, UpdateState(values))
-        return
-    flat = values.view(-1)
-    for start in range(0, len(flat), most):
-        stop = min(start + most, len(flat))
-        yield _Slice(held, UpdateState(flat[start:stop]), start, stop, is_last=stop == len(flat))
+def slices(
+    held: Iterable[HeldTensor], most: int, make: Callable[[Tensor], UpdateState] | None = None
+) -> Iterator[Slice]:
+    """What is held, cut so that no piece with a copy has more than ``most`` elements; ``make`` gives all pieces one."""
+    for one in held:
+        values = one.values()
+        is_whole = make is None and values.dtype == torch.float32
+        if is_whole or values.numel() <= most or not values.is_contiguous():
+            yield Slice(one, (make or UpdateState)(values))
+            continue
+        flat = values.view(-1)
+        for start in range(0, len(flat), most):
+            stop = min(start + most, len(flat))
+            yield Slice(one, (make or UpdateState)(flat[start:stop]), start, stop, is_last=stop == len(flat))
 
 
-def _adamw(
+def adamw_update(
     states: list[UpdateState],
     grads: list[Tensor],
     *,

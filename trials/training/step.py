@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from trials.accelerator.device import mark
 from trials.failure import NonFiniteLoss
 from trials.models import loss_of
-from trials.parallel.context_parallel import split_sequence
+from trials.parallel.context.apply import split_sequence
 from trials.parallel.data_parallel import held_tensors
 from trials.parallel.held import HeldTensor, gradients_of
 from trials.precision.mixed import LossScaler
@@ -27,7 +27,7 @@ from trials.spec import Layout, TrialSpec
 from trials.stages import Coordinates
 from trials.training.accumulation import Accumulation, Engine, Marker
 from trials.training.build import ModelPart, parallelize
-from trials.training.optimizer import build_optimizer
+from trials.training.host_optimizer import build_optimizer
 from trials.training.pipeline import Pipeline
 
 
@@ -68,7 +68,9 @@ class Trainer:
         self.reads_inputs = any(part.chunk.is_first for part in self.parts)
         self.reads_targets = any(part.chunk.is_last for part in self.parts)
         self.parameters = [parameter for part in self.parts for parameter in part.model.parameters()]
-        self.optimizer = build_optimizer(spec.workload.optimizer, self.gradients.held, self.scaler)
+        self.optimizer = build_optimizer(
+            spec.workload.optimizer, self.gradients.held, self.scaler, device, on_host=candidate.offload.optimizer
+        )
         # Of the ranks that compute the loss, tensor-parallel peers compute the same one.
         self._num_losses = self.layout.world_size // self.layout.pp
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.cost.inputs import BUCKET_BYTES, SCHEDULES, even_layers
+from cluster.cost.inputs import BUCKET_BYTES, CP_METHODS, SCHEDULES, even_layers
 from cluster.hardware.accelerators import Accelerator, CatalogueError, find_accelerator
 
 FORMATS = {
@@ -146,6 +146,8 @@ def _layout(f: Mapping[str, str], n: Numbers, model: Mapping[str, Any]) -> dict[
         "dp_replicate": dp / shard,
         "dp_shard": shard,
         "cp": cp,
+        # What Megatron's --cp-comm-type is unless said otherwise; no row says it.
+        "cp_method": CP_METHODS.index("ring"),
         "tp": tp,
         "zero_stage": stage if shard * cp > 1 else 0.0,
         # MindSpore adds up whole gradients unless gradient_accumulation_shard is set; others reduce each micro-batch.
@@ -254,6 +256,11 @@ def _hardware(f: Mapping[str, str], n: Numbers, accelerator: Accelerator) -> dic
     return {
         "memory_bytes": accelerator.usable_memory_bytes,
         "memory_bytes_per_s": accelerator.memory_bytes_per_s,
+        "host_bytes_per_s": accelerator.host_bytes_per_s,
+        "node_size": per_node,
+        "casts_operands": 0.0,
+        "offload_activations": 0.0,
+        "offload_optimizer": 0.0,
         "link_bytes_per_s": accelerator.link_bytes_per_s,
         "network_bytes_per_s": network_bytes_per_s(f["interconnect"], per_node) or accelerator.network_bytes_per_s,
         "domain_size": max(per_node, accelerator.domain_size),

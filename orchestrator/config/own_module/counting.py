@@ -13,6 +13,7 @@ from pydantic import Field
 from cluster.processes import python_module
 from orchestrator.config.scalars import Size
 from orchestrator.space.knobs.sections import Section, fault
+from trials.accelerator.kinds import without_devices
 from trials.codec import from_json, to_json
 from trials.secrets import for_ranks
 from trials.spec import Data, LlamaModel, ModuleFacts, OwnModel
@@ -65,7 +66,7 @@ def count_module(model: OwnModel, data: Data, seq_length: int) -> CountedSection
 @functools.lru_cache(maxsize=4)
 def _ask(request: str) -> dict[str, Any]:
     """The child's reply; a file is read more than once while it is submitted, but its code is looked at once."""
-    environment = {**for_ranks(os.environ), "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
+    environment = {**without_devices(for_ranks(os.environ)), "TRANSFORMERS_VERBOSITY": "error"}
     command = python_module("trials.models.counting")
     try:
         done = subprocess.run(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from cluster.processes import python_module
 from orchestrator.errors import ConfigError
 from orchestrator.planning.dryrun.cache import DryRunCache, cache_key
+from trials.accelerator.kinds import without_devices
 from trials.codec import from_json, to_json
 from trials.dryrun.estimate import DryRunEstimate, StageEstimate
 from trials.dryrun.extrapolate import Extrapolation, extrapolate, plan_small_runs
@@ -140,7 +141,10 @@ def _batch(requests: list[DryRunRequest]) -> Iterator[tuple[int, Reply]]:
         json.dump(body, asked)
         asked.seek(0)
         command = python_module("trials.dryrun")
-        with subprocess.Popen(command, stdin=asked, stdout=subprocess.PIPE, stderr=words, text=True) as process:
+        environment = without_devices(os.environ)
+        with subprocess.Popen(
+            command, stdin=asked, stdout=subprocess.PIPE, stderr=words, text=True, env=environment
+        ) as process:
             assert process.stdout is not None
             try:
                 for line in process.stdout:

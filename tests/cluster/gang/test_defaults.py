@@ -7,8 +7,10 @@ from cluster.gang.environment import owner_of
 from cluster.hardware.numa import cores_near
 from cluster.hardware.topology import DeviceHandle, Node
 from cluster.local import LocalCluster
+from cluster.node.hang.flight import BUFFER_SIZE
 from tests.cluster.gangs import PRELOAD, run
 from tests.support import ROOT
+from trials.training.device_memory import DEFAULT_SETTINGS
 
 
 def test_several_nodes_meet_over_the_interface_by_which_they_reach_each_other():
@@ -31,6 +33,12 @@ def test_every_default_is_documented_with_its_why():
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     for default in DEFAULTS:
         assert any(f"| `{default.name}` | `{default.value}` |" in row and default.why in row for row in rows), default
+
+
+def test_defaults_that_others_set_are_what_these_set():
+    elsewhere = {default.name: default.value for default in DEFAULTS if not default.is_set_here}
+    assert elsewhere == {"TORCH_FR_BUFFER_SIZE": str(BUFFER_SIZE), "PYTORCH_CUDA_ALLOC_CONF": DEFAULT_SETTINGS}
+    assert elsewhere.keys().isdisjoint(default_env("cuda", 1, None, host={}))
 
 
 @pytest.mark.parametrize("name", ["RANK", "MASTER_PORT", "HIP_VISIBLE_DEVICES", "TUNE_CLUSTER_RENDEZVOUS", "NNODES"])

@@ -55,12 +55,16 @@ def test_the_rest_comes_from_the_first_rank_that_has_it():
     scale = LossScaleState(scale=8.0, num_finite=1, num_overflowed=0, num_skipped=0)
     format_ = MemoryFormatReport(rule="r", chosen="nhwc", nchw_s=2.0, nhwc_s=1.0)
     ranks = [
-        Findings(graph=GraphReport(num_graphs=1, num_recompilations=0, compile_s=9.0)),
-        Findings(graph=GraphReport(num_graphs=1, num_recompilations=2, compile_s=1.0), loss_scale=scale),
+        Findings(graph=GraphReport(num_graphs=1, num_recompilations=0, compile_s=9.0, cache_hits=1)),
+        Findings(
+            graph=GraphReport(num_graphs=1, num_recompilations=2, compile_s=1.0, cache_misses=2), loss_scale=scale
+        ),
         Findings(memory_format=format_, loss_scale=dataclasses.replace(scale, scale=4.0)),
     ]
     merged = merge_findings(ranks)
-    assert (merged.graph, merged.loss_scale, merged.memory_format) == (ranks[1].graph, scale, format_)
+    assert (merged.loss_scale, merged.memory_format) == (scale, format_)
+    # The graphs are those of the rank that compiled most, the cache is all ranks'.
+    assert merged.graph == dataclasses.replace(ranks[1].graph, cache_hits=1) and merged.graph.cache == "mixed"
     assert merge_findings([Findings()] * 2) == Findings()
 
 

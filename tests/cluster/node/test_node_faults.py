@@ -19,7 +19,7 @@ from tests.cluster.gangs import PRELOAD, end_of, launch, living, parent, run, wa
 from tests.trials.tiny import tiny_spec
 from trials.codec import to_json
 from trials.outcome import Crashed, GangLost, Measured, TimedOut
-from trials.spec import Layout
+from trials.spec import Kernels, Layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
@@ -66,6 +66,35 @@ def test_an_abort_is_what_the_log_says_of_it(local_cluster, why, is_node_blamed)
     evidence = end.outcome.evidence
     assert (evidence.rank, evidence.exit_code, evidence.node is not None) == (1, -signal.SIGABRT, is_node_blamed)
     assert why in evidence.message
+
+
+STALL_S = 15.0
+"""More than a rank takes from one report to the next on a busy machine."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("compile_s", "hangs", "deadlines", "why"),
+    [
+        (2 * STALL_S, False, Deadlines(stall_s=STALL_S, warmup_s=STALL_S), None),
+        (2 * STALL_S, True, Deadlines(stall_s=STALL_S), f"no progress for {STALL_S:g} s in phase warmup"),
+        (600, False, Deadlines(stall_s=STALL_S, compile_s=STALL_S), f"compiling took longer than {STALL_S:g} s"),
+    ],
+    ids=["slow", "then-hangs", "for-ever"],
+)
+def test_a_slow_compilation_is_no_stall(local_cluster, compile_s, hangs, deadlines, why):
+    """Of rank 1; rank 0 waits for it in a collective. A hang after it is found, and one that never ends as well."""
+    layout, kernels = Layout(dp_replicate=2), Kernels(compile="block", backend="slow")
+    trial = to_json(tiny_spec(layout, kernels=kernels))
+    spec = {"trial": trial, "compile_s": compile_s, "hangs": hangs}
+    end = run(local_cluster, "compiles_slowly", spec=spec, deadlines=deadlines)
+    if why is None:
+        assert isinstance(end.outcome, Measured), end.outcome
+        assert end.outcome.measurement.compile_s > compile_s
+    else:
+        assert isinstance(end.outcome, TimedOut)
+        assert why in end.outcome.evidence.message
+        assert end.outcome.evidence.rank == 1, end.outcome.evidence
 
 
 @pytest.mark.exhaustive

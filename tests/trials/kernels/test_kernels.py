@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from trials.kernels.cudnn import KernelTuner
 from trials.kernels.graph_mode import Compilation, compilations, forget_compilations, graph_report
 from trials.kernels.settings import ATTENTION_BACKENDS, kernel_settings
 from trials.models.linear import Layer
+from trials.reports.findings import GraphReport
 from trials.spec import Kernels, Layout, Precision, TrialSpec
 from trials.training.memory_format import choose_format, convert_weights, format_by_rule
 
@@ -58,6 +60,17 @@ def test_matmul_precision_is_restored_even_after_an_error() -> None:
     assert torch.get_float32_matmul_precision() == before
 
 
+def test_convolutions_compute_in_the_precision_of_matmuls() -> None:
+    """Torch leaves convolutions on TF32 unless told; the ways to ask agree, or asking is an error."""
+    convolutions: Any = torch.backends.cudnn
+    assert convolutions.allow_tf32
+    for precision, is_short in (("highest", False), ("high", True), ("medium", True)):
+        with kernel_settings(spec_with(matmul_precision=precision), CPU):
+            assert convolutions.allow_tf32 == is_short
+            assert (convolutions.conv.fp32_precision == "tf32") == is_short
+    assert convolutions.allow_tf32
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -100,19 +113,23 @@ def test_configurations_met_before_the_range_are_not_tuned() -> None:
         assert ("2 configurations were met before step 2" in report.note) != measured_before
 
 
-def test_an_explicit_attention_backend_must_take_the_mask_of_split_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend cannot run with a mask, as flash cannot on CUDA."""
+def test_an_explicit_attention_backend_must_attend_to_parts_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split sequences call the kernel itself, which may lack what torch does around it."""
 
-    def without_mask(*args: Any) -> torch.Tensor:
+    def no_kernel(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr("trials.kernels.settings.attend_to_the_end", without_mask)
     kernels = Kernels(attention="flash")
-    for layout in (Layout(), Layout(cp=2, cp_method="ulysses")):
-        with kernel_settings(tiny_spec(layout, kernels=kernels), CPU):
+    for method in ("all_gather", "ring", "ulysses"):
+        with kernel_settings(tiny_spec(Layout(cp=2, cp_method=method), kernels=kernels), CPU):
             pass
-    wanted = "head size 8 and the mask of split sequences; use one of: auto, "
-    with pytest.raises(InfeasibleSpec, match=wanted), kernel_settings(tiny_spec(Layout(cp=2), kernels=kernels), CPU):
+    monkeypatch.setattr("trials.attention.pieces.attend", no_kernel)
+    with kernel_settings(tiny_spec(Layout(cp=2, cp_method="ulysses"), kernels=kernels), CPU):
+        pass
+    with (
+        pytest.raises(InfeasibleSpec, match=r"with head size 8; use one of: auto, $"),
+        kernel_settings(tiny_spec(Layout(cp=2), kernels=kernels), CPU),
+    ):
         pass
 
 
@@ -158,6 +175,26 @@ def test_a_recompilation_is_counted_and_explained() -> None:
     assert "size mismatch at index 0. expected 2, actual 3" in reason
     assert report.compile_s > 0.0
     assert graph_report(compilations()).num_graphs == 0
+
+
+@pytest.mark.exhaustive
+def test_what_was_compiled_before_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads torch's own counters, so it fails when a torch release changes those."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def compiled(*sizes: int) -> GraphReport:
+        forget_compilations()
+        with warnings.catch_warnings(action="ignore"):
+            for size in sizes:
+                layer = Layer(size, size)
+                layer.compile(dynamic=False)
+                layer(torch.zeros(2, size)).sum().backward()
+        return graph_report(compilations())
+
+    cold, warm, mixed = compiled(4), compiled(4), compiled(4, 8)
+    assert [report.cache for report in (cold, warm, mixed)] == ["cold", "warm", "mixed"]
+    assert cold.compile_s > warm.compile_s > 0.0 and cold.num_graphs == warm.num_graphs == 1
 
 
 def test_a_graph_report_sums_up_and_shortens() -> None:

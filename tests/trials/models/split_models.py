@@ -14,14 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.trials.tiny import SHAPE
+from trials.attention.plan import plan_attention
 from trials.models.llama import Llama
-from trials.parallel.context_parallel import apply_context_parallel, split_sequence
+from trials.parallel.context.apply import apply_context_parallel, split_sequence
 from trials.parallel.seeding import init_parameters
 from trials.parallel.shards import ShardMap, plain_name
 from trials.parallel.tensor.copies import apply_copies
 from trials.parallel.tensor.engines import apply_tensor_parallel
 from trials.recompute.apply import apply_recompute
-from trials.spec import Layout, LlamaModel, Recompute
+from trials.spec import Layout, LlamaModel, Recompute, SelectiveRecompute
 from trials.stages import Chunk
 
 WHOLE = Chunk(chunk=0, stage=0, virtual_stage=0, layer_ids=tuple(range(SHAPE.num_layers)), is_first=True, is_last=True)
@@ -40,10 +41,15 @@ def build(layout: Layout, chunk: Chunk = WHOLE, shape: LlamaModel = SHAPE, **opt
         if layout.tp > 1:
             shard_map = apply_tensor_parallel(model, mesh["tp"], layout)
         if layout.cp > 1:
-            apply_context_parallel(model, mesh["cp"], layout, options.get("dtype", torch.float32))
+            dtype = torch.bfloat16 if options.get("autocast") else options.get("dtype", torch.float32)
+            plan = plan_attention(shape, options.get("attention", "auto"), dtype, "cpu")
+            apply_context_parallel(model, mesh["cp"], layout, plan)
     apply_copies(model, layout)
     if options.get("recompute"):
         apply_recompute(model, Recompute(full=((1,),)), chunk)
+    if options.get("selective"):
+        chosen = SelectiveRecompute(pattern=options["selective"], num_layers=((2,),))
+        apply_recompute(model, Recompute(selective=(chosen,)), chunk)
     if options.get("compiled"):
         warnings.simplefilter("ignore")  # dynamo warns of what it does to itself while tracing
         for layer in model.layers.values():
@@ -63,7 +69,7 @@ def tokens(num_sequences: int = 4) -> tuple[Tensor, Tensor]:
 def loss_and_gradients(layout: Layout, autocast: bool = False, **options: Any) -> tuple[float, dict[str, Tensor]]:
     """Gradients of the whole model, put together from what this rank and its peers hold."""
     rows = tokens(options.get("num_sequences", 4))
-    model, shard_map = build(layout, **options)
+    model, shard_map = build(layout, autocast=autocast, **options)
     cp_rank = (dist.get_rank() // layout.tp) if layout.cp > 1 else 0
     inputs, targets = (split_sequence(t, cp_rank, layout.cp) if layout.cp > 1 else t for t in rows)
     with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext():

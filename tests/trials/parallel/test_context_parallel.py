@@ -12,17 +12,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.trials.models.split_models import Result, differences, many
 from tests.trials.ranks import run_ranks
 from tests.trials.tiny import SHAPE
 from trials.models.llama import rotary_table
-from trials.parallel.collectives import Group
-from trials.parallel.context_parallel import attend_to_the_end, by_holder, causal_mask, in_order, split_sequence
+from trials.parallel.context.apply import split_sequence
+from trials.parallel.context.ulysses import by_holder, in_order
 from trials.spec import Layout
 
-ULYSSES = Layout(cp=2, cp_method="ulysses")
+ULYSSES, RING = (Layout(cp=2, cp_method=method) for method in ("ulysses", "ring"))
 ALL_HEADS = {"shape": dataclasses.replace(SHAPE, num_kv_heads=4)}
 LOCAL_SP: dict[str, Any] = {"tp": 2, "tp_engine": "local", "sequence_parallel": True}
 CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
@@ -31,9 +30,18 @@ CASES: dict[int, dict[str, tuple[Layout, dict[str, Any]]]] = {
         "ulysses": (ULYSSES, {}),
         "all_gather-compiled": (Layout(cp=2), {"compiled": True}),
         "ulysses-compiled": (ULYSSES, {"compiled": True}),
+        "ring": (RING, {}),
+        "ring-compiled": (RING, {"compiled": True}),
+        "ring-math": (RING, {"attention": "math"}),
+        "ring-selective": (RING, {"selective": r"attention\.scaled_dot_product_attention"}),
+        "all_gather-recompute": (Layout(cp=2), {"recompute": True}),
+        "all_gather-math": (Layout(cp=2), {"attention": "math"}),
     },
     4: {
         "all_gather4": (Layout(cp=4), {}),
+        "ring4": (dataclasses.replace(RING, cp=4), {}),
+        "ring-local-sp": (Layout(cp=2, cp_method="ring", **LOCAL_SP), {}),
+        "ring-copies-recompute": (Layout(cp=2, cp_method="ring", num_copies=2, **LOCAL_SP), {"recompute": True}),
         "all_gather-local-sp": (Layout(cp=2, **LOCAL_SP), {}),
         "all_gather-dtensor-sp": (Layout(cp=2, tp=2, sequence_parallel=True), {}),
         "all_gather-copies": (Layout(cp=2, num_copies=2, **LOCAL_SP), {}),
@@ -64,26 +72,6 @@ def test_rotary_positions_are_those_of_the_part() -> None:
     assert torch.equal(split_sequence(table, 1, 2), torch.cat([table[:, 4:8], table[:, 8:12]], dim=1))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_layers_keep_one_mask(rank: int, dtype: torch.dtype) -> None:
-    """Attention saves its mask for the backward pass: the very one it was given, however often it is used."""
-    mask = causal_mask(Group(name="", size=2, rank=rank), 64, dtype, torch.device("cpu"))
-    length, end = mask.shape
-    assert (length, end) == (16, 64 - 16 * rank)
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
-        for keys in (end, end, end - 16):
-            q, k, v = (torch.randn(1, 2, size, 8, dtype=dtype, requires_grad=True) for size in (length, keys, keys))
-            out = attend_to_the_end(q, k, v, mask)
-            visible = torch.ones(length, keys, dtype=torch.bool).tril(keys - length)
-            q, k, v = q.detach(), k.detach(), v.detach()
-            assert torch.equal(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible))
-    masks = [saved for saved in kept if saved.dim() == 2]
-    storages = [saved.untyped_storage().data_ptr() for saved in masks]
-    assert storages == 3 * [mask.untyped_storage().data_ptr()]
-
-
 @functools.cache
 def results(world_size: int) -> dict[str, Result]:
     cases = {"one": (Layout(), {}), "one-all-heads": (Layout(), ALL_HEADS)} if world_size == 1 else CASES[world_size]
@@ -91,7 +79,7 @@ def results(world_size: int) -> dict[str, Result]:
         return dict(zip(cases, run_ranks(many, world_size, Path(folder), list(cases.values()))[0], strict=True))
 
 
-@pytest.mark.representative("2-all_gather", "2-ulysses")
+@pytest.mark.representative("2-all_gather", "2-ulysses", "2-ring")
 @pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.parametrize(("world_size", "name"), [(size, name) for size, cases in CASES.items() for name in cases])

@@ -12,18 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.runner.gang import gang, receive
 from tests.trials.tiny import SHAPE, tiny_spec
 from trials.dryrun.fake import fake_process_group
-from trials.models.base import Initial
-from trials.models.draws import Draws
 from trials.parallel.mesh import build_mesh
-from trials.parallel.seeding import fill
-from trials.parallel.shards import LocalShard, Piece, local_part, pieces_of, plain_name
+from trials.parallel.shards import Piece, local_part, piece_of, plain_name
 from trials.spec import Layout, LlamaModel, Precision, TrialSpec
 from trials.stages import coordinates
 from trials.training import build
@@ -63,7 +60,7 @@ def pieces(spec: TrialSpec, rank: int) -> list[Piece]:
 def pieces_of_part(part: ModelPart) -> Iterator[Piece]:
     for wrapped_name, parameter in part.model.named_parameters():
         name = plain_name(wrapped_name)
-        yield from pieces_of(name, parameter.detach(), part.shard_map.shards.get(name))
+        yield piece_of(name, parameter.detach(), part.shard_map.shards.get(name))
 
 
 def _check_rank(pipe: Connection) -> None:
@@ -96,24 +93,6 @@ def test_all_ranks_of_every_layout_together_hold_the_whole(tmp_path: Path) -> No
             for parameter, cut in found.get(name, []):
                 missing[parameter][cut] = False
         assert [parameter for parameter, elements in missing.items() if elements.any()] == [], name
-
-
-def test_a_fused_parameter_holds_slices_of_several() -> None:
-    """Number 1 of 2 slices of three projections, of which this rank has rows that end in the midst of the second."""
-    sizes = (("wq", 8), ("wk", 4), ("wv", 4))
-    shard = LocalShard(dim=0, index=1, num_shards=2, fused=sizes)
-    fused = torch.empty(8, 6)
-    for piece in pieces_of("wqkv", fused, shard):
-        fill(piece, Draws(CPU), Initial(std=1.0), 3)
-    whole = {name: torch.empty(rows, 6) for name, rows in sizes}
-    for name, value in whole.items():
-        fill(Piece(name=name, size=value.shape, start=(0, 0), part=value), Draws(CPU), Initial(std=1.0), 3)
-    assert torch.equal(fused, torch.cat([whole["wq"][4:], whole["wk"][2:], whole["wv"][2:]]))
-    with fake_process_group(1, 3):
-        (mesh,) = [build_mesh(Layout(dp_shard=3, zero_stage=3), CPU)["dp_shard"]]
-        split = distribute_tensor(torch.empty(8, 6), mesh, [Shard(0)], src_data_rank=None)
-        found = [(piece.name, piece.start, piece.part.shape[0]) for piece in pieces_of("wqkv", split, shard)]
-    assert found == [("wq", (7, 0), 1), ("wk", (2, 0), 2)]
 
 
 class LiveBytes(TorchDispatchMode):

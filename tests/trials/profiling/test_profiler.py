@@ -117,9 +117,9 @@ def test_graph_mode_leaves_its_graphs_and_counts_the_same_collectives(tmp_path: 
     hidden = SHAPE.hidden_size
     assert f"f32[4, 16, {hidden}]" in forward and "torch.ops._c10d_functional.all_reduce" in forward
     per_step = SHAPE.num_layers * MICROBATCHES
-    for module in ("layers.*.attention", "layers.*.feed_forward"):
-        for phase in ("forward", "backward"):
-            assert calls(profile)[module, phase, "all_reduce"] == per_step
+    for module, projection in (("layers.*.attention", "wqkv"), ("layers.*.feed_forward", "w13")):
+        assert calls(profile)[module, "forward", "all_reduce"] == per_step
+        assert calls(profile)[f"{module}.{projection}", "backward", "all_reduce"] == per_step
     assert any("without graph mode" in note for note in profile.notes)
     assert {file.name for file in profile.files} == {*graphs, "rank0.trace.json.gz"}
 

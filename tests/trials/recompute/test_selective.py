@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.trials.tiny import WORKLOAD
-from trials.models import build_model, loss_of
+from trials.models import build_model
 from trials.models.resnet import ResNet
 from trials.parallel.seeding import init_parameters
 from trials.parallel.shards import ShardMap
@@ -85,7 +85,7 @@ def train(recompute: Recompute, *, autocast: bool = False) -> Run:
     gc.disable()
     try:
         with Alive() as alive, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = loss_of(WORKLOAD.model)(model(TOKENS), TOKENS)
+            loss = model(TOKENS, TOKENS)
         kept_bytes = alive.num_bytes
         value = loss.detach().clone()
         loss.backward()

@@ -79,7 +79,7 @@ def run_alone(spec: TrialSpec, monkeypatch: pytest.MonkeyPatch) -> tuple[RankRep
         monkeypatch.delenv(name, raising=False)
     calls: list[tuple[Any, ...]] = []
     report = run_rank(
-        to_json(spec), lambda phase, *, step=0, step_time_s=None: calls.append((phase, step, step_time_s))
+        to_json(spec), lambda phase, *, step=0, step_time_s=None, **_: calls.append((phase, step, step_time_s))
     )
     return from_json(RankReport, report), calls
 

@@ -115,24 +115,32 @@ class Boundary:
     """Whether under autocast its 16-bit type crosses; the projection that follows would cast to it anyway."""
 
     def __call__(self, x: Tensor, pending: Pending | None = None) -> Any:
-        pending = pending or self.start(x)
-        return self.cross(pending.token, self.group, pending)
+        return self.cross(self.narrowed(x), self.group, pending)
 
     def start(self, x: Tensor) -> Pending:
+        return self.begin(self.narrowed(x), self.group)
+
+    def narrowed(self, x: Tensor) -> Tensor:
+        """``x`` in the type that crosses."""
         kind = x.device.type
         if self.in_16_bits and torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
-        return self.begin(x, self.group)
+            return x.to(torch.get_autocast_dtype(kind))
+        return x
 
 
 class Token:
     """Carries the tensor to which a :class:`ColumnLinear` sends its input's gradient, hidden from what casts tensors:
     the gradient is in flight, so that nothing but its awaiting may come next."""
 
-    __slots__ = ("tensor",)
+    __slots__ = ("_tensor",)
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        self._tensor: Tensor | None = tensor
+
+    def take(self) -> Tensor | None:
+        """The tensor, the first time; then None, so that nothing keeps it alive."""
+        tensor, self._tensor = self._tensor, None
+        return tensor
 
 
 class Entered(NamedTuple):
@@ -148,8 +156,9 @@ class Entrance(Boundary):
     __slots__ = ()
 
     def __call__(self, x: Tensor, pending: Pending | None = None) -> Entered:
-        pending = pending or self.start(x)
-        return Entered(Token(pending.token), self.cross(pending.token, self.group, pending, detached=True))
+        x = self.narrowed(x)
+        pending = pending or self.begin(x, self.group)
+        return Entered(Token(pending.take_token()), self.cross(x, self.group, pending, detached=True))
 
 
 Sum = Literal["all_reduce", "reduce_scatter"]
@@ -257,11 +266,12 @@ class ColumnLinear(nn.Linear):
 
 @_visible
 def linear(whole: Tensor, weight: Tensor, token: Token, group: Group, sum_by: Sum) -> Tensor:
-    """``whole`` times ``weight``, in autocast's type where that is on."""
+    """``whole`` times ``weight``, in autocast's type where that is on; called again, without a way for gradients."""
     kind = whole.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    sent = token.take()
     with torch.autocast(kind, enabled=False):
-        out = _Projection.apply(token.tensor, whole, weight, dtype, sum_by, group.size, group.name)  # type: ignore[no-untyped-call]
+        out = _Projection.apply(whole if sent is None else sent, whole, weight, dtype, sum_by, group.size, group.name)  # type: ignore[no-untyped-call]
     return cast(Tensor, out)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from typing import Any
@@ -57,21 +58,22 @@ def _resident() -> dict[str, int]:
 
 
 def limit_memory(torch: Any) -> None:
-    """Lets this process take no more of its CUDA device than the trial is allowed to, from when it uses the device."""
+    """Lets this process take no more of its device than the trial is allowed to, from when it uses the device."""
     limit = os.environ.get(MEMORY_LIMIT_VARIABLE)
-    lazy_call = getattr(getattr(torch, "cuda", None), "_lazy_call", None)
-    if not limit or lazy_call is None:
-        return
+    for name in _BACKENDS if limit else ():
+        backend = getattr(torch, name, None)
+        lazy_call = getattr(backend, "_lazy_call", None)
+        if lazy_call is not None:
+            lazy_call(functools.partial(_limit, backend, int(limit or 0)))
 
-    def apply() -> None:
-        try:
-            local = int(os.environ.get("LOCAL_RANK", "0"))
-            device = local if local < torch.cuda.device_count() else 0
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, int(limit) / total), device)
-        except Exception as failure:
-            from .channel import note
 
-            note(f"memory is not limited: {type(failure).__name__}: {failure}")
+def _limit(backend: Any, limit: int) -> None:
+    try:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        device = local if local < backend.device_count() else 0
+        total = backend.get_device_properties(device).total_memory
+        backend.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    except Exception as failure:
+        from .channel import note
 
-    lazy_call(apply)
+        note(f"memory is not limited: {type(failure).__name__}: {failure}")

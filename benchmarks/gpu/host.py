@@ -1,0 +1,106 @@
+"""What a rank waits for before it begins, and how fast its weights are drawn."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from benchmarks.gpu.child import environment
+from benchmarks.gpu.parts import Setting
+
+IMPORTS = ("torch", "trials.worker", "trials.dryrun.simulate", "cluster.local")
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=index,uuid,memory.used", "--format=csv,noheader,nounits")
+NVIDIA_SMI_LIMIT_S = 15.0
+"""How long agents wait for the driver's tool."""
+
+
+def start(setting: Setting) -> None:
+    """The driver's tool, imports in fresh interpreters, and the first tensor in a child of the fork server."""
+    if shutil.which(NVIDIA_SMI[0]):
+        for state in ("first", "again"):
+            start_s = time.monotonic()
+            done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=50, check=False)
+            took_s = time.monotonic() - start_s
+            words = (done.stdout or done.stderr).strip().splitlines()[0]
+            row = {"what": f"nvidia-smi, {state}", "s": round(took_s, 2), "within": took_s < NVIDIA_SMI_LIMIT_S}
+            setting.tell(row | {"told": words})
+    for module in IMPORTS:
+        command = [sys.executable, "-c", f"import {module}"]
+        start_s = time.monotonic()
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+        told = "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+        setting.tell({"what": f"import {module}", "s": round(time.monotonic() - start_s, 2), "told": told})
+    import trials.worker  # noqa: F401  # as the fork server has it
+
+    _tell_forked(setting, "fork, then the first tensor on the device", _first_tensor)
+
+
+def _first_tensor(kind: str) -> str:
+    import torch
+
+    from trials.accelerator.device import open_device, synchronize
+
+    device = open_device(kind, 0)
+    value = float((torch.ones(1024, device=device) * 2).sum())
+    synchronize(device)
+    assert value == 2048
+    free = "" if device.type == "cpu" else str(torch.get_device_module(device).mem_get_info(device))
+    return f"free and total bytes {free}" if free else ""
+
+
+def _tell_forked(setting: Setting, what: str, function: Callable[[str], str]) -> None:
+    """Call in a child that inherits everything imported here and no device."""
+    start_s = time.monotonic()
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            text = function(setting.device)
+            code = 0
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(theirs, text.encode()[:4000])
+        os._exit(code)
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as pipe:
+        text = pipe.read().decode()
+    _, status = os.waitpid(pid, 0)
+    seconds = round(time.monotonic() - start_s, 2)
+    setting.tell({"what": what, "s": seconds, "told": text, "worked": os.waitstatus_to_exitcode(status) == 0})
+
+
+def weights(setting: Setting) -> None:
+    """Values per second of a rank's start, whole rows and a part of every row, and whether bits are the CPU's."""
+    import torch
+
+    from trials.accelerator.device import open_device, synchronize
+    from trials.models.base import Initial
+    from trials.models.draws import Draws
+    from trials.parallel.seeding import fill
+    from trials.parallel.shards import Piece
+
+    device = open_device(setting.device, 0)
+    size = torch.Size((1 << 9, 1 << 13) if setting.is_small else (1 << 16, 1 << 13))
+    draws = Draws(device)
+    for what, columns in (("rows", size[1]), ("an eighth of every row", size[1] // 8)):
+        part = torch.zeros(size[0], columns, device=device)
+        piece = Piece(name="weight", size=size, start=(0, size[1] - columns), part=part)
+        seconds = []
+        for _ in range(3):
+            synchronize(device)
+            start_s = time.perf_counter()
+            fill(piece, draws, Initial(std=0.02), 0)
+            synchronize(device)
+            seconds.append(time.perf_counter() - start_s)
+        rows = torch.empty(64, columns)
+        on_host = Piece(name="weight", size=size, start=piece.start, part=rows)
+        fill(on_host, Draws(torch.device("cpu")), Initial(std=0.02), 0)
+        rate = round(part.numel() / min(seconds) / 1e6)
+        setting.tell(
+            {"part": what, "million values/s": rate, "as on the CPU": bool(torch.equal(part[:64].cpu(), rows))}
+        )

@@ -1,0 +1,172 @@
+"""The parts of the benchmark, in the order in which they run, and what each of them is given. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+class NotHereError(RuntimeError):
+    """A part cannot run on this machine or with its packages. The message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One thing to measure: a function that runs in a process of its own and tells rows."""
+
+    name: str
+    function: str
+    """``module:function``, called with a :class:`Setting`."""
+    shows: str
+    """What its rows show, in a sentence."""
+    limit_s: float
+    """Seconds it may take on an accelerator."""
+    least_s: float = 10.0
+    """Seconds without which it is not begun."""
+    least_devices: int = 1
+
+
+PARTS = (
+    Part(
+        name="start",
+        function="benchmarks.gpu.host:start",
+        shows="What a rank waits for before it begins: the driver's tool, imports, the first tensor after a fork.",
+        limit_s=60,
+    ),
+    Part(
+        name="training",
+        function="benchmarks.gpu.training:matrix",
+        shows="One device, precision by compilation by micro-batch, each trial by `python -m trials.worker`.",
+        limit_s=230,
+        least_s=30,
+    ),
+    Part(
+        name="probe",
+        function="benchmarks.gpu.training:probe",
+        shows="Rates of all devices at once, by `python -m trials.probe.worker`.",
+        limit_s=60,
+    ),
+    Part(
+        name="compile",
+        function="benchmarks.gpu.training:cold_compile",
+        shows="The first step with an empty compiler cache, and again with a filled one, against the stall deadline.",
+        limit_s=180,
+        least_s=30,
+    ),
+    Part(
+        name="memory",
+        function="benchmarks.gpu.memory:dry_runs",
+        shows="The dry run's peak against the allocator's, for every trial that was measured before.",
+        limit_s=60,
+    ),
+    Part(
+        name="optimizer",
+        function="benchmarks.gpu.kernels:optimizer",
+        shows="One AdamW step over the parameters of the model by each of torch's ways, and what it takes besides.",
+        limit_s=40,
+    ),
+    Part(
+        name="synchronisation",
+        function="benchmarks.gpu.kernels:synchronisation",
+        shows="A training loop that waits for the device after every step, and one that never does.",
+        limit_s=40,
+    ),
+    Part(
+        name="cluster",
+        function="benchmarks.gpu.faults:on_one_device",
+        shows="The local backend: a trial, one out of memory, one killed, one stopped; how each ends and what is left.",
+        limit_s=90,
+        least_s=30,
+    ),
+    Part(
+        name="weights",
+        function="benchmarks.gpu.host:weights",
+        shows="Initial weights drawn on the device: values per second, and whether they are those of the CPU.",
+        limit_s=30,
+    ),
+    Part(
+        name="collectives",
+        function="benchmarks.gpu.collectives:measure",
+        shows="Bandwidth of collectives over all devices, as nccl-tests count it.",
+        limit_s=60,
+        least_devices=2,
+    ),
+    Part(
+        name="layouts",
+        function="benchmarks.gpu.training:layouts",
+        shows="All devices, one layout after the other.",
+        limit_s=240,
+        least_s=30,
+        least_devices=2,
+    ),
+    Part(
+        name="hang",
+        function="benchmarks.gpu.faults:hang",
+        shows="One rank leaves the others waiting in a collective: who is blamed, and what the flight recorder left.",
+        limit_s=60,
+        least_s=30,
+        least_devices=2,
+    ),
+    Part(
+        name="knobs",
+        function="benchmarks.gpu.training:knobs",
+        shows="One device, one knob at a time turned away from O2 with the smaller micro-batch.",
+        limit_s=180,
+        least_s=30,
+    ),
+)
+NAMES = tuple(part.name for part in PARTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a part is told."""
+
+    device: str
+    """Kind of the devices, as in :data:`trials.accelerator.kinds.FAMILIES`."""
+    num_devices: int
+    quick: bool
+    """Tiny models and few repetitions."""
+    folder: str
+    """For files that later parts may read."""
+    rows: str
+    """Takes a line of JSON per row."""
+    until_s: float
+    """Wall-clock time at which the part is killed."""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left, but for what ending takes."""
+        return self.until_s - time.time() - 1.0
+
+    @property
+    def is_small(self) -> bool:
+        """Whether models have to be tiny: on a CPU, or because little time is wanted."""
+        return self.quick or self.device == "cpu"
+
+    def tell(self, row: Mapping[str, Any]) -> None:
+        """Add a row; what was told before a part is killed is kept."""
+        with Path(self.rows).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def note(self, file_name: str, **values: Any) -> None:
+        """Keep something for later parts in a file."""
+        with Path(self.folder, file_name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def notes(self, file_name: str) -> list[dict[str, Any]]:
+        """What earlier parts have kept in a file."""
+        path = Path(self.folder, file_name)
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def known(name: str) -> Part:
+    """The part of this name."""
+    return next(part for part in PARTS if part.name == name)

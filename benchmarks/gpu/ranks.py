@@ -1,0 +1,124 @@
+"""Runs the ranks of a trial as plain processes, by the commands that torchrun would give them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from benchmarks.gpu.child import environment
+from benchmarks.gpu.parts import Setting
+from trials.codec import to_json
+from trials.spec import TrialSpec
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What came of the ranks of a command."""
+
+    report: Any
+    """What rank 0 wrote; None where the ranks failed."""
+    why: str
+    """What went wrong; empty where nothing did."""
+    took_s: float
+
+
+def run_ranks(
+    setting: Setting,
+    module: str,
+    arguments: Sequence[str],
+    *,
+    world_size: int,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+) -> Run:
+    """Run ``python -m MODULE ARGUMENTS --out FILE`` as each rank; the first failure ends them all."""
+    folder = Path(setting.folder) / f"ranks-{uuid4().hex[:8]}"
+    folder.mkdir()
+    out, start_s = folder / "out.json", time.monotonic()
+    shared = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    shared["TUNE_CLUSTER_RENDEZVOUS"] = f"file://{folder}/rendezvous"
+    processes = []
+    for rank in range(world_size):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        command = [sys.executable, "-m", module, *arguments, "--out", str(out)]
+        with (folder / f"rank{rank}.log").open("wb") as log:
+            processes.append(
+                subprocess.Popen(command, stdout=log, stderr=log, env=environment({**shared, **own, **(env or {})}))
+            )
+    limit_s = min(setting.left_s, timeout_s or setting.left_s)
+    why = _wait(processes, folder, limit_s)
+    report = json.loads(out.read_text(encoding="utf-8")) if not why else None
+    return Run(report=report, why=why, took_s=time.monotonic() - start_s)
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, limit_s: float) -> str:
+    """Wait until all have ended, or one has failed; what went wrong."""
+    until_s = time.monotonic() + limit_s
+    try:
+        while True:
+            codes = [process.poll() for process in processes]
+            failed = [rank for rank, code in enumerate(codes) if code]
+            if failed:
+                return f"rank {failed[0]}: {_reason(folder / f'rank{failed[0]}.log', codes[failed[0]])}"
+            if all(code == 0 for code in codes):
+                return ""
+            if time.monotonic() > until_s:
+                return f"no end within {limit_s:.0f} s"
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+
+
+def _reason(log: Path, code: int | None) -> str:
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    words = lines[-1][:300] if lines else "no output"
+    return f"{words} ({signal.Signals(-code).name})" if code is not None and code < 0 else words
+
+
+def run_trial(
+    setting: Setting, spec: TrialSpec, *, env: Mapping[str, str] | None = None, timeout_s: float | None = None
+) -> Run:
+    """Run a trial by ``python -m trials.worker``."""
+    path = Path(setting.folder) / f"spec-{uuid4().hex[:8]}.json"
+    path.write_text(json.dumps(to_json(spec)), encoding="utf-8")
+    world_size = spec.candidate.layout.world_size
+    env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size)), **(env or {})}
+    return run_ranks(
+        setting, "trials.worker", ["--spec", str(path)], world_size=world_size, env=env, timeout_s=timeout_s
+    )
+
+
+def figures(report: Mapping[str, Any], device_peak: Any = None) -> dict[str, Any]:
+    """What a rank's report says, as columns of a table."""
+    times = report["step_times_s"]
+    step_s = statistics.median(times)
+    rate = report["tokens_per_step"] / (step_s * report["world_size"])
+    peak = None if device_peak is None else device_peak(report["device_name"], report["matmul_format"])
+    return {
+        "step ms": round(step_s * 1e3, 2),
+        "spread %": round(100 * (max(times) - min(times)) / step_s, 1),
+        "tokens/s/p": round(rate, 1),
+        "MFU %": None if not peak else round(100 * rate * report["model_flops_per_token"] / peak, 1),
+        "data ms": round(report["breakdown"]["data_s"] * 1e3, 2),
+        "optimizer ms": round(report["breakdown"]["optimizer_s"] * 1e3, 2),
+        "compile s": round(report["compile_s"], 1) or None,
+        "allocated GiB": round(report["peak_allocated_bytes"] / GIB, 3),
+        "reserved GiB": round(report["peak_reserved_bytes"] / GIB, 3),
+        "loss": round(report["losses"][-1], 4),
+    }

@@ -1,0 +1,100 @@
+"""Attention put together from parts of the keys is attention to all of them, forward and backward."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trials.attention.kernels import attend, attend_backward
+from trials.attention.pieces import Back, Merged, Parts, add_part, packed, unpacked
+from trials.dryrun.fake import fake_process_group
+from trials.parallel.collectives import Group
+from trials.parallel.context.gathered import GatheredAttention
+from trials.parallel.context.ring import RingAttention
+
+CP = 4
+
+
+def drawn(num_positions: int, dtype: torch.dtype, num_kv_heads: int = 2) -> list[Tensor]:
+    """Queries, keys, values and the output's gradient."""
+    generator = torch.Generator().manual_seed(1)
+    heads = (4, num_kv_heads, num_kv_heads, 4)
+    return [torch.randn(2, n, num_positions, 16, generator=generator).to(dtype) for n in heads]
+
+
+@pytest.mark.parametrize("kernel", ["flash", "math"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+def test_parts_of_the_keys_add_up(kernel: Any, dtype: torch.dtype, tolerance: float) -> None:
+    """Queries attend to themselves, to a part that all of them see, and to one that only the later half sees."""
+    q, *keys_values, grad = drawn(40, dtype)
+    (own_k, seen_k, late_k), (own_v, seen_v, late_v) = (
+        (t, torch.roll(t, 3, 2)[:, :, :30], torch.roll(t, 5, 2)) for t in keys_values
+    )
+    parts = Parts(kernel, repeats=kernel == "math")
+    out, lse, seeds = parts.attend(q, own_k, own_v, causal=True)
+    merged = Merged(out, lse)
+    merged.add(*parts.attend(q, seen_k, seen_v)[:2], is_late=False)
+    merged.add(*parts.attend(q[:, :, 20:], late_k, late_v)[:2], is_late=True)
+    back = Back(grad, merged.out.to(dtype), merged.lse, seeds)
+    of_q, of_own_k, of_own_v = parts.backward(back, q, own_k, own_v, causal=True)
+    of_q = of_q.float()
+    sums = [torch.empty_like(packed(k, v)) for k, v in ((seen_k, seen_v), (late_k, late_v))]
+    add_part(parts, back, q, of_q, packed(seen_k, seen_v), sums[0], is_late=False)
+    add_part(parts, back, q, of_q, packed(late_k, late_v), sums[1], is_late=True)
+
+    wide = [t.double().requires_grad_() for t in (q, own_k, own_v, seen_k, seen_v, late_k, late_v)]
+    visible = torch.cat([torch.ones(40, 40).tril(), torch.ones(40, 30), torch.ones(40, 40)], dim=1).bool()
+    visible[:20, 70:] = False
+    all_k, all_v = (torch.cat(wide[i::2], dim=2) for i in (1, 2))
+    wanted = F.scaled_dot_product_attention(wide[0], all_k, all_v, attn_mask=visible, enable_gqa=True)
+    wanted.backward(grad.double())
+    found = [merged.out, of_q, of_own_k, of_own_v, *unpacked(sums[0]), *unpacked(sums[1])]
+    for one, other in zip(found, [wanted.detach(), *(t.grad for t in wide)], strict=True):
+        assert other is not None
+        assert (one.double() - other).abs().max() <= tolerance * max(1.0, float(other.abs().max()))
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+@pytest.mark.parametrize("num_positions", [40, 64])
+def test_kernels_of_devices_are_called_as_their_operators_are_declared(kernel: Any, num_positions: int) -> None:
+    """On tensors without storage: arguments, their order, and shapes, of which the efficient kernel pads one."""
+    q, k, v, grad = (t.to("meta") for t in drawn(num_positions, torch.bfloat16, num_kv_heads=4))
+    out, lse, seeds = attend(kernel, q, k[:, :, :8], v[:, :, :8], causal=False)
+    assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    of_q, of_k, of_v = attend_backward(kernel, grad, q, k[:, :, :8], v[:, :, :8], out, lse, seeds, causal=False)
+    assert of_q.shape == q.shape and of_k.shape == of_v.shape == k[:, :, :8].shape
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operator made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        made = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.num_elements = max([self.num_elements, *made])
+        return result
+
+
+@pytest.mark.parametrize(("function", "held"), [(GatheredAttention, CP), (RingAttention, 1)])
+@pytest.mark.parametrize("rank", [0, CP - 1])
+def test_nothing_is_larger_than_the_keys_and_values_held(function: Any, held: int, rank: int) -> None:
+    """No mask, no scores, no copies of keys and values for every query head; the scores of one rank are 64 times 256
+    elements for every head."""
+    with fake_process_group(rank, CP):
+        group = Group(name=torch.distributed.group.WORLD.group_name, size=CP, rank=rank)  # type: ignore[union-attr]
+        q, k, v = (torch.randn(1, heads, 64, 8, requires_grad=True) for heads in (2, 1, 1))
+        with Largest() as largest:
+            out = function.apply(q, k, v, Parts("flash", repeats=False), group)
+            functools.reduce(torch.add, out.unbind(1)).sum().backward()
+    assert largest.num_elements == max(held * 2 * k.numel(), q.numel())

@@ -1,0 +1,35 @@
+"""Legality rules on what waits in host memory. Standard library only."""
+
+from __future__ import annotations
+
+from trials.legality.layout import make_rules
+from trials.spec import Candidate, Workload
+
+
+def _selective(_workload: Workload, candidate: Candidate) -> str | None:
+    """Selective recompute decides by itself what is kept of a tensor, so there is nothing whole to copy."""
+    recompute = candidate.recompute
+    if not candidate.offload.activations or not (recompute.selective or recompute.communication):
+        return None
+    return "offload_activations goes with full recompute, not with that of selected operators or of communication"
+
+
+def _compile_model(_workload: Workload, candidate: Candidate) -> str | None:
+    if not candidate.offload.activations or candidate.kernels.compile != "model":
+        return None
+    return "offload_activations moves what single layers keep, and compile model makes one graph of all; use block"
+
+
+def _cuda_graphs(_workload: Workload, candidate: Candidate) -> str | None:
+    kernels = candidate.kernels
+    if kernels.compile == "off" or kernels.compile_mode != "reduce-overhead" or not candidate.offload.activations:
+        return None
+    return "compile_mode reduce-overhead (CUDA graphs) keeps activations in memory of its own: no offload_activations"
+
+
+OFFLOAD_RULES = make_rules(
+    "candidate",
+    ("offload-with-selective", _selective),
+    ("offload-with-compile-model", _compile_model),
+    ("offload-with-cuda-graphs", _cuda_graphs),
+)

@@ -1,0 +1,1 @@
+"""Context parallelism: every rank holds a part of each sequence, and attention communicates."""
