@@ -142,12 +142,11 @@ def refuse_fp8(draft: Draft, why: str = "there is no setting for 8-bit floats he
         draft.refuse("precision.level", why)
 
 
-def memory_savers(**offload: Setting) -> tuple[Setting, ...]:
-    """Settings for what saves memory at a price: none in most frameworks. ``offload`` gives those that there are for
-    ``activations`` and ``optimizer``."""
-    none = "there is no such setting"
-    moved = (offload.get(name) or unable(f"offload.{name}", message=none) for name in ("activations", "optimizer"))
-    return (unable("kernels.loss_chunks", message=none), *moved)
+def memory_savers(**settings: Setting) -> tuple[Setting, ...]:
+    """Settings for what saves memory at a price: none in most frameworks. ``settings`` gives those that there are for
+    ``loss_chunks``, ``activations`` and ``optimizer``."""
+    paths = {name: f"offload.{name}" for name in ("activations", "optimizer")} | {"loss_chunks": "kernels.loss_chunks"}
+    return tuple(settings.get(name) or unable(path, message="there is no such setting") for name, path in paths.items())
 
 
 def offloads_inputs(name: str, *, applies: Callable[[Settings], bool] = lambda _: True) -> Setting:
