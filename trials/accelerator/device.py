@@ -212,3 +212,8 @@ def profiler_activity(device: torch.device) -> ProfilerActivity | None:
     """What torch's profiler calls the work of such devices; None for the CPU, whose work it always records."""
     name = {"cuda": "CUDA", "xpu": "XPU"}.get(device.type, "PrivateUse1")
     return None if is_host(device) else getattr(ProfilerActivity, name)
+
+
+def can_pin(device: torch.device) -> bool:
+    """Whether copies from pinned host memory may run beside other work."""
+    return not is_host(device)
