@@ -1,4 +1,4 @@
-"""What this build of torch cannot compute on is said with what to do about it; children that compute nothing see none."""
+"""What this build of torch cannot compute on is said with what to do; children that compute nothing see no device."""
 
 import re
 import sys
