@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.cost.inputs import BUCKET_BYTES, CP_METHODS, SCHEDULES, CostInputs, from_rows
+from cluster.cost.inputs import BUCKET_BYTES, CP_METHODS, SCHEDULES, WORKSPACE_BYTES, CostInputs, from_rows
 from cluster.cost.operators import selective_shares
 from cluster.hardware.accelerators import Accelerator, ClusterDescription
 from trials.flops import matmul_format
+from trials.legality.rules import holds_plain
 from trials.spec import Candidate, Counts, Layout, LlamaModel, Precision, Recompute, Workload
 
 
@@ -76,6 +77,7 @@ def _layout(layout: Layout, num_layers: int) -> dict[str, Any]:
         "cp_method": CP_METHODS.index(layout.cp_method),
         "tp": layout.tp,
         "zero_stage": layout.zero_stage,
+        "reduces_last": float(layout.gradient_reduction == "last"),
         "sequence_parallel": float(layout.sequence_parallel),
         "num_copies": layout.num_copies,
         "shard_embedding": float(layout.shard_embedding),
@@ -100,15 +102,18 @@ def _precision(candidate: Candidate, cluster: ClusterDescription) -> dict[str, f
     is_float8 = precision.level == "O1-fp8"
     base = cluster.accelerator.peak(precision.dtype) if is_float8 else None
     low = precision.level == "O2"
+    # FSDP2 reduces in fp32, what holds plain 16-bit parameters in their own format.
+    is_short = low and (holds_plain(candidate.layout) or candidate.layout.dp * candidate.layout.cp == 1)
     return {
         "compute_bytes": 4.0 if precision.level == "O0" else 2.0,
         "weight_bytes": 2.0 if low else 4.0,
-        "gradient_bytes": 2.0 if low else 4.0,
+        "gradient_bytes": 2.0 if is_short else 4.0,
         "optimizer_bytes": 12.0 if low else 8.0,
         "cast_bytes": 2.0 if precision.level == "O1" else 0.0,
         "casts_operands": float(is_float8),
         "bucket_bytes": BUCKET_BYTES,
         "keeps_gradients": 0.0,
+        "workspace_limit_bytes": WORKSPACE_BYTES if is_short else 0.0,
         "peak_flops_per_s": peak,
         "base_flops_per_s": base or peak,
     }

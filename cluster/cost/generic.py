@@ -214,15 +214,19 @@ def _by_formula(workload: Workload, candidate: Candidate) -> dict[str, float]:
 
 
 def _sent_bytes(workload: Workload, candidate: Candidate) -> float:
-    """Bytes that a rank sends per step: the gradients' all-reduce; with ZeRO-3 also the weights, gathered for forward
-    and backward of every micro-batch."""
+    """Bytes that a rank sends per step: the gradients' all-reduce, or what ZeRO-1 does in its place; with ZeRO-2 and
+    ZeRO-3 the gradients of every micro-batch, unless they wait for the last; with ZeRO-3 also the weights, gathered for
+    forward and backward of every micro-batch."""
     layout, level = candidate.layout, candidate.precision.level
     num_params, size = num_parameters(workload.model), GRADIENT_BYTES[level]
+    number = max(1, candidate.num_microbatches(workload.global_batch_size))
+    reductions = number if layout.zero_stage >= 2 and layout.gradient_reduction == "each" else 1
+    shared = _others(layout.dp_shard) * num_params
     if layout.zero_stage != 3:
-        return 2 * _others(layout.world_size) * num_params * size
-    gathers = 2 * max(1, candidate.num_microbatches(workload.global_batch_size)) * OPERAND_BYTES[level]
+        return 2 * _others(layout.world_size) * num_params * size + shared * size * (reductions - 1)
+    gathers = 2 * number * OPERAND_BYTES[level]
     across = 2 * _others(layout.dp_replicate) * num_params / layout.dp_shard * size
-    return _others(layout.dp_shard) * num_params * (gathers + size) + across
+    return shared * (gathers + size * reductions) + across
 
 
 def _by_dry_run(workload: Workload, candidate: Candidate, estimate: DryRunEstimate) -> dict[str, float]:

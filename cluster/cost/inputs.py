@@ -20,6 +20,10 @@ CP_METHODS = ("all_gather", "ulysses", "ring")
 BUCKET_BYTES = 50e6
 """Two reduction buckets in flight, of 25 MB each (``torch.nn.parallel.DistributedDataParallel``)."""
 
+WORKSPACE_BYTES = 128 << 20
+"""fp32 copies of 16-bit gradients that our optimiser step makes at a time (``trials.training.optimizer``). Its fused
+kernels have no other intermediate results."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostInputs:
@@ -53,6 +57,8 @@ class CostInputs:
     cp_method: Array
     tp: Array
     zero_stage: Array
+    reduces_last: Array
+    """1: ZeRO-2 and ZeRO-3 keep gradients whole until the step's last micro-batch, instead of reducing each one's."""
     sequence_parallel: Array
     num_copies: Array
     shard_embedding: Array
@@ -95,6 +101,8 @@ class CostInputs:
     """Bytes of the buffers through which data parallelism reduces gradients."""
     keeps_gradients: Array
     """1: gradient buffers stay allocated during the forward pass."""
+    workspace_limit_bytes: Array
+    """Most that the intermediate results of an optimiser step take; infinite where it updates everything at once."""
     casts_operands: Array
     """1: matmuls make their 8-bit operands anew from wider tensors, which are what is kept for the backward pass
     (torchao); 0: operands are kept as they are multiplied. Means nothing where matmuls have 16 bits or more."""
@@ -140,6 +148,11 @@ class CostInputs:
     def num_shards(self) -> Array:
         """Ranks over which ZeRO shards states: context-parallel peers hold the same weights, so they share too."""
         return np.where(self.zero_stage > 0, self.dp_shard * self.cp, 1.0)
+
+    @property
+    def reductions(self) -> Array:
+        """How often a step reduces its gradients: where ZeRO shards them once per micro-batch, unless it waits."""
+        return np.where((self.zero_stage >= 2) & (self.reduces_last == 0), self.num_microbatches, 1.0)
 
     @property
     def selective_share(self) -> Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from cluster.cost.coefficients import Coefficients
-from cluster.cost.inputs import Array, CostInputs
+from cluster.cost.inputs import SCHEDULES, Array, CostInputs
 from cluster.cost.pipeline import in_flight
 from cluster.cost.work import Work, is_last, layers_params, tables_params
 from trials.dryrun.estimate import COMMUNICATOR_BYTES
@@ -58,7 +58,7 @@ def _passes_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, 
     keeps = np.maximum(x.keeps_gradients, x.num_microbatches > 1)[:, None] > 0
     return {
         **states,
-        "gradients": np.where(keeps, states["gradients"], 0.0),
+        "gradients": np.where(keeps, states["gradients"], 0.0) + _whole_gradients_bytes(x, work, k),
         "activations": held + np.where(at_loss, 0.0, repeated),
         "head": np.where(at_loss, head, 0.0),
         "gathered": _gathered_bytes(x, work)[:, None] + np.where(at_loss, 0.0, exchanged),
@@ -67,12 +67,14 @@ def _passes_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, 
 
 
 def _step_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, Array]) -> dict[str, Array]:
-    """The optimiser step. Its workspace holds fp32 copies of shorter gradients and results between its kernels."""
+    """The optimiser step. Its workspace holds fp32 copies of shorter gradients and results between its kernels, of all
+    that a rank updates or, where it does so piece by piece, of one piece."""
     copies = np.where(x.gradient_bytes < 4, 4.0, 0.0)[:, None]
     on_device = 1 - x.offload_optimizer[:, None]
     owned = _held_params(x, work, 1) * x.trained_share[:, None]
     none = dict.fromkeys(("activations", "head", "gathered"), np.zeros(owned.shape))
-    return {**states, **none, "workspace": on_device * owned * (copies + k["workspace_bytes"])}
+    workspace = np.minimum(owned * (copies + k["workspace_bytes"]), x.workspace_limit_bytes[:, None])
+    return {**states, **none, "workspace": on_device * workspace}
 
 
 def _with_overheads(terms: dict[str, Array], x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
@@ -99,6 +101,19 @@ def _state_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]
         "gradients": _held_params(x, work, 2) * x.gradient_bytes[:, None] * trained,
         "optimizer": _held_params(x, work, 1) * (x.optimizer_bytes * (1 - x.offload_optimizer))[:, None] * trained,
     }
+
+
+def _whole_gradients_bytes(x: CostInputs, work: Work, k: Coefficients) -> Array:
+    """Gradients that ZeRO-2 and ZeRO-3 have not reduced yet, beyond their shards of them, shape (n, stages).
+
+    Adding up until the last micro-batch is done in fp32 (FSDP2's ``to_accumulated_grad_if_needed``). A backward pass in
+    two parts (zero bubble; Qi et al., arXiv 2401.10241) leaves one micro-batch's to the end of the second.
+    """
+    waits = (x.reduces_last > 0) & (x.num_microbatches > 1)
+    splits = (x.pp > 1) & (x.schedule == SCHEDULES.index("zbv"))
+    size = np.where(waits, 4.0, np.where(splits, x.compute_bytes, 0.0)) * x.trained_share * k["state_factor"]
+    whole = _held_params(x, work, 4) * size[:, None]
+    return np.where((x.zero_stage >= 2)[:, None], whole, 0.0)
 
 
 def layer_activation_bytes(x: CostInputs, work: Work) -> Array:

@@ -233,11 +233,13 @@ def _exchange_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
 def _gather_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, backward: Array) -> Array:
     """Seconds of ZeRO-3 communication per layer and micro-batch that computation does not hide.
 
-    Weights are gathered before the forward and before the backward pass; gradients are reduce-scattered.
+    Weights are gathered before the forward and before the backward pass; gradients are reduce-scattered, after every
+    micro-batch or once.
     """
     payload = (work.layer_params + 4 * x.hidden) / x.tp
     once = ring_seconds(x, k, payload, x.num_shards, x.tp) / 2
-    transfer = once * (2 * x.compute_bytes + np.minimum(x.gradient_bytes, 4)) + 3 * k["collective_latency_s"]
+    scattered = np.minimum(x.gradient_bytes, 4) * x.reductions / x.num_microbatches
+    transfer = once * (2 * x.compute_bytes + scattered) + 3 * k["collective_latency_s"]
     sharded = (x.zero_stage == 3) & (x.num_shards > 1)
     return np.where(sharded, _exposed(transfer, k["gather_overlap"] * (forward + backward), k), 0.0)
 
@@ -264,10 +266,12 @@ def ring_seconds(x: CostInputs, k: Coefficients, payload_bytes: Array, degree: A
 
 
 def reduction_seconds(x: CostInputs, work: Work, k: Coefficients, stages: StageTimes) -> Array:
-    """Once per step: gradient reduction beyond what backward hides, and after ZeRO-1/2's optimiser its new weights'
-    gathering, which nothing hides.
+    """Gradient reduction beyond what backward hides, and after ZeRO-1/2's optimiser its new weights' gathering, which
+    nothing hides.
 
-    Those who share states scatter gradients among each other and gather weights; replicas of a shard reduce it.
+    Those who share states scatter gradients among each other and gather weights, so that both together send what an
+    all-reduce does (Rajbhandari et al., arXiv 1910.02054); ZeRO-2 scatters those of every micro-batch, unless it waits.
+    Replicas of a shard reduce it once.
     """
     params = _busiest_params(x, work) * x.trained_share
     scattered = (x.zero_stage == 1) | (x.zero_stage == 2)
@@ -278,7 +282,9 @@ def reduction_seconds(x: CostInputs, work: Work, k: Coefficients, stages: StageT
     gathering = half * x.compute_bytes
     window = k["gradient_overlap"] * np.max(stages.terms["backward"], axis=1)
     communicates = np.where(x.zero_stage == 3, replicas, x.dp * x.cp) > 1
-    return np.where(communicates, _exposed(reduction, window, k) + gathering + 4 * k["collective_latency_s"], 0.0)
+    earlier = np.where(x.zero_stage == 2, x.reductions - 1, 0.0) * _exposed(half * x.gradient_bytes, window, k)
+    last = _exposed(reduction, window, k) + gathering + 4 * k["collective_latency_s"]
+    return np.where(communicates, earlier + last, 0.0)
 
 
 def optimizer_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:

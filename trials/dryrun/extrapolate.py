@@ -52,8 +52,7 @@ def plan_small_runs(spec: TrialSpec, stage: int) -> Extrapolation | None:
     wanted_microbatches = candidate.num_microbatches(spec.workload.global_batch_size)
     num_microbatches = enough_microbatches(layout, stage, wanted_microbatches)
     runs = list(runs_of_stage(layout, candidate.recompute, stage, spec.workload.num_layers))
-    # ZeRO-1 deals out whole parameters, so that a rank's share of the states is not affine.
-    groups = sorted({(run.kind, run.length) for run in runs if run.length > LARGER and layout.zero_stage != 1})
+    groups = sorted({(run.kind, run.length) for run in runs if run.length > LARGER})
     if _cost_of_small_runs(runs, groups, num_microbatches) >= sum(run.length for run in runs) * wanted_microbatches:
         return None
     spec = with_microbatches(spec, num_microbatches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -88,12 +88,12 @@ def held_tensors(module: nn.Module, model: TrainModel, shard_map: ShardMap, layo
 
 
 def begin_backward(module: nn.Module, *, is_last: bool, each: bool) -> None:
-    """Say what the next micro-batch does to gradients: reduce them over data-parallel ranks, or add them up.
+    """Say what the next backward pass does to gradients: reduce them over data-parallel ranks, or add them up.
 
     Call it before the forward pass: DDP must know by then.
 
     Args:
-        is_last: whether it is the step's last one.
+        is_last: whether it is that of the step's last micro-batch.
         each: whether all of them reduce, not only the last one. Even then copies of the shards (``dp_replicate``) are
             averaged but once: until then each rank adds up its own shard.
     """
@@ -105,6 +105,17 @@ def begin_backward(module: nn.Module, *, is_last: bool, each: bool) -> None:
     elif isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(is_last or each)
         module.set_requires_all_reduce(is_last)
+
+
+def keep_weights(module: nn.Module, model: TrainModel, layout: Layout, *, is_last: bool) -> None:
+    """Let ZeRO-2 keep the weights it has gathered from one micro-batch to the next, since it shards states only.
+
+    What is sharded beyond the stage is freed after each use all the same.
+    """
+    if layout.zero_stage == 2 and isinstance(module, FSDPModule):
+        module.set_reshard_after_backward(is_last)
+        for end in _ends(model) if layout.shard_embedding else []:
+            cast(FSDPModule, end).set_reshard_after_backward(True)
 
 
 def finish_gradients(module: nn.Module) -> None:

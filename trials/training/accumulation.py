@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trials.models import Loss
-from trials.parallel.data_parallel import begin_backward, finish_gradients, reduces_each
+from trials.parallel.data_parallel import begin_backward, finish_gradients, keep_weights, reduces_each
 from trials.precision.mixed import autocast
 from trials.spec import Candidate
 from trials.training.build import ModelPart
@@ -51,6 +51,7 @@ class Accumulation:
         self._precision = candidate.precision
         self._device = device
         self._scale = scale
+        self._layout = candidate.layout
         self._each = reduces_each(candidate.layout)
         self._is_last: bool | None = None
 
@@ -78,4 +79,5 @@ class Accumulation:
         """Say what the next micro-batch does to gradients; only on a change, as that walks all modules."""
         if is_last != self._is_last:
             begin_backward(self._part.module, is_last=is_last, each=self._each)
+            keep_weights(self._part.module, self._part.model, self._layout, is_last=is_last)
             self._is_last = is_last

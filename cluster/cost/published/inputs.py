@@ -150,6 +150,8 @@ def _layout(f: Mapping[str, str], n: Numbers, model: Mapping[str, Any]) -> dict[
         "cp_method": CP_METHODS.index("ring"),
         "tp": tp,
         "zero_stage": stage if shard * cp > 1 else 0.0,
+        # MindSpore adds up whole gradients unless gradient_accumulation_shard is set; others reduce each micro-batch.
+        "reduces_last": float("mind" in f["framework"].lower()),
         "sequence_parallel": float(sequence_parallel and tp > 1),
         "schedule": SCHEDULES.index("interleaved" if chunks > 1 else "1f1b"),
         "num_virtual_stages": chunks if pp > 1 else 1.0,
@@ -222,6 +224,7 @@ def _precision(f: Mapping[str, str], accelerator: Accelerator, layout: Mapping[s
         "cast_bytes": 0.0,
         "bucket_bytes": DEEPSPEED_BUCKET_BYTES if "deepspeed" in framework and layout["zero_stage"] else BUCKET_BYTES,
         "keeps_gradients": float(layout["zero_stage"] < 3 or masters_apart),
+        "workspace_limit_bytes": float("inf"),
         "peak_flops_per_s": max(peak, base),
         "base_flops_per_s": base,
     }

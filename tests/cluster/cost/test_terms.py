@@ -8,9 +8,13 @@ import pytest
 from cluster.cost.calibrate import Calibrated
 from cluster.cost.coefficients import MEMORY, TIME, assumed, assumed_prior
 from cluster.cost.estimate import CostModel, Estimates, cost_model
+from cluster.cost.inputs import WORKSPACE_BYTES
 from tests.cluster.cost.rows import inputs, row, varied
 
 MODEL = CostModel(Calibrated.of_prior(assumed_prior(TIME, 0.1)), Calibrated.of_prior(assumed_prior(MEMORY, 0.1)))
+
+AT_STEP = {"num_microbatches": 1, "keeps_gradients": 0, "gradient_bytes": 2, "recompute": "full"}
+"""The peak is in the optimiser step."""
 
 
 def estimate(*rows: dict[str, object]) -> Estimates:
@@ -45,6 +49,9 @@ LONG: dict[str, object] = {"seq_length": 2**18, "recompute": "full"}
         ("weights", {"pp": 4}, {}),
         ("weights", {"zero_stage": 3}, {"zero_stage": 2}),
         ("gradients", {"zero_stage": 2}, {"zero_stage": 1}),
+        ("gradients", {"zero_stage": 2}, {"zero_stage": 2, "reduces_last": 1}),
+        ("gradients", {"zero_stage": 3}, {"zero_stage": 3, "reduces_last": 1}),
+        ("workspace", {"workspace_limit_bytes": WORKSPACE_BYTES, **AT_STEP}, AT_STEP),
         ("optimizer", {"dp_shard": 8}, {"dp_shard": 4}),
         ("activations", {"recompute": "full"}, {}),
         ("activations", {"tp": 4, "sequence_parallel": 1}, {"tp": 4}),
@@ -88,6 +95,8 @@ def test_memory_moves_the_right_way(term: str, less: dict[str, object], more: di
         ("context_parallel", {"cp": 4, "seq_length": 2**16}, {"cp": 4, "seq_length": 2**16, "cp_method": 1}),
         ("launch", {"compiled": 1, "hidden": 512}, {"hidden": 512}),
         ("sharding", {"dp_shard": 8, "zero_stage": 3}, {"dp_shard": 16, "zero_stage": 3}),
+        ("sharding", {"zero_stage": 3, "reduces_last": 1}, {"zero_stage": 3}),
+        ("gradient_reduction", {"zero_stage": 2, "reduces_last": 1}, {"zero_stage": 2}),
         ("gradient_reduction", {"network_bytes_per_s": 50e9, "dp_shard": 64}, {"dp_shard": 64}),
         # Weights are gathered among those who share states; only gradients' reduction hides.
         ("gradient_reduction", {"dp_replicate": 8, "gradient_bytes": 2}, {"dp_shard": 64, "gradient_bytes": 2}),

@@ -18,10 +18,10 @@ from benchmarks.dryrun.gang import measured_peaks
 from trials.dryrun.__main__ import run_children
 from trials.dryrun.extrapolate import Extrapolation, extrapolate, plan_small_runs
 from trials.dryrun.microbatches import enough_microbatches, with_microbatches
-from trials.dryrun.records import DryRunRequest, RankRun, Reply
+from trials.dryrun.records import Category, DryRunRequest, RankRun, Reply
 from trials.dryrun.simulate import simulate
 from trials.legality.rules import violations
-from trials.spec import Kernels, Layout, LlamaModel, Recompute, TrialSpec
+from trials.spec import Kernels, Layout, LlamaModel, Precision, Recompute, TrialSpec
 
 TOLERANCE = 0.02
 
@@ -42,7 +42,7 @@ def _runs(requests: list[DryRunRequest]) -> list[RankRun]:
 
 
 @pytest.mark.representative("ZeRO-3 x2")
-@pytest.mark.parametrize("name", ["single, O1 bf16, full recompute", "ZeRO-3 x2", "PP2 1F1B"])
+@pytest.mark.parametrize("name", ["single, O1 bf16, full recompute", "ZeRO-1 x2", "ZeRO-3 x2", "PP2 1F1B"])
 def test_peak_is_that_of_a_real_run(name: str) -> None:
     spec = FAMILIES[name]
     layout = spec.candidate.layout
@@ -209,3 +209,52 @@ def test_unseen_releases_are_inferred_from_addresses() -> None:
     assert peak_bytes(live, [], [(200, 50), (100, -50), (300, 10)]) == 100
     assert peak_bytes(live, [(120, 40)], [(300, 10)]) == 50, "the first must be gone where the second lies"
     assert peak_bytes(live, [(200, 50), (200, -50)], [(400, 20)]) == 70, "what was released before does not count"
+
+
+def _simulated(name: str, num_microbatches: int, precision: Precision | None = None, **layout: Any) -> RankRun:
+    base = FAMILIES[name]
+    changed = dataclasses.replace(base.candidate.layout, **layout)
+    candidate = dataclasses.replace(base.candidate, layout=changed, precision=precision or base.candidate.precision)
+    (run,) = _runs(
+        [
+            DryRunRequest(
+                spec=with_microbatches(dataclasses.replace(base, candidate=candidate), num_microbatches), rank=0
+            )
+        ]
+    )
+    return run
+
+
+def _most(run: RankRun, category: Category, phase: str = "") -> int:
+    return max(peak.by_category.get(category, 0) for place, peak in run.peaks.items() if place.startswith(phase))
+
+
+def test_accumulating_shards_holds_no_whole_gradients() -> None:
+    """Between micro-batches ZeRO-3 holds half the gradients on two ranks, unless asked to keep them whole."""
+    each, last = (_simulated("ZeRO-3 x2", 3, gradient_reduction=when) for when in ("each", "last"))
+    whole = 2 * 4 * each.num_parameters
+    assert _most(last, "grad") >= whole
+    assert whole / 2 <= _most(each, "grad", "forward") < 0.55 * whole
+    assert each.collectives["reduce_scatter"].num_calls == 3 * last.collectives["reduce_scatter"].num_calls
+
+
+def test_weights_that_stay_whole_are_gathered_once_a_step() -> None:
+    one, three = (_simulated("ZeRO-2 x2", number) for number in (1, 3))
+    assert one.collectives["all_gather"] == three.collectives["all_gather"]
+
+
+def test_a_step_of_zero_1_reduces_and_gathers_buckets() -> None:
+    """It sends the bytes of one all-reduce, in as many collectives as there are buckets; the norm is one more."""
+    run = _simulated("ZeRO-1 x2", 3)
+    assert set(run.collectives) == {"reduce_scatter", "all_gather", "all_reduce"}
+    assert run.collectives["all_reduce"].num_bytes == 16
+    sent = run.collectives["reduce_scatter"]
+    assert sent == run.collectives["all_gather"] and sent.num_calls <= 3
+    assert sent.num_bytes == pytest.approx(4 * run.num_parameters, rel=0.01)
+
+
+def test_an_update_of_16_bits_takes_a_bounded_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trials.training.optimizer.WORKSPACE_BYTES", 1 << 20)
+    run = _simulated("DDP x2", 1, Precision(level="O2", dtype="bfloat16"))
+    assert 4 * run.num_parameters > 8 << 20
+    assert 0 < _most(run, "temporary", "optimizer") <= 1 << 20

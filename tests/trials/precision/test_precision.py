@@ -15,7 +15,7 @@ from trials.outcome import RankReport
 from trials.parallel.held import HeldParameter
 from trials.precision.mixed import LossScaler, check_device
 from trials.spec import Layout, LossScale, Precision
-from trials.training.optimizer import LocalAdamW
+from trials.training.optimizer.adamw import LocalAdamW
 
 OVERFLOWING = LossScale(initial=2.0**60, backoff_factor=2.0**-24, backoff_interval=1)
 O1_FP16 = Precision(level="O1", dtype="float16", loss_scale=OVERFLOWING)
@@ -168,3 +168,22 @@ def test_every_layout_skips_the_same_steps(precision: Precision, tmp_path: Path)
         assert result.findings.loss_scale == alone.findings.loss_scale
         assert [norm == 0.0 for norm in result.grad_norms] == skipped
         assert result.grad_norms == pytest.approx(alone.grad_norms, rel=5e-2)
+
+
+def test_cut_into_pieces_it_updates_as_adamw_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of 64 elements: one parameter is larger, others share; torch's AdamW over fp32 copies is the reference."""
+    monkeypatch.setattr("trials.training.optimizer.WORKSPACE_BYTES", 4 * 64)
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(*size).bfloat16()) for size in ((10, 17), (3, 5), (40,), (30,))]
+    copies = [parameter.detach().float().requires_grad_() for parameter in parameters]
+    optimizer = LocalAdamW([HeldParameter(parameter) for parameter in parameters], lr=1e-2, betas=(0.9, 0.95))
+    reference = torch.optim.AdamW(copies, lr=1e-2, betas=(0.9, 0.95), foreach=False)
+    for _ in range(3):
+        for parameter, copy in zip(parameters, copies, strict=True):
+            parameter.grad = torch.randn(parameter.shape).bfloat16()
+            copy.grad = parameter.grad.float()
+        optimizer.step()
+        reference.step()
+    assert max(state.master.numel() for state in optimizer.states) <= 64 < parameters[0].numel()
+    for parameter, copy in zip(parameters, copies, strict=True):
+        torch.testing.assert_close(parameter.detach(), copy.detach().bfloat16())

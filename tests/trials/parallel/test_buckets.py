@@ -1,0 +1,91 @@
+"""Buckets of ZeRO-1: what lies in which, and what becomes of gradients and weights there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trials.parallel.buckets import BucketedReplica, Kind, Peers, _dealt_out
+from trials.parallel.held import HeldParameter
+from trials.training.optimizer import LocalAdamW
+
+HELD_BY_ALL, HELD_BY_HALF = Kind(torch.float32, 2, False), Kind(torch.float32, 1, False)
+
+
+def test_buckets_fill_from_the_last_parameter_on_and_come_in_the_order_in_which_they_are_full() -> None:
+    """Sizes of 40 bytes: the norms' bucket is open until the first parameter, so all others come before it."""
+    norms, weights = ([nn.Parameter(torch.zeros(10)) for _ in range(3)] for _ in range(2))
+    kinds = {}
+    for norm, weight in zip(norms, weights, strict=True):
+        kinds |= {norm: HELD_BY_ALL, weight: HELD_BY_HALF}
+    found = _dealt_out(kinds, 80)
+    expected = [(weights[:0:-1], HELD_BY_HALF), (norms[:0:-1], HELD_BY_ALL), (weights[:1], HELD_BY_HALF)]
+    assert [([id(one) for one in some], kind) for some, kind in found] == [
+        ([id(one) for one in some], kind) for some, kind in [*expected, (norms[:1], HELD_BY_ALL)]
+    ]
+
+
+@pytest.fixture
+def peers() -> Iterator[Peers]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield Peers(dist.group.WORLD, None)  # type: ignore[arg-type]
+    dist.destroy_process_group()
+
+
+class Picture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3)
+        self.unused = nn.Linear(3, 3)
+        self.head = nn.Linear(5, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.conv(x).mean(dim=(2, 3)))
+        return found
+
+
+def test_trains_as_without_buckets_whatever_the_memory_format_and_what_is_not_used(peers: Peers) -> None:
+    torch.manual_seed(0)
+    plain, model = Picture(), Picture()
+    model.load_state_dict(plain.state_dict())
+    kinds = {parameter: Kind(torch.float32, 1, False) for parameter in model.parameters()}
+    replica = BucketedReplica(model, kinds, peers, torch.device("cpu"))
+    model.conv.weight.data = model.conv.weight.data.contiguous(memory_format=torch.channels_last)
+    ours = LocalAdamW(replica.buckets, lr=1e-2)
+    theirs = LocalAdamW([HeldParameter(parameter) for parameter in plain.parameters()], lr=1e-2)
+    for _ in range(3):
+        for i in (0, 1):
+            batch = torch.randn(2, 3, 8, 8)
+            replica.reduces = i == 1
+            for one in (replica, plain):
+                one(batch).square().mean().backward()
+        replica.finish()
+        ours.step()
+        theirs.step()
+        ours.zero_grad()
+        theirs.zero_grad()
+    assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    for name, parameter in plain.named_parameters():
+        if "unused" not in name:
+            torch.testing.assert_close(model.get_parameter(name), parameter, msg=name)
+    (bucket,) = replica.buckets
+    assert bucket.values().numel() >= sum(parameter.numel() for parameter in plain.parameters())
+
+
+def test_gradients_are_reduced_while_the_backward_pass_runs(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trials.parallel.buckets.BUCKET_BYTES", 1)
+    monkeypatch.setattr("trials.parallel.buckets.SLICE_BYTES", 1)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    kinds = {parameter: Kind(torch.float32, 1, False) for parameter in model.parameters()}
+    replica = BucketedReplica(model, kinds, peers, torch.device("cpu"))
+    begun: list[int] = []
+    x = torch.randn(2, 4)
+    hidden = model[0](x)
+    hidden.register_hook(lambda _: begun.append(replica._num_reduced))
+    replica.bind()
+    model[1](hidden).sum().backward()
+    assert begun == [1] and replica._num_reduced == 2
