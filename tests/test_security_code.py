@@ -17,7 +17,7 @@ NEVER_IMPORTED = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"
 WRITES = {"write_text", "write_bytes"}
 MAY_WRITE = {
     "cluster/processes.py": "/proc",
-    "trials/training/memory.py": "/proc",
+    "trials/training/device/memory.py": "/proc",
     "cluster/node/load_watch.py": "what nvidia-smi prints, read after its end",
     "cluster/ray/settings.py": "a token that nobody reads yet",
     "orchestrator/config/schema.py": "generated documents of the repository",

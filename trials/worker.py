@@ -46,10 +46,10 @@ from trials.reports.findings import Findings, LoaderTuningReport
 from trials.reports.profile import FOLDER_VARIABLE
 from trials.spec import Loader, Protocol, PythonModel, TrialSpec, Workload
 from trials.stages import coordinates, data_parallel_rank
+from trials.training.device.memory import PeakMemory
+from trials.training.device.rank_device import RankDevice
 from trials.training.measure import Measurer, Recording
-from trials.training.memory import PeakMemory
 from trials.training.memory_format import settle_memory_format
-from trials.training.rank_device import RankDevice
 from trials.training.step import Trainer, max_over_ranks
 
 

@@ -67,6 +67,7 @@ FAMILIES: dict[str, TrialSpec] = {
     "TP2 local, sequence parallel": _small(tp=2, tp_engine="local", sequence_parallel=True),
     "CP2 all-gather": _small(cp=2),
     "CP2 Ulysses": _small(cp=2, cp_method="ulysses"),
+    "CP2 ring": _small(cp=2, cp_method="ring"),
     "ZeRO-3 x2, TP2": _small(**_ZERO3, tp=2),
     "ZeRO-3 x2, PP2": _small(1, **_ZERO3, **_PP2),
 }

@@ -66,7 +66,7 @@ def matrix(setting: Setting) -> Iterator[tuple[str, TrialSpec]]:
 def knobs(setting: Setting) -> Iterator[tuple[str, TrialSpec, dict[str, str]]]:
     """One thing at a time that differs from O2 in eager mode, with the variables it is set by."""
     usual: dict[str, Any] = {"precision": O2, "micro_batch_size": 2}
-    expandable = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    fixed_segments = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
     num_layers = workload(setting).num_layers
     turned: dict[str, dict[str, Any]] = {
         "as it is": {},
@@ -87,7 +87,7 @@ def knobs(setting: Setting) -> Iterator[tuple[str, TrialSpec, dict[str, str]]]:
     for name, values in turned.items():
         yield name, trial(setting, **(usual | values)), {}
     if setting.device in ("cuda", "rocm"):
-        yield "expandable segments", trial(setting, **usual), expandable
+        yield "segments that do not grow", trial(setting, **usual), fixed_segments
 
 
 def layouts(setting: Setting) -> Iterator[tuple[str, TrialSpec]]:

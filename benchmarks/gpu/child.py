@@ -22,6 +22,10 @@ NOT_HERE = 64
 """Exit status of a part that cannot run here; the last line it printed says why."""
 
 
+OURS = ("benchmarks", "cluster", "trials")
+"""Packages in which a name that cannot be imported is a fault, not something that is not installed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
     """How a process ended."""
@@ -84,6 +88,8 @@ def main() -> None:
         print(error, file=sys.stderr)
         sys.exit(NOT_HERE)
     except ImportError as error:
+        if (error.name or "").partition(".")[0] in OURS:
+            raise
         print(f"this needs something that is not installed: {error}", file=sys.stderr)
         sys.exit(NOT_HERE)
 

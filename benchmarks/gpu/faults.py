@@ -12,8 +12,8 @@ from benchmarks.gpu import cases
 from benchmarks.gpu.host import NVIDIA_SMI
 from benchmarks.gpu.parts import Setting
 from cluster.base import Deadlines, GangEnded, GangLaunch, GangProgress
+from cluster.hardware.discovery import discover_node
 from cluster.hardware.placement import Pool
-from cluster.hardware.topology import discover_node
 from cluster.local import LocalCluster
 from trials.codec import to_json
 from trials.spec import Layout, TrialSpec

@@ -109,6 +109,7 @@ def figures(report: Mapping[str, Any], device_peak: Any = None) -> dict[str, Any
     times = report["step_times_s"]
     step_s = statistics.median(times)
     rate = report["tokens_per_step"] / (step_s * report["world_size"])
+    memory = report["device_memory"]
     peak = None if device_peak is None else device_peak(report["device_name"], report["matmul_format"])
     return {
         "step ms": round(step_s * 1e3, 2),
@@ -120,5 +121,7 @@ def figures(report: Mapping[str, Any], device_peak: Any = None) -> dict[str, Any
         "compile s": round(report["compile_s"], 1) or None,
         "allocated GiB": round(report["peak_allocated_bytes"] / GIB, 3),
         "reserved GiB": round(report["peak_reserved_bytes"] / GIB, 3),
+        "outside GiB": None if not memory else round(memory["outside_bytes"] / GIB, 3),
+        "retries": (memory or {}).get("num_retries") or None,
         "loss": round(report["losses"][-1], 4),
     }

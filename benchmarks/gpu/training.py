@@ -74,8 +74,10 @@ def cold_compile(setting: Setting) -> None:
 def _compile_columns(run: Run) -> dict[str, Any]:
     if run.report is None:
         return {"failed": run.why, "took s": round(run.took_s, 1)}
-    compile_s = run.report["compile_s"]
+    compile_s, graph = run.report["compile_s"], run.report["findings"]["graph"]
     return {
+        "hits": graph["cache_hits"],
+        "misses": graph["cache_misses"],
         "compile s": round(compile_s, 1),
         "within the stall deadline": compile_s < STALL_S,
         "step ms": figures(run.report)["step ms"],

@@ -31,6 +31,8 @@ def _row(workload: Workload, candidate: Candidate, cluster: ClusterDescription) 
         **_layout(layout, model.num_layers),
         **_recompute(candidate.recompute, layout, model, workload.seq_length),
         **_precision(candidate, cluster),
+        **_loss(candidate),
+        "hides_sums": float(layout.tp > 1 and layout.tp_engine == "local" and layout.schedule != "zbv"),
         "offload_activations": float(candidate.offload.activations),
         "offload_optimizer": float(candidate.offload.optimizer),
         "micro_batch_size": candidate.micro_batch_size,
@@ -104,7 +106,6 @@ def _precision(candidate: Candidate, cluster: ClusterDescription) -> dict[str, f
     is_short = low and (holds_plain(candidate.layout) or candidate.layout.dp * candidate.layout.cp == 1)
     return {
         "compute_bytes": 4.0 if precision.level == "O0" else 2.0,
-        "loss_bytes": 8.0,
         "weight_bytes": 2.0 if low else 4.0,
         "gradient_bytes": 2.0 if is_short else 4.0,
         "optimizer_bytes": 12.0 if low else 8.0,
@@ -116,6 +117,20 @@ def _precision(candidate: Candidate, cluster: ClusterDescription) -> dict[str, f
         "peak_flops_per_s": peak,
         "base_flops_per_s": base or peak,
     }
+
+
+def _loss(candidate: Candidate) -> dict[str, float]:
+    """Where one rank computes the loss of all logits, two fp32 copies exist, read or written in turn with the logits.
+
+    In parts, by tp or in chunks, gradients are written in the place of the logits; by count of the operators of
+    :mod:`trials.parallel.tensor.vocabulary`, 7 times the logits themselves are read or written and 10 times their
+    values in fp32.
+    """
+    size = 4.0 if candidate.precision.level == "O0" else 2.0
+    chunks = candidate.kernels.loss_chunks
+    if candidate.layout.tp == 1 and chunks == 1:
+        return {"loss_bytes": 8.0, "loss_traffic": 3 * (size + 8), "loss_chunks": 1.0}
+    return {"loss_bytes": 0.0, "loss_traffic": 7 * size + 10 * 4, "loss_chunks": chunks}
 
 
 def matmul_peak(candidate: Candidate, accelerator: Accelerator) -> float:

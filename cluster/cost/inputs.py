@@ -83,8 +83,14 @@ class CostInputs:
     compute_bytes: Array
     """Bytes of an activation element."""
     loss_bytes: Array
-    """Bytes per logit, beyond its own value, while the loss is computed: 8 for two fp32 copies, 0 where one kernel
-    computes the loss and writes the gradient in the logits' place."""
+    """Bytes per logit, beyond its own value, while the loss is computed: 8 for two fp32 copies, 0 where the gradient is
+    written in the logits' place."""
+    loss_traffic: Array
+    """Bytes read and written per logit from head to gradient of the logits, forward and backward."""
+    loss_chunks: Array
+    """Parts of a micro-batch whose logits exist one after the other; above 1 they are computed again."""
+    hides_sums: Array
+    """1: tensor parallelism sums the gradients of projections' inputs while those of their weights are computed."""
     weight_bytes: Array
     gradient_bytes: Array
     optimizer_bytes: Array

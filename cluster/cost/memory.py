@@ -51,7 +51,8 @@ def _passes_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, 
     """The worst moment of forward and backward passes: computing the loss, or recomputing a layer."""
     held, repeated = (k["activation_factor"] * part for part in _activation_bytes(x, work))
     held = held * np.where(x.pp > 1, k["pipeline_held"], 1.0)[:, None]
-    head = is_last(x) * (work.tokens * x.vocab / x.tp * (x.compute_bytes + x.loss_bytes) * k["head_factor"])[:, None]
+    logits = work.tokens * x.vocab / x.tp / x.loss_chunks
+    head = is_last(x) * (logits * (x.compute_bytes + x.loss_bytes) * k["head_factor"])[:, None]
     exchanged = np.where(held > 0, _exchanged_bytes(x, work)[:, None], 0.0)
     at_loss = head >= repeated + exchanged
     keeps = np.maximum(x.keeps_gradients, x.num_microbatches > 1)[:, None] > 0

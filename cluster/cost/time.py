@@ -99,7 +99,8 @@ def stage_seconds(x: CostInputs, work: Work, k: Coefficients) -> StageTimes:
         "forward": layers * forward[:, None] + last * head[:, None] / 3,
         "backward": layers * backward[:, None] + last * head[:, None] * 2 / 3,
         "recompute": repeated * repeats[:, None],
-        "tensor_parallel": ((2 + regathered) * layers + full) * collectives[:, None]
+        "tensor_parallel": ((1 + regathered) * layers + full) * collectives[:, None]
+        + layers * _backward_collective_seconds(x, work, k, collectives)[:, None]
         + last * (collectives / 2)[:, None],
         "context_parallel": layers * _exchange_seconds(x, work, k)[:, None],
         "sharding": (layers + last) * gather[:, None]
@@ -169,12 +170,17 @@ def _both_ways(transfer: Array, forward: Array, backward: Array, k: Coefficients
 
 
 def _head_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
-    """Seconds of head and loss, forward and backward. A vocabulary split by tp is padded first, hence aligned."""
+    """Seconds of head and loss, forward and backward; in chunks, the logits are computed once more.
+
+    A vocabulary split by tp is padded first, hence aligned.
+    """
     peak = np.where(x.casts_operands > 0, x.base_flops_per_s, x.peak_flops_per_s)
-    rate = matmul_flops_per_s(k, peak=peak, base=x.base_flops_per_s, tokens=work.tokens, width=x.hidden)
+    rows = work.tokens / x.loss_chunks
+    rate = matmul_flops_per_s(k, peak=peak, base=x.base_flops_per_s, tokens=rows, width=x.hidden)
     rate = rate / np.where((x.tp == 1) & (x.vocab % 8 > 0), k["misaligned_cost"], 1.0)
     bandwidth = x.memory_bytes_per_s * k["memory_efficiency"]
-    return (3 - (1 - x.trained_share)) * work.head_flops / rate + 3 * work.head_bytes / bandwidth
+    matmuls = 3 - (1 - x.trained_share) + (x.loss_chunks > 1)
+    return np.asarray(matmuls * work.head_flops / rate + work.head_bytes / bandwidth)
 
 
 def _collective_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array) -> Array:
@@ -187,6 +193,21 @@ def _collective_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Arr
     seconds = 2 * (ring_seconds(x, k, work.tp_bytes, x.tp, np.ones(len(x))) + latency)
     seconds = np.where(x.num_copies > 1, _exposed(seconds, k["gather_overlap"] * forward, k), seconds)
     return np.where(x.tp > 1, seconds, 0.0)
+
+
+def _backward_collective_seconds(x: CostInputs, work: Work, k: Coefficients, collectives: Array) -> Array:
+    """Those of ``collectives``, a layer's in one pass, that stick out of its backward pass.
+
+    The sums of the gradients of two projections' inputs run while those of their weights are computed (Shoeybi et al.,
+    arXiv 1909.08053): all of the volume, with sequence parallelism half, as the gathers before them wait. Those
+    projections, into attention and feed-forward, are some two thirds of a layer's matmuls.
+    """
+    share = np.where(x.sequence_parallel > 0, 0.5, 1.0)
+    weights = 2 / 3 * x.trained_share * work.matmul_flops / _matmul_flops_per_s(x, work, k, x.hidden / x.tp)
+    sums = _exposed(share * collectives, k["gather_overlap"] * weights, k)
+    # Two copies hide behind each other already.
+    hides = (x.hides_sums > 0) & (x.num_copies == 1) & (x.tp > 1)
+    return np.where(hides, (1 - share) * collectives + sums, collectives)
 
 
 def _exchange_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:

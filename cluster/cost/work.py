@@ -29,6 +29,7 @@ class Work:
     weight_traffic_bytes: Array
     head_flops: Array
     head_bytes: Array
+    """Bytes of logits read and written, forward and backward."""
     tp_bytes: Array
     """Bytes of one tensor-parallel all-reduce, of which there are two per layer and pass."""
     cp_bytes: Array
@@ -60,7 +61,7 @@ def work_of(x: CostInputs) -> Work:
         elementwise_bytes=elementwise,
         weight_traffic_bytes=layer_params / x.tp * x.compute_bytes,
         head_flops=2 * tokens * x.hidden * x.vocab / x.tp,
-        head_bytes=tokens * x.vocab / x.tp * (x.compute_bytes + x.loss_bytes),
+        head_bytes=tokens * x.vocab / x.tp * x.loss_traffic,
         tp_bytes=np.where(x.tp > 1, tokens * x.hidden * x.compute_bytes, 0.0),
         cp_bytes=2 * tokens * (x.cp - 1) * x.compute_bytes * exchanged_width / x.tp,
         pp_bytes=np.where(x.pp > 1, tokens * x.hidden * x.compute_bytes / x.tp, 0.0),

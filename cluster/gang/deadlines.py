@@ -77,8 +77,6 @@ def due_at_s(clock: RankClock, deadlines: Deadlines) -> float:
 def overdue_reason(clock: RankClock, deadlines: Deadlines) -> str:
     """Which of the two deadlines :func:`due_at_s` is about, for people."""
     allowed_s = _allowed_s(clock.phase, deadlines)
-    if clock.compiles_since_s is not None:
-        return f"compiling took longer than {deadlines.compile_s:g} s, in phase {clock.phase} at step {clock.step}"
     if due_at_s(clock, deadlines) < clock.entered_at_s + allowed_s:
         return f"no progress for {deadlines.stall_s:g} s in phase {clock.phase} at step {clock.step}"
     return f"phase {clock.phase} took longer than {allowed_s:g} s, at step {clock.step}"

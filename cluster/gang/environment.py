@@ -6,7 +6,6 @@ Programs find each other through ``MASTER_ADDR`` and ``MASTER_PORT`` as under to
 
 from __future__ import annotations
 
-import os
 import random
 import socket
 from collections.abc import Mapping

@@ -89,6 +89,7 @@ def discover_node(
         device_name=device_name,
         device_memory_bytes=device_memory_bytes or memory_bytes,
         threads_per_device=max(1, cores // count),
+        host_memory_bytes=usable_memory_bytes(),
         handles=tuple(map(_handle, listed[:count])),
     )
 

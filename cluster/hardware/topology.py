@@ -48,6 +48,8 @@ class Node:
     """What the hardware calls itself, e.g. "NVIDIA H200" or the CPU's model name."""
     device_memory_bytes: int
     threads_per_device: int
+    host_memory_bytes: int = 0
+    """Memory of the host, for all its ranks together; 0 where nobody looked."""
     handles: tuple[DeviceHandle, ...] = ()
     """Its devices by position, where they are accelerators that were found here."""
 

@@ -60,9 +60,11 @@ class GangClocks:
         overdue = min(self.watched(), key=lambda rank: due_at_s(rank.clock, deadlines), default=None)
         if overdue is None or now_s < due_at_s(overdue.clock, deadlines):
             return None
-        compiling = [rank.clock for rank in self.watched() if rank.clock.compiles_since_s is not None]
-        is_too_long = compiling and self._compiling.left_s <= 0  # then the others wait for it
-        return overdue_reason(compiling[0] if is_too_long else overdue.clock, deadlines)
+        compiling = next((rank.clock for rank in self.watched() if rank.clock.compiles_since_s is not None), None)
+        if compiling is not None and self._compiling.left_s <= 0:  # the others wait for it
+            where = f"in phase {compiling.phase} at step {compiling.step}"
+            return f"compiling took longer than {deadlines.compile_s:g} s, {where}"
+        return overdue_reason(overdue.clock, deadlines)
 
     @property
     def _deadlines(self) -> Deadlines:

@@ -36,7 +36,7 @@ FOLLOWING = frozenset({"world_size", "tp_engine"})
 HELPFUL_KNOBS: Mapping[Kind, tuple[str, ...]] = {
     "memory": (
         *("recompute", "zero_stage", "dp_shard", "micro_batch_size", "sequence_parallel", "shard_embedding"),
-        *("pp", "tp", "dp_replicate", "cp"),
+        *("pp", "tp", "dp_replicate", "cp", "offload_activations", "offload_optimizer"),
     ),
     "compute": (
         *("precision", "compile", "matmul_precision", "attention", "memory_format", "cudnn_benchmark"),

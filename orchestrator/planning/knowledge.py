@@ -41,6 +41,10 @@ class CountedCandidates(Document):
     """Device memory that the idle process holds."""
     communicator_bytes: int = 0
     """Device memory that each of its communicators holds besides."""
+    host_limit_bytes: int | None = None
+    """Host memory of the smallest node."""
+    ranks_per_node: int = 1
+    devices_are_host: bool = False
     counted: tuple[CountedCandidate, ...] = ()
 
     @classmethod
@@ -51,6 +55,9 @@ class CountedCandidates(Document):
             limit_bytes=estimates.limit_bytes,
             context_bytes=estimates.context_bytes,
             communicator_bytes=estimates.communicator_bytes,
+            host_limit_bytes=estimates.host_limit_bytes,
+            ranks_per_node=estimates.ranks_per_node,
+            devices_are_host=estimates.devices_are_host,
             counted=tuple(CountedCandidate(candidate=one, estimate=estimate) for one, estimate in counted),
         )
 
@@ -63,6 +70,9 @@ class CountedCandidates(Document):
             limit_bytes=self.limit_bytes,
             context_bytes=self.context_bytes,
             communicator_bytes=self.communicator_bytes,
+            host_limit_bytes=self.host_limit_bytes,
+            ranks_per_node=self.ranks_per_node,
+            devices_are_host=self.devices_are_host,
         )
 
 

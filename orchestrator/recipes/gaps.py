@@ -136,17 +136,34 @@ def own_seed() -> Setting:
     return left_to_script("workload.seed", "your script sets the seed")
 
 
-def refuse_fp8(draft: Draft) -> None:
-    """Refuse precision O1-fp8, where the format has no setting for it."""
+def refuse_fp8(draft: Draft, why: str = "there is no setting for 8-bit floats here; this file says bfloat16") -> None:
+    """Refuse precision O1-fp8, where the format has no setting that means the same."""
     if draft.candidate.precision.level == "O1-fp8":
-        draft.refuse("precision.level", "there is no setting for 8-bit floats here; this file says bfloat16")
+        draft.refuse("precision.level", why)
 
 
-MEMORY_SAVERS = tuple(
-    unable(path, message="there is no such setting")
-    for path in ("kernels.loss_chunks", "offload.activations", "offload.optimizer")
-)
-"""Settings for what saves memory at a price, where a framework has none of it."""
+def memory_savers(**settings: Setting) -> tuple[Setting, ...]:
+    """Settings for what saves memory at a price: none in most frameworks. ``settings`` gives those that there are for
+    ``loss_chunks``, ``activations`` and ``optimizer``."""
+    paths = {name: f"offload.{name}" for name in ("activations", "optimizer")} | {"loss_chunks": "kernels.loss_chunks"}
+    return tuple(settings.get(name) or unable(path, message="there is no such setting") for name, path in paths.items())
+
+
+def offloads_inputs(name: str, *, applies: Callable[[Settings], bool] = lambda _: True) -> Setting:
+    """``offload.activations`` under ``name``, which moves the inputs of recomputed layers: the same where all are."""
+    path = "offload.activations"
+
+    def write(draft: Draft) -> None:
+        is_on, num_full = draft.candidate.offload.activations, sum(map(sum, draft.candidate.recompute.full))
+        if is_on and not applies(draft.settings):
+            draft.refuse(path, f"{name} needs FSDP")
+        elif is_on and num_full < draft.workload.num_layers:
+            draft.refuse(path, f"{name} moves only what layers recomputed in full keep: recompute all of them")
+        elif is_on:
+            draft.settings[name] = True
+
+    return custom((path,), (name,), write, lambda settings: {path: bool(settings.get(name, False))})
+
 
 REDUCES_EACH = lacking("layout.gradient_reduction", "stages 2 and 3 reduce the gradients of every micro-batch")
 """Setting for when gradients are reduced, where a framework knows one way only, which is our default."""

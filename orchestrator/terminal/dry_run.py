@@ -81,6 +81,8 @@ def _block(verdict: DryRunVerdict) -> Iterator[RenderableType]:
         return
     yield _judgement(verdict, result)
     yield _memory(verdict, result)
+    if result.host_bytes:
+        yield Text(f"offloaded: up to {num_bytes(result.host_bytes)} of host memory per rank")
     yield _work(result)
     how = "computed from smaller models" if result.extrapolated else "all layers simulated"
     yield Text(f"{how}; {result.cpu_s:.1f} CPU-seconds", style="dim")

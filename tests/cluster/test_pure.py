@@ -58,7 +58,6 @@ def test_a_clock_stands_still_while_a_rank_compiles():
     assert due_at_s(own, DEADLINES) == 98.0 + 5.0
     own.advance(compiles, 110.0, is_sign=False)
     assert due_at_s(own, DEADLINES) == 98.0 + 5.0
-    assert "compiling took longer than 1800 s, in phase warmup at step 1" in overdue_reason(own, DEADLINES)
 
 
 @given(st.lists(st.text(), max_size=5), st.integers(1, 7))

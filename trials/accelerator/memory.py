@@ -1,5 +1,5 @@
 """Memory of a device as its allocator and its driver count it. For the CPU, which has no such allocator, see
-:mod:`trials.training.memory`.
+:mod:`trials.training.device.memory`.
 
 Asked of the device's module rather than of ``torch.accelerator``: those who add a device to torch all have its names.
 """

@@ -59,15 +59,6 @@ def _compile_with_zbv(_workload: Workload, candidate: Candidate) -> str | None:
     return "schedule zbv splits the backward of every operator, which a compiled graph does not allow"
 
 
-def _compile_model_with_dtensor(_workload: Workload, candidate: Candidate) -> str | None:
-    layout = candidate.layout
-    if candidate.kernels.compile != "model" or layout.tp == 1 or layout.tp_engine == "local":
-        return None
-    if layout.world_size == layout.tp:
-        return None
-    return "compile model with tp beside another axis needs tp_engine local: torch cannot trace the DTensor embedding"
-
-
 def _compile_recompute_with_dtensor(_workload: Workload, candidate: Candidate) -> str | None:
     """AOTAutograd hands what recompute saves to autograd as tensors, and the mesh of a DTensor is none (torch 2.13)."""
     layout = candidate.layout
@@ -198,7 +189,6 @@ CANDIDATE_RULES = make_rules(
     ("recompute-with-compile", _recompute_with_compile),
     ("recompute-communication", _recompute_communication),
     ("compile-with-zbv", _compile_with_zbv),
-    ("compile-model-with-dtensor", _compile_model_with_dtensor),
     ("compile-recompute-with-dtensor", _compile_recompute_with_dtensor),
     ("cuda-graphs", _cuda_graphs),
     ("amp-lists-with-compile", _amp_lists_with_compile),

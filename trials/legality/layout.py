@@ -123,10 +123,11 @@ def _tp_divides(name: str) -> tuple[str, Check]:
     """Id and check of the rule that ``tp`` divides this size of the model."""
 
     def check(workload: Workload, candidate: Candidate) -> str | None:
-        size = getattr(decoder_of(workload.model), name, 0)
-        return (
-            None if size % candidate.layout.tp == 0 else f"{name} {size} is not divisible by tp {candidate.layout.tp}"
-        )
+        size, tp = getattr(decoder_of(workload.model), name, 0), candidate.layout.tp
+        if size % tp == 0:
+            return None
+        remedy = f"; pad it to {-(-size // tp) * tp}" if name == "vocab_size" else ""
+        return f"{name} {size} is not divisible by tp {tp}{remedy}"
 
     return f"tp-{name.replace('_', '-')}", check
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trials.accelerator.device import can_pin, current_stream, new_stream, on_stream
+from trials.accelerator.device import current_stream, is_host, new_stream, on_stream
 
 
 def allocating() -> contextlib.AbstractContextManager[Any]:
@@ -22,7 +22,7 @@ def allocating() -> contextlib.AbstractContextManager[Any]:
 def host_like(tensor: Tensor, device: torch.device, *, dtype: torch.dtype | None = None) -> Tensor:
     """An empty tensor of this size in host memory, page-locked where copies from and to ``device`` can use that."""
     with allocating():
-        return torch.empty_like(tensor, device="cpu", dtype=dtype, pin_memory=can_pin(device))
+        return torch.empty_like(tensor, device="cpu", dtype=dtype, pin_memory=not is_host(device))
 
 
 class CopyStream:

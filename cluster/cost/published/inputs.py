@@ -211,9 +211,13 @@ def _precision(f: Mapping[str, str], accelerator: Accelerator, layout: Mapping[s
         sizes = (2.0, 2.0, 12.0, 2.0)
     else:
         sizes = (2.0, 4.0, 12.0, 2.0)
+    loss_bytes = 0.0 if any(word in framework for word in FUSED_LOSS) else 8.0
     return {
         "compute_bytes": sizes[3],
-        "loss_bytes": 0.0 if any(word in framework for word in FUSED_LOSS) else 8.0,
+        "loss_bytes": loss_bytes,
+        "loss_traffic": 3 * (sizes[3] + loss_bytes),
+        "loss_chunks": 1.0,
+        "hides_sums": 0.0,
         "weight_bytes": sizes[0],
         "gradient_bytes": sizes[1],
         "optimizer_bytes": sizes[2],

@@ -36,17 +36,26 @@ class DryRunEstimates:
     communicator_bytes: int = 0
     """Device memory that each of its communicators holds besides."""
 
+    host_limit_bytes: int | None = None
+    """Host memory of the smallest node; None where nobody knows, or where devices are the host itself."""
+    ranks_per_node: int = 1
+    """Ranks that share it, where there are as many."""
+    devices_are_host: bool = False
+    """Whether ranks compute on processors, whose memory offloading does not spare."""
+
     def needed_bytes(self, candidate: Candidate) -> int:
         """Estimated peak of a candidate that was counted, with the margin for fragmentation and what is no tensor's."""
         others = self.context_bytes + self.communicator_bytes * num_communicators(candidate.layout)
-        return self.by_candidate[candidate].needed_bytes(FRAGMENTATION, others)
+        estimate = self.by_candidate[candidate]
+        return estimate.needed_bytes(FRAGMENTATION, others) + estimate.host_bytes * self.devices_are_host
 
     def to_json(self, candidate: Candidate) -> dict[str, int]:
         """Peak and need of the candidate; empty where no dry run counted them."""
         estimate = self.by_candidate.get(candidate)
         if estimate is None:
             return {}
-        return {"predicted_peak_bytes": estimate.peak_bytes, "predicted_needed_bytes": self.needed_bytes(candidate)}
+        told = {"predicted_peak_bytes": estimate.peak_bytes, "predicted_needed_bytes": self.needed_bytes(candidate)}
+        return told | ({"predicted_host_bytes": estimate.host_bytes} if estimate.host_bytes else {})
 
     def rule(self, baseline: Candidate) -> Rule:
         """A rule that rejects candidates that would not fit, but never the baseline: that one is known to run."""
@@ -58,7 +67,19 @@ class DryRunEstimates:
 
     def _problem(self, candidate: Candidate) -> str | None:
         estimate = self.by_candidate.get(candidate)
-        if estimate is None or self.limit_bytes is None:
+        if estimate is None:
+            return None
+        return self._device_problem(candidate, estimate) or self._host_problem(candidate, estimate)
+
+    def _host_problem(self, candidate: Candidate, estimate: DryRunEstimate) -> str | None:
+        num_ranks = min(self.ranks_per_node, candidate.layout.world_size)
+        if self.host_limit_bytes is None or estimate.host_bytes * num_ranks <= self.host_limit_bytes:
+            return None
+        each, limit = num_bytes(estimate.host_bytes), num_bytes(self.host_limit_bytes)
+        return f"predicted {each} of host memory on each of {num_ranks} ranks of a node exceed its {limit}"
+
+    def _device_problem(self, candidate: Candidate, estimate: DryRunEstimate) -> str | None:
+        if self.limit_bytes is None:
             return None
         needed = self.needed_bytes(candidate)
         if needed <= self.limit_bytes:
@@ -72,6 +93,7 @@ def load_estimates(spec: SweepSpec, topology: Topology | None, cache: DryRunCach
     if spec.script is not None:  # nobody simulates a program
         return DryRunEstimates()
     kind = device_kind(spec, topology)
+    nodes = () if topology is None or kind == "cpu" else topology.nodes
     mode: Mode = "cpu" if kind == "cpu" else "accelerator"
     workload = spec.to_workload()
     found = {
@@ -82,6 +104,9 @@ def load_estimates(spec: SweepSpec, topology: Topology | None, cache: DryRunCach
     return DryRunEstimates(
         by_candidate=found,
         limit_bytes=memory_limit_bytes(spec, topology),
+        host_limit_bytes=min((node.host_memory_bytes for node in nodes if node.host_memory_bytes), default=None),
+        ranks_per_node=max((node.num_devices for node in nodes), default=1),
+        devices_are_host=mode == "cpu",
         context_bytes=0 if mode == "cpu" else CUDA_CONTEXT_BYTES,
         communicator_bytes=0 if mode == "cpu" else COMMUNICATOR_BYTES,
     )

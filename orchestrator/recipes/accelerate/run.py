@@ -8,9 +8,10 @@ from orchestrator.recipes.accelerate.layout import ARGUMENTS, FILE, TYPE
 from orchestrator.recipes.base import Draft, Setting, Settings, custom, fixed, lacking, option
 from orchestrator.recipes.gaps import (
     KERNELS_OF_SCRIPT,
-    MEMORY_SAVERS,
     TORCH_SCALER,
     left_to_script,
+    memory_savers,
+    offloads_inputs,
     own_data,
     refuse_fp8,
     takes_torch_scaler,
@@ -18,6 +19,7 @@ from orchestrator.recipes.gaps import (
 )
 
 _MIXED_PRECISION = f"{FILE}:mixed_precision"
+_OFFLOAD = f"{FILE}:fsdp_config.fsdp_activation_checkpointing_offload"
 _DYNAMO = f"{FILE}:dynamo_config.dynamo_"
 _BACKEND, _MODE, _REGIONAL = f"{_DYNAMO}backend", f"{_DYNAMO}mode", f"{_DYNAMO}use_regional_compilation"
 _COMPILE = f"{ARGUMENTS}:torch_compile"
@@ -32,7 +34,7 @@ _SHORT = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def _write_precision(draft: Draft) -> None:
-    refuse_fp8(draft)
+    refuse_fp8(draft, "mixed_precision fp8 with backend AO leaves out the first linear module, or has other recipes")
     precision, is_fsdp = draft.candidate.precision, draft.settings[TYPE] == "FSDP"
     draft.settings |= {
         _MIXED_PRECISION: _SHORT[precision.dtype],
@@ -145,7 +147,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     custom(("kernels.matmul_precision",), (_TF32,), _write_matmul, _read_matmul),
     *KERNELS_OF_SCRIPT,
-    *MEMORY_SAVERS,
+    *memory_savers(activations=offloads_inputs(_OFFLOAD, applies=lambda settings: settings[TYPE] == "FSDP")),
     option(f"{_OPTIMIZER}.lr", f"{ARGUMENTS}:learning_rate"),
     option(f"{_OPTIMIZER}.beta1", f"{ARGUMENTS}:adam_beta1"),
     option(f"{_OPTIMIZER}.beta2", f"{ARGUMENTS}:adam_beta2"),

@@ -15,6 +15,8 @@ _ACCUMULATION = f"{FILE}:gradient_accumulation_steps"
 _STAGE = f"{FILE}:zero_optimization.stage"
 _AUTOTP, _PRESET = f"{FILE}:tensor_parallel.autotp_size", f"{FILE}:tensor_parallel.preset_model"
 _SEQUENCE, _DATA = f"{FILE}:sequence_parallel_size", f"{FILE}:data_parallel_size"
+_OFFLOAD_DEVICE = f"{FILE}:zero_optimization.offload_optimizer.device"
+_OFFLOAD_PINNED = f"{FILE}:zero_optimization.offload_optimizer.pin_memory"
 _CHECKPOINTS = f"{FILE}:activation_checkpointing.number_checkpoints"
 _PARTITION = f"{FILE}:activation_checkpointing.partition_activations"
 
@@ -108,6 +110,26 @@ def _read_recompute(settings: Settings) -> dict[str, Any]:
     num_layers = settings.get(_CHECKPOINTS)
     return {"recompute.full": ((num_layers,),) if num_layers else ()}
 
+
+# ---- host memory ----
+
+
+def _write_offload(draft: Draft) -> None:
+    if not draft.candidate.offload.optimizer:
+        return
+    if draft.candidate.layout.zero_stage == 0:
+        draft.refuse("offload.optimizer", "DeepSpeed offloads states that ZeRO shards: stages 1 to 3")
+        return
+    draft.settings |= {_OFFLOAD_DEVICE: "cpu", _OFFLOAD_PINNED: True}
+    draft.warn("offload.optimizer", "torch's AdamW updates on the host; without torch_adam DeepSpeed's own does")
+
+
+OFFLOAD_OPTIMIZER = custom(
+    ("offload.optimizer",),
+    (_OFFLOAD_DEVICE, _OFFLOAD_PINNED),
+    _write_offload,
+    lambda settings: {"offload.optimizer": settings.get(_OFFLOAD_DEVICE, "none") == "cpu"},
+)
 
 SETTINGS: tuple[Setting, ...] = (
     custom(("micro_batch_size", "workload.global_batch_size"), (_BATCH, _MICRO, _ACCUMULATION), _write_batch),

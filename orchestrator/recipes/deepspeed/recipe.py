@@ -16,10 +16,10 @@ from orchestrator.recipes.deepspeed import layout, precision
 from orchestrator.recipes.deepspeed.layout import FILE
 from orchestrator.recipes.gaps import (
     KERNELS_OF_SCRIPT,
-    MEMORY_SAVERS,
     REDUCES_EACH,
     betas,
     left_to_script,
+    memory_savers,
     own_data,
     own_seed,
 )
@@ -36,7 +36,7 @@ _RUN: tuple[Setting, ...] = (
     left_to_script("kernels.backend", "your script names it: engine.compile(backend=...)"),
     left_to_script("kernels.compile_mode", "your script names it: engine.compile(compile_kwargs={'mode': ...})"),
     *KERNELS_OF_SCRIPT,
-    *MEMORY_SAVERS,
+    *memory_savers(optimizer=layout.OFFLOAD_OPTIMIZER),
     REDUCES_EACH,
     left_to_script("kernels.matmul_precision", "your script calls torch.set_float32_matmul_precision(...)"),
     fixed(f"{FILE}:optimizer.type", "AdamW"),

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from orchestrator.recipes.base import Draft, Setting, Settings, custom, lacking
-from orchestrator.recipes.gaps import MEMORY_SAVERS, REDUCES_EACH, refuse_fp8, two_batches_ahead
+from orchestrator.recipes.gaps import REDUCES_EACH, memory_savers, refuse_fp8, two_batches_ahead
 from trials.legality.rules import FP32_TINY
 from trials.spec import LossScale
 
@@ -14,7 +14,7 @@ _ATTENTION = {"auto": "auto", "flash": "flash", "cudnn": "fused", "math": "unfus
 
 
 def _write_precision(draft: Draft) -> None:
-    refuse_fp8(draft)
+    refuse_fp8(draft, "--fp8-format hybrid --fp8-recipe tensorwise goes with 16-bit weights, as level O2 has")
     precision, layout = draft.candidate.precision, draft.candidate.layout
     if precision.level == "O1":
         draft.refuse("precision.level", "Megatron-LM has no autocast; its 16-bit formats are those of level O2")
@@ -126,6 +126,6 @@ SETTINGS: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "call torch.set_float32_matmul_precision before training"),
     lacking("kernels.cudnn_tuning_range", "there are no convolutions"),
     lacking("kernels.memory_format", "there are no convolutions"),
-    *MEMORY_SAVERS,
+    *memory_savers(),
     REDUCES_EACH,
 )

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from orchestrator.recipes.base import Draft, Setting, Settings, custom, lacking
-from orchestrator.recipes.gaps import MEMORY_SAVERS, refuse_fp8
+from orchestrator.recipes.gaps import memory_savers, refuse_fp8
 from orchestrator.recipes.mindformers.layout import CP, DP
 from trials.spec import LossScale
 
@@ -136,5 +136,5 @@ SETTINGS: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "what is allowed inside fp32 multiplications is left to the device's default"),
     lacking("kernels.cudnn_tuning_range", "there are no convolutions"),
     lacking("kernels.memory_format", "there are no convolutions"),
-    *MEMORY_SAVERS,
+    *memory_savers(),
 )

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from orchestrator.recipes.base import Draft, Setting, Settings, custom, lacking
-from orchestrator.recipes.gaps import MEMORY_SAVERS, refuse_fp8, two_batches_ahead
+from orchestrator.recipes.gaps import memory_savers, offloads_inputs, refuse_fp8, two_batches_ahead
 from trials.spec import LossScale
 
 FLASH = "use_flash_attention"
@@ -103,6 +103,6 @@ SETTINGS: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "export NVIDIA_TF32_OVERRIDE before starting"),
     lacking("kernels.cudnn_tuning_range", "there are no convolutions"),
     lacking("kernels.memory_format", "there are no convolutions"),
-    *MEMORY_SAVERS,
+    *memory_savers(activations=offloads_inputs("offload_recompute_inputs")),
     lacking("layout.gradient_reduction", "there is no setting for when gradients are reduced"),
 )

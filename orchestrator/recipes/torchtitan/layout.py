@@ -205,7 +205,7 @@ SETTINGS: tuple[Setting, ...] = (
         "layout.num_copies", "micro-batches are not halved; compile.enable_async_tensor_parallel overlaps otherwise"
     ),
     option("layout.cp", _CP),
-    unable("layout.cp_method", message="context parallelism gathers keys and values; there is no Ulysses"),
+    unable("layout.cp_method", message="keys and values are gathered: there is neither Ulysses nor a ring"),
     fixed(_BALANCER, "headtail"),
     custom(
         ("layout.pp", "layout.schedule", "layout.num_virtual_stages", "layout.stage_layers"),

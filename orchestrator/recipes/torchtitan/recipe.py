@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.recipes.base import Draft, Recipe, Setting, Settings, comments, custom, fixed, lacking, option
-from orchestrator.recipes.gaps import MEMORY_SAVERS, betas, left_to_script, own_data, refuse_fp8, unable
+from orchestrator.recipes.gaps import betas, left_to_script, memory_savers, own_data, refuse_fp8, unable
 from orchestrator.recipes.torchtitan import layout, text
 from orchestrator.recipes.torchtitan.text import FILE, FUNCTION
 from trials.spec import LlamaModel
@@ -31,7 +31,7 @@ COMPILERS = ("inductor", "aot_eager")
 
 
 def _write_precision(draft: Draft) -> None:
-    refuse_fp8(draft)
+    refuse_fp8(draft, "the float8 converter goes with weights gathered in 16 bits, as level O2 has")
     precision = draft.candidate.precision
     param_dtype = "float32" if precision.level == "O0" else "bfloat16"
     draft.settings |= {_DTYPE: "float32", _PARAM_DTYPE: param_dtype, _REDUCE_DTYPE: "float32"}
@@ -121,7 +121,7 @@ _RUN: tuple[Setting, ...] = (
     lacking("kernels.matmul_precision", "fp32 matrix products stay fp32"),
     lacking("kernels.cudnn_tuning_range", "cuDNN is not tuned; Llama has no convolutions"),
     lacking("kernels.memory_format", "there is no memory format; Llama has no convolutions"),
-    *MEMORY_SAVERS,
+    *memory_savers(loss_chunks=option("kernels.loss_chunks", "loss.num_chunks")),
     fixed("dataloader.dataset", "c4"),
     option("loader.num_workers", "dataloader.num_workers"),
     option(

@@ -23,7 +23,7 @@ _CONSTRUCTORS = {
     "optimizer": "default_adamw",
     "lr_scheduler": "LRSchedulersContainer.Config",
     "dataloader": "HuggingFaceTextDataLoader.Config",
-    "loss": "CrossEntropyLoss.Config",
+    "loss": "cross_entropy",
     "debug": "DebugConfig",
 }
 """Constructor of each part of a ``Trainer.Config``."""
@@ -37,7 +37,7 @@ from dataclasses import replace
 from functools import partial
 
 from torch import nn
-from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
@@ -85,6 +85,12 @@ def llama(*, dim, n_layers, n_heads, n_kv_heads, hidden_dim, vocab_size, max_seq
         layers=[layer() for _ in range(n_layers)],
     )
     return replace(model_registry("debugmodel"), flavor="tune-cluster", model=model)
+
+
+def cross_entropy(*, num_chunks, global_vocab_size):
+    """The loss of all logits, or of a part of the positions at a time."""
+    loss = CrossEntropyLoss.Config(global_vocab_size=global_vocab_size)
+    return loss if num_chunks == 1 else ChunkedLossWrapper.Config(num_chunks=num_chunks, loss_fn=loss)
 
 
 '''

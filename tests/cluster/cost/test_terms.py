@@ -39,6 +39,9 @@ def test_estimates_do_not_depend_on_the_other_rows() -> None:
         assert alone.peak_bytes[0] == pytest.approx(together.peak_bytes[i])
 
 
+LONG: dict[str, object] = {"seq_length": 2**18, "recompute": "full"}
+
+
 @pytest.mark.parametrize(
     ("term", "less", "more"),
     [
@@ -61,8 +64,9 @@ def test_estimates_do_not_depend_on_the_other_rows() -> None:
         ("activations", {"pp": 4}, {"pp": 4, "schedule": 0}),
         ("activations", {"tp": 2, "sequence_parallel": 1}, {"tp": 2, "sequence_parallel": 1, "keeps_gathered": 1}),
         ("head", {"tp": 2}, {}),
-        ("gathered", {"cp": 8, "seq_length": 2**18}, {"cp": 8, "seq_length": 2**18, "cp_method": 0}),
+        ("gathered", {**LONG, "cp": 8}, {**LONG, "cp": 8, "cp_method": 0}),
         ("head", {"loss_bytes": 0}, {}),
+        ("head", {"loss_chunks": 4}, {}),
         ("communication", {}, {"bucket_bytes": 1e9}),
         ("constant", {}, {"tp": 2}),
     ],
@@ -78,13 +82,16 @@ def test_memory_moves_the_right_way(term: str, less: dict[str, object], more: di
         ("recompute", {}, {"recompute": "full"}),
         ("tensor_parallel", {"tp": 4, "domain_size": 8}, {"tp": 4, "domain_size": 2}),
         ("tensor_parallel", {"tp": 4, "num_copies": 2}, {"tp": 4}),
+        ("tensor_parallel", {"tp": 4, "hides_sums": 1}, {"tp": 4}),
+        ("tensor_parallel", {"tp": 4, "hides_sums": 1}, {"tp": 4, "sequence_parallel": 1, "hides_sums": 1}),
+        ("forward", {}, {"loss_chunks": 4}),
         ("bubble", {"pp": 4, "num_virtual_stages": 4, "schedule": 2}, {"pp": 4}),
         (
             "bubble",
             {"pp": 4, "schedule": 3, "num_virtual_stages": 2},
             {"pp": 4, "num_virtual_stages": 2, "schedule": 2},
         ),
-        ("context_parallel", {"cp": 4, "domain_size": 8}, {"cp": 4, "domain_size": 8, "cp_method": 0}),
+        ("context_parallel", {"cp": 4, "seq_length": 2**14}, {"cp": 4, "seq_length": 2**14, "cp_method": 0}),
         ("context_parallel", {"cp": 4, "seq_length": 2**16}, {"cp": 4, "seq_length": 2**16, "cp_method": 1}),
         ("launch", {"compiled": 1, "hidden": 512}, {"hidden": 512}),
         ("sharding", {"dp_shard": 8, "zero_stage": 3}, {"dp_shard": 16, "zero_stage": 3}),

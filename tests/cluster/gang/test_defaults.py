@@ -10,7 +10,7 @@ from cluster.local import LocalCluster
 from cluster.node.hang.flight import BUFFER_SIZE
 from tests.cluster.gangs import PRELOAD, run
 from tests.support import ROOT
-from trials.training.device_memory import DEFAULT_SETTINGS
+from trials.training.device.account import DEFAULT_SETTINGS
 
 
 def test_several_nodes_meet_over_the_interface_by_which_they_reach_each_other():

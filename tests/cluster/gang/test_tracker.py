@@ -4,7 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.base import GangEnded, GangLaunch, GangProgress
-from cluster.gang.messages import NodeFailing, NodeGone, NodeProgress, RankFailure
+from cluster.gang.messages import (
+    NodeCompiling,
+    NodeFailing,
+    NodeGone,
+    NodeProgress,
+    PeerCompiles,
+    RankFailure,
+    StopGang,
+)
 from cluster.gang.tracker import GangTracker
 from cluster.hardware.placement import Placement
 from cluster.hardware.topology import Device
@@ -49,6 +57,17 @@ def test_a_failing_node_stops_the_others_without_being_the_cause():
     made, stops = tracker()
     assert made.handle("a", NodeFailing(attempt_id="x", token="t", reason="boom"), now_s=11.0) == []
     assert stops == [("b", "x", False)]
+
+
+def test_a_hang_and_a_compilation_on_one_node_are_told_to_the_others():
+    """Whose ranks may be to blame for the one, and wait for the other."""
+    orders = []
+    made = GangTracker(order=lambda node, attempt_id, order: orders.append((node, order)))
+    made.launched(LAUNCH, log_dir="/logs", now_s=10.0)
+    made.handle("a", NodeCompiling(attempt_id="x", token="t", seconds=5.0), now_s=11.0)
+    made.handle("b", NodeFailing(attempt_id="x", token="t", reason="no progress", is_hang=True), now_s=11.0)
+    stop = StopGang(reason="b: no progress", is_cause=False, is_hang=True)
+    assert orders == [("b", PeerCompiles(seconds=5.0)), ("a", stop)]
 
 
 def test_a_lost_node_stops_the_others_and_is_the_cause():

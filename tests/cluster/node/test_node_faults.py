@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster.base import Deadlines
+from cluster.base import Deadlines, GangEnded, GangLaunch
 from cluster.gang.environment import single_node_env
-from cluster.gang.messages import NodeGone, NodeLaunch, NodeProgress, RankSlot
+from cluster.gang.messages import NodeGone, NodeLaunch, RankSlot
 from cluster.gang.outcome import fold
 from cluster.gang.sights import Blame
+from cluster.gang.tracker import GangTracker
+from cluster.hardware.placement import Placement
+from cluster.hardware.topology import Device
 from cluster.node.agent import Agent
 from cluster.node.hang.stacks import judge, main_thread
 from tests.cluster.gangs import PRELOAD, end_of, launch, living, parent, run, wait_for_pids, wait_until
@@ -184,32 +187,37 @@ def test_ranks_end_when_the_controller_falls_silent_and_it_hears_of_that_later(a
     assert "heard nothing of the controller" in outcome.evidence.message
 
 
-def test_of_two_nodes_the_one_with_the_hanging_rank_is_blamed_though_the_other_waited_longer(agent, tmp_path, pids):
-    """Node "n" sees its deadline first, but its rank only waits in a collective for the one on "m"."""
+def test_of_two_nodes_the_one_with_the_hanging_rank_is_blamed_though_no_deadline_passed_there(agent, tmp_path, pids):
+    """Node "n" sees its deadline, but its rank only waits in a collective for the one on "m", which is then seen."""
     spec = {"pids": pids, "rank": 1, "how": "sleep"}
     other = Agent(node="m", workdir=tmp_path / "m", preload=PRELOAD, search_path=sys.path)
     agents = {"n": agent, "m": other}
+    tracker = GangTracker(order=lambda node, attempt_id, order: agents[node].order(attempt_id, order))
+    ranks = tuple(Device(node=name, index=0) for name in agents)
+    placement = Placement(ranks=ranks, reserved=ranks)
+    gang = GangLaunch(attempt_id="x", token="t", runner="", spec={}, placement=placement)
+    tracker.launched(gang, log_dir="", now_s=0.0)
     try:
-        for rank, (name, stall_s) in enumerate([("n", 1.0), ("m", 2.0)]):
+        for rank, (name, stall_s) in enumerate([("n", 1.0), ("m", 60.0)]):
             deadlines = Deadlines(stall_s=stall_s)
             agents[name].launch(part("hangs_in_step", pids, ranks=(rank,), spec=spec, node=name, deadlines=deadlines))
         seen = []
-        wait_until(lambda: seen.extend(poll_all(agents)) or len(ends(seen)) == 2, "both to end")
+        wait_until(
+            lambda: seen.extend(poll_all(agents, tracker)) or (seen and isinstance(seen[-1], GangEnded)), "the end"
+        )
     finally:
         other.close()
-    outcome = fold([result for end in ends(seen) for result in end.results])
+    outcome = seen[-1].outcome
     assert isinstance(outcome, TimedOut)
     assert (outcome.evidence.node, outcome.evidence.rank) == ("m", 1)
     assert "sleep_in_python" in outcome.evidence.message
+    assert "rank 0 waits for it in all_reduce number 2 of group default_pg" in outcome.evidence.message
 
 
-def poll_all(agents):
-    events = [event for agent in agents.values() for event in agent.poll(0.05)]
-    return [event for event in events if not isinstance(event, NodeProgress)]
-
-
-def ends(events):
-    return [event for event in events if isinstance(event, NodeGone)]
+def poll_all(agents, tracker):
+    """What follows for the gang from what its nodes tell."""
+    told = [(name, event) for name, agent in agents.items() for event in agent.poll(0.05)]
+    return [found for name, event in told for found in tracker.handle(name, event, now_s=1.0)]
 
 
 @pytest.fixture

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -17,12 +19,13 @@ from orchestrator.commands.plan import plan_file
 from orchestrator.config.sweep import load_sweep
 from orchestrator.errors import ConfigError
 from orchestrator.planning.dryrun.cache import DryRunCache, cache_key
-from orchestrator.planning.dryrun.estimates import RULE_ID
+from orchestrator.planning.dryrun.estimates import RULE_ID, DryRunEstimates
 from orchestrator.planning.dryrun.simulation import estimate_all, representative_rank
 from orchestrator.space.naming import short_name
+from orchestrator.space.rules import Case
 from orchestrator.sweep.home import Home
 from trials.codec import from_json, to_json
-from trials.dryrun.estimate import DryRunEstimate, StageEstimate
+from trials.dryrun.estimate import FRAGMENTATION, DryRunEstimate, StageEstimate
 from trials.spec import Candidate, Layout
 
 QUICKSTART = CONFIGS / "sweeps" / "quickstart.yaml"
@@ -48,6 +51,19 @@ def test_verdict_counts_margin_and_context_of_the_worst_stage() -> None:
     assert estimate.fits(1150, fragmentation=0.1, context_bytes=50)
     assert not estimate.fits(1149, fragmentation=0.1, context_bytes=50)
     assert from_json(DryRunEstimate, to_json(estimate)) == estimate
+
+
+def test_what_is_offloaded_counts_against_the_nodes_memory() -> None:
+    estimate = DryRunEstimate(stages=(dataclasses.replace(_stage(500), host_bytes=300),))
+    two, four = (Candidate(layout=Layout(dp_replicate=number)) for number in (2, 4))
+    judged: dict[str, Any] = {"by_candidate": {two: estimate, four: estimate}, "limit_bytes": 600}
+    rule = DryRunEstimates(**judged, host_limit_bytes=1000, ranks_per_node=8).rule(Candidate())
+    case = Case(workload=load_sweep(QUICKSTART).to_workload(), candidate=two)
+    assert rule.check(case) is None
+    words = rule.check(dataclasses.replace(case, candidate=four))
+    assert words == "predicted 300 B of host memory on each of 4 ranks of a node exceed its 1000 B"
+    on_cpu = DryRunEstimates(**judged, devices_are_host=True)
+    assert on_cpu.needed_bytes(two) == on_cpu.by_candidate[two].needed_bytes(FRAGMENTATION, 0) + 300
 
 
 def test_cache_keeps_estimates_and_survives_broken_files(tmp_path: Path) -> None:

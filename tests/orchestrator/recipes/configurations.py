@@ -19,7 +19,18 @@ from orchestrator.space.knobs.layer_choices import (
 )
 from tests.orchestrator.space.candidate_strategies import random_kernels, random_loader
 from trials.legality.rules import violations
-from trials.spec import AdamW, Candidate, Layout, LlamaModel, LossScale, Precision, TextData, TokenFileData, Workload
+from trials.spec import (
+    AdamW,
+    Candidate,
+    Layout,
+    LlamaModel,
+    LossScale,
+    Offload,
+    Precision,
+    TextData,
+    TokenFileData,
+    Workload,
+)
 
 MODEL = LlamaModel(
     hidden_size=64,
@@ -64,6 +75,7 @@ def _candidate(rng):
         precision=canonical_precision(_precision(rng)),
         loader=canonical_loader(random_loader(rng)),
         kernels=canonical_kernels(random_kernels(rng), MODEL),
+        offload=Offload(activations=rng.random() < 0.05, optimizer=rng.random() < 0.1),
     )
 
 

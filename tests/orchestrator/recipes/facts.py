@@ -76,7 +76,7 @@ def _fields(prefix, cls):
 
 
 def _torchtitan():
-    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.optimizer import LRSchedulersContainer
     from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
@@ -91,7 +91,8 @@ def _torchtitan():
         "debug": DebugConfig,
     }
     found = {name: fact for part, cls in parts.items() for name, fact in _fields(f"{part}.", cls).items()}
-    return found | {"dataloader.dataset": _fact(choices=sorted(DATASETS))}
+    chunks = _fields("loss.", ChunkedLossWrapper.Config)["loss.num_chunks"]
+    return found | {"loss.num_chunks": chunks, "dataloader.dataset": _fact(choices=sorted(DATASETS))}
 
 
 def _deepspeed():

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from orchestrator.report import words
 from orchestrator.report.markdown import report_markdown
 from orchestrator.report.proof import proof_result
 from orchestrator.report.report import make_report
@@ -18,7 +19,9 @@ from orchestrator.terminal.report import render_report
 from orchestrator.tracking import content, metrics
 from tests.support.cli_homes import keep, run
 from tests.support.proof_story import proof_events
+from tests.support.story import measured
 from trials.outcome import Measured
+from trials.reports.devices import DeviceMemory
 from trials.reports.disturbance import Disturbance
 
 BUSY = Disturbance(node="n1", seconds=4.0, foreign_cpu=0.48, foreign_processes=("cc1plus 0.9",), steal=0.01)
@@ -92,3 +95,15 @@ def test_without_a_confirmation_the_two_trials_compared_are_looked_at():
     assert (
         proof_result(state).caution == f"the fastest or the baseline was measured on a busy machine; t000 most: {WORDS}"
     )
+
+
+def test_memory_is_told_in_its_parts():
+    gib = 1 << 30
+    found = DeviceMemory(total_bytes=80 * gib, outside_bytes=2 * gib, num_retries=3)
+    peaks = {"peak_allocated_bytes": (40 * gib,), "peak_reserved_bytes": (70 * gib,)}
+    measurement = measured(**peaks, device_memory=found).measurement
+    assert words.peak_memory(measurement) == "42.0 GiB"
+    assert words.peak_memory_parts(measurement) == (
+        "40.0 GiB of tensors, 2.00 GiB outside the allocator, which held 70.0 GiB, it gave its cache back 3 times"
+    )
+    assert words.peak_memory_parts(measured().measurement) == ""

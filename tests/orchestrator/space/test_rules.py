@@ -128,12 +128,6 @@ BROKEN_WHEN = {
         and not (c.layout.tp > 1 and c.layout.sequence_parallel and c.layout.tp_engine == "local")
     ),
     "compile-with-zbv": lambda c, w: c.kernels.compile != "off" and c.layout.schedule == "zbv",
-    "compile-model-with-dtensor": lambda c, w: (
-        c.kernels.compile == "model"
-        and c.layout.tp > 1
-        and c.layout.tp_engine == "dtensor"
-        and c.layout.world_size > c.layout.tp
-    ),
     "compile-recompute-with-dtensor": lambda c, w: (
         c.kernels.compile != "off"
         and c.layout.tp > 1
@@ -154,6 +148,10 @@ BROKEN_WHEN = {
         or (c.precision.loss_scale is not None and c.precision.loss_scale.initial > 3.5e38)
     ),
     "amp-lists-with-compile": lambda c, w: c.kernels.compile != "off" and c.precision.white + c.precision.black != (),
+    "loss-chunks": lambda c, w: (
+        c.kernels.loss_chunks > 1 and c.kernels.loss_chunks > c.micro_batch_size * w.seq_length // max(1, c.layout.cp)
+    ),
+    "loss-chunks-with-lists": lambda c, w: c.kernels.loss_chunks > 1 and c.precision.white + c.precision.black != (),
     "cudnn-range": lambda c, w: c.kernels.cudnn_tuning_range not in ((), (1, 4)),
     "amp-lists": lambda c, w: (
         (c.precision.level != "O1" and bool(c.precision.white + c.precision.black))
@@ -279,6 +277,7 @@ def test_one_device_runs_every_plain_candidate(candidate, workload):
     plain = dataclasses.replace(candidate, layout=Layout(), precision=Precision(), recompute=Recompute())
     plain = canonicalize(plain, workload.model)
     assume(workload.global_batch_size % plain.micro_batch_size == 0)
+    assume(plain.kernels.loss_chunks <= plain.micro_batch_size * workload.seq_length)
     assume(plain.kernels.compile_mode != "reduce-overhead" or plain.micro_batch_size == workload.global_batch_size)
     assert broken(plain, workload, topology(1)) == set()
 

@@ -25,7 +25,7 @@ from trials.spec import Layout, LlamaModel, Precision, TrialSpec
 from trials.stages import coordinates
 from trials.training import build
 from trials.training.build import ModelPart, parallelize
-from trials.training.memory import PeakMemory
+from trials.training.device.memory import PeakMemory
 
 CPU = torch.device("cpu")
 PERTURBATION = 1e-3

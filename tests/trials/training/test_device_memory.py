@@ -9,8 +9,8 @@ import torch
 
 from trials.accelerator import memory as accelerator
 from trials.reports.devices import DeviceMemory, worst_memory
-from trials.training import device_memory
-from trials.training.device_memory import DEFAULT_SETTINGS, MemoryLimit, set_up_allocator
+from trials.training.device import account as device_memory
+from trials.training.device.account import DEFAULT_SETTINGS, MemoryLimit, set_up_allocator
 
 DEVICE = torch.device("meta")
 GIB = 1 << 30

@@ -16,8 +16,8 @@ from trials.failure import InfeasibleSpec
 from trials.outcome import RankReport
 from trials.spec import ImageFolderData, Kernels, Protocol, ResNetModel, TrialSpec, Workload
 from trials.training.clock import PHASES, StepClock
+from trials.training.device.memory import PeakMemory
 from trials.training.measure import is_enough, is_stable, relative_spread
-from trials.training.memory import PeakMemory
 from trials.worker import run_rank
 
 PROTOCOL = Protocol(min_warmup_steps=2, max_warmup_steps=5, warmup_tolerance=0.2, num_steps=4, max_steps=6)

@@ -9,7 +9,7 @@ from trials.accelerator.telemetry import HealthWatch
 from trials.outcome import Phase, ProgressSink
 from trials.reports.devices import DeviceHealth, DeviceMemory, device_health
 from trials.spec import TrialSpec
-from trials.training.device_memory import MemoryLimit, device_memory, set_up_allocator
+from trials.training.device.account import MemoryLimit, device_memory, set_up_allocator
 
 
 class RankDevice:
@@ -30,10 +30,10 @@ class RankDevice:
     def watched(self, progress: ProgressSink) -> ProgressSink:
         """A sink of progress that tells ``progress``, and begins to watch the device's health when measuring begins."""
 
-        def tell(phase: Phase, *, step: int = 0, step_time_s: float | None = None) -> None:
+        def tell(phase: Phase, *, step: int = 0, step_time_s: float | None = None, is_compiling: bool = False) -> None:
             if phase == "measuring":
                 self._health.begin()
-            progress(phase, step=step, step_time_s=step_time_s)
+            progress(phase, step=step, step_time_s=step_time_s, is_compiling=is_compiling)
 
         return tell
 

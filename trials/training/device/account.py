@@ -10,7 +10,7 @@ import torch
 from trials.accelerator.device import is_host, kind_of, module_of
 from trials.accelerator.memory import free_and_total_bytes, limit_allocator
 from trials.reports.devices import DeviceMemory
-from trials.training.memory import limit_memory
+from trials.training.device.memory import limit_memory
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables with settings of the allocator, in the order in which torch reads them."""
