@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -35,7 +36,7 @@ def _simulate(setting: Setting, specs: list[Any]) -> dict[int, Any]:
     """Replies of ``python -m trials.dryrun`` for rank 0 of each trial; it sees no device."""
     mode = "cpu" if setting.device == "cpu" else "accelerator"
     requests = [{"spec": spec, "rank": 0, "mode": mode} for spec in specs]
-    body = {"requests": requests, "timeout_s": setting.left_s, "max_children": 4}
+    body = {"requests": requests, "timeout_s": setting.left_s, "max_children": len(os.sched_getaffinity(0))}
     done = subprocess.run(
         [sys.executable, "-m", "trials.dryrun"],
         input=json.dumps(body),

@@ -38,10 +38,16 @@ PARTS = (
         limit_s=60,
     ),
     Part(
+        name="weights",
+        function="benchmarks.gpu.host:weights",
+        shows="Initial weights drawn on the device: values per second, and whether they are those of the CPU.",
+        limit_s=30,
+    ),
+    Part(
         name="training",
         function="benchmarks.gpu.training:matrix",
         shows="One device, precision by compilation by micro-batch, each trial by `python -m trials.worker`.",
-        limit_s=230,
+        limit_s=200,
         least_s=30,
     ),
     Part(
@@ -54,7 +60,7 @@ PARTS = (
         name="compile",
         function="benchmarks.gpu.training:cold_compile",
         shows="The first step with an empty compiler cache, and again with a filled one, against the stall deadline.",
-        limit_s=180,
+        limit_s=130,
         least_s=30,
     ),
     Part(
@@ -81,12 +87,6 @@ PARTS = (
         shows="The local backend: a trial, one out of memory, one killed, one stopped; how each ends and what is left.",
         limit_s=90,
         least_s=30,
-    ),
-    Part(
-        name="weights",
-        function="benchmarks.gpu.host:weights",
-        shows="Initial weights drawn on the device: values per second, and whether they are those of the CPU.",
-        limit_s=30,
     ),
     Part(
         name="collectives",

@@ -57,7 +57,7 @@ def _versions(machine: Mapping[str, Any]) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = list(dict.fromkeys(key for row in rows for key, value in row.items() if value not in (None, "")))
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for row in rows:
         lines.append("| " + " | ".join(_cell(row.get(column)).replace("|", "\\|") for column in columns) + " |")

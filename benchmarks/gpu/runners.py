@@ -26,7 +26,9 @@ def runs_out_of_memory(spec: Mapping[str, Any], progress: ProgressSink) -> dict[
     def ask() -> None:
         import torch
 
-        torch.empty(1 << 50, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
+        from trials.accelerator.device import current_device
+
+        torch.empty(1 << 50, dtype=torch.uint8, device=current_device() or "cpu")
 
     return _train_until(spec, progress, ask)
 

@@ -58,8 +58,11 @@ def _columns(run: Run) -> dict[str, Any]:
 
 def cold_compile(setting: Setting) -> None:
     """Every mode with an empty cache of its own, then with the cache it has filled."""
-    modes = {"block": Kernels(compile="block"), "model": Kernels(compile="model")}
-    modes["block, max-autotune"] = Kernels(compile="block", compile_mode="max-autotune")
+    modes = {
+        "block": Kernels(compile="block"),
+        "block, max-autotune": Kernels(compile="block", compile_mode="max-autotune"),
+        "model": Kernels(compile="model"),
+    }
     if setting.quick:
         modes = {"block, aot_eager": Kernels(compile="block", backend="aot_eager")}
     for name, kernels in modes.items():

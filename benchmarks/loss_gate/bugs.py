@@ -232,7 +232,7 @@ def no_master_weights() -> None:
     """16-bit weights are updated in place: most updates are smaller than what they can hold."""
     import torch
 
-    from trials.training.optimizer import LocalAdamW
+    from trials.training.optimizer.adamw import LocalAdamW
 
     step = LocalAdamW.step
 

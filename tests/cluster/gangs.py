@@ -17,7 +17,7 @@ def launch(cluster, runner, *, spec=None, deadlines=None, on=None, options=None,
     """Launch ``runner`` on the devices ``on``, or on those that :func:`placed` finds, and return the launch."""
     number = next(_numbers)
     gang = GangLaunch(
-        attempt_id=f"a{number:03d}-{runner.replace('_', '-')}",
+        attempt_id=f"a{number:03d}-{runner.replace('_', '-').replace(':', '-')}",
         token=f"token{number}",
         runner=runner if ":" in runner else f"tests.cluster.runners:{runner}",
         spec=spec or {},

@@ -1,7 +1,7 @@
 """The device of a process, whatever its kind: choosing it, waiting for it, its clocks, streams and names.
 
-Built on ``torch.accelerator``, ``torch.Event`` and ``torch.Stream``, which are the same for CUDA, ROCm, XPU and, with
-torch_npu, Ascend; what they lack is asked of the module of the device (:func:`module_of`), whose names all share.
+``torch.accelerator`` tells which kind there is; all else is asked of the device's own module (:func:`module_of`), which
+those who add a device to torch all provide under the same names, as they do not yet all of ``torch.accelerator``.
 Everything takes the CPU too, for which there is nothing to choose or wait for.
 """
 
@@ -115,7 +115,7 @@ def module_of(device: torch.device) -> Any:
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all that it was given; the CPU always has."""
     if not is_host(device):
-        torch.accelerator.synchronize(device)
+        module_of(device).synchronize(device)
 
 
 def collectives_of(device: torch.device) -> str:
@@ -140,8 +140,8 @@ def mark(device: torch.device) -> Mark:
     """A mark behind all that the current stream of the device was given; on the CPU the host's clock now."""
     if is_host(device):
         return _HostMark()
-    event = torch.Event(device, enable_timing=True)
-    event.record(torch.accelerator.current_stream(device))
+    event: Mark = module_of(device).Event(enable_timing=True)
+    event.record(module_of(device).current_stream(device))  # type: ignore[attr-defined]
     return event
 
 
@@ -152,17 +152,17 @@ def seconds_between(start: Mark, end: Mark) -> float:
 
 def new_stream(device: torch.device) -> torch.Stream | None:
     """A queue of work beside the current one; None on the CPU, which has none."""
-    return None if is_host(device) else torch.Stream(device)
+    return None if is_host(device) else module_of(device).Stream(device=device)
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """The queue that work is given to now; None on the CPU."""
-    return None if is_host(device) else torch.accelerator.current_stream(device)
+    return None if is_host(device) else module_of(device).current_stream(device)
 
 
 def on_stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:
     """Give work to ``stream`` inside; to the current one if it is None."""
-    return contextlib.nullcontext() if stream is None else stream
+    return contextlib.nullcontext() if stream is None else module_of(stream.device).stream(stream)
 
 
 def device_name(device: torch.device) -> str:

@@ -12,6 +12,7 @@ import torch._dynamo
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trials.accelerator.device import capability
 from trials.accelerator.kinds import FAMILIES
 from trials.attention.kernels import causal_attention
 from trials.attention.pieces import Back, Parts
@@ -55,9 +56,9 @@ def attention_plan(spec: TrialSpec, model: LlamaModel, device: torch.device) -> 
     candidate = spec.candidate
     is_wide = "scaled_dot_product_attention" in candidate.precision.black
     dtype = torch.float32 if is_wide else compute_dtype(candidate.precision)
-    is_target = device.type == FAMILIES[spec.device].torch_device == "cuda"
-    capability = torch.cuda.get_device_capability(device) if is_target else None
-    return plan_attention(model, candidate.kernels.attention, dtype, spec.device, capability)
+    is_target = device.type == FAMILIES[spec.device].torch_device
+    known = capability(device) if is_target else None
+    return plan_attention(model, candidate.kernels.attention, dtype, spec.device, known)
 
 
 def expected_attention(spec: TrialSpec) -> contextlib.AbstractContextManager[None]:

@@ -1,4 +1,10 @@
-"""Legality rules on what waits in host memory. Standard library only."""
+"""Legality rules on what waits in host memory. Standard library only.
+
+States of the optimiser go with everything: the update is element by element, and the host has all that it needs.
+
+Activations are moved layer by layer, by hooks around a layer's call on what
+autograd saves in it: whatever else decides there what is kept, or makes one graph of several layers, excludes that.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from trials.spec import Layout, TrialSpec
 from trials.stages import Coordinates
 from trials.training.accumulation import Accumulation, Engine, Marker
 from trials.training.build import ModelPart, parallelize
-from trials.training.host_optimizer import build_optimizer
+from trials.training.optimizer.on_host import build_optimizer
 from trials.training.pipeline import Pipeline
 
 

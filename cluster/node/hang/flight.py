@@ -32,6 +32,9 @@ _READER = re.compile(r"_dump_\w+_trace_json")
 _PEER = re.compile(r"(?P<op>send|recv)\s+(?P<own>\d+)(?:->|<-)(?P<peer>\d+)")
 """How NCCL names what one rank sends another: ranks in the group, ``nccl:recv 0<-1``."""
 
+_TOGETHER = "coalesced"
+"""How the name ends under which NCCL records several operations as a whole."""
+
 
 def answer_requests(asked: int, answer: Path) -> None:
     """Start the thread that writes the record to ``answer`` whenever a byte comes on the pipe ``asked``."""
@@ -41,7 +44,7 @@ def answer_requests(asked: int, answer: Path) -> None:
 def _serve(asked: int, answer: Path) -> None:
     while os.read(asked, 1):
         with contextlib.suppress(Exception):  # no answer is an answer, and training must not end for it
-            write_atomically(answer, [json.dumps(to_json(read_record())).encode()])
+            write_atomically(answer, [json.dumps(to_json(read_record())).encode()], mode=0o600)
 
 
 def read_record() -> FlightRecord:
@@ -126,7 +129,7 @@ def _told_members(dump: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _pending(group: str, entries: Iterable[Mapping[str, Any]], ranks: Sequence[int]) -> list[PendingCall]:
     """The earliest collective that has not ended, and all sends and receives that have not."""
-    active = [entry for entry in entries if not _has_ended(entry)]
+    active = _active(entries)
     collectives = [entry for entry in active if not entry.get("is_p2p")]
     earliest = sorted(collectives, key=lambda entry: int(entry["collective_seq_id"]))[:1]
     found = [_call(group, entry, None) for entry in earliest]
@@ -135,6 +138,28 @@ def _pending(group: str, entries: Iterable[Mapping[str, Any]], ranks: Sequence[i
         if match and int(match["peer"]) < len(ranks):
             found.append(_call(group, entry, ranks[int(match["peer"])]))
     return found
+
+
+def _active(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The operations that have not ended.
+
+    NCCL records operations that it sends off together one by one and then as a whole, all under one number; only the
+    whole is told when it ends.
+    """
+    found: list[Mapping[str, Any]] = []
+    whole: Mapping[str, Any] | None = None
+    for entry in sorted(entries, key=lambda entry: int(entry["record_id"]), reverse=True):
+        if str(entry["profiling_name"]).endswith(_TOGETHER):
+            whole = entry
+        is_part = whole is not None and entry is not whole and _number(entry) == _number(whole, like=entry)
+        if not _has_ended(whole if is_part and whole is not None else entry):
+            found.append(entry)
+    return found
+
+
+def _number(entry: Mapping[str, Any], like: Mapping[str, Any] | None = None) -> int:
+    """The number of an operation among those of its kind, or of the kind of another one."""
+    return int(entry["p2p_seq_id" if (like or entry).get("is_p2p") else "collective_seq_id"])
 
 
 def _call(group: str, entry: Mapping[str, Any], peer: int | None) -> PendingCall:

@@ -128,6 +128,25 @@ def test_sends_wait_for_the_rank_that_does_not_receive():
     assert verdict(meeting).kind == "link"
 
 
+def test_what_nccl_sent_off_together_has_ended_when_the_whole_has():
+    """As pipelines and FSDP do: the parts are recorded one by one, and none of them is ever told to have ended."""
+
+    def together(state):
+        parts = [under_way("0", 0, name="send 0->1", p2p=True), under_way("0", 0, name="recv 0<-1", p2p=True)]
+        gathers = [under_way("0", 1, name="_all_gather_base"), under_way("0", 1, name="_all_gather_base")]
+        whole = [("0", 0), {"name": "coalesced", "state": state, "p2p": True}]
+        return [*parts, tuple(whole), *gathers, (("0", 1), {"name": "coalesced", "state": state})]
+
+    assert sight(0, *together("completed")).record.calls == ()
+    assert [(call.name, call.peer) for call in sight(0, *together("scheduled")).record.calls] == [
+        ("coalesced", None),
+        ("recv", 1),
+        ("send", 1),
+    ]
+    late = {0: sight(0, *together("completed"), under_way("0", 2)), 1: sight(1, *together("completed"))}
+    assert verdict(late).suspects == (1,)
+
+
 def hung(sights, nodes="abab"):
     """The outcome of a gang whose nodes saw these ranks hang."""
     return fold(

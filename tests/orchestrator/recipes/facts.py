@@ -101,10 +101,12 @@ def _deepspeed():
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
 
     file = "deepspeed.json:"
     models = {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
-    models["tensor_parallel"] = TPTrainingConfig
+    models |= {"tensor_parallel": TPTrainingConfig}
+    models |= {"zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig}
     found = {
         f"{file}{section}.{name}": _fact(field.annotation)
         for section, model in models.items()

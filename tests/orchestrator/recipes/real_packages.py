@@ -155,6 +155,7 @@ def _deepspeed(folder):
         "layout.tp": max(1, config.tensor_parallel_config.autotp_size),
         "layout.cp": written.get("sequence_parallel_size", 1),
         "precision.level": level,
+        "offload.optimizer": config.zero_config.offload_optimizer is not None,
         "workload.optimizer.lr": config.optimizer_params["lr"],
     }
     assert config.optimizer_name == "adamw"

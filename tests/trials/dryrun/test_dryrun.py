@@ -21,7 +21,7 @@ from trials.dryrun.microbatches import enough_microbatches, with_microbatches
 from trials.dryrun.records import Category, DryRunRequest, RankRun, Reply
 from trials.dryrun.simulate import simulate
 from trials.legality.rules import violations
-from trials.spec import Layout, LlamaModel, Precision, Recompute, TrialSpec
+from trials.spec import Kernels, Layout, LlamaModel, Precision, Recompute, TrialSpec
 
 TOLERANCE = 0.02
 
@@ -51,6 +51,20 @@ def test_peak_is_that_of_a_real_run(name: str) -> None:
     real = measured_peaks(spec)
     for rank, run in zip(ranks, runs, strict=True):
         assert run.peak_bytes == pytest.approx(real[rank], rel=TOLERANCE)
+
+
+def test_attention_is_that_of_the_device_that_is_meant() -> None:
+    """Scores are held where a kernel holds them; keys and values are repeated where CUDA's would not be shared."""
+    base = FAMILIES["single, fp32"]
+    by_math = dataclasses.replace(base.candidate, kernels=Kernels(attention="math"))
+    specs = (base, dataclasses.replace(base, device="cuda"), dataclasses.replace(base, candidate=by_math))
+    here, on_cuda, math = (run.peak_bytes for run in _runs([DryRunRequest(spec=spec, rank=0) for spec in specs]))
+    model, workload = base.workload.model, base.workload
+    assert isinstance(model, LlamaModel)
+    num_scores = base.candidate.micro_batch_size * model.num_heads * workload.seq_length**2
+    repeated = base.candidate.micro_batch_size * workload.seq_length * model.hidden_size
+    assert math - here >= model.num_layers * num_scores * 4
+    assert on_cuda - here >= model.num_layers * 2 * repeated * 4 / 2
 
 
 def _assert_extrapolation_is_exact(spec: TrialSpec, plan: Extrapolation) -> None:

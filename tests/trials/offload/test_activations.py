@@ -50,7 +50,7 @@ def test_all_layers_but_the_last_move_what_they_keep_and_train_the_same() -> Non
 
 def test_weights_stay_where_they_are() -> None:
     """Also autocast's copies of them: without activations worth moving, nothing moves."""
-    shape = dataclasses.replace(DEEP.model, hidden_size=64, ffn_hidden_size=128)
+    shape = dataclasses.replace(DEEP.model, hidden_size=64, ffn_hidden_size=64)
     short = dataclasses.replace(DEEP, model=shape, seq_length=2)
     (part,) = parallelize(tiny_spec(workload=short, offload=ON, precision=O1), None, CPU, stage=0)
     with torch.autocast("cpu", dtype=torch.bfloat16):

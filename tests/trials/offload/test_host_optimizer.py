@@ -15,8 +15,8 @@ from tests.trials.tiny import tiny_spec
 from trials.offload import host
 from trials.parallel.held import HeldParameter
 from trials.spec import Layout, LossScale, Offload, Precision
-from trials.training.host_optimizer import HostAdamW
-from trials.training.optimizer import LocalAdamW
+from trials.training.optimizer.adamw import LocalAdamW
+from trials.training.optimizer.on_host import HostAdamW
 
 CPU = torch.device("cpu")
 ON = Offload(optimizer=True)
@@ -28,7 +28,7 @@ O2_FP16 = Precision(level="O2", dtype="float16", loss_scale=LossScale())
 def test_updates_are_those_of_the_device_also_of_tensors_cut_into_groups(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("trials.training.optimizer", "trials.training.host_optimizer"):
+    for module in ("trials.training.optimizer.adamw", "trials.training.optimizer.on_host"):
         monkeypatch.setattr(f"{module}.WORKSPACE_BYTES", 4 * 100)
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(30, 7, generator=generator, dtype=dtype), torch.randn(8, generator=generator, dtype=dtype)]

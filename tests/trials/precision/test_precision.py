@@ -15,7 +15,7 @@ from trials.outcome import RankReport
 from trials.parallel.held import HeldParameter
 from trials.precision.mixed import LossScaler, check_device
 from trials.spec import Layout, LossScale, Precision
-from trials.training.optimizer import LocalAdamW
+from trials.training.optimizer.adamw import LocalAdamW
 
 OVERFLOWING = LossScale(initial=2.0**60, backoff_factor=2.0**-24, backoff_interval=1)
 O1_FP16 = Precision(level="O1", dtype="float16", loss_scale=OVERFLOWING)

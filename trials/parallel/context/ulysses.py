@@ -19,7 +19,10 @@ from trials.parallel.collectives import Group, communicate
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, *, plan: AttentionPlan, group: Group) -> Tensor:
-    """Causal attention over whole sequences of ``H / cp`` heads, exchanged for parts of all heads and back."""
+    """Causal attention over whole sequences of ``H / cp`` heads, exchanged for parts of all heads and back.
+
+    Takes and gives what this rank holds, ``[B, H, S / cp, head_size]``, keys and values of maybe fewer heads.
+    """
     by_rank = [torch.unflatten(t, 1, (group.size, -1)).movedim(1, 0) for t in (q, k, v)]
     num_heads = [t.shape[2] for t in by_rank]
     heads = in_order(communicate("all_to_all", torch.cat(by_rank, dim=2), group))

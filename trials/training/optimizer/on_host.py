@@ -17,7 +17,7 @@ from trials.offload.host import CopyStream, host_like
 from trials.parallel.held import HeldTensor
 from trials.precision.mixed import LossScaler
 from trials.spec import AdamW
-from trials.training.optimizer import (
+from trials.training.optimizer.adamw import (
     WORKSPACE_BYTES,
     LocalAdamW,
     Slice,
