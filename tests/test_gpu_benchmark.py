@@ -110,6 +110,7 @@ def test_a_part_says_why_it_has_no_more_rows(function, why, rows, tmp_path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(900)
 def test_all_parts_run_on_cpus_where_only_torch_is_installed(tmp_path):
     done = run(tmp_path, "--device", "cpu", "--quick", "--json", "--out", str(tmp_path / "out"), timeout=900)
     assert done.returncode == 0, done.stderr
@@ -131,6 +132,7 @@ def test_all_parts_run_on_cpus_where_only_torch_is_installed(tmp_path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(400)
 def test_gangs_of_the_local_backend_end_as_they_should(tmp_path):
     arguments = ["--device", "cpu", "--quick", "--json", "--parts", "cluster,hang"]
     command = [sys.executable, "-m", "benchmarks.gpu", *arguments]

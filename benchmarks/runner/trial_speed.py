@@ -165,7 +165,7 @@ def _plain_loop(spec: TrialSpec, batches: Iterator[Any], plan: Plan) -> Callable
     import torch.nn.functional as F
 
     model = _plain_model(spec)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def step() -> float:
         inputs, targets = next(batches)

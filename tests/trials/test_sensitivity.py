@@ -28,8 +28,8 @@ def _gradients_times_four() -> None:
 def _gradients_not_reduced() -> None:
     from trials.training import accumulation
 
-    set_gradient_sync = accumulation.set_gradient_sync
-    accumulation.set_gradient_sync = lambda module, _enabled: set_gradient_sync(module, False)
+    begin_backward = accumulation.begin_backward
+    accumulation.begin_backward = lambda module, **_: begin_backward(module, is_last=False, each=False)
 
 
 def _partial_sums_taken_for_whole() -> None:

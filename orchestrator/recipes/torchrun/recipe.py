@@ -8,6 +8,7 @@ from typing import Any
 
 from orchestrator.recipes.base import Draft, Recipe, Setting, Settings, custom
 from orchestrator.recipes.fields import WORKLOAD, flatten
+from trials.accelerator.kinds import FAMILIES
 from trials.codec import from_json, to_json
 from trials.spec import Candidate, TrialSpec, Workload
 
@@ -17,16 +18,25 @@ _PARTS = ("layout", "micro_batch_size", "recompute", "precision", "loader", "ker
 _RUN = """\
 #!/bin/sh
 # Trains {short} on {world_size} ranks and writes what was measured to report.json, in this folder.
-# NNODES: hosts, each running this; RENDEZVOUS: HOST:PORT of one of them; DEVICE: cpu or cuda.
+# NNODES: hosts, each running this; RENDEZVOUS: HOST:PORT of one of them; DEVICE: {kinds}.
 set -eu
 cd "$(dirname "$0")"
-command -v nvidia-smi > /dev/null && found=cuda || found=cpu
+found=cpu
+{tools}
 : "${{NNODES:=1}}" "${{RENDEZVOUS:=localhost:0}}" "${{DEVICE:=$found}}"
 sed "s/\\"device\\": \\"[a-z]*\\"/\\"device\\": \\"$DEVICE\\"/" {spec} > run-$DEVICE.json
 exec torchrun --nnodes "$NNODES" --nproc-per-node $(({world_size} / NNODES)) \\
   --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" --rdzv-id {key} \\
   -m trials.worker --spec run-$DEVICE.json --out report.json
 """
+
+
+_TOOLS = tuple(
+    f"! command -v {family.query_tool} > /dev/null || found={family.kind}"
+    for family in reversed(list(FAMILIES.values()))
+    if family.query_tool
+)
+"""Lines that find the kind of device by the tools that are there; the last one that is there counts."""
 
 
 def _write(draft: Draft) -> None:
@@ -51,6 +61,8 @@ def _render(draft: Draft) -> dict[str, str]:
         world_size=draft.candidate.layout.world_size,
         key=draft.candidate.config_key[:12],
         spec=SPEC,
+        kinds=", ".join(FAMILIES),
+        tools="\n".join(_TOOLS),
     )
     return {SPEC: json.dumps(to_json(trial), indent=2) + "\n", SCRIPT: script}
 

@@ -4,6 +4,7 @@ import pytest
 
 from cluster.base import ClusterError
 from cluster.ray.nodes import ClusterView, NoSuchNodesError, Wanted, bundle, names_by_id
+from cluster.ray.survey import _host
 
 
 def node(identity, host="host", *, alive=True, **resources):
@@ -70,3 +71,22 @@ def test_names_are_unique_the_same_for_every_lease_and_stay_with_their_nodes():
     rebooted = [node("a", "x y", alive=False), node("0", "x y"), *alike[::2]]
     assert names_by_id(rebooted, names) == {**names, "0": "x-y-n2"}
     assert names_by_id(rebooted, {}) == {"0": "x-y", "b": "x-y-n1", "c": "other"}
+
+
+def test_npus_are_leased_by_the_name_that_ray_counts_them_under():
+    nodes = [node("1", "cores", CPU=8.0), node("2", "ascend", CPU=8.0, NPU=8.0)]
+    for device in ("auto", "npu"):
+        shape = Wanted(device=device).shape(nodes, 1)
+        assert (shape.resource, shape.num_devices, shape.device) == ("NPU", 8, "npu")
+    assert bundle(nodes[1]) == {"CPU": 8.0, "NPU": 8.0}
+    assert Wanted(device="rocm").shape(NODES, 1).device == "rocm", "of GPUs Ray does not tell the maker"
+    assert Wanted().shape(NODES, 1).device == "auto", "so the node's agent finds out"
+
+
+def test_a_survey_tells_the_kind_of_devices():
+    kinds = {"H100": "cuda", "AMD-Instinct-MI300X-OAM": "rocm", "Intel-GPU-Max-1550": "xpu"}
+    for name, kind in kinds.items():
+        host = _host(node("1", CPU=8.0, GPU=4.0, **{f"accelerator_type:{name}": 1.0}))
+        assert (host.num_gpus, host.accelerator, host.device) == (4, name, kind)
+    assert _host(node("1", CPU=8.0, NPU=2.0)).device == "npu"
+    assert _host(node("1", CPU=8.0)).device == "cpu"
