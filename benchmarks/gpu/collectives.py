@@ -19,9 +19,9 @@ from torch import Tensor
 
 from benchmarks.gpu.parts import Setting
 from benchmarks.gpu.ranks import GIB, run_ranks
-from trials.accelerator.device import synchronize
+from trials.accelerator.device import open_device, synchronize
 from trials.files import write_json
-from trials.parallel.mesh import RankIdentity, process_group, select_device
+from trials.parallel.mesh import RankIdentity, process_group
 
 MIB = 1 << 20
 SIZES = (MIB, 16 * MIB, 256 * MIB)
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     identity = RankIdentity.from_env()
-    device = select_device(args.device, identity)
+    device = open_device(args.device, identity.local_rank)
     found = []
     with process_group(identity, device):
         for num_bytes in map(int, args.sizes.split(",")):

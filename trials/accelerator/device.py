@@ -203,6 +203,11 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return major, minor
 
 
+def architecture(device: torch.device) -> str:
+    """What ROCm calls the device's architecture, like ``gfx942``; empty on other kinds of devices."""
+    return str(getattr(module_of(device).get_device_properties(device), "gcnArchName", ""))
+
+
 def has_cudnn(device: torch.device) -> bool:
     """Whether convolutions there are cuDNN's, or on ROCm what stands in for it."""
     return device.type == "cuda" and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import wrap_torch_function
 
+from trials.accelerator.device import architecture, capability, device_name, is_host, kind_of
 from trials.failure import InfeasibleSpec
 from trials.legality.float8 import LEVEL, MULTIPLE
 from trials.models.base import TrainModel
@@ -44,22 +45,19 @@ def check_float8(device: torch.device) -> None:
             f"precision {LEVEL} needs the package torchao: pip install 'tune-cluster[fp8]' where trials run, or"
             f" {_REMEDY}"
         )
-    if device.type == "cpu":
+    if is_host(device):
         return
-    if device.type != "cuda":
-        raise InfeasibleSpec(f"precision {LEVEL} runs on CUDA and ROCm devices, not on {device.type}; {_REMEDY}")
-    properties: Any = torch.cuda.get_device_properties(device)
-    if torch.version.hip is not None:
-        architecture = str(getattr(properties, "gcnArchName", ""))
-        if not architecture.startswith(_ROCM_NAMES):
+    kind = kind_of(device)
+    if kind not in ("cuda", "rocm"):
+        raise InfeasibleSpec(f"precision {LEVEL} runs on CUDA and ROCm devices, not on {kind}; {_REMEDY}")
+    if kind == "rocm":
+        if not (found := architecture(device)).startswith(_ROCM_NAMES):
             raise InfeasibleSpec(
-                f"precision {LEVEL} needs an MI300 or newer, {properties.name} is {architecture}; {_REMEDY}"
+                f"precision {LEVEL} needs an MI300 or newer, {device_name(device)} is {found}; {_REMEDY}"
             )
-        return
-    have = torch.cuda.get_device_capability(device)
-    if have < MIN_CAPABILITY:
+    elif (have := capability(device) or (0, 0)) < MIN_CAPABILITY:
         raise InfeasibleSpec(
-            f"precision {LEVEL} needs compute capability {_version(MIN_CAPABILITY)}, {properties.name} has"
+            f"precision {LEVEL} needs compute capability {_version(MIN_CAPABILITY)}, {device_name(device)} has"
             f" {_version(have)}; {_REMEDY}"
         )
 
@@ -101,7 +99,7 @@ def _fits(linear: nn.Linear, tp: int) -> bool:
 
 def emulates(device: torch.device) -> bool:
     """Whether the products of 8-bit floats are computed in fp32, as on a CPU: the same numbers, but no faster."""
-    return device.type == "cpu"
+    return is_host(device)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests.trials.tiny import tiny_spec
 from trials.offload import host
 from trials.parallel.held import HeldParameter
 from trials.spec import Layout, LossScale, Offload, Precision
+from trials.training.optimizer import adamw
 from trials.training.optimizer.adamw import LocalAdamW
 from trials.training.optimizer.on_host import HostAdamW
 
@@ -56,6 +58,32 @@ def test_states_are_made_in_host_memory_and_so_is_what_updates_need(monkeypatch:
     optimizer.step()
     (state,) = optimizer.states
     assert state.is_copy and state.master.data_ptr() != parameter.data_ptr() and asked
+
+
+def test_counts_of_steps_are_in_host_memory_where_no_kernel_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a fused kernel they are read on the host, which would wait for the device once per tensor and step."""
+    for is_fused, where in ((True, "meta"), (False, "cpu")):
+        monkeypatch.setattr(adamw, "has_fused_adamw", lambda _device, fused=is_fused: fused)
+        assert adamw.UpdateState(torch.empty(3, device="meta")).num_steps.device.type == where
+
+
+def test_gradients_outlive_their_copies_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that is laid out otherwise than its parameter is cut from a copy, which nobody else holds."""
+    monkeypatch.setattr("trials.training.optimizer.on_host.WORKSPACE_BYTES", 4 * 100)
+    parameter = torch.nn.Parameter(torch.ones(30, 7))
+    optimizer = HostAdamW([HeldParameter(parameter)], CPU, lr=1e-2)
+    parameter.grad = torch.ones(7, 30).t()
+    under_way: list[weakref.ref[torch.Tensor]] = []
+
+    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+        under_way.append(weakref.ref(source))
+        assert all(reference() is not None for reference in under_way)
+        target.copy_(source)
+
+    monkeypatch.setattr(optimizer._copies, "copy", copy)
+    monkeypatch.setattr(optimizer, "_write_back", lambda _copied: None)
+    optimizer.step()
+    assert len(under_way) == 3 and not optimizer._sent
 
 
 @pytest.mark.parametrize(

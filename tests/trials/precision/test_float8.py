@@ -106,6 +106,7 @@ def test_devices_without_8_bit_matmuls_are_refused(
     properties = SimpleNamespace(name="Some Card", gcnArchName=architecture)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: properties.name)
     monkeypatch.setattr(torch.version, "hip", hip)
     if words is None:
         check_float8(torch.device("cuda", 0))

@@ -32,7 +32,7 @@ def options_of(config: AdamW) -> dict[str, Any]:
 @functools.cache
 def has_fused_adamw(device_type: str) -> bool:
     """Whether torch updates all tensors of such a device by one kernel, without temporaries: tried on one element."""
-    state = UpdateState(torch.zeros(1, device=device_type))
+    state = UpdateState(torch.zeros(1, device=device_type), is_fused=True)
     try:
         adamw_update([state], [torch.zeros(1, device=device_type)], fused=True)
     except (RuntimeError, NotImplementedError):
@@ -43,14 +43,17 @@ def has_fused_adamw(device_type: str) -> bool:
 class UpdateState:
     """What AdamW keeps of some elements of the model: their fp32 values, and its own states beside them."""
 
-    def __init__(self, values: Tensor, master: Tensor | None = None) -> None:
+    def __init__(self, values: Tensor, master: Tensor | None = None, *, is_fused: bool | None = None) -> None:
         self.values = values
         """In the model; a view of it."""
         self.master = values.float() if master is None else master
         """``values`` themselves where they are fp32 and nobody gave a copy."""
         self.exp_avg = torch.zeros_like(self.master, memory_format=torch.preserve_format)
         self.exp_avg_sq = torch.zeros_like(self.master, memory_format=torch.preserve_format)
-        self.num_steps = torch.zeros((), dtype=torch.float32, device=self.master.device)
+        if is_fused is None:
+            is_fused = has_fused_adamw(self.master.device.type)
+        # What is not fused reads the count on the host, which would have to wait for a device, once per tensor.
+        self.num_steps = torch.zeros((), dtype=torch.float32, device=self.master.device if is_fused else "cpu")
 
     @property
     def is_copy(self) -> bool:

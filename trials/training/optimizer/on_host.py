@@ -46,6 +46,8 @@ class HostAdamW(LocalAdamW):
         super().__init__(held, **options)
         self._device = device
         self._copies = CopyStream(device)
+        self._sent: list[Tensor] = []
+        """Gradients that are on their way out: some are copies of their own, and would be let go of before."""
 
     def _grouped(self) -> Iterator[list[Slice]]:
         most = WORKSPACE_BYTES // 4
@@ -67,6 +69,7 @@ class HostAdamW(LocalAdamW):
                 self._update(pairs)
             self._copies.wait_for(self._copies.mark())
             publish(group)
+        self._sent.clear()
 
     def _send_for(self, group: list[Slice]) -> tuple[list[tuple[UpdateState, Tensor]], torch.Event | None]:
         """Begin to copy the group's gradients out; the moment at which they are there."""
@@ -76,6 +79,7 @@ class HostAdamW(LocalAdamW):
             if grad is not None:
                 pairs.append((one.state, host_like(grad, self._device)))
                 self._copies.copy(pairs[-1][1], grad)
+                self._sent.append(grad)
         return pairs, self._copies.mark()
 
     def _write_back(self, copied: list[UpdateState]) -> None:
