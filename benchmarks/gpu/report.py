@@ -16,9 +16,10 @@ def file_name(machine: Mapping[str, Any]) -> str:
 
 def markdown(result: Mapping[str, Any]) -> str:
     machine = result["machine"]
-    lines = [f"# Measured on {_count(machine)}", "", "```", "python -m benchmarks.gpu", "```", "", _versions(machine)]
+    command = "python -m benchmarks.gpu --quick" if result["quick"] else "python -m benchmarks.gpu"
+    lines = [f"# Measured on {_count(machine)}", "", "```", command, "```", "", _versions(machine)]
     if result["quick"]:
-        lines += ["", "A quick run with tiny models: it shows what works, its times mean nothing."]
+        lines += ["", "A quick run with tiny models: it shows what works; its times, and memory on CPUs, mean nothing."]
     for part in result["parts"]:
         lines += ["", f"## {part['name'].capitalize()}", "", part["shows"]]
         if part["rows"]:
