@@ -167,7 +167,8 @@ FULL = {
         "communication": False,
         "output": "traces",
     },
-    "deadlines": {"starting_s": 10.0, "warmup_s": 20.0, "measuring_s": 30.0, "stall_s": 5.0, "placing_s": 60.0},
+    "deadlines": {"starting_s": 10.0, "warmup_s": 20.0, "measuring_s": 30.0, "stall_s": 5.0, "compile_s": 60.0}
+    | {"placing_s": 60.0},
     "notify": {
         "webhook_env": "TEAM_WEBHOOK",
         "webhook_file": None,

@@ -78,7 +78,9 @@ def test_every_key_arrives(tmp_path):
     assert spec.to_protocol() == Protocol(
         min_warmup_steps=1, max_warmup_steps=2, warmup_tolerance=0.5, num_steps=3, max_steps=4, max_relative_spread=0.2
     )
-    assert spec.to_deadlines() == Deadlines(starting_s=10.0, warmup_s=20.0, measuring_s=30.0, stall_s=5.0)
+    assert spec.to_deadlines() == Deadlines(
+        starting_s=10.0, warmup_s=20.0, measuring_s=30.0, stall_s=5.0, compile_s=60.0
+    )
     assert (spec.cluster.device_memory_bytes, spec.budget.wall_time_s) == (2**31, 90.0)
     assert spec.choices["recompute"] == (
         RecomputeChoice(),

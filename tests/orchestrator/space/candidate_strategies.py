@@ -104,7 +104,7 @@ def random_precision(rng):
     level = rng.choice([*["O0", "O1", "O2"] * 4, "O1-fp8"])
     return Precision(
         level=level,
-        dtype="bfloat16" if level == "O1-fp8" else rng.choice(["bfloat16", "float16"]),
+        dtype=rng.choice(["bfloat16", "float16"]),
         loss_scale=rng.choice(
             [None, LossScale(), LossScale(initial=8.0), LossScale(initial=1e60), LossScale(dynamic=False)]
         ),

@@ -18,7 +18,18 @@ from tests.orchestrator.space.candidate_strategies import (
 )
 from tests.support.sweep_files import topology
 from trials.legality import rules
-from trials.spec import Candidate, Kernels, Layout, LlamaModel, LossScale, Precision, Recompute, TextData, Workload
+from trials.spec import (
+    Candidate,
+    Kernels,
+    Layout,
+    LlamaModel,
+    LossScale,
+    Precision,
+    Recompute,
+    ResNetModel,
+    TextData,
+    Workload,
+)
 
 NODES = st.lists(st.integers(1, 8), min_size=1, max_size=4)
 WORKLOAD = Workload(
@@ -152,6 +163,25 @@ BROKEN_WHEN = {
         c.kernels.loss_chunks > 1 and c.kernels.loss_chunks > c.micro_batch_size * w.seq_length // max(1, c.layout.cp)
     ),
     "loss-chunks-with-lists": lambda c, w: c.kernels.loss_chunks > 1 and c.precision.white + c.precision.black != (),
+    "fp8-dtype": lambda c, w: c.precision.level == "O1-fp8" and c.precision.dtype != "bfloat16",
+    "fp8-sizes": lambda c, w: (
+        c.precision.level == "O1-fp8"
+        and any(
+            size % (16 * c.layout.tp)
+            for size in (
+                w.model.hidden_size,
+                w.model.ffn_hidden_size,
+                (w.model.num_heads + 2 * w.model.num_kv_heads) * (w.model.hidden_size // w.model.num_heads),
+            )
+        )
+    ),
+    "offload-with-selective": lambda c, w: (
+        c.offload.activations and bool(c.recompute.selective or c.recompute.communication)
+    ),
+    "offload-with-compile-model": lambda c, w: c.offload.activations and c.kernels.compile == "model",
+    "offload-with-cuda-graphs": lambda c, w: (
+        c.offload.activations and c.kernels.compile != "off" and c.kernels.compile_mode == "reduce-overhead"
+    ),
     "cudnn-range": lambda c, w: c.kernels.cudnn_tuning_range not in ((), (1, 4)),
     "amp-lists": lambda c, w: (
         (c.precision.level != "O1" and bool(c.precision.white + c.precision.black))
@@ -169,8 +199,8 @@ def test_every_rule_fires_exactly_when_its_arithmetic_says_so(candidate, workloa
         assert (rule_id in found) == bool(expected(candidate, workload)), rule_id
 
 
-OF_OWN_MODULES = {"own-pipeline", "own-tensor-parallel"}
-"""Rules that only modules of the user's can break; see tests/trials/models/test_own_modules.py."""
+OF_OTHER_MODELS = {"own-pipeline", "own-tensor-parallel", "fp8-model"}
+"""Rules that Llamas cannot break; see tests/trials/models/test_own_modules.py, and below."""
 
 
 def test_every_rule_is_put_to_the_test():
@@ -180,7 +210,7 @@ def test_every_rule_is_put_to_the_test():
     rng, found = random.Random(0), set()
     for _ in range(1500):
         found |= broken(random_candidate(rng), awkward)
-    assert {rule.id for rule in rules.RULES} - found == {"degrees", "model-kind", *OF_OWN_MODULES}
+    assert {rule.id for rule in rules.RULES} - found == {"degrees", "model-kind", *OF_OTHER_MODELS}
 
 
 @given(CANDIDATES, WORKLOADS | OTHER_WORKLOADS)
@@ -194,6 +224,8 @@ def test_model_kind(candidate, workload):
     layout = candidate.layout
     found = broken(candidate, workload)
     assert ("model-kind" in found) == (layout.pp * layout.cp * layout.tp > 1)
+    is_fp8 = candidate.precision.level == "O1-fp8"
+    assert ("fp8-model" in found) == (is_fp8 and isinstance(workload.model, ResNetModel))
     assert ("shard-embedding" in found) == layout.shard_embedding
 
 
@@ -278,6 +310,7 @@ def test_one_device_runs_every_plain_candidate(candidate, workload):
     plain = canonicalize(plain, workload.model)
     assume(workload.global_batch_size % plain.micro_batch_size == 0)
     assume(plain.kernels.loss_chunks <= plain.micro_batch_size * workload.seq_length)
+    assume(plain.kernels.compile == "off" or not plain.offload.activations)
     assume(plain.kernels.compile_mode != "reduce-overhead" or plain.micro_batch_size == workload.global_batch_size)
     assert broken(plain, workload, topology(1)) == set()
 
