@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from orchestrator.config.yaml_source import KeyPath, YamlSource
 from orchestrator.errors import ConfigError
-from trials.secrets import redactor
+from trials.secrets import is_secret_name, redactor
 
 SEE_DOCS = "See docs/sweep-file.md."
 _SECRET_KEY = re.compile(r"(^|[_-])(password|passwd|secret|token|api[_-]?key|credentials?)$", re.IGNORECASE)
@@ -31,10 +31,16 @@ def refuse_secrets(source: YamlSource) -> None:
         for i, part in enumerate(path):
             if isinstance(part, str) and redact(part) != part:
                 raise source.error(path[:i], "a key holds a credential", _REMEDY)
-            if isinstance(part, str) and _SECRET_KEY.search(part) and value is not None:
+            if isinstance(part, str) and _names_a_secret(path[:i], part) and value is not None:
                 raise source.error(path[: i + 1], "secrets do not belong here", _REMEDY)
         if isinstance(value, str) and redact(value) != value:
             raise source.error(path, "the value holds a credential", _REMEDY)
+
+
+def _names_a_secret(path: KeyPath, name: str) -> bool:
+    """Whether the key ``name`` below ``path`` is called like a secret; variables are so in more ways than keys."""
+    is_variable = path[-1:] == ("env",)
+    return _SECRET_KEY.search(name) is not None or (is_variable and is_secret_name(name))
 
 
 def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:

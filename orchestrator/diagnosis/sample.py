@@ -16,7 +16,7 @@ MAX_TRIALS = 1000
 """Trials looked at; sweeps of no more are looked at in whole."""
 SHARE_ALIKE = 0.4
 """Share of them that is most like the diagnosed trials; the others are spread evenly over the sweep."""
-PARTS = ("layout", "micro_batch_size", "recompute", "precision", "loader", "kernels")
+PARTS = ("layout", "micro_batch_size", "recompute", "precision", "offload", "loader", "kernels")
 """Parts of a candidate."""
 
 

@@ -26,6 +26,7 @@ TERMS: Mapping[str, PartName] = {
     "tensor_parallel": "communication",
     "context_parallel": "communication",
     "sharding": "communication",
+    "host_copies": "host_copies",
     "gradient_reduction": "communication",
     "stage_transfers": "bubble",
     "bubble": "bubble",
@@ -37,7 +38,7 @@ TERMS: Mapping[str, PartName] = {
 for the trial's clock."""
 
 
-IN_PASSES: tuple[PartName, ...] = ("compute", "recompute", "communication", "dispatch")
+IN_PASSES: tuple[PartName, ...] = ("compute", "recompute", "communication", "host_copies", "dispatch")
 """Parts into which forward and backward are split."""
 
 _SCRIPT = "your program tells only how long a step takes"

@@ -13,6 +13,7 @@ PartName = Literal[
     "compute",
     "recompute",
     "communication",
+    "host_copies",
     "bubble",
     "dispatch",
     "forward_backward",
@@ -22,9 +23,9 @@ PartName = Literal[
     "data",
     "other",
 ]
-"""``communication`` is what computation does not hide; ``dispatch`` is the device waiting for the host to launch
-operators; ``forward_backward`` stands for the parts before it where nothing tells them apart, ``forward`` and
-``backward`` where only the trial's own clock was read."""
+"""``communication`` and ``host_copies`` (of offloaded activations) are what computation does not hide; ``dispatch`` is
+the device waiting for the host to launch operators; ``forward_backward`` stands for the parts before it where nothing
+tells them apart, ``forward`` and ``backward`` where only the trial's own clock was read."""
 PART_NAMES: tuple[PartName, ...] = PartName.__args__  # type: ignore[attr-defined]
 """All parts, in the order in which they are shown."""
 

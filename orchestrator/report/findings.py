@@ -63,10 +63,10 @@ def _loss_scale(state: LossScaleState) -> str:
 
 
 def _graph(graph: GraphReport) -> str:
-    again = f"{graph.num_recompilations} recompilations" if graph.num_recompilations else "no recompilation"
+    again = units.count(graph.num_recompilations, "recompilation") if graph.num_recompilations else "no recompilation"
     why = f": {'; '.join(graph.reasons)}" if graph.reasons else ""
     took = f"{units.milliseconds(graph.compile_s)}{cache_words(graph.cache)}"
-    return f"compiled {graph.num_graphs} graphs in {took}, {again}{why}"
+    return f"compiled {units.count(graph.num_graphs, 'graph')} in {took}, {again}{why}"
 
 
 def _loader(report: LoaderTuningReport) -> Iterator[str]:

@@ -14,6 +14,7 @@ from orchestrator.space.knobs.canonical import (
     build_kernels,
     build_layout,
     build_loader,
+    build_offload,
     canonical_precision,
     engine_for,
     resolve_tp_engine,
@@ -57,7 +58,7 @@ class Space:
 
     frames: tuple[Frame, ...]
     parts: Mapping[str, tuple[Any, ...]]
-    """Choices of precision, loader, kernels and the user's own knobs, by field of Candidate."""
+    """Choices of precision, offload, loader, kernels and the user's own knobs, by field of Candidate."""
     product_size: int
     """Combinations of choices before duplicates are removed."""
 
@@ -98,6 +99,7 @@ def make_space(choices: Choices, model: Model, own: Sequence[OwnKnob] = ()) -> S
         raise _too_large("workload", own_sizes, size)
     parts = {
         "precision": _distinct(choices["precision"], canonical_precision),
+        "offload": _distinct(_settings(choices, "offload"), build_offload),
         "loader": _distinct(_settings(choices, "loader"), build_loader),
         "kernels": _distinct(_settings(choices, "kernels"), lambda values: build_kernels(values, model)),
         "own": tuple(dict.fromkeys(combinations(own))),

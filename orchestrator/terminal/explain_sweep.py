@@ -39,6 +39,7 @@ MIN_SHARE = 0.001
 
 PART_WORDS: Mapping[PartName, str] = {
     "communication": "exposed comm.",
+    "host_copies": "host copies",
     "bubble": "bubble",
     "forward_backward": "forward+backward",
     "data": "data wait",

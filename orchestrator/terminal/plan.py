@@ -20,7 +20,7 @@ from orchestrator.space.naming import short_name
 from orchestrator.space.notation import legend
 from orchestrator.terminal.layout import render_legend
 from orchestrator.terminal.table import Column, FittedTable
-from orchestrator.units import device_time, milliseconds, num_bytes, rate
+from orchestrator.units import count, device_time, milliseconds, num_bytes, rate
 from trials.spec import Candidate
 
 MAX_CANDIDATES = 20
@@ -128,9 +128,9 @@ def _rejected(plan: Plan) -> RenderableType:
         Column(title="for example", priority=1, min_width=34),
     )
     table = FittedTable(title="rejected", columns=columns)
-    for rule_id, count in plan.num_rejected.items():
+    for rule_id, number in plan.num_rejected.items():
         example = next(example for example in plan.examples if example.rule_id == rule_id)
-        table.add_row(rule_id, f"{count:,}", example.reason, short_name(example.candidate))
+        table.add_row(rule_id, f"{number:,}", example.reason, short_name(example.candidate))
     return table
 
 
@@ -143,7 +143,7 @@ def render_predictions(predictions: PlanPredictions) -> RenderableType:
     head = Text.assemble(
         (f"{predictions.num_fitting} of {predictions.num_candidates} candidates expected to fit", "bold"),
         f" on {predictions.hardware} (catalogue: {predictions.accelerator}{_probed(predictions)}); "
-        f"about {device_time(predictions.device_hours * 3600)} for {predictions.num_trials} trials",
+        f"about {device_time(predictions.device_hours * 3600)} for {count(predictions.num_trials, 'trial')}",
     )
     shown = (*predictions.top[:MAX_PREDICTIONS], predictions.baseline)
     has_sizes = len({prediction.figures.num_devices for prediction in shown}) > 1

@@ -41,6 +41,7 @@ COLORS: Mapping[PartName, str] = {
     "backward": BLUE,
     "recompute": PURPLE,
     "communication": ORANGE,
+    "host_copies": YELLOW,
     "bubble": VERMILION,
     "dispatch": SKY,
     "data": YELLOW,

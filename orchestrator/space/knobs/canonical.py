@@ -59,7 +59,7 @@ def build_candidate(
         precision=canonical_precision(values["precision"]),
         loader=build_loader(values),
         kernels=build_kernels(values, model),
-        offload=Offload(activations=values["offload_activations"], optimizer=values["offload_optimizer"]),
+        offload=build_offload(values),
         own=chosen(own, own_values),
     )
 
@@ -164,6 +164,11 @@ def canonical_precision(precision: Precision) -> Precision:
     scale = (precision.loss_scale or LossScale()) if precision.dtype == "float16" else None
     white, black = tuple(sorted(set(precision.white))), tuple(sorted(set(precision.black)))
     return dataclasses.replace(precision, loss_scale=scale, white=white, black=black)
+
+
+def build_offload(values: Mapping[str, Any]) -> Offload:
+    """What waits in host memory, from the values of its knobs."""
+    return Offload(activations=values["offload_activations"], optimizer=values["offload_optimizer"])
 
 
 def build_loader(values: Mapping[str, Any]) -> Loader:

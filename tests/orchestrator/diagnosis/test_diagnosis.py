@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.cost.time import TIME_TERMS
 from orchestrator.diagnosis.explain import Basis, explain_sweep
 from orchestrator.diagnosis.step_parts import ProfileOf, split
 from orchestrator.errors import ConfigError
@@ -203,7 +204,7 @@ seconds = st.floats(0.0, 10.0)
 @given(
     st.tuples(seconds, seconds, seconds, seconds, seconds, seconds).filter(lambda s: sum(s) > 1e-6),
     st.none() | st.tuples(seconds, seconds, seconds).filter(lambda s: sum(s) > 1e-6),
-    st.dictionaries(st.sampled_from(["forward", "recompute", "launch", "sharding", "bubble", "data"]), seconds),
+    st.dictionaries(st.sampled_from(TIME_TERMS), seconds),
     st.booleans(),
 )
 def test_parts_sum_to_the_measured_step_time_whatever_is_known(breakdown, ranks, terms, recomputes):

@@ -45,6 +45,7 @@ def load(tmp_path, env):
         ({"A-B": "1"}, "cluster.env.A-B", "no name of an environment variable"),
         ({"A": [1]}, "cluster.env.A", "expected text or a number"),
         ({"MY_TOKEN": "abcdefgh"}, "cluster.env.MY_TOKEN", "secrets do not belong here"),
+        ({"AWS_SECRET_ACCESS_KEY": "abcdefgh"}, "cluster.env.AWS_SECRET_ACCESS_KEY", "secrets do not belong here"),
     ],
 )
 def test_what_may_not_be_set_is_refused_with_its_line(tmp_path, env, key, words):
