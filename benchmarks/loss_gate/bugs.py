@@ -83,17 +83,17 @@ def gradients_summed_over_micro_batches() -> None:
 
 
 def _with_optimizer(**changes: float) -> None:
-    from trials.training import optimizer
+    from trials.training.optimizer import on_host
 
-    options = optimizer._options
-    optimizer._options = lambda config: options(dataclasses.replace(config, **changes))
+    options = on_host.options_of
+    on_host.options_of = lambda config: options(dataclasses.replace(config, **changes))
 
 
 def _scaled_lr(factor: float) -> None:
-    from trials.training import optimizer
+    from trials.training.optimizer import on_host
 
-    options = optimizer._options
-    optimizer._options = lambda config: options(dataclasses.replace(config, lr=factor * config.lr))
+    options = on_host.options_of
+    on_host.options_of = lambda config: options(dataclasses.replace(config, lr=factor * config.lr))
 
 
 def learning_rate_10_percent_off() -> None:

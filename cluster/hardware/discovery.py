@@ -179,8 +179,10 @@ def visible(kind: DeviceKind, listed: Sequence[ListedDevice]) -> list[ListedDevi
     """Those of ``listed`` that this process may see, in the order in which its environment names them.
 
     Raises:
-        DeviceError: they are slices of GPUs that are not alike.
+        DeviceError: they are slices of GPUs that are not alike, or numbered otherwise than their tool does.
     """
+    if kind == "rocm":
+        _check_numbers(listed)
     allowed = os.environ.get(FAMILIES[kind].visible_variable)
     found = list(listed) if allowed is None else _named(kind, allowed, listed)
     counts = Counter(one.model for one in found)
@@ -188,6 +190,16 @@ def visible(kind: DeviceKind, listed: Sequence[ListedDevice]) -> list[ListedDevi
         what = ", ".join(f"{count} x {model}" for model, count in counts.items())
         raise DeviceError(f"slices of GPUs differ ({what}); name alike ones in CUDA_VISIBLE_DEVICES by their UUIDs")
     return found
+
+
+def _check_numbers(listed: Sequence[ListedDevice]) -> None:
+    """Refuse a host on which HIP counts from what ROCm's runtime lets it see, while the tools show all devices."""
+    shown = os.environ.get("ROCR_VISIBLE_DEVICES")
+    if shown is not None and [entry.strip() for entry in shown.split(",")] != [one.name for one in listed]:
+        raise DeviceError(
+            f"ROCR_VISIBLE_DEVICES={shown} numbers devices otherwise than their tool does; unset it, and name the same "
+            "devices in HIP_VISIBLE_DEVICES"
+        )
 
 
 def _named(kind: DeviceKind, allowed: str, listed: Sequence[ListedDevice]) -> list[ListedDevice]:

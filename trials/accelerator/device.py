@@ -123,6 +123,12 @@ def collectives_of(device: torch.device) -> str:
     return family_of(device.type).collectives
 
 
+def widest_float(device: torch.device) -> torch.dtype:
+    """Number format for sums over many elements, and over the gang: the widest that the device's kind takes."""
+    found: torch.dtype = getattr(torch, family_of(device.type).widest)
+    return found
+
+
 class _HostMark:
     """A moment on the host's clock, at which the CPU has done all that came before."""
 
@@ -217,8 +223,3 @@ def profiler_activity(device: torch.device) -> ProfilerActivity | None:
     """What torch's profiler calls the work of such devices; None for the CPU, whose work it always records."""
     name = {"cuda": "CUDA", "xpu": "XPU"}.get(device.type, "PrivateUse1")
     return None if is_host(device) else getattr(ProfilerActivity, name)
-
-
-def can_pin(device: torch.device) -> bool:
-    """Whether copies from pinned host memory may run beside other work."""
-    return not is_host(device)

@@ -30,6 +30,8 @@ class Family:
     """Name of the resource by which Ray counts the devices."""
     query_tool: str
     """Program that lists devices and their memory; empty for the CPU."""
+    widest: Literal["float64", "float32"] = "float64"
+    """The widest float that all of its devices compute in and its collectives send."""
 
 
 FAMILIES: Mapping[DeviceKind, Family] = {
@@ -75,6 +77,7 @@ FAMILIES: Mapping[DeviceKind, Family] = {
             order_variables={"ZE_FLAT_DEVICE_HIERARCHY": "FLAT"},
             ray_resource="GPU",
             query_tool="xpu-smi",
+            widest="float32",  # only the devices of data centres have more
         ),
         Family(
             kind="npu",
@@ -85,6 +88,7 @@ FAMILIES: Mapping[DeviceKind, Family] = {
             order_variables={},
             ray_resource="NPU",
             query_tool="npu-smi",
+            widest="float32",  # HCCL reduces no 64-bit floats
         ),
     )
 }

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trials.accelerator.device import widest_float
 from trials.probe.device import MAX_CALLS, seconds_per_call
 from trials.reports.rates import Link, MessageTime, ProbeSpec
 
@@ -79,7 +80,8 @@ class CollectiveTimer:
 
     def _agree(self, value_s: float) -> float:
         """The largest of the ranks' finite values."""
-        value = torch.tensor([value_s if math.isfinite(value_s) else 0.0], dtype=torch.float64, device=self._device)
+        finite_s = value_s if math.isfinite(value_s) else 0.0
+        value = torch.tensor([finite_s], dtype=widest_float(self._device), device=self._device)
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
         return float(value.item())
 

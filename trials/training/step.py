@@ -15,7 +15,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trials.accelerator.device import mark
+from trials.accelerator.device import mark, widest_float
 from trials.failure import NonFiniteLoss
 from trials.models import loss_of
 from trials.parallel.context.apply import split_sequence
@@ -101,7 +101,7 @@ class Trainer:
 
         In a pipeline it is here that stages whose work is done wait for the others.
         """
-        totals = torch.stack([loss.double() / self._num_losses, self.gradients.square_sum()])
+        totals = torch.stack([loss.to(widest_float(self.device)) / self._num_losses, self.gradients.square_sum()])
         marker.mark("other")
         if self.layout.world_size > 1:
             dist.all_reduce(totals)
@@ -192,7 +192,7 @@ class GangMaximum:
     """
 
     def __init__(self, value: float, device: torch.device) -> None:
-        tensor = torch.full((), value, dtype=torch.float64, device=device)
+        tensor = torch.full((), value, dtype=widest_float(device), device=device)
         if dist.get_world_size() > 1:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         self._on_host = tensor.to("cpu", non_blocking=True)
@@ -245,9 +245,9 @@ class Gradients:
         """This rank's share of the squared global gradient norm: summed over all ranks it is the square of the norm.
 
         Every rank of the gang adds its local squares, divided by the number of ranks that hold the same elements, so
-        the one rule is right for every mixture of replication and sharding. A float64 scalar.
+        the one rule is right for every mixture of replication and sharding. A scalar in the widest format there is.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        total = torch.zeros((), dtype=widest_float(self._device), device=self._device)
         for replicas, held in self._by_replicas.items():
             grads = gradients_of(held)
             if grads:
@@ -272,7 +272,7 @@ def _square_sum(tensors: list[Tensor]) -> Tensor:
         norms += [torch.linalg.vector_norm(one, dim=1, dtype=torch.float32) for one in rows]
         tensors = [one[end:] for one, end in zip(flat, whole, strict=True)]
     norms.append(torch.stack(torch._foreach_norm(tensors, 2.0, dtype=torch.float32)))
-    found = torch.cat(norms).double()
+    found = torch.cat(norms).to(widest_float(norms[0].device))
     return torch.dot(found, found)
 
 

@@ -99,6 +99,17 @@ def test_other_makers_devices_are_found_under_auto(host, programs, expected, nam
     assert discover_node(device=expected[0]).handles == node.handles
 
 
+def test_devices_that_hip_would_count_otherwise_are_refused(host, monkeypatch):
+    """Slurm sets the variable; a rank told device 1 by the tool's numbers would find another one, or none."""
+    host(rocm_smi=vendors.plain(vendors.ROCM))
+    num_devices = discover_node().num_devices
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", ",".join(map(str, range(num_devices))))
+    assert discover_node().num_devices == num_devices
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "1")
+    with pytest.raises(DeviceError, match=r"ROCR_VISIBLE_DEVICES=1 numbers .* unset it, .* HIP_VISIBLE_DEVICES"):
+        discover_node()
+
+
 def test_an_idle_npu_shows_memory_in_use_and_one_that_is_used_more(host):
     host(npu_smi=vendors.ASCEND)
     assert [use.is_busy for use in device_uses("npu", discover_node().handles)] == [False, True]

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,11 @@ def test_both_versions_of_control_groups_are_read(version, tmp_path, monkeypatch
 )
 def test_only_beside_a_gpu_is_host_memory_another_than_the_devices(error, on_cpu, on_cuda):
     assert (classify(error, "cpu"), classify(error, "cuda")) == (on_cpu, on_cuda)
+
+
+def test_a_small_dev_shm_is_told_with_what_it_breaks_and_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_memory, "SHARED_MEMORY", tmp_path)
+    assert host_memory.shared_memory_shortage(1) is None
+    assert re.match(r"\d+ of \d+ MiB are free in .* NCCL .* --shm-size=8g", host_memory.shared_memory_shortage(1 << 60))
+    monkeypatch.setattr(host_memory, "SHARED_MEMORY", tmp_path / "none")
+    assert "there is no " in host_memory.shared_memory_shortage(1)

@@ -100,7 +100,7 @@ def test_what_the_balancer_calls_fitting_fits_by_the_cost_model(frame, seq_lengt
 def test_the_optimiser_step_limits_the_layers_of_a_stage():
     """Where activations are few, no recompute helps: stages with tables take fewer layers, or nothing fits."""
     model = dataclasses.replace(MODEL, vocab_size=128_000)
-    workload = dataclasses.replace(WORKLOAD, model=model, seq_length=128)
+    workload = dataclasses.replace(WORKLOAD, model=model, seq_length=8)
     layout = Layout(pp=4, dp_shard=4, zero_stage=1, stage_layers=((10, 10, 10, 10),))
     frame = Candidate(layout=layout, precision=Precision(level="O2", dtype="bfloat16"))
     even_bytes = said_of(frame, workload).peak_bytes[0]

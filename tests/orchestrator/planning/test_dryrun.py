@@ -53,6 +53,19 @@ def test_verdict_counts_margin_and_context_of_the_worst_stage() -> None:
     assert from_json(DryRunEstimate, to_json(estimate)) == estimate
 
 
+def test_every_communicator_takes_device_memory() -> None:
+    """A rank of a gang has one for all of it, and one for each axis along which it sends."""
+    estimate = DryRunEstimate(stages=(_stage(1000),))
+    alone, replicas, both = (
+        Candidate(layout=layout) for layout in (Layout(), Layout(dp_replicate=2), Layout(dp_replicate=2, tp=2))
+    )
+    by_candidate = dict.fromkeys((alone, replicas, both), estimate)
+    estimates = DryRunEstimates(by_candidate=by_candidate, limit_bytes=10_000, context_bytes=50, communicator_bytes=7)
+    least = estimates.needed_bytes(alone)
+    assert least >= 1050
+    assert [estimates.needed_bytes(one) - least for one in (replicas, both)] == [2 * 7, 3 * 7]
+
+
 def test_what_is_offloaded_counts_against_the_nodes_memory() -> None:
     estimate = DryRunEstimate(stages=(dataclasses.replace(_stage(500), host_bytes=300),))
     two, four = (Candidate(layout=Layout(dp_replicate=number)) for number in (2, 4))

@@ -342,7 +342,7 @@ def test_the_documented_limits_are_the_ones_in_use() -> None:
     text = (ROOT / "docs" / "loss-gate.md").read_text()
     number = r"([\d.e-]+)"
     formula = rf"{number} \+ {number} \(s - 1\)\^2"
-    rows = re.findall(rf"^\| ([\w ]+) \| {formula} \| {formula} \|$", text, re.MULTILINE)
+    rows = re.findall(rf"^\| ([\w -]+) \| {formula} \| {formula} \|$", text, re.MULTILINE)
     documented = {name: tuple(map(float, figures)) for name, *figures in rows}
     assert documented == {
         name: (limits.loss.first, limits.loss.growth, limits.grad_norm.first, limits.grad_norm.growth)

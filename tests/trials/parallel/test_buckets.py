@@ -11,7 +11,7 @@ from torch import nn
 
 from trials.parallel.buckets import BucketedReplica, Kind, Peers, _dealt_out
 from trials.parallel.held import HeldParameter
-from trials.training.optimizer import LocalAdamW
+from trials.training.optimizer.adamw import LocalAdamW
 
 HELD_BY_ALL, HELD_BY_HALF = Kind(torch.float32, 2, False), Kind(torch.float32, 1, False)
 

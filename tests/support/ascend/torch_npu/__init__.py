@@ -1,7 +1,8 @@
 """A stand-in for Huawei's torch_npu: torch's device ``npu`` whose memory is the host's and whose work the CPU does.
 
 It provides what the package provides, and no more of it than trials use: the device, the module ``torch.npu`` with its
-memory, streams and events, and the backend ``hccl`` of process groups. Every call of the module is kept in ``CALLS``.
+memory, streams and events, and the backend ``hccl`` of process groups. It knows no 64-bit floats, which HCCL does not
+send. Every call of the module is kept in ``CALLS``.
 """
 
 import contextlib
@@ -50,7 +51,6 @@ _FREE = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
 _Managed._fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _FREE))
 _CODES = {
     torch.float32: (2, 32),
-    torch.float64: (2, 64),
     torch.float16: (2, 16),
     torch.bfloat16: (4, 16),
     torch.int64: (0, 64),
