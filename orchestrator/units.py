@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+from collections.abc import Mapping
 from typing import Protocol
 
 from orchestrator.statistics import Interval
@@ -141,6 +142,16 @@ def device_time(device_seconds: float) -> str:
     return (
         f"{device_seconds / 60:.1f} device-minutes" if device_seconds >= 6 else f"{device_seconds:.1f} device-seconds"
     )
+
+
+def value_words(value: object) -> str:
+    """The value of a knob: ``on`` and ``off`` for truth values, a dash for none."""
+    return {True: "on", False: "off", None: DASH}[value] if isinstance(value, bool | None) else str(value)
+
+
+def changes_words(changed: Mapping[str, tuple[object, object]]) -> str:
+    """Knobs with their values before and after: ``precision O0 → O1-bf16, pin_memory off → on``."""
+    return ", ".join(f"{name} {value_words(old)} → {value_words(new)}" for name, (old, new) in changed.items())
 
 
 def count(number: int, noun: str) -> str:

@@ -15,7 +15,7 @@ from orchestrator.space.large import without_effect
 from orchestrator.space.naming import diff
 from orchestrator.statistics import MIN_DIFFERENCE, Estimate, speed_ratio, verdict
 from orchestrator.sweep.state import Trial
-from orchestrator.units import num_bytes, status_words, trial_id
+from orchestrator.units import changes_words, num_bytes, status_words, trial_id
 from trials.outcome import OutOfMemory
 from trials.spec import Candidate, LlamaModel, OwnModel, ResNetModel, Workload, decoder_of
 
@@ -260,7 +260,7 @@ def _no_answer(own: Sequence[KnobChange], best: Remedy | None, *, is_known: bool
 
 def change_words(found: Remedy) -> str:
     """``precision O0 → O1-bf16``: what a remedy changes."""
-    return ", ".join(f"{name} {old} → {new}" for name, (old, new) in found.changed.items())
+    return changes_words(found.changed)
 
 
 def memory_words(found: Remedy, limit_bytes: float | None) -> str:

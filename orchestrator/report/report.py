@@ -22,13 +22,13 @@ from orchestrator.report.sources import PlanFacts, Sources
 from orchestrator.report.summary import Summary, TrialResult
 from orchestrator.report.trials import Failures, TrialTable, by_speed, failures, make_trial_table
 from orchestrator.report.verdict import chosen_result, confidence, cost, details, headline, is_worth_it
-from orchestrator.report.words import CommandPurpose, figures, legend, promotion_words, value_words
+from orchestrator.report.words import CommandPurpose, figures, legend, promotion_words
 from orchestrator.space.naming import diff, short_name
 from orchestrator.statistics import Estimate
 from orchestrator.sweep.ledger import Ledger
 from orchestrator.sweep.state import SweepState, Trial
 from orchestrator.sweep.values import Conclusion
-from orchestrator.units import is_wide, trial_id
+from orchestrator.units import is_wide, trial_id, value_words
 from trials.codec import to_json
 from trials.outcome import Measurement
 

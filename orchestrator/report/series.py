@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from orchestrator import units
 from orchestrator.objective import Objective
 from orchestrator.report.summary import Speedup, speedup
-from orchestrator.report.words import value_words
 from orchestrator.space.naming import aligned_params, short_name
 from orchestrator.statistics import speed as speed_of
 from orchestrator.sweep.state import SweepState, Trial
+from orchestrator.units import value_words
 from trials.outcome import StoppedEarly
 
 MAX_KNOBS = 9

@@ -142,11 +142,6 @@ def check_words(check: Check | None) -> str:
             return f"{of} with the profiler"
 
 
-def value_words(value: object) -> str:
-    """The value of a knob: ``on`` and ``off`` for truth values, a dash for none."""
-    return {True: "on", False: "off", None: units.DASH}[value] if isinstance(value, bool | None) else str(value)
-
-
 def failure(trial: Trial) -> str:
     """One line of evidence of a trial that was not measured."""
     return describe_failure(trial.outcome)

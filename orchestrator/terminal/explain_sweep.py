@@ -250,7 +250,9 @@ def _interval(effect: KnobEffect) -> str:
 def _contrast(effect: KnobEffect) -> Text:
     words = Text()
     for i, (knob, before, after) in enumerate(zip(effect.knobs, effect.before, effect.after, strict=True)):
-        words.append(", " if i else "").append(f"{knob} ", style="dim").append(f"{after} over {before}")
+        words.append(", " if i else "").append(f"{knob} ", style="dim").append(
+            f"{units.value_words(after)} over {units.value_words(before)}"
+        )
     return words
 
 

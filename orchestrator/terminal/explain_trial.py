@@ -55,8 +55,8 @@ def _proposed(explained: Explanation) -> RenderableType:
     trial, measured = explained.trial, explained.measurement
     grid = label_grid("dim")
     grid.add_row("why", Text(plain(trial.reason)))
-    if changed := [f"{name} {old} → {new}" for name, (old, new) in explained.changed.items()]:
-        grid.add_row("changed", Text(", ".join(changed)))
+    if explained.changed:
+        grid.add_row("changed", Text(units.changes_words(explained.changed)))
     if expected := trial.expected:
         words = f"step {units.milliseconds(expected.step_time_s)} (± {100 * expected.log_spread:.0f} %)"
         memory = (
