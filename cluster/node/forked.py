@@ -26,6 +26,7 @@ SYSTEM = "system"
 """Source of what the operating system tells of a program."""
 _ABORTED = re.compile(rf"\bkilled by signal {int(signal.SIGABRT)}\b")
 """How the message of a rank reads that aborted, or whose program did: libraries do so after saying why in the log."""
+_ABOUT_OUR_VARIABLES = re.compile(r"variable TORCH_NCCL_TRACE_BUFFER_SIZE is deprecated")
 _CHILD_KILLED = re.compile(
     r"DataLoader worker .*(killed by signal|exited unexpectedly)|the command was killed by signal 9\b"
 )
@@ -109,11 +110,13 @@ def with_log(result: RankResult, log: Path) -> RankResult:
     """``result``, with the last lines of the rank's log where it is a failure without any."""
     if not isinstance(result, RankFailure) or result.category == "stopped" or result.log_tail:
         return result
-    return replace(result, log_tail=_tail(log))
+    return replace(result, log_tail=tail_of(log))
 
 
-def _tail(path: Path) -> tuple[str, ...]:
-    return tuple(_end(path, LOG_TAIL_BYTES).splitlines()[-LOG_TAIL_LINES:])
+def tail_of(path: Path) -> tuple[str, ...]:
+    """The last lines of a rank's log, without what torch says of variables that we set for older versions of it."""
+    lines = _end(path, LOG_TAIL_BYTES).splitlines()
+    return tuple([line for line in lines if not _ABOUT_OUR_VARIABLES.search(line)][-LOG_TAIL_LINES:])
 
 
 def _end(path: Path, num_bytes: int) -> str:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from cluster.base import Deadlines
 from cluster.gang.sights import Blame, FlightRecord
+from cluster.node.forked import tail_of
 from cluster.node.hang import flight
 from cluster.node.hang.recorder import RecordedRank, recorder_env, records, unpickled
 from cluster.node.hang.stacks import judge
@@ -153,3 +154,9 @@ def test_the_reader_of_nccls_recorder_is_found_by_its_name(monkeypatch):
         sys.modules["torch._C._distributed_c10d"], "_dump_nccl_trace_json", lambda: b"{}", raising=False
     )
     assert len(flight._readers()) == len(names) + 1
+
+
+def test_the_tail_of_a_log_leaves_out_what_torch_says_of_our_variables(tmp_path):
+    said = "[W1122 20:46:22.53 Utils.hpp:137] Warning: Environment variable TORCH_NCCL_TRACE_BUFFER_SIZE is deprecated;"
+    (tmp_path / "log").write_text(f"{said} use TORCH_FR_BUFFER_SIZE instead (function operator())\nValueError: no\n")
+    assert tail_of(tmp_path / "log") == ("ValueError: no",)
