@@ -40,7 +40,7 @@ def _check_initial_values() -> None:
         parts = parallelize(spec, mesh, device, stage=stage)
         llama = parts[0].model
         names = [plain_name(name) for name, _ in llama.named_parameters()]
-        assert len(names) == 3 + 9 * SHAPE.num_layers
+        assert len(names) == 3 + 6 * SHAPE.num_layers
         for name, parameter in zip(names, llama.parameters(), strict=True):
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             wanted = Piece(name=name, size=whole.shape, start=(0,) * whole.dim(), part=torch.empty(whole.shape))

@@ -58,9 +58,9 @@ def test_sharded_ranks_are_recorded_and_their_collectives_counted(tmp_path: Path
     assert calls(profile) == {
         ("layers.*", "forward", "all_gather"): layers * each,
         ("layers.*", "backward", "all_gather"): layers * each,
-        ("layers.*", "backward", "reduce_scatter"): layers,
+        ("layers.*", "backward", "reduce_scatter"): layers * each,
         ("step", "forward", "all_gather"): each,
-        ("step", "backward", "reduce_scatter"): 1,
+        ("step", "backward", "reduce_scatter"): each,
         ("step", "step", "all_reduce"): 1,
     }
     assert {(count.axis, count.group_size) for count in profile.collectives} == {("dp_shard", 2)}
