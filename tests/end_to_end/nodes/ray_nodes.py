@@ -176,8 +176,8 @@ class RayNodes:
 
     def repair(self) -> None:
         """Mend every cable, wake every host, start what is not running, empty the disk."""
-        self.resize_disk(1)
         (self.disk / "filler").unlink(missing_ok=True)
+        self.resize_disk(1)
         for host in self.hosts:
             self._switch.mend(host)
             host.thaw()

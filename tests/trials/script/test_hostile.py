@@ -264,7 +264,9 @@ def test_programs_get_the_right_outcome_and_leave_nothing(cluster, name):
         assert case.says in outcome.evidence.message
     assert living(mark) == []
     left = {path.name for path in folder.iterdir()} - {"peak0", "peak1"}
-    assert all(name.endswith((".log", ".load.json")) or name in ("rank0.json", "rank1.json") for name in left), left
+    assert all(
+        name.endswith((".log", ".load.json", ".flight.json")) or name in ("rank0.json", "rank1.json") for name in left
+    ), left
     for path in folder.glob("rank*.log"):
         assert path.stat().st_size <= 34 << 20
     for path in folder.glob("peak*"):
