@@ -211,7 +211,7 @@ FOUND_WORDS = (
     "white list: softmax ran in 16 bits, 4 calls per step",
     "black list: conv2d was never met",
     "loss scale 4096 at the end, 2 steps skipped",
-    "compiled 4 graphs in 12.5 s, 1 recompilations",
+    "compiled 4 graphs in 12.5 s, 1 recompilation",
     "data loading: 2 workers with 2 batches ahead",
     "Waiting for data is 52 % of the step.",
     "kernel cache: 75% of 40 lookups hit",
