@@ -36,8 +36,14 @@ def test_the_experts_steps_come_in_the_published_order_and_size(models):
     speeds = [step["predicted"] for step in steps]
     assert speeds == sorted(speeds)
     assert all(abs(step["deviation"]) < 0.1 for step in steps)
-    # Short of the goal of 1.37, which took ZeRO-2 in a pipeline to keep shards of gradients and to reduce them once.
     assert best_that_fits(model)[1] >= 1.33 * speeds[0]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.xfail(strict=True, reason="it took ZeRO-2 in a pipeline to keep shards of gradients and reduce them once")
+def test_the_best_that_fits_reaches_the_published_gain(models):
+    model = models[SMALL.name]
+    assert best_that_fits(model)[1] >= SMALL.goal * predicted_steps(model, SMALL.steps)[0]["predicted"]
 
 
 def test_a_thousand_cards_reach_the_goal_and_every_measure_has_its_share(models):
