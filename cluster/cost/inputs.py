@@ -49,6 +49,18 @@ class CostInputs:
     """1: embedding and head are one parameter."""
     trained_share: Array
     """Share of the weights that get gradients: 1, or near 0 for adapters on frozen weights."""
+    expert_share: Array
+    """Share of the layers whose feed-forward is a mixture of experts, each of width ``expert_ffn``; 0: a dense model.
+    The other layers have one of width ``ffn``."""
+    num_experts: Array
+    """Routed experts of such a layer."""
+    experts_per_token: Array
+    """Routed experts that each token passes (top-k)."""
+    expert_ffn: Array
+    shared_ffn: Array
+    """Width of the experts that all tokens pass, together."""
+    ep: Array
+    """Ranks over which the experts of a layer are spread; they lie among those that hold different tokens."""
 
     pp: Array
     dp_replicate: Array
@@ -173,12 +185,23 @@ class CostInputs:
         return CostInputs(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 
+DEFAULTS: Mapping[str, float] = {
+    "expert_share": 0.0,
+    "num_experts": 1.0,
+    "experts_per_token": 1.0,
+    "expert_ffn": 0.0,
+    "shared_ffn": 0.0,
+    "ep": 1.0,
+}
+"""Values of fields that most candidates do not differ in, where a row leaves them out."""
+
 STAGE_FIELDS = ("stage_layers", "stage_full", "stage_dropped", "stage_repeated")
 """Fields of :class:`CostInputs` with one column per pipeline rank."""
 
 
 def from_rows(rows: Sequence[Mapping[str, Any]]) -> CostInputs:
-    """The inputs from one mapping per candidate with all fields; values per stage are sequences of any length."""
+    """The inputs from one mapping per candidate, which may leave out ``DEFAULTS``; values per stage are sequences
+    of any length."""
     num_stages = max((len(row["stage_layers"]) for row in rows), default=1)
     columns = {}
     for field in fields(CostInputs):
@@ -187,7 +210,9 @@ def from_rows(rows: Sequence[Mapping[str, Any]]) -> CostInputs:
             for i, row in enumerate(rows):
                 columns[field.name][i, : len(row[field.name])] = row[field.name]
         else:
-            columns[field.name] = np.array([row[field.name] for row in rows], dtype=np.float64)
+            default = DEFAULTS.get(field.name)
+            values = [row[field.name] if default is None else row.get(field.name, default) for row in rows]
+            columns[field.name] = np.array(values, dtype=np.float64)
     return CostInputs(**columns)
 
 
