@@ -34,6 +34,9 @@ TIME = (
     Coefficient("half_width", 150.0, 0.7, "width of a rank's share of a matmul at which it is half as efficient"),
     Coefficient("misaligned_cost", 2.0, 0.4, "how much longer a matmul takes whose width is no multiple of 8"),
     Coefficient("attention_efficiency", 0.6, 0.4, "efficiency of fused attention's matmuls relative to others"),
+    Coefficient(
+        "expert_efficiency", 0.8, 0.3, "efficiency of routed experts' matmuls relative to others of their shape"
+    ),
     Coefficient("memory_efficiency", 0.7, 0.3, "share of memory bandwidth that element-wise work reaches"),
     Coefficient("host_layer_s", 0.8e-3, 0.8, "host time to launch one layer's forward, backward or repeated pass"),
     Coefficient("link_efficiency", 0.6, 0.4, "share of the fast links' bandwidth that collectives reach"),
@@ -108,7 +111,7 @@ def load_prior(kind: str, without: str | None = None, path: Path = PRIORS_FILE) 
     table: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))[kind]
     entry = table["without"].get(without, table["all"]) if without else table["all"]
     group = {"time": TIME, "memory": MEMORY}[kind]
-    values, spreads = np.array([entry["coefficients"][c.name] for c in group]).T
+    values, spreads = np.array([entry["coefficients"].get(c.name, [c.value, c.spread]) for c in group]).T
     correlation = np.eye(len(group))
     for i, row in enumerate(entry["correlations"]):
         correlation[i, :i] = correlation[:i, i] = row

@@ -13,6 +13,7 @@ import numpy as np
 
 from cluster.cost.coefficients import Coefficients
 from cluster.cost.inputs import Array, CostInputs
+from cluster.cost.layers.experts import exchanged_bytes, rows_per_expert
 from cluster.cost.memory import layer_activation_bytes
 from cluster.cost.pipeline import pipeline_seconds
 from cluster.cost.work import Work, is_first, is_last
@@ -37,6 +38,7 @@ TIME_TERMS = (
     "launch",
     "tensor_parallel",
     "context_parallel",
+    "expert_parallel",
     "sharding",
     "host_copies",
     "stage_transfers",
@@ -102,6 +104,7 @@ def stage_seconds(x: CostInputs, work: Work, k: Coefficients) -> StageTimes:
         "tensor_parallel": ((1 + regathered) * layers + full) * collectives[:, None]
         + layers * _backward_collective_seconds(x, work, k, collectives)[:, None]
         + last * (collectives / 2)[:, None],
+        "expert_parallel": layers * _expert_exchange_seconds(x, work, k)[:, None],
         "context_parallel": layers * _exchange_seconds(x, work, k)[:, None],
         "sharding": (layers + last) * gather[:, None]
         + (is_first(x) + last) * _table_seconds(x, k, forward, backward)[:, None],
@@ -138,7 +141,9 @@ def _layer_device_seconds(x: CostInputs, work: Work, k: Coefficients) -> tuple[A
     base_rate = rate / np.maximum(1.0, 1 + k["low_precision_gain"] * (x.peak_flops_per_s / x.base_flops_per_s - 1))
     attention = work.attention_flops / (base_rate * k["attention_efficiency"])
     bandwidth = x.memory_bytes_per_s * k["memory_efficiency"]
-    matmul = work.matmul_flops / rate + x.num_copies * work.weight_traffic_bytes / bandwidth
+    matmul = (
+        work.matmul_flops / rate + _expert_seconds(x, work, k) + x.num_copies * work.weight_traffic_bytes / bandwidth
+    )
     matmul = matmul + _cast_bytes(x, work) / bandwidth
     elementwise = work.elementwise_bytes / bandwidth * np.where(x.compiled > 0, COMPILED_TRAFFIC_SHARE, 1.0)
     frozen = matmul * (1 - x.trained_share)
@@ -147,11 +152,28 @@ def _layer_device_seconds(x: CostInputs, work: Work, k: Coefficients) -> tuple[A
     return matmul + attention + elementwise, backward
 
 
+def _expert_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
+    """Seconds of the matmuls of a layer's routed experts, forward: each multiplies the rows that were sent to it."""
+    peak, base, rows = x.peak_flops_per_s, x.base_flops_per_s, rows_per_expert(x, work.tokens)
+    width = np.where(x.expert_ffn > 0, np.minimum(x.expert_ffn, x.hidden), x.hidden) / x.tp
+    rate = matmul_flops_per_s(k, peak=peak, base=base, tokens=rows, width=width) * k["expert_efficiency"]
+    return np.asarray(work.expert_flops / rate)
+
+
+def _expert_exchange_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
+    """Seconds per layer and micro-batch in which tokens travel to their experts and back, forward and backward."""
+    inside, beyond = exchanged_bytes(x, work.tokens)
+    once = inside / _link(x, k) + beyond / _network(x, k) + k["collective_latency_s"]
+    return np.where((x.ep > 1) & (x.expert_share > 0), 4 * once, 0.0)
+
+
 def _cast_bytes(x: CostInputs, work: Work) -> Array:
     """Bytes read and written to make 8-bit operands of one layer's forward pass: inputs in 16 bits and weights in their
     own type, each read for its largest element and once more to be cast."""
     inputs = work.tokens * (2 * x.hidden + (x.num_heads * x.head_dim + x.ffn) / x.tp)
-    return np.asarray(x.casts_operands * (5 * inputs + (2 * x.weight_bytes + 1) * work.layer_params / x.tp))
+    return np.asarray(
+        x.casts_operands * (5 * inputs + (2 * x.weight_bytes + 1) * (work.layer_params + work.expert_params) / x.tp)
+    )
 
 
 def _host_copy_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, backward: Array) -> Array:
@@ -236,7 +258,7 @@ def _gather_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, 
     Weights are gathered before the forward and before the backward pass; gradients are reduce-scattered, after every
     micro-batch or once.
     """
-    payload = (work.layer_params + 4 * x.hidden) / x.tp
+    payload = (work.layer_params + work.expert_params + 4 * x.hidden) / x.tp
     once = ring_seconds(x, k, payload, x.num_shards, x.tp) / 2
     scattered = np.minimum(x.gradient_bytes, 4) * x.reductions / x.num_microbatches
     transfer = once * (2 * x.compute_bytes + scattered) + 3 * k["collective_latency_s"]
@@ -278,6 +300,9 @@ def reduction_seconds(x: CostInputs, work: Work, k: Coefficients, stages: StageT
     half = np.where(scattered, ring_seconds(x, k, params, x.num_shards, x.tp) / 2, 0.0)
     replicas = x.dp * x.cp / x.num_shards
     across = ring_seconds(x, k, params / x.num_shards, replicas, x.num_shards * x.tp)
+    experts, expert_shards, expert_replicas = _busiest_experts(x, work)
+    half = half + np.where(scattered, ring_seconds(x, k, experts, expert_shards, x.tp * x.ep) / 2, 0.0)
+    across = across + ring_seconds(x, k, experts / expert_shards, expert_replicas, expert_shards * x.tp * x.ep)
     reduction = (half + across) * x.gradient_bytes
     gathering = half * x.compute_bytes
     window = k["gradient_overlap"] * np.max(stages.terms["backward"], axis=1)
@@ -290,7 +315,8 @@ def reduction_seconds(x: CostInputs, work: Work, k: Coefficients, stages: StageT
 def optimizer_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
     """Seconds to read and write weights, gradients and optimiser states; on the host, of the slowest of its processors
     and the copies of gradients out and of weights back, which run at the same time."""
-    owned = _busiest_params(x, work) * x.trained_share / x.num_shards
+    experts, expert_shards, _ = _busiest_experts(x, work)
+    owned = _busiest_params(x, work) * x.trained_share / x.num_shards + experts / expert_shards
     per_param = 2 * (x.optimizer_bytes + x.weight_bytes) + 2 * x.gradient_bytes
     on_device = owned * per_param / (x.memory_bytes_per_s * k["memory_efficiency"])
     copies = owned * np.maximum(x.gradient_bytes, x.weight_bytes) / (x.host_bytes_per_s * HOST_LINK_SHARE)
@@ -313,10 +339,18 @@ def transfer_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:
 
 
 def _busiest_params(x: CostInputs, work: Work) -> Array:
-    """Parameters of the fullest pipeline rank, divided by tp."""
+    """Parameters of the fullest pipeline rank but for routed experts, divided by tp."""
     layers = np.max(x.stage_layers, axis=1) * (work.layer_params + 4 * x.hidden)
     tables = np.where((x.pp == 1) & (x.tied == 0), 2.0, 1.0) * x.vocab * x.hidden * (1 - x.shard_embedding)
     return np.asarray((layers + tables) / x.tp)
+
+
+def _busiest_experts(x: CostInputs, work: Work) -> tuple[Array, Array, Array]:
+    """Trained parameters of routed experts on the fullest pipeline rank, divided by tp; over how many ranks ZeRO shards
+    them, and replicas of such a shard: peers that hold other experts have nothing of these."""
+    params = np.max(x.stage_layers, axis=1) * work.expert_params / x.tp * x.trained_share
+    shards = np.maximum(1.0, x.num_shards / x.ep)
+    return params, shards, np.maximum(1.0, x.dp * x.cp / x.ep / shards)
 
 
 def _reached(efficiency: float) -> float:
