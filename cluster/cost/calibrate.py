@@ -18,7 +18,7 @@ from cluster.cost.coefficients import Coefficients, Prior
 from cluster.cost.inputs import Array, CostInputs
 from cluster.cost.memory import stage_bytes
 from cluster.cost.reported import Reported, reported_log_bytes
-from cluster.cost.time import step_seconds
+from cluster.cost.time.step import step_seconds
 from cluster.cost.work import work_of
 
 HUBER = 2.0

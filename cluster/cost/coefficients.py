@@ -35,7 +35,6 @@ TIME = (
     Coefficient("misaligned_cost", 2.0, 0.4, "how much longer a matmul takes whose width is no multiple of 8"),
     Coefficient("attention_efficiency", 0.6, 0.4, "efficiency of fused attention's matmuls relative to others"),
     Coefficient(
-        "expert_efficiency", 0.8, 0.3, "efficiency of routed experts' matmuls relative to others of their shape"
     ),
     Coefficient("memory_efficiency", 0.7, 0.3, "share of memory bandwidth that element-wise work reaches"),
     Coefficient("host_layer_s", 0.8e-3, 0.8, "host time to launch one layer's forward, backward or repeated pass"),
@@ -50,6 +49,7 @@ TIME = (
     Coefficient("step_overhead_s", 10e-3, 0.8, "fixed host time of an optimiser step"),
     Coefficient("scale_overhead", 0.01, 0.8, "share of the step lost per doubling of the number of nodes"),
     Coefficient("read_s", 50e-6, 1.0, "storage time of one record, all ranks together; shared file systems give 20k/s"),
+        "expert_efficiency", 0.8, 0.3, "efficiency of routed experts' matmuls relative to others of their shape"
 )
 
 MEMORY = (

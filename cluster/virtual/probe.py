@@ -10,7 +10,7 @@ import numpy as np
 
 from cluster.base import GangLaunch
 from cluster.cost.coefficients import Coefficients
-from cluster.cost.time import matmul_flops_per_s
+from cluster.cost.time.kernels import matmul_flops_per_s
 from cluster.gang.messages import RankProgress, RankSuccess
 from cluster.gang.outcome import fold
 from cluster.hardware.accelerators import ClusterDescription
