@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,23 @@ MEMORY = (
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Values of a group of coefficients, as logarithms in the group's order."""
+    """Values of a group of coefficients, as logarithms in the group's order.
+
+    ``log_values`` has shape (coefficients,); or (coefficients, n), where each of n candidates has values of its own:
+    then ``k["name"]`` is an array of shape (n,), and what it is multiplied with must be of that shape as well.
+    """
 
     group: tuple[Coefficient, ...]
     log_values: Array
+    _values: dict[str, Array | float] = field(init=False, repr=False, compare=False)
 
-    def __getitem__(self, name: str) -> float:
-        return float(np.exp(self.log_values[self.index(name)]))
+    def __post_init__(self) -> None:
+        values = np.exp(self.log_values)
+        each = values.tolist() if values.ndim == 1 else values
+        object.__setattr__(self, "_values", dict(zip((c.name for c in self.group), each, strict=True)))
+
+    def __getitem__(self, name: str) -> Array | float:
+        return self._values[name]
 
     def index(self, name: str) -> int:
         return next(i for i, coefficient in enumerate(self.group) if coefficient.name == name)

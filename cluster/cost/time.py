@@ -319,9 +319,9 @@ def _busiest_params(x: CostInputs, work: Work) -> Array:
     return np.asarray((layers + tables) / x.tp)
 
 
-def _reached(efficiency: float) -> float:
+def _reached(efficiency: Array | float) -> Array | float:
     """Share of a bandwidth that is reached: never all of it, whatever the coefficient."""
-    return float(efficiency / (1 + efficiency**4) ** 0.25)
+    return efficiency / (1 + efficiency**4) ** 0.25
 
 
 def _link(x: CostInputs, k: Coefficients) -> Array:
@@ -342,7 +342,8 @@ def _exposed(transfer: Array, hiding: Array, k: Coefficients) -> Array:
     """What a transfer behind ``hiding`` seconds of computation costs: what sticks out, and what computation loses to
     the rest of it, which takes memory bandwidth and cores from it."""
     out = _beyond(transfer, hiding)
-    return np.asarray(out + k["overlap_slowdown"] * (transfer - out))
+    slowdown = np.reshape(k["overlap_slowdown"], (-1, *[1] * (transfer.ndim - 1)))
+    return np.asarray(out + slowdown * (transfer - out))
 
 
 def _beyond(transfer: Array, hiding: Array) -> Array:
