@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,6 @@ TIME = (
     Coefficient("half_width", 150.0, 0.7, "width of a rank's share of a matmul at which it is half as efficient"),
     Coefficient("misaligned_cost", 2.0, 0.4, "how much longer a matmul takes whose width is no multiple of 8"),
     Coefficient("attention_efficiency", 0.6, 0.4, "efficiency of fused attention's matmuls relative to others"),
-    Coefficient(
-    ),
     Coefficient("memory_efficiency", 0.7, 0.3, "share of memory bandwidth that element-wise work reaches"),
     Coefficient("host_layer_s", 0.8e-3, 0.8, "host time to launch one layer's forward, backward or repeated pass"),
     Coefficient("link_efficiency", 0.6, 0.4, "share of the fast links' bandwidth that collectives reach"),
@@ -49,7 +47,9 @@ TIME = (
     Coefficient("step_overhead_s", 10e-3, 0.8, "fixed host time of an optimiser step"),
     Coefficient("scale_overhead", 0.01, 0.8, "share of the step lost per doubling of the number of nodes"),
     Coefficient("read_s", 50e-6, 1.0, "storage time of one record, all ranks together; shared file systems give 20k/s"),
-        "expert_efficiency", 0.8, 0.3, "efficiency of routed experts' matmuls relative to others of their shape"
+    Coefficient(
+        "expert_efficiency", 0.8, 0.3, "efficiency of routed experts' matmuls relative to others of that shape"
+    ),
 )
 
 MEMORY = (
@@ -65,13 +65,23 @@ MEMORY = (
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Values of a group of coefficients, as logarithms in the group's order."""
+    """Values of a group of coefficients, as logarithms in the group's order.
+
+    ``log_values`` has shape (coefficients,); or (coefficients, n), where each of n candidates has values of its own:
+    then ``k["name"]`` is an array of shape (n,), and what it is multiplied with must be of that shape as well.
+    """
 
     group: tuple[Coefficient, ...]
     log_values: Array
+    _values: dict[str, Array | float] = field(init=False, repr=False, compare=False)
 
-    def __getitem__(self, name: str) -> float:
-        return float(np.exp(self.log_values[self.index(name)]))
+    def __post_init__(self) -> None:
+        values = np.exp(self.log_values)
+        each = values.tolist() if values.ndim == 1 else values
+        object.__setattr__(self, "_values", dict(zip((c.name for c in self.group), each, strict=True)))
+
+    def __getitem__(self, name: str) -> Array | float:
+        return self._values[name]
 
     def index(self, name: str) -> int:
         return next(i for i, coefficient in enumerate(self.group) if coefficient.name == name)

@@ -47,11 +47,11 @@ def machine_rates(cluster: ClusterDescription, k: Coefficients, matmul_size: int
     return MachineRates(
         matmul_flops_per_s=dict(zip(formats, map(float, rates), strict=True)),
         matmul_size=matmul_size,
-        memory_bytes_per_s=accelerator.memory_bytes_per_s * k["memory_efficiency"],
-        link_bytes_per_s=accelerator.link_bytes_per_s * k["link_efficiency"],
-        network_bytes_per_s=cluster.network_bytes_per_s * k["network_efficiency"],
-        collective_latency_s=k["collective_latency_s"],
-        transfer_latency_s=k["transfer_latency_s"],
+        memory_bytes_per_s=accelerator.memory_bytes_per_s * float(k["memory_efficiency"]),
+        link_bytes_per_s=accelerator.link_bytes_per_s * float(k["link_efficiency"]),
+        network_bytes_per_s=cluster.network_bytes_per_s * float(k["network_efficiency"]),
+        collective_latency_s=float(k["collective_latency_s"]),
+        transfer_latency_s=float(k["transfer_latency_s"]),
     )
 
 

@@ -42,7 +42,9 @@ def layer_seconds(x: CostInputs, work: Work, k: Coefficients) -> tuple[Array, Ar
     base_rate = rate / np.maximum(1.0, 1 + k["low_precision_gain"] * (x.peak_flops_per_s / x.base_flops_per_s - 1))
     attention = work.attention_flops / (base_rate * k["attention_efficiency"])
     bandwidth = x.memory_bytes_per_s * k["memory_efficiency"]
-    matmul = work.matmul_flops / rate + expert_seconds(x, work, k) + x.num_copies * work.weight_traffic_bytes / bandwidth
+    matmul = (
+        work.matmul_flops / rate + expert_seconds(x, work, k) + x.num_copies * work.weight_traffic_bytes / bandwidth
+    )
     matmul = matmul + _cast_bytes(x, work) / bandwidth
     elementwise = work.elementwise_bytes / bandwidth * np.where(x.compiled > 0, COMPILED_TRAFFIC_SHARE, 1.0)
     frozen = matmul * (1 - x.trained_share)
@@ -63,7 +65,9 @@ def _cast_bytes(x: CostInputs, work: Work) -> Array:
     """Bytes read and written to make 8-bit operands of one layer's forward pass: inputs in 16 bits and weights in their
     own type, each read for its largest element and once more to be cast."""
     inputs = work.tokens * (2 * x.hidden + (x.num_heads * x.head_dim + x.ffn) / x.tp)
-    return np.asarray(x.casts_operands * (5 * inputs + (2 * x.weight_bytes + 1) * (work.layer_params + work.expert_params) / x.tp))
+    return np.asarray(
+        x.casts_operands * (5 * inputs + (2 * x.weight_bytes + 1) * (work.layer_params + work.expert_params) / x.tp)
+    )
 
 
 def head_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array:

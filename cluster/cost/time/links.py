@@ -22,9 +22,9 @@ def neighbour_rate(x: CostInputs, k: Coefficients) -> Array:
     return np.where(inside, link_rate(x, k), network_rate(x, k))
 
 
-def _reached(efficiency: float) -> float:
+def _reached(efficiency: Array | float) -> Array | float:
     """Share of a bandwidth that is reached: never all of it, whatever the coefficient."""
-    return float(efficiency / (1 + efficiency**4) ** 0.25)
+    return efficiency / (1 + efficiency**4) ** 0.25
 
 
 def ring_seconds(x: CostInputs, k: Coefficients, payload_bytes: Array, degree: Array, apart: Array) -> Array:
@@ -44,7 +44,8 @@ def exposed(transfer: Array, hiding: Array, k: Coefficients) -> Array:
     """What a transfer behind ``hiding`` seconds of computation costs: what sticks out, and what computation loses to
     the rest of it, which takes memory bandwidth and cores from it."""
     out = beyond(transfer, hiding)
-    return np.asarray(out + k["overlap_slowdown"] * (transfer - out))
+    slowdown = np.reshape(k["overlap_slowdown"], (-1, *[1] * (transfer.ndim - 1)))
+    return np.asarray(out + slowdown * (transfer - out))
 
 
 def beyond(transfer: Array, hiding: Array) -> Array:
