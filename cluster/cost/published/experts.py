@@ -97,9 +97,9 @@ def total_params(f: Mapping[str, str]) -> float | None:
 
 def _width(f: Mapping[str, str], n: Numbers, model: Mapping[str, Any], per_layer: float) -> float:
     """Width of an expert: as stated, unless that many of them come to another number of parameters by far."""
-    stated = n["ffn"] or 4 * model["hidden"]
+    stated = float(n["ffn"] or 4 * model["hidden"])
     total = total_params(f) or n["n_params"]
     of_width = model["num_layers"] * (2 + model["gated"]) * model["hidden"] * per_layer
     if total is None or total / FAR_OFF <= of_width * stated <= total * FAR_OFF:
-        return float(stated)
-    return max(64.0, 64.0 * round(total / of_width / 64))
+        return stated
+    return float(max(64.0, 64.0 * round(total / of_width / 64)))

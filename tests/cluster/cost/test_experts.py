@@ -9,7 +9,7 @@ from cluster.cost.coefficients import MEMORY, TIME, assumed
 from cluster.cost.layers.experts import exchanged_bytes
 from cluster.cost.memory import stage_bytes
 from cluster.cost.published.experts import NotModelledError, expert_fields, mixture_shape
-from cluster.cost.time import step_seconds
+from cluster.cost.time.step import step_seconds
 from cluster.cost.work import experts_params, layers_params, tables_params, work_of
 from tests.cluster.cost.rows import inputs, row
 
