@@ -24,7 +24,8 @@ def neighbour_rate(x: CostInputs, k: Coefficients) -> Array:
 
 def _reached(efficiency: float) -> float:
     """Share of a bandwidth that is reached: never all of it, whatever the coefficient."""
-    return float(efficiency / (1 + efficiency**4) ** 0.25)
+    share: float = (1 + efficiency**4) ** -0.25
+    return efficiency * share
 
 
 def ring_seconds(x: CostInputs, k: Coefficients, payload_bytes: Array, degree: Array, apart: Array) -> Array:

@@ -96,6 +96,7 @@ def test_memory_moves_the_right_way(term: str, less: dict[str, object], more: di
         ("launch", {"compiled": 1, "hidden": 512}, {"hidden": 512}),
         ("sharding", {"dp_shard": 8, "zero_stage": 3}, {"dp_shard": 16, "zero_stage": 3}),
         ("sharding", {"zero_stage": 3, "reduces_last": 1}, {"zero_stage": 3}),
+        ("sharding", {"zero_stage": 3, "gathers_once": 1}, {"zero_stage": 3}),
         ("gradient_reduction", {"zero_stage": 2, "reduces_last": 1}, {"zero_stage": 2}),
         ("gradient_reduction", {"network_bytes_per_s": 50e9, "dp_shard": 64}, {"dp_shard": 64}),
         # Weights are gathered among those who share states; only gradients' reduction hides.
