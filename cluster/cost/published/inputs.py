@@ -58,7 +58,7 @@ def published_inputs(f: Mapping[str, str], n: Numbers) -> dict[str, Any]:
         **precision,
         **recompute,
         **_hardware(f, n, accelerator),
-        "flash": _flash(f, accelerator),
+        "flash": _flash(f, accelerator, model["head_dim"]),
         "compiled": float(f["compile"] == "yes"),
         "num_copies": 1,
         "shard_embedding": 0.0,
@@ -256,11 +256,13 @@ def _recompute(f: Mapping[str, str], layout: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _flash(f: Mapping[str, str], accelerator: Accelerator) -> float:
-    """1 with fused attention. Not stated: wherever bfloat16 exists and is used, that is after 2022."""
+def _flash(f: Mapping[str, str], accelerator: Accelerator, head_dim: float) -> float:
+    """1 with fused attention. Not stated: wherever bfloat16 exists and is used, that is after 2022, and heads have a
+    multiple of 8 elements, without which fused kernels take none (Transformer Engine's ``get_attention_backend``)."""
     if f["flash_attn"]:
         return float(f["flash_attn"] != "no")
-    return float("bfloat16" in accelerator.peak_flops_per_s and FORMATS[f["precision"]] != "float16")
+    late = "bfloat16" in accelerator.peak_flops_per_s and FORMATS[f["precision"]] != "float16"
+    return float(late and head_dim % 8 == 0)
 
 
 def _hardware(f: Mapping[str, str], n: Numbers, accelerator: Accelerator) -> dict[str, float]:
