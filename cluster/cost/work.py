@@ -13,6 +13,9 @@ import numpy as np
 from cluster.cost.inputs import CP_METHODS, Array, CostInputs
 from cluster.cost.layers.experts import copied_rows, dense_params, inner_width, routed_params, used_params
 
+HEAD_STEP = 32
+"""Fused attention kernels are made for head sizes that are multiples of this."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
@@ -51,8 +54,10 @@ def work_of(x: CostInputs) -> Work:
     width, kv_width = x.num_heads * x.head_dim, x.num_kv_heads * x.head_dim
     layer_params = x.hidden * (2 * width + 2 * kv_width) + dense_params(x)
     expert_params = routed_params(x)
-    # Fused kernels skip the masked half of the scores.
-    attention = 4 * tokens * x.seq_length * width / x.tp * np.where(x.flash > 0, 0.5, 1.0)
+    # Fused kernels skip the masked half of the scores. They are made for head sizes in multiples of 32; other heads are
+    # padded to these (FlashAttention-2's ``HEADDIM_SWITCH``).
+    padded = np.ceil(x.head_dim / HEAD_STEP) * HEAD_STEP / x.head_dim
+    attention = 4 * tokens * x.seq_length * width / x.tp * np.where(x.flash > 0, 0.5 * padded, 1.0)
     shared = np.where(x.sequence_parallel > 0, x.tp, 1.0)
     scores = tokens * x.seq_length * x.num_heads / x.tp * (1 - x.flash)
     elementwise = x.compute_bytes * tokens * (

@@ -73,13 +73,15 @@ def expert_exchange_seconds(x: CostInputs, work: Work, k: Coefficients) -> Array
 def gather_seconds(x: CostInputs, work: Work, k: Coefficients, forward: Array, backward: Array) -> Array:
     """Seconds of ZeRO-3 communication per layer and micro-batch that computation does not hide.
 
-    Weights are gathered before the forward and before the backward pass; gradients are reduce-scattered, after every
-    micro-batch or once.
+    Weights are gathered before the forward and before the backward pass, or once for the whole step; gradients are
+    reduce-scattered, after every micro-batch or once.
     """
     payload = (work.layer_params + work.expert_params + 4 * x.hidden) / x.tp
     once = ring_seconds(x, k, payload, x.num_shards, x.tp) / 2
-    scattered = np.minimum(x.gradient_bytes, 4) * x.reductions / x.num_microbatches
-    transfer = once * (2 * x.compute_bytes + scattered) + 3 * k["collective_latency_s"]
+    gathers = np.where(x.gathers_once > 0, 1 / x.num_microbatches, 2.0)
+    scatters = x.reductions / x.num_microbatches
+    moved = gathers * x.compute_bytes + scatters * np.minimum(x.gradient_bytes, 4)
+    transfer = once * moved + (gathers + scatters) * k["collective_latency_s"]
     sharded = (x.zero_stage == 3) & (x.num_shards > 1)
     return np.where(sharded, exposed(transfer, k["gather_overlap"] * (forward + backward), k), 0.0)
 

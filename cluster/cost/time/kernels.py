@@ -41,6 +41,8 @@ def layer_seconds(x: CostInputs, work: Work, k: Coefficients) -> tuple[Array, Ar
     rate = layer_flops_per_s(x, work, k, x.hidden / x.tp) * halved
     base_rate = rate / np.maximum(1.0, 1 + k["low_precision_gain"] * (x.peak_flops_per_s / x.base_flops_per_s - 1))
     attention = work.attention_flops / (base_rate * k["attention_efficiency"])
+    # Matrices whose rows are no multiple of 16 bytes miss the fast paths (NVIDIA, Matrix Multiplication Background).
+    attention = attention * np.where((x.flash == 0) & (x.head_dim % 8 > 0), k["misaligned_cost"], 1.0)
     bandwidth = x.memory_bytes_per_s * k["memory_efficiency"]
     matmul = (
         work.matmul_flops / rate + expert_seconds(x, work, k) + x.num_copies * work.weight_traffic_bytes / bandwidth

@@ -76,6 +76,11 @@ def test_memory_moves_the_right_way(term: str, less: dict[str, object], more: di
     assert terms[0] < terms[1]
 
 
+def heads(number: int, size: int, **changes: float) -> dict[str, object]:
+    """Heads that are as wide together as others with the same product."""
+    return {"num_heads": number, "num_kv_heads": number, "head_dim": size, **changes}
+
+
 @pytest.mark.parametrize(
     ("term", "less", "more"),
     [
@@ -93,9 +98,12 @@ def test_memory_moves_the_right_way(term: str, less: dict[str, object], more: di
         ),
         ("context_parallel", {"cp": 4, "seq_length": 2**14}, {"cp": 4, "seq_length": 2**14, "cp_method": 0}),
         ("context_parallel", {"cp": 4, "seq_length": 2**16}, {"cp": 4, "seq_length": 2**16, "cp_method": 1}),
+        ("forward", heads(33, 128, flash=0), heads(32, 132, flash=0)),
+        ("forward", heads(48, 96), heads(64, 72)),
         ("launch", {"compiled": 1, "hidden": 512}, {"hidden": 512}),
         ("sharding", {"dp_shard": 8, "zero_stage": 3}, {"dp_shard": 16, "zero_stage": 3}),
         ("sharding", {"zero_stage": 3, "reduces_last": 1}, {"zero_stage": 3}),
+        ("sharding", {"zero_stage": 3, "gathers_once": 1}, {"zero_stage": 3}),
         ("gradient_reduction", {"zero_stage": 2, "reduces_last": 1}, {"zero_stage": 2}),
         ("gradient_reduction", {"network_bytes_per_s": 50e9, "dp_shard": 64}, {"dp_shard": 64}),
         # Weights are gathered among those who share states; only gradients' reduction hides.
