@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from cluster.cost.calibrate import derivatives
 from cluster.cost.coefficients import Prior
 from cluster.cost.inputs import CostInputs
 from cluster.cost.software.structures import Structure
 from orchestrator.search.prediction.memory_belief import MemoryBelief, Structured
-from orchestrator.search.prediction.model_families import Inputs, log_peak, physical_places
+from orchestrator.search.prediction.model_families import Inputs, linearised_peak, physical_places
 
-ROWS_AT_ONCE = 20_000
+ROWS_AT_ONCE = 4096
 """Rows that the cost model works out together, which bounds the memory of its temporary arrays."""
 OWN_STDS = {0.03: 0.4, 0.08: 0.4, 0.16: 0.2}
 """Standard deviations that the own errors of candidates may have, which trials decide on, and how likely each is."""
@@ -57,8 +55,9 @@ def _linearised(prior: Prior, x: Inputs, *, on_cpu: bool) -> tuple[np.typing.NDA
     root = np.linalg.cholesky(prior.covariance)
     means, features = [], []
     for start in range(0, len(x), ROWS_AT_ONCE):
-        predict = functools.partial(log_peak, x.take(slice(start, start + ROWS_AT_ONCE)), on_cpu=on_cpu)
-        means.append(predict(prior.coefficients))
-        taught = derivatives(predict, prior.coefficients) @ root
+        part = x.take(slice(start, start + ROWS_AT_ONCE))
+        mean, slopes = linearised_peak(part, prior.coefficients, on_cpu=on_cpu)
+        means.append(mean)
+        taught = slopes @ root
         features.append(np.hstack([taught, np.full((len(taught), 1), COMMON_STD)]).astype(np.float32))
     return np.concatenate(means).astype(np.float32), np.concatenate(features)
