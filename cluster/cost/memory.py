@@ -22,6 +22,7 @@ MEMORY_TERMS = (
     "gradients",
     "optimizer",
     "activations",
+    "recomputed",
     "head",
     "gathered",
     "workspace",
@@ -43,6 +44,28 @@ def stage_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
     return _with_overheads({name: np.where(at_step, step[name], passes[name]) for name in passes}, x, work, k)
 
 
+def log_slopes(x: CostInputs, terms: dict[str, Array], k: Coefficients) -> Array:
+    """Derivatives of the log of each sum of ``terms`` by the log coefficients, shape (n, coefficients).
+
+    ``terms``: those of one rank of each candidate, all (n,), at the coefficients ``k``.
+    """
+    states = terms["weights"] + terms["gradients"] + terms["optimizer"]
+    copies = np.where(x.gradient_bytes < 4, 4.0, 0.0)
+    is_piece = terms["workspace"] >= x.workspace_limit_bytes * (1 - x.offload_optimizer)
+    by_results = np.where(is_piece, 0.0, k["workspace_bytes"] / (copies + k["workspace_bytes"]))
+    slopes = {
+        "state_factor": states,
+        "activation_factor": terms["activations"] + terms["recomputed"],
+        "pipeline_held": np.where(x.pp > 1, terms["activations"], 0.0),
+        "head_factor": terms["head"],
+        "workspace_bytes": terms["workspace"] * by_results,
+    }
+    slopes = {name: bytes_ * (1 + k["fragmentation"]) for name, bytes_ in slopes.items()}
+    slopes |= {"constant_bytes": np.full(len(x), k["constant_bytes"]), "fragmentation": terms["fragmentation"]}
+    total = np.sum(list(terms.values()), axis=0)
+    return np.stack([slopes[coefficient.name] / total for coefficient in k.group], axis=1)
+
+
 def passes_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
     """As ``stage_bytes``, but of the forward and backward passes alone, even where the optimiser step takes more."""
     return _with_overheads(_passes_terms(x, work, k, _state_bytes(x, work, k)), x, work, k)
@@ -60,7 +83,8 @@ def _passes_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, 
     return {
         **states,
         "gradients": np.where(keeps, states["gradients"], 0.0) + _whole_gradients_bytes(x, work, k),
-        "activations": held + np.where(at_loss, 0.0, repeated),
+        "activations": held,
+        "recomputed": np.where(at_loss, 0.0, repeated),
         "head": np.where(at_loss, head, 0.0),
         "gathered": _gathered_bytes(x, work)[:, None] + np.where(at_loss, 0.0, exchanged),
         "workspace": np.zeros(head.shape),
@@ -73,7 +97,7 @@ def _step_terms(x: CostInputs, work: Work, k: Coefficients, states: dict[str, Ar
     copies = np.where(x.gradient_bytes < 4, 4.0, 0.0)[:, None]
     on_device = 1 - x.offload_optimizer[:, None]
     owned = _held_params(x, work, 1) * x.trained_share[:, None]
-    none = dict.fromkeys(("activations", "head", "gathered"), np.zeros(owned.shape))
+    none = dict.fromkeys(("activations", "recomputed", "head", "gathered"), np.zeros(owned.shape))
     workspace = np.minimum(owned * (copies + k["workspace_bytes"]), x.workspace_limit_bytes[:, None])
     return {**states, **none, "workspace": on_device * workspace}
 

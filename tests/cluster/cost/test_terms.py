@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cluster.cost.calibrate import Calibrated
-from cluster.cost.coefficients import MEMORY, TIME, assumed, assumed_prior
+from cluster.cost.calibrate import Calibrated, derivatives
+from cluster.cost.coefficients import MEMORY, TIME, Coefficients, assumed, assumed_prior
 from cluster.cost.estimate import CostModel, Estimates, cost_model
 from cluster.cost.inputs import WORKSPACE_BYTES
+from cluster.cost.memory import log_slopes, stage_bytes
+from cluster.cost.work import work_of
 from tests.cluster.cost.rows import inputs, row, varied
 
 MODEL = CostModel(Calibrated.of_prior(assumed_prior(TIME, 0.1)), Calibrated.of_prior(assumed_prior(MEMORY, 0.1)))
@@ -130,7 +132,7 @@ def test_logits_and_a_repeated_layer_share_memory() -> None:
     found = estimate(row(**big, recompute="full", vocab=200000), row(**big, recompute="full", vocab=1000))
     terms = found.peak_terms_bytes
     assert terms["head"][0] > 0 == terms["head"][1]
-    assert terms["activations"][0] < terms["activations"][1], "no repeated layer while the logits are there"
+    assert terms["recomputed"][0] == 0 < terms["recomputed"][1], "no repeated layer while the logits are there"
 
 
 def test_short_gradients_are_copied_for_the_optimizer_step() -> None:
@@ -176,3 +178,13 @@ def test_every_coefficient_matters_somewhere() -> None:
                 values.append(getattr(model.estimate(x), attribute))
             if coefficient.name != "peak_exponent":
                 assert (values[0] != values[1]).any(), coefficient.name
+
+
+def test_slopes_of_memory_are_its_derivatives() -> None:
+    x, at = varied(300), assumed(MEMORY)
+    terms = {name: values[:, 0] for name, values in stage_bytes(x, work_of(x), at).items()}
+
+    def log_first_rank(coefficients: Coefficients) -> np.ndarray:
+        return np.log(np.sum(list(stage_bytes(x, work_of(x), coefficients).values()), axis=0)[:, 0])
+
+    np.testing.assert_allclose(log_slopes(x, terms, at), derivatives(log_first_rank, at), atol=1e-4)
