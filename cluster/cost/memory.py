@@ -12,8 +12,9 @@ import numpy as np
 
 from cluster.cost.coefficients import Coefficients
 from cluster.cost.inputs import SCHEDULES, Array, CostInputs
+from cluster.cost.layers.experts import copied_rows, inner_width
 from cluster.cost.pipeline import in_flight
-from cluster.cost.work import Work, is_last, layers_params, tables_params
+from cluster.cost.work import Work, experts_params, is_last, layers_params, tables_params
 from trials.dryrun.estimate import COMMUNICATOR_BYTES
 
 MEMORY_TERMS = (
@@ -115,7 +116,10 @@ def _held_params(x: CostInputs, work: Work, zero_stage: int) -> Array:
     """Parameters that a rank holds of what ZeRO shards from ``zero_stage`` on, shape (n, stages)."""
     shards = np.where(x.zero_stage >= zero_stage, x.num_shards, 1.0)
     table_shards = np.where(x.shard_embedding > 0, x.dp * x.cp, shards)
-    return np.asarray(layers_params(x, work) / shards[:, None] + tables_params(x) / table_shards[:, None])
+    # Peers that hold other experts have nothing of these to share.
+    expert_shards = np.maximum(1.0, shards / x.ep)
+    layers = layers_params(x, work) / shards[:, None] + experts_params(x, work) / expert_shards[:, None]
+    return np.asarray(layers + tables_params(x) / table_shards[:, None])
 
 
 def _state_bytes(x: CostInputs, work: Work, k: Coefficients) -> dict[str, Array]:
@@ -153,8 +157,10 @@ def layer_activation_bytes(x: CostInputs, work: Work) -> Array:
     matmul_bytes = np.where((x.peak_flops_per_s > x.base_flops_per_s) & (x.casts_operands == 0), 1.0, x.compute_bytes)
     outer = (2 * x.compute_bytes + 2 * matmul_bytes + 2 * x.dropout) * x.hidden / shared
     outer = outer + 2 * matmul_bytes * x.hidden * x.keeps_gathered * (1 - 1 / shared)
-    inner = x.compute_bytes * (2 * width + 2 * kv_width + (1 + x.gated * (2 - x.fused)) * x.ffn) / x.tp
-    inner = inner + matmul_bytes * x.ffn / x.tp
+    ffn = inner_width(x)
+    inner = x.compute_bytes * (2 * width + 2 * kv_width + (1 + x.gated * (2 - x.fused)) * ffn) / x.tp
+    # Rows as they go to experts, and as they come back to be weighted.
+    inner = inner + (matmul_bytes * ffn + (matmul_bytes + x.compute_bytes) * copied_rows(x) * x.hidden) / x.tp
     scores = (2 * x.compute_bytes + x.dropout) * x.seq_length * x.num_heads / x.tp * (1 - x.flash)
     frozen = x.compute_bytes * ((width + 2 * x.hidden) / x.tp) * (1 - x.trained_share)
     return np.asarray(work.tokens * np.maximum(outer + inner + scores - frozen, x.compute_bytes * x.hidden))
@@ -176,7 +182,7 @@ def _activation_bytes(x: CostInputs, work: Work) -> tuple[Array, Array]:
 def _gathered_bytes(x: CostInputs, work: Work) -> Array:
     """Bytes of weights gathered by ZeRO-3: the block in use, the one prefetched, and the block's unsharded
     gradients."""
-    block = np.maximum(work.layer_params / x.tp, x.vocab * x.hidden / x.tp)
+    block = np.maximum((work.layer_params + work.expert_params) / x.tp, x.vocab * x.hidden / x.tp)
     sharded = (x.zero_stage == 3) & (x.num_shards > 1)
     return np.where(sharded, block * 3 * x.compute_bytes, 0.0)
 

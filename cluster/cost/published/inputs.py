@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.cost.inputs import BUCKET_BYTES, CP_METHODS, SCHEDULES, even_layers
+from cluster.cost.published.experts import NotModelledError, Numbers, expert_fields, is_mixture, mixture_shape
 from cluster.hardware.accelerators import Accelerator, CatalogueError, find_accelerator
 
 FORMATS = {
@@ -35,12 +36,6 @@ MASTERS_APART = ("deepspeed", "internevo")
 FUSED_LOSS = ("composer", "bridge")
 """Frameworks whose loss is one kernel by default: llm-foundry's ``fused_crossentropy``, Megatron-Bridge's recipes."""
 
-Numbers = Mapping[str, float | None]
-
-
-class NotModelledError(ValueError):
-    """The cost model cannot say anything about this row; the message is the reason."""
-
 
 def published_inputs(f: Mapping[str, str], n: Numbers) -> dict[str, Any]:
     """One row for ``inputs.from_rows``, from a row's texts ``f`` and numbers ``n`` (None where blank).
@@ -48,13 +43,14 @@ def published_inputs(f: Mapping[str, str], n: Numbers) -> dict[str, Any]:
     Raises:
         NotModelledError: the model cannot say anything about the row.
     """
-    if f["moe"] not in ("", "false"):
-        raise NotModelledError(f"mixture of experts ({f['moe']}): routing and expert parallelism are not modelled")
     try:
         accelerator = find_accelerator(f["gpu"])
     except CatalogueError as error:
         raise NotModelledError(str(error)) from None
     model = _model(f, n)
+    if is_mixture(f):
+        model = {**model, **mixture_shape(f, n, model)}
+        model = {**model, **expert_fields(f, n, model)}
     layout = _layout(f, n, model)
     precision = _precision(f, accelerator, layout)
     recompute = _recompute(f, layout)

@@ -19,7 +19,8 @@ import numpy as np
 from cluster.cost.coefficients import MEMORY, assumed
 from cluster.cost.inputs import from_rows
 from cluster.cost.memory import stage_bytes
-from cluster.cost.published.inputs import NotModelledError, Numbers, published_inputs
+from cluster.cost.published.experts import NotModelledError, Numbers
+from cluster.cost.published.inputs import published_inputs
 from cluster.cost.reported import Reported, is_limit, reported_as
 from cluster.cost.work import work_of
 

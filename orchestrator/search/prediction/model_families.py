@@ -12,7 +12,7 @@ from cluster.cost.estimate import CostModel, Estimates
 from cluster.cost.generic import GenericInputs, generic_peak_bytes, generic_step_seconds
 from cluster.cost.inputs import Array, CostInputs
 from cluster.cost.memory import log_slopes, stage_bytes
-from cluster.cost.time import step_seconds
+from cluster.cost.time.step import step_seconds
 from cluster.cost.work import work_of
 
 PROCESS_BYTES = 12 << 20

@@ -156,6 +156,7 @@ def test_every_coefficient_matters_somewhere() -> None:
         row(dp_shard=64, zero_stage=3, hidden=512),
         row(vocab=50257, dp_shard=16, num_reads=1e6),
         row(recompute="full", dp_shard=1, vocab=1000),
+        row(expert_share=1, num_experts=8, experts_per_token=2, expert_ffn=4096),
     )
     for group, attribute in ((TIME, "step_s"), (MEMORY, "peak_bytes")):
         for i, coefficient in enumerate(group):
