@@ -69,7 +69,7 @@ def test_every_table_is_searched_to_its_best(name, tmp_path, capsys):
 
 def test_every_sampler_is_reported_and_a_table_without_problems_is_refused(tmp_path, capsys):
     found = search(ROWS, tmp_path, capsys, "--no-transfer")
-    assert list(found["summary"]) == ["guided", "tpe", "optuna_default", "random"]
+    assert list(found["summary"]) == ["guided", "tpe", "plain_order", "optuna_default", "random"]
     for figures in found["summary"].values():
         assert {"median_trials_to_2pct", "share_97pct_within_15pct_of_trials"} <= figures.keys()
     with pytest.raises(SystemExit):
