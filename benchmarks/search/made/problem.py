@@ -50,6 +50,8 @@ MEMORY_SHARES = (1.0, 0.9, 0.75, 0.6, 0.5)
 """Shares of a card's memory that a task may use, the largest that binds."""
 BINDS = 0.2, 0.8
 """Share of the candidates that must not fit."""
+FELT, SHARE_FELT = 0.03, 0.15
+"""By how much, in log, a planted structure must move the peaks of what share of the candidates."""
 TOLERANCE = 0.02
 
 
@@ -180,6 +182,8 @@ def _attempt(name: str, attempt: int) -> MadeProblem | None:
     x = inputs_of([(setup.decoder_workload, c) for c in setup.candidates], whole)
     structures = _structures(structure, rng)
     peaks = _peaks(x, structure, structures, rng)
+    if peaks is None:
+        return None
     errors = tuple(rng.choice(list(machine.ERRORS), rng.integers(1, machine.MAX_ERRORS + 1), replace=False).tolist())
     coefficients = machine.planted(load_prior("time"), rng, 1.0 if structure == "off-prior" else 0.7)
     own = machine.own_errors(x, rng)
@@ -211,10 +215,13 @@ def _structures(structure: str, rng: np.random.Generator) -> tuple[str, ...]:
     return tuple(rng.choice(list(planted), rng.integers(2, 4), replace=False).tolist())
 
 
-def _peaks(x: CostInputs, structure: str, structures: tuple[str, ...], rng: np.random.Generator) -> Array:
-    share = 1.5 if structure == "off-prior" else 1.0
-    coefficients = machine.planted(load_prior("memory"), rng, share)
+def _peaks(x: CostInputs, structure: str, structures: tuple[str, ...], rng: np.random.Generator) -> Array | None:
+    """Peaks with the structures and errors of their own; None where the structures hardly matter in this space."""
+    coefficients = machine.planted(load_prior("memory"), rng, 1.5 if structure == "off-prior" else 1.0)
     exact = holdings.held(x, structures, coefficients, rng).peak_bytes
+    plain = holdings.held(x, (), coefficients, rng).peak_bytes
+    if structures and np.mean(np.abs(np.log(exact / plain)) > FELT) < SHARE_FELT:
+        return None
     own = rng.normal(0.0, float(rng.uniform(0.005, 0.03)), len(x))
     return np.asarray(exact * np.exp(own))
 
