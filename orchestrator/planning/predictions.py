@@ -65,8 +65,7 @@ def plan_predictor(
     objective: Objective | None = None,
 ) -> Predictor:
     """:func:`make_predictor` for the plan's candidates, and after them the baseline where it is none of them."""
-    others = () if plan.baseline in set(plan.candidates) else (plan.baseline,)
-    candidates = (*plan.candidates, *others)
+    candidates = plan.candidates.followed_by((plan.baseline,))
     return make_predictor(
         workload,
         candidates,
