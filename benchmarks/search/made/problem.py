@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.search.made import holdings, machine, spaces
+from benchmarks.search.made import dryruns, holdings, machine, spaces
 from benchmarks.search.made.shapes import SIZES
 from benchmarks.search.made.spaces import Setup
 from cluster.cost.candidates import inputs_of
@@ -25,6 +25,7 @@ from trials.spec import Candidate
 Half = Literal["tune", "report"]
 
 STRUCTURES: Mapping[str, tuple[str, ...]] = {
+    "dry-run": (),
     "runner": (),
     "off-prior": (),
     "fp32-gradients": ("fp32-gradients",),
@@ -41,7 +42,7 @@ STRUCTURES: Mapping[str, tuple[str, ...]] = {
     "mixed": tuple({**holdings.CHANGED_INPUTS, **holdings.STRUCTURES}),
 }
 """What is planted in the problems of a family; of ``mixed`` two or three of them."""
-RUNNER = ("runner",)
+RUNNER = ("dry-run", "runner")
 """Families trained by our own runner, whose memory the product knows; the others are other frameworks' programs."""
 NUM_PER_FAMILY = 6
 """Problems of one structure and size class."""
@@ -174,14 +175,16 @@ def _rng(*key: object) -> np.random.Generator:
 def _attempt(name: str, attempt: int) -> MadeProblem | None:
     structure, size, _ = name.split("/")
     is_foreign = structure not in RUNNER
-    setup = spaces.draw(random.Random(f"{name}/{attempt}"), size, is_foreign=is_foreign)
+    drawing = random.Random(f"{name}/{attempt}")
+    is_counted = structure == "dry-run"
+    setup = dryruns.draw(drawing, size) if is_counted else spaces.draw(drawing, size, is_foreign=is_foreign)
     if setup is None:
         return None
     rng = _rng(name, attempt)
     whole = describe_topology(setup.topology(catalogue()[setup.card].usable_memory_bytes))
     x = inputs_of([(setup.decoder_workload, c) for c in setup.candidates], whole)
     structures = _structures(structure, rng)
-    peaks = _peaks(x, structure, structures, rng)
+    peaks = dryruns.peaks(setup) if is_counted else _peaks(x, structure, structures, rng)
     if peaks is None:
         return None
     errors = tuple(rng.choice(list(machine.ERRORS), rng.integers(1, machine.MAX_ERRORS + 1), replace=False).tolist())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
+
+import numpy as np
 
 from benchmarks.search.made.shapes import (
     CARDS,
@@ -23,8 +24,8 @@ from cluster.hardware.accelerators import catalogue
 from cluster.hardware.topology import Topology, uniform_topology
 from orchestrator.config.knobs import BaselineSection, SpaceSection
 from orchestrator.space.knobs.canonical import Rest
-from orchestrator.space.rules import Case, Filters, Rule, rules_for, violations
-from orchestrator.space.space import Space, make_space
+from orchestrator.space.rules import Filters, first_broken, rules_for
+from orchestrator.space.space import make_space
 from trials.spec import Candidate, LlamaModel, ScriptModel, TextData, Workload
 
 MIN_CANDIDATES, MAX_CANDIDATES = 50, 2000
@@ -152,20 +153,9 @@ def legal(workload: Workload, card: str, num_nodes: int, space: Mapping[str, Any
         choices["dp_replicate"] = (rest, *section.dp_replicate)
     found = make_space(choices, workload.model)
     topology = _topology(card, num_nodes, catalogue()[card].usable_memory_bytes)
-    return tuple(islice(_legal(found, workload, topology), limit + 1))
-
-
-def _legal(space: Space, workload: Workload, topology: Topology) -> Iterator[Candidate]:
-    rules = rules_for(Filters(whole_lease=True))
-    by_part: dict[str, list[Rule]] = {part: [r for r in rules if r.reads == part] for part in ("layout", "candidate")}
-
-    def breaks(candidate: Candidate, reads: str) -> bool:
-        case = Case(candidate=candidate, workload=workload, topology=topology)
-        return next(violations(by_part[reads], case), None) is not None
-
-    for frame in space.frames:
-        if not breaks(next(space.completions(frame)), "layout"):
-            yield from (c for c in space.completions(frame) if not breaks(c, "candidate"))
+    table = found.table()
+    broken = first_broken(rules_for(Filters(whole_lease=True)), table, workload, topology)
+    return tuple(table[row] for row in np.flatnonzero(broken < 0)[: limit + 1].tolist())
 
 
 def _topology(card: str, num_nodes: int, memory_bytes: float) -> Topology:
