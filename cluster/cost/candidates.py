@@ -20,7 +20,7 @@ from cluster.cost.inputs import (
     InputBlock,
     from_rows,
 )
-from cluster.cost.operators import selective_shares
+from cluster.cost.layers.operators import selective_shares
 from cluster.hardware.accelerators import Accelerator, ClusterDescription
 from trials.flops import matmul_format
 from trials.legality.rules import holds_plain
