@@ -24,6 +24,7 @@ from cluster.hardware.accelerators import ClusterDescription
 from orchestrator.objective import Objective
 from orchestrator.search.prediction import model_families
 from orchestrator.search.prediction.gaussian_process import Array, ErrorModel
+from orchestrator.search.prediction.knob_effects import Believed, OwnEffects, usual_errors
 from orchestrator.search.prediction.model_families import Inputs, log_device_seconds, physical_places
 from orchestrator.search.prediction.posterior import MEMORY_SHIFT_STD, MEMORY_STD, Posterior, normal_cdf
 from orchestrator.search.prediction.transfer import EarlierTrial, nearest
@@ -48,9 +49,10 @@ LOCAL_STD = {"cuda": 0.11, "cpu": 0.25}
 """Standard deviation of errors that no coefficient explains, by kind of device: the prior comes from accelerators."""
 COMMON_STD = {"cuda": 0.2, "cpu": 0.5}
 """Standard deviation of the error that all candidates have in common, by kind of device."""
-OWN_KNOB_STD = {"decoder": 0.1, "generic": 0.3}
-"""Standard deviation of the effect of each value of a knob that the cost model knows nothing of: memory formats and
-data reading, which decoders do not have or hardly feel, move others much."""
+OWN_KNOB_STD = 0.1
+"""Standard deviation of the effect of each value of a knob that the cost model of decoders knows nothing of."""
+GENERIC_STDS = {"precision": 0.3}
+"""The same of knobs of other models, beyond what they usually do: number formats, of which only the peaks are known."""
 SWEEP_STD = 0.05
 """Standard deviation of the error that all trials of an earlier sweep on the same hardware have in common."""
 NOISE_STD = 0.01
@@ -102,6 +104,9 @@ class Predictor:
         UnpredictableError: the device lacks a figure, or there are too many candidates.
     """
 
+    is_absolute = True
+    """Whether times are known before the first trial."""
+
     def __init__(
         self,
         workload: Workload,
@@ -129,9 +134,22 @@ class Predictor:
             self.inputs = _inputs(pairs, cluster, estimates or {})
         except NotImplementedError as error:
             raise UnpredictableError(str(error)) from None
+        self._features = features
         self._own = UnmodelledKnobs([candidate for _, candidate in pairs], features)
         self._prior = narrowed(prior or load_prior("time"), LOCAL_STD[self.device_kind])
         self._kept: dict[tuple[tuple[int, float], ...], Posterior] = {}
+
+    @functools.cached_property
+    def _usual(self) -> Believed | None:
+        """How data loading and kernels may differ from the usual; None for decoders, which hardly feel them."""
+        return usual_errors(self.inputs, self._prior.coefficients) if isinstance(self.inputs, GenericInputs) else None
+
+    @functools.cached_property
+    def _own_effects(self) -> Array:
+        """Features of all of that, and of every knob's own effect."""
+        candidates = [*self.candidates, *(trial.candidate for trial in self.earlier)]
+        own = OwnEffects(candidates, self._features, known=MODELLED, stds=GENERIC_STDS).features
+        return own if self._usual is None else np.hstack([self._usual.features, own])
 
     @functools.cached_property
     def _model(self) -> CostModel:
@@ -203,8 +221,9 @@ class Predictor:
         shares = self.inputs.world_size / self.weights
         known = {row: time_s * float(shares[row]) for row, time_s in times_s.items()}
         log_time, features, seconds = linearised(self._prior, self.inputs, known)
-        own, sweeps = self._own.one_hot, self._sweeps()
-        own_std = OWN_KNOB_STD["decoder" if isinstance(self.inputs, CostInputs) else "generic"]
+        own, own_std, sweeps = self._own.one_hot, OWN_KNOB_STD, self._sweeps()
+        if self._usual is not None:
+            log_time, own, own_std = log_time + self._usual.mean, self._own_effects, 1.0
         return Posterior(
             log_time=log_time - np.log(shares),
             error=ErrorModel(

@@ -12,12 +12,14 @@ from cluster.cost.candidates import inputs_of
 from cluster.cost.estimate import cost_model
 from cluster.cost.generic import GenericInputs, generic_peak_bytes, generic_step_seconds
 from cluster.cost.operators import selective_shares
+from cluster.cost.usual.knobs import KnobColumns
 from cluster.cost.work import layers_params, tables_params, work_of
 from cluster.hardware.accelerators import load_cluster
 from tests.cluster.cost.rows import varied
 from trials.flops import model_flops_per_token, num_parameters
 from trials.spec import (
     Candidate,
+    ImageFolderData,
     Kernels,
     Layout,
     LinearModel,
@@ -25,6 +27,7 @@ from trials.spec import (
     Precision,
     RandomData,
     Recompute,
+    ResNetModel,
     SelectiveRecompute,
     TextData,
     Workload,
@@ -113,11 +116,14 @@ def test_large_numbers_are_cheap() -> None:
 
 
 def test_generic_workloads() -> None:
-    names = GenericInputs.__dataclass_fields__
+    names = GenericInputs.__dataclass_fields__.keys() - {"knobs", "kind"}
     ones = {name: np.ones(2) for name in names}
+    workload = Workload(model=ResNetModel(), data=ImageFolderData(), seq_length=1, global_batch_size=8)
     x = GenericInputs(
         **{
             **ones,
+            "knobs": KnobColumns.of_pairs([(workload, Candidate())] * 2),
+            "kind": "accelerator",
             "forward_flops": np.full(2, 4e9),
             "activation_bytes": np.full(2, 1e8),
             "num_params": np.full(2, 25e6),
