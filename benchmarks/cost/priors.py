@@ -1,6 +1,6 @@
 """Fits the cost model's priors to a table of published measurements and writes them with their provenance.
 
-    python -m benchmarks.cost.priors --table measured.csv
+    python -m benchmarks.cost.priors --table measured.csv [--table more.csv ...]
 
 Rows of one source, software, device and number format form a family with coefficients of its own; the prior is the
 distribution of these over families (normal in logarithms, fitted by expectation-maximisation on the families' Laplace
@@ -10,21 +10,26 @@ approximations). It is also fitted without each source in turn, so that the mode
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.cost.families import FamilyKey, add_tables, family_of
 from cluster.cost.calibrate import Calibrated, calibrate_memory, calibrate_time, log_peak_predictor, log_step_predictor
 from cluster.cost.coefficients import MEMORY, PRIORS_FILE, TIME, Prior, assumed_prior
 from cluster.cost.inputs import Array, from_rows
 from cluster.cost.published.table import PublishedRow, read_table
 
 NUM_ROUNDS = 100
+NUM_PROCESSES = min(2, os.cpu_count() or 1)
 MAX_ROWS_PER_FAMILY = 150
 PSEUDO_FAMILIES = {"time": 3.0, "memory": 20.0}
 """How many families the assumed values and spreads count for: more for memory, of which few sources publish peaks."""
@@ -32,13 +37,7 @@ NOISE = {"time": 0.05, "memory": 0.08}
 
 GROUPS = {"time": TIME, "memory": MEMORY}
 
-FamilyKey = tuple[str, ...]
 Families = Mapping[FamilyKey, Sequence[PublishedRow]]
-
-
-def family_of(row: PublishedRow) -> FamilyKey:
-    """The family of a row: source, software, device and number format."""
-    return row["source"], row["framework"], row["gpu"], row["precision"]
 
 
 def usable(rows: Sequence[PublishedRow], kind: str) -> Families:
@@ -64,16 +63,20 @@ class Evidence:
 
 
 def evidence_of(families: Families, kind: str) -> dict[FamilyKey, Evidence]:
-    """Fit each family alone, with only the assumed values as a prior, and take that prior out again."""
+    """The evidence of each family."""
+    with ProcessPoolExecutor(NUM_PROCESSES) as pool:
+        found = pool.map(functools.partial(_evidence, kind=kind), families.values())
+        return dict(zip(families, found, strict=True))
+
+
+def _evidence(members: Sequence[PublishedRow], kind: str) -> Evidence:
+    """Fit a family alone, with only the assumed values as a prior, and take that prior out again."""
     assumption = assumed_prior(GROUPS[kind], NOISE[kind])
     precision = np.linalg.inv(assumption.covariance)
-    evidence = {}
-    for key, members in families.items():
-        fitted = fit_family(assumption, members, kind)
-        theta = fitted.coefficients.log_values
-        information = np.linalg.inv(fitted.covariance) - precision
-        evidence[key] = Evidence(information, information @ theta + precision @ (theta - assumption.mean))
-    return evidence
+    fitted = fit_family(assumption, members, kind)
+    theta = fitted.coefficients.log_values
+    information = np.linalg.inv(fitted.covariance) - precision
+    return Evidence(information, information @ theta + precision @ (theta - assumption.mean))
 
 
 def fit_prior(evidence: Sequence[Evidence], kind: str) -> Prior:
@@ -82,13 +85,14 @@ def fit_prior(evidence: Sequence[Evidence], kind: str) -> Prior:
     mean, covariance = assumption.mean, assumption.covariance
     pseudo = PSEUDO_FAMILIES[kind]
     total = len(evidence) + pseudo
+    information, vectors = (np.array([getattr(part, name) for part in evidence]) for name in ("information", "vector"))
     for _ in range(NUM_ROUNDS):
         precision = np.linalg.inv(covariance)
-        covariances = [np.linalg.inv(part.information + precision) for part in evidence]
-        values = np.array([c @ (part.vector + precision @ mean) for c, part in zip(covariances, evidence, strict=True)])
+        covariances = np.linalg.inv(information + precision)
+        values = np.einsum("fij,fj->fi", covariances, vectors + precision @ mean)
         mean = (values.sum(axis=0) + pseudo * assumption.mean) / total
         moved = values - mean
-        covariance = (moved.T @ moved + sum(covariances) + pseudo * assumption.covariance) / total
+        covariance = (moved.T @ moved + covariances.sum(axis=0) + pseudo * assumption.covariance) / total
     return Prior(GROUPS[kind], mean, covariance, assumption.noise)
 
 
@@ -145,11 +149,11 @@ def _entry(prior: Prior) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Fit and write the priors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", type=Path, required=True)
+    add_tables(parser)
     parser.add_argument("--output", type=Path, default=PRIORS_FILE)
     parser.add_argument("--only", choices=tuple(GROUPS), help="fit this half; the file keeps its other half")
     options = parser.parse_args(argv)
-    rows = read_table(options.table)
+    rows = [row for path in options.tables for row in read_table(path)]
     fitted = {kind: table_of(rows, kind) for kind in GROUPS if options.only in (None, kind)}
     # Read after fitting, which takes minutes.
     kept = json.loads(options.output.read_text(encoding="utf-8")) if options.only else {}

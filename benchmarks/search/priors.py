@@ -11,13 +11,14 @@ import numpy as np
 
 from benchmarks.search.tables import FIGURES, Configuration, Problem
 from cluster.cost.calibrate import fit
-from cluster.cost.coefficients import MEMORY, TIME, Coefficients, Prior, assumed_prior, load_prior
+from cluster.cost.coefficients import MEMORY, TIME, Prior, assumed_prior, load_prior
 from cluster.cost.inputs import Array, CostInputs, concatenate, from_rows
-from cluster.cost.memory import stage_bytes
-from cluster.cost.work import work_of
+from cluster.cost.software.structures import KNOWN
 from orchestrator.search.acquisition import Seen
 from orchestrator.search.guided import num_calibrating
 from orchestrator.search.prediction.gaussian_process import ErrorModel
+from orchestrator.search.prediction.memory_belief import MemoryBelief
+from orchestrator.search.prediction.memory_prior import prior_belief
 from orchestrator.search.prediction.model_families import log_device_seconds, physical_places
 from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.predictor import (
@@ -145,15 +146,13 @@ class Posteriors:
                 noise_std=NOISE_STD,
             ),
             cost_s=trial_device_seconds(x, device_seconds),
-            log_memory=self._log_memory,
+            memory=self._memory,
         )
 
     @functools.cached_property
-    def _log_memory(self) -> Array:
-        x = self._x
-        assert x is not None
-        terms = stage_bytes(x, work_of(x), Coefficients(MEMORY, self._priors.memory.mean))
-        return np.asarray(np.log(np.sum(list(terms.values()), axis=0).max(axis=1) / x.memory_bytes))
+    def _memory(self) -> MemoryBelief:
+        assert self._x is not None
+        return prior_belief(self._priors.memory, self._x, KNOWN)
 
 
 def _inputs(problem: Problem) -> list[Mapping[str, Any]]:

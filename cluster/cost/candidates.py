@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.cost.inputs import BUCKET_BYTES, CP_METHODS, SCHEDULES, WORKSPACE_BYTES, CostInputs, from_rows
-from cluster.cost.operators import selective_shares
+from cluster.cost.layers.operators import selective_shares
 from cluster.hardware.accelerators import Accelerator, ClusterDescription
 from trials.flops import matmul_format
 from trials.legality.rules import holds_plain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,9 @@ TIME = (
     Coefficient("step_overhead_s", 10e-3, 0.8, "fixed host time of an optimiser step"),
     Coefficient("scale_overhead", 0.01, 0.8, "share of the step lost per doubling of the number of nodes"),
     Coefficient("read_s", 50e-6, 1.0, "storage time of one record, all ranks together; shared file systems give 20k/s"),
+    Coefficient(
+        "expert_efficiency", 0.8, 0.3, "efficiency of routed experts' matmuls relative to others of that shape"
+    ),
 )
 
 MEMORY = (
@@ -62,13 +65,23 @@ MEMORY = (
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Values of a group of coefficients, as logarithms in the group's order."""
+    """Values of a group of coefficients, as logarithms in the group's order.
+
+    ``log_values`` has shape (coefficients,); or (coefficients, n), where each of n candidates has values of its own:
+    then ``k["name"]`` is an array of shape (n,), and what it is multiplied with must be of that shape as well.
+    """
 
     group: tuple[Coefficient, ...]
     log_values: Array
+    _values: dict[str, Array | float] = field(init=False, repr=False, compare=False)
 
-    def __getitem__(self, name: str) -> float:
-        return float(np.exp(self.log_values[self.index(name)]))
+    def __post_init__(self) -> None:
+        values = np.exp(self.log_values)
+        each = values.tolist() if values.ndim == 1 else values
+        object.__setattr__(self, "_values", dict(zip((c.name for c in self.group), each, strict=True)))
+
+    def __getitem__(self, name: str) -> Array | float:
+        return self._values[name]
 
     def index(self, name: str) -> int:
         return next(i for i, coefficient in enumerate(self.group) if coefficient.name == name)
@@ -108,7 +121,7 @@ def load_prior(kind: str, without: str | None = None, path: Path = PRIORS_FILE) 
     table: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))[kind]
     entry = table["without"].get(without, table["all"]) if without else table["all"]
     group = {"time": TIME, "memory": MEMORY}[kind]
-    values, spreads = np.array([entry["coefficients"][c.name] for c in group]).T
+    values, spreads = np.array([entry["coefficients"].get(c.name, [c.value, c.spread]) for c in group]).T
     correlation = np.eye(len(group))
     for i, row in enumerate(entry["correlations"]):
         correlation[i, :i] = correlation[:i, i] = row

@@ -18,7 +18,7 @@ from cluster.cost.calibrate import (
 from cluster.cost.coefficients import load_prior
 from cluster.cost.inputs import Array, CostInputs
 from cluster.cost.memory import MEMORY_TERMS, stage_bytes
-from cluster.cost.time import TIME_TERMS, step_seconds
+from cluster.cost.time.step import TIME_TERMS, step_seconds
 from cluster.cost.work import work_of
 
 ROWS_AT_ONCE = 4096

@@ -71,6 +71,9 @@ class CostInputs:
     zero_stage: Array
     reduces_last: Array
     """1: ZeRO-2 and ZeRO-3 keep gradients whole until the step's last micro-batch, instead of reducing each one's."""
+    gathers_once: Array
+    """1: ZeRO-3 gathers a layer's weights for the first micro-batch and keeps them for the step's others, forward and
+    backward; 0: it gathers them for every pass."""
     sequence_parallel: Array
     num_copies: Array
     shard_embedding: Array
@@ -186,6 +189,7 @@ class CostInputs:
 
 
 DEFAULTS: Mapping[str, float] = {
+    "gathers_once": 0.0,
     "expert_share": 0.0,
     "num_experts": 1.0,
     "experts_per_token": 1.0,

@@ -12,7 +12,7 @@ import numpy as np
 from cluster.cost.calibrate import derivatives
 from cluster.cost.coefficients import Coefficients, Prior
 from cluster.cost.inputs import Array
-from cluster.cost.time import matmul_flops_per_s
+from cluster.cost.time.kernels import matmul_flops_per_s
 from cluster.hardware.accelerators import Accelerator, ClusterDescription
 from cluster.probe.profile import Profile, slowest_by_name
 from trials.reports.rates import Link, MatmulRate, Rate

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.search.prediction.gaussian_process import Array, Residual, condition, learn
-from orchestrator.search.prediction.posterior import Posterior, normal_cdf
+from orchestrator.search.prediction.gaussian_process import Array, Residual, condition, learn, normal_cdf
+from orchestrator.search.prediction.memory_belief import MemoryBelief
+from orchestrator.search.prediction.posterior import Posterior
 
 SHORTLIST_SIZE = 4096
 """Candidates whose uncertainty is worked out: those that look best when everything goes their way."""
@@ -54,8 +55,8 @@ class Proposal:
     """Expected time."""
     log_std: float
     probability_fits: float
-    memory_shift: float = 0.0
-    """Mean of the error common to all memory predictions, as a logarithm: what the peaks seen so far have taught."""
+    log_peak: float | None = None
+    """Expected log(peak / limit), after what was seen; None: memory is no concern."""
 
 
 class ProposalRound:
@@ -78,8 +79,8 @@ class ProposalRound:
         self._scale = residual.scale
         self._incumbent = min(log_times.values(), default=None)
         self._rows = _shortlist(posterior, residual, _open_rows(posterior, seen), min(SHORTLIST_SIZE, 4 * keep))
+        self._memory = memory_after(posterior, seen)
         self._fits = probability_fits(posterior, seen, self._rows)
-        self._memory_shift = memory_shift(posterior, seen)[0]
         self._mean = posterior.log_time[self._rows] + residual.mean(self._rows)
         explained, self._variance = residual.explain(self._rows)
         self._is_left = np.ones(len(self._rows), dtype=bool)
@@ -100,7 +101,7 @@ class ProposalRound:
             time_s=float(np.exp(self._mean[best])),
             log_std=float(self._std[best]),
             probability_fits=float(self._fits[best]),
-            memory_shift=self._memory_shift,
+            log_peak=None if self._memory is None else float(self._memory.expected_log(self._rows[best : best + 1])[0]),
         )
 
     def assume(self, row: int) -> bool:
@@ -189,32 +190,13 @@ def should_stop(
 
 def probability_fits(posterior: Posterior, seen: Seen, rows: NDArray[np.intp]) -> Array:
     """Probability that each of ``rows`` fits in memory, given which candidates did and which did not."""
-    if posterior.log_memory is None:
-        return np.ones(len(rows))
-    shift, shift_std = memory_shift(posterior, seen)
-    spread = np.hypot(posterior.memory_std, shift_std)
-    return normal_cdf(-(posterior.log_memory[rows] + shift) / spread)
+    memory = memory_after(posterior, seen)
+    return np.ones(len(rows)) if memory is None else memory.probability_fits(rows)
 
 
-def memory_shift(posterior: Posterior, seen: Seen) -> tuple[float, float]:
-    """Mean and standard deviation of the error common to all memory predictions, on a grid; zero without any."""
-    log_memory = posterior.log_memory
-    if log_memory is None:
-        return 0.0, 0.0
-    shift = np.linspace(-5, 5, 401) * posterior.memory_shift_std
-    log_density = -0.5 * (shift / posterior.memory_shift_std) ** 2
-    for row in seen.oom:
-        log_density += np.log(normal_cdf((log_memory[row] + shift) / posterior.memory_std) + 1e-300)
-    for row in seen.times_s:
-        if row in seen.peaks:
-            miss = (np.log(seen.peaks[row]) - log_memory[row] - shift) / posterior.memory_std
-            log_density -= 0.5 * miss**2
-        else:
-            log_density += np.log(normal_cdf(-(log_memory[row] + shift) / posterior.memory_std) + 1e-300)
-    density = np.exp(log_density - log_density.max())
-    density /= density.sum()
-    mean = float(density @ shift)
-    return mean, float(np.sqrt(density @ (shift - mean) ** 2))
+def memory_after(posterior: Posterior, seen: Seen) -> MemoryBelief | None:
+    """What is believed of memory after what was seen; None: memory is no concern."""
+    return posterior.memory_after(seen.peaks, seen.times_s.keys() - seen.peaks.keys(), seen.oom)
 
 
 def _learned(posterior: Posterior, seen: Seen) -> Residual:

@@ -112,7 +112,7 @@ class GuidedSearch:
             PredictedResult(
                 step_time_s=found.time_s / float(self._predictor.weights[found.index]),
                 log_spread=found.log_std,
-                peak_bytes=float(self._predictor.estimates.peak_bytes[found.index]) * math.exp(found.memory_shift),
+                peak_bytes=self._limit_bytes * math.exp(found.log_peak or 0.0),
                 probability_fits=found.probability_fits,
             ),
         )

@@ -13,7 +13,7 @@ from cluster.cost.candidates import inputs_of
 from cluster.cost.estimate import CostModel
 from cluster.cost.inputs import Array, CostInputs
 from cluster.cost.memory import passes_bytes, stage_bytes
-from cluster.cost.time import stage_seconds
+from cluster.cost.time.step import stage_seconds
 from cluster.cost.work import work_of
 from cluster.hardware.accelerators import ClusterDescription
 from trials.spec import Candidate, Counts, Recompute, SelectiveRecompute, Workload

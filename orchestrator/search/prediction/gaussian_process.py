@@ -27,6 +27,10 @@ CHUNK_SIZE = 4096
 """Rows at a time, so that what is worked on stays in cache."""
 SCALE_SPREAD = 0.7
 """Standard deviation of the log of that factor."""
+FAR = 3.0
+"""Standard deviations below the mean from which the logarithm comes from the continued fraction."""
+NUM_FRACTIONS = 12
+"""Terms of that fraction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,3 +134,27 @@ def _log_likelihood(model: ErrorModel, seen: NDArray[np.intp], errors: Array, sc
     whitened = np.linalg.solve(factor, errors)
     log_prior = -0.5 * (np.log(scale) / SCALE_SPREAD) ** 2
     return float(-0.5 * whitened @ whitened - np.log(np.diag(factor)).sum() + log_prior)
+
+
+def normal_cdf(z: Array) -> Array:
+    """Standard normal distribution function, to 1.5e-7 (Abramowitz and Stegun, 7.1.26)."""
+    x = np.abs(z) / np.sqrt(2)
+    t = 1 / (1 + 0.3275911 * x)
+    series = ((((1.061405429 * t - 1.453152027) * t) + 1.421413741) * t - 0.284496736) * t + 0.254829592
+    upper = 0.5 * series * t * np.exp(-(x**2))
+    return np.asarray(np.where(z >= 0, 1 - upper, upper))
+
+
+def log_normal_cdf(z: Array) -> Array:
+    """Logarithm of ``normal_cdf``, to 2e-4 everywhere.
+
+    Far below the mean the distribution function is density / (x + 1 / (x + 2 / (x + 3 / ...))) with x = -z (Abramowitz
+    and Stegun, 26.2.14).
+    """
+    far = np.maximum(-z, FAR)
+    fraction = far
+    for k in range(NUM_FRACTIONS, 0, -1):
+        fraction = far + k / fraction
+    tail = -0.5 * far**2 - 0.5 * np.log(2 * np.pi) - np.log(fraction)
+    near = np.log(normal_cdf(np.maximum(z, -FAR)))
+    return np.asarray(np.where(z < -FAR, tail, near))

@@ -20,13 +20,16 @@ from cluster.cost.coefficients import TIME, Coefficients, Prior, load_prior
 from cluster.cost.estimate import CostModel, Estimates
 from cluster.cost.generic import GenericInputs, generic_inputs
 from cluster.cost.inputs import CostInputs, concatenate
+from cluster.cost.software.structures import FOREIGN, KNOWN
 from cluster.hardware.accelerators import ClusterDescription
 from orchestrator.objective import Objective
 from orchestrator.search.prediction import model_families
 from orchestrator.search.prediction.gaussian_process import Array, ErrorModel
 from orchestrator.search.prediction.knob_effects import Believed, OwnEffects, usual_errors
+from orchestrator.search.prediction.memory_belief import MemoryBelief
+from orchestrator.search.prediction.memory_prior import prior_belief
 from orchestrator.search.prediction.model_families import Inputs, log_device_seconds, physical_places
-from orchestrator.search.prediction.posterior import MEMORY_SHIFT_STD, MEMORY_STD, Posterior, normal_cdf
+from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.transfer import EarlierTrial, nearest
 from orchestrator.space.naming import Features, Scalar
 from trials.dryrun.estimate import DryRunEstimate
@@ -125,6 +128,7 @@ class Predictor:
             )
         self.candidates = tuple(candidates)
         self.earlier = _comparable(earlier, workload)
+        self._structures = FOREIGN if isinstance(workload.model, ScriptModel) else KNOWN
         workload = predicted_workload(workload)
         self.cluster = cluster
         self.objective = objective or Objective()
@@ -163,7 +167,19 @@ class Predictor:
     @functools.cached_property
     def probability_fits(self) -> Array:
         """Probability that each candidate fits in memory, before any measurement of this sweep."""
-        return normal_cdf(-self.log_memory / float(np.hypot(MEMORY_STD, MEMORY_SHIFT_STD)))
+        return self.memory.probability_fits()
+
+    @functools.cached_property
+    def memory(self) -> MemoryBelief:
+        """What is believed of memory before any measurement of this sweep: the prior, and what earlier trials say."""
+        belief = prior_belief(
+            load_prior("memory"), self.inputs, self._structures, limit_bytes=self.limit_bytes, on_cpu=self.on_cpu
+        )
+        first = len(self.candidates)
+        known = list(enumerate(self.earlier, first))
+        peaks = {row: trial.peak_bytes / self.limit_bytes for row, trial in known if trial.peak_bytes}
+        ran = [row for row, trial in known if trial.step_time_s is not None and not trial.peak_bytes]
+        return belief.after(peaks, ran, [row for row, trial in known if trial.step_time_s is None])
 
     @functools.cached_property
     def weights(self) -> Array:
@@ -192,11 +208,6 @@ class Predictor:
         x = self.inputs.take(slice(row, row + 1))
         jacobian = derivatives(functools.partial(log_device_seconds, x), self._model.time.coefficients)
         return float(self._model.time.log_spread(jacobian)[0])
-
-    @functools.cached_property
-    def log_memory(self) -> Array:
-        """log(predicted peak / device memory)."""
-        return np.asarray(np.log(self.estimates.peak_bytes / self.inputs.memory_bytes))
 
     @property
     def device_kind(self) -> str:
@@ -235,7 +246,7 @@ class Predictor:
                 noise_std=NOISE_STD,
             ),
             cost_s=self.trial_device_seconds(seconds),
-            log_memory=self.log_memory,
+            memory=self.memory,
         )
 
     def _sweeps(self) -> Array:

@@ -20,7 +20,8 @@ from cluster.cost.usual.step import relative_step
 from orchestrator.objective import Objective
 from orchestrator.search.prediction.gaussian_process import Array, ErrorModel
 from orchestrator.search.prediction.knob_effects import Believed, OwnEffects, believed
-from orchestrator.search.prediction.posterior import Posterior, normal_cdf
+from orchestrator.search.prediction.memory_belief import MemoryBelief, Structured
+from orchestrator.search.prediction.posterior import Posterior
 from orchestrator.search.prediction.transfer import EarlierTrial, nearest, same_program
 from orchestrator.space.naming import Features
 from trials.spec import Candidate, Workload
@@ -38,6 +39,11 @@ OVERHEAD_STEPS = 20.0
 USED_SHARE = 0.45
 """Share of the memory that the baseline is taken to use: it runs, or its user would not run it."""
 USED_STD = 0.5
+"""Standard deviation of the log of that share."""
+OWN_MEMORY_SHARE = 0.5
+"""How far knobs of which nothing is known move the peak, relative to the time."""
+OWN_MEMORY_STDS = {0.02: 0.5, 0.08: 0.5}
+"""Standard deviations that the own errors of peaks may have, which trials decide on, and how likely each is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +106,35 @@ class RelativePredictor:
         )
 
     @functools.cached_property
-    def memory(self) -> Believed:
+    def relative_memory(self) -> Believed:
         """Log of the peak relative to the baseline's."""
         drawn = drawn_memory()
         return believed(
             self._columns.matrix, lambda rows: relative_peak(self._columns.take(rows), self._baseline, drawn)
         )
+
+    @functools.cached_property
+    def memory(self) -> MemoryBelief | None:
+        """What is believed of memory before any measurement of this sweep; None: there is no limit."""
+        if not np.isfinite(self.limit_bytes):
+            return None
+        mean, features = self.relative_memory.mean, self.relative_memory.features
+        level = np.full((len(mean), 1), USED_STD)
+        structures = tuple(
+            Structured(
+                name="usual",
+                log_weight=float(np.log(share)),
+                mean=np.log(USED_SHARE) + mean,
+                features=np.hstack([features, level, OWN_MEMORY_SHARE * self._own.features]),
+                own_std=own_std,
+            )
+            for own_std, share in OWN_MEMORY_STDS.items()
+        )
+        known = list(enumerate(self.earlier, len(self.candidates)))
+        peaks = {row: trial.peak_bytes / self.limit_bytes for row, trial in known if trial.peak_bytes}
+        ran = [row for row, trial in known if trial.step_time_s is not None and not trial.peak_bytes]
+        oom = [row for row, trial in known if trial.step_time_s is None]
+        return MemoryBelief(structures=structures, places=self._own.places).after(peaks, ran, oom)
 
     @functools.cached_property
     def weights(self) -> Array:
@@ -115,14 +144,13 @@ class RelativePredictor:
     @functools.cached_property
     def estimates(self) -> RelativeEstimates:
         """Expectations before any trial of this sweep."""
-        peak = USED_SHARE * self.limit_bytes * np.exp(self.memory.mean)
+        peak = USED_SHARE * self.limit_bytes * np.exp(self.relative_memory.mean)
         return RelativeEstimates(step_s=np.exp(self.time.mean), peak_bytes=peak)
 
     @functools.cached_property
     def probability_fits(self) -> Array:
         """Probability that each candidate fits in memory, before any measurement of this sweep."""
-        std = np.sqrt((self.memory.features**2).sum(axis=1) + USED_STD**2)
-        return normal_cdf(-(np.log(USED_SHARE) + self.memory.mean) / std)
+        return np.ones(len(self._columns)) if self.memory is None else self.memory.probability_fits()
 
     @functools.cached_property
     def earlier_rows(self) -> frozenset[int]:
@@ -162,9 +190,7 @@ class RelativePredictor:
                 noise_std=NOISE_STD,
             ),
             cost_s=OVERHEAD_STEPS * (device_s + np.median(device_s / self._world_size) * self._world_size),
-            log_memory=np.log(USED_SHARE) + self.memory.mean if np.isfinite(self.limit_bytes) else None,
-            memory_std=0.3,
-            memory_shift_std=USED_STD,
+            memory=self.memory,
         )
 
     def _sweeps(self) -> Array:

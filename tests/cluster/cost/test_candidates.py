@@ -11,7 +11,7 @@ import pytest
 from cluster.cost.candidates import inputs_of
 from cluster.cost.estimate import cost_model
 from cluster.cost.generic import GenericInputs, generic_peak_bytes, generic_step_seconds
-from cluster.cost.operators import selective_shares
+from cluster.cost.layers.operators import selective_shares
 from cluster.cost.usual.knobs import KnobColumns
 from cluster.cost.work import layers_params, tables_params, work_of
 from cluster.hardware.accelerators import load_cluster
